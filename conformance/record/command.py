@@ -12,12 +12,16 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ..cli.arguments import Parser
 from ..files import write_whole
 from ..status import UsageError, counted
+
+if TYPE_CHECKING:  # imported where it is used: recording needs none of it
+    from .compare import Side
 
 __all__ = ["Manifest", "compare_main", "is_recording", "record_main"]
 
@@ -66,9 +70,9 @@ def record_main(arguments: Sequence[str], say: Say) -> int:
     if parsed.noise:
         names += ["again", *(f"nudged-{n}" for n in range(1, parsed.noise + 1))]
         say(
-            f"gradparity: the command runs {len(names)} times, and writes its own files "
-            f"each time: as it is, again, and {counted(parsed.noise, 'time')} with "
-            "weights moved by a unit in the last place (--noise 0: once)"
+            f"gradparity: the command runs {len(names)} times, and writes its own "
+            f"files each time: as it is, again, and {counted(parsed.noise, 'time')} "
+            "with weights moved by a unit in the last place (--noise 0: once)"
         )
     started = time.monotonic()
     done: list[str] = []
@@ -87,9 +91,7 @@ def record_main(arguments: Sequence[str], say: Say) -> int:
         elif code in STOPPED:
             break
         elif not _has_files(out / name):
-            say(
-                f"gradparity: run {name} recorded nothing (exit code {code}): see its log"
-            )
+            say(f"gradparity: {name} recorded nothing (exit code {code}): see its log")
             break
         done.append(name)
     manifest = Manifest(
@@ -192,12 +194,9 @@ def compare_main(arguments: Sequence[str], say: Say) -> int:
     )
     parser.add_argument("one", type=Path, metavar="A", help="the reference, with noise")
     parser.add_argument("other", type=Path, metavar="B")
-    parser.add_argument(
-        "--exact", action="store_true", help="compare weights and gradients bit for bit"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all rows there"
-    )
+    bits = "compare weights and gradients bit for bit"
+    parser.add_argument("--exact", action="store_true", help=bits)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows")
     parsed = parser.parse_args(list(arguments))
     one, other = (_side(path) for path in (parsed.one, parsed.other))
     found = (compare_exactly if parsed.exact else compare)(one, other)
@@ -213,7 +212,7 @@ def compare_main(arguments: Sequence[str], say: Say) -> int:
     return found.code
 
 
-def _side(path: Path):  # type: ignore[no-untyped-def]  # imported where it is used
+def _side(path: Path) -> Side:
     from .compare import Side
     from .merge import read_merged
 

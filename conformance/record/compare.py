@@ -4,9 +4,9 @@
 The reference side was recorded again as it is, and with its weights moved by a unit in
 the last place. What these runs differ by from the first is the noise of the job. A
 tensor may differ by ``FACTOR`` times the largest noise that it showed up to this step,
-and by no less than that of the median tensor of the step. A bound as large as the tensor
-compares nothing. A second test takes the step as a whole: the median over tensors of
-distance over noise, above ``WHOLE``, is a difference that is spread over all tensors.
+and by no less than that of the median tensor of the step. A bound as large as the
+tensor compares nothing. A second test takes the step as a whole: the median over
+tensors of distance over noise, above ``WHOLE``, is a difference that is spread.
 """
 
 from __future__ import annotations
@@ -287,9 +287,9 @@ def _rows(
             sizes = {name: mine.norm for name, (mine, _) in pairs.items()}
             shares = [noises[n] / size for n, size in sizes.items() if size]
             least = max(median(shares) if shares else 0.0, UNIT)
-            for name, (mine, its) in pairs.items():
+            for name, (mine, theirs) in pairs.items():
                 size = sizes[name]
-                distance = float(np.linalg.norm(mine.sketch - its.sketch))
+                distance = float(np.linalg.norm(mine.sketch - theirs.sketch))
                 noise = max(worst[kind, name], size * least)
                 yield Row(
                     step=step,
@@ -298,7 +298,7 @@ def _rows(
                     distance=distance / (size or 1.0),
                     bound=FACTOR * noise / (size or 1.0),
                     noise=noise / (size or 1.0),
-                    words=_words(one.run, mine, its, name, step, kind),
+                    words=_words(one.run, mine, theirs, name, step, kind),
                 )
 
 

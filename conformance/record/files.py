@@ -176,8 +176,8 @@ def read_run(folder: Path) -> Iterator[tuple[int, Recording]]:
         (rank, recording), in the order of ranks.
 
     Raises:
-        ValueError: if a file is missing, is of another version or is broken; the message
-            names it.
+        ValueError: if a file is missing, is of another version or is broken; the
+            message names it.
     """
     paths = sorted(folder.glob("rank-*.safetensors"), key=_rank_of)
     if not paths:
@@ -199,7 +199,7 @@ def _rank_of(path: Path) -> int:
 
 
 def _read(path: Path) -> Recording:
-    if path.is_symlink() or not path.is_file():
+    if path.is_symlink() or path.parent.is_symlink() or not path.is_file():
         raise ValueError(f"{path}: is no regular file")
     try:
         with safe_open(path, framework="numpy") as file:

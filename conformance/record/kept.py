@@ -1,13 +1,14 @@
 """What is kept of a tensor: digest, sketch, squares, largest element, non-finite.
 
 [Note: Sums over parts]
-Everything is keyed by the place of an element in the whole tensor, and adds up (or takes
-the larger one) over parts. So each rank keeps what it holds, nothing is sent, and any
-layout of one tensor gives the same whole. The digest is a sum of products of the bits of
-each element with a random odd word of its place, modulo 2^64: exact in any order. The
-sketch has 8 x 8 tiles of 32 buckets: each element goes into a bucket of its tile with a
-random sign. The norm of the difference of two sketches estimates the norm of the
-difference of two tensors, to about 5 %; a tensor of at most 2,048 elements is kept whole.
+Everything is keyed by the place of an element in the whole tensor, and adds up (or
+takes the larger one) over parts. So each rank keeps what it holds, nothing is sent, and
+any layout of one tensor gives the same whole. The digest is a sum of products of the
+bits of each element with a random odd word of its place, modulo 2^64: exact in any
+order. The sketch has 8 x 8 tiles of 32 buckets: each element goes into a bucket of its
+tile with a random sign. The norm of the difference of two sketches estimates the norm
+of the difference of two tensors, to about 5 %; a tensor of at most 2,048 elements is
+kept whole.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of one part; 0-d tensors stay on their device until they are read."""
+    """What is kept of one part, on its device until it is read."""
 
     digest: Tensor
     """int64: sum of bits times words, modulo 2^64."""

@@ -111,7 +111,7 @@ class Run:
     rows: Mapping[int, frozenset[int]]
     """Step -> digests of the rows that the model was given."""
     losses: Mapping[int, float]
-    """Step -> mean of the losses of all ranks and passes, where the model returns one."""
+    """Step -> mean of the losses of all ranks and passes, if the model returns one."""
     drew: frozenset[int]
     drops: tuple[str, ...]
     unstepped: tuple[str, ...]

@@ -20,10 +20,9 @@ import os
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ from .nudge import nudge
 from .parts import Part, Roots, parts_of
 from .rows import rows_of
 
-__all__ = ["Recorder", "install", "recorder"]
+__all__ = ["Recorder", "install", "record"]
 
 OUT, STEPS, NUDGE, STOP = (
     f"GRADPARITY_RECORD{end}" for end in ("", "_STEPS", "_NUDGE", "_STOP")
@@ -168,8 +167,8 @@ class Recorder:
             return args, {**kwargs, "closure": evaluated}
         return (args[0], evaluated, *args[2:]), kwargs
 
-    def _before(self, optimizer: Optimizer) -> None:
-        if id(optimizer) in self.under_way:
+    def _before(self, optimizer: Any) -> None:
+        if self.written or id(optimizer) in self.under_way:
             return  # a closure that runs again
         number = self._number(optimizer)
         with self._noting("the gradients"), torch.no_grad():
@@ -181,6 +180,12 @@ class Recorder:
         if self.depth[id(optimizer)] > 0 or id(optimizer) not in self.last:
             return
         self.last.pop(id(optimizer)).remove()
+        self._ended(optimizer)
+
+    def _ended(self, optimizer: Any) -> None:
+        """Read what a step has done, and write all after the last recorded one."""
+        if self.written:
+            return
         number = self._number(optimizer)
         step = self.under_way.pop(id(optimizer), None)
         self.calls[number] += 1
@@ -195,6 +200,18 @@ class Recorder:
             if self.stop:
                 self._end()
 
+    def watch(self, optimizer: Any) -> None:
+        """Watch the ``step`` of an optimizer that is not one of torch."""
+        run = optimizer.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self._before(optimizer)
+            found = run(*args, **kwargs)
+            self._ended(optimizer)
+            return found
+
+        optimizer.step = step
+
     def _number(self, optimizer: Any) -> int:
         for number, known in enumerate(self.optimizers):
             if known is optimizer:
@@ -205,9 +222,9 @@ class Recorder:
     def _read(self, optimizer: Any, number: int) -> _Step:
         parts = list(parts_of(optimizer, self.roots))
         groups = [_settings(group) for group in optimizer.param_groups]
-        names = {id(part.parameter): part.name for part in parts}
+        known = {id(part.parameter): part.name for part in parts}
         of_group = [
-            [names[id(p)] for p in group["params"] if id(p) in names]
+            [known[id(p)] for p in group["params"] if id(p) in known]
             for group in optimizer.param_groups
         ]
         call = Call(
@@ -215,12 +232,12 @@ class Recorder:
             kind=type(optimizer).__name__,
             step=self.calls[number],
             settings=[
-                Settings(names=n, values=v)
-                for n, v in zip(of_group, groups, strict=True)
+                Settings(names=names, values=values)
+                for names, values in zip(of_group, groups, strict=True)
             ],
             scale=_number_of(getattr(optimizer, "grad_scale", None)),
             found_inf=_number_of(getattr(optimizer, "found_inf", None)),
-            unnamed=sum(len(g["params"]) for g in optimizer.param_groups) - len(names),
+            unnamed=sum(len(g["params"]) for g in optimizer.param_groups) - len(known),
         )
         step = _Step(call, parts)
         for part in parts:
@@ -293,13 +310,9 @@ class Recorder:
                 out.tensors[key] = Stored.of(box, kept)
         for name, box, kept in self.final:
             number, _, bare = name.partition("/")
-            out.tensors[f"{number}/{self.steps.stop}/weight/{bare}"] = Stored.of(
-                box, kept
-            )
-        out.losses = {
-            step: [float(loss) for loss in losses]
-            for step, losses in out.losses.items()
-        }
+            key = f"{number}/{self.steps.stop}/weight/{bare}"
+            out.tensors[key] = Stored.of(box, kept)
+        out.losses = {step: list(map(float, each)) for step, each in out.losses.items()}
 
     def _end(self) -> None:
         """End the job after the last recorded step, on all ranks alike."""
@@ -361,6 +374,31 @@ def _keywords_of_caller() -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+@contextmanager
+def record(model: nn.Module, *optimizers: Any) -> Iterator[None]:
+    """Record the training inside, where ``gradparity record`` cannot reach by itself.
+
+    Does nothing outside of ``gradparity record``. Needed for an optimizer that is not
+    one of torch, and for Python that is started with ``-I``.
+
+    Args:
+        model: names the parameters.
+        optimizers: each has ``param_groups`` and ``step``.
+    """
+    install()
+    if recorder is None:
+        yield
+        return
+    recorder.roots.add(model)
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            recorder.watch(optimizer)
+    try:
+        yield
+    finally:
+        recorder.write()
+
+
 recorder: Recorder | None = None
 """That of this process, if it records."""
 
@@ -378,7 +416,3 @@ def install() -> None:
         os.environ.get(STOP) == "1",
     )
     recorder.install()
-
-
-Hook = Callable[..., Any]
-_ = partial

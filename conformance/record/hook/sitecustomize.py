@@ -18,7 +18,7 @@ class _AfterTorch:
         """Return torch's own spec, whose loader then also begins to record."""
         if name != "torch":
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]  # a finder by its method
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.loader is None:
             return None
@@ -54,7 +54,7 @@ def _make_importable() -> None:
 
 
 if os.environ.get("GRADPARITY_RECORD"):
-    sys.meta_path.insert(0, _AfterTorch())  # type: ignore[arg-type]  # as above
+    sys.meta_path.insert(0, _AfterTorch())
 
 # the sitecustomize that this one hides, if there is one
 _here = Path(__file__).resolve().parent

@@ -1,0 +1,166 @@
+"""Training jobs that know nothing of gradparity: ``python jobs.py JOB [FAULT]``.
+
+Run by tests, each as a process, or as ranks of torchrun.
+"""
+
+import hashlib
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import parallel as tp
+
+WIDTH, WORDS, LENGTH, ROWS, STEPS = 32, 64, 8, 8, 3
+
+
+class Block(nn.Module):
+    """Two norms and two feed-forward layers, the second of which is uneven."""
+
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 66), nn.Linear(66, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(self.norm_1(x)).tanh()
+        found: Tensor = x + self.drop(self.down(F.gelu(self.up(self.norm_2(x)))))
+        return found
+
+
+class Model(nn.Module):
+    """Words in, scores of words out."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block(drop) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for block in self.blocks:
+            x = block(x)
+        scores: Tensor = self.head(x)
+        return scores
+
+
+class OwnOptimizer:
+    """Steps by itself, and is no optimizer of torch."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": parameters, "lr": 0.1}]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= 0.1 * parameter.grad
+
+    def zero_grad(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = None
+
+
+def laid_out(job: str, model: nn.Module, world: int) -> tuple[nn.Module, int, int]:
+    """The model in the layout of a job, the ranks with other rows, and this one."""
+    rank = dist.get_rank() if world > 1 else 0
+    blocks = [each for each in model.modules() if isinstance(each, Block)]
+    if job == "ddp":
+        return nn.parallel.DistributedDataParallel(model), world, rank
+    if job == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        made = FullyShardedDataParallel(
+            model, device_id=torch.device("cpu"), use_orig_params=True
+        )
+        return made, world, rank
+    if job in ("fsdp", "tp", "fsdp-tp", "hsdp"):
+        parts = {"fsdp": 1, "tp": world, "fsdp-tp": 2, "hsdp": 2}[job]
+        mesh = init_device_mesh(
+            "cpu", (world // parts, parts), mesh_dim_names=("a", "b")
+        )
+        if job == "hsdp":
+            fully_shard(model, mesh=mesh)
+            return model, world, rank
+        if parts > 1:
+            for block in blocks:
+                plan = {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}
+                tp.parallelize_module(block, mesh["b"], plan)
+        rows = world // parts
+        if rows > 1:
+            for block in blocks:
+                fully_shard(block, mesh=mesh["a"])
+            fully_shard(model, mesh=mesh["a"])
+        return model, rows, mesh.get_local_rank("a")
+    return model, 1, 0
+
+
+def main(job: str, fault: str = "") -> None:
+    """Train, and print what was trained."""
+    torch.set_num_threads(1)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        dist.init_process_group("gloo")
+    torch.manual_seed(1 if fault == "seed" else 0)
+    model, ranks, rank = laid_out(job, Model(0.1 if fault == "drop" else 0.0), world)
+    named = dict(model.named_parameters())
+    rate = 1.01e-3 if fault == "rate" else 1e-3
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    if job == "own":
+        import gradparity
+
+        own = OwnOptimizer([*model.parameters()])
+        with gradparity.record(model, own):
+            train(model, own, named, ranks, rank, fault)
+    else:
+        train(model, optimizer, named, ranks, rank, fault)
+    digest = hashlib.blake2b(digest_size=8)
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        digest.update(local.detach().numpy().tobytes())
+    # in one piece: ranks share the output
+    os.write(1, f"trained {rank} {digest.hexdigest()}\n".encode())
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def train(
+    model: nn.Module,
+    optimizer: "torch.optim.Optimizer | OwnOptimizer",
+    named: dict[str, nn.Parameter],
+    ranks: int,
+    rank: int,
+    fault: str,
+) -> None:
+    """Three steps, with a fault."""
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step + 100 * (fault == "rows"))
+        words = torch.randint(WORDS, (ROWS, LENGTH + 1), generator=generator)
+        words = words.chunk(ranks)[rank]
+        optimizer.zero_grad()
+        loss = F.cross_entropy(
+            model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten()
+        )
+        (loss * (0.5 if fault == "half" else 1.0)).backward()
+        for name, parameter in named.items():
+            if fault == "one" and name.endswith("blocks.1.mix.weight"):
+                assert parameter.grad is not None
+                parameter.grad *= 1.5
+            if fault == "zero" and name.endswith("blocks.1.mix.weight"):
+                assert parameter.grad is not None
+                parameter.grad.zero_()
+        if fault == "dies" and step == 1:
+            os._exit(7)
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,214 @@
+"""Jobs that know nothing of gradparity are recorded as they are, and compared."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gradparity.conformance.__main__ import main
+
+JOBS = str(Path(__file__).with_name("jobs.py"))
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
+
+
+def command(job: str, fault: str = "", ranks: int = 1) -> list[str]:
+    end = [JOBS, job, *([fault] if fault else [])]
+    if ranks == 1:
+        return [sys.executable, *end]
+    return [*TORCHRUN, str(ranks), "--rdzv-backend", "c10d", "--rdzv-endpoint",
+            "127.0.0.1:0", *end]  # fmt: skip
+
+
+def record(out: Path, *options: str, of: list[str]) -> subprocess.CompletedProcess[str]:
+    """Record in a process of its own: the job writes to its output."""
+    program = [sys.executable, "-m", "gradparity.conformance", "record", str(out)]
+    return subprocess.run(
+        [*program, *options, "--", *of], capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The reference side: one process, with noise."""
+    out = tmp_path_factory.mktemp("record") / "one"
+    done = record(out, of=command("plain"))
+    assert done.returncode == 0, done.stderr
+    assert "the command runs 4 times" in done.stderr
+    yield out
+
+
+def compared(
+    capsys: pytest.CaptureFixture[str], one: Path, other: Path, *options: str
+) -> tuple[int, str]:
+    code = main(["compare", str(one), str(other), *options])
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("job", "ranks"),
+    [
+        ("fsdp-tp", 4),
+        *(
+            pytest.param(job, ranks, marks=pytest.mark.slow)
+            for job, ranks in (
+                *(("ddp", 2), ("fsdp", 2), ("fsdp1", 2), ("tp", 2)),
+                ("hsdp", 4),
+            )
+        ),
+    ],
+)
+def test_a_right_layout_is_the_same(
+    one: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    job: str,
+    ranks: int,
+) -> None:
+    of = command(job, ranks=ranks)
+    done = record(tmp_path / "mesh", "--noise", "0", of=of)
+    assert done.returncode == 0, done.stderr
+    code, told = compared(capsys, one, tmp_path / "mesh")
+    assert code == 0, told
+    assert "start: 21 of 21 tensors have equal bits" in told
+    assert "rows: equal at 3 of 3 steps" in told
+    # recording changes no bit of the training
+    alone = subprocess.run(of, capture_output=True, text=True, check=True)
+    assert trained(alone.stdout) == trained(done.stdout)
+
+
+def trained(output: str) -> set[str]:
+    found = {line for line in output.splitlines() if line.startswith("trained")}
+    assert found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        ("one", 1, "the gradient of blocks.1.mix.weight differs by 0.5 of its size"),
+        ("rate", 2, "other settings: lr of words.weight is 0.001 and 0.00101"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("half", 1, "it is 0.500 x the first side"),
+                ("zero", 1, "the gradient of blocks.1.mix.weight differs by 1 of"),
+                ("rows", 2, "other rows: at step 0 0 of 8 rows"),
+                ("seed", 2, "another start: "),
+                ("drop", 4, "random numbers were drawn in forward at step 0: blocks.0"),
+            )
+        ),
+    ],
+)
+def test_a_fault_is_told_and_what_cannot_be_compared_is_no_fault(
+    one: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    fault: str,
+    code: int,
+    words: str,
+) -> None:
+    done = record(tmp_path / "b", "--noise", "0", of=command("plain", fault))
+    assert done.returncode == 0, done.stderr
+    found, told = compared(capsys, one, tmp_path / "b", "--json", str(tmp_path / "x"))
+    assert found == code, told
+    assert told.startswith(words) or f": {words}" in told.splitlines()[0], told
+    assert json.loads((tmp_path / "x").read_text())["code"] == code
+
+
+@pytest.mark.slow
+def test_a_fault_on_ranks_is_told(
+    one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = record(tmp_path / "b", "--noise", "0", of=command("fsdp", "one", 2))
+    assert done.returncode == 0, done.stderr
+    code, told = compared(capsys, one, tmp_path / "b")
+    assert code == 1 and "blocks.1.mix.weight" in told.splitlines()[0], told
+
+
+def test_a_run_is_itself_bit_for_bit(
+    one: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, told = compared(capsys, one, one, "--exact")
+    assert (code, told) == (0, "same, bit for bit: 147 tensors of 4 steps\n")
+    nudged = one.parent / "nudged"
+    if not nudged.exists():
+        nudged.mkdir()
+        (nudged / "plain").symlink_to(one / "nudged-1")
+        (nudged / "run.json").write_text((one / "run.json").read_text())
+    code, told = compared(capsys, one, nudged, "--exact")
+    assert code == 2  # a link is not followed
+
+
+def test_an_optimizer_that_is_not_torchs_is_recorded_by_two_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = record(tmp_path / "own", of=command("own"))
+    assert done.returncode == 0, done.stderr
+    code, told = compared(capsys, tmp_path / "own", tmp_path / "own")
+    assert code == 0 and told.startswith("same: "), told
+
+
+# - What goes wrong
+
+
+def test_a_job_without_an_optimizer_ends_with_the_lines_to_add(tmp_path: Path) -> None:
+    done = record(tmp_path / "r", of=[sys.executable, "-c", "import torch"])
+    assert done.returncode == 2
+    assert "with gradparity.record(model, optimizer): ..." in done.stderr
+
+
+def test_the_exit_code_is_that_of_the_command(tmp_path: Path) -> None:
+    done = record(tmp_path / "r", of=command("plain", "dies"))
+    assert done.returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["r"], "give the command after --"),
+        (["r", "--steps", "x", "--", "true"], "--steps x: expected a number"),
+        (["r", "--", "nosuchcommand"], "nosuchcommand: No such file"),
+        ([".", "--", "true"], ".: exists: choose another name"),
+    ],
+)
+def test_bad_usage_is_told_in_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["record", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_broken_recording_is_told_in_one_line(
+    one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken"
+    (broken / "plain").mkdir(parents=True)
+    path = broken / "plain" / "rank-0.safetensors"
+    manifest = (one / "run.json").read_text()
+
+    def told() -> str:
+        assert main(["compare", str(one), str(broken)]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1, error
+        return error
+
+    assert "is no recording: it has no run.json" in told()
+    (broken / "run.json").write_text(manifest.replace('"version": 1', '"version": 9'))
+    assert "has version 9, expected 1" in told()
+    (broken / "run.json").write_text("{")
+    assert "broken: " in told()
+    (broken / "run.json").write_text(manifest)
+    assert "holds no recording" in told()
+    whole = (one / "plain" / "rank-0.safetensors").read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert "is no recording" in told()
+    path.write_bytes(whole.replace(b'\\"world_size\\":1', b'\\"world_size\\":2'))
+    assert "of 2 ranks these wrote nothing: 1" in told()

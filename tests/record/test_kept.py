@@ -1,0 +1,161 @@
+"""What is kept of tensors adds up over any layout, and estimates distances."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+
+from gradparity.conformance.record import kept
+from gradparity.conformance.record.files import Stored
+from gradparity.conformance.record.kept import Box, keep
+from gradparity.conformance.record.merge import Whole, merge
+from gradparity.conformance.record.parts import place
+from gradparity.multiprocess import Cluster, current_world
+
+SHAPES = [(), (1,), (5,), (7, 3), (64, 40), (33, 70), (4, 6, 100)]
+
+
+def whole_of(tensor: Tensor) -> Whole:
+    part, box = place(tensor)
+    return merge([(0, Stored.of(box, keep(part, box)))])
+
+
+def made(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(len(shape) + sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def equal(one: Whole, other: Whole) -> bool:
+    return (one.digest, one.rounded, one.bad, one.held) == (
+        other.digest,
+        other.rounded,
+        other.bad,
+        other.held,
+    ) and np.allclose(one.sketch, other.sketch, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ranges_of_the_flat_tensor_add_up(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    tensor = made(shape, dtype)
+    flat, cut = tensor.reshape(-1), tensor.numel() // 3
+    parts = [
+        (rank, Stored.of(box, keep(flat[start:stop], box)))
+        for rank, (start, stop) in enumerate([(0, cut), (cut, flat.numel())])
+        for box in [Box(tuple(shape), (start,), (stop - start,))]
+    ]
+    assert equal(merge(parts), whole_of(tensor))
+
+
+def test_a_part_is_worked_on_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = made((33, 70))
+    whole = whole_of(tensor)
+    monkeypatch.setattr(kept, "CHUNK", 100)
+    kept._known.clear()
+    assert equal(whole_of(tensor), whole)
+    kept._known.clear()
+
+
+def laid_out(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Stored:
+    mesh = init_device_mesh("cpu", (2, 2))
+    tensor = distribute_tensor(made(shape), mesh, placements)
+    part, box = place(tensor)
+    return Stored.of(box, keep(part, box))
+
+
+PLACEMENTS = [
+    (Shard(0), Replicate()),
+    (Shard(0), Shard(0)),
+    (Shard(0), Shard(1)),
+    (Replicate(), Shard(1)),
+    (Replicate(), Replicate()),
+]
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
+def test_shards_of_any_layout_add_up(
+    four: Cluster, placements: tuple[Placement, ...]
+) -> None:
+    for shape in ((7, 3), (64, 40), (1, 5)):
+        parts = [*enumerate(four.run(laid_out, shape, placements))]
+        found = merge(parts)
+        assert equal(found, whole_of(made(shape))), shape
+        assert found.is_whole and not found.differing
+
+
+def partial_sums() -> Stored:
+    mesh = init_device_mesh("cpu", (4,))
+    mine = made((64, 40)) * (current_world().rank + 1)
+    tensor = DTensor.from_local(mine, mesh, [Partial()])
+    part, box = place(tensor)
+    return Stored.of(box, keep(part, box))
+
+
+def test_summands_add_up_in_the_sketch_alone(four: Cluster) -> None:
+    found = merge([*enumerate(four.run(partial_sums))])
+    assert not found.is_summed and found.is_whole
+    whole = 10 * whole_of(made((64, 40))).sketch
+    np.testing.assert_allclose(found.sketch, whole, atol=1e-5)  # of fp32 products
+
+
+def test_a_replica_with_other_bits_is_named() -> None:
+    one, other = made((7, 3)), made((7, 3))
+    other[3, 1] += 2.0**-20
+    parts = []
+    for rank, tensor in enumerate((one, one, other)):
+        part, box = place(tensor)
+        parts.append((rank, Stored.of(box, keep(part, box))))
+    assert merge(parts).differing == (2,)
+
+
+def test_what_nobody_holds_is_counted() -> None:
+    box = Box((7, 3), (0,), (10,))
+    found = merge([(0, Stored.of(box, keep(made((7, 3)).reshape(-1)[:10], box)))])
+    assert (found.held, found.size, found.is_whole) == (10, 21, False)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6])
+def test_the_distance_of_sketches_is_that_of_tensors(scale: float) -> None:
+    """Dense, in a row, in one element: findings of the prototypes, with room."""
+    base = made((200, 300))
+    for seed, kind in itertools.product(range(5), ("dense", "row", "element")):
+        generator = torch.Generator().manual_seed(seed)
+        error = torch.randn(base.shape, generator=generator) * scale
+        if kind == "row":
+            error[torch.arange(200) != seed] = 0
+        if kind == "element":
+            error *= 0
+            error[seed, 7 * seed] = scale
+        distance = np.linalg.norm(whole_of(base).sketch - whole_of(base + error).sketch)
+        true = float((base + error - base).norm())
+        assert distance == pytest.approx(true, rel=0.25), kind
+
+
+def test_no_other_place_or_value_has_the_same_digest() -> None:
+    tensor = made((64, 40))
+    swapped = tensor.clone()
+    swapped[[0, 1]] = tensor[[1, 0]]
+    digests = [whole_of(t).digest for t in (tensor, swapped, -tensor, tensor.t())]
+    assert len({*digests}) == 4
+    rounded = tensor.bfloat16().float()
+    assert whole_of(tensor).digest != whole_of(rounded).digest
+    assert whole_of(tensor).rounded == whole_of(rounded).rounded
+
+
+def test_what_is_not_finite_is_counted() -> None:
+    tensor = made((64, 40))
+    tensor[3, 4], tensor[5, 6] = float("inf"), float("nan")
+    assert whole_of(tensor).bad == 2
