@@ -95,16 +95,6 @@ def _drop_output() -> None:
 
 
 def _command(arguments: Sequence[str], agent: Agent | None, is_program: bool) -> int:
-    if arguments and arguments[0] == "record":
-        from .record.command import record_main
-
-        return record_main(arguments[1:], partial(say, error=True))
-    if arguments and arguments[0] == "compare":
-        from .record.command import compare_main, is_recording
-
-        # a report is a file
-        if any(map(is_recording, arguments[1:])):
-            return compare_main(arguments[1:], say)
     if arguments and arguments[0] in TOOLS:
         return _tool(TOOLS[arguments[0]], arguments[1:])
     if arguments and arguments[0] == "survey":
@@ -117,8 +107,9 @@ def _command(arguments: Sequence[str], agent: Agent | None, is_program: bool) ->
     plugged = entry_points(group=GROUP, name=arguments[0]) if arguments else ()
     for entry in plugged:  # it parses its own options, --help among them
         return int(entry.load()(list(arguments[1:])))
-    parsed = parse(arguments)
-    parsed.arguments = arguments
+    own, job = _split(arguments)
+    parsed = parse(own)
+    parsed.arguments, parsed.job = arguments, job
     parsed.agent = agent
     # Another program that calls main() may hold locks or threads, which no fork copies.
     if parsed.command in STARTING_RANKS and is_program:
@@ -331,10 +322,38 @@ def _table(parsed: argparse.Namespace) -> int:
     return EXIT_CODES[report.status]
 
 
+def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """The arguments of ``record``, and those of the job, which follow after ``--``."""
+    if not arguments or arguments[0] != "record" or "--" not in arguments:
+        return arguments, ()
+    at = [*arguments].index("--")
+    return arguments[:at], arguments[at + 1 :]
+
+
+def _record(parsed: argparse.Namespace) -> int:
+    from .record.command import record
+
+    return record(
+        parsed.out,
+        parsed.job,
+        parsed.steps,
+        noise=parsed.noise,
+        stop=parsed.stop,
+        say=partial(say, error=True),
+    )
+
+
 def _compare(parsed: argparse.Namespace) -> int:
+    if parsed.before.is_dir() or parsed.after.is_dir():
+        from .record.command import compare as compare_recordings
+
+        both = (parsed.before, parsed.after)
+        return compare_recordings(*both, exact=parsed.exact, json=parsed.json, say=say)
     from .report.compare import compare
     from .report.records import read_report
 
+    if parsed.exact or parsed.json is not None:
+        raise UsageError("--exact and --json are for two recordings, which are folders")
     changes = compare(read_report(parsed.before), read_report(parsed.after))
     for change in changes:
         say(plain(change.text))
@@ -384,6 +403,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "report": _report,
     "table": _table,
     "compare": _compare,
+    "record": _record,
     "diff": _diff,
     "bench": _bench,
 }

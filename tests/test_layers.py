@@ -132,7 +132,7 @@ def test_an_import_inside_multiprocess_is_seen() -> None:
 FLOORS = (
     *("status", "files", "output", "chosen", "formulas", "report", "space", "rank"),
     "judge",
-    *("script", "draft", "run", "diff", "cli", "__main__", "plugin"),
+    *("script", "draft", "run", "diff", "record", "cli", "__main__", "plugin"),
     "__init__",
 )
 CONFORMANCE = [p for p in MODULES if p.relative_to(ROOT).parts[0] == "conformance"]

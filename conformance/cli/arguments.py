@@ -178,6 +178,7 @@ def _parsers() -> tuple[Parser, Commands]:
     _add_replay(commands)
     _add_localise(commands)
     _add_hunt(commands)
+    _add_record(commands)
     _add_diff(commands)
     _add_small(commands)
     _add_tools(commands)
@@ -345,14 +346,53 @@ def _add_small(commands: Commands) -> None:
         commands, "table", "print the layouts of a report as a Markdown table"
     )
     table.add_argument("report", **_REPORT)
-    _command(
-        commands, "record", "record a training job as it is: record RUN -- COMMAND"
-    )
     compare = _command(
-        commands, "compare", "compare two recordings (folders), or two reports"
+        commands, "compare", "compare two recordings (folders), or two reports (files)"
     )
-    compare.add_argument("before", **_REPORT | {"metavar": "BEFORE"})
-    compare.add_argument("after", **_REPORT | {"metavar": "AFTER"})
+    compare.add_argument("before", **_REPORT | {"metavar": "A"})
+    compare.add_argument("after", **_REPORT | {"metavar": "B"})
+    exact = "compare two recordings bit for bit"
+    compare.add_argument("--exact", action="store_true", help=exact)
+    rows = "write all that was compared of two recordings to FILE"
+    compare.add_argument("--json", type=file, metavar="FILE", help=rows)
+
+
+def _add_record(commands: Commands) -> None:
+    """``--`` and the command behind it are split off before."""
+    record = _command(commands, "record", "record a training job as it is")
+    record.usage = "gradparity record RUN [options] -- COMMAND ..."
+    record.add_argument("out", type=Path, metavar="RUN", help="a new folder")
+    record.add_argument(
+        "--steps",
+        type=_range,
+        default=range(3),
+        metavar="N|A:B",
+        help="steps of each optimizer to record (3)",
+    )
+    record.add_argument(
+        "--noise",
+        type=int,
+        default=2,
+        metavar="N",
+        help="runs with moved weights; 0 for the side that is compared with it (2)",
+    )
+    record.add_argument(
+        "--stop", action="store_true", help="end the job after the last recorded step"
+    )
+
+
+def _range(text: str) -> range:
+    """``3`` or ``100:104`` as steps."""
+    first, colon, stop = text.partition(":")
+    try:
+        found = range(int(first), int(stop)) if colon else range(int(first))
+    except ValueError:
+        found = range(0)
+    if not found or found.start < 0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number of steps nor a range such as 100:104"
+        )
+    return found
 
 
 def _add_tools(commands: Commands) -> None:

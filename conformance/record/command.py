@@ -6,7 +6,6 @@ A recording is a folder with ``run.json`` and a folder for each run of the comma
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import time
@@ -16,14 +15,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..cli.arguments import Parser
 from ..files import write_whole
 from ..status import UsageError, counted
 
 if TYPE_CHECKING:  # imported where it is used: recording needs none of it
     from .compare import Side
 
-__all__ = ["Manifest", "compare_main", "is_recording", "record_main"]
+__all__ = ["Manifest", "compare", "record"]
 
 HOOK = Path(__file__).parent / "hook"
 MANIFEST = "run.json"
@@ -52,14 +50,33 @@ class Manifest(msgspec.Struct, kw_only=True):
     """Whether all runs came to their end."""
 
 
-def record_main(arguments: Sequence[str], say: Say) -> int:
-    """Run ``gradparity record``; the exit code is that of the command."""
-    own, command = _split(arguments)
-    parsed = _record_parser().parse_args(own)
+def record(
+    out: Path,
+    command: Sequence[str],
+    steps: range,
+    *,
+    noise: int,
+    stop: bool,
+    say: Say,
+) -> int:
+    """Run a command and record it.
+
+    Args:
+        out: a new folder.
+        command: the job.
+        steps: calls of each optimizer that are recorded.
+        noise: number of runs with moved weights.
+        stop: whether a run ends after the last recorded step.
+        say: prints a line.
+
+    Returns:
+        The exit code of the command; 2 if nothing was recorded.
+
+    Raises:
+        UsageError: if there is no command, or the folder exists.
+    """
     if not command:
         raise UsageError("give the command after --: gradparity record RUN -- COMMAND")
-    steps = _steps(parsed.steps)
-    out: Path = parsed.out
     if out.exists() or out.is_symlink():
         raise UsageError(f"{out}: exists: choose another name")
     try:
@@ -67,17 +84,17 @@ def record_main(arguments: Sequence[str], say: Say) -> int:
     except OSError as error:
         raise UsageError(f"{out}: {error.strerror or error}") from error
     names = ["plain"]
-    if parsed.noise:
-        names += ["again", *(f"nudged-{n}" for n in range(1, parsed.noise + 1))]
+    if noise:
+        names += ["again", *(f"nudged-{n}" for n in range(1, noise + 1))]
         say(
             f"gradparity: the command runs {len(names)} times, and writes its own "
-            f"files each time: as it is, again, and {counted(parsed.noise, 'time')} "
+            f"files each time: as it is, again, and {counted(noise, 'time')} "
             "with weights moved by a unit in the last place (--noise 0: once)"
         )
     started = time.monotonic()
     done: list[str] = []
     for number, name in enumerate(names):
-        code = _run(command, out, name, steps, stop=parsed.stop)
+        code = _run(command, out, name, steps, stop=stop)
         if number == 0:
             if code in STOPPED or (code and not _has_files(out / name)):
                 return code
@@ -96,7 +113,7 @@ def record_main(arguments: Sequence[str], say: Say) -> int:
         done.append(name)
     manifest = Manifest(
         command=list(command),
-        steps=f"{steps[0]}:{steps[1]}",
+        steps=f"{steps.start}:{steps.stop}",
         runs=done,
         complete=len(done) == len(names),
     )
@@ -106,7 +123,7 @@ def record_main(arguments: Sequence[str], say: Say) -> int:
 
 
 def _run(
-    command: Sequence[str], out: Path, name: str, steps: tuple[int, int], *, stop: bool
+    command: Sequence[str], out: Path, name: str, steps: range, *, stop: bool
 ) -> int:
     """Run the command once; all runs but the first write into a log."""
     paths = [str(HOOK), os.environ.get("PYTHONPATH", "")]
@@ -114,7 +131,7 @@ def _run(
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "GRADPARITY_RECORD": str((out / name).absolute()),
-        "GRADPARITY_RECORD_STEPS": f"{steps[0]}:{steps[1]}",
+        "GRADPARITY_RECORD_STEPS": f"{steps.start}:{steps.stop}",
         "GRADPARITY_RECORD_NUDGE": str(nudged),
         "GRADPARITY_RECORD_STOP": str(int(stop)),
     }
@@ -135,80 +152,38 @@ def _has_files(folder: Path) -> bool:
     return any(folder.glob("rank-*.safetensors"))
 
 
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    given = list(arguments)
-    at = given.index("--") if "--" in given else len(given)
-    return given[:at], given[at + 1 :]
-
-
-def _steps(text: str) -> tuple[int, int]:
-    first, colon, stop = text.partition(":")
-    try:
-        found = (int(first), int(stop)) if colon else (0, int(first))
-    except ValueError:
-        found = (0, 0)
-    if not 0 <= found[0] < found[1]:
-        raise UsageError(f"--steps {text}: expected a number, or FIRST:END, as 100:104")
-    return found
-
-
-def _record_parser() -> Parser:
-    parser = Parser(
-        prog="gradparity record",
-        description="Record a training job as it is, without an edit of its script.",
-        usage="gradparity record RUN [options] -- COMMAND ...",
-    )
-    parser.add_argument("out", type=Path, metavar="RUN", help="a new folder")
-    parser.add_argument(
-        "--steps", default="3", metavar="N|A:B", help="steps to record (3)"
-    )
-    parser.add_argument(
-        "--noise",
-        type=int,
-        default=2,
-        metavar="N",
-        help="runs with nudged weights; 0 on the side that is compared with (2)",
-    )
-    parser.add_argument(
-        "--stop", action="store_true", help="end the job after the last recorded step"
-    )
-    return parser
-
-
 # - Compare
 
 
-def is_recording(path: str) -> bool:
-    """Whether a path is a folder: reports, which are also compared, are files."""
-    return Path(path).is_dir()
+def compare(a: Path, b: Path, *, exact: bool, json: Path | None, say: Say) -> int:
+    """Compare two recordings; see ``compare.py``.
 
+    Args:
+        a: the reference, with noise.
+        b: the side in question.
+        exact: whether bits are compared.
+        json: where to write all that was compared.
+        say: prints a line.
 
-def compare_main(arguments: Sequence[str], say: Say) -> int:
-    """Run ``gradparity compare A B`` on two recordings."""
+    Returns:
+        0 same, 1 different, 2 not comparable, 4 undecided.
+
+    Raises:
+        UsageError: if one is no recording.
+    """
     from .compare import compare, compare_exactly
 
-    parser = Parser(
-        prog="gradparity compare",
-        description="Compare two recordings. Exit codes: 0 same, 1 different, 2 not "
-        "comparable, 3 broken, 4 undecided.",
-    )
-    parser.add_argument("one", type=Path, metavar="A", help="the reference, with noise")
-    parser.add_argument("other", type=Path, metavar="B")
-    bits = "compare weights and gradients bit for bit"
-    parser.add_argument("--exact", action="store_true", help=bits)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows")
-    parsed = parser.parse_args(list(arguments))
-    one, other = (_side(path) for path in (parsed.one, parsed.other))
-    found = (compare_exactly if parsed.exact else compare)(one, other)
+    one, other = _side(a), _side(b)
+    found = (compare_exactly if exact else compare)(one, other)
     for line in found.lines:
         say(line)
-    if parsed.json is not None:
+    if json is not None:
         rows = [
             {**vars(row), "ratio": row.ratio, "differs": row.differs}
             for row in found.rows
         ]
         content = {"code": found.code, "lines": found.lines, "rows": rows}
-        write_whole(parsed.json, json.dumps(content, indent=1) + "\n")
+        write_whole(json, msgspec.json.format(msgspec.json.encode(content)))
     return found.code
 
 

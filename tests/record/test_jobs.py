@@ -169,7 +169,10 @@ def test_the_exit_code_is_that_of_the_command(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["r"], "give the command after --"),
-        (["r", "--steps", "x", "--", "true"], "--steps x: expected a number"),
+        (
+            ["r", "--steps", "x", "--", "true"],
+            "--steps: 'x' is neither a number of steps",
+        ),
         (["r", "--", "nosuchcommand"], "nosuchcommand: No such file"),
         ([".", "--", "true"], ".: exists: choose another name"),
     ],
