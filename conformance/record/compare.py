@@ -289,7 +289,7 @@ def _rows(
             least = max(median(shares) if shares else 0.0, UNIT)
             for name, (mine, theirs) in pairs.items():
                 size = sizes[name]
-                distance = float(np.linalg.norm(mine.sketch - theirs.sketch))
+                distance = mine.distance(theirs)
                 noise = max(worst[kind, name], size * least)
                 yield Row(
                     step=step,
@@ -315,8 +315,7 @@ def _pairs(
 def _noise(side: Side, name: str, step: int, kind: str) -> float:
     plain = side.run.tensors[step, kind, name]
     again = [run.tensors.get((step, kind, name)) for run in side.noisy]
-    away = [np.linalg.norm(plain.sketch - each.sketch) for each in again if each]
-    return float(max(away, default=0.0))
+    return max((plain.distance(each) for each in again if each), default=0.0)
 
 
 def _words(one: Run, mine: Whole, its: Whole, name: str, step: int, kind: str) -> str:
@@ -327,13 +326,14 @@ def _words(one: Run, mine: Whole, its: Whole, name: str, step: int, kind: str) -
         return "it is zero"
     if not mine.norm:
         return "it is zero on the first side"
+    assert mine.sketch is not None and its.sketch is not None
     factor = float(mine.sketch @ its.sketch) / mine.norm**2
     rest = float(np.linalg.norm(its.sketch - factor * mine.sketch)) / mine.norm
     if rest <= 0.01 * abs(factor) and abs(factor - 1) > 0.01:
         return f"it is {factor:.3f} x the first side"
     before = one.tensors.get((step - 1, kind, name))
     if before is not None and before.norm:
-        late = float(np.linalg.norm(its.sketch - before.sketch)) / before.norm
+        late = its.distance(before) / before.norm
         if late <= 0.01:
             return "it is that of the step before"
     return ""

@@ -81,7 +81,7 @@ class Stored(msgspec.Struct):
     square: float
     largest: float
     bad: int
-    sketch: NDArray[np.float64]
+    sketch: NDArray[np.float64] | None
 
     @classmethod
     def of(cls, box: Box, kept: Kept) -> Stored:
@@ -94,7 +94,7 @@ class Stored(msgspec.Struct):
             square=square,
             largest=largest,
             bad=int(bad),
-            sketch=kept.sketch.cpu().numpy(),
+            sketch=None if kept.sketch is None else kept.sketch.cpu().numpy(),
         )
 
 
@@ -132,22 +132,24 @@ class _Header(msgspec.Struct):
     unstepped: list[str]
     notes: list[str]
     places: list[Place]
-    numbers: list[tuple[str, int, int, int, float, float, int]]
-    """(key, number of its place, digest, rounded, square, largest, non-finite), in the
-    order of the rows of the array ``sketches``."""
+    numbers: list[tuple[str, int, int, int, int, float, float, int]]
+    """(key, number of its place, row of its sketch or -1, digest, rounded, square,
+    largest, non-finite)."""
 
 
 def write_rank(folder: Path, rank: int, recording: Recording) -> None:
     """Write what a rank recorded, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     places: dict[tuple[Any, ...], int] = {}
-    numbers, sketches = [], []
+    numbers: list[tuple[str, int, int, int, int, float, float, int]] = []
+    sketches: list[NDArray[np.float64]] = []
     for key, each in recording.tensors.items():
         where = places.setdefault(msgspec.structs.astuple(each.place), len(places))
-        numbers.append(
-            (key, where, each.digest, each.rounded, each.square, each.largest, each.bad)
-        )
-        sketches.append(each.sketch)
+        row = -1 if each.sketch is None else len(sketches)
+        values = (each.digest, each.rounded, each.square, each.largest, each.bad)
+        numbers.append((key, where, row, *values))
+        if each.sketch is not None:
+            sketches.append(each.sketch)
     header = _Header(
         version=VERSION,
         world_size=recording.world_size,
@@ -216,10 +218,9 @@ def _read(path: Path) -> Recording:
             sketches = file.get_tensor("sketches") if "sketches" in names else ()
     except (SafetensorError, msgspec.DecodeError, OSError) as error:
         raise ValueError(f"{path}: is no recording: {error}") from error
-    if len(sketches) != len(header.numbers):
-        raise ValueError(
-            f"{path}: has {len(sketches)} sketches of {len(header.numbers)}"
-        )
+    rows = [row for _, _, row, *_ in header.numbers if row >= 0]
+    if rows != [*range(len(sketches))]:
+        raise ValueError(f"{path}: has {len(sketches)} sketches of {len(rows)}")
     return Recording(
         world_size=header.world_size,
         calls=header.calls,
@@ -237,10 +238,8 @@ def _read(path: Path) -> Recording:
                 square=square,
                 largest=largest,
                 bad=bad,
-                sketch=sketch,
+                sketch=sketches[row] if row >= 0 else None,
             )
-            for (key, where, digest, rounded, square, largest, bad), sketch in zip(
-                header.numbers, sketches, strict=True
-            )
+            for key, where, row, digest, rounded, square, largest, bad in header.numbers
         },
     )

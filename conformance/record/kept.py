@@ -20,7 +20,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["BUCKETS", "SLOTS", "Box", "Kept", "keep", "keys_of", "mix", "places_of"]
+__all__ = [
+    "BUCKETS",
+    "SLOTS",
+    "Box",
+    "Kept",
+    "keep_bits",
+    "keep_values",
+    "keys_of",
+    "mix",
+    "places_of",
+]
 
 GRID = 8
 """Tiles along dim 0, and along all other dims together."""
@@ -77,13 +87,14 @@ class Kept:
     """What is kept of one part, on its device until it is read."""
 
     digest: Tensor
-    """int64: sum of bits times words, modulo 2^64."""
+    """int64: sum of bits times words, modulo 2^64; 0 where it is not asked for."""
     rounded: Tensor
     """The same after rounding to bf16."""
-    sketch: Tensor
+    sketch: Tensor | None
     """(SLOTS,) float64."""
     numbers: Tensor
-    """(3,) float64: sum of squares, largest size, number of non-finite elements."""
+    """(3,) float64: sum of squares, largest size, number of non-finite elements; zeros
+    without a sketch."""
 
 
 def mix(x: Tensor) -> Tensor:
@@ -148,36 +159,58 @@ def _digest(values: Tensor, words: Tensor) -> Tensor:
     return (bits * words).sum()
 
 
-def keep(part: Tensor, box: Box, weight: Tensor | None = None) -> Kept:
-    """Keep a part of a tensor.
+def keep_bits(part: Tensor, box: Box, *, rounded: bool = False) -> Kept:
+    """Keep the digest of a part alone.
 
     Args:
         part: local elements, of any dtype and device; it is only read.
         box: where they lie in the whole.
-        weight: each element is multiplied by the size of this one's, of the same shape;
-            the digest then says nothing.
+        rounded: keep the digest after rounding to bf16, too.
+    """
+    flat = part.detach().reshape(-1)
+    digest = torch.zeros((), dtype=torch.int64, device=part.device)
+    after = torch.zeros_like(digest)
+    for start in range(0, flat.numel(), CHUNK):
+        values, words = (
+            flat[start : start + CHUNK],
+            keys_of(box, start, part.device).words,
+        )
+        digest = digest + _digest(values, words)
+        if rounded:
+            after = after + _digest(values.to(torch.bfloat16), words)
+    nothing = torch.zeros(3, dtype=torch.float64, device=part.device)
+    return Kept(digest, after, None, nothing)
+
+
+def keep_values(part: Tensor, box: Box, weight: Tensor | None = None) -> Kept:
+    """Keep the sketch, norm, largest and non-finite elements of a part.
+
+    Args:
+        part: local elements, of any dtype and device; it is only read.
+        box: where they lie in the whole.
+        weight: each element is multiplied by the size of this one's, of the same shape.
 
     Returns:
-        What adds up over parts, on the device of the part.
+        What adds up over parts, on the device of the part; with the digest, unless
+        there is a ``weight``.
     """
     device = part.device
     flat = part.detach().reshape(-1)
     sizes = None if weight is None else weight.detach().reshape(-1)
     digest = torch.zeros((), dtype=torch.int64, device=device)
-    rounded = torch.zeros_like(digest)
     sketch = torch.zeros(SLOTS, dtype=torch.float64, device=device)
     square, largest, bad = torch.zeros(3, dtype=torch.float64, device=device).unbind()
     for start in range(0, flat.numel(), CHUNK):
         values = flat[start : start + CHUNK]
         keys = keys_of(box, start, device)
-        doubles = values.to(torch.float64)
+        doubles = values.to(torch.float64, copy=True)  # it is changed in place
         if sizes is not None:
-            doubles = doubles * sizes[start : start + CHUNK].to(torch.float64).abs()
+            doubles *= sizes[start : start + CHUNK].abs()
         else:
             digest = digest + _digest(values, keys.words)
-            rounded = rounded + _digest(values.to(torch.bfloat16), keys.words)
-        bad = bad + (~torch.isfinite(doubles)).sum()
-        sketch.index_add_(0, keys.slots, doubles * keys.signs)
-        square = square + doubles.square().sum()
-        largest = torch.maximum(largest, doubles.abs().max())
-    return Kept(digest, rounded, sketch, torch.stack([square, largest, bad.double()]))
+            square = square + doubles.square().sum()
+            largest = torch.maximum(largest, doubles.abs().max())
+            bad = bad + (~torch.isfinite(values)).sum()
+        sketch.index_add_(0, keys.slots, doubles.mul_(keys.signs))
+    numbers = torch.stack([square, largest, bad.double()])
+    return Kept(digest, torch.zeros_like(digest), sketch, numbers)

@@ -33,7 +33,8 @@ class Whole:
     digest: int | None
     """None where nobody holds the values: the tensor is still to be summed."""
     rounded: int | None
-    sketch: NDArray[np.float64]
+    sketch: NDArray[np.float64] | None
+    """None of weights, of which bits alone are kept."""
     square: float
     largest: float
     bad: int
@@ -60,7 +61,12 @@ class Whole:
     @property
     def norm(self) -> float:
         """Norm of the sketch: an estimate of the norm."""
-        return float(np.linalg.norm(self.sketch))
+        return 0.0 if self.sketch is None else float(np.linalg.norm(self.sketch))
+
+    def distance(self, other: Whole) -> float:
+        """Norm of the difference of two sketches: an estimate of that of tensors."""
+        assert self.sketch is not None and other.sketch is not None
+        return float(np.linalg.norm(self.sketch - other.sketch))
 
 
 def merge(parts: Iterable[tuple[int, Stored]]) -> Whole:
@@ -87,13 +93,20 @@ def merge(parts: Iterable[tuple[int, Stored]]) -> Whole:
         shape=counted[0].place.shape,
         digest=sum(p.digest for p in counted) % WORD if summed else None,
         rounded=sum(p.rounded for p in counted) % WORD if summed else None,
-        sketch=np.sum([part.sketch for part in counted], axis=0),
+        sketch=_added(part.sketch for part in counted),
         square=sum(p.square for p in counted) if summed else math.nan,
         largest=max(p.largest for p in counted) if summed else math.nan,
         bad=sum(p.bad for p in counted),
         held=sum(held.values()),
         differing=tuple(differing),
     )
+
+
+def _added(
+    sketches: Iterable[NDArray[np.float64] | None],
+) -> NDArray[np.float64] | None:
+    known = [sketch for sketch in sketches if sketch is not None]
+    return np.sum(known, axis=0) if known else None
 
 
 Key = tuple[int, str, str]
@@ -144,7 +157,7 @@ def read_merged(folder: Path) -> Run:
         scales = {(call.optimizer, call.step): call.scale for call in recording.calls}
         for key, stored in recording.tensors.items():
             optimizer, step, kind, name = key.split("/", 3)
-            if kind == "gradient":
+            if kind == "gradient" and stored.sketch is not None:
                 scale = scales.get((int(optimizer), int(step)))
                 stored.sketch = stored.sketch / (scale or 1.0)
             parts.setdefault((int(step), kind, name), []).append((rank, stored))
@@ -187,7 +200,8 @@ def _updates(whole: Mapping[Key, Whole]) -> dict[Key, Whole]:
             continue
         before = whole[step, "before", name]
         gradient, again = whole[step, "gradient", name], whole[step, "again", name]
-        if gradient.digest == again.digest and after.is_summed:
+        same = gradient.digest == again.digest and after.is_summed
+        if same and after.sketch is not None and before.sketch is not None:
             found[step, "update", name] = Whole(
                 shape=after.shape,
                 digest=after.digest,

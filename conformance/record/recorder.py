@@ -37,7 +37,7 @@ from torch.optim.optimizer import (
 )
 
 from .files import Call, Recording, Settings, Stored, write_rank
-from .kept import Box, Kept, keep
+from .kept import Box, Kept, keep_bits, keep_values
 from .nudge import nudge
 from .parts import Part, Roots, parts_of
 from .rows import rows_of
@@ -241,16 +241,17 @@ class Recorder:
         )
         step = _Step(call, parts)
         for part in parts:
-            step.kept["weight", part.name] = part.box, keep(part.weight, part.box)
+            weight = keep_bits(part.weight, part.box, rounded=True)
+            step.kept["weight", part.name] = part.box, weight
             found = part.gradient()
             if found is None:
                 call.without_gradient.append(part.name)
                 continue
             gradient, box = found
             step.gradients[part.name] = found
-            step.kept["gradient", part.name] = box, keep(gradient, box)
+            step.kept["gradient", part.name] = box, keep_values(gradient, box)
             if box == part.box:
-                product = keep(part.weight, box, weight=gradient)
+                product = keep_values(part.weight, box, weight=gradient)
                 step.kept["before", part.name] = box, product
         return step
 
@@ -259,10 +260,10 @@ class Recorder:
             found = step.gradients.get(part.name)
             if found is None or ("before", part.name) not in step.kept:
                 continue
-            product = keep(part.weight, part.box, weight=found[0])
+            product = keep_values(part.weight, part.box, weight=found[0])
             step.kept["after", part.name] = part.box, product
             # a kernel that divides gradients leaves others than it was given
-            again = keep(found[0], found[1])
+            again = keep_bits(found[0], found[1])
             step.kept["again", part.name] = found[1], again
         step.gradients.clear()
 
@@ -270,7 +271,8 @@ class Recorder:
         for number, optimizer in enumerate(self.optimizers):
             for part in parts_of(optimizer, self.roots):
                 name = f"{number}/{part.name}"
-                self.final.append((name, part.box, keep(part.weight, part.box)))
+                kept = keep_bits(part.weight, part.box, rounded=True)
+                self.final.append((name, part.box, kept))
 
     # - The end
 
