@@ -259,10 +259,37 @@ def _hashed(text: str) -> float:
 # - All ranks
 
 
+def check_covered(grads: GradsByMesh, ranks: tuple[int, ...], method: str) -> None:
+    """Raise ValueError for gradients on ranks outside of ``ranks``, which sync.
+
+    Each rank would have another part of the norm, and clip by that.
+    """
+    for layout in grads:
+        if layout.ranks == ranks or set(layout.ranks) <= set(ranks):
+            continue
+        syncs = f"ranks {list(ranks)} only" if len(ranks) > 1 else "no other rank"
+        raise ValueError(
+            f"{method}: gradients lie on a mesh of ranks {list(layout.ranks)}, and "
+            f"this scaler syncs with {syncs}: it would clip by a part of the norm. "
+            "Build the scaler with mesh= the root mesh of the parameters, or without "
+            "process_group=, mesh= and agree_over=, which syncs all ranks."
+        )
+
+
 def is_one_sum(grads: GradsByMesh, norm_type: float, ranks: tuple[int, ...]) -> bool:
     """Return whether the norm over ``ranks`` is one sum of what each rank has."""
     is_simple = norm_type == 2.0 or math.isinf(norm_type)
     return is_simple and all(layout.ranks == ranks for layout in grads)
+
+
+def norm_alone(entries: list[Number], norm_type: float) -> Number:
+    """Return the norm over all meshes of a rank that syncs with no other."""
+    first, *others = entries[2::3]
+    if not any(entries[3::3]):  # unused meshes are 0
+        return first
+    if isinstance(first, torch.Tensor):
+        return scaled_norm(tensor_of([first, *others], first.device), norm_type)
+    return _joined([first, *map(float, others)], norm_type)
 
 
 def part_of_sum(entries: list[Number], norm_type: float) -> float:

@@ -49,11 +49,13 @@ from .global_norm import (
     AmbiguousError,
     GradsByMesh,
     bit_sums,
+    check_covered,
     clip_factor,
     global_norm,
     grads_by_mesh,
     is_one_sum,
     local_norms,
+    norm_alone,
     part_of_sum,
 )
 from .grads import (
@@ -78,7 +80,7 @@ from .optimizer_record import (
 )
 from .scale_update import advance, checked_scale
 from .sync import ROW_LENGTH, Clip, OverflowSync, SyncResult
-from .sync_group import AgreeOver, SyncGroup
+from .sync_group import AgreeOver, SyncGroup, ranks_of
 from .sync_message import CHECK, CLIP, LOAD, Local, Shared
 from .torch_internals import no_compile
 
@@ -464,22 +466,17 @@ class GradScaler(_TorchGradScaler):
         scale, group = self._scale_or_one(), self._find_group(optimizer, record)
         carried = number_in(scale)
         found: FoundInf = {**state["found_inf_per_device"]}  # of an earlier unscale_
-        grads = GradsByMesh()
+        grads, ranks = GradsByMesh(), ranks_of(group)
         try:
             max_norm = check_number("max_norm", max_norm)
             norm_type = check_number("norm_type", norm_type)
             if optimizer is not None and record is not None:
                 if state["stage"] is OptState.READY and _is_below_one(carried):
                     found = self._unscale_here(optimizer, state)
-                rank = dist.get_rank() if group is not None else 0
+                (rank,) = ranks_of(None)
                 allow_fp16 = not self._enabled or self._fp16_gradients == "in_place"
                 grads = grads_by_mesh(optimizer, record, rank, allow_fp16=allow_fp16)
-                if group is None and any(len(layout.ranks) > 1 for layout in grads):
-                    raise ValueError(
-                        f"{method} needs the gradients of all ranks of a mesh, and "
-                        "this scaler syncs with no other rank. Do not pass "
-                        "agree_over='local'."
-                    )
+                check_covered(grads, ranks, method)
             if state["stage"] is OptState.UNSCALED:
                 carried = carried / carried  # one, on the device of the scale
             entries, flag = local_norms(grads, norm_type, carried)
@@ -490,9 +487,8 @@ class GradScaler(_TorchGradScaler):
             raise
         if group is None:
             self._remember_overflow(optimizer, found, 0)
-            norm = entries[2]  # that of the one mesh a rank alone can have
+            norm = norm_alone(entries, norm_type)
         else:
-            ranks = tuple(sorted(dist.get_process_group_ranks(group)))
             needs_rows = not is_one_sum(grads, norm_type, ranks)
             clip = Clip(max_norm, norm_type)
             found, result = self._synced(
