@@ -216,9 +216,12 @@ def local_norms(
     if not parts:
         return [0.0] * (3 * MESHES), None
     values: list[Any]
-    if isinstance(scale, torch.Tensor):
-        each = [tensor_of(some, scale.device) for some in parts.values()]
-        values, scale = [_joined(some, norm_type) for some in each], scale.double()
+    numbers = (scale, *chain(*parts.values()))
+    device = next((x.device for x in numbers if isinstance(x, torch.Tensor)), None)
+    if device is not None:
+        each = [tensor_of(some, device) for some in parts.values()]
+        scale = torch.as_tensor(scale, dtype=torch.float64, device=device)
+        values = [_joined(some, norm_type) for some in each]
         found = 1.0 - torch.stack(values).isfinite().all().float()
     else:
         values = [_joined(list(map(float, some)), norm_type) for some in parts.values()]

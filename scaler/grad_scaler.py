@@ -648,6 +648,9 @@ class GradScaler(_TorchGradScaler):
         # What an interrupted step has left there is not the user's.
         if own is not None and own is not record.grad_scale:
             grad_scale = own if grad_scale is None else grad_scale * own
+        # An object of its own: the user may set one tensor before each step.
+        if isinstance(grad_scale, torch.Tensor):
+            grad_scale = grad_scale.detach()
         flags = state["found_inf_per_device"].values()
         # The int 0, as torch's sum, where nothing was checked: a kernel that finds
         # gradients made since raises, where a tensor would let it step on scaled ones.
@@ -911,18 +914,22 @@ class GradScaler(_TorchGradScaler):
 
         Args:
             new_scale: set this scale instead: a number, or a tensor with one element on
-                a device of the scaler's type, without gradient. It is copied.
+                a device of the scaler's type, without gradient. It is copied. The
+                iteration counts in `counters`, and in the policy's limit of skips.
 
         Raises:
             AssertionError: no step since the last `update`, or an unfit tensor.
-            InvalidSettingError: ``new_scale`` is not finite or not positive.
+            InvalidSettingError: ``new_scale`` is not finite, not positive or outside of
+                the policy's limits. A tensor on an accelerator is clamped to them.
             RanksDisagreeError: the ranks stepped different numbers of optimizers.
             TooManySkipsError: the policy's limit is reached.
         """
         if not self._enabled:
             return
         scale, tracker = self._check_scale_growth_tracker("update")
-        chosen = None if new_scale is None else checked_scale(new_scale, self._device)
+        chosen = None
+        if new_scale is not None:
+            chosen = checked_scale(new_scale, self._device, self._policy)
         if self._has_new and not self._has_warned:
             self._warn_of_shared_parameters()
         states = self._per_optimizer_states.values()
@@ -934,13 +941,13 @@ class GradScaler(_TorchGradScaler):
             )
         if not found and not has_failed and chosen is None:
             raise AssertionError("No inf checks were recorded prior to update.")
-        if chosen is not None:
+        if found:
+            self._move_scale(any_of(found, scale.device), tracker, chosen)
+        elif chosen is not None:
             scale.fill_(chosen)
-        elif found:
-            self._move_scale(any_of(found, scale.device), tracker)
         self._end_states()
         most = self._policy.max_consecutive_skips
-        if new_scale is not None or most is None:
+        if most is None or not found:
             return
         if (skips := self.counters.consecutive_skips) >= most:
             scales = tuple(self._history.scales)
@@ -977,13 +984,24 @@ class GradScaler(_TorchGradScaler):
                     )
                     return
 
-    def _move_scale(self, found_inf: torch.Tensor, tracker: torch.Tensor) -> None:
+    def _move_scale(
+        self,
+        found_inf: torch.Tensor,
+        tracker: torch.Tensor,
+        chosen: Number | None = None,
+    ) -> None:
+        # By the rule; or to what the caller chose, which leaves the tracker, as torch.
         scale = self._scale_or_one()
-        before: Any = scale.tolist() if scale.is_cpu else scale.clone()
+        before = number_in(scale)
+        before = before.clone() if isinstance(before, torch.Tensor) else before
         rule = self._growth_factor, self._backoff_factor, self._growth_interval
         left = self._hysteresis_left
-        after = advance(scale, tracker, found_inf, rule, self._policy, left)
-        self._history.record(found_inf, before, after)
+        if chosen is not None:
+            scale.fill_(chosen)
+            after = chosen
+        else:
+            after = advance(scale, tracker, found_inf, rule, self._policy, left)
+        self._history.record(found_inf, before, after, by_rule=chosen is None)
 
     def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
         _, tracker = self._check_scale_growth_tracker("_amp_update_scale_cpu_")

@@ -60,6 +60,8 @@ def norms(tensors: list[torch.Tensor], norm_type: float) -> Norms:
             return torch.stack([scaled_norm(tensor, norm_type) for tensor in tensors])
         # fp64 sums of fp32 squares cannot overflow: no second read.
         return torch.stack(foreach_norm(tensors, norm_type, torch.float64))
+    if kind == "cpu" and not {*map(type, tensors)} <= {torch.Tensor}:
+        return _norms_of_subclasses(tensors, norm_type)
     if kind != "cpu":
         raise NotImplementedError(
             f"clip_grad_norm_ reads gradients on CPU and CUDA, got {kind}. Use "
@@ -87,6 +89,15 @@ def scaled_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     divisor = torch.where(is_usable, largest, 1.0)
     norm = torch.linalg.vector_norm(wide / divisor, norm_type) * divisor
     return torch.where(is_usable, norm, largest)
+
+
+def _norms_of_subclasses(tensors: list[torch.Tensor], norm_type: float) -> Norms:
+    # They need not know the kernels for lists. One may hold nothing (FakeTensor).
+    each = [scaled_norm(tensor, norm_type) for tensor in tensors]
+    try:
+        return [float(norm.item()) for norm in each]
+    except RuntimeError:
+        return torch.stack(each)
 
 
 def _norms_cpu(tensors: list[torch.Tensor], norm_type: float) -> list[float]:
