@@ -36,6 +36,7 @@ from operator import is_
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from .grads import (
     Gradients,
@@ -109,15 +110,21 @@ class Places(NamedTuple):
 
 
 def grads_by_mesh(
-    optimizer: Any, record: OptimizerRecord, rank: int, *, allow_fp16: bool
+    optimizer: Any,
+    record: OptimizerRecord,
+    rank: int,
+    ranks: tuple[int, ...],
+    *,
+    allow_fp16: bool,
 ) -> GradsByMesh:
     """Collect the local gradients of an optimizer by where they lie.
 
     Partial gradients are summed up first, a collective over their mesh. ``rank`` is
-    that of this process in the default process group.
+    that of this process in the default process group, ``ranks`` are those that sync.
 
     Raises:
-        ValueError: an fp16 gradient, and ``allow_fp16`` is false.
+        ValueError: an fp16 gradient, and ``allow_fp16`` is false; or a mesh has other
+            ranks than those that sync.
     """
     alone = Layout(_hashed(f"({rank},)"), (rank,), "plain", 1)
     by_mesh = GradsByMesh()
@@ -143,11 +150,24 @@ def grads_by_mesh(
         record.places = None if is_plain else places
     by_mesh.kinds = places.kinds
     for layout, indices in places.members.items():
+        if layout.ranks != ranks and not set(layout.ranks) <= set(ranks):
+            raise ValueError(_not_covered(layout, ranks))
         some = locals_
         if len(indices) < len(locals_):
             some = [locals_[index] for index in indices]
         by_mesh[layout] = by_device_and_dtype(some, allow_fp16=allow_fp16)
     return by_mesh
+
+
+def _not_covered(layout: Layout, ranks: tuple[int, ...]) -> str:
+    syncs = f"ranks {list(ranks)} only" if len(ranks) > 1 else "no other rank"
+    return (
+        f"A clip on rank {dist.get_rank()}: gradients lie on a mesh of ranks "
+        f"{list(layout.ranks)}, and this scaler syncs with {syncs}, so it would clip "
+        "by a part of the norm. Build the scaler with mesh= the root mesh of the "
+        "parameters, or without process_group=, mesh= and agree_over=, which syncs all "
+        "ranks."
+    )
 
 
 def _places(found: list[Any], locals_: list[torch.Tensor], alone: Layout) -> Places:
@@ -260,23 +280,6 @@ def _hashed(text: str) -> float:
 
 
 # - All ranks
-
-
-def check_covered(grads: GradsByMesh, ranks: tuple[int, ...], method: str) -> None:
-    """Raise ValueError for gradients on ranks outside of ``ranks``, which sync.
-
-    Each rank would have another part of the norm, and clip by that.
-    """
-    for layout in grads:
-        if layout.ranks == ranks or set(layout.ranks) <= set(ranks):
-            continue
-        syncs = f"ranks {list(ranks)} only" if len(ranks) > 1 else "no other rank"
-        raise ValueError(
-            f"{method}: gradients lie on a mesh of ranks {list(layout.ranks)}, and "
-            f"this scaler syncs with {syncs}: it would clip by a part of the norm. "
-            "Build the scaler with mesh= the root mesh of the parameters, or without "
-            "process_group=, mesh= and agree_over=, which syncs all ranks."
-        )
 
 
 def is_one_sum(grads: GradsByMesh, norm_type: float, ranks: tuple[int, ...]) -> bool:

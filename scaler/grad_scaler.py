@@ -49,7 +49,6 @@ from .global_norm import (
     AmbiguousError,
     GradsByMesh,
     bit_sums,
-    check_covered,
     clip_factor,
     global_norm,
     grads_by_mesh,
@@ -80,7 +79,7 @@ from .optimizer_record import (
 )
 from .scale_update import advance, checked_scale
 from .sync import ROW_LENGTH, Clip, OverflowSync, SyncResult
-from .sync_group import AgreeOver, SyncGroup, ranks_of
+from .sync_group import AgreeOver, SyncGroup
 from .sync_message import CHECK, CLIP, LOAD, Local, Shared
 from .torch_internals import no_compile
 
@@ -466,17 +465,18 @@ class GradScaler(_TorchGradScaler):
         scale, group = self._scale_or_one(), self._find_group(optimizer, record)
         carried = number_in(scale)
         found: FoundInf = {**state["found_inf_per_device"]}  # of an earlier unscale_
-        grads, ranks = GradsByMesh(), ranks_of(group)
+        grads, ranks = GradsByMesh(), _ranks_of(group)
         try:
             max_norm = check_number("max_norm", max_norm)
             norm_type = check_number("norm_type", norm_type)
             if optimizer is not None and record is not None:
                 if state["stage"] is OptState.READY and _is_below_one(carried):
                     found = self._unscale_here(optimizer, state)
-                (rank,) = ranks_of(None)
                 allow_fp16 = not self._enabled or self._fp16_gradients == "in_place"
-                grads = grads_by_mesh(optimizer, record, rank, allow_fp16=allow_fp16)
-                check_covered(grads, ranks, method)
+                (rank,) = _ranks_of(None)
+                grads = grads_by_mesh(
+                    optimizer, record, rank, ranks, allow_fp16=allow_fp16
+                )
             if state["stage"] is OptState.UNSCALED:
                 carried = carried / carried  # one, on the device of the scale
             entries, flag = local_norms(grads, norm_type, carried)
@@ -832,6 +832,8 @@ class GradScaler(_TorchGradScaler):
         # What any rank found, in place of what this one did.
         scale, rank, sent = self._scale_or_one(), group.rank(), self._sync.sent
         try:
+            if record is not None and record.number is None:
+                record.taken = self._records.numbers()
             shared = self._shared(scale, record)
             found_inf = any_of(found.values(), scale.device) if found else None
             bad = 0
@@ -992,8 +994,8 @@ class GradScaler(_TorchGradScaler):
     ) -> None:
         # By the rule; or to what the caller chose, which leaves the tracker, as torch.
         scale = self._scale_or_one()
-        before = number_in(scale)
-        before = before.clone() if isinstance(before, torch.Tensor) else before
+        is_here = scale.is_cpu and type(scale) is torch.Tensor  # no FakeTensor
+        before: Any = scale.tolist() if is_here else scale.clone()
         rule = self._growth_factor, self._backoff_factor, self._growth_interval
         left = self._hysteresis_left
         if chosen is not None:
@@ -1152,6 +1154,13 @@ class GradScaler(_TorchGradScaler):
 def is_fused(optimizer: Any) -> bool:
     """Return whether the optimizer divides by ``grad_scale`` and skips by itself."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    # In ascending order, as ranks of the default process group.
+    if group is not None:
+        return tuple(sorted(dist.get_process_group_ranks(group)))
+    return (dist.get_rank() if dist.is_initialized() else 0,)
 
 
 def _add_found(state: State, found: FoundInf) -> None:

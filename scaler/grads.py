@@ -210,11 +210,12 @@ def clip_(grads: Iterable[Gradients], factor: Number, scale: Number) -> None:
     """
     once = factor / scale
     # A product that is subnormal in fp32 has lost digits, or is zero.
-    is_small = isinstance(once, float) and once < LOWEST_SCALE
+    is_here = isinstance(once, float)
+    is_small, is_zero = is_here and once < LOWEST_SCALE, is_here and once == 0.0
     twice = [1.0 / scale, factor] if is_small else [once]
     groups = list(chain.from_iterable(gradients.items() for gradients in grads))
     # A product with zero cannot be taken back: one that could comes first.
-    writes: list[Write] = [(*group, 1.0) for group in groups if once == 0.0]
+    writes: list[Write] = [(*group, 1.0) for group in groups if is_zero]
     for (device, dtype), tensors in groups:
         for number in [once] if dtype is torch.float64 else twice:
             writes.append(((device, dtype), tensors, number))

@@ -23,6 +23,7 @@ class OptimizerRecord:
         groups: the ``param_groups`` of the optimizer, by which wrappers are known.
         groups_key: under which the groups are looked up.
         number: that the ranks know it by; None before its first sync.
+        taken: the numbers of this rank's other optimizers, where it has none yet.
         found_inf: (), fp32: 1 if its last step was skipped; None before the first.
         places: where its gradients lay in the last clip (``global_norm.py``).
         grad_scale: what a fused kernel was handed last.
@@ -35,6 +36,7 @@ class OptimizerRecord:
     groups: Any
     groups_key: int = 0
     number: int | None = None
+    taken: frozenset[int] = frozenset()
     found_inf: torch.Tensor | None = None
     places: Any = None
     grad_scale: torch.Tensor | None = None
@@ -93,6 +95,11 @@ class OptimizerRecords:
         record.users -= 1
         if not record.users and self._by_groups.get(record.groups_key) is record:
             del self._by_groups[record.groups_key]
+
+    def numbers(self) -> frozenset[int]:
+        """Return the numbers that living optimizers have."""
+        records = [record for _, record in self._records.values()]
+        return frozenset(r.number for r in records if r.number is not None)
 
     def forget_numbers(self) -> None:
         """Start to count anew, at a point where all ranks do."""

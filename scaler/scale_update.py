@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .config import Policy, check_number
@@ -37,16 +39,16 @@ def advance(
     amp_update_scale_(scale, growth_tracker, found_inf, *rule)
     # The kernel never grows past fp32, but backs off to zero. Whether it did is known
     # at no cost only where the host's memory holds the scale.
-    value = number_in(scale)
-    is_here = isinstance(value, float)
-    if not (is_here and policy.min_scale <= value <= policy.max_scale):
+    is_here = scale.is_cpu and type(scale) is torch.Tensor  # no FakeTensor
+    value: Any = scale.tolist() if is_here else -1.0
+    if not policy.min_scale <= value <= policy.max_scale:
         value = number_in(scale.clamp_(policy.min_scale, policy.max_scale))
     if hysteresis_left is not None:
         refill = scale > before
         if policy.refill == "good_step":
             refill |= growth_tracker > 0
         hysteresis_left.masked_fill_(refill, policy.hysteresis)
-    return value
+    return value  # type: ignore[no-any-return]
 
 
 def checked_scale(

@@ -135,12 +135,13 @@ class SyncResult:
                 call=self.method,
             )
         if differ := differences(numbers):
-            raise self._disagreement(differ)
+            raise self.disagreement(differ)
         return summary
 
-    def _disagreement(
+    def disagreement(
         self, differ: dict[str, tuple[float, float]]
     ) -> RanksDisagreeError:
+        """Return the error for fields that differ, with the lowest and the highest."""
         rank, size = self.group.rank(), self.group.size()
         pairs = self.shared._asdict().items()
         here = {name: float(value) for name, value in pairs if value is not None}
@@ -209,8 +210,6 @@ class OverflowSync:
         self._cpu_group: Any = None  # the last group that exchanges messages there
         self._made = next(_made)
         self._unread: SyncResult | None = None
-        # What the other ranks called when this one took part without an optimizer.
-        self._expected: tuple[int, Clip | None] = (CHECK, None)
         self.restart()
 
     def restart(self) -> None:
@@ -219,6 +218,10 @@ class OverflowSync:
         self.sent = 0
         self._most = -1  # largest count of any iteration; -1: none is over yet
         self._optimizers = 0  # that any rank has synced
+        # By the number of an optimizer, 0 for none: what the ranks last synced after
+        # it, which a rank without an optimizer expects them to sync again.
+        self._next: dict[int, tuple[int, Clip | None, int]] = {}
+        self._last = 0
 
     def exchange(
         self,
@@ -260,6 +263,11 @@ class OverflowSync:
         if number is None:
             after = sum(made < self._made for made in of_group.numbers)
             local = local._replace(is_new=True)
+        if record is not None and record.number is None:
+            # A rank that has all optimizers so far knows the number of a new one. If
+            # the others step an old one, all of them see that it is another.
+            has_all = len(record.taken) == self._optimizers
+            state = state._replace(optimizer=self._optimizers + 1 if has_all else None)
         # A rank that loads may have iterated alone before, and load in order to join.
         joins = call == LOAD
         shared = state._replace(
@@ -292,10 +300,12 @@ class OverflowSync:
         self, group: dist.ProcessGroup, method: str, shared: Shared, local: Local
     ) -> SyncResult:
         expected = shared
-        if shared.call is None:
-            call, clip = self._expected
-            known = {} if clip is None else clip._asdict()
-            expected = shared._replace(call=call, **known)
+        if shared.optimizer is None and shared.call in (None, CHECK, CLIP):
+            call, clip, optimizer = self._next.get(self._last, (CHECK, None, 0))
+            expected = shared._replace(optimizer=optimizer)
+            if shared.call is None:
+                known = {} if clip is None else clip._asdict()
+                expected = expected._replace(call=call, **known)
         message = packed_message(expected, local)
         with self._counted():
             dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
@@ -363,20 +373,22 @@ class OverflowSync:
     def _learn(self, result: SyncResult) -> None:
         # On all ranks alike, those without an optimizer too.
         summary = result.read()
-        if not summary.is_full:
-            return
-        of_group = _groups[result.group]
-        of_group.scalers += not summary.scaler
-        of_group.numbers.setdefault(self._made, summary.scaler or of_group.scalers)
+        if summary.is_full:
+            of_group = _groups[result.group]
+            of_group.scalers += not summary.scaler
+            of_group.numbers.setdefault(self._made, summary.scaler or of_group.scalers)
         if summary.call not in (CHECK, CLIP):
             return
-        clip = None
+        number, clip = summary.optimizer or self._optimizers + 1, None
         if summary.max_norm is not None and summary.norm_type is not None:
             clip = Clip(summary.max_norm, summary.norm_type)
-        self._expected = summary.call, clip
-        self._optimizers += not summary.optimizer
-        if result.record is not None:
-            result.record.number = summary.optimizer or self._optimizers
+        self._next[self._last] = summary.call, clip, number
+        self._last = number
+        self._optimizers = max(self._optimizers, number)
+        if result.record is not None and result.record.number is None:
+            if number in result.record.taken:
+                raise result.disagreement({"optimizer": (number, number)})
+            result.record.number = number
 
     def sum_of(self, result: SyncResult, value: float, norm_type: float) -> float:
         """Return the sum over the ranks; the maximum for an infinite ``norm_type``."""

@@ -154,16 +154,6 @@ def message_device(
     return torch.device(kind)
 
 
-def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """Return the ranks of ``group`` in ascending order; this rank alone for None.
-
-    They are ranks of the default process group.
-    """
-    if group is not None:
-        return tuple(sorted(dist.get_process_group_ranks(group)))
-    return (dist.get_rank() if dist.is_initialized() else 0,)
-
-
 def _if_shared(group: Any) -> dist.ProcessGroup | None:
     # GroupMember.NON_GROUP_MEMBER is what new_group gives to outsiders.
     if group is None or group is dist.GroupMember.NON_GROUP_MEMBER or group.size() < 2:
