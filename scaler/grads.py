@@ -7,6 +7,7 @@ nothing about a gradient is kept once a function has returned.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
@@ -124,6 +125,12 @@ def local_tensor(parameter: torch.Tensor, *, coalesce: bool) -> torch.Tensor:
         wide = gradient.float() if dtype is torch.float16 else gradient
         gradient = parameter.grad = wide.coalesce().to(dtype)
     return sparse_values(gradient)
+
+
+def versions_of(gradients: Gradients) -> set[tuple[weakref.ref[Any], int]]:
+    """Return what tells gradients from those that come later: tensors, versions."""
+    each = chain.from_iterable(gradients.values())
+    return {(weakref.ref(t), 0 if t.is_inference() else t._version) for t in each}
 
 
 def by_device_and_dtype(tensors: list[torch.Tensor], *, allow_fp16: bool) -> Gradients:

@@ -29,6 +29,8 @@ class OptimizerRecord:
         grad_scale: what a fused kernel was handed last.
         result: of its sync in this iteration; None without one.
         is_clipped: clip_grad_norm_ was called in this iteration.
+        stepped_on: the gradients of its step, as `versions_of` has them, if a call of
+            the iteration raised later; the next step is on others.
         users: how many living optimizers it is of.
         key: id of the one by which it was used first in an iteration.
     """
@@ -42,6 +44,7 @@ class OptimizerRecord:
     grad_scale: torch.Tensor | None = None
     result: SyncResult | None = None
     is_clipped: bool = False
+    stepped_on: set[Any] | None = None
     users: int = 0
     key: int = 0
 

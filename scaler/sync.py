@@ -29,8 +29,17 @@ A rank can fail alone (an fp16 gradient that is not allowed). It still sends its
 message, with ``failed`` set, and then raises its own error; the others raise
 PeerFailedError instead of waiting. On an accelerator the host reads the message later;
 ``failed`` implies ``found_inf``, so that no rank steps meanwhile, and whoever reads of
-a failure at the next sync sends that it fails there, too. Wrong call order raises
-without a message: it is the same mistake on every rank, and nothing was under way.
+a failure at the next sync sends that it fails there, too. Wrong call order is told in
+the same way, since it may be the mistake of one rank; nothing was under way then.
+
+On a CPU every rank knows of a failure in the same sync. From there on all of them count
+syncs and iterations anew, whatever each had counted and whether or not `update` comes:
+an `update` that follows at once has nothing to close.
+
+A call may also raise after its sync (in an optimizer's step). Nothing is sent, for the
+others are past it. But the number of such calls is part of the state that must be equal
+(``failures``): if they did not raise alike, the next sync raises on every rank, and so
+does each one after it, until the ranks load a checkpoint.
 """
 
 from __future__ import annotations
@@ -87,6 +96,7 @@ class SyncResult:
         copy: on its way to the host, and the event of its arrival.
         record: of the optimizer, None without one.
         was_read: the host has read it, or has raised what it says.
+        number: that the ranks know the optimizer by; 0 until the host knows.
     """
 
     group: dist.ProcessGroup
@@ -98,6 +108,7 @@ class SyncResult:
     copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
     record: Any = None
     was_read: bool = False
+    number: int = 0
     _summary: Summary | None = None
 
     @property
@@ -200,9 +211,15 @@ class OverflowSync:
 
     Attributes:
         sent: number of messages sent in this iteration.
+        exchanges: number of messages sent so far.
+        is_void: every rank has heard that a call raised, and no message was sent since.
+        failures: calls of this rank that raised after their sync, which the other ranks
+            do not hear of.
+        told: id of the error that the last message was about; 0 for none.
     """
 
     sent: int
+    is_void: bool
 
     def __init__(self, group: SyncGroup, device_type: str) -> None:
         self.group = group
@@ -210,18 +227,25 @@ class OverflowSync:
         self._cpu_group: Any = None  # the last group that exchanges messages there
         self._made = next(_made)
         self._unread: SyncResult | None = None
+        self.exchanges = self.told = 0
         self.restart()
 
     def restart(self) -> None:
         """Count iterations and optimizers anew, at a point where all ranks do."""
-        self._iteration = 0
-        self.sent = 0
-        self._most = -1  # largest count of any iteration; -1: none is over yet
+        self._begin_anew()
+        self.is_void = False
+        self.failures = 0
         self._optimizers = 0  # that any rank has synced
         # By the number of an optimizer, 0 for none: what the ranks last synced after
         # it, which a rank without an optimizer expects them to sync again.
         self._next: dict[int, tuple[int, Clip | None, int]] = {}
         self._last = 0
+
+    def _begin_anew(self) -> None:
+        self.is_void = True
+        self._iteration = 0
+        self.sent = 0
+        self._most = -1  # largest count of any iteration; -1: none is over yet
 
     def exchange(
         self,
@@ -254,6 +278,7 @@ class OverflowSync:
             PeerFailedError: another rank raised.
             RanksDisagreeError: the ranks hold different state.
         """
+        self.told = 0
         late = self._late_error()
         if late is not None:
             local = local._replace(failed=True)
@@ -276,6 +301,7 @@ class OverflowSync:
             made_after=after,
             iteration=0 if joins else self._iteration,
             position=0 if joins else self.sent + 1,
+            failures=0 if joins else self.failures,
             **{} if clip is None else clip._asdict(),
         )
         device = torch.device("cpu")
@@ -287,6 +313,7 @@ class OverflowSync:
                 result = self._gathered(group, method, shared, local, device, row)
             else:
                 result = self._reduced(group, method, shared, local)
+        self.is_void = self.is_void and local.failed
         result.record = record
         if result.is_deferred and not local.failed:
             self._unread = result  # every rank reads it at its next sync
@@ -315,8 +342,14 @@ class OverflowSync:
             message = full_message(shared, local, torch.device("cpu"))
             dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
             result.message = message
-            if not local.failed:
+            if local.failed:
+                self._begin_anew()
+                return result
+            try:
                 result.read()
+            except (PeerFailedError, RanksDisagreeError):
+                self._begin_anew()
+                raise
         return result
 
     @contextmanager
@@ -326,9 +359,9 @@ class OverflowSync:
         try:
             yield
         except RuntimeError:
-            self.sent += 1
+            self.sent, self.exchanges = self.sent + 1, self.exchanges + 1
             raise
-        self.sent += 1
+        self.sent, self.exchanges = self.sent + 1, self.exchanges + 1
 
     def _gathered(
         self,
@@ -387,8 +420,10 @@ class OverflowSync:
         self._optimizers = max(self._optimizers, number)
         if result.record is not None and result.record.number is None:
             if number in result.record.taken:
+                self.failures += 1  # the other ranks see nothing wrong
                 raise result.disagreement({"optimizer": (number, number)})
             result.record.number = number
+        result.number = number
 
     def sum_of(self, result: SyncResult, value: float, norm_type: float) -> float:
         """Return the sum over the ranks; the maximum for an infinite ``norm_type``."""
@@ -419,7 +454,7 @@ class OverflowSync:
         """
         # Not the group of the last sync: it may have been destroyed since.
         group = self.group.find_known()
-        if group is None:
+        if group is None or self.is_void:
             return
         count = self.sent
         if count != self._most:
@@ -448,14 +483,21 @@ def _explained(group: dist.ProcessGroup, method: str) -> Iterator[None]:
         if not isinstance(error, (PeerFailedError, RanksDisagreeError)):
             error.add_note(
                 f"gradparity: in the sync of {method} on rank {group.rank()} of "
-                f"{group.size()}. All ranks of the group must call step() and update() "
-                "the same number of times; independent models need process_group=, "
-                'mesh= or agree_over="mesh".'
+                f"{group.size()}. Each of these ranks must call step() and update() "
+                "the same number of times. If only this rank has a scaler, or ranks "
+                'need not agree, pass agree_over="local" to it; if some ranks have '
+                "one, process_group= or mesh=; if ranks train independent models, "
+                'agree_over="mesh".'
             )
         raise
 
 
 _WAYS_OUT = (
+    (
+        {"failures"},
+        "A call raised on some ranks only, after all ranks had agreed to step: their "
+        "weights differ. Load a checkpoint on every rank.",
+    ),
     (
         {"scaler", "made_after"},
         "Use the scalers in the same order on every rank, and make them in the same "

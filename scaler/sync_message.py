@@ -70,6 +70,7 @@ class Shared(NamedTuple):
         growth_interval: likewise.
         policy: a number that stands for the policy.
         hysteresis_left: 0 without hysteresis.
+        failures: calls of this rank that raised after their sync.
         max_norm: that this rank clips to, if it does.
         norm_type: likewise.
         optimizer: the number that the ranks know it by; None if there is none.
@@ -87,6 +88,7 @@ class Shared(NamedTuple):
     growth_interval: int
     policy: int
     hysteresis_left: Number = 0.0
+    failures: int = 0
     max_norm: float | None = None
     norm_type: float | None = None
     optimizer: int | None = None
