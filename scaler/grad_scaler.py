@@ -52,11 +52,14 @@ from .global_norm import (
     bit_sums,
     clip_factor,
     global_norm,
+    gradient_table,
     grads_by_mesh,
     is_one_sum,
+    is_unclear,
     local_norms,
     norm_alone,
     part_of_sum,
+    tell_apart,
 )
 from .grads import (
     FoundInf,
@@ -505,7 +508,9 @@ class GradScaler(_TorchGradScaler):
             found, result = self._synced(
                 optimizer, record, found, group, method, CLIP, clip, entries, needs_rows
             )
-            norm = self._norm_over(result, grads, entries, norm_type)
+            norm = self._norm_over(
+                result, optimizer, record, grads, entries, norm_type, carried
+            )
             if isinstance(norm, torch.Tensor):
                 norm = norm.to(scale.device)
         state["found_inf_per_device"] = found
@@ -518,9 +523,12 @@ class GradScaler(_TorchGradScaler):
     def _norm_over(
         self,
         result: SyncResult,
+        optimizer: Any,
+        record: OptimizerRecord | None,
         grads: GradsByMesh,
         entries: list[Number],
         norm_type: float,
+        carried: Number,
     ) -> Number:
         # What all ranks add to it after the first message, on all of them alike.
         rows = result.rows  # None unless they came with the message
@@ -533,12 +541,48 @@ class GradScaler(_TorchGradScaler):
                 if math.isfinite(total):  # no square has left the range of fp64
                     return total if math.isinf(norm_type) else math.sqrt(total)
             rows = self._sync.rows_of(result, row)
+            if is_unclear(rows, norm_type):
+                rows, grads = self._told_apart(
+                    result, optimizer, record, norm_type, carried
+                )
         try:
             norm = global_norm(rows, norm_type)
         except AmbiguousError:
             sums = self._sync.rows_of(result, bit_sums(grads))
+            if is_unclear(rows, norm_type, sums):
+                rows, grads = self._told_apart(
+                    result, optimizer, record, norm_type, carried
+                )
+                sums = self._sync.rows_of(result, bit_sums(grads))
             norm = global_norm(rows, norm_type, sums)
         return number_in(norm)
+
+    def _told_apart(
+        self,
+        result: SyncResult,
+        optimizer: Any,
+        record: OptimizerRecord | None,
+        norm_type: float,
+        carried: Number,
+    ) -> tuple[torch.Tensor, GradsByMesh]:
+        # The rows once more, with replicas told apart by parameter.
+        (rank,), ranks = _ranks_of(None), _ranks_of(result.group)
+        table, error = None, None
+        try:
+            table = gradient_table(optimizer, rank)
+        except Exception as caught:  # the other ranks wait for the table
+            error = caught
+        try:
+            tables = self._sync.tables_of(result, table)
+        except PeerFailedError as failed:
+            raise error or failed from None
+        tell_apart(optimizer, record, tables, result.group.rank(), result.method)
+        grads = GradsByMesh()
+        if optimizer is not None and record is not None:
+            grads = grads_by_mesh(optimizer, record, rank, ranks, allow_fp16=True)
+        entries, _ = local_norms(grads, norm_type, carried)
+        row = tensor_of(entries, torch.device("cpu"))
+        return self._sync.rows_of(result, row), grads
 
     def _scale_or_one(self) -> torch.Tensor:
         # A disabled scaler clips by the same norm; its gradients carry no scale.
@@ -711,7 +755,8 @@ class GradScaler(_TorchGradScaler):
             # On an accelerator the rows have come with the message.
             norm_type = None if result.is_deferred else result.read().norm_type
             if norm_type is not None:
-                self._norm_over(result, GradsByMesh(), nothing, norm_type)
+                grads = GradsByMesh()
+                self._norm_over(result, None, None, grads, nothing, norm_type, 1.0)
             self._add_found(found, result)
         except BaseException as error:
             is_told = self._tell(error, exchanges, None, method, None)

@@ -18,7 +18,9 @@ not finite at the first read: only what is still not finite has overflowed.
 
 from __future__ import annotations
 
+import hashlib
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -76,6 +78,13 @@ def norms(tensors: list[torch.Tensor], norm_type: float) -> Norms:
         norm if math.isfinite(norm) else _listed(scaled_norm(tensor, norm_type))
         for norm, tensor in zip(found, tensors, strict=True)
     ]
+
+
+@lru_cache(maxsize=65536)
+def hashed(text: str) -> float:
+    """Return 52 bits, exact in fp64, the same in every process, unlike hash()."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return float(int.from_bytes(digest, "big") >> 12) + 1.0
 
 
 def scaled_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:

@@ -26,6 +26,7 @@ class OptimizerRecord:
         taken: the numbers of this rank's other optimizers, where it has none yet.
         found_inf: (), fp32: 1 if its last step was skipped; None before the first.
         places: where its gradients lay in the last clip (``global_norm.py``).
+        holders: the meshes that hold each of its parameters (``replicas.py``).
         grad_scale: what a fused kernel was handed last.
         result: of its sync in this iteration; None without one.
         is_clipped: clip_grad_norm_ was called in this iteration.
@@ -41,6 +42,7 @@ class OptimizerRecord:
     taken: frozenset[int] = frozenset()
     found_inf: torch.Tensor | None = None
     places: Any = None
+    holders: Any = None
     grad_scale: torch.Tensor | None = None
     result: SyncResult | None = None
     is_clipped: bool = False

@@ -137,17 +137,21 @@ class SyncResult:
     def _decoded(self, numbers: list[float]) -> Summary:
         summary = decode_full(numbers)
         if summary.failed:
-            rank = self.group.rank()
-            raise PeerFailedError(
-                f"{self.method} on rank {rank} of {self.group.size()}: another rank "
-                "raised while it read its gradients, so no rank steps. The cause is in "
-                "that rank's traceback.",
-                rank=rank,
-                call=self.method,
-            )
+            raise self.peer_failed()
         if differ := differences(numbers):
             raise self.disagreement(differ)
         return summary
+
+    def peer_failed(self) -> PeerFailedError:
+        """Return the error for an exception on another rank."""
+        rank = self.group.rank()
+        return PeerFailedError(
+            f"{self.method} on rank {rank} of {self.group.size()}: another rank raised "
+            "before or while it read its gradients, so no rank steps. The cause is in "
+            "that rank's traceback.",
+            rank=rank,
+            call=self.method,
+        )
 
     def disagreement(
         self, differ: dict[str, tuple[float, float]]
@@ -239,6 +243,7 @@ class OverflowSync:
         # By the number of an optimizer, 0 for none: what the ranks last synced after
         # it, which a rank without an optimizer expects them to sync again.
         self._next: dict[int, tuple[int, Clip | None, int]] = {}
+        self._latest: tuple[int, Clip | None, int] = (CHECK, None, 0)
         self._last = 0
 
     def _begin_anew(self) -> None:
@@ -328,7 +333,7 @@ class OverflowSync:
     ) -> SyncResult:
         expected = shared
         if shared.optimizer is None and shared.call in (None, CHECK, CLIP):
-            call, clip, optimizer = self._next.get(self._last, (CHECK, None, 0))
+            call, clip, optimizer = self._next.get(self._last, self._latest)
             expected = shared._replace(optimizer=optimizer)
             if shared.call is None:
                 known = {} if clip is None else clip._asdict()
@@ -415,7 +420,7 @@ class OverflowSync:
         number, clip = summary.optimizer or self._optimizers + 1, None
         if summary.max_norm is not None and summary.norm_type is not None:
             clip = Clip(summary.max_norm, summary.norm_type)
-        self._next[self._last] = summary.call, clip, number
+        self._next[self._last] = self._latest = summary.call, clip, number
         self._last = number
         self._optimizers = max(self._optimizers, number)
         if result.record is not None and result.record.number is None:
@@ -440,6 +445,25 @@ class OverflowSync:
         with _groups[result.group].turn, _explained(result.group, result.method):
             _all_gather(rows.flatten(), row, group=result.group)
         return rows
+
+    def tables_of(
+        self, result: SyncResult, table: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """Return the tables of all ranks; each has its own number of rows.
+
+        Raises:
+            PeerFailedError: a rank could not make its table, and has None.
+        """
+        length = -1 if table is None else len(table)
+        count = torch.tensor([length], dtype=torch.int64, device="cpu")
+        counts = self.rows_of(result, count).flatten().tolist()
+        if table is None or min(counts) < 0:
+            self._begin_anew()
+            raise result.peer_failed()
+        padded = table.new_zeros(max(counts), table.shape[1])
+        padded[: len(table)] = table
+        rows = self.rows_of(result, padded.flatten()).reshape(-1, *padded.shape)
+        return [each[:count] for each, count in zip(rows, counts, strict=True)]
 
     def end_iteration(
         self, state: Callable[[], Shared], method: str, *, is_usual: bool
