@@ -843,7 +843,8 @@ class GradScaler(_TorchGradScaler):
         self._has_failed, self._clips_without = True, 0
         has_found = state is not None and bool(state["found_inf_per_device"])
         is_empty = isinstance(error, AssertionError) and not has_found
-        self._is_unusual = self._is_unusual or not is_empty
+        if not (is_empty or self._sync.is_void):  # else all ranks count anew
+            self._is_unusual = True
         if self._sync.sent and not (is_told or is_empty):
             self._sync.failures += 1
         if state is not None:
@@ -886,7 +887,9 @@ class GradScaler(_TorchGradScaler):
     ) -> RuntimeError:
         # Wrong call order, perhaps on this rank alone: the other ranks must not wait.
         error = RuntimeError(message)
-        self._tell(error, self._sync.exchanges, optimizer, method, call)
+        is_told = self._tell(error, self._sync.exchanges, optimizer, method, call)
+        if is_told and not self._sync.is_void:
+            self._is_unusual = True
         return error
 
     def _tell(

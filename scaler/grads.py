@@ -23,6 +23,7 @@ from .torch_internals import (
     non_finite_check_and_unscale_,
     set_grad_enabled,
     sparse_values,
+    version_of,
 )
 
 Gradients = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
@@ -130,7 +131,7 @@ def local_tensor(parameter: torch.Tensor, *, coalesce: bool) -> torch.Tensor:
 def versions_of(gradients: Gradients) -> set[tuple[weakref.ref[Any], int]]:
     """Return what tells gradients from those that come later: tensors, versions."""
     each = chain.from_iterable(gradients.values())
-    return {(weakref.ref(t), 0 if t.is_inference() else t._version) for t in each}
+    return {(weakref.ref(t), 0 if t.is_inference() else version_of(t)) for t in each}
 
 
 def by_device_and_dtype(tensors: list[torch.Tensor], *, allow_fp16: bool) -> Gradients:

@@ -1,6 +1,7 @@
 """Training goes on after a call that raised, or every rank raises: none hangs."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -182,7 +183,7 @@ def trained(two: Cluster, run: Callable[[], Any]) -> list[Any]:
 # regression: T10
 @FUSED
 @pytest.mark.parametrize("lacks", [False, True])
-def test_no_rank_has_gradients_of_one_optimizer(
+def test_an_optimizer_without_gradients_on_any_rank(
     two: Cluster, fused: bool, lacks: bool
 ) -> None:
     """A network in turns, or a frozen part: as in one process, and as torch's class."""
@@ -408,6 +409,40 @@ def test_a_mistake_of_all_ranks_is_refused_as_in_one_process(
 
     (alone,) = [run()]
     assert trained(two, run) == [alone] * 2
+
+
+@pytest.mark.parametrize("mistake", [unscaled_twice, closure, wrong_scale])
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_training_goes_on_after_a_mistake_of_one_rank(
+    two: Cluster, mistake: Any, goes_on: bool
+) -> None:
+    """``goes_on``: with the other optimizer, in the same iteration."""
+
+    def run() -> tuple[int, Any]:
+        train, raised = Training(), 0
+        for iteration in range(6):
+            train.backward()
+            try:
+                if iteration == 2 and dist.get_rank() == 1:
+                    mistake(train)
+                else:
+                    train.scaler.unscale_(train.first)
+                    if mistake is not unscaled_twice or iteration != 2:
+                        train.scaler.step(train.first)
+                    if mistake is not closure and iteration == 2:
+                        train.scaler.unscale_(train.second)
+            except (RuntimeError, InvalidSettingError):
+                raised += 1
+                train.backward()
+            if goes_on:
+                train.scaler.step(train.second)
+            with suppress(AssertionError):  # nothing had begun
+                train.scaler.update()
+        return raised, train.state()
+
+    first, second = trained(two, run)
+    assert first == second
+    assert first[0] == 1 and first[1][0][0] >= 4.0
 
 
 # regression: T9
