@@ -731,8 +731,8 @@ class GradScaler(_TorchGradScaler):
         """Take part in the other ranks' next sync, on a rank without parameters.
 
         Call it once for each optimizer and iteration, at its first `unscale_`, `step`,
-        `clip_grad_norm_` or `clip_and_step`; the `step` after an `unscale_` or a clip
-        is no sync. Only `clip_grad_norm_` after `unscale_` is a second one. Where
+        `clip_grad_norm_` or `clip_and_step`: a `step` after one of them does not sync.
+        Call it twice where a clip follows `unscale_`, which makes two syncs. Where
         ``clip_grad_norm_(None, ...)`` has taken part in the other ranks' clip, there is
         nothing left to take part in.
 
@@ -862,11 +862,11 @@ class GradScaler(_TorchGradScaler):
         if stage is OptState.UNSCALED:
             state["stage"], held[1].is_clipped = OptState.READY, False
         with contextlib.suppress(Exception):  # the first error is the one to tell
-            gradients = local_gradients(optimizer, allow_fp16=True)
             if stage is OptState.UNSCALED:
+                gradients = local_gradients(optimizer, allow_fp16=True)
                 multiply_(gradients, self._scale_or_one())
             elif held[1].stepped_on is None:
-                held[1].stepped_on = versions_of(gradients)
+                held[1].stepped_on = versions_of(optimizer)
 
     def _has_stepped(self, optimizer: Any, state: State) -> bool:
         # In this iteration; as far as a failure has not ended it, see `_end_part`.
@@ -875,8 +875,7 @@ class GradScaler(_TorchGradScaler):
         record = self._held[id(optimizer)][1]
         if record.stepped_on is None:
             return True
-        gradients = local_gradients(optimizer, allow_fp16=True)
-        if not record.stepped_on.isdisjoint(versions_of(gradients)):
+        if not record.stepped_on.isdisjoint(versions_of(optimizer)):
             return True
         state["stage"], record.stepped_on = OptState.READY, None
         record.is_clipped = False

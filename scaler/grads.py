@@ -128,10 +128,13 @@ def local_tensor(parameter: torch.Tensor, *, coalesce: bool) -> torch.Tensor:
     return sparse_values(gradient)
 
 
-def versions_of(gradients: Gradients) -> set[tuple[weakref.ref[Any], int]]:
-    """Return what tells gradients from those that come later: tensors, versions."""
-    each = chain.from_iterable(gradients.values())
-    return {(weakref.ref(t), 0 if t.is_inference() else version_of(t)) for t in each}
+def versions_of(optimizer: Any) -> set[tuple[weakref.ref[Any], int]]:
+    """Return what tells an optimizer's gradients from later ones: tensors, versions."""
+    grads = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+    return {
+        (weakref.ref(local), 0 if local.is_inference() else version_of(local))
+        for local in local_tensors(grads)
+    }
 
 
 def by_device_and_dtype(tensors: list[torch.Tensor], *, allow_fp16: bool) -> Gradients:

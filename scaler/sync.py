@@ -420,6 +420,8 @@ class OverflowSync:
         number, clip = summary.optimizer or self._optimizers + 1, None
         if summary.max_norm is not None and summary.norm_type is not None:
             clip = Clip(summary.max_norm, summary.norm_type)
+        if len(self._next) > 4096:  # optimizers that are long gone
+            self._next.clear()
         self._next[self._last] = self._latest = summary.call, clip, number
         self._last = number
         self._optimizers = max(self._optimizers, number)

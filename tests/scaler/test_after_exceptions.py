@@ -109,6 +109,20 @@ def test_the_second_optimizer_raises_and_the_batch_is_dropped(
     assert run.state() == ([4.0, 3.0], 1024.0, 4 if updates else 3)
 
 
+def test_a_first_step_is_not_taken_again_on_the_same_sparse_gradient() -> None:
+    run = Training()
+    run.backward()
+    a, _ = run.params
+    a.grad = torch.tensor([128.0]).to_sparse()
+    run.raises_once(run.second)
+    run.scaler.step(run.first)
+    with pytest.raises(Planted):
+        run.scaler.step(run.second)
+    with pytest.raises(RuntimeError, match="already been called"):
+        run.scaler.step(run.first)
+    assert run.steps() == [1.0, 0.0]
+
+
 @FUSED
 @pytest.mark.parametrize("to_none", [False, True])
 def test_a_first_step_is_not_taken_again_on_the_same_gradients(
