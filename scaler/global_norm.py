@@ -286,8 +286,11 @@ def local_norms(
     if not parts:
         return [0.0] * (3 * MESHES), None
     values: list[Any]
-    numbers = (scale, *chain(*parts.values()))
-    device = next((x.device for x in numbers if isinstance(x, torch.Tensor)), None)
+    # If the scale is on the host, norms are read from an accelerator. Those of fake
+    # tensors cannot be read.
+    tensors_here = [x for x in chain(*parts.values()) if isinstance(x, torch.Tensor)]
+    device = next((x.device for x in tensors_here if x.is_cpu), None)
+    device = scale.device if isinstance(scale, torch.Tensor) else device
     if device is not None:
         each = [tensor_of(some, device) for some in parts.values()]
         scale = torch.as_tensor(scale, dtype=torch.float64, device=device)

@@ -93,6 +93,38 @@ def test_a_new_optimizer_meets_an_old_one_of_a_rank_that_lacked_some(
     assert two.run(run, True) == ["raised in 3"] * 2
 
 
+def test_a_number_of_its_own_is_refused_on_a_rank_that_lacks_some(
+    two: Cluster,
+) -> None:
+    """The other rank sees nothing wrong, and has stepped: it hears in the next sync."""
+
+    def run() -> list[tuple[int, str]]:
+        scaler, a, b = scaled(), parameter(torch.ones(1)), parameter(torch.ones(1))
+        first, second, raised, kept = sgd([a]), sgd([b]), [], list[Any]()
+        for iteration in range(6):
+            for p in (a, b):
+                give_gradient(p, 4.0)
+            if iteration == 3 and dist.get_rank() == 1:
+                kept.append(second)
+                second = sgd([b])
+            try:
+                if dist.get_rank() == 1:
+                    scaler.step_without_optimizer()
+                else:
+                    scaler.step(first)
+                scaler.step(second)
+                scaler.update()
+            except RanksDisagreeError as error:
+                raised.append((iteration, ", ".join(error.lowest)))
+        return raised
+
+    first, second = two.run(run)
+    assert [iteration for iteration, _ in second] == [3, 4, 5]
+    assert [iteration for iteration, _ in first] == [4, 5]
+    assert second[0][1] == "optimizer"
+    assert all("failures" in fields for _, fields in [*first, *second[1:]])
+
+
 @pytest.mark.parametrize("turns", [False, True])
 def test_a_rank_that_lacks_optimizers_costs_no_more(two: Cluster, turns: bool) -> None:
     """It expects the optimizer that came next before."""
