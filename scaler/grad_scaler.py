@@ -429,6 +429,8 @@ class GradScaler(_TorchGradScaler):
             if divisor is None:
                 if measured.is_finite:
                     clip_(measured.grads.values(), measured.factor, measured.carried)
+                elif record is not None:
+                    record.is_undivided = state["stage"] is OptState.READY
                 state["stage"] = OptState.UNSCALED
             if record is None:
                 self._clips_without += self._enabled and not steps
@@ -859,13 +861,15 @@ class GradScaler(_TorchGradScaler):
         held, stage = self._held.get(id(optimizer)), state["stage"]
         if held is None or stage is OptState.READY or not self._enabled:
             return
+        is_divided = stage is OptState.UNSCALED and not held[1].is_undivided
         if stage is OptState.UNSCALED:
-            state["stage"], held[1].is_clipped = OptState.READY, False
+            state["stage"] = OptState.READY
+            held[1].is_clipped = held[1].is_undivided = False
         with contextlib.suppress(Exception):  # the first error is the one to tell
-            if stage is OptState.UNSCALED:
+            if is_divided:
                 gradients = local_gradients(optimizer, allow_fp16=True)
                 multiply_(gradients, self._scale_or_one())
-            elif held[1].stepped_on is None:
+            elif stage is OptState.STEPPED and held[1].stepped_on is None:
                 held[1].stepped_on = versions_of(optimizer)
 
     def _has_stepped(self, optimizer: Any, state: State) -> bool:
@@ -878,7 +882,7 @@ class GradScaler(_TorchGradScaler):
         if not record.stepped_on.isdisjoint(versions_of(optimizer)):
             return True
         state["stage"], record.stepped_on = OptState.READY, None
-        record.is_clipped = False
+        record.is_clipped = record.is_undivided = False
         return False
 
     def _refused(
@@ -1107,7 +1111,8 @@ class GradScaler(_TorchGradScaler):
     def _end_states(self) -> None:
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         for _, record in self._held.values():
-            record.result, record.is_clipped, record.stepped_on = None, False, None
+            record.result = record.stepped_on = None
+            record.is_clipped = record.is_undivided = False
         self._held = {}
         self._has_failed = self._is_unusual = self._has_new = False
         self._clips_without = 0

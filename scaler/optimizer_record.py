@@ -30,6 +30,7 @@ class OptimizerRecord:
         grad_scale: what a fused kernel was handed last.
         result: of its sync in this iteration; None without one.
         is_clipped: clip_grad_norm_ was called in this iteration.
+        is_undivided: a clip has found an overflow, and has left the gradients alone.
         stepped_on: the gradients of its step, as `versions_of` has them, if a call of
             the iteration raised later; the next step is on others.
         users: how many living optimizers it is of.
@@ -46,6 +47,7 @@ class OptimizerRecord:
     grad_scale: torch.Tensor | None = None
     result: SyncResult | None = None
     is_clipped: bool = False
+    is_undivided: bool = False
     stepped_on: set[Any] | None = None
     users: int = 0
     key: int = 0
