@@ -14,10 +14,10 @@ name of the last call.
 A sync that fails raises on every rank. Whatever raises in a call, also in the optimizer
 that it steps, the iteration begins anew: gradients that were divided are multiplied by
 the scale again, what the call found is dropped, and an optimizer that has stepped may
-step again, on other gradients. So whoever catches the error, drops the batch and goes
-on trains as if the batch had not been, with an `update` in between (which then moves
-nothing, unless other optimizers have stepped) or without. Errors of wrong call order
-are raised before anything has happened; the other ranks hear of them, too.
+step again, on new gradient tensors. So whoever catches the error, drops the batch and
+goes on trains as if the batch had not been, with an `update` in between (which then
+moves nothing, unless other optimizers have stepped) or without. Errors of wrong call
+order are raised before anything has happened; the other ranks hear of them, too.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ from .grads import (
     multiply_,
     number_in,
     parameters_of,
+    references_of,
     tensor_of,
-    versions_of,
 )
 from .history import Counters, History, Overflow, first_nonfinite, overflow_of
 from .optimizer_record import (
@@ -628,6 +628,11 @@ class GradScaler(_TorchGradScaler):
         state, record = self._state_of(optimizer)
         if self._has_stepped(optimizer, state):
             message = "step() has already been called since the last update()."
+            if record.stepped_on is not None:
+                message += (
+                    " A call has raised since then. To drop the batch, call update(), "
+                    "or zero_grad() with set_to_none=True, before the next one."
+                )
             raise self._refused(message, optimizer, "step")
         exchanges = self._sync.exchanges
         if state["stage"] is OptState.UNSCALED:
@@ -857,7 +862,7 @@ class GradScaler(_TorchGradScaler):
 
     def _end_part(self, optimizer: Any, state: State) -> None:
         # Divided gradients carry the scale again. An optimizer that has stepped may
-        # step again, on other gradients than those.
+        # step again, on other tensors: a backward may have added to those.
         held, stage = self._held.get(id(optimizer)), state["stage"]
         if held is None or stage is OptState.READY or not self._enabled:
             return
@@ -870,7 +875,7 @@ class GradScaler(_TorchGradScaler):
                 gradients = local_gradients(optimizer, allow_fp16=True)
                 multiply_(gradients, self._scale_or_one())
             elif stage is OptState.STEPPED and held[1].stepped_on is None:
-                held[1].stepped_on = versions_of(optimizer)
+                held[1].stepped_on = references_of(optimizer)
 
     def _has_stepped(self, optimizer: Any, state: State) -> bool:
         # In this iteration; as far as a failure has not ended it, see `_end_part`.
@@ -879,7 +884,7 @@ class GradScaler(_TorchGradScaler):
         record = self._held[id(optimizer)][1]
         if record.stepped_on is None:
             return True
-        if not record.stepped_on.isdisjoint(versions_of(optimizer)):
+        if not record.stepped_on.isdisjoint(references_of(optimizer)):
             return True
         state["stage"], record.stepped_on = OptState.READY, None
         record.is_clipped = record.is_undivided = False

@@ -23,7 +23,6 @@ from .torch_internals import (
     non_finite_check_and_unscale_,
     set_grad_enabled,
     sparse_values,
-    version_of,
 )
 
 Gradients = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
@@ -128,13 +127,10 @@ def local_tensor(parameter: torch.Tensor, *, coalesce: bool) -> torch.Tensor:
     return sparse_values(gradient)
 
 
-def versions_of(optimizer: Any) -> set[tuple[weakref.ref[Any], int]]:
-    """Return what tells an optimizer's gradients from later ones: tensors, versions."""
+def references_of(optimizer: Any) -> set[weakref.ref[Any]]:
+    """Return weak references to the local gradients of an optimizer."""
     grads = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-    return {
-        (weakref.ref(local), 0 if local.is_inference() else version_of(local))
-        for local in local_tensors(grads)
-    }
+    return set(map(weakref.ref, local_tensors(grads)))
 
 
 def by_device_and_dtype(tensors: list[torch.Tensor], *, allow_fp16: bool) -> Gradients:

@@ -31,8 +31,8 @@ class OptimizerRecord:
         result: of its sync in this iteration; None without one.
         is_clipped: clip_grad_norm_ was called in this iteration.
         is_undivided: a clip has found an overflow, and has left the gradients alone.
-        stepped_on: the gradients of its step, as `versions_of` has them, if a call of
-            the iteration raised later; the next step is on others.
+        stepped_on: weak references to the gradients of its step, if a call of the
+            iteration raised later; the next step must be on other tensors.
         users: how many living optimizers it is of.
         key: id of the one by which it was used first in an iteration.
     """

@@ -60,11 +60,6 @@ sparse_values = torch.Tensor._values
 """(tensor): the values of a sparse tensor, coalesced or not, without a copy."""
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written to in place, through any of its views."""
-    return tensor._version
-
-
 def dtensor_type() -> Any:
     """Return ``DTensor``; before it is imported, the empty tuple, a type of nothing."""
     module: Any = sys.modules.get("torch.distributed.tensor")

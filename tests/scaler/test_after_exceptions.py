@@ -124,9 +124,9 @@ def test_a_first_step_is_not_taken_again_on_the_same_sparse_gradient() -> None:
 
 
 @FUSED
-@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("drops", ["", "to zero", "to none"])
 def test_a_first_step_is_not_taken_again_on_the_same_gradients(
-    fused: bool, to_none: bool
+    fused: bool, drops: str
 ) -> None:
     run = Training(GradScaler, fused)
     run.backward()
@@ -137,8 +137,14 @@ def test_a_first_step_is_not_taken_again_on_the_same_gradients(
     with pytest.raises(RuntimeError, match="already been called"):
         run.scaler.step(run.first)
     assert run.steps() == [1.0, 0.0]
-    run.first.zero_grad(set_to_none=to_none)
+    if drops:
+        run.first.zero_grad(set_to_none=drops == "to none")
     run.scaler.scale((run.params[0] / 8).sum()).backward()
+    if drops != "to none":  # a backward adds to the old tensors, cleared or not
+        with pytest.raises(RuntimeError, match=r"call update\(\), or zero_grad"):
+            run.scaler.step(run.first)
+        run.scaler.update()
+        run.backward()
     run.scaler.step(run.first)
     with pytest.raises(RuntimeError, match="already been called"):
         run.scaler.step(run.first)
