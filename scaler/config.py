@@ -7,6 +7,7 @@ import operator
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 import torch
@@ -55,17 +56,20 @@ class Policy:
     """Keep the scale; overflows still skip the step."""
 
     def __post_init__(self) -> None:
-        check_number("min_scale", self.min_scale)
-        check_number("max_scale", self.max_scale)
+        # Policies that mean the same are equal, on all ranks: 1 is 1.0.
+        keep = partial(object.__setattr__, self)  # a frozen dataclass
+        keep("min_scale", check_number("min_scale", self.min_scale))
+        keep("max_scale", check_number("max_scale", self.max_scale))
         if self.min_scale > self.max_scale:
             raise InvalidSettingError(
                 f"min_scale ({self.min_scale}) is larger than max_scale "
                 f"({self.max_scale})."
             )
-        check_count("hysteresis", self.hysteresis)
+        keep("hysteresis", check_count("hysteresis", self.hysteresis))
         check_choice("refill", self.refill, ("growth", "good_step"))
-        if self.max_consecutive_skips is not None:
-            check_count("max_consecutive_skips", self.max_consecutive_skips)
+        if (skips := self.max_consecutive_skips) is not None:
+            keep("max_consecutive_skips", check_count("max_consecutive_skips", skips))
+        keep("constant", bool(self.constant))
 
     def fingerprint(self) -> int:
         """Return 32 bits that equal policies share on all ranks."""

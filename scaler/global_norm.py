@@ -15,6 +15,8 @@ this on the same numbers, so they clip alike whatever happens.
 The norm of order 2 or infinity of gradients that all lie on one mesh of all ranks needs
 no table: the parts are added up by an all-reduce of one number.
 
+One mesh may hold replicas beside parameters of its own: see `replicas.py`.
+
 [Note: Replicas that round apart]
 Ranks with other numbers of threads may round the norm of one and the same gradient
 apart. So where two meshes of one kind have norms that are equal up to rounding, but not
@@ -26,8 +28,8 @@ norms are compared as they are.
 
 from __future__ import annotations
 
-import hashlib
 import math
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -36,6 +38,7 @@ from operator import is_
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from .grads import (
     Gradients,
@@ -46,8 +49,9 @@ from .grads import (
     parameters_of,
     tensor_of,
 )
-from .local_norms import Norms, norms, scaled_norm
+from .local_norms import Norms, hashed, norms, scaled_norm
 from .optimizer_record import OptimizerRecord
+from .replicas import Holders, sum_of_bits, table_of, told_apart
 from .sync import ROW_LENGTH
 from .torch_internals import specs
 
@@ -59,7 +63,8 @@ class Layout(NamedTuple):
     """Where gradients lie.
 
     Attributes:
-        mesh: 52 bits that stand for the ranks of the mesh, in its order.
+        mesh: 52 bits that stand for the ranks of the mesh, in its order; below zero
+            unless its parameters are told apart (``replicas.py``).
         ranks: in ascending order, as ranks of the default process group.
         kind: the axes of the mesh and their sizes.
         copies: how often the mesh holds each element.
@@ -78,7 +83,20 @@ def _layout_on(mesh: Any, placements: tuple[Any, ...]) -> Layout:
     )
     ranks = tuple(mesh.mesh.flatten().tolist())
     kind = f"{mesh.mesh_dim_names}{tuple(mesh.shape)}"
-    return Layout(_hashed(str(ranks)), tuple(sorted(ranks)), kind, copies)
+    return Layout(-hashed(str(ranks)), tuple(sorted(ranks)), kind, copies)
+
+
+_FAMILY = 2**26  # kinds of one family have their highest bits in common
+
+
+@lru_cache(maxsize=65536)
+def _kind_of(family: str, detail: str) -> float:
+    # A kind of mesh as a number: a family, and what tells meshes of it from others.
+    return _family_of(hashed(family)) * _FAMILY + hashed(detail) % _FAMILY
+
+
+def _family_of(number: float) -> float:
+    return number // _FAMILY
 
 
 class GradsByMesh(dict[Layout, Gradients]):
@@ -109,20 +127,26 @@ class Places(NamedTuple):
 
 
 def grads_by_mesh(
-    optimizer: Any, record: OptimizerRecord, rank: int, *, allow_fp16: bool
+    optimizer: Any,
+    record: OptimizerRecord,
+    rank: int,
+    ranks: tuple[int, ...],
+    *,
+    allow_fp16: bool,
 ) -> GradsByMesh:
     """Collect the local gradients of an optimizer by where they lie.
 
     Partial gradients are summed up first, a collective over their mesh. ``rank`` is
-    that of this process in the default process group.
+    that of this process in the default process group, ``ranks`` are those that sync.
 
     Raises:
-        ValueError: an fp16 gradient, and ``allow_fp16`` is false.
+        ValueError: an fp16 gradient, and ``allow_fp16`` is false; or a mesh has other
+            ranks than those that sync.
     """
-    alone = Layout(_hashed(f"({rank},)"), (rank,), "plain", 1)
+    alone, holders = _alone(rank), _holders_now(optimizer, record)
     by_mesh = GradsByMesh()
     gradients, locals_ = gradients_of(optimizer)
-    if locals_ is gradients and gradients:  # no DTensor among them
+    if locals_ is gradients and gradients and not holders:  # no DTensor among them
         by_mesh[alone] = by_device_and_dtype(gradients, allow_fp16=allow_fp16)
         by_mesh.kinds = _kinds(by_mesh, {alone.mesh: sum(map(torch.numel, gradients))})
         return by_mesh
@@ -141,13 +165,59 @@ def grads_by_mesh(
         # Neither the rank of a plain tensor nor its size follows from a spec.
         is_plain = any(spec is None for spec in found)
         record.places = None if is_plain else places
+    if holders is not None:
+        places = _told_apart(places, holders)
     by_mesh.kinds = places.kinds
     for layout, indices in places.members.items():
+        if layout.ranks != ranks and not set(layout.ranks) <= set(ranks):
+            raise ValueError(_not_covered(layout, ranks))
         some = locals_
         if len(indices) < len(locals_):
             some = [locals_[index] for index in indices]
         by_mesh[layout] = by_device_and_dtype(some, allow_fp16=allow_fp16)
     return by_mesh
+
+
+def _alone(rank: int) -> Layout:
+    # A plain tensor has a mesh of this rank alone.
+    return Layout(-hashed(f"({rank},)"), (rank,), "plain", 1)
+
+
+def _holders_now(optimizer: Any, record: OptimizerRecord) -> Holders | None:
+    holders: Holders | None = record.holders
+    if holders is not None and not holders.are_of(_with_gradients(optimizer)):
+        record.holders = holders = None
+    return holders
+
+
+def _with_gradients(optimizer: Any) -> list[Any]:
+    return [p for p in parameters_of(optimizer) if p.grad is not None]
+
+
+def _told_apart(places: Places, holders: Holders) -> Places:
+    # Gradients of one mesh, by the set of meshes that hold them.
+    members: dict[Layout, list[int]] = {}
+    kinds: dict[float, float] = {}
+    for layout, indices in places.members.items():
+        by_set: dict[float, list[int]] = defaultdict(list)
+        for index in indices:
+            by_set[holders.sets[index]].append(index)
+        for meshes, some in by_set.items():
+            part = layout._replace(mesh=hashed(f"{layout.mesh} {meshes}"))
+            members[part] = some
+            kinds[part.mesh] = _kind_of(layout.kind, f"held by {meshes}")
+    return Places(places.specs, members, kinds)
+
+
+def _not_covered(layout: Layout, ranks: tuple[int, ...]) -> str:
+    syncs = f"ranks {list(ranks)} only" if len(ranks) > 1 else "no other rank"
+    return (
+        f"A clip on rank {dist.get_rank()}: gradients lie on a mesh of ranks "
+        f"{list(layout.ranks)}, and this scaler syncs with {syncs}, so it would clip "
+        "by a part of the norm. Build the scaler with mesh= the root mesh of the "
+        "parameters, or without process_group=, mesh= and agree_over=, which syncs all "
+        "ranks."
+    )
 
 
 def _places(found: list[Any], locals_: list[torch.Tensor], alone: Layout) -> Places:
@@ -163,7 +233,7 @@ def _places(found: list[Any], locals_: list[torch.Tensor], alone: Layout) -> Pla
 
 def _kinds(layouts: Iterable[Layout], elements: dict[float, int]) -> dict[float, float]:
     kinds = {layout.mesh: layout.kind for layout in layouts}
-    return {mesh: _hashed(f"{kinds[mesh]} {count}") for mesh, count in elements.items()}
+    return {mesh: _kind_of(kinds[mesh], f"{count}") for mesh, count in elements.items()}
 
 
 def _is_partial(spec: Any) -> bool:
@@ -171,7 +241,7 @@ def _is_partial(spec: Any) -> bool:
 
 
 def _one_by_one(optimizer: Any, found: list[Any]) -> tuple[list[Any], list[Any]]:
-    mine = [p for p in parameters_of(optimizer) if p.grad is not None]
+    mine = _with_gradients(optimizer)
     with torch.no_grad():
         for parameter, spec in zip(mine, found, strict=True):
             if _is_partial(spec):
@@ -216,9 +286,15 @@ def local_norms(
     if not parts:
         return [0.0] * (3 * MESHES), None
     values: list[Any]
-    if isinstance(scale, torch.Tensor):
-        each = [tensor_of(some, scale.device) for some in parts.values()]
-        values, scale = [_joined(some, norm_type) for some in each], scale.double()
+    # If the scale is on the host, norms are read from an accelerator. Those of fake
+    # tensors cannot be read.
+    tensors_here = [x for x in chain(*parts.values()) if isinstance(x, torch.Tensor)]
+    device = next((x.device for x in tensors_here if x.is_cpu), None)
+    device = scale.device if isinstance(scale, torch.Tensor) else device
+    if device is not None:
+        each = [tensor_of(some, device) for some in parts.values()]
+        scale = torch.as_tensor(scale, dtype=torch.float64, device=device)
+        values = [_joined(some, norm_type) for some in each]
         found = 1.0 - torch.stack(values).isfinite().all().float()
     else:
         values = [_joined(list(map(float, some)), norm_type) for some in parts.values()]
@@ -249,11 +325,53 @@ def _joined(each: Norms, norm_type: float) -> Number:
     return float(largest * powers ** (1.0 / norm_type))
 
 
-@lru_cache(maxsize=65536)
-def _hashed(text: str) -> float:
-    # 52 bits, exact in fp64, and the same in every process, unlike hash().
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return float(int.from_bytes(digest, "big") >> 12) + 1.0
+# - Replicas by parameter; see `replicas.py`
+
+
+def gradient_table(optimizer: Any, rank: int) -> torch.Tensor:
+    """Return what `tell_apart` needs of this rank, (n, COLUMNS), int64."""
+    mine = [] if optimizer is None else _with_gradients(optimizer)
+    placed = specs([parameter.grad for parameter in mine])
+    layouts = [
+        _alone(rank) if spec is None else _layout_on(spec.mesh, spec.placements)
+        for spec in placed
+    ]
+    families = [
+        layout.kind if spec is None else f"{layout.kind} {spec.placements} {spec.shape}"
+        for layout, spec in zip(layouts, placed, strict=True)
+    ]
+    with torch.no_grad():
+        locals_ = [local_tensor(parameter, coalesce=True) for parameter in mine]
+    return table_of([layout.mesh for layout in layouts], families, locals_)
+
+
+def tell_apart(
+    optimizer: Any,
+    record: OptimizerRecord | None,
+    tables: list[torch.Tensor],
+    index: int,
+    method: str,
+) -> None:
+    """Keep which meshes hold each parameter, from the tables of all ranks.
+
+    ``index`` is this rank's among them.
+
+    Raises:
+        ValueError: the parameters of a rank, of any rank, are held by too many sets.
+    """
+    sets = told_apart(tables)
+    meshes = [table[:, 0].tolist() for table in tables]
+    ranks = zip(meshes, sets, strict=True)
+    most = max(len({*zip(*each, strict=True)}) for each in ranks)
+    if most > MESHES:
+        raise ValueError(
+            f"{method}: other ranks hold some parameters of this optimizer, too, in "
+            f"{most} different ways, a clip knows at most {MESHES}. Use one optimizer "
+            "for the parameters that all ranks hold and another one for the rest."
+        )
+    if record is not None and optimizer is not None:
+        references = [weakref.ref(p) for p in _with_gradients(optimizer)]
+        record.holders = Holders(references, sets[index])
 
 
 # - All ranks
@@ -263,6 +381,16 @@ def is_one_sum(grads: GradsByMesh, norm_type: float, ranks: tuple[int, ...]) -> 
     """Return whether the norm over ``ranks`` is one sum of what each rank has."""
     is_simple = norm_type == 2.0 or math.isinf(norm_type)
     return is_simple and all(layout.ranks == ranks for layout in grads)
+
+
+def norm_alone(entries: list[Number], norm_type: float) -> Number:
+    """Return the norm over all meshes of a rank that syncs with no other."""
+    first, *others = entries[2::3]
+    if not any(entries[3::3]):  # unused meshes are 0
+        return first
+    if isinstance(first, torch.Tensor):
+        return scaled_norm(tensor_of([first, *others], first.device), norm_type)
+    return _joined([first, *map(float, others)], norm_type)
 
 
 def part_of_sum(entries: list[Number], norm_type: float) -> float:
@@ -275,9 +403,51 @@ class AmbiguousError(Exception):
     """Meshes of one kind have norms that only rounding may tell apart."""
 
 
-# Norms of one gradient that are rounded in another order differ by less: twice the
-# 6e-5 of [Note: Exact enough] in local_norms.py.
-_ROUNDING = 2.0**-12
+ROUNDING = 2.0**-12
+"""Norms of one gradient that are rounded in another order differ by less: twice the
+6e-5 of [Note: Exact enough] in local_norms.py."""
+
+
+def is_unclear(
+    entries: torch.Tensor, norm_type: float, sums: torch.Tensor | None = None
+) -> bool:
+    """Return whether meshes may hold some parameters together and others alone.
+
+    Args:
+        entries: (..., 3), fp64, on the CPU: mesh, kind and norm; of all ranks.
+        norm_type: order of the norm.
+        sums: (...), int64: sums of bits to compare in place of norms, whose rounding
+            may differ.
+    """
+    if math.isinf(norm_type):
+        return False
+    used = [entry for entry in entries.reshape(-1, 3).tolist() if entry[0]]
+    largest = max((norm for _, _, norm in used), default=0.0)
+    if not math.isfinite(sum(norm for _, _, norm in used)) or largest == 0.0:
+        return False
+    values: dict[float, float] = defaultdict(float)
+    if sums is None:
+        for mesh, _, norm in used:
+            values[mesh] += (norm / largest) ** norm_type
+    else:
+        meshes = entries.reshape(-1, 3)[:, 0].tolist()
+        for mesh, bits in zip(meshes, sums.flatten().tolist(), strict=True):
+            values[mesh] = (values[mesh] + bits) % 2**64
+    rounding = 0.0 if sums is not None else ROUNDING * norm_type
+    families: dict[float, dict[float, float]] = defaultdict(dict)
+    for mesh, kind, _ in used:
+        families[_family_of(kind)][mesh] = kind
+    for kinds in families.values():
+        groups = [[m for m in kinds if kinds[m] == k] for k in set(kinds.values())]
+        if any(mesh < 0 for mesh in kinds):  # it may be a replica of any other
+            groups = [list(kinds)]
+            if len(set(kinds.values())) > 1:
+                return True
+        for meshes in groups:
+            each = [values[mesh] for mesh in meshes]
+            if max(each) > min(each) * (1.0 + rounding):
+                return True
+    return False
 
 
 def global_norm(
@@ -323,7 +493,7 @@ def global_norm(
     is_copy = is_one_kind & (known_by[1:] == known_by[:-1])
     if sums is None and entries.is_cpu:
         each = (total.double() / one).pow(1.0 / norm_type)
-        is_near = each[1:] <= each[:-1] * (1.0 + _ROUNDING)
+        is_near = each[1:] <= each[:-1] * (1.0 + ROUNDING)
         if bool((is_one_kind & is_near & ~is_copy & is_usable).any()):
             raise AmbiguousError
     total[1:].masked_fill_(is_copy, 0)
@@ -336,15 +506,11 @@ def bit_sums(grads: GradsByMesh) -> torch.Tensor:
     sums: dict[float, int] = Counter()
     for layout, groups in grads.items():
         for tensor in chain.from_iterable(groups.values()):
-            bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()])
-            sums[layout.mesh] += int(bits.sum(dtype=torch.int64))
+            sums[layout.mesh] += sum_of_bits(tensor)
     row = torch.zeros(MESHES, dtype=torch.int64, device="cpu")
     for place, total in enumerate(sums.values()):
         row[place] = (total + 2**63) % 2**64 - 2**63
     return row
-
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def clip_factor(norm: Number, max_norm: float) -> Number:

@@ -12,11 +12,12 @@ name of the last call.
 
 [Note: A call that raises]
 A sync that fails raises on every rank. Whatever raises in a call, also in the optimizer
-that it steps, the optimizer's part of the iteration begins anew: gradients that were
-divided are multiplied by the scale again, and what was found is dropped. So whoever
-catches the error, drops the batch and goes on trains as if the batch had not been, with
-an `update` in between (which then moves nothing) or without. Errors of wrong call order
-are raised before anything has happened.
+that it steps, the iteration begins anew: gradients that were divided are multiplied by
+the scale again, what the call found is dropped, and an optimizer that has stepped may
+step again, on new gradient tensors. So whoever catches the error, drops the batch and
+goes on trains as if the batch had not been, with an `update` in between (which then
+moves nothing, unless other optimizers have stepped) or without. Errors of wrong call
+order are raised before anything has happened; the other ranks hear of them, too.
 """
 
 from __future__ import annotations
@@ -44,17 +45,21 @@ from .config import (
     check_number,
     check_state,
 )
-from .errors import TooManySkipsError
+from .errors import PeerFailedError, RanksDisagreeError, TooManySkipsError
 from .global_norm import (
     AmbiguousError,
     GradsByMesh,
     bit_sums,
     clip_factor,
     global_norm,
+    gradient_table,
     grads_by_mesh,
     is_one_sum,
+    is_unclear,
     local_norms,
+    norm_alone,
     part_of_sum,
+    tell_apart,
 )
 from .grads import (
     FoundInf,
@@ -67,6 +72,7 @@ from .grads import (
     multiply_,
     number_in,
     parameters_of,
+    references_of,
     tensor_of,
 )
 from .history import Counters, History, Overflow, first_nonfinite, overflow_of
@@ -79,7 +85,7 @@ from .optimizer_record import (
 from .scale_update import advance, checked_scale
 from .sync import ROW_LENGTH, Clip, OverflowSync, SyncResult
 from .sync_group import AgreeOver, SyncGroup
-from .sync_message import CHECK, CLIP, LOAD, Local, Shared
+from .sync_message import CHECK, CLIP, LOAD, UPDATE, Local, Shared
 from .torch_internals import no_compile
 
 Outputs = TypeVar("Outputs", bound="torch.Tensor | Iterable[Any]")
@@ -203,9 +209,10 @@ class GradScaler(_TorchGradScaler):
         # By id: the optimizers of this iteration and the record of each. It keeps them
         # alive: the id of a dead one may be given to a new one.
         self._held: dict[int, tuple[Any, OptimizerRecord]] = {}
-        # Of this iteration: a call raised; optimizers were seen for the first time;
-        # clips without an optimizer, whose steps are taken without one, too.
-        self._has_failed = self._has_new = False
+        # Of this iteration: a call raised; it need not have as many syncs as others;
+        # optimizers were seen for the first time; clips without an optimizer, whose
+        # steps are taken without one, too.
+        self._has_failed = self._is_unusual = self._has_new = False
         self._clips_without = 0
         self._has_warned = False
         self._sync = OverflowSync(SyncGroup(agree_over, process_group, mesh), device)
@@ -288,16 +295,21 @@ class GradScaler(_TorchGradScaler):
         self._check_scale_growth_tracker("unscale_")
         state, record = self._state_of(optimizer)
         if state["stage"] is OptState.UNSCALED:
-            raise RuntimeError(
+            raise self._refused(
                 "unscale_() has already been called on this optimizer since the last "
-                "update()."
+                "update().",
+                optimizer,
+                "unscale_",
             )
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("unscale_() is being called after step().")
+        if self._has_stepped(optimizer, state):
+            message = "unscale_() is being called after step()."
+            raise self._refused(message, optimizer, "unscale_")
+        exchanges = self._sync.exchanges
         try:
             self._check_and_sync(optimizer, state, record, "unscale_")
-        except BaseException:
-            self._begin_anew(optimizer, state)
+        except BaseException as error:
+            is_told = self._tell(error, exchanges, optimizer, "unscale_")
+            self._begin_anew(error, is_told, optimizer, state)
             raise
 
     @no_compile
@@ -394,6 +406,7 @@ class GradScaler(_TorchGradScaler):
     ) -> torch.Tensor:
         method = "clip_and_step" if steps else "clip_grad_norm_"
         state, record = self._state_to_clip(optimizer, method)
+        exchanges = self._sync.exchanges
         try:
             measured = self._measure(
                 optimizer, state, record, method, max_norm, norm_type
@@ -416,6 +429,8 @@ class GradScaler(_TorchGradScaler):
             if divisor is None:
                 if measured.is_finite:
                     clip_(measured.grads.values(), measured.factor, measured.carried)
+                elif record is not None:
+                    record.is_undivided = state["stage"] is OptState.READY
                 state["stage"] = OptState.UNSCALED
             if record is None:
                 self._clips_without += self._enabled and not steps
@@ -423,8 +438,9 @@ class GradScaler(_TorchGradScaler):
                 record.is_clipped = True
             elif self._enabled or not is_refused:
                 self._step_checked(optimizer, state, record, divisor, **kwargs)
-        except BaseException:
-            self._begin_anew(optimizer, state)
+        except BaseException as error:
+            is_told = self._tell(error, exchanges, optimizer, method, CLIP)
+            self._begin_anew(error, is_told, optimizer, state)
             raise
         finally:
             if not self._enabled:
@@ -445,10 +461,12 @@ class GradScaler(_TorchGradScaler):
         if optimizer is None:
             return _refresh_per_optimizer_state(), None
         state, record = self._state_of(optimizer)
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError(f"{method}() is being called after step().")
+        if self._has_stepped(optimizer, state):
+            message = f"{method}() is being called after step()."
+            raise self._refused(message, optimizer, method, CLIP)
         if record.is_clipped and self._enabled:
-            raise RuntimeError(f"{method}() was called twice since update().")
+            message = f"{method}() was called twice since update()."
+            raise self._refused(message, optimizer, method, CLIP)
         return state, record
 
     def _measure(
@@ -463,47 +481,43 @@ class GradScaler(_TorchGradScaler):
         # The global norm. Gradients are only read, unless they must be divided first.
         scale, group = self._scale_or_one(), self._find_group(optimizer, record)
         carried = number_in(scale)
-        found: FoundInf = {**state["found_inf_per_device"]}  # of an earlier unscale_
-        grads = GradsByMesh()
-        try:
-            max_norm = check_number("max_norm", max_norm)
-            norm_type = check_number("norm_type", norm_type)
-            if optimizer is not None and record is not None:
-                if state["stage"] is OptState.READY and _is_below_one(carried):
-                    found = self._unscale_here(optimizer, state)
-                rank = dist.get_rank() if group is not None else 0
-                allow_fp16 = not self._enabled or self._fp16_gradients == "in_place"
-                grads = grads_by_mesh(optimizer, record, rank, allow_fp16=allow_fp16)
-                if group is None and any(len(layout.ranks) > 1 for layout in grads):
-                    raise ValueError(
-                        f"{method} needs the gradients of all ranks of a mesh, and "
-                        "this scaler syncs with no other rank. Do not pass "
-                        "agree_over='local'."
-                    )
-            if state["stage"] is OptState.UNSCALED:
-                carried = carried / carried  # one, on the device of the scale
-            entries, flag = local_norms(grads, norm_type, carried)
-            if flag is not None:
-                found = {scale.device: any_of([flag, *found.values()], scale.device)}
-        except Exception:
-            self._report_failure(group, method, CLIP)
-            raise
+        found: FoundInf = {}
+        if state["stage"] is OptState.UNSCALED:  # of an earlier unscale_
+            found = {**state["found_inf_per_device"]}
+        grads, ranks = GradsByMesh(), _ranks_of(group)
+        max_norm = check_number("max_norm", max_norm)
+        norm_type = check_number("norm_type", norm_type)
+        if optimizer is not None and record is not None:
+            if state["stage"] is OptState.READY and _is_below_one(carried):
+                found = self._unscale_here(optimizer, state)
+            allow_fp16 = not self._enabled or self._fp16_gradients == "in_place"
+            (rank,) = _ranks_of(None)
+            grads = grads_by_mesh(optimizer, record, rank, ranks, allow_fp16=allow_fp16)
+        if state["stage"] is OptState.UNSCALED:
+            carried = carried / carried  # one, on the device of the scale
+        entries, flag = local_norms(grads, norm_type, carried)
+        if flag is not None:
+            found = {scale.device: any_of([flag, *found.values()], scale.device)}
+        elif not found and self._steps_without_gradients:
+            found = {scale.device: torch.zeros_like(scale)}
+        result = None
         if group is None:
             self._remember_overflow(optimizer, found, 0)
-            norm = entries[2]  # that of the one mesh a rank alone can have
+            norm = norm_alone(entries, norm_type)
         else:
-            ranks = tuple(sorted(dist.get_process_group_ranks(group)))
             needs_rows = not is_one_sum(grads, norm_type, ranks)
             clip = Clip(max_norm, norm_type)
             found, result = self._synced(
                 optimizer, record, found, group, method, CLIP, clip, entries, needs_rows
             )
-            norm = self._norm_over(result, grads, entries, norm_type)
+            norm = self._norm_over(
+                result, optimizer, record, grads, entries, norm_type, carried
+            )
             if isinstance(norm, torch.Tensor):
                 norm = norm.to(scale.device)
         state["found_inf_per_device"] = found
         if optimizer is None:
-            _add_found(self._per_optimizer_states[id(None)], found)
+            self._add_found(found, result)
         overflows = self._enabled and is_true(any_of(found.values(), scale.device))
         factor = clip_factor(norm, max_norm)
         return _Measured(norm, grads, carried, factor, not overflows)
@@ -511,9 +525,12 @@ class GradScaler(_TorchGradScaler):
     def _norm_over(
         self,
         result: SyncResult,
+        optimizer: Any,
+        record: OptimizerRecord | None,
         grads: GradsByMesh,
         entries: list[Number],
         norm_type: float,
+        carried: Number,
     ) -> Number:
         # What all ranks add to it after the first message, on all of them alike.
         rows = result.rows  # None unless they came with the message
@@ -526,12 +543,48 @@ class GradScaler(_TorchGradScaler):
                 if math.isfinite(total):  # no square has left the range of fp64
                     return total if math.isinf(norm_type) else math.sqrt(total)
             rows = self._sync.rows_of(result, row)
+            if is_unclear(rows, norm_type):
+                rows, grads = self._told_apart(
+                    result, optimizer, record, norm_type, carried
+                )
         try:
             norm = global_norm(rows, norm_type)
         except AmbiguousError:
             sums = self._sync.rows_of(result, bit_sums(grads))
+            if is_unclear(rows, norm_type, sums):
+                rows, grads = self._told_apart(
+                    result, optimizer, record, norm_type, carried
+                )
+                sums = self._sync.rows_of(result, bit_sums(grads))
             norm = global_norm(rows, norm_type, sums)
         return number_in(norm)
+
+    def _told_apart(
+        self,
+        result: SyncResult,
+        optimizer: Any,
+        record: OptimizerRecord | None,
+        norm_type: float,
+        carried: Number,
+    ) -> tuple[torch.Tensor, GradsByMesh]:
+        # The rows once more, with replicas told apart by parameter.
+        (rank,), ranks = _ranks_of(None), _ranks_of(result.group)
+        table, error = None, None
+        try:
+            table = gradient_table(optimizer, rank)
+        except Exception as caught:  # the other ranks wait for the table
+            error = caught
+        try:
+            tables = self._sync.tables_of(result, table)
+        except PeerFailedError as failed:
+            raise error or failed from None
+        tell_apart(optimizer, record, tables, result.group.rank(), result.method)
+        grads = GradsByMesh()
+        if optimizer is not None and record is not None:
+            grads = grads_by_mesh(optimizer, record, rank, ranks, allow_fp16=True)
+        entries, _ = local_norms(grads, norm_type, carried)
+        row = tensor_of(entries, torch.device("cpu"))
+        return self._sync.rows_of(result, row), grads
 
     def _scale_or_one(self) -> torch.Tensor:
         # A disabled scaler clips by the same norm; its gradients carry no scale.
@@ -569,15 +622,21 @@ class GradScaler(_TorchGradScaler):
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or (args and callable(args[0])):
             # It would make new, scaled gradients after the check.
-            raise RuntimeError(
-                "Closure use is not currently supported if GradScaler is enabled."
-            )
+            message = "Closure use is not currently supported if GradScaler is enabled."
+            raise self._refused(message, optimizer, "step")
         self._check_scale_growth_tracker("step")
         state, record = self._state_of(optimizer)
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError(
-                "step() has already been called since the last update()."
-            )
+        if self._has_stepped(optimizer, state):
+            message = "step() has already been called since the last update()."
+            if record.stepped_on is not None:
+                message += (
+                    " A call has raised since then. To drop the batch, call update(), "
+                    "or zero_grad() with set_to_none=True, before the next one."
+                )
+            raise self._refused(message, optimizer, "step")
+        exchanges = self._sync.exchanges
+        if state["stage"] is OptState.UNSCALED:
+            exchanges = -1  # the other ranks wait no more
         try:
             grad_scale = None
             if not is_fused(optimizer):
@@ -596,8 +655,9 @@ class GradScaler(_TorchGradScaler):
             return self._step_checked(
                 optimizer, state, record, grad_scale, *args, **kwargs
             )
-        except BaseException:
-            self._begin_anew(optimizer, state)
+        except BaseException as error:
+            is_told = self._tell(error, exchanges, optimizer, "step")
+            self._begin_anew(error, is_told, optimizer, state)
             raise
 
     def _step_checked(
@@ -652,6 +712,9 @@ class GradScaler(_TorchGradScaler):
         # What an interrupted step has left there is not the user's.
         if own is not None and own is not record.grad_scale:
             grad_scale = own if grad_scale is None else grad_scale * own
+        # An object of its own: the user may set one tensor before each step.
+        if isinstance(grad_scale, torch.Tensor):
+            grad_scale = grad_scale.detach()
         flags = state["found_inf_per_device"].values()
         # The int 0, as torch's sum, where nothing was checked: a kernel that finds
         # gradients made since raises, where a tensor would let it step on scaled ones.
@@ -674,9 +737,11 @@ class GradScaler(_TorchGradScaler):
     def step_without_optimizer(self) -> None:
         """Take part in the other ranks' next sync, on a rank without parameters.
 
-        Whatever they call for it: `unscale_` or `step`, `clip_grad_norm_` or
-        `clip_and_step`. Where ``clip_grad_norm_(None, ...)`` has taken part in the
-        other ranks' clip, there is nothing left to take part in.
+        Call it once for each optimizer and iteration, at its first `unscale_`, `step`,
+        `clip_grad_norm_` or `clip_and_step`: a `step` after one of them does not sync.
+        Call it twice where a clip follows `unscale_`, which makes two syncs. Where
+        ``clip_grad_norm_(None, ...)`` has taken part in the other ranks' clip, there is
+        nothing left to take part in.
 
         Raises:
             RanksDisagreeError: the ranks hold different state.
@@ -688,19 +753,21 @@ class GradScaler(_TorchGradScaler):
         if self._clips_without:
             self._clips_without -= 1
             return
+        method, exchanges = "step_without_optimizer", self._sync.exchanges
         try:
             if (group := self._find_group(None, None)) is None:
                 return
-            method = "step_without_optimizer"
             nothing: list[Number] = [0.0] * ROW_LENGTH
             found, result = self._synced(None, None, {}, group, method, None)
             # On an accelerator the rows have come with the message.
             norm_type = None if result.is_deferred else result.read().norm_type
             if norm_type is not None:
-                self._norm_over(result, GradsByMesh(), nothing, norm_type)
-            _add_found(self._per_optimizer_states[id(None)], found)
-        except BaseException:
-            self._begin_anew(None, _refresh_per_optimizer_state())
+                grads = GradsByMesh()
+                self._norm_over(result, None, None, grads, nothing, norm_type, 1.0)
+            self._add_found(found, result)
+        except BaseException as error:
+            is_told = self._tell(error, exchanges, None, method, None)
+            self._begin_anew(error, is_told, None, _refresh_per_optimizer_state())
             raise
 
     # - Check and sync
@@ -718,16 +785,12 @@ class GradScaler(_TorchGradScaler):
         # Checks this rank's gradients, divides them unless asked not to, and replaces
         # what this rank found by what any rank found.
         group = self._find_group(optimizer, record)
-        try:
-            if only_check:
-                scale = self._scale_or_one()
-                one, zero = torch.ones_like(scale), torch.zeros_like(scale)
-                found = self._unscale_grads_(optimizer, one, zero, True)
-            else:
-                found = self._unscale_here(optimizer, state, allow_fp16)
-        except Exception:
-            self._report_failure(group, method, CHECK)
-            raise
+        if only_check:
+            scale = self._scale_or_one()
+            one, zero = torch.ones_like(scale), torch.zeros_like(scale)
+            found = self._unscale_grads_(optimizer, one, zero, True)
+        else:
+            found = self._unscale_here(optimizer, state, allow_fp16)
         if group is not None:
             found, _ = self._synced(optimizer, record, found, group, method, CHECK)
         else:
@@ -773,17 +836,96 @@ class GradScaler(_TorchGradScaler):
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         return self._state_of(optimizer)[0]["found_inf_per_device"]  # type: ignore[no-any-return]
 
-    def _begin_anew(self, optimizer: Any, state: State) -> None:
-        # See [Note: A call that raises].
-        self._has_failed = True
-        was_divided = self._enabled and state["stage"] is OptState.UNSCALED
-        state["stage"], state["found_inf_per_device"] = OptState.READY, {}
-        if held := self._held.get(id(optimizer)):
-            held[1].is_clipped = False
-        if was_divided and optimizer is not None:
-            with contextlib.suppress(Exception):  # the first error is the one to tell
+    # - Calls that raise; see [Note: A call that raises]
+
+    def _begin_anew(
+        self,
+        error: BaseException,
+        is_told: bool,
+        optimizer: Any,
+        state: State | None,
+    ) -> None:
+        # ``state``: of the optimizer's part, which is dropped; None in an update. The
+        # other parts keep what was found in them.
+        self._has_failed, self._clips_without = True, 0
+        has_found = state is not None and bool(state["found_inf_per_device"])
+        is_empty = isinstance(error, AssertionError) and not has_found
+        if not (is_empty or self._sync.is_void):  # else all ranks count anew
+            self._is_unusual = True
+        if self._sync.sent and not (is_told or is_empty):
+            self._sync.failures += 1
+        if state is not None:
+            self._end_part(optimizer, state)
+            state["found_inf_per_device"] = {}
+        for each, _ in list(self._held.values()):
+            self._end_part(each, self._per_optimizer_states[id(each)])
+
+    def _end_part(self, optimizer: Any, state: State) -> None:
+        # Divided gradients carry the scale again. An optimizer that has stepped may
+        # step again, on other tensors: a backward may have added to those.
+        held, stage = self._held.get(id(optimizer)), state["stage"]
+        if held is None or stage is OptState.READY or not self._enabled:
+            return
+        is_divided = stage is OptState.UNSCALED and not held[1].is_undivided
+        if stage is OptState.UNSCALED:
+            state["stage"] = OptState.READY
+            held[1].is_clipped = held[1].is_undivided = False
+        with contextlib.suppress(Exception):  # the first error is the one to tell
+            if is_divided:
                 gradients = local_gradients(optimizer, allow_fp16=True)
                 multiply_(gradients, self._scale_or_one())
+            elif stage is OptState.STEPPED and held[1].stepped_on is None:
+                held[1].stepped_on = references_of(optimizer)
+
+    def _has_stepped(self, optimizer: Any, state: State) -> bool:
+        # In this iteration; as far as a failure has not ended it, see `_end_part`.
+        if state["stage"] is not OptState.STEPPED:
+            return False
+        record = self._held[id(optimizer)][1]
+        if record.stepped_on is None:
+            return True
+        if not record.stepped_on.isdisjoint(references_of(optimizer)):
+            return True
+        state["stage"], record.stepped_on = OptState.READY, None
+        record.is_clipped = record.is_undivided = False
+        return False
+
+    def _refused(
+        self, message: str, optimizer: Any, method: str, call: int = CHECK
+    ) -> RuntimeError:
+        # Wrong call order, perhaps on this rank alone: the other ranks must not wait.
+        error = RuntimeError(message)
+        is_told = self._tell(error, self._sync.exchanges, optimizer, method, call)
+        if is_told and not self._sync.is_void:
+            self._is_unusual = True
+        return error
+
+    def _tell(
+        self,
+        error: BaseException,
+        exchanges: int,
+        optimizer: Any,
+        method: str,
+        call: int | None = CHECK,
+    ) -> bool:
+        # The other ranks hear of an error before the sync of a call, which has not made
+        # one of the ``exchanges`` yet. Returns whether they do, or have.
+        if not isinstance(error, Exception) or exchanges != self._sync.exchanges:
+            is_heard = isinstance(error, (PeerFailedError, RanksDisagreeError))
+            return is_heard or self._sync.is_void or self._sync.told == id(error)
+        held = self._held.get(id(optimizer))
+        try:
+            group = self._find_group(optimizer, None if held is None else held[1])
+            with contextlib.suppress(PeerFailedError, RanksDisagreeError):
+                self._report_failure(group, method, call)  # they are of the sync before
+            self._sync.told = id(error)
+            return group is not None
+        except Exception:
+            error.add_note(
+                "gradparity: the other ranks cannot be told of this error. They wait "
+                "until the time limit of their process group."
+            )
+            return False
 
     def _find_group(
         self, optimizer: Any, record: OptimizerRecord | None
@@ -831,27 +973,24 @@ class GradScaler(_TorchGradScaler):
         needs_rows: bool = False,
     ) -> tuple[FoundInf, SyncResult]:
         # What any rank found, in place of what this one did.
-        scale, rank, sent = self._scale_or_one(), group.rank(), self._sync.sent
-        try:
-            shared = self._shared(scale, record)
-            found_inf = any_of(found.values(), scale.device) if found else None
-            bad = 0
-            if found_inf is not None and is_true(found_inf):
-                bad = first_nonfinite(optimizer, rank)
-            local = Local(
-                None if found_inf is None else number_in(found_inf),
-                was_scaled=self._was_scaled or not self._enabled,
-                needs_rows=needs_rows,
-                first_nonfinite=bad,
-                is_new=record is not None and record.number is None,
-            )
-            result = self._sync.exchange(
-                group, method, call, shared, local, clip, row or (), record
-            )
-        except Exception:
-            if self._sync.sent == sent:
-                self._report_failure(group, method, call)
-            raise
+        scale, rank = self._scale_or_one(), group.rank()
+        if record is not None and record.number is None:
+            record.taken = self._records.numbers()
+        shared = self._shared(scale, record)
+        found_inf = any_of(found.values(), scale.device) if found else None
+        bad = 0
+        if found_inf is not None and is_true(found_inf):
+            bad = first_nonfinite(optimizer, rank)
+        local = Local(
+            None if found_inf is None else number_in(found_inf),
+            was_scaled=self._was_scaled or not self._enabled,
+            needs_rows=needs_rows,
+            first_nonfinite=bad,
+            is_new=record is not None and record.number is None,
+        )
+        result = self._sync.exchange(
+            group, method, call, shared, local, clip, row or (), record
+        )
         if record is not None:
             record.result = result
         flags = found or {scale.device: torch.zeros_like(scale)}
@@ -874,8 +1013,15 @@ class GradScaler(_TorchGradScaler):
         self._was_scaled = self._was_scaled or self._enabled
         must_have = self._enabled and not self._steps_without_gradients
         if must_have and not summary.has_gradients:
-            raise AssertionError("No inf checks were recorded for this optimizer.")
+            flags = {}  # as in one process, where only an unfused step refuses it
         return flags, result
+
+    def _add_found(self, found: FoundInf, result: SyncResult | None) -> None:
+        # On a rank without the optimizer; kept until update, or its next sync.
+        flags = self._per_optimizer_states[id(None)]["found_inf_per_device"]
+        number = 0 if result is None else result.number
+        for flag in found.values():
+            flags[number or -1 - len(flags)] = flag
 
     def _remember_overflow(self, optimizer: Any, found: FoundInf, rank: int) -> None:
         for flag in found.values():
@@ -915,36 +1061,45 @@ class GradScaler(_TorchGradScaler):
 
         Args:
             new_scale: set this scale instead: a number, or a tensor with one element on
-                a device of the scaler's type, without gradient. It is copied.
+                a device of the scaler's type, without gradient. It is copied. The
+                iteration counts in `counters`, and in the policy's limit of skips.
 
         Raises:
             AssertionError: no step since the last `update`, or an unfit tensor.
-            InvalidSettingError: ``new_scale`` is not finite or not positive.
+            InvalidSettingError: ``new_scale`` is not finite, not positive or outside of
+                the policy's limits. A tensor on an accelerator is clamped to them.
             RanksDisagreeError: the ranks stepped different numbers of optimizers.
+            PeerFailedError: another rank raised.
             TooManySkipsError: the policy's limit is reached.
         """
         if not self._enabled:
             return
         scale, tracker = self._check_scale_growth_tracker("update")
-        chosen = None if new_scale is None else checked_scale(new_scale, self._device)
-        if self._has_new and not self._has_warned:
-            self._warn_of_shared_parameters()
         states = self._per_optimizer_states.values()
         found = [f for state in states for f in state["found_inf_per_device"].values()]
-        has_failed = self._has_failed
-        if found or has_failed or chosen is None:
+        has_failed, is_usual = self._has_failed, not self._is_unusual
+        chosen, exchanges = None, self._sync.exchanges
+        try:
+            if new_scale is not None:
+                chosen = checked_scale(new_scale, self._device, self._policy)
+            if self._has_new and not self._has_warned:
+                self._warn_of_shared_parameters()
             self._sync.end_iteration(
-                lambda: self._shared(scale, None), "update", is_usual=not has_failed
+                lambda: self._shared(scale, None), "update", is_usual=is_usual
             )
+        except BaseException as error:
+            if self._tell(error, exchanges, None, "update", UPDATE):
+                self._begin_anew(error, True, None, None)
+            raise
         if not found and not has_failed and chosen is None:
             raise AssertionError("No inf checks were recorded prior to update.")
-        if chosen is not None:
+        if found:
+            self._move_scale(any_of(found, scale.device), tracker, chosen)
+        elif chosen is not None:
             scale.fill_(chosen)
-        elif found:
-            self._move_scale(any_of(found, scale.device), tracker)
         self._end_states()
         most = self._policy.max_consecutive_skips
-        if new_scale is not None or most is None:
+        if most is None or not found:
             return
         if (skips := self.counters.consecutive_skips) >= most:
             scales = tuple(self._history.scales)
@@ -961,9 +1116,10 @@ class GradScaler(_TorchGradScaler):
     def _end_states(self) -> None:
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         for _, record in self._held.values():
-            record.result, record.is_clipped = None, False
+            record.result = record.stepped_on = None
+            record.is_clipped = record.is_undivided = False
         self._held = {}
-        self._has_failed = self._has_new = False
+        self._has_failed = self._is_unusual = self._has_new = False
         self._clips_without = 0
 
     def _warn_of_shared_parameters(self) -> None:
@@ -981,13 +1137,24 @@ class GradScaler(_TorchGradScaler):
                     )
                     return
 
-    def _move_scale(self, found_inf: torch.Tensor, tracker: torch.Tensor) -> None:
+    def _move_scale(
+        self,
+        found_inf: torch.Tensor,
+        tracker: torch.Tensor,
+        chosen: Number | None = None,
+    ) -> None:
+        # By the rule; or to what the caller chose, which leaves the tracker, as torch.
         scale = self._scale_or_one()
-        before: Any = scale.tolist() if scale.is_cpu else scale.clone()
+        is_here = scale.is_cpu and type(scale) is torch.Tensor  # no FakeTensor
+        before: Any = scale.tolist() if is_here else scale.clone()
         rule = self._growth_factor, self._backoff_factor, self._growth_interval
         left = self._hysteresis_left
-        after = advance(scale, tracker, found_inf, rule, self._policy, left)
-        self._history.record(found_inf, before, after)
+        if chosen is not None:
+            scale.fill_(chosen)
+            after = chosen
+        else:
+            after = advance(scale, tracker, found_inf, rule, self._policy, left)
+        self._history.record(found_inf, before, after, by_rule=chosen is None)
 
     def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
         _, tracker = self._check_scale_growth_tracker("_amp_update_scale_cpu_")
@@ -1140,11 +1307,11 @@ def is_fused(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def _add_found(state: State, found: FoundInf) -> None:
-    # Kept until update: one of several on a rank without parameters.
-    flags = state["found_inf_per_device"]
-    for flag in found.values():
-        flags[len(flags)] = flag
+def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    # In ascending order, as ranks of the default process group.
+    if group is not None:
+        return tuple(sorted(dist.get_process_group_ranks(group)))
+    return (dist.get_rank() if dist.is_initialized() else 0,)
 
 
 def _is_below_one(scale: Number) -> bool:

@@ -6,6 +6,8 @@ nothing about a gradient is kept once a function has returned.
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
@@ -125,6 +127,12 @@ def local_tensor(parameter: torch.Tensor, *, coalesce: bool) -> torch.Tensor:
     return sparse_values(gradient)
 
 
+def references_of(optimizer: Any) -> set[weakref.ref[Any]]:
+    """Return weak references to the local gradients of an optimizer."""
+    grads = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+    return set(map(weakref.ref, local_tensors(grads)))
+
+
 def by_device_and_dtype(tensors: list[torch.Tensor], *, allow_fp16: bool) -> Gradients:
     """Group tensors as the foreach kernels want them, keeping their order.
 
@@ -158,7 +166,7 @@ def check_and_unscale_(
     """Multiply gradients by ``inv_scale`` and look for inf and nan beforehand.
 
     A factor above 1, if the host knows it, may make a finite gradient overflow: then
-    the product is checked, too.
+    the product is checked, too. All gradients are multiplied or, if it raises, none.
 
     Args:
         gradients: changed in place.
@@ -172,42 +180,101 @@ def check_and_unscale_(
     found: FoundInf = {}
     once = number_in(inv_scale)
     may_overflow = isinstance(once, float) and once > 1.0
-    grad_mode = torch.is_grad_enabled()
+    grad_mode, done = torch.is_grad_enabled(), list[Write]()
     try:
         set_grad_enabled(False)
-        for (device, _), tensors in gradients.items():
+        for key, tensors in gradients.items():
+            device = key[0]
             factor = moved_to(inv_scale, device)
             flag = found.get(device)
             if flag is None:
                 flag = found[device] = found_inf.to(device, copy=True)
             non_finite_check_and_unscale_(tensors, flag, factor)
+            done.append((key, tensors, once))
             if may_overflow:
                 one = torch.ones_like(factor)
                 non_finite_check_and_unscale_(tensors, flag, one)
+    except BaseException:
+        _take_back(done, [(key, some, once) for key, some in gradients.items()])
+        raise
     finally:
         set_grad_enabled(grad_mode)
     return found
 
 
 def multiply_(gradients: Gradients, factor: Number) -> None:
-    """Multiply gradients in place, in fp32, and in fp64 where they are wider."""
-    with torch.no_grad():
-        for (device, dtype), tensors in gradients.items():
-            kind = torch.float64 if dtype is torch.float64 else torch.float32
-            foreach_mul_(tensors, torch.as_tensor(factor, dtype=kind, device=device))
+    """Multiply gradients in place, in fp32, and in fp64 where they are wider.
+
+    All of them or, if it raises, none.
+    """
+    _multiply([(key, tensors, factor) for key, tensors in gradients.items()])
 
 
 def clip_(grads: Iterable[Gradients], factor: Number, scale: Number) -> None:
-    """Multiply gradients, which carry ``scale``, in place by ``factor / scale``."""
+    """Multiply gradients, which carry ``scale``, in place by ``factor / scale``.
+
+    All of them or, if it raises, none.
+    """
     once = factor / scale
     # A product that is subnormal in fp32 has lost digits, or is zero.
-    is_small = isinstance(once, float) and once < LOWEST_SCALE
-    for gradients in grads:
-        wide = {key: some for key, some in gradients.items() if key[1] is torch.float64}
-        others = {key: some for key, some in gradients.items() if key not in wide}
-        multiply_(wide, once)
-        for number in [1.0 / scale, factor] if is_small else [once]:
-            multiply_(others, number)
+    is_here = isinstance(once, float)
+    is_small, is_zero = is_here and once < LOWEST_SCALE, is_here and once == 0.0
+    twice = [1.0 / scale, factor] if is_small else [once]
+    groups = list(chain.from_iterable(gradients.items() for gradients in grads))
+    # A product with zero cannot be taken back: one that could comes first.
+    writes: list[Write] = [(*group, 1.0) for group in groups if is_zero]
+    for (device, dtype), tensors in groups:
+        for number in [once] if dtype is torch.float64 else twice:
+            writes.append(((device, dtype), tensors, number))
+    _multiply(writes)
+
+
+Write = tuple[tuple[torch.device, torch.dtype], list[torch.Tensor], Number]
+"""Tensors of one device and dtype, and what they are multiplied by in place."""
+
+
+def _multiply(writes: list[Write]) -> None:
+    done: list[Write] = []
+    try:
+        for write in writes:
+            _write(write)
+            done.append(write)
+    except BaseException:
+        _take_back(done, writes)
+        raise
+
+
+def _write(write: Write) -> None:
+    (device, dtype), tensors, factor = write
+    kind = torch.float64 if dtype is torch.float64 else torch.float32
+    with torch.no_grad():
+        foreach_mul_(tensors, torch.as_tensor(factor, dtype=kind, device=device))
+
+
+def _take_back(done: list[Write], writes: list[Write]) -> None:
+    # After an exception no gradient is left multiplied, or the retry would do it again.
+    written = done[:]
+    if len(done) < len(writes):
+        key, tensors, factor = writes[len(done)]
+        written.append((key, _written(tensors), factor))
+    for key, tensors, factor in written:
+        with contextlib.suppress(Exception):  # the first error is the one to tell
+            if tensors and (isinstance(factor, torch.Tensor) or factor != 0.0):
+                _write((key, tensors, 1.0 / factor))
+
+
+def _written(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    # A kernel for lists goes through them on a CPU, until one cannot be written to (an
+    # expanded gradient). On other devices that one is found first.
+    if not tensors[0].is_cpu:
+        return []
+    for index, tensor in enumerate(tensors):
+        try:
+            with torch.no_grad():
+                tensor.mul_(1)
+        except Exception:
+            return tensors[:index]
+    return []  # it was no tensor that raised: nothing has begun
 
 
 # - Readings of found_inf

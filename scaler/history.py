@@ -25,8 +25,8 @@ class Counters(NamedTuple):
         steps: every optimizer stepped.
         skips: at least one optimizer was skipped.
         consecutive_skips: skips since the last good iteration.
-        growths: the scale grew.
-        backoffs: the scale was reduced.
+        growths: the scale grew by the rule.
+        backoffs: the scale was reduced by the rule.
     """
 
     steps: int
@@ -59,12 +59,24 @@ class Overflow(NamedTuple):
 
 
 def first_nonfinite(optimizer: Any, rank: int) -> int:
-    """Return the first bad gradient of this rank as a number; 0 if there is none.
+    """Return the first bad gradient of this rank as a number; 0 if it is unknown.
 
     31 bits, larger for higher ranks, so that it fits a sync: 14 bits of the rank, 16 of
     the parameter's position (higher ones become the highest) and one of the kind. Reads
     the gradients again: call it after an overflow only.
     """
+    try:
+        bad = _first_bad(optimizer)
+        is_nan = bad is not None and bool(bad[1].isnan().any())
+    except (RuntimeError, TypeError):  # a class of tensors that knows no norm
+        return 0
+    if bad is None:
+        return 0
+    place = min(rank, _RANKS - 1) * _POSITIONS + min(bad[0], _POSITIONS - 1)
+    return 1 + place * 2 + is_nan
+
+
+def _first_bad(optimizer: Any) -> tuple[int, torch.Tensor] | None:
     groups: dict[Any, list[tuple[int, torch.Tensor]]] = {}
     with torch.no_grad():
         for index, parameter in enumerate(parameters_of(optimizer)):
@@ -78,11 +90,7 @@ def first_nonfinite(optimizer: Any, rank: int) -> int:
         largest = largest if isinstance(largest, list) else largest.tolist()
         pairs = zip(members, largest, strict=True)
         bad += [member for member, norm in pairs if not math.isfinite(norm)][:1]
-    if not bad:
-        return 0
-    index, local = min(bad, key=lambda member: member[0])
-    place = min(rank, _RANKS - 1) * _POSITIONS + min(index, _POSITIONS - 1)
-    return 1 + place * 2 + int(local.isnan().any())
+    return min(bad, key=lambda member: member[0], default=None)
 
 
 def overflow_of(code: int, rank: int, optimizer: Any) -> Overflow:
@@ -108,11 +116,17 @@ class History:
         self._counts = [0] * len(Counters._fields)
         self._on_device: torch.Tensor | None = None  # (5,), int64
 
-    def record(self, found_inf: torch.Tensor, before: Number, after: Number) -> None:
-        """Count one iteration: any optimizer was skipped; its scale, and the next."""
+    def record(
+        self, found_inf: torch.Tensor, before: Number, after: Number, by_rule: bool
+    ) -> None:
+        """Count one iteration: any optimizer was skipped; its scale, and the next.
+
+        ``by_rule``: the scale moved by the rule, and not to what the caller chose.
+        """
         if isinstance(before, torch.Tensor):
             found = found_inf > 0
-            events = [~found, found, found, after > before, after < before]
+            moved = after if by_rule else before
+            events = [~found, found, found, moved > before, moved < before]
             if self._on_device is None:
                 self._on_device = torch.zeros(5, dtype=torch.int64, device=found.device)
             self._on_device.add_(torch.stack(events))
@@ -126,13 +140,14 @@ class History:
             counts[0], counts[2] = counts[0] + 1, 0
             if after == before:  # nearly always
                 return
-        counts[3] += bool(after > before)
-        counts[4] += bool(after < before)
+        counts[3] += by_rule and bool(after > before)
+        counts[4] += by_rule and bool(after < before)
         if skipped:
             cause = self.last_overflow or "an overflow"
             _log.info("%s: step skipped, scale %g -> %g", cause, before, after)
         else:
-            _log.info("scale grew: %g -> %g", before, after)
+            cause = "grew" if by_rule else "was set"
+            _log.info("scale %s: %g -> %g", cause, before, after)
 
     def counters(self) -> Counters:
         """Return the counters; synchronises if they are on an accelerator."""

@@ -18,7 +18,9 @@ not finite at the first read: only what is still not finite has overflowed.
 
 from __future__ import annotations
 
+import hashlib
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -60,6 +62,8 @@ def norms(tensors: list[torch.Tensor], norm_type: float) -> Norms:
             return torch.stack([scaled_norm(tensor, norm_type) for tensor in tensors])
         # fp64 sums of fp32 squares cannot overflow: no second read.
         return torch.stack(foreach_norm(tensors, norm_type, torch.float64))
+    if kind == "cpu" and not {*map(type, tensors)} <= {torch.Tensor}:
+        return _norms_of_subclasses(tensors, norm_type)
     if kind != "cpu":
         raise NotImplementedError(
             f"clip_grad_norm_ reads gradients on CPU and CUDA, got {kind}. Use "
@@ -76,6 +80,13 @@ def norms(tensors: list[torch.Tensor], norm_type: float) -> Norms:
     ]
 
 
+@lru_cache(maxsize=65536)
+def hashed(text: str) -> float:
+    """Return 52 bits, exact in fp64, the same in every process, unlike hash()."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return float(int.from_bytes(digest, "big") >> 12) + 1.0
+
+
 def scaled_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     """Return the norm, (), fp64, without leaving the range of fp64 on the way."""
     # nan and inf stay what they are: the largest element is one of them.
@@ -87,6 +98,15 @@ def scaled_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     divisor = torch.where(is_usable, largest, 1.0)
     norm = torch.linalg.vector_norm(wide / divisor, norm_type) * divisor
     return torch.where(is_usable, norm, largest)
+
+
+def _norms_of_subclasses(tensors: list[torch.Tensor], norm_type: float) -> Norms:
+    # They need not know the kernels for lists. One may hold nothing (FakeTensor).
+    each = [scaled_norm(tensor, norm_type) for tensor in tensors]
+    try:
+        return [float(norm.item()) for norm in each]
+    except RuntimeError:
+        return torch.stack(each)
 
 
 def _norms_cpu(tensors: list[torch.Tensor], norm_type: float) -> list[float]:

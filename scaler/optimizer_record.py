@@ -21,23 +21,34 @@ class OptimizerRecord:
 
     Attributes:
         groups: the ``param_groups`` of the optimizer, by which wrappers are known.
+        groups_key: under which the groups are looked up.
         number: that the ranks know it by; None before its first sync.
+        taken: the numbers of this rank's other optimizers, where it has none yet.
         found_inf: (), fp32: 1 if its last step was skipped; None before the first.
         places: where its gradients lay in the last clip (``global_norm.py``).
+        holders: the meshes that hold each of its parameters (``replicas.py``).
         grad_scale: what a fused kernel was handed last.
         result: of its sync in this iteration; None without one.
         is_clipped: clip_grad_norm_ was called in this iteration.
+        is_undivided: a clip has found an overflow, and has left the gradients alone.
+        stepped_on: weak references to the gradients of its step, if a call of the
+            iteration raised later; the next step must be on other tensors.
         users: how many living optimizers it is of.
         key: id of the one by which it was used first in an iteration.
     """
 
     groups: Any
+    groups_key: int = 0
     number: int | None = None
+    taken: frozenset[int] = frozenset()
     found_inf: torch.Tensor | None = None
     places: Any = None
+    holders: Any = None
     grad_scale: torch.Tensor | None = None
     result: SyncResult | None = None
     is_clipped: bool = False
+    is_undivided: bool = False
+    stepped_on: set[Any] | None = None
     users: int = 0
     key: int = 0
 
@@ -47,7 +58,9 @@ class OptimizerRecords:
 
     Optimizers are distinguished by identity: one may be unhashable, or compare equal to
     another. Those that share their ``param_groups`` have one record: a wrapper and the
-    optimizer inside. One that takes no weak reference is kept alive.
+    optimizer inside. torch's ``load_state_dict`` makes new groups around the old lists
+    of parameters; they count as the same. One that takes no weak reference is kept
+    alive.
     """
 
     def __init__(self) -> None:
@@ -63,8 +76,9 @@ class OptimizerRecords:
         if ref is not None and ref() is optimizer:
             return record
         groups = _groups_of(optimizer)
-        record = None if groups is None else self._by_groups.get(id(groups))
-        return record if record is not None and record.groups is groups else None
+        record = None if groups is None else self._by_groups.get(_key_of(groups))
+        is_same = record is not None and _are_same(record.groups, groups)
+        return record if is_same else None
 
     def find_or_add(self, optimizer: Any) -> tuple[OptimizerRecord, bool]:
         """Return the record of an optimizer, and whether it was never seen."""
@@ -79,14 +93,20 @@ class OptimizerRecords:
         self._records[key] = ref, record
         record.users += 1
         if record.groups is not None:
-            self._by_groups[id(record.groups)] = record
+            record.groups_key = _key_of(record.groups)
+            self._by_groups[record.groups_key] = record
         return record, found is None
 
     def _forget(self, key: int) -> None:
         _, record = self._records.pop(key)
         record.users -= 1
-        if not record.users:
-            self._by_groups.pop(id(record.groups), None)
+        if not record.users and self._by_groups.get(record.groups_key) is record:
+            del self._by_groups[record.groups_key]
+
+    def numbers(self) -> frozenset[int]:
+        """Return the numbers that living optimizers have."""
+        records = [record for _, record in self._records.values()]
+        return frozenset(r.number for r in records if r.number is not None)
 
     def forget_numbers(self) -> None:
         """Start to count anew, at a point where all ranks do."""
@@ -99,6 +119,27 @@ def _groups_of(optimizer: Any) -> Any:
         return optimizer.param_groups
     except Exception:
         return None  # what it says is raised where its gradients are read
+
+
+def _key_of(groups: Any) -> int:
+    # The same for groups that `_are_same`.
+    try:
+        return id(groups[0]["params"])
+    except Exception:
+        return id(groups)  # groups of some other form
+
+
+def _are_same(groups: Any, others: Any) -> bool:
+    # Optimizers that were built from one dictionary share it, and yet they are two.
+    if groups is others:
+        return True
+    try:
+        pairs = zip(groups, others, strict=True)
+        return all(
+            one is not two and one["params"] is two["params"] for one, two in pairs
+        )
+    except Exception:
+        return False
 
 
 def takes_scaler(optimizer: Any, *, stacklevel: int) -> bool:

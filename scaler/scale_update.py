@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .config import HIGHEST_SCALE, LOWEST_SCALE, Policy, check_number
+from .config import Policy, check_number
 from .grads import Number, number_in
 from .torch_internals import amp_update_scale_
 
@@ -39,7 +39,8 @@ def advance(
     amp_update_scale_(scale, growth_tracker, found_inf, *rule)
     # The kernel never grows past fp32, but backs off to zero. Whether it did is known
     # at no cost only where the host's memory holds the scale.
-    value: Any = scale.tolist() if scale.is_cpu else -1.0
+    is_here = scale.is_cpu and type(scale) is torch.Tensor  # no FakeTensor
+    value: Any = scale.tolist() if is_here else -1.0
     if not policy.min_scale <= value <= policy.max_scale:
         value = number_in(scale.clamp_(policy.min_scale, policy.max_scale))
     if hysteresis_left is not None:
@@ -50,12 +51,14 @@ def advance(
     return value  # type: ignore[no-any-return]
 
 
-def checked_scale(new_scale: float | torch.Tensor, device_type: str) -> Number:
+def checked_scale(
+    new_scale: float | torch.Tensor, device_type: str, policy: Policy
+) -> Number:
     """Return a scale that the caller chose; on an accelerator as a tensor, clamped.
 
     Raises:
         AssertionError: a tensor of another device type or size, or with a gradient.
-        InvalidSettingError: a value that no run can work with.
+        InvalidSettingError: a value that no run can work with, or outside the policy.
     """
     if isinstance(new_scale, torch.Tensor):
         kind, size = new_scale.device.type, new_scale.numel()
@@ -65,9 +68,12 @@ def checked_scale(new_scale: float | torch.Tensor, device_type: str) -> Number:
                 f"{device_type} without gradient, got {size} on {kind}, "
                 f"requires_grad={new_scale.requires_grad}."
             )
-        if kind != "cpu":
+        number = number_in(new_scale)
+        if isinstance(number, torch.Tensor):
             # Looking would synchronise: a value out of range is clamped.
-            value = new_scale.reshape(()).nan_to_num(nan=LOWEST_SCALE)
-            return value.clamp(LOWEST_SCALE, HIGHEST_SCALE)
-        new_scale = new_scale.item()
-    return check_number("new_scale", new_scale)
+            value = number.reshape(()).nan_to_num(nan=policy.min_scale)
+            return value.clamp(policy.min_scale, policy.max_scale)
+        new_scale = number
+    scale = check_number("new_scale", new_scale)
+    policy.check_start(scale)
+    return scale

@@ -29,8 +29,17 @@ A rank can fail alone (an fp16 gradient that is not allowed). It still sends its
 message, with ``failed`` set, and then raises its own error; the others raise
 PeerFailedError instead of waiting. On an accelerator the host reads the message later;
 ``failed`` implies ``found_inf``, so that no rank steps meanwhile, and whoever reads of
-a failure at the next sync sends that it fails there, too. Wrong call order raises
-without a message: it is the same mistake on every rank, and nothing was under way.
+a failure at the next sync sends that it fails there, too. Wrong call order is told in
+the same way, since it may be the mistake of one rank; nothing was under way then.
+
+On a CPU every rank knows of a failure in the same sync. From there on all of them count
+syncs and iterations anew, whatever each had counted and whether or not `update` comes:
+an `update` that follows at once has nothing to close.
+
+A call may also raise after its sync (in an optimizer's step). Nothing is sent, for the
+others are past it. But the number of such calls is part of the state that must be equal
+(``failures``): if they did not raise alike, the next sync raises on every rank, and so
+does each one after it, until the ranks load a checkpoint.
 """
 
 from __future__ import annotations
@@ -87,6 +96,7 @@ class SyncResult:
         copy: on its way to the host, and the event of its arrival.
         record: of the optimizer, None without one.
         was_read: the host has read it, or has raised what it says.
+        number: that the ranks know the optimizer by; 0 until the host knows.
     """
 
     group: dist.ProcessGroup
@@ -98,6 +108,7 @@ class SyncResult:
     copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
     record: Any = None
     was_read: bool = False
+    number: int = 0
     _summary: Summary | None = None
 
     @property
@@ -126,21 +137,26 @@ class SyncResult:
     def _decoded(self, numbers: list[float]) -> Summary:
         summary = decode_full(numbers)
         if summary.failed:
-            rank = self.group.rank()
-            raise PeerFailedError(
-                f"{self.method} on rank {rank} of {self.group.size()}: another rank "
-                "raised while it read its gradients, so no rank steps. The cause is in "
-                "that rank's traceback.",
-                rank=rank,
-                call=self.method,
-            )
+            raise self.peer_failed()
         if differ := differences(numbers):
-            raise self._disagreement(differ)
+            raise self.disagreement(differ)
         return summary
 
-    def _disagreement(
+    def peer_failed(self) -> PeerFailedError:
+        """Return the error for an exception on another rank."""
+        rank = self.group.rank()
+        return PeerFailedError(
+            f"{self.method} on rank {rank} of {self.group.size()}: another rank raised "
+            "before or while it read its gradients, so no rank steps. The cause is in "
+            "that rank's traceback.",
+            rank=rank,
+            call=self.method,
+        )
+
+    def disagreement(
         self, differ: dict[str, tuple[float, float]]
     ) -> RanksDisagreeError:
+        """Return the error for fields that differ, with the lowest and the highest."""
         rank, size = self.group.rank(), self.group.size()
         pairs = self.shared._asdict().items()
         here = {name: float(value) for name, value in pairs if value is not None}
@@ -199,9 +215,15 @@ class OverflowSync:
 
     Attributes:
         sent: number of messages sent in this iteration.
+        exchanges: number of messages sent so far.
+        is_void: every rank has heard that a call raised, and no message was sent since.
+        failures: calls of this rank that raised after their sync, which the other ranks
+            do not hear of.
+        told: id of the error that the last message was about; 0 for none.
     """
 
     sent: int
+    is_void: bool
 
     def __init__(self, group: SyncGroup, device_type: str) -> None:
         self.group = group
@@ -209,16 +231,26 @@ class OverflowSync:
         self._cpu_group: Any = None  # the last group that exchanges messages there
         self._made = next(_made)
         self._unread: SyncResult | None = None
-        # What the other ranks called when this one took part without an optimizer.
-        self._expected: tuple[int, Clip | None] = (CHECK, None)
+        self.exchanges = self.told = 0
         self.restart()
 
     def restart(self) -> None:
         """Count iterations and optimizers anew, at a point where all ranks do."""
+        self._begin_anew()
+        self.is_void = False
+        self.failures = 0
+        self._optimizers = 0  # that any rank has synced
+        # By the number of an optimizer, 0 for none: what the ranks last synced after
+        # it, which a rank without an optimizer expects them to sync again.
+        self._next: dict[int, tuple[int, Clip | None, int]] = {}
+        self._latest: tuple[int, Clip | None, int] = (CHECK, None, 0)
+        self._last = 0
+
+    def _begin_anew(self) -> None:
+        self.is_void = True
         self._iteration = 0
         self.sent = 0
         self._most = -1  # largest count of any iteration; -1: none is over yet
-        self._optimizers = 0  # that any rank has synced
 
     def exchange(
         self,
@@ -251,6 +283,7 @@ class OverflowSync:
             PeerFailedError: another rank raised.
             RanksDisagreeError: the ranks hold different state.
         """
+        self.told = 0
         late = self._late_error()
         if late is not None:
             local = local._replace(failed=True)
@@ -260,6 +293,11 @@ class OverflowSync:
         if number is None:
             after = sum(made < self._made for made in of_group.numbers)
             local = local._replace(is_new=True)
+        if record is not None and record.number is None:
+            # A rank that has all optimizers so far knows the number of a new one. If
+            # the others step an old one, all of them see that it is another.
+            has_all = len(record.taken) == self._optimizers
+            state = state._replace(optimizer=self._optimizers + 1 if has_all else None)
         # A rank that loads may have iterated alone before, and load in order to join.
         joins = call == LOAD
         shared = state._replace(
@@ -268,6 +306,7 @@ class OverflowSync:
             made_after=after,
             iteration=0 if joins else self._iteration,
             position=0 if joins else self.sent + 1,
+            failures=0 if joins else self.failures,
             **{} if clip is None else clip._asdict(),
         )
         device = torch.device("cpu")
@@ -279,6 +318,7 @@ class OverflowSync:
                 result = self._gathered(group, method, shared, local, device, row)
             else:
                 result = self._reduced(group, method, shared, local)
+        self.is_void = self.is_void and local.failed
         result.record = record
         if result.is_deferred and not local.failed:
             self._unread = result  # every rank reads it at its next sync
@@ -292,10 +332,12 @@ class OverflowSync:
         self, group: dist.ProcessGroup, method: str, shared: Shared, local: Local
     ) -> SyncResult:
         expected = shared
-        if shared.call is None:
-            call, clip = self._expected
-            known = {} if clip is None else clip._asdict()
-            expected = shared._replace(call=call, **known)
+        if shared.optimizer is None and shared.call in (None, CHECK, CLIP):
+            call, clip, optimizer = self._next.get(self._last, self._latest)
+            expected = shared._replace(optimizer=optimizer)
+            if shared.call is None:
+                known = {} if clip is None else clip._asdict()
+                expected = expected._replace(call=call, **known)
         message = packed_message(expected, local)
         with self._counted():
             dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
@@ -305,8 +347,14 @@ class OverflowSync:
             message = full_message(shared, local, torch.device("cpu"))
             dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
             result.message = message
-            if not local.failed:
+            if local.failed:
+                self._begin_anew()
+                return result
+            try:
                 result.read()
+            except (PeerFailedError, RanksDisagreeError):
+                self._begin_anew()
+                raise
         return result
 
     @contextmanager
@@ -316,9 +364,9 @@ class OverflowSync:
         try:
             yield
         except RuntimeError:
-            self.sent += 1
+            self.sent, self.exchanges = self.sent + 1, self.exchanges + 1
             raise
-        self.sent += 1
+        self.sent, self.exchanges = self.sent + 1, self.exchanges + 1
 
     def _gathered(
         self,
@@ -363,20 +411,26 @@ class OverflowSync:
     def _learn(self, result: SyncResult) -> None:
         # On all ranks alike, those without an optimizer too.
         summary = result.read()
-        if not summary.is_full:
-            return
-        of_group = _groups[result.group]
-        of_group.scalers += not summary.scaler
-        of_group.numbers.setdefault(self._made, summary.scaler or of_group.scalers)
+        if summary.is_full:
+            of_group = _groups[result.group]
+            of_group.scalers += not summary.scaler
+            of_group.numbers.setdefault(self._made, summary.scaler or of_group.scalers)
         if summary.call not in (CHECK, CLIP):
             return
-        clip = None
+        number, clip = summary.optimizer or self._optimizers + 1, None
         if summary.max_norm is not None and summary.norm_type is not None:
             clip = Clip(summary.max_norm, summary.norm_type)
-        self._expected = summary.call, clip
-        self._optimizers += not summary.optimizer
-        if result.record is not None:
-            result.record.number = summary.optimizer or self._optimizers
+        if len(self._next) > 4096:  # optimizers that are long gone
+            self._next.clear()
+        self._next[self._last] = self._latest = summary.call, clip, number
+        self._last = number
+        self._optimizers = max(self._optimizers, number)
+        if result.record is not None and result.record.number is None:
+            if number in result.record.taken:
+                self.failures += 1  # the other ranks see nothing wrong
+                raise result.disagreement({"optimizer": (number, number)})
+            result.record.number = number
+        result.number = number
 
     def sum_of(self, result: SyncResult, value: float, norm_type: float) -> float:
         """Return the sum over the ranks; the maximum for an infinite ``norm_type``."""
@@ -394,6 +448,25 @@ class OverflowSync:
             _all_gather(rows.flatten(), row, group=result.group)
         return rows
 
+    def tables_of(
+        self, result: SyncResult, table: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """Return the tables of all ranks; each has its own number of rows.
+
+        Raises:
+            PeerFailedError: a rank could not make its table, and has None.
+        """
+        length = -1 if table is None else len(table)
+        count = torch.tensor([length], dtype=torch.int64, device="cpu")
+        counts = self.rows_of(result, count).flatten().tolist()
+        if table is None or min(counts) < 0:
+            self._begin_anew()
+            raise result.peer_failed()
+        padded = table.new_zeros(max(counts), table.shape[1])
+        padded[: len(table)] = table
+        rows = self.rows_of(result, padded.flatten()).reshape(-1, *padded.shape)
+        return [each[:count] for each, count in zip(rows, counts, strict=True)]
+
     def end_iteration(
         self, state: Callable[[], Shared], method: str, *, is_usual: bool
     ) -> None:
@@ -407,7 +480,7 @@ class OverflowSync:
         """
         # Not the group of the last sync: it may have been destroyed since.
         group = self.group.find_known()
-        if group is None:
+        if group is None or self.is_void:
             return
         count = self.sent
         if count != self._most:
@@ -436,14 +509,21 @@ def _explained(group: dist.ProcessGroup, method: str) -> Iterator[None]:
         if not isinstance(error, (PeerFailedError, RanksDisagreeError)):
             error.add_note(
                 f"gradparity: in the sync of {method} on rank {group.rank()} of "
-                f"{group.size()}. All ranks of the group must call step() and update() "
-                "the same number of times; independent models need process_group=, "
-                'mesh= or agree_over="mesh".'
+                f"{group.size()}. Each of these ranks must call step() and update() "
+                "the same number of times. If only this rank has a scaler, or ranks "
+                'need not agree, pass agree_over="local" to it; if some ranks have '
+                "one, process_group= or mesh=; if ranks train independent models, "
+                'agree_over="mesh".'
             )
         raise
 
 
 _WAYS_OUT = (
+    (
+        {"failures"},
+        "A call raised on some ranks only, after all ranks had agreed to step: their "
+        "weights differ. Load a checkpoint on every rank.",
+    ),
     (
         {"scaler", "made_after"},
         "Use the scalers in the same order on every rank, and make them in the same "

@@ -140,6 +140,8 @@ def message_device(
         NotImplementedError: the group serves neither CPU nor CUDA.
     """
     served = device_types(group)
+    if preferred == "cuda" and "cpu" in served and not torch.cuda.is_available():
+        preferred = "cpu"  # of a scaler that has disabled itself
     kinds = [kind for kind in (preferred, *served, "cpu") if kind in ("cpu", "cuda")]
     kind = next((kind for kind in kinds if kind in served or not served), None)
     if kind is None:

@@ -14,24 +14,25 @@ vector into pieces that each travel around the ring: with 4 ranks 2 integers tak
 ms, 8 numbers 6.5 ms and an all-gather 3.4 ms (2 cores, torch 2.13.0; 32 ranks: 16, 27,
 77 ms). From the highest bit down:
 
-    first:   26 bits of a hash      5 bits of the optimizer      32 bits of the finding
-    second:  2**26 - 1 - the hash   32 - the 5 bits              0
+    first:   31 bits of a hash      32 bits of the finding
+    second:  2**31 - 1 - the hash   0
 
 The maximum of an integer is that of its highest bits first. If all hashes are equal,
-the maxima of the optimizers are the highest and the lowest (a rank without an optimizer
-writes 0 in both, and has no finding); if these are equal, too, the maximum of the
-findings is that of all ranks. A rank that raises, that has not scaled yet, or whose
-scaler or optimizer is new, writes all ones. Every rank sees the same two maxima, so all
-of them know at once whether they suffice, and only else exchange full messages. The
-hash is of all fields that must be equal; two that differ collide once in 2**26 syncs,
-and the position in the iteration gives the next sync another hash.
+the maximum of the findings is that of all ranks. A rank that raises, that has not
+scaled yet, or whose scaler or optimizer is new, writes all ones. Every rank sees the
+same two maxima, so all of them know at once whether they suffice, and only else
+exchange full messages. The hash is of all fields that must be equal. A rank without an
+optimizer writes the optimizer, call and clip that followed the last sync before: if it
+expects the wrong ones, full messages follow, in which it compares none of them. Two
+states that differ collide once in 2**31 syncs, and the position in the iteration gives
+the next sync another hash.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import struct
-import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -48,9 +49,8 @@ CALLS = (
 )
 """What a sync is made for, and the methods that make it."""
 
-_HASH_BITS, _OPTIMIZER_BITS, _FINDING_BITS = 26, 5, 32
-_HASH_SHIFT = _OPTIMIZER_BITS + _FINDING_BITS
-_HASHES, _OPTIMIZERS = 2**_HASH_BITS, 2**_OPTIMIZER_BITS
+_HASH_BITS, _FINDING_BITS = 31, 32
+_HASHES = 2**_HASH_BITS
 _ALL_ONES = 2**63 - 1
 
 
@@ -70,6 +70,7 @@ class Shared(NamedTuple):
         growth_interval: likewise.
         policy: a number that stands for the policy.
         hysteresis_left: 0 without hysteresis.
+        failures: calls of this rank that raised after their sync.
         max_norm: that this rank clips to, if it does.
         norm_type: likewise.
         optimizer: the number that the ranks know it by; None if there is none.
@@ -87,6 +88,7 @@ class Shared(NamedTuple):
     growth_interval: int
     policy: int
     hysteresis_left: Number = 0.0
+    failures: int = 0
     max_norm: float | None = None
     norm_type: float | None = None
     optimizer: int | None = None
@@ -214,32 +216,30 @@ def packed_message(shared: Shared, local: Local) -> torch.Tensor:
     """
     if local.failed or local.is_new or not local.was_scaled:
         return torch.tensor([_ALL_ONES, _ALL_ONES], device="cpu")
-    *compared, optimizer = shared
-    numbers = [-1.0 if value is None else float(value) for value in compared]
-    hashed = zlib.crc32(_PACKED.pack(*numbers)) >> 32 - _HASH_BITS
-    ordinal = minus_ordinal = finding = 0
-    if optimizer is not None:
-        ordinal = 1 + optimizer % (_OPTIMIZERS - 1)
-        minus_ordinal = _OPTIMIZERS - ordinal
+    numbers = [-1.0 if value is None else float(value) for value in shared]
+    # No linear hash (crc32): two states that differ would collide in every sync.
+    digest = hashlib.blake2b(_PACKED.pack(*numbers), digest_size=4).digest()
+    hashed = int.from_bytes(digest, "big") >> 32 - _HASH_BITS
+    finding = 0
     if local.found_inf is not None:
         finding = 3 + local.first_nonfinite if float(local.found_inf) else 1
         finding = max(finding, 1 + local.needs_rows)
-    first = hashed << _HASH_SHIFT | ordinal << _FINDING_BITS | finding
-    second = (_HASHES - 1 - hashed) << _HASH_SHIFT | minus_ordinal << _FINDING_BITS
+    first = hashed << _FINDING_BITS | finding
+    second = (_HASHES - 1 - hashed) << _FINDING_BITS
     return torch.tensor([first, second], device="cpu")
 
 
-_PACKED = struct.Struct(f"<{len(Shared._fields) - 1}d")
+_PACKED = struct.Struct(f"<{len(Shared._fields)}d")
 
 
 def decode_packed(numbers: Sequence[int], shared: Shared) -> Summary | None:
-    """Return what a reduced packed message says; None if it takes a full one."""
+    """Return what a reduced packed message says; None if it takes a full one.
+
+    ``shared`` is what this rank's own message was made of.
+    """
     first, second = numbers
-    ordinal = first >> _FINDING_BITS & _OPTIMIZERS - 1
-    minus_ordinal = second >> _FINDING_BITS & _OPTIMIZERS - 1
     finding = first & (1 << _FINDING_BITS) - 1
-    hashes = (first >> _HASH_SHIFT) + (second >> _HASH_SHIFT)
-    if hashes != _HASHES - 1 or ordinal + minus_ordinal not in (0, _OPTIMIZERS):
+    if (first >> _FINDING_BITS) + (second >> _FINDING_BITS) != _HASHES - 1:
         return None
     return Summary(
         found_inf=finding >= 3,
@@ -249,7 +249,7 @@ def decode_packed(numbers: Sequence[int], shared: Shared) -> Summary | None:
         needs_rows=finding == 2,
         first_nonfinite=max(finding - 3, 0),
         scaler=shared.scaler or 0,
-        optimizer=ordinal,
+        optimizer=shared.optimizer or 0,
         call=shared.call or CHECK,
         max_norm=shared.max_norm,
         norm_type=shared.norm_type,

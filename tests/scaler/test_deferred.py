@@ -1,5 +1,6 @@
 """Where reading a result synchronises, the host reads it later: forced on a CPU."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -100,3 +101,39 @@ def test_ranks_that_disagree_raise_at_the_next_sync(two: Cluster) -> None:
             restored()
 
     assert two.run(run) == ["growth_interval"] * 2
+
+
+@FUSED
+@pytest.mark.parametrize("chosen", [None, 4.0])
+def test_an_optimizer_that_raised_on_one_rank_is_heard_of_later(
+    two: Cluster, fused: bool, chosen: float | None
+) -> None:
+    def run() -> list[str]:
+        deferred()
+        try:
+            p, scaler, seen = parameter(torch.ones(2)), scaled(GradScaler), []
+            optimizer = sgd([p], fused)
+
+            def planted(*_: Any) -> None:
+                handle.remove()
+                raise LookupError
+
+            for iteration in range(6):
+                if (iteration, dist.get_rank()) == (1, 1):
+                    handle = optimizer.register_step_pre_hook(planted)
+                give_gradient(p, 4.0)
+                try:
+                    with suppress(LookupError):
+                        scaler.step(optimizer)
+                    scaler.update(chosen)
+                    seen.append("")
+                except RanksDisagreeError as error:
+                    seen.append(", ".join(error.lowest))
+            return seen
+        finally:
+            restored()
+
+    first, second = two.run(run)
+    assert first == second
+    assert first[:2] == ["", ""]
+    assert all("failures" in each for each in first[3:])

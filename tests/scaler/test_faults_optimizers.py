@@ -123,6 +123,39 @@ def test_f58_grad_scale_of_the_user_means_what_it_means_in_torch(
     assert run(pair.ours) == theirs
 
 
+# regression: T3
+@PAIRS
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("kind", ["one tensor", "the scale"])
+def test_one_grad_scale_of_the_user_before_each_step(
+    pair: Pair, explicit: bool, kind: str
+) -> None:
+    """It is no leftover of the step before, whatever object it is."""
+    if explicit and pair.theirs is torch_sharded:
+        pytest.skip("torch's sharded class: unscale_, then a fused step, raises (B09)")
+
+    def run(make: Any) -> list[float]:
+        p = parameter()
+        optimizer, scaler = sgd(p, fused=True), make(init_scale=4.0)
+        seen, own = [], torch.tensor(2.0)
+        for _ in range(4):
+            optimizer.zero_grad()
+            scaler.scale(p.sum()).backward()
+            optimizer.grad_scale = own
+            if kind == "the scale":
+                optimizer.grad_scale = scaler._get_scale_async()
+            if explicit:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append(value(p))
+        return seen
+
+    theirs = run(pair.theirs)
+    assert len(set(theirs)) == 4
+    assert run(pair.ours) == theirs
+
+
 @OURS
 def test_f58_grad_scale_of_the_user_after_a_clip(make: Any) -> None:
     p = parameter()

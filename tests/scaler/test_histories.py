@@ -62,6 +62,12 @@ FOLLOWED = [
     # nan in all three
     "@1/back:2,clip:1,zero:1,back:2,inf:1,handclip:1,step:1",
     "fused@2/back:2,set:-4,retry",
+    # a clip that overflowed has divided nothing that must be scaled again
+    "shared@1/back:2,inf:1,clip:1,retry",
+    # a backward onto gradients that were stepped on before another optimizer raised
+    "@2/back:2,step,fail:1@1,back:2,step",
+    # one tensor of the user as grad_scale of each step
+    "fused@1/back,unscale,user-scale,step,update,zero,back,unscale,user-scale,step",
 ]
 # torch's kernel leaves a shared gradient as it is only if it skips
 SKIPPED_KERNEL = "fused+shared@1/back:2,inf,step,step:1"

@@ -39,7 +39,7 @@ TORCHS = partial(torch.amp.GradScaler, "cpu", init_scale=1024.0)
 # alone does not see: a clip, and a rank without an optimizer, are in `together` only.
 SOME = (without_gradients, several_optimizers)
 MESSAGE = "allreduce over world of [2] int64"
-FULL_MESSAGE = "allreduce over world of [36] float64"
+FULL_MESSAGE = "allreduce over world of [38] float64"
 
 
 @pytest.mark.parametrize(

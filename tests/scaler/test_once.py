@@ -164,3 +164,49 @@ def test_b10f_gradients_changed_after_unscale(
 
     theirs, ours = beside_torch(program)
     assert ours == theirs
+
+
+class Around:
+    """Keeps the groups that its optimizer had when it was wrapped."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+# regression: T18
+@BOTH
+@pytest.mark.parametrize("wrap", [Wrapper, Around])
+@pytest.mark.parametrize("seen", ["none", "inner", "outer", "both"])
+def test_a_wrapper_counts_as_one_after_a_load(make: Any, wrap: Any, seen: str) -> None:
+    """``load_state_dict`` of the optimizer makes new groups around the parameters."""
+    p = parameter(0.0)
+    scaler, inner = scaled(make), sgd(p)
+    outer = wrap(inner)
+    for optimizer in {"inner": [inner], "outer": [outer], "both": [inner, outer]}.get(
+        seen, []
+    ):
+        one_step(scaler, optimizer, 0.0)
+    inner.load_state_dict(inner.state_dict())
+    p.grad = torch.full_like(p, 4.0)
+    scaler.unscale_(inner)
+    scaler.step(outer)
+    assert p.tolist() == [-1.0, -1.0]
+
+
+def test_optimizers_built_from_one_dictionary_are_two() -> None:
+    group: dict[str, Any] = {"params": [parameter(0.0)]}
+    scaler = scaled()
+    first, second = (torch.optim.SGD([group], lr=1.0) for _ in range(2))
+    for _ in range(2):
+        one_step(scaler, first, 4.0)
+        group["params"][0].grad = torch.full((2,), 4.0)
+        scaler.step(first)
+        group["params"][0].grad = torch.full((2,), 4.0)
+        scaler.step(second)  # not "already called"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they share a parameter
+            scaler.update()
+    assert group["params"][0].tolist() == [-6.0, -6.0]

@@ -132,3 +132,74 @@ def test_counters_and_log(caplog: pytest.LogCaptureFixture) -> None:
         "inf in parameter 0 on rank 0: step skipped, scale 4 -> 2",
         "scale grew: 2 -> 4",
     ]
+
+
+# - A scale that the caller chooses
+
+
+# regression: S8, T13, T24
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_chosen_scale_obeys_the_policy(as_tensor: bool) -> None:
+    scaler = scaler_with(min_scale=1.0, max_scale=16.0)
+    scales([GOOD], scaler)
+    for value in (0.25, 32.0):
+        with pytest.raises(InvalidSettingError, match="outside the policy's limits"):
+            scaler.update(torch.tensor(value) if as_tensor else value)
+    assert scaler.get_scale() == 8.0
+    scaler.update(16.0)
+    assert scaler.get_scale() == 16.0
+
+
+def choose(scaler: GradScaler, gradient: float, scale: float) -> None:
+    p = torch.ones(2, requires_grad=True)
+    p.grad = torch.full_like(p, gradient)
+    scaler.step(torch.optim.SGD([p], lr=0.1))
+    scaler.update(scale)
+
+
+def test_an_iteration_with_a_chosen_scale_counts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scaler = scaler_with()
+    with caplog.at_level(logging.INFO, logger="gradparity.scaler"):
+        scales([BAD], scaler)
+        choose(scaler, GOOD, 8.0)
+        assert scaler.counters == (1, 1, 0, 0, 1)
+        choose(scaler, BAD, 2.0)
+        assert scaler.counters == (1, 2, 1, 0, 1)
+        scaler.update(8.0)  # no step: no iteration
+        assert scaler.counters == (1, 2, 1, 0, 1)
+    where = "inf in parameter 0 on rank 0: step skipped, scale"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{where} 8 -> 4",
+        "scale was set: 4 -> 8",
+        f"{where} 8 -> 2",
+    ]
+
+
+def test_skips_with_a_chosen_scale_reach_the_limit() -> None:
+    scaler = scaler_with(max_consecutive_skips=3)
+    scales([BAD], scaler)
+    choose(scaler, GOOD, 8.0)  # a good step in between
+    scales([BAD], scaler)
+    choose(scaler, BAD, 8.0)
+    with pytest.raises(TooManySkipsError, match="3 iterations in a row"):
+        choose(scaler, BAD, 8.0)
+    scaler.update(8.0)  # no step, no skip
+
+
+# regression: T14
+def test_policies_that_mean_the_same_are_equal() -> None:
+    numpy = pytest.importorskip("numpy")
+    floats = Policy(
+        min_scale=1.0, max_scale=64.0, hysteresis=2, max_consecutive_skips=3
+    )
+    others = Policy(
+        min_scale=1,
+        max_scale=numpy.float32(64),
+        hysteresis=numpy.int64(2),
+        max_consecutive_skips=numpy.int32(3),
+        constant=0,  # type: ignore[arg-type]  # callers without mypy may
+    )
+    assert floats == others
+    assert floats.fingerprint() == others.fingerprint()

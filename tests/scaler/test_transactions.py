@@ -26,6 +26,7 @@ from gradparity.tests.stepping import BOTH, FUSED
 INF = float("inf")
 SOON_S = 60.0  # a hang fails long before the harness's own limit
 FOLDER = str(ours.__path__[0])
+DTYPES = (torch.float32, torch.float64)
 BAD = pytest.mark.parametrize("bad", [False, True])
 
 
@@ -314,13 +315,48 @@ def test_a_step_that_raised_is_called_again(make: Any, fused: bool, when: str) -
         assert run.steps() == moved + 1
 
 
+@BOTH
+@FUSED
 @SEQUENCE
-def test_the_second_of_two_optimizers_raises(name: str) -> None:
+@pytest.mark.parametrize("scale", [1024.0, 0.25])
+def test_a_call_that_raised_is_made_again(
+    make: Any, fused: bool, name: str, scale: float
+) -> None:
+    """On the same gradients, of two dtypes: each of them is divided once."""
+    calls = SEQUENCES[name]
+
+    def trial(at: int) -> bool:
+        params = [nn.Parameter(torch.ones(1, dtype=d)) for d in DTYPES]
+        optimizer: Any = torch.optim.SGD(params, lr=1.0, fused=fused)
+        scaler: Any = make(device="cpu", init_scale=scale)
+        strike = RaisesAt(optimizer, at)
+        scaler.scale(sum((p / 8).sum().double() for p in params)).backward()
+        for call in calls:
+            try:
+                with strike.on():
+                    call(scaler, optimizer)
+            except Struck:
+                if strike.is_stepped:
+                    return True
+                call(scaler, optimizer)
+        assert [p.item() for p in params] == [0.875, 0.875], f"call {at} raised"
+        return strike.struck
+
+    numbers = takewhile(trial, count(1))
+    assert len(list(numbers)) > 3
+
+
+@FUSED
+@SEQUENCE
+@pytest.mark.parametrize("updates", [False, True])
+def test_the_second_of_two_optimizers_raises(
+    name: str, updates: bool, fused: bool
+) -> None:
     """What the first one did in the iteration stands."""
     calls = SEQUENCES[name]
 
     def trial(at: int) -> bool:
-        first, second = Run(GradScaler, False), Run(GradScaler, False)
+        first, second = Run(GradScaler, fused), Run(GradScaler, fused)
         second.scaler = scaler = first.scaler
         strike = RaisesAt(second.optimizer, at)
         for drops in (False, True, False):
@@ -331,11 +367,13 @@ def test_the_second_of_two_optimizers_raises(name: str) -> None:
             with strike.on() if drops else nullcontext(), suppress(Struck):
                 for call in calls:
                     call(scaler, second.optimizer)
-            scaler.update()
+            if updates or not (drops and strike.struck):
+                scaler.update()
         lost = strike.struck and not strike.is_stepped
         steps = first.steps(), second.steps()
         assert steps == (3.0, 2.0 if lost else 3.0), f"call {at} raised"
-        assert scaler.state_dict()["_growth_tracker"] == 3
+        ended = 3 if updates or not strike.struck else 2
+        assert scaler.state_dict()["_growth_tracker"] == ended
         return strike.struck
 
     numbers = takewhile(trial, count(1))

@@ -187,6 +187,7 @@ class Replica:
         self.params: dict[str, Any] = {}
         self.optimizers: list[Any] = []
         self.kept: list[torch.Tensor] = []  # gradients that were replaced
+        self.own_scale = torch.tensor(4.0)
         if not self.idle:
             names = "b" if self.lacks(0) else SLOPES
             self.params = {name: self._parameter(name) for name in names}
@@ -527,8 +528,9 @@ class Replica:
         return float(self.scaler.clip_and_step(optimizer, *CLIPS[call.kind]))
 
     def _user_scale(self, call: Call) -> None:
-        # an attribute of the fused optimizer, which the scaler takes into account
-        self.optimizers[call.which].grad_scale = torch.tensor(4.0)
+        # an attribute of the fused optimizer, which the scaler takes into account; one
+        # tensor each time
+        self.optimizers[call.which].grad_scale = self.own_scale
 
     def _step(self, call: Call) -> list[Any]:
         if self.lacks(call.which):
