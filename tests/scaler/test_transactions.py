@@ -34,6 +34,15 @@ class Struck(Exception):
     """What a call out of the scaler raises."""
 
 
+@pytest.fixture(autouse=True)
+def functions_of_subclasses() -> Iterator[None]:
+    """An interrupt between entering a context and its body leaves them switched off."""
+    private: Any = torch._C
+    before = private._get_torch_function_state()
+    yield
+    private._set_torch_function_state(before)
+
+
 # - The calls of an iteration, one after the other
 
 Calls = list[Callable[[Any, Any], Any]]
