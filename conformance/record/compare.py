@@ -248,11 +248,13 @@ def _first_difference(
             return found
     rows = f"rows: equal at {len(seen)} of {len(steps)} steps"
     found.same.append(rows if seen else "rows: not seen, no model was called as one")
+    compared = set[int]()
     for step in steps:
         for mine, its in names.items():
             values = one.settings.get((step, mine), {})
             theirs = other.settings.get((step, its), {})
             for key in values.keys() & theirs.keys():
+                compared.add(step)
                 if key in _FREE or values[key] == theirs[key]:
                     continue
                 found.text = (
@@ -260,7 +262,8 @@ def _first_difference(
                     f"{theirs[key]} at step {step}"
                 )
                 return found
-    found.same.append(f"settings: equal at {len(steps)} steps")
+    settings = f"settings: equal at {len(compared)} of {len(steps)} steps"
+    found.same.append(settings if compared else "settings: not seen")
     return found
 
 

@@ -221,23 +221,24 @@ class Recorder:
 
     def _read(self, optimizer: Any, number: int) -> _Step:
         parts = list(parts_of(optimizer, self.roots))
-        groups = [_settings(group) for group in optimizer.param_groups]
+        groups = optimizer.param_groups
         known = {id(part.parameter): part.name for part in parts}
         of_group = [
             [known[id(p)] for p in group["params"] if id(p) in known]
-            for group in optimizer.param_groups
+            for group in groups
         ]
         call = Call(
             optimizer=number,
             kind=type(optimizer).__name__,
             step=self.calls[number],
             settings=[
-                Settings(names=names, values=values)
-                for names, values in zip(of_group, groups, strict=True)
+                Settings(names=names, values=_settings(group))
+                for names, group in zip(of_group, groups, strict=True)
             ],
             scale=_number_of(getattr(optimizer, "grad_scale", None)),
             found_inf=_number_of(getattr(optimizer, "found_inf", None)),
-            unnamed=sum(len(g["params"]) for g in optimizer.param_groups) - len(known),
+            # flat groups are fewer than the parameters in them
+            unnamed=max(0, sum(len(g["params"]) for g in groups) - len(known)),
         )
         step = _Step(call, parts)
         for part in parts:
