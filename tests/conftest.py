@@ -20,6 +20,7 @@ import gradparity
 from gradparity.conformance.report.records import Report, read_report
 from gradparity.multiprocess import Cluster
 from gradparity.multiprocess.parent.slots import visible_gpus
+from gradparity.tests.extras import fail_without
 
 if TYPE_CHECKING:  # they import torch, which xdist's controller does not need
     from gradparity.conformance import Runner
@@ -49,7 +50,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip tests that need GPUs where there are too few of them."""
+    """Fail tests that lack a package; skip those that lack a GPU."""
+    fail_without(item)
     marker = item.get_closest_marker("gpu")
     if marker is not None:
         wanted, there = marker.kwargs.get("count", 1), len(visible_gpus())

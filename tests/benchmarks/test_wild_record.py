@@ -115,7 +115,7 @@ def test_a_script_without_its_package_is_named_and_shows_nothing(
     monkeypatch.setattr("gradparity.benchmarks.wild.write_pages", lambda: None)
     assert main([name]) == 1
     out = capsys.readouterr().out.splitlines()
-    text = "not run, megatron-fsdp is not installed: make setup-test"
+    text = "not run, megatron-fsdp is not installed: make setup-all"
     assert out[0] == f"{name}: {text}"
     assert out[-1] == "0 of 1 findings show"
     assert (RECORDS / f"{name}.json").read_text() == record
