@@ -59,18 +59,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"needs {wanted} CUDA devices, {there} visible")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Scripts"]:
-    """A server of standalone scripts for the tests of one module."""
+    """A server of standalone scripts; it forks for each, so no test sees another's."""
     from gradparity.tests.script_server import serving
 
     with serving(tmp_path_factory.mktemp("scripts")) as made:
         yield made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def runner() -> Iterator["Runner"]:
-    """A judge whose ranks stay warm for the tests of one module."""
+    """A judge whose ranks stay warm; modules with other settings have their own."""
     from gradparity.conformance import Runner
 
     with Runner(folder=".", timeout_s=60) as made:

@@ -103,7 +103,12 @@ def test_the_layout_that_shows_the_map_draws_nothing(two: Cluster) -> None:
         assert drawn == first
 
 
-@pytest.mark.parametrize("place", ["ddp/2/fp32/sgd", "fsdp/2/fp32/sgd"])
+# Compiling takes most of the time. The slow ones differ from one that is not in what is
+# laid out, and tests of compiled stacks judge them.
+@pytest.mark.parametrize(
+    "place",
+    ["ddp/2/fp32/sgd", pytest.param("fsdp/2/fp32/sgd", marks=pytest.mark.slow)],
+)
 def test_the_compiled_recipe(ranks: dict[int, Cluster], place: str) -> None:
     agree(ranks, f"{place}/none/steps={STEPS},recipe=compiled")
 
@@ -128,15 +133,15 @@ def test_specimens(ranks: dict[int, Cluster], name: str, recipe: str) -> None:
 @pytest.mark.parametrize(
     ("stack", "recipe"),
     [
-        ("Compiled", "plain"),
+        pytest.param("Compiled", "plain", marks=pytest.mark.slow),
         ("Blocks", "recompute"),
         ("FullyShard", "accumulate"),
-        ("Ddp", "accumulate-no-sync"),
+        pytest.param("Ddp", "accumulate-no-sync", marks=pytest.mark.slow),
         ("OwnStep", "plain"),
-        ("InTurns", "plain"),
+        pytest.param("InTurns", "plain", marks=pytest.mark.slow),
         ("CompiledOptimizer", "plain"),
         ("Dropping", "random"),
-        ("WrongFullyShard", "plain"),
+        pytest.param("WrongFullyShard", "plain", marks=pytest.mark.slow),
     ],
 )
 def test_compiled_stacks(ranks: dict[int, Cluster], stack: str, recipe: str) -> None:
