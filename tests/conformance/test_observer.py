@@ -17,6 +17,7 @@ from gradparity.conformance.rank.worker import observe_rank
 from gradparity.fixtures import resolve_workload
 from gradparity.fixtures.specimens import SPECIMENS
 from gradparity.multiprocess import Cluster, current_world
+from gradparity.tests.products import in_turn
 
 STEPS = 3
 COMPILED = "gradparity.tests.compiled_stacks"
@@ -66,19 +67,20 @@ def ranks(two: Cluster, four: Cluster) -> dict[int, Cluster]:
     return {2: two, 4: four}
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "ddp/2/fp32/adamw",
-        "ddp/2/fp16-autocast/sgd",
-        "fsdp/2/fp32/sgd",
-        "fsdp/2/bf16-params/adamw",
-        "tp/2/fp32/sgd",
-        "fsdp+tp/4/bf16-autocast/sgd",
-        "pp/2/fp32/sgd",
-    ],
+PLACES = (
+    "ddp/2/fp32/adamw",
+    "ddp/2/fp16-autocast/sgd",
+    "fsdp/2/fp32/sgd",
+    "fsdp/2/bf16-params/adamw",
+    "tp/2/fp32/sgd",
+    "fsdp+tp/4/bf16-autocast/sgd",
+    "pp/2/fp32/sgd",
 )
-@pytest.mark.parametrize("recipe", ["plain", "accumulate", "recompute"])
+
+
+@pytest.mark.parametrize(
+    ("place", "recipe"), in_turn(PLACES, ("plain", "accumulate", "recompute"))
+)
 def test_models_of_ours(ranks: dict[int, Cluster], place: str, recipe: str) -> None:
     if recipe == "accumulate" and place.startswith("pp"):
         recipe = "frozen"
