@@ -29,7 +29,7 @@ parity: setup  ## the main job: train on meshes, compare every step on every ran
 	  --scaler torch.amp:GradScaler --require gradparity.scaler:GradScaler --out $(REPORT)
 
 # mypy takes one core only: it runs beside the tests.
-test: ruff  ## ruff, mypy strict, pytest under xdist; nothing may be left behind
+test: ruff  ## ruff, import-linter, mypy strict, pytest under xdist; nothing may be left behind
 	$(MAKE) --no-print-directory -j 2 mypy pytest SELECT="not slow and not extras"
 
 test-all: test  ## the same, and then the slow tests and those of other packages
@@ -50,6 +50,7 @@ lint: ruff mypy
 ruff: setup-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 
 mypy: setup-test
 	$(BIN)/mypy
