@@ -131,8 +131,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def is_clean(file: Path) -> bool:
     config = ["--config", str(ROOT / "pyproject.toml")]
-    # the protocol says what its methods are
-    check = [*RUFF, "check", *config, "--ignore", "D102", str(file)]
+    # the protocol says what its methods are; batch norms have no public base
+    check = [*RUFF, "check", *config, "--ignore", "D102,SLF001", str(file)]
     tidy = [*RUFF, "format", "--check", *config, str(file)]
     return all(subprocess.run(each).returncode == 0 for each in (check, tidy))
 
