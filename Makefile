@@ -19,6 +19,8 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE =
 # Two a core of a small machine: tests wait for half of their time.
 WORKERS ?= 4
+# The tests that need nothing but what setup-test installs, and that do not take long.
+SELECT  ?= not slow and not extras
 
 .PHONY: dist parity site test test-all test-rest under-load lint ruff mypy pytest gate baseline planted bench report docs \
   survey-scalers specimens right-stacks survey torch-versions wild relock clean setup \
@@ -30,7 +32,7 @@ parity: setup  ## the main job: train on meshes, compare every step on every ran
 
 # mypy takes one core only: it runs beside the tests.
 test: ruff  ## ruff, import-linter, mypy strict, pytest under xdist; nothing may be left behind
-	$(MAKE) --no-print-directory -j 2 mypy pytest SELECT="not slow and not extras"
+	$(MAKE) --no-print-directory -j 2 mypy pytest
 
 test-all: test  ## the same, and then the slow tests and those of other packages
 	$(MAKE) --no-print-directory test-rest
