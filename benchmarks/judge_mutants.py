@@ -295,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import pytest  # noqa: F401
     import torch.distributed.pipelining  # noqa: F401
 
-    import gradparity.fixtures
+    import gradparity.fixtures  # noqa: F401
     import gradparity.multiprocess  # noqa: F401
 
     if killed(None):

@@ -271,7 +271,7 @@ def _shows(name: str, *, run: bool) -> bool:
     """Whether a finding is one, and its record if it is no survey's."""
     surveyed, package = name.startswith(SURVEYED), package_of(name)
     if run and importlib.util.find_spec(PACKAGES[package]) is None:
-        text = f"{name}: not run, {package} is not installed: make setup-test"
+        text = f"{name}: not run, {package} is not installed: make setup-all"
         print(text, flush=True)
         return False
     file = RECORDS / f"{name}.json"

@@ -20,6 +20,7 @@ import gradparity
 from gradparity.conformance.report.records import Report, read_report
 from gradparity.multiprocess import Cluster
 from gradparity.multiprocess.parent.slots import visible_gpus
+from gradparity.tests.extras import fail_without
 
 if TYPE_CHECKING:  # they import torch, which xdist's controller does not need
     from gradparity.conformance import Runner
@@ -49,7 +50,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip tests that need GPUs where there are too few of them."""
+    """Fail tests that lack a package; skip those that lack a GPU."""
+    fail_without(item)
     marker = item.get_closest_marker("gpu")
     if marker is not None:
         wanted, there = marker.kwargs.get("count", 1), len(visible_gpus())
@@ -57,18 +59,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"needs {wanted} CUDA devices, {there} visible")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Scripts"]:
-    """A server of standalone scripts for the tests of one module."""
+    """A server of standalone scripts; it forks for each, so no test sees another's."""
     from gradparity.tests.script_server import serving
 
     with serving(tmp_path_factory.mktemp("scripts")) as made:
         yield made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def runner() -> Iterator["Runner"]:
-    """A judge whose ranks stay warm for the tests of one module."""
+    """A judge whose ranks stay warm; modules with other settings have their own."""
     from gradparity.conformance import Runner
 
     with Runner(folder=".", timeout_s=60) as made:

@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from gradparity.tests.test_layers import MODULES, ROOT
+import gradparity
+
+ROOT = Path(gradparity.__file__).parent
+ROOMS = ("scaler", "multiprocess", "fixtures", "conformance", "ci")
+MODULES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 IN_NO_WHEEL = {"fixtures/faulty", "fixtures/specimens"}

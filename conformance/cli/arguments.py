@@ -17,7 +17,7 @@ from ..status import USAGE, UsageError, did_you_mean, unknown
 from .values import check_values
 
 if TYPE_CHECKING:  # the class is private and generic only for type checkers
-    Commands = argparse._SubParsersAction[Any]
+    Commands = argparse._SubParsersAction[Any]  # noqa: SLF001  # for type checkers alone
 
 __all__ = [
     "COMMANDS",

@@ -33,7 +33,7 @@ _MASK = re.compile(r".*mask")
 _BESIDE = ("decoder_input_ids", "pixel_values")
 """Optional arguments that some models need beside their main one."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_NORMS = nn.modules.batchnorm._BatchNorm
+_NORMS = nn.modules.batchnorm._BatchNorm  # noqa: SLF001  # the one base of its kind
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def observe_rank(
         remember(scenario.model, facts)
     # A warm rank compiles as a new process would: graphs of earlier runs count against
     # Dynamo's limit, beyond which code runs uncompiled.
-    torch._dynamo.reset()
+    torch.compiler.reset()
     factory = load_scaler(spec, folder)
     shape = scenario.parsed_topology.mesh_shape(scenario.world_size)
     variation = None if alone is None else alone.variation

@@ -6,8 +6,9 @@ control characters are replaced, so that no report can drive a terminal.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -47,6 +48,8 @@ CELL = 240
 """Characters of a cell of the matrix from which on no further cause is added."""
 LONGEST = 1000
 """Characters of a message at most: an exception may print a whole tensor."""
+EVERY_S = 10.0
+"""Seconds from one line of progress to the next, at least."""
 PLACES = 3
 """Number of locations that are shown; most have one cause."""
 STYLES = {
@@ -69,17 +72,24 @@ class Ticker(Protocol):
 
 
 @contextmanager
-def progress(console: Console, planned: int, *, quiet: bool) -> Iterator[Ticker]:
-    """Show a live bar on a terminal, one line a failure elsewhere.
+def progress(
+    console: Console,
+    planned: int,
+    *,
+    quiet: bool,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Ticker]:
+    """Show a live bar on a terminal; elsewhere lines for failures and of how far it is.
 
     Args:
         console: where to write.
         planned: number of cases to come.
         quiet: show nothing.
+        clock: seconds, for the lines.
     """
-    # a bar needs a terminal; the log of a CI job gets a line for each failure
+    # A bar needs a terminal.
     if quiet or not console.is_terminal:
-        yield _LogTicker(console, quiet=quiet)
+        yield _LogTicker(console, planned, quiet=quiet, clock=clock)
         return
     bar = Progress(
         TextColumn("{task.percentage:>3.0f}%"),
@@ -97,17 +107,39 @@ def progress(console: Console, planned: int, *, quiet: bool) -> Iterator[Ticker]
 
 
 class _LogTicker:
-    def __init__(self, console: Console, *, quiet: bool) -> None:
+    def __init__(
+        self,
+        console: Console,
+        planned: int,
+        *,
+        quiet: bool,
+        clock: Callable[[], float],
+    ) -> None:
         self.console = console
+        self.planned = planned
         self.quiet = quiet
+        self.clock = clock
+        self.start = self.told = clock()
+        self.ended = self.failing = 0
 
     def begin(self, scaler: str, scenario: str) -> None:
         pass
 
     def end(self, record: CaseRecord) -> None:
-        if record.status != "pass" and not self.quiet:
+        self.ended += 1
+        self.failing += record.status == "fail"
+        if record.status != "pass":
             where = plain(f"{record.scenario} {record.scaler}")
-            self.console.print(Text(f"{record.status:<12} {where}"), soft_wrap=True)
+            self._say(f"{record.status:<12} {where}")
+        now = self.clock()
+        if now - self.told >= EVERY_S and self.ended < self.planned:
+            self.told = now
+            far = f"{self.ended} of {self.planned} cases, {now - self.start:.0f} s"
+            self._say(f"{far}, failing: {self.failing}")
+
+    def _say(self, line: str) -> None:
+        if not self.quiet:
+            self.console.print(Text(line), soft_wrap=True)
 
 
 class _LiveTicker:

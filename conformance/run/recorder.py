@@ -15,8 +15,7 @@ import msgspec
 import torch
 
 from ... import __version__
-from ...fixtures import DATASETS, ONE_RANK, WorkloadError, resolve_workload
-from ...multiprocess import WorldError
+from ...fixtures import DATASETS, ONE_RANK, resolve_workload
 from ..judge import laws as laws  # enters them into LAWS
 from ..judge.law import LAWS, Evidence
 from ..rank.devices import Devices
@@ -181,7 +180,7 @@ def case_record(case: Case, devices: Devices | None = None) -> CaseRecord:
         verdicts=case.verdicts,
         seconds=round(case.seconds, 4),
         problem=case.problem,
-        whose=_whose(case.error),
+        whose=_whose(case),
         replay=replay_command(case.scaler, scenario.id, devices),
         location=case.location,
         worst=_worst(case.evidence),
@@ -189,13 +188,10 @@ def case_record(case: Case, devices: Devices | None = None) -> CaseRecord:
     )
 
 
-def _whose(error: BaseException | None) -> str:
-    """Whose call raised, where it is the user's; else empty."""
-    if isinstance(error, WorldError):
-        error = error.root.exception
-    if not isinstance(error, WorkloadError):
-        return ""
-    return f"your {error.call or 'workload'}"
+def _whose(case: Case) -> str:
+    """The user's call that raised; else empty."""
+    error = case.own_error
+    return f"your {error.call or 'workload'}" if error is not None else ""
 
 
 def _worst(evidence: Evidence | None) -> tuple[Comparison, ...]:

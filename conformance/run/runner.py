@@ -88,6 +88,14 @@ class Case:
         return self.scaler, self.scenario.topology, self.scenario.recipe
 
     @property
+    def own_error(self) -> WorkloadError | None:
+        """The error of the user's workload behind ``problem``, if it is one."""
+        error: BaseException | None = self.error
+        if isinstance(error, WorldError):
+            error = error.root.exception
+        return error if isinstance(error, WorkloadError) else None
+
+    @property
     def status(self) -> Status:
         """The worst verdict; skipped laws do not count, and alone prove nothing."""
         if self.problem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -174,7 +175,7 @@ def _judge(
     done = {record.key for record in records}
     left = [(spec, s) for spec, s in pairs if (spec, s.id) not in done]
     broken, code = "", None
-    recorder = Recorder(runner.place)
+    recorder, raised = Recorder(runner.place), _Raised()
     with progress(console, len(left), quiet=settings.quiet) as ticker:
 
         def end(case: Case) -> bool:
@@ -182,6 +183,8 @@ def _judge(
             writer.case(record)
             ticker.end(record)
             records.append(record)
+            if raised.again(case):
+                return True
             return settings.fail_fast and record.status == "fail"
 
         try:
@@ -192,9 +195,45 @@ def _judge(
         except KeyboardInterrupt:  # finished cases are reported, as in any run
             broken = f"interrupted after {len(records)} of {len(pairs)} cases"
             code = INTERRUPTED
+    if raised.twice and not broken and len(records) < len(pairs):
+        broken = raised.reason(len(records), len(pairs))
+        code = EXIT_CODES["error"]
     reason = broken or _incomplete(records, len(pairs))
     writer.close(time.monotonic() - start, reason)
     return _exit_code(settings, records) if code is None else code
+
+
+class _Raised:
+    """Exceptions of a workload's own calls: one that comes twice ends the run.
+
+    Nothing that it comes to by a third case is news, and each takes its time.
+    """
+
+    def __init__(self) -> None:
+        self.first: set[tuple[str, str, str]] = set()
+        self.twice = ""
+
+    def again(self, case: Case) -> bool:
+        """Whether an earlier case ended with the exception of this one."""
+        error = case.own_error
+        if error is None or not error.raised:
+            return False
+        # Sizes in a message differ by mesh.
+        alike = case.scenario.model, error.call, _NUMBER.sub("0", error.text)
+        if alike in self.first:
+            self.twice = f"your {error.call} raised the same {error.raised}"
+        self.first.add(alike)
+        return bool(self.twice)
+
+    def reason(self, ran: int, planned: int) -> str:
+        """Why the report is incomplete."""
+        return (
+            f"{self.twice} in two cases: {ran} of {planned} cases ran, the other "
+            f"{planned - ran} did not"
+        )
+
+
+_NUMBER = re.compile(r"\d+")
 
 
 def _incomplete(records: Sequence[CaseRecord], planned: int) -> str:

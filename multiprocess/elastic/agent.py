@@ -411,7 +411,7 @@ class AgentCluster(BaseCluster):
         self, options: CallOptions, payload: bytes, *, new: bool
     ) -> tuple[bool, list[Fact]]:
         if new:
-            self._world = self._agent._calls + 1  # never used before
+            self._world = self._agent._calls + 1  # never used before  # noqa: SLF001  # its own agent
         request = CallRequest(
             spec=self.spec,
             options=options,

@@ -18,7 +18,7 @@ def adapt_settings(test: Any) -> None:
     own = getattr(owner, "_hypothesis_internal_use_settings", None)
     settings = own or hypothesis.settings()
     fixtures = hypothesis.HealthCheck.function_scoped_fixture
-    owner._hypothesis_internal_use_settings = hypothesis.settings(
+    owner._hypothesis_internal_use_settings = hypothesis.settings(  # noqa: SLF001  # has no public name
         settings,
         # A world that is rebuilt after a failure would count as a slow example.
         deadline=None,

@@ -166,7 +166,7 @@ def put_state(state: State) -> None:
             put(value)
     if warnings.filters is not filters:
         warnings.filters = filters
-        warnings._filters_mutated()  # type: ignore[attr-defined]  # typeshed lacks it
+        warnings._filters_mutated()  # type: ignore[attr-defined]  # typeshed lacks it  # noqa: SLF001  # as warnings does
     random.setstate(python)
     torch.set_rng_state(cpu)
     if of_numpy is not None:

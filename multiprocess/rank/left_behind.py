@@ -22,6 +22,7 @@ _LOOKS, _LOOK_S = 3, 0.01
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _POOL = concurrent.futures.thread.__file__
 _DISTRIBUTED = _TORCH + "distributed" + os.sep
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _KEPT = (
     os.path.dirname(multiprocessing.__file__) + os.sep,
     os.sep + "tqdm" + os.sep,
@@ -73,8 +74,10 @@ def _issues_nothing(frame: FrameType) -> bool:
 
 
 def _place(frame: FrameType) -> str:
+    """Return the innermost place in code of the test, if a frame is in any."""
+    between = (threading.__file__, _TORCH, _OURS)
     nearest = next(
-        (f for f in _outwards(frame) if f.f_code.co_filename != threading.__file__),
+        (f for f in _outwards(frame) if not f.f_code.co_filename.startswith(between)),
         frame,
     )
     return f"{os.path.basename(nearest.f_code.co_filename)}:{nearest.f_lineno}"

@@ -146,7 +146,7 @@ class _Ranks:
             value = pickled_result(fn(*args, **kwargs))
             reply = made_reply(Kind.OK, value=value)
         except BaseException as error:
-            if _Group._terminate.is_set():  # it was unwound
+            if _Group._terminate.is_set():  # it was unwound  # noqa: SLF001  # torch's threaded group
                 return
             reply = raised(error, reusable=True)
         finally:
@@ -163,7 +163,7 @@ class _Ranks:
         os.environ.update(
             WORLD_SIZE=str(plan.world_size), LOCAL_WORLD_SIZE=str(plan.world_size)
         )
-        world._of_thread.world = world.World(
+        world._of_thread.world = world.World(  # noqa: SLF001  # its own world
             rank=rank,
             world_size=plan.world_size,
             backend="simulated",
@@ -196,11 +196,11 @@ class _Ranks:
 
     def start(self, collective: Any, group: Any) -> Any:
         """Return what the ranks of a group take part in now."""
-        running, name = _Group._cur_coll_on_pgs, group.pg_name
+        running, name = _Group._cur_coll_on_pgs, group.pg_name  # noqa: SLF001  # torch's threaded group
         if name not in running:
             checked = _Checked(collective)
             running[name] = threaded.Collective(group.size(), checked, type(group))
-        first, here = running[name]._collective.kind, type(collective).__name__
+        first, here = running[name]._collective.kind, type(collective).__name__  # noqa: SLF001  # torch's threaded group
         if first != here:
             raise RuntimeError(
                 f"the ranks disagree on a collective: {here} here, {first} on another"

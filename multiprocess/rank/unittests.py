@@ -308,7 +308,10 @@ def _forget() -> None:
 
 def _patch_run_test() -> None:
     import torch.distributed as dist
-    from torch.testing._internal import common_distributed, common_utils
+    from torch.testing._internal import (  # noqa: PLC2701  # the classes it adopts
+        common_distributed,
+        common_utils,
+    )
 
     def run_test(self: Any, test_name: str, parent_pipe: object) -> None:
         # torch's also starts a thread that hears what the parent asks, has fatal
@@ -318,7 +321,7 @@ def _patch_run_test() -> None:
         getattr(self, test_name)()
         if dist.is_initialized():
             # A rank that is done may end its group while others still connect to it.
-            current_world()._wait_until_all_are_done(limit_s=10.0)
+            current_world()._wait_until_all_are_done(limit_s=10.0)  # noqa: SLF001  # its own world
         if self.destroy_pg_upon_exit and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -185,7 +185,7 @@ class _Rank:
             ),
             _make_store=lambda: self._open_store(f"run{self._runs}"),
         )
-        world_module._set_current(self._world)
+        world_module._set_current(self._world)  # noqa: SLF001  # its own world
         self._records = flight_records.RecordWriter(
             self._records_fd, message.rank, spec.world_size
         )
@@ -226,7 +226,7 @@ class _Rank:
             forget_meshes()
         # Keys of an earlier group in the same store would be taken for this one's, so
         # each has a prefix of its own. Meshes hold groups: they go, too.
-        self._world._new_group()
+        self._world._new_group()  # noqa: SLF001  # its own world
         if not self._spec.default_group:
             return
         self._groups_made += 1
@@ -259,7 +259,7 @@ class _Rank:
         self._records.clear()
         flight_recorder.unwaited()
         threads = left_behind.threads()
-        self._world._new_call()
+        self._world._new_call()  # noqa: SLF001  # its own world
         with restored_settings():
             seed_everything(self._spec.seed)
             try:

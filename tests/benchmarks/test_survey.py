@@ -274,9 +274,7 @@ def test_without_the_package_it_says_so(
     catalogue.model_types.cache_clear()
 
 
-needs_transformers = pytest.mark.skipif(
-    not importlib.util.find_spec("transformers"), reason="needs transformers"
-)
+needs_transformers = pytest.mark.extras("transformers")
 
 
 @needs_transformers

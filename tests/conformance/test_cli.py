@@ -158,7 +158,7 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     read, write = os.pipe()
     os.close(read)
     with open(write, "wb") as nobody:
-        command = [sys.executable, "-m", "gradparity.conformance", "list", "laws"]
+        command = [*PROGRAM, "explain", "report.jsonl"]
         done = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 

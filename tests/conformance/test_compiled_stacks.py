@@ -24,11 +24,14 @@ def failed(case: Case) -> set[str]:
     return {v.law for v in case.verdicts if v.status == "fail"}
 
 
+# Compiling takes most of the time. Where a stack is slow here, make test judges one
+# that compiles the same parts: WrongCompiled is localised below, and WrongFullyShard
+# compiles blocks as WrongBlocks does.
 @pytest.mark.parametrize(
     "stack",
     [
-        stacks.WrongCompiled,
-        stacks.WrongBlocks,
+        pytest.param(stacks.WrongCompiled, marks=pytest.mark.slow),
+        pytest.param(stacks.WrongBlocks, marks=pytest.mark.slow),
         stacks.WrongFullyShard,
         stacks.WrongDdp,
         stacks.WrongOwnStep,
@@ -45,6 +48,7 @@ def test_a_wrong_compiler_is_found_in_every_run(runner: Runner, stack: type) -> 
     assert law in failed(runner.run("none", scenario(stack, topology="dp1/1")))
 
 
+@pytest.mark.slow
 def test_a_replay_says_the_same(runner: Runner, tmp_path: Path) -> None:
     wrong = scenario(stacks.WrongFullyShard)
     assert main(["replay", wrong.id, "--scaler=none", f"--out={tmp_path}"]) == 1
@@ -57,13 +61,13 @@ def test_a_replay_says_the_same(runner: Runner, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stack", "recipe"),
     [
-        (stacks.Compiled, "accumulate"),
+        pytest.param(stacks.Compiled, "accumulate", marks=pytest.mark.slow),
         (stacks.Blocks, "recompute"),
         (stacks.FullyShard, "accumulate-no-sync"),
-        (stacks.FullyShard, "recompute"),
+        pytest.param(stacks.FullyShard, "recompute", marks=pytest.mark.slow),
         (stacks.Ddp, "accumulate-no-sync"),
         (stacks.OwnStep, "accumulate"),
-        (stacks.CompiledOptimizer, "plain"),
+        pytest.param(stacks.CompiledOptimizer, "plain", marks=pytest.mark.slow),
         (stacks.CompiledOptimizer, "resume"),
     ],
 )

@@ -13,6 +13,7 @@ from gradparity.fixtures.faulty.own_steps import FAULTY_STEPS
 from gradparity.fixtures.faulty.stacks import FAULTY_STACKS
 from gradparity.fixtures.faulty.trainers import FAULTY_TRAINERS
 from gradparity.tests.made_up import OF_STACKS
+from gradparity.tests.products import in_turn
 
 MODULE = "gradparity.fixtures.faulty"
 # the recorded run of `gradparity mutants` has many more, see docs/mutants.md
@@ -73,10 +74,12 @@ def test_a_faulty_scaler_is_found_early_by_a_default_run(
     assert any(accusations(judged(runner, scaler, scenario)) for scenario in soon)
 
 
-@pytest.mark.parametrize("scaler", RIGHT)
+ELSEWHERE = [p for p in PLACES if p not in MANY]
+
+
 @pytest.mark.parametrize(
-    "scenario",
-    [pytest.param(p, marks=[pytest.mark.slow] * (p not in MANY)) for p in PLACES],
+    ("scaler", "scenario"),
+    [*in_turn(RIGHT, MANY), *in_turn(RIGHT, ELSEWHERE, each=0)],
 )
 def test_a_right_scaler_is_never_accused_where_others_fail(
     runner: Runner, scaler: type[Any], scenario: str

@@ -2,9 +2,10 @@
 file is refused in one line."""
 
 import os
+import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ from gradparity.conformance.__main__ import main
 from gradparity.conformance.files import read_whole, write_whole
 from gradparity.conformance.report.records import ReportWriter, read_report
 from gradparity.conformance.space.scenario import Scenario
-from gradparity.conformance.status import UsageError
+from gradparity.conformance.status import UsageError, WriteError
 from gradparity.tests.ci.test_samples import sample
 from gradparity.tests.ci.test_samples import write as write_sample
 from gradparity.tests.conformance.test_report import case, header, write
@@ -140,28 +141,24 @@ def test_a_page_on_a_full_disk_is_one_line(here: Path) -> None:
     assert [*(here / "out").iterdir()] == []
 
 
-WRITER = """
-import resource
-from pathlib import Path
-from gradparity.conformance.status import WriteError
-from gradparity.tests.conformance.test_report import case, header
-from gradparity.conformance.report.records import ReportWriter
-resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000))
-try:
-    with ReportWriter(Path("r.jsonl"), header(99)) as writer:
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """Files of this process that end at 5 kB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_report_on_a_full_disk_keeps_what_it_wrote(
+    here: Path, small_disk: None
+) -> None:
+    with (
+        pytest.raises(WriteError, match=r"^r\.jsonl: File too large$"),
+        ReportWriter(Path("r.jsonl"), header(99)) as writer,
+    ):
         for number in range(99):
             writer.case(case(f"a:B{number}"))
-except WriteError as error:
-    print(error)
-"""
-
-
-def test_a_report_on_a_full_disk_keeps_what_it_wrote(here: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WRITER], cwd=here, capture_output=True, text=True
-    )
-    assert done.stdout == "r.jsonl: File too large\n", done.stderr
-    assert done.stderr == ""
     assert len(read_report(here / "r.jsonl").cases) > 3
 
 

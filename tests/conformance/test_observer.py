@@ -17,6 +17,7 @@ from gradparity.conformance.rank.worker import observe_rank
 from gradparity.fixtures import resolve_workload
 from gradparity.fixtures.specimens import SPECIMENS
 from gradparity.multiprocess import Cluster, current_world
+from gradparity.tests.products import in_turn
 
 STEPS = 3
 COMPILED = "gradparity.tests.compiled_stacks"
@@ -66,19 +67,20 @@ def ranks(two: Cluster, four: Cluster) -> dict[int, Cluster]:
     return {2: two, 4: four}
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "ddp/2/fp32/adamw",
-        "ddp/2/fp16-autocast/sgd",
-        "fsdp/2/fp32/sgd",
-        "fsdp/2/bf16-params/adamw",
-        "tp/2/fp32/sgd",
-        "fsdp+tp/4/bf16-autocast/sgd",
-        "pp/2/fp32/sgd",
-    ],
+PLACES = (
+    "ddp/2/fp32/adamw",
+    "ddp/2/fp16-autocast/sgd",
+    "fsdp/2/fp32/sgd",
+    "fsdp/2/bf16-params/adamw",
+    "tp/2/fp32/sgd",
+    "fsdp+tp/4/bf16-autocast/sgd",
+    "pp/2/fp32/sgd",
 )
-@pytest.mark.parametrize("recipe", ["plain", "accumulate", "recompute"])
+
+
+@pytest.mark.parametrize(
+    ("place", "recipe"), in_turn(PLACES, ("plain", "accumulate", "recompute"))
+)
 def test_models_of_ours(ranks: dict[int, Cluster], place: str, recipe: str) -> None:
     if recipe == "accumulate" and place.startswith("pp"):
         recipe = "frozen"
@@ -103,7 +105,12 @@ def test_the_layout_that_shows_the_map_draws_nothing(two: Cluster) -> None:
         assert drawn == first
 
 
-@pytest.mark.parametrize("place", ["ddp/2/fp32/sgd", "fsdp/2/fp32/sgd"])
+# Compiling takes most of the time. The slow ones differ from one that is not in what is
+# laid out, and tests of compiled stacks judge them.
+@pytest.mark.parametrize(
+    "place",
+    ["ddp/2/fp32/sgd", pytest.param("fsdp/2/fp32/sgd", marks=pytest.mark.slow)],
+)
 def test_the_compiled_recipe(ranks: dict[int, Cluster], place: str) -> None:
     agree(ranks, f"{place}/none/steps={STEPS},recipe=compiled")
 
@@ -128,15 +135,15 @@ def test_specimens(ranks: dict[int, Cluster], name: str, recipe: str) -> None:
 @pytest.mark.parametrize(
     ("stack", "recipe"),
     [
-        ("Compiled", "plain"),
+        pytest.param("Compiled", "plain", marks=pytest.mark.slow),
         ("Blocks", "recompute"),
         ("FullyShard", "accumulate"),
-        ("Ddp", "accumulate-no-sync"),
+        pytest.param("Ddp", "accumulate-no-sync", marks=pytest.mark.slow),
         ("OwnStep", "plain"),
-        ("InTurns", "plain"),
+        pytest.param("InTurns", "plain", marks=pytest.mark.slow),
         ("CompiledOptimizer", "plain"),
         ("Dropping", "random"),
-        ("WrongFullyShard", "plain"),
+        pytest.param("WrongFullyShard", "plain", marks=pytest.mark.slow),
     ],
 )
 def test_compiled_stacks(ranks: dict[int, Cluster], stack: str, recipe: str) -> None:

@@ -58,7 +58,14 @@ def message(found: Case, law: str) -> str:
 # - Pairs
 
 
-@pytest.mark.parametrize("name", ONE_RANK)
+ALIKE = ("R05", "R09", "R10")
+"""Faults like others: norms of a rank's shards (R03), owners that send early (R08)."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in ONE_RANK],
+)
 def test_the_fault_is_caught_and_the_right_twin_passes(
     runner: Runner, name: str
 ) -> None:

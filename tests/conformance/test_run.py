@@ -10,6 +10,7 @@ from gradparity.conformance.report.records import Report, ReportWriter, read_rep
 from gradparity.conformance.run.runner import Case, Runner, _Seen
 from gradparity.conformance.space.scenario import Scenario
 from gradparity.conformance.status import Verdict
+from gradparity.fixtures import WorkloadError
 from gradparity.tests.conformance.test_report import header
 
 IDS = [f"ddp/2/fp32/sgd/none/seed={seed}" for seed in range(1, 4)]
@@ -31,7 +32,11 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         status = next(left)
         if status == "ctrl-c":
             raise KeyboardInterrupt
-        broke = status == "error"
+        raises = status.startswith("raises ")
+        text = f"raised {status}"
+        kind = "ValueError" if raises else ""
+        error = WorkloadError.of("W", "train_step", text, kind) if raises else None
+        broke = raises or status == "error"
         verdict = Verdict(law="scale.rule", status=status, message="as planned")
         case = Case(
             scaler=spec,
@@ -39,7 +44,8 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             verdicts=() if broke else (verdict,),
             evidence=None,
             seconds=0.0,
-            problem="as planned" if broke else "",
+            problem=str(error or "as planned") if broke else "",
+            error=error,
         )
         return _Seen(spec=spec, scenario=scenario, case=case)
 
@@ -81,6 +87,30 @@ def test_fail_fast_stops_at_the_first_violation_and_at_nothing_less(
     assert run("--fail-fast") == 1
     assert [case.status for case in report().cases] == ["inconclusive", "fail"]
     assert report().incomplete == "stopped at the first violation: 2 of 3 cases ran"
+
+
+def test_an_exception_of_the_workload_that_comes_twice_ends_the_run(
+    judge: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    # regression: N37, one error repeated in nine runs; sizes differ by mesh
+    judge += ["raises no column 69", "raises no column 70", "pass"]
+    assert run() == 3
+    assert [case.status for case in report().cases] == ["error", "error"]
+    told = (
+        "your train_step raised the same ValueError in two cases: 2 of 3 cases ran, "
+        "the other 1 did not"
+    )
+    assert report().incomplete == told
+    printed = capsys.readouterr().out
+    assert f"INCOMPLETE: {told}\n" in printed
+    assert " ".join(printed.split()).count("no column") == 1
+
+
+@pytest.mark.parametrize("others", [["raises that"], ["error", "error"]])
+def test_other_errors_end_no_run(judge: list[str], others: list[str]) -> None:
+    judge += ["raises this", *others, *["pass"] * (2 - len(others))]
+    assert run() == 3
+    assert len(report().cases) == 3
 
 
 def test_an_interrupt_leaves_a_report_and_its_page(

@@ -18,6 +18,7 @@ from gradparity.tests.conformance.test_workload_steps import (
     MicroBatches,
     Trains,
 )
+from gradparity.tests.products import in_turn
 from gradparity.tests.stacks import rank
 
 OURS = "gradparity.scaler:GradScaler"
@@ -212,8 +213,7 @@ def failed(case: Case) -> dict[str, str]:
     return {v.law: v.message for v in case.verdicts if v.status not in right}
 
 
-@pytest.mark.parametrize("faults", FAULTS)
-@pytest.mark.parametrize("stack", RIGHT)
+@pytest.mark.parametrize(("stack", "faults"), in_turn([*RIGHT], FAULTS))
 def test_a_right_step_breaks_no_law(runner: Runner, stack: type, faults: str) -> None:
     found = judged(runner, stack, faults)
     assert found.status == "pass", (found.problem, failed(found))

@@ -12,7 +12,10 @@ LAID_OUT = [
     for t in TOPOLOGIES.values()
 ]
 WITH_RECIPE = [
-    f"{'ddp' if recipe.compile else 'fsdp'}/2/fp32/sgd/none/steps=4,recipe={name}"
+    pytest.param(
+        f"{'ddp' if recipe.compile else 'fsdp'}/2/fp32/sgd/none/steps=4,recipe={name}",
+        marks=[pytest.mark.slow] * recipe.compile,
+    )
     for name, recipe in RECIPES.items()
     if not recipe.of_stacks
 ]

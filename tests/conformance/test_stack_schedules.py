@@ -27,6 +27,7 @@ from gradparity.tests.conformance.test_workload_steps import (
     TrainsSharded,
     failed,
 )
+from gradparity.tests.products import in_turn
 from gradparity.tests.stacks import Named, rank
 
 MODULE = "gradparity.tests.conformance.test_stack_schedules"
@@ -231,18 +232,19 @@ def test_a_right_stack_with_a_schedule_passes(
     assert followed in update(found)
 
 
-@pytest.mark.parametrize("stack", [WarmsUp, Cosine, CyclesMomentum, CyclesBetas])
-@pytest.mark.parametrize(
-    ("recipe", "faults", "precision"),
-    [
-        ("plain", "inf@r1s2:0.bias", "fp32"),
-        ("resume", "none", "fp32"),
-        ("plain", "nan@r0s1:loss", "bf16-autocast"),
-    ],
+MOVING = (WarmsUp, Cosine, CyclesMomentum, CyclesBetas)
+SHAKEN = (
+    ("plain", "inf@r1s2:0.bias", "fp32"),
+    ("resume", "none", "fp32"),
+    ("plain", "nan@r0s1:loss", "bf16-autocast"),
 )
+
+
+@pytest.mark.parametrize(("stack", "by"), in_turn(MOVING, SHAKEN))
 def test_a_schedule_is_followed_over_skips_loads_and_roundings(
-    runner: Runner, stack: type, recipe: str, faults: str, precision: str
+    runner: Runner, stack: type, by: tuple[str, str, str]
 ) -> None:
+    recipe, faults, precision = by
     found = case(
         runner, stack, PLAIN, recipe=recipe, faults=faults, precision=precision
     )

@@ -18,6 +18,7 @@ from gradparity.conformance.status import UsageError
 from gradparity.fixtures import specimens
 from gradparity.tests import stacks
 from gradparity.tests.conformance.test_one_rank import Alone
+from gradparity.tests.extras import needs
 from gradparity.tests.misplaced import StepsTwice
 from gradparity.tests.script_server import LIMIT_S, Scripts, alone
 
@@ -210,11 +211,18 @@ STACKS = "gradparity.examples.stacks"
     ("place", "spec"),
     [
         # closures; the last stack that was made
-        ("dp2-tp1/2", "lightning_model_parallel:Stack"),
-        ("dp2/2", "fairscale_sharded:Stack"),  # an optimizer steps through another
+        pytest.param(
+            *("dp2-tp1/2", "lightning_model_parallel:Stack"),
+            marks=needs("pytorch_lightning"),
+        ),
+        pytest.param(  # an optimizer steps through another
+            *("dp2/2", "fairscale_sharded:Stack"), marks=needs("fairscale")
+        ),
         ("dp2/2", "torch_ddp_hooks:Fp16"),  # gradients are summed in fp16
         ("single/1", "torch_ddp_hooks:Fp16"),  # nothing is laid out
-        ("dp2/2", "trl_grpo:Grpo"),  # needs the environment of ranks
+        pytest.param(  # needs the environment of ranks
+            *("dp2/2", "trl_grpo:Grpo"), marks=needs("trl")
+        ),
     ],
 )
 def test_the_script_of_a_right_stack_finds_no_violation(

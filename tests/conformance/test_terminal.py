@@ -1,6 +1,7 @@
 """The terminal: live progress with time left on one, plain lines in a file."""
 
 import io
+import itertools
 import re
 
 import pytest
@@ -32,10 +33,14 @@ def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
     return made, file
 
 
-def watch(report: Report, *, terminal: bool, quiet: bool = False) -> str:
-    """What is seen while the cases of ``report`` are judged."""
+def watch(
+    report: Report, *, terminal: bool, quiet: bool = False, second: float = 0
+) -> str:
+    """What is seen while the cases of ``report`` are judged, each in so long."""
     made, file = console(terminal=terminal)
-    with progress(made, len(report.cases), quiet=quiet) as ticker:
+    clock = itertools.count(step=second).__next__
+    cases = len(report.cases)
+    with progress(made, cases, quiet=quiet, clock=clock) as ticker:
         for each in report.cases:
             ticker.begin(each.scaler, each.scenario)
             ticker.end(each)
@@ -61,7 +66,17 @@ def test_a_file_gets_a_line_a_violation_and_no_codes() -> None:
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_quiet_shows_nothing(terminal: bool) -> None:
-    assert watch(SEEN, terminal=terminal, quiet=True) == ""
+    assert watch(SEEN, terminal=terminal, quiet=True, second=7) == ""
+
+
+def test_a_file_gets_a_line_of_progress_every_ten_seconds() -> None:
+    # regression: N30, eleven minutes of nothing in a log
+    runs = [case(f"a:B{n}", "fail" if n == 1 else "pass") for n in range(6)]
+    seen = watch(report_of(*runs), terminal=False, second=7).splitlines()
+    assert [line for line in seen if not line.startswith("fail ")] == [
+        "2 of 6 cases, 14 s, failing: 1",
+        "4 of 6 cases, 28 s, failing: 1",
+    ]
 
 
 def test_the_table_in_a_file_has_no_codes() -> None:

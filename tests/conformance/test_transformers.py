@@ -6,13 +6,16 @@ from pathlib import Path
 import pytest
 
 from gradparity.conformance import Runner, Scenario
+from gradparity.tests.extras import needs
 
 ROOT = Path(__file__).parents[2]
 
 
+pytestmark = needs("transformers")
+
+
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
-    pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
     monkeypatch.syspath_prepend(str(ROOT))
     with Runner(folder=str(ROOT), timeout_s=200) as made:
         yield made

@@ -15,6 +15,8 @@ import pytest
 from gradparity import conformance, multiprocess, scaler
 from gradparity.tests.docs_blocks import PAGES, ROOT
 
+pytestmark = [pytest.mark.slow, pytest.mark.extras("mkdocs", "mkdocstrings")]
+
 
 @dataclass
 class Page(HTMLParser):
@@ -49,7 +51,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_the_site_is_whole(built: Path) -> None:
     pages: dict[Path, Page] = {}
     for file in built.rglob("*.html"):
@@ -78,7 +79,6 @@ def test_the_site_is_whole(built: Path) -> None:
     assert {page.name for page in missed} <= {"README.md"}  # those are index.html
 
 
-@pytest.mark.slow
 def test_the_reference_has_every_public_name_and_the_search_finds_it(
     built: Path,
 ) -> None:
@@ -97,7 +97,6 @@ def test_the_reference_has_every_public_name_and_the_search_finds_it(
     assert "gradparity localise" in told and "--share-gpus" in told
 
 
-@pytest.mark.slow
 def test_a_link_that_leads_nowhere_ends_the_build(tmp_path: Path) -> None:
     """As in a copy of the tree with one such link."""
     broken = (

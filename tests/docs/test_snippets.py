@@ -20,7 +20,9 @@ import pytest
 import torch
 
 from gradparity.conformance.__main__ import main
+from gradparity.fixtures.peers import PEERS
 from gradparity.tests.docs_blocks import PAGES, ROOT, Block, blocks, inline_commands
+from gradparity.tests.extras import needs
 
 SCENARIO = "single/1/fp32/sgd/none/steps=2"
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -87,7 +89,12 @@ def runnable(found: list[Block]) -> list[Block]:
 def parameter(block: Block) -> Any:
     """A session of pytest is a process of its own, and one with workers three."""
     sessions = any(command.startswith("pytest") for command in block.commands)
-    return pytest.param(block, marks=[pytest.mark.slow] * sessions, id=str(block))
+    marks = [pytest.mark.slow] * sessions
+    words = {word for command in block.commands for word in command.split()}
+    for peer in PEERS.values():
+        if peer.spec in words:
+            marks += needs(peer.package.replace("-", "_"))
+    return pytest.param(block, marks=marks, id=str(block))
 
 
 @pytest.mark.parametrize("block", [parameter(b) for b in runnable(SHELL)])

@@ -1,14 +1,15 @@
 """Our scaler in real trainers, their own steps judged, findings shown without us.
 
-A package that is not installed skips its tests: see docs/integrations.
+Packages that are in no extra skip their tests: see docs/integrations.
 """
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch
 import gradparity
 from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.scaler import GradScaler
+from gradparity.tests.extras import needs
 
 ROOT = Path(gradparity.__file__).parent
 OURS = "gradparity.scaler:GradScaler"
@@ -27,6 +29,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
+def row(package: str, *others: str, slow: bool = False) -> Any:
+    """A row of parameters of which the first is a package, with its marks."""
+    marks = [*needs(package), *[pytest.mark.slow] * slow]
+    return pytest.param(package, *others, marks=marks)
+
+
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
     with pytest.MonkeyPatch.context() as patch:
@@ -36,8 +44,6 @@ def runner() -> Iterator[Runner]:
 
 
 def judged(runner: Runner, package: str, scaler: str, workload: str, at: str) -> Case:
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: see docs/integrations")
     settings = f"model={HERE}.{workload},steps=5,scale=1024,interval=2"
     where = f"{at}/fp16-autocast/own/inf@r1s1:first/{settings}"
     return runner.run(scaler, Scenario.parse(where))
@@ -46,37 +52,19 @@ def judged(runner: Runner, package: str, scaler: str, workload: str, at: str) ->
 @pytest.mark.parametrize(
     ("package", "workload", "at"),
     [
-        ("accelerate", "accelerate_step:Ddp", "ddp2/2"),
-        pytest.param(
-            "pytorch_lightning", "lightning_step:ModelParallelOurs", "fsdp2/2",
-            marks=pytest.mark.slow,
+        row("accelerate", "accelerate_step:Ddp", "ddp2/2"),
+        row(
+            *("pytorch_lightning", "lightning_step:ModelParallelOurs", "fsdp2/2"),
+            slow=True,
         ),
-        pytest.param(
-            "accelerate", "accelerate_step:DdpFused", "ddp2/2", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "accelerate", "accelerate_step:Fsdp2Ours", "fsdp2/2", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "torchtitan", "torchtitan_step:OursFused", "dp_shard2/2",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "torchtitan", "torchtitan_step:Ours", "pp2-dp_shard2-tp2/8",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "fairseq2", "fairseq2_step:Fsdp2", "fsdp2/2", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "verl", "verl_fsdp:Fsdp2FusedOurs", "fsdp2/2", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "rlinf", "rlinf_fsdp:Fsdp2FusedOurs", "fsdp2/2", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "lerobot", "lerobot_step:LeRobotOurs", "ddp2/2", marks=pytest.mark.slow
-        ),
+        row("accelerate", "accelerate_step:DdpFused", "ddp2/2", slow=True),
+        row("accelerate", "accelerate_step:Fsdp2Ours", "fsdp2/2", slow=True),
+        row("torchtitan", "torchtitan_step:OursFused", "dp_shard2/2", slow=True),
+        row("torchtitan", "torchtitan_step:Ours", "pp2-dp_shard2-tp2/8", slow=True),
+        row("fairseq2", "fairseq2_step:Fsdp2", "fsdp2/2", slow=True),
+        row("verl", "verl_fsdp:Fsdp2FusedOurs", "fsdp2/2", slow=True),
+        row("rlinf", "rlinf_fsdp:Fsdp2FusedOurs", "fsdp2/2", slow=True),
+        row("lerobot", "lerobot_step:LeRobotOurs", "ddp2/2", slow=True),
     ],
 )  # fmt: skip
 def test_with_our_scaler_no_law_is_broken(
@@ -91,7 +79,7 @@ def test_with_our_scaler_no_law_is_broken(
 
 
 def test_a_scaler_survives_a_file_of_safetensors(tmp_path: Path) -> None:
-    torch_files = pytest.importorskip("safetensors.torch")
+    torch_files = importlib.import_module("safetensors.torch")
     first, second = GradScaler("cpu", 1024.0, 1.5), GradScaler("cpu")
     for bad in (False, True, False):
         weight = torch.nn.Parameter(torch.ones(2))
@@ -108,6 +96,7 @@ def test_a_scaler_survives_a_file_of_safetensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extras("megatron")
 def test_a_chain_of_megatron_agrees_with_one_scaler_only(runner: Runner) -> None:
     at = ("megatron_chained:Chain", "dp2/2")
     own, shared = (
@@ -163,11 +152,8 @@ ON_TWO_RANKS = ("accelerate", "rlinf", "verl")
 SCRIPTS = {"pytorch_lightning": "lightning"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("package", CONFIRMED)
+@pytest.mark.parametrize("package", [row(each, slow=True) for each in CONFIRMED])
 def test_a_script_confirms_each_finding_without_gradparity(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: see docs/integrations")
     name = SCRIPTS.get(package, package)
     script = str(ROOT / HERE.replace(".", "/") / f"confirm_{name}.py")
     assert "import gradparity" not in Path(script).read_text()

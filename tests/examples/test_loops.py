@@ -1,6 +1,5 @@
 """The benchmark of steps in trainers' loops: turns, what its ratios say, its record."""
 
-import importlib.util
 import json
 import threading
 from collections.abc import Iterator
@@ -132,10 +131,9 @@ def test_the_page_shows_what_was_recorded() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extras("accelerate")
 @pytest.mark.filterwarnings("ignore")  # the package warns about itself
 def test_a_real_trainer_is_timed_step_by_step() -> None:
-    if importlib.util.find_spec("accelerate") is None:
-        pytest.skip("accelerate is not installed: pip install '.[trainers]'")
     with Cluster(2, timeout_s=200) as cluster:
         for found in cluster.run(loops.time_steps, "accelerate, DDP", 2):
             assert list(found) == list(ARMS)

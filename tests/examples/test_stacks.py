@@ -5,7 +5,6 @@ that needs only that package; where one no longer fails, the package has cured i
 """
 
 import importlib
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradparity
 from gradparity.conformance import Case, Runner, Scenario
 from gradparity.multiprocess import Cluster
+from gradparity.tests.extras import needs
 
 ROOT = Path(gradparity.__file__).parent
 STACKS = ROOT / "examples" / "stacks"
@@ -70,6 +70,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 COMPARED = {"parity.gradient", "parity.update", "parity.loss"}
 
 
+def row(stack: str, *others: object, slow: bool = False) -> Any:
+    """A row of parameters of which the first is a stack, with the marks it needs."""
+    marks = [*needs(PACKAGES[stack.partition(":")[0]]), *[pytest.mark.slow] * slow]
+    return pytest.param(stack, *others, marks=marks)
+
+
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
     with pytest.MonkeyPatch.context() as patch:
@@ -79,9 +85,6 @@ def runner() -> Iterator[Runner]:
 
 
 def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
-    package = PACKAGES[stack.partition(":")[0]]
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: see docs/stacks.md")
     settings = f"model=examples.stacks.{stack},recipe={recipe},steps=3"
     scenario = Scenario.parse(f"{place}/own/none/{settings}")
     # DeepSpeed leaves groups in its modules and its own linear in torch.nn.functional,
@@ -95,41 +98,41 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
 @pytest.mark.parametrize(
     ("stack", "place", "recipe"),
     [
-        ("deepspeed_zero:Zero1", "dp2/2/fp32", "plain"),
-        ("deepspeed_stages:Zero2", "dp2/2/fp32", "plain"),
-        ("deepspeed_stages:Zero3", "dp2/2/fp32", "accumulate-uneven"),
-        ("deepspeed_stages:Owned1", "dp2/2/fp32", "accumulate-uneven"),
-        ("deepspeed_stages:Owned2", "dp2/2/fp32", "accumulate"),
-        ("deepspeed_bf16:Zero2", "dp2/2/bf16-params", "accumulate-uneven"),
-        ("deepspeed_bf16:Zero2", "dp2/2/bf16-params", "resume"),
-        ("accelerate_fsdp2:Stack", "dp2/2/fp32", "accumulate-uneven"),
-        ("accelerate_fsdp2:Stack", "dp2/2/bf16-autocast", "accumulate"),
-        ("hf_trainer:Stack", "dp2/2/fp32", "accumulate-uneven"),
-        ("lightning_model_parallel:Stack", "dp2-tp1/2/fp32", "accumulate-uneven"),
-        ("lightning_model_parallel:Stack", "dp1-tp2/2/fp32", "accumulate"),
-        ("megatron_gpt:Stack", "tp2/2/fp32", "accumulate"),
-        ("torch_pipelines:ZeroBubbleV", "pp2/2/fp32", "plain"),
-        ("fairscale_sharded:Stack", "dp2/2/fp32", "plain"),
-        ("megatron_fsdp_zero3:Zero3", "dp2-tp1/2/fp32", "accumulate-uneven"),
-        ("torch_ddp_hooks:Fp16", "dp2/2/fp32", "accumulate"),
-        ("torch_fsdp1:Full", "dp2/2/fp32", "accumulate-uneven"),
-        ("torch_fsdp1_flat:Flat", "dp2/2/fp32", "accumulate-uneven"),
-        ("torch_fsdp1_no_shard:NoShard", "dp2/2/fp32", "accumulate"),
-        ("torch_zero_redundancy:Stack", "dp2/2/fp32", "accumulate-uneven"),
-        ("torchao_float8:Float8AllGather", "dp2/2/fp32", "accumulate-uneven"),
-        ("torchao_int8:Stack", "dp2/2/fp32", "accumulate-uneven"),
-        ("torchao_int8_tp:Stack", "tp2/2/fp32", "accumulate"),
-        ("ring_attention:NoRing", "dp2/2/fp32", "accumulate-uneven"),
-        ("vector_quantize_lfq:SampleEntropy", "dp2/2/fp32", "plain"),
-        ("olmo_core_llama:Fsdp", "dp2/2/fp32", "accumulate-uneven"),
-        ("olmo_core_axes:Tensor", "dp1-tp2/2/fp32", "resume"),
-        ("trl_sft:Sft", "dp2/2/fp32", "accumulate-uneven"),
-        ("trl_grpo:Grpo", "dp2/2/fp32", "accumulate"),
-        ("nemo_automodel_qwen3:Stack", "dp2-tp1/2/fp32", "accumulate-uneven"),
-        ("diffusers_flux:Ulysses", "ring1-ulysses2/2/fp32", "accumulate-uneven"),
+        row("deepspeed_zero:Zero1", "dp2/2/fp32", "plain"),
+        row("deepspeed_stages:Zero2", "dp2/2/fp32", "plain"),
+        row("deepspeed_stages:Zero3", "dp2/2/fp32", "accumulate-uneven"),
+        row("deepspeed_stages:Owned1", "dp2/2/fp32", "accumulate-uneven"),
+        row("deepspeed_stages:Owned2", "dp2/2/fp32", "accumulate"),
+        row("deepspeed_bf16:Zero2", "dp2/2/bf16-params", "accumulate-uneven"),
+        row("deepspeed_bf16:Zero2", "dp2/2/bf16-params", "resume"),
+        row("accelerate_fsdp2:Stack", "dp2/2/fp32", "accumulate-uneven"),
+        row("accelerate_fsdp2:Stack", "dp2/2/bf16-autocast", "accumulate"),
+        row("hf_trainer:Stack", "dp2/2/fp32", "accumulate-uneven"),
+        row("lightning_model_parallel:Stack", "dp2-tp1/2/fp32", "accumulate-uneven"),
+        row("lightning_model_parallel:Stack", "dp1-tp2/2/fp32", "accumulate"),
+        row("megatron_gpt:Stack", "tp2/2/fp32", "accumulate"),
+        row("torch_pipelines:ZeroBubbleV", "pp2/2/fp32", "plain"),
+        row("fairscale_sharded:Stack", "dp2/2/fp32", "plain"),
+        row("megatron_fsdp_zero3:Zero3", "dp2-tp1/2/fp32", "accumulate-uneven"),
+        row("torch_ddp_hooks:Fp16", "dp2/2/fp32", "accumulate"),
+        row("torch_fsdp1:Full", "dp2/2/fp32", "accumulate-uneven"),
+        row("torch_fsdp1_flat:Flat", "dp2/2/fp32", "accumulate-uneven"),
+        row("torch_fsdp1_no_shard:NoShard", "dp2/2/fp32", "accumulate"),
+        row("torch_zero_redundancy:Stack", "dp2/2/fp32", "accumulate-uneven"),
+        row("torchao_float8:Float8AllGather", "dp2/2/fp32", "accumulate-uneven"),
+        row("torchao_int8:Stack", "dp2/2/fp32", "accumulate-uneven"),
+        row("torchao_int8_tp:Stack", "tp2/2/fp32", "accumulate"),
+        row("ring_attention:NoRing", "dp2/2/fp32", "accumulate-uneven"),
+        row("vector_quantize_lfq:SampleEntropy", "dp2/2/fp32", "plain"),
+        row("olmo_core_llama:Fsdp", "dp2/2/fp32", "accumulate-uneven"),
+        row("olmo_core_axes:Tensor", "dp1-tp2/2/fp32", "resume"),
+        row("trl_sft:Sft", "dp2/2/fp32", "accumulate-uneven"),
+        row("trl_grpo:Grpo", "dp2/2/fp32", "accumulate"),
+        row("nemo_automodel_qwen3:Stack", "dp2-tp1/2/fp32", "accumulate-uneven"),
+        row("diffusers_flux:Ulysses", "ring1-ulysses2/2/fp32", "accumulate-uneven"),
         *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in [
+            row(*each, slow=True)
+            for each in [
                 ("torch_pipeline:GPipe", "pp2/2/fp32", "plain"),
                 ("torch_pipeline_calls:OneForwardOneBackward", "pp2/2/fp32", "plain"),
                 ("torch_interleaved:LoopedBfs", "pp2/2/fp32", "plain"),
@@ -176,13 +179,13 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
                 ("torchao_optimizers_saved:Four", "dp2/2/fp32", "resume"),
             ]
         ),
-        pytest.param(
+        row(
             *("torchtitan_debug:Stack", "dp_shard2-tp1/2/fp32", "accumulate-uneven"),
-            marks=pytest.mark.slow,
+            slow=True,
         ),
-        pytest.param(
+        row(
             *("torchtitan_debug:Stack", "dp_shard1-tp2/2/fp32", "accumulate"),
-            marks=pytest.mark.slow,
+            slow=True,
         ),
     ],
 )
@@ -194,7 +197,9 @@ def test_a_right_stack_passes(
     assert {v.law for v in found.verdicts if v.status == "pass"} >= COMPARED
 
 
-@pytest.mark.parametrize("stack", ["deepspeed_zero:Zero1", "deepspeed_stages:Zero2"])
+@pytest.mark.parametrize(
+    "stack", [row("deepspeed_zero:Zero1"), row("deepspeed_stages:Zero2")]
+)
 def test_earlier_backwards_that_zero_drops_are_found(
     runner: Runner, stack: str
 ) -> None:
@@ -209,28 +214,28 @@ def test_earlier_backwards_that_zero_drops_are_found(
 @pytest.mark.parametrize(
     ("stack", "place", "recipe", "laws"),
     [
-        (
+        row(
             *("torch_fsdp1:HybridOne", "dp_replicate2-dp_shard1/2/fp32", "plain"),
             {"agreement.replicas", *COMPARED},
         ),
-        (
+        row(
             *("torch_hsdp_all_reduce:Branch", "dp_replicate2-dp_shard1/2/fp32"),
             *("accumulate", COMPARED),
         ),
-        ("fairscale_sharded:OptimizerClears", "dp2/2/fp32", "plain", COMPARED),
-        (
+        row("fairscale_sharded:OptimizerClears", "dp2/2/fp32", "plain", COMPARED),
+        row(
             *("torch_fsdp1_no_shard:NoShardBranch", "dp2/2/fp32", "accumulate"),
             {"agreement.replicas", *COMPARED},
         ),
-        ("ring_attention:Automatic", "dp2/2/fp32", "plain", COMPARED),
-        ("ring_attention:ByHand", "dp2/2/fp32", "accumulate", COMPARED),
-        ("vector_quantize_lfq:CodebookEntropy", "dp2/2/fp32", "plain", COMPARED),
-        ("trl_sft:HeadApart", "dp2/2/fp32", "plain", COMPARED),
-        (
+        row("ring_attention:Automatic", "dp2/2/fp32", "plain", COMPARED),
+        row("ring_attention:ByHand", "dp2/2/fp32", "accumulate", COMPARED),
+        row("vector_quantize_lfq:CodebookEntropy", "dp2/2/fp32", "plain", COMPARED),
+        row("trl_sft:HeadApart", "dp2/2/fp32", "plain", COMPARED),
+        row(
             *("megatron_fsdp_stages:WeightsNotOverlapped", "dp2-tp1/2/fp32"),
             *("plain", COMPARED),
         ),
-        (
+        row(
             *("megatron_fsdp_stages:GradientsNotOverlapped", "dp2-tp1/2/fp32"),
             *("plain", COMPARED),
         ),
@@ -248,10 +253,10 @@ def test_a_finding_of_docs_wild_is_one_for_the_judge(
     ("stack", "place", "parameter"),
     [
         ("torch_pipelines:FrozenStage", "pp2/2/fp32", "2.bias"),
-        pytest.param(
+        row(
             *("peft_plan:PlanModulesToSave", "tp2/2/fp32"),
             "base_model.model.lm_head.modules_to_save.default.weight",
-            marks=pytest.mark.slow,
+            slow=True,
         ),
     ],
 )
@@ -265,16 +270,15 @@ def test_a_part_that_is_not_trained_is_found(
     assert told.keys() <= COMPARED
 
 
+@pytest.mark.extras("olmo_core")
 def test_a_loss_by_the_counts_of_each_rank_is_found(runner: Runner) -> None:
     found = judged(runner, "olmo_core_axes:Masked", "dp2/2/fp32", "plain")
     told = {v.law for v in found.verdicts if v.status == "fail"}
     assert (found.status, told) == ("fail", COMPARED), found.problem
 
 
-def confirmed(package: str, *command: str) -> str:
+def confirmed(*command: str) -> str:
     """What a script says that knows nothing of gradparity."""
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: see docs/stacks.md")
     done = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, cwd=ROOT
     )
@@ -283,8 +287,9 @@ def confirmed(package: str, *command: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.extras("deepspeed")
 def test_deepspeed_alone_drops_earlier_backwards() -> None:
-    told = confirmed("deepspeed", str(STACKS / "confirm_deepspeed.py"))
+    told = confirmed(str(STACKS / "confirm_deepspeed.py"))
     for stage, managed, kept in [
         (1, True, "the last"),
         (2, True, "the last"),
@@ -297,9 +302,10 @@ def test_deepspeed_alone_drops_earlier_backwards() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extras("transformers")
 def test_transformers_alone_multiplies_what_was_accumulated() -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    told = confirmed("transformers", *launch, str(STACKS / "confirm_qwen3.py"))
+    told = confirmed(*launch, str(STACKS / "confirm_qwen3.py"))
     off = {
         line.partition(":")[0]: float(line.partition("differs by ")[2].split()[0])
         for line in told.splitlines()

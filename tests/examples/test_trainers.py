@@ -5,7 +5,6 @@ and with ours in two halves, of which the first may be saved by torch's. Curves 
 compared to the last bit, on every rank.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -20,6 +19,7 @@ import pytest
 
 import gradparity
 from gradparity.multiprocess import Cluster, current_world
+from gradparity.tests.extras import needs
 
 EXAMPLES = Path(gradparity.__file__).parent / "examples" / "trainers"
 TORCH, OURS = "torch.amp:GradScaler", "gradparity.scaler:GradScaler"
@@ -70,12 +70,10 @@ def curve(folder: Path, rank: int) -> Curve:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "package"), TRAINERS.items(), ids=lambda x: str(x))
-def test_same_curve_as_with_torch_also_when_resumed(
-    name: str, package: str, tmp_path: Path
-) -> None:
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: pip install '.[trainers]'")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=needs(p)) for n, p in TRAINERS.items()]
+)
+def test_same_curve_as_with_torch_also_when_resumed(name: str, tmp_path: Path) -> None:
     folders = {x: tmp_path / x for x in ("torch", "ours", "resumed", "taken-over")}
     train_under_torchrun(
         name,

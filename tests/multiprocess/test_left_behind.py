@@ -1,8 +1,11 @@
 """What a test leaves running does not reach the next test."""
 
 # regression: M14
+import sys
 from pathlib import Path
+from typing import Any
 
+from gradparity.multiprocess.rank import flight_recorder, left_behind
 from gradparity.tests.multiprocess.test_pytest_plugin import Session, session
 
 pytest_plugins = ["pytester"]
@@ -97,3 +100,12 @@ def test_it(world, turn):
 """)
     assert "3 passed" in done.stdout, done.stdout
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_thread_in_a_collective_is_named_by_the_code_that_calls_it() -> None:
+    # A thread may be looked at while our record of its collective is made.
+    source = "def recorded(call): return call()"
+    names: dict[str, Any] = {}
+    exec(compile(source, flight_recorder.__file__, "exec"), names)
+    place = names["recorded"](lambda: left_behind._place(sys._getframe(1)))
+    assert place.startswith("test_left_behind.py:")

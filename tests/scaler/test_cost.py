@@ -1,10 +1,5 @@
 """What agreement costs: collectives and host synchronisations of a step."""
 
-import sys
-from itertools import pairwise
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,13 +7,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-import gradparity.scaler
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, ShardedGradScaler
 from gradparity.tests.agreeing import Make, give_gradient, parameter, sgd
 from gradparity.tests.stepping import BOTH, INF, scaled
-
-ROOM = Path(gradparity.scaler.__file__).parent
 
 
 @BOTH
@@ -107,39 +99,3 @@ def test_host_synchronisations(
         return int(events.get("aten::_local_scalar_dense", 0))
 
     assert all(count <= syncs for count in two.run(step))
-
-
-@pytest.mark.parametrize(
-    ("calls", "most"),
-    [
-        (["step"], 25),
-        (["clip_and_step"], 40),
-        (["unscale_", "clip_grad_norm_", "step"], 50),
-    ],
-)
-def test_a_step_is_read_in_few_files(two: Cluster, calls: list[str], most: int) -> None:
-    """How often a whole step goes from one file of the scaler to another."""
-
-    def step() -> int:
-        scaler, p = scaled(GradScaler), parameter(torch.ones(2))
-        optimizer, path = sgd([p]), list[str]()
-
-        def record(frame: Any, event: str, _: Any) -> None:
-            name = frame.f_code.co_filename
-            if event == "call" and Path(name).parent == ROOM:
-                path.append(name)
-
-        for warm_up in (True, True, True, False):
-            give_gradient(p, 4.0)
-            sys.setprofile(None if warm_up else record)
-            try:
-                scaler.scale(torch.ones(()))
-                for call in calls:
-                    arguments = [1.0] if "clip" in call else []
-                    getattr(scaler, call)(optimizer, *arguments)
-                scaler.update()
-            finally:
-                sys.setprofile(None)
-        return sum(here != there for here, there in pairwise(path))
-
-    assert all(10 < changes <= most for changes in two.run(step))

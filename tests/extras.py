@@ -1,0 +1,32 @@
+"""The mark of tests that import packages of others, and what it means.
+
+``make test`` leaves these tests out, and installs none of the packages. ``make
+test-all`` installs all that the extras of pyproject.toml name: a package of them that
+is missing fails its tests.
+"""
+
+import importlib.util
+
+import pytest
+
+IN_NO_EXTRA = ("fairseq2", "lerobot", "rlinf", "verl")
+"""Packages that no extra installs, because they fit beside no other one."""
+
+
+def needs(module: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of a test that imports ``module``: none if torch is enough."""
+    if module == "torch":
+        return []
+    if module in IN_NO_EXTRA:
+        missing = importlib.util.find_spec(module) is None
+        reason = f"{module} is in no extra: see docs/integrations"
+        return [pytest.mark.extras, pytest.mark.skipif(missing, reason=reason)]
+    return [pytest.mark.extras(module)]
+
+
+def fail_without(item: pytest.Item) -> None:
+    """Fail a test that needs a package that is missing."""
+    for mark in item.iter_markers("extras"):
+        lost = [name for name in mark.args if importlib.util.find_spec(name) is None]
+        if lost:
+            pytest.fail(f"not installed: {', '.join(lost)}; run make setup-all", False)
