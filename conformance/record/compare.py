@@ -96,12 +96,15 @@ def compare(one: Side, other: Side) -> Comparison:
     if not names or not steps:
         found.code = NOT_COMPARABLE
         if not steps:
-            found.lines.append("the two sides recorded no step in common")
+            found.lines.insert(0, "the two sides recorded no step in common")
         return found
     first = _first_difference(one.run, other.run, names, steps)
     found.lines += first.same
     if first.text:
         found.code, found.lines = NOT_COMPARABLE, [first.text, *found.lines]
+        return found
+    if text := _lacking(one, other, names, steps):
+        found.code, found.lines = DIFFERENT, [text, *found.lines]
         return found
     if drew := one.run.drew | other.run.drew:
         where = f": {', '.join(other.run.drops[:4])}" if other.run.drops else ""
@@ -267,6 +270,33 @@ def _first_difference(
     return found
 
 
+def _lacking(
+    one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
+) -> str:
+    """What one side has and the other has not, or has twice with other bits."""
+    for mine, theirs in ((one, other), (other, one)):
+        stepped = {*mine.run.names("weight", min(steps))}
+        left = [name for name in theirs.run.unstepped if name in stepped]
+        if left:
+            return f"no optimizer of {theirs.name} steps {left[0]}, {mine.name} has one"
+    for step in steps:
+        for mine, its in names.items():
+            has = (step, mine) not in one.run.without_gradient
+            had = (step, its) not in other.run.without_gradient
+            if has != had:
+                side = other if has else one
+                return f"step {step}: {side.name} has no gradient of {mine}"
+    for side in (one, other):
+        for (step, kind, name), ranks in side.run.replicas.items():
+            if kind == "weight":
+                listed = ", ".join(map(str, ranks))
+                return (
+                    f"step {step}: replicas of {name} have other bits on rank {listed} "
+                    f"of {side.name} than on the first rank that holds it"
+                )
+    return ""
+
+
 _FREE = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
 """Settings that choose an implementation, and not what is computed."""
 
@@ -362,15 +392,14 @@ def _left_out(
             f"not compared: {len(blind)} of {len(rows)}, noise is as large as the "
             f"tensor ({blind[0].kind} of {blind[0].name}, step {blind[0].step}, first)"
         )
-    for key, ranks in other.replicas.items():
-        step, kind, name = key
-        if kind in ("weight", "gradient"):
-            listed = ", ".join(map(str, ranks))
-            yield (
-                f"replicas differ: the {kind} of {name} at step {step} has other bits "
-                f"on rank {listed} than on the first rank that holds it"
-            )
-            break
+    gradients = [key for key in other.replicas if key[1] == "gradient"]
+    if gradients:
+        step, _, name = min(gradients)
+        listed = ", ".join(map(str, other.replicas[step, "gradient", name]))
+        yield (
+            f"replicas differ: the gradient of {name} at step {step} has other bits on "
+            f"rank {listed} than on the first rank that holds it"
+        )
     partial = [
         name
         for (step, kind, name), whole in other.tensors.items()
@@ -381,10 +410,6 @@ def _left_out(
             f"{len(partial)} gradients are not summed when the optimizer is called, "
             f"{partial[0]} first: their sums over ranks were compared"
         )
-    lacks = other.without_gradient ^ one.without_gradient
-    if lacks:
-        step, name = min(lacks)
-        yield f"only one side has a gradient of {name} at step {step}"
     if other.unnamed:
         yield f"not compared: {other.unnamed} parameters that no module names"
     for side in (one, other):

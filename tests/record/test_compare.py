@@ -1,0 +1,247 @@
+"""What two recordings say together, from made-up runs: no job is run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradparity.conformance.record.compare import (
+    DIFFERENT,
+    NOT_COMPARABLE,
+    SAME,
+    UNDECIDED,
+    Comparison,
+    Side,
+    compare,
+    compare_exactly,
+)
+from gradparity.conformance.record.merge import Run, Whole
+
+SIZE = 16
+NAMES = ("a", "b", "c")
+NOISE = 1e-6
+
+
+def whole(values: Any, digest: int) -> Whole:
+    sketch = None if values is None else np.asarray(values, dtype=float)
+    return Whole(
+        shape=(SIZE,),
+        digest=digest,
+        rounded=digest // 10,
+        sketch=sketch,
+        square=0.0,
+        largest=0.0,
+        bad=0,
+        held=SIZE,
+    )
+
+
+def values(step: int, name: str, draw: int = 0) -> Any:
+    """A gradient; each draw of noise is another one."""
+    true = np.random.default_rng([step, *name.encode()]).normal(size=SIZE)
+    noise = np.random.default_rng([step, draw, *name.encode()]).normal(size=SIZE)
+    return true * (1 + NOISE * bool(draw) * noise)
+
+
+def run(draw: int = 0, names: Sequence[str] = NAMES, steps: int = 2) -> Run:
+    tensors = {}
+    for step in range(steps):
+        for number, (name, given) in enumerate(zip(NAMES, names, strict=True)):
+            digest = 1000 * (number + 1) + step
+            tensors[step, "weight", given] = whole(None, digest)
+            tensors[step, "gradient", given] = whole(values(step, name, draw), draw)
+            tensors[step, "update", given] = whole(values(step, name, draw), draw)
+    return Run(
+        ranks=1,
+        tensors=tensors,
+        settings={
+            (s, n): {"lr": 0.1, "fused": None} for s in range(steps) for n in names
+        },
+        rows={s: frozenset({1, 2}) for s in range(steps)},
+        losses={},
+        drew=frozenset(),
+        drops=(),
+        unstepped=(),
+        without_gradient=frozenset(),
+        unnamed=0,
+        notes=(),
+    )
+
+
+ONE = Side(name="one", run=run(), noisy=(run(1), run(2), run(3)))
+
+
+def against(other: Run, one: Side = ONE) -> Comparison:
+    return compare(one, Side(name="mesh", run=other))
+
+
+def changed(other: Run, key: tuple[int, str, str], **fields: Any) -> Run:
+    tensors: Mapping[Any, Whole] = other.tensors
+    return replace(other, tensors={**tensors, key: replace(tensors[key], **fields)})
+
+
+def test_what_noise_explains_is_the_same() -> None:
+    found = against(run(4))
+    assert found.code == SAME, found.lines
+    assert found.lines[0].startswith("same: 12 tensors of 2 steps, the largest")
+    assert all(0 < row.ratio < 1 for row in found.rows)
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [(0.5, "it is 0.500 x the first side"), (0.0, "it is zero"), (1.0001, "")],
+)
+def test_a_factor_is_told(factor: float, words: str) -> None:
+    key = (1, "gradient", "b")
+    wrong = changed(run(4), key, sketch=factor * values(1, "b"))
+    found = against(wrong)
+    assert found.code == DIFFERENT
+    assert found.lines[0].startswith("step 1: the gradient of b differs by ")
+    assert words in found.lines[0]
+
+
+def test_a_gradient_of_the_step_before_is_told() -> None:
+    late = changed(run(4), (1, "gradient", "b"), sketch=values(0, "b"))
+    assert "it is that of the step before" in against(late).lines[0]
+
+
+def test_a_difference_that_is_spread_over_all_tensors_is_one() -> None:
+    """Each tensor is within 8 times its noise, and all are at 5."""
+    other = run()
+    for key, each in run().tensors.items():
+        if key[1] == "gradient":
+            away = max(each.distance(noisy.tensors[key]) for noisy in ONE.noisy)
+            off = np.zeros(SIZE)
+            off[0] = 5 * away
+            other = changed(other, key, sketch=each.sketch + off)
+    found = against(other)
+    assert found.code == DIFFERENT, found.lines
+    assert "step 0 differs as a whole: the median tensor by 5" in found.lines[0]
+
+
+def test_noise_as_large_as_every_tensor_decides_nothing() -> None:
+    noisy = [
+        replace(
+            run(),
+            tensors={
+                key: each if each.sketch is None else replace(each, sketch=-each.sketch)
+                for key, each in run().tensors.items()
+            },
+        )
+    ]
+    found = against(run(4), replace(ONE, noisy=noisy))
+    assert found.code == UNDECIDED
+    assert found.lines[0].startswith("noise is as large as every tensor")
+
+
+def test_without_noise_nothing_is_decided() -> None:
+    found = against(run(4), replace(ONE, noisy=()))
+    assert found.code == UNDECIDED and "record it with --noise 2" in found.lines[0]
+
+
+def test_a_renamed_tensor_is_found_by_its_bits() -> None:
+    found = against(run(4, names=("lm.a", "lm.b", "lm.c")))
+    assert found.code == SAME
+    assert "3 of 3 tensors have equal bits, 3 under another name" in found.lines[1]
+
+
+def test_a_start_that_was_rounded_is_told() -> None:
+    other = changed(run(4), (0, "weight", "a"), digest=1007)
+    found = against(other)
+    assert found.code == SAME and "1 of them after rounding to bf16" in found.lines[1]
+
+
+def not_proved() -> Run:
+    """A tensor of another name, with other bits."""
+    other = run(4, names=("a", "b", "x"))
+    return changed(other, (0, "weight", "x"), digest=77)
+
+
+@pytest.mark.parametrize(
+    ("other", "code", "words"),
+    [
+        (
+            changed(run(4), (0, "weight", "a"), digest=99, rounded=9),
+            NOT_COMPARABLE,
+            "another start: 1 of 3 tensors began with other values, a first",
+        ),
+        (
+            replace(run(4), rows={0: frozenset({1, 2}), 1: frozenset({1, 3})}),
+            NOT_COMPARABLE,
+            "other rows: at step 1 1 of 2 rows",
+        ),
+        (
+            replace(run(4), settings={(0, "b"): {"lr": 0.2}}),
+            NOT_COMPARABLE,
+            "other settings: lr of b is 0.1 and 0.2 at step 0",
+        ),
+        (
+            replace(run(4), drew=frozenset({1}), drops=("drop",)),
+            UNDECIDED,
+            "random numbers were drawn in forward at step 1: drop",
+        ),
+        (
+            replace(run(4), unstepped=("b",)),
+            DIFFERENT,
+            "no optimizer of mesh steps b, one has one",
+        ),
+        (
+            replace(run(4), without_gradient=frozenset({(1, "c")})),
+            DIFFERENT,
+            "step 1: mesh has no gradient of c",
+        ),
+        (
+            replace(run(4), replicas={(1, "weight", "c"): (2, 3)}),
+            DIFFERENT,
+            "step 1: replicas of c have other bits on rank 2, 3 of mesh",
+        ),
+        (run(4, steps=0), NOT_COMPARABLE, "the two sides recorded no step"),
+    ],
+    ids=["start", "rows", "settings", "drew", "unstepped", "none", "replicas", "steps"],
+)
+def test_what_must_be_equal_comes_first(other: Run, code: int, words: str) -> None:
+    found = against(other)
+    assert found.code == code, found.lines
+    assert found.lines[0].startswith(words)
+
+
+def test_a_choice_of_an_implementation_is_no_other_setting() -> None:
+    settings = {(0, "b"): {"lr": 0.1, "fused": True}}
+    assert against(replace(run(4), settings=settings)).code == SAME
+
+
+def test_what_was_not_compared_is_told() -> None:
+    other = replace(not_proved(), replicas={(0, "gradient", "a"): (1,)}, unnamed=2)
+    other = replace(other, notes=("rank 0: rows: no",))
+    told = "\n".join(against(other).lines)
+    assert "not compared: 1 of 3 tensors, no tensor of the other side has" in told
+    assert (
+        "replicas differ: the gradient of a at step 0 has other bits on rank 1" in told
+    )
+    assert "not compared: 2 parameters that no module names" in told
+    assert "the recorder noted: rank 0: rows: no" in told
+
+
+def test_a_part_that_nobody_holds_is_not_compared() -> None:
+    other = changed(run(4), (0, "gradient", "a"), held=SIZE - 1)
+    assert len(against(other).rows) == 11
+
+
+def test_bits_are_compared_step_by_step() -> None:
+    one, same = Side(name="one", run=run()), Side(name="mesh", run=run())
+    found = compare_exactly(one, same)
+    assert (found.code, found.lines) == (
+        SAME,
+        ["same, bit for bit: 12 tensors of 2 steps"],
+    )
+    other = changed(run(), (1, "weight", "b"), digest=5)
+    found = compare_exactly(one, Side(name="mesh", run=other))
+    assert (found.code, found.lines) == (
+        DIFFERENT,
+        ["step 1: the weight of b has other bits"],
+    )
+    settings = replace(run(), settings={(0, "a"): {"lr": 0.2, "fused": None}})
+    found = compare_exactly(one, Side(name="mesh", run=settings))
+    assert found.lines == ["step 0: lr of a is 0.1 and 0.2"]
