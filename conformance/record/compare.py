@@ -274,17 +274,17 @@ def _lacking(
     one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
 ) -> str:
     """What one side has and the other has not, or has twice with other bits."""
-    for mine, theirs in ((one, other), (other, one)):
-        stepped = {*mine.run.names("weight", min(steps))}
-        left = [name for name in theirs.run.unstepped if name in stepped]
+    for has, lacks in ((one, other), (other, one)):
+        stepped = {*has.run.names("weight", min(steps))}
+        left = [name for name in lacks.run.unstepped if name in stepped]
         if left:
-            return f"no optimizer of {theirs.name} steps {left[0]}, {mine.name} has one"
+            return f"no optimizer of {lacks.name} steps {left[0]}, {has.name} has one"
     for step in steps:
         for mine, its in names.items():
-            has = (step, mine) not in one.run.without_gradient
-            had = (step, its) not in other.run.without_gradient
-            if has != had:
-                side = other if has else one
+            first = (step, mine) not in one.run.without_gradient
+            second = (step, its) not in other.run.without_gradient
+            if first != second:
+                side = other if first else one
                 return f"step {step}: {side.name} has no gradient of {mine}"
     for side in (one, other):
         for (step, kind, name), ranks in side.run.replicas.items():

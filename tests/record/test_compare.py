@@ -113,6 +113,7 @@ def test_a_difference_that_is_spread_over_all_tensors_is_one() -> None:
     for key, each in run().tensors.items():
         if key[1] == "gradient":
             away = max(each.distance(noisy.tensors[key]) for noisy in ONE.noisy)
+            assert each.sketch is not None
             off = np.zeros(SIZE)
             off[0] = 5 * away
             other = changed(other, key, sketch=each.sketch + off)
