@@ -344,10 +344,11 @@ def _record(parsed: argparse.Namespace) -> int:
 
 
 def _compare(parsed: argparse.Namespace) -> int:
-    if parsed.before.is_dir() or parsed.after.is_dir():
+    both = (parsed.before, parsed.after)
+    # recordings are folders, and reports files
+    if any(path.is_dir() for path in both) and not any(path.is_file() for path in both):
         from .record.command import compare as compare_recordings
 
-        both = (parsed.before, parsed.after)
         return compare_recordings(*both, exact=parsed.exact, json=parsed.json, say=say)
     from .report.compare import compare
     from .report.records import read_report
