@@ -3,13 +3,14 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gradparity.conformance.__main__ import main
 
+Once = Callable[[str, Callable[[Path], object]], Path]
 JOBS = str(Path(__file__).with_name("jobs.py"))
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
 
@@ -30,14 +31,16 @@ def record(out: Path, *options: str, of: list[str]) -> subprocess.CompletedProce
     )
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+@pytest.fixture(scope="session")
+def one(once: Once) -> Path:
     """The reference side: one process, with noise."""
-    out = tmp_path_factory.mktemp("record") / "one"
-    done = record(out, of=command("plain"))
-    assert done.returncode == 0, done.stderr
-    assert "the command runs 4 times" in done.stderr
-    yield out
+
+    def make(folder: Path) -> None:
+        done = record(folder / "one", of=command("plain"))
+        assert done.returncode == 0, done.stderr
+        assert "the command runs 4 times" in done.stderr
+
+    return once("recording", make) / "one"
 
 
 def compared(
@@ -129,15 +132,14 @@ def test_a_fault_on_ranks_is_told(
 
 
 def test_a_run_is_itself_bit_for_bit(
-    one: Path, capsys: pytest.CaptureFixture[str]
+    one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, told = compared(capsys, one, one, "--exact")
     assert (code, told) == (0, "same, bit for bit: 147 tensors of 4 steps\n")
-    nudged = one.parent / "nudged"
-    if not nudged.exists():
-        nudged.mkdir()
-        (nudged / "plain").symlink_to(one / "nudged-1")
-        (nudged / "run.json").write_text((one / "run.json").read_text())
+    nudged = tmp_path / "nudged"
+    nudged.mkdir()
+    (nudged / "plain").symlink_to(one / "nudged-1")
+    (nudged / "run.json").write_text((one / "run.json").read_text())
     code, told = compared(capsys, one, nudged, "--exact")
     assert code == 2  # a link is not followed
 
