@@ -142,6 +142,17 @@ class WatchedScaler:
             # no argument at all without a new scale: a scaler need not take None
             self._scaler.update(*[new_scale] * (new_scale is not None))
 
+    # Methods of the class and not of __getattr__: torch's checkpoints save an object by
+    # its state only if its class has both.
+
+    def state_dict(self) -> Any:
+        """The scaler's state."""
+        return self._call("state_dict", self._scaler.state_dict)
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Go on from a saved state."""
+        return self._call("load_state_dict", self._scaler.load_state_dict, state_dict)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked for before there is a scaler, by a copy
             raise AttributeError(name)

@@ -1,15 +1,18 @@
 """Training steps that call a scaler in unusual forms: right ones break no law."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.functional import softplus
 
 from gradparity.conformance import Case, Runner, Scenario, Status
+from gradparity.conformance.rank.watched import WatchedScaler
 from gradparity.examples.gan import Gan
 from gradparity.fixtures.faulty.agreement import NeverAgrees
 from gradparity.fixtures.faulty.plain import ClippingScaler
@@ -235,3 +238,15 @@ def test_a_scaler_that_lets_ranks_disagree_is_caught_in_such_a_step(
         runner, stack, "inf@r1s1:last!", scaler=f"{__name__}:{Apart.__name__}"
     )
     assert {"skip.all-ranks-skip", "agreement.scale"} <= {*failed(found)}
+
+
+def test_torchs_checkpoints_save_the_scaler_by_its_state() -> None:
+    scaler = WatchedScaler(
+        torch.amp.GradScaler("cpu"),
+        watch=lambda _: nullcontext(),
+        inject=lambda loss: loss,
+        handing=lambda _: nullcontext(),
+        new_scale=None,
+    )
+    assert isinstance(scaler, Stateful)
+    assert scaler.state_dict()["scale"] == 65536.0
