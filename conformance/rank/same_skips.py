@@ -145,7 +145,7 @@ class SameSkips:
         """Do nothing, as `set_growth_factor`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint would hold."""
+        """The entries of a scaler's checkpoint."""
         return {"scale": self.get_scale(), "_growth_tracker": 0}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -185,7 +185,7 @@ class StepTrace:
     loss: float | None = None
     """This rank's loss, or None; the mean of all by their weights is the batch's."""
     weight: float | None = 1.0
-    """What it counts in that mean; None if the counts of this rank are not known."""
+    """Weight of this rank in that mean; None if the rank's counts are not known."""
     count: float | None = None
     """What the sums of all ranks were divided by, where the loss is (sum, count)."""
     reported_norm: float | None = None
@@ -213,7 +213,7 @@ class StepTrace:
     """Parameter name -> whether its gradient was not finite when a scaler was about to
     read the gradients; None where none did."""
     own_skip: bool = False
-    """Whether all ranks skipped by the stack's own decision, and counted it."""
+    """True if all ranks skipped by the stack's own decision, and counted the skip."""
     changed: frozenset[str] = frozenset()
     """Parameters of which a local element changed."""
     decisions: list[Decision] = field(default_factory=list)

@@ -47,7 +47,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     runs: list[str]
     """Names of the folders of its runs, the plain one first."""
     complete: bool
-    """Whether all runs came to their end."""
+    """True if all runs came to their end."""
 
 
 def record(

@@ -386,6 +386,20 @@ def _left_out(
             f"not compared: {len(unproved)} of {len(every)} tensors, no tensor of the "
             f"other side has their start ({unproved[0]} first)"
         )
+    compared = {(row.step, row.kind, row.name) for row in rows}
+    absent = [
+        (step, name)
+        for step in steps
+        for name in names
+        if (step, "gradient", name) in one.tensors
+        and (step, "gradient", name) not in compared
+    ]
+    if absent:
+        step, name = absent[0]
+        yield (
+            f"not compared: {len(absent)} gradients, of which not all elements were "
+            f"recorded on both sides ({name}, step {step}, first)"
+        )
     blind = [row for row in rows if row.bound >= 1 and not row.differs]
     if blind:
         yield (

@@ -63,19 +63,10 @@ class Call(msgspec.Struct):
     without_gradient: list[str] = []
 
 
-class Place(msgspec.Struct):
-    """A box as it is written."""
-
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    local: tuple[int, ...]
-    summand: tuple[int, ...] = ()
-
-
 class Stored(msgspec.Struct):
     """What is stored of one part."""
 
-    place: Place
+    place: Box
     digest: int
     rounded: int
     square: float
@@ -88,7 +79,7 @@ class Stored(msgspec.Struct):
         """Read the numbers from their device."""
         square, largest, bad = kept.numbers.tolist()
         return cls(
-            place=Place(box.shape, box.offsets, box.local, box.summand),
+            place=box,
             digest=int(kept.digest),
             rounded=int(kept.rounded),
             square=square,
@@ -118,6 +109,10 @@ class Recording(msgspec.Struct):
     """``optimizer/step/kind/name`` -> what is kept."""
 
 
+class _Version(msgspec.Struct):
+    version: int | None = None
+
+
 class _Header(msgspec.Struct):
     """What is no array, in one JSON text beside the arrays."""
 
@@ -131,7 +126,7 @@ class _Header(msgspec.Struct):
     drops: list[str]
     unstepped: list[str]
     notes: list[str]
-    places: list[Place]
+    places: list[Box]
     numbers: list[tuple[str, int, int, int, int, float, float, int]]
     """(key, number of its place, row of its sketch or -1, digest, rounded, square,
     largest, non-finite)."""
@@ -140,11 +135,11 @@ class _Header(msgspec.Struct):
 def write_rank(folder: Path, rank: int, recording: Recording) -> None:
     """Write what a rank recorded, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    places: dict[tuple[Any, ...], int] = {}
+    places: dict[Box, int] = {}
     numbers: list[tuple[str, int, int, int, int, float, float, int]] = []
     sketches: list[NDArray[np.float64]] = []
     for key, each in recording.tensors.items():
-        where = places.setdefault(msgspec.structs.astuple(each.place), len(places))
+        where = places.setdefault(each.place, len(places))
         row = -1 if each.sketch is None else len(sketches)
         values = (each.digest, each.rounded, each.square, each.largest, each.bad)
         numbers.append((key, where, row, *values))
@@ -161,7 +156,7 @@ def write_rank(folder: Path, rank: int, recording: Recording) -> None:
         drops=recording.drops,
         unstepped=recording.unstepped,
         notes=recording.notes,
-        places=[Place(*each) for each in places],
+        places=[*places],
         numbers=numbers,
     )
     path = folder / f"rank-{rank}.safetensors"

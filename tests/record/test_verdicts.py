@@ -227,7 +227,9 @@ def test_what_was_not_compared_is_told() -> None:
 
 def test_a_part_that_nobody_holds_is_not_compared() -> None:
     other = changed(run(4), (0, "gradient", "a"), held=SIZE - 1)
-    assert len(against(other).rows) == 11
+    found = against(other)
+    assert len(found.rows) == 11
+    assert "not compared: 1 gradients, of which not all elements" in found.lines[-1]
 
 
 def test_bits_are_compared_step_by_step() -> None:
