@@ -332,29 +332,36 @@ def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 def _record(parsed: argparse.Namespace) -> int:
     from .record.command import record
+    from .record.orders import Orders
 
-    return record(
-        parsed.out,
-        parsed.job,
-        parsed.steps,
-        noise=parsed.noise,
+    start, stop = parsed.steps
+    orders = Orders(
+        steps=(parsed.first, parsed.first + stop) if start is None else (start, stop),
+        first=parsed.first,
         stop=parsed.stop,
-        say=partial(say, error=True),
+        start="" if parsed.start is None else str((parsed.start / "plain").absolute()),
+        keep_start=parsed.keep_start,
     )
+    error = partial(say, error=True)
+    return record(parsed.out, parsed.job, orders, noise=parsed.noise, say=error)
 
 
 def _compare(parsed: argparse.Namespace) -> int:
     both = (parsed.before, parsed.after)
     # recordings are folders, and reports files
-    if any(path.is_dir() for path in both) and not any(path.is_file() for path in both):
+    if not any(path.is_file() for path in both):
         from .record.command import compare as compare_recordings
 
-        return compare_recordings(*both, exact=parsed.exact, json=parsed.json, say=say)
+        return compare_recordings(
+            *both, exact=parsed.exact, json=parsed.json, html=parsed.html, say=say
+        )
     from .report.compare import compare
     from .report.records import read_report
 
-    if parsed.exact or parsed.json is not None:
-        raise UsageError("--exact and --json are for two recordings, which are folders")
+    if parsed.exact or parsed.json or parsed.html:
+        raise UsageError(
+            "--exact, --json and --html are for two recordings, which are folders"
+        )
     changes = compare(read_report(parsed.before), read_report(parsed.after))
     for change in changes:
         say(plain(change.text))

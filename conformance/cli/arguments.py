@@ -355,6 +355,8 @@ def _add_small(commands: Commands) -> None:
     compare.add_argument("--exact", action="store_true", help=exact)
     rows = "write all that was compared of two recordings to FILE"
     compare.add_argument("--json", type=file, metavar="FILE", help=rows)
+    page = "write a page about two recordings into DIR"
+    compare.add_argument("--html", type=Path, metavar="DIR", help=page)
 
 
 def _add_record(commands: Commands) -> None:
@@ -365,13 +367,20 @@ def _add_record(commands: Commands) -> None:
     record.add_argument(
         "--steps",
         type=_range,
-        default=range(3),
+        default=(None, 3),
         metavar="N|A:B",
-        help="steps of each optimizer to record (3)",
+        help="steps of each optimizer to record: the first N, or from A to B (3)",
+    )
+    record.add_argument(
+        "--first",
+        type=_natural,
+        default=0,
+        metavar="N",
+        help="number of this job's first step, where it resumes another (0)",
     )
     record.add_argument(
         "--noise",
-        type=int,
+        type=_natural,
         default=2,
         metavar="N",
         help="runs with moved weights; 0 for the side that is compared with it (2)",
@@ -379,20 +388,33 @@ def _add_record(commands: Commands) -> None:
     record.add_argument(
         "--stop", action="store_true", help="end the job after the last recorded step"
     )
+    record.add_argument(
+        "--keep-start", action="store_true", help="write the weights of the start, too"
+    )
+    record.add_argument(
+        "--start",
+        type=Path,
+        metavar="RUN",
+        help="begin from the weights of a run that was recorded with --keep-start",
+    )
 
 
-def _range(text: str) -> range:
-    """``3`` or ``100:104`` as steps."""
-    first, colon, stop = text.partition(":")
-    try:
-        found = range(int(first), int(stop)) if colon else range(int(first))
-    except ValueError:
-        found = range(0)
-    if not found or found.start < 0:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a number of steps nor a range such as 100:104"
-        )
-    return found
+def _range(text: str) -> tuple[int | None, int]:
+    """``3`` as (None, 3), which is a number of steps; ``100:104`` as (100, 104)."""
+    start, colon, stop = text.rpartition(":")
+    if stop.isdecimal() and (start.isdecimal() if colon else True):
+        found = int(start) if colon else None, int(stop)
+        if found[1] > (found[0] or 0):
+            return found
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is neither a number of steps nor a range such as 100:104"
+    )
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    return int(text)
 
 
 def _add_tools(commands: Commands) -> None:

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..files import write_whole
-from ..status import UsageError, counted
+from ..status import UsageError, counted, plain
+from .orders import ORDERS, VERSION, Manifest, Orders
 
 if TYPE_CHECKING:  # imported where it is used: recording needs none of it
     from .compare import Side
 
-__all__ = ["Manifest", "compare", "record"]
+__all__ = ["compare", "record"]
 
 HOOK = Path(__file__).parent / "hook"
 MANIFEST = "run.json"
-VERSION = 1
 STOPPED = (130, -2)
 """Exit statuses of a job that Ctrl-C has ended."""
 LINES = """\
@@ -38,25 +38,12 @@ the job runs Python with -I or in a container, add two lines around the training
 Say = Callable[[str], None]
 
 
-class Manifest(msgspec.Struct, kw_only=True):
-    """``run.json``: how a recording was made."""
-
-    version: int = VERSION
-    command: list[str]
-    steps: str
-    runs: list[str]
-    """Names of the folders of its runs, the plain one first."""
-    complete: bool
-    """True if all runs came to their end."""
-
-
 def record(
     out: Path,
     command: Sequence[str],
-    steps: range,
+    orders: Orders,
     *,
     noise: int,
-    stop: bool,
     say: Say,
 ) -> int:
     """Run a command and record it.
@@ -64,21 +51,26 @@ def record(
     Args:
         out: a new folder.
         command: the job.
-        steps: calls of each optimizer that are recorded.
+        orders: what its processes are asked to do; of each run, ``out`` and ``nudge``
+            are filled in.
         noise: number of runs with moved weights.
-        stop: whether a run ends after the last recorded step.
         say: prints a line.
 
     Returns:
         The exit code of the command; 2 if nothing was recorded.
 
     Raises:
-        UsageError: if there is no command, or the folder exists.
+        UsageError: if there is no command, the folder exists, or there are no weights
+            to begin from.
     """
     if not command:
         raise UsageError("give the command after --: gradparity record RUN -- COMMAND")
     if out.exists() or out.is_symlink():
         raise UsageError(f"{out}: exists: choose another name")
+    if orders.start and not any(Path(orders.start).glob("start-*.safetensors")):
+        raise UsageError(
+            f"{orders.start}: has no weights: record that run with --keep-start"
+        )
     try:
         out.mkdir(parents=True)
     except OSError as error:
@@ -94,46 +86,49 @@ def record(
     started = time.monotonic()
     done: list[str] = []
     for number, name in enumerate(names):
-        code = _run(command, out, name, steps, stop=stop)
+        if number:
+            left = (time.monotonic() - started) / number * (len(names) - number)
+            text = f"run {number + 1} of {len(names)}, about {left:.0f} s left"
+            say(f"gradparity: {text}")
+        code = _run(command, out, name, orders)
         if number == 0:
-            if code in STOPPED or (code and not _has_files(out / name)):
-                return code
+            result = code
             if not _has_files(out / name):
-                say(LINES)
-                return 2
-            plain, seconds = code, time.monotonic() - started
-            if len(names) > 1:
-                left = seconds * (len(names) - 1)
-                say(f"gradparity: the other runs take about {left:.0f} s")
-        elif code in STOPPED:
+                say(LINES if code == 0 else f"gradparity: {_nothing(code)}")
+                return code or 2
+        if code in STOPPED:
             break
-        elif not _has_files(out / name):
-            say(f"gradparity: {name} recorded nothing (exit code {code}): see its log")
+        if not _has_files(out / name):
+            say(f"gradparity: {name}: {_nothing(code)}; see {out / name}.log")
             break
         done.append(name)
     manifest = Manifest(
         command=list(command),
-        steps=f"{steps.start}:{steps.stop}",
+        steps=f"{orders.steps[0]}:{orders.steps[1]}",
         runs=done,
         complete=len(done) == len(names),
     )
     write_whole(out / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
     say(f"gradparity: recorded {', '.join(done)} in {out}")
-    return plain
+    return result
 
 
-def _run(
-    command: Sequence[str], out: Path, name: str, steps: range, *, stop: bool
-) -> int:
+def _nothing(code: int) -> str:
+    return f"the command ended with {code} before an optimizer's step was recorded"
+
+
+def _run(command: Sequence[str], out: Path, name: str, orders: Orders) -> int:
     """Run the command once; all runs but the first write into a log."""
     paths = [str(HOOK), os.environ.get("PYTHONPATH", "")]
-    nudged = int(name.partition("-")[2] or 0)
+    own = msgspec.structs.replace(
+        orders,
+        out=str((out / name).absolute()),
+        nudge=int(name.partition("-")[2] or 0),
+        keep_start=orders.keep_start and name == "plain",
+    )
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "GRADPARITY_RECORD": str((out / name).absolute()),
-        "GRADPARITY_RECORD_STEPS": f"{steps.start}:{steps.stop}",
-        "GRADPARITY_RECORD_NUDGE": str(nudged),
-        "GRADPARITY_RECORD_STOP": str(int(stop)),
+        ORDERS: msgspec.json.encode(own).decode(),
     }
     try:
         if name == "plain":
@@ -155,14 +150,18 @@ def _has_files(folder: Path) -> bool:
 # - Compare
 
 
-def compare(a: Path, b: Path, *, exact: bool, json: Path | None, say: Say) -> int:
+def compare(
+    a: Path, b: Path, *, exact: bool, json: Path | None, html: Path | None, say: Say
+) -> int:
     """Compare two recordings; see ``compare.py``.
 
     Args:
         a: the reference, with noise.
-        b: the side in question.
+        b: the side in question. Either may be several folders with commas between, one
+            a host.
         exact: whether bits are compared.
         json: where to write all that was compared.
+        html: folder in which to write a page.
         say: prints a line.
 
     Returns:
@@ -176,7 +175,7 @@ def compare(a: Path, b: Path, *, exact: bool, json: Path | None, say: Say) -> in
     one, other = _side(a), _side(b)
     found = (compare_exactly if exact else compare)(one, other)
     for line in found.lines:
-        say(line)
+        say(plain(line))
     if json is not None:
         rows = [
             {**vars(row), "ratio": row.ratio, "differs": row.differs}
@@ -184,6 +183,10 @@ def compare(a: Path, b: Path, *, exact: bool, json: Path | None, say: Say) -> in
         ]
         content = {"code": found.code, "lines": found.lines, "rows": rows}
         write_whole(json, msgspec.json.format(msgspec.json.encode(content)))
+    if html is not None:
+        from .page import write_page
+
+        say(f"page: {write_page(html, one, other, found)}")
     return found.code
 
 
@@ -191,17 +194,29 @@ def _side(path: Path) -> Side:
     from .compare import Side
     from .merge import read_merged
 
-    manifest = path / MANIFEST
+    folders = [path] if path.exists() else [Path(p) for p in str(path).split(",")]
+    made = [_manifest(folder) for folder in folders]
     try:
-        if not manifest.exists():
-            raise UsageError(f"{path}: is no recording: it has no {MANIFEST}")
-        made = msgspec.json.decode(manifest.read_bytes(), type=Manifest)
-        if made.version != VERSION:
-            text = f"has version {made.version}, expected {VERSION}: record it again"
-            raise UsageError(f"{manifest}: {text}")
-        plain, *noisy = [read_merged(path / Path(name).name) for name in made.runs]
-    except (OSError, ValueError, IndexError, msgspec.MsgspecError) as error:
-        if isinstance(error, UsageError):
-            raise
+        first, *noisy = [
+            read_merged(*(folder / Path(name).name for folder in folders))
+            for name in made[0].runs
+            if all(name in each.runs for each in made)
+        ]
+    except (OSError, ValueError) as error:
         raise UsageError(f"{path}: {error}") from error
-    return Side(name=str(path), run=plain, noisy=noisy)
+    return Side(name=str(path), run=first, noisy=noisy)
+
+
+def _manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except FileNotFoundError as error:
+        text = f"{folder}: is no recording: it has no {MANIFEST}"
+        raise UsageError(text) from error
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UsageError(f"{path}: {error}") from error
+    if found.version != VERSION:
+        text = f"has version {found.version}, expected {VERSION}: record it again"
+        raise UsageError(f"{path}: {text}")
+    return found

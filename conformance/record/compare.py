@@ -96,7 +96,7 @@ def compare(one: Side, other: Side) -> Comparison:
     if not names or not steps:
         found.code = NOT_COMPARABLE
         if not steps:
-            found.lines.insert(0, "the two sides recorded no step in common")
+            found.lines.insert(0, _NO_STEP)
         return found
     first = _first_difference(one.run, other.run, names, steps)
     found.lines += first.same
@@ -115,6 +115,19 @@ def compare(one: Side, other: Side) -> Comparison:
             "dropout to 0 and record both sides again",
         )
         return found
+    elements = {
+        n: one.run.tensors[min(steps), "weight", n].size
+        for n in one.run.names("weight", min(steps))
+    }
+    proved = sum(elements[n] for n in names)
+    if proved < sum(elements.values()) / 2:
+        found.code = UNDECIDED
+        found.lines.insert(
+            0,
+            f"too little was compared: {len(names)} of {len(elements)} tensors have "
+            "a partner on the other side. Begin both from one checkpoint",
+        )
+        return found
     if not one.noisy:
         found.code = UNDECIDED
         found.lines.insert(
@@ -123,8 +136,24 @@ def compare(one: Side, other: Side) -> Comparison:
         return found
     found.rows = list(_rows(one, other, names, steps))
     _decide(found, steps)
+    found.lines += _losses(one.run, other.run, steps)
     found.lines += _left_out(one.run, other.run, names, found.rows, steps)
     return found
+
+
+def _losses(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
+    """Losses, which nothing asks for.
+
+    A mean over ranks is not the loss of the batch if ranks have unequal tokens.
+    """
+    seen = [step for step in steps if step in one.losses and step in other.losses]
+    if seen:
+        pairs = (f"{one.losses[s]:.6g} and {other.losses[s]:.6g}" for s in seen)
+        yield f"loss, a mean over ranks, at steps {_listed(seen)}: {', '.join(pairs)}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _decide(found: Comparison, steps: Sequence[int]) -> None:
@@ -289,10 +318,11 @@ def _lacking(
     for side in (one, other):
         for (step, kind, name), ranks in side.run.replicas.items():
             if kind == "weight":
-                listed = ", ".join(map(str, ranks))
+                end = ". If these are other tensors, give them other names"
                 return (
-                    f"step {step}: replicas of {name} have other bits on rank {listed} "
-                    f"of {side.name} than on the first rank that holds it"
+                    f"step {step}: replicas of {name} have other bits on rank "
+                    f"{_listed(ranks)} of {side.name} than on the first rank that has "
+                    f"it{end if step == min(steps) else ''}"
                 )
     return ""
 
@@ -409,7 +439,7 @@ def _left_out(
     gradients = [key for key in other.replicas if key[1] == "gradient"]
     if gradients:
         step, _, name = min(gradients)
-        listed = ", ".join(map(str, other.replicas[step, "gradient", name]))
+        listed = _listed(other.replicas[step, "gradient", name])
         yield (
             f"replicas differ: the gradient of {name} at step {step} has other bits on "
             f"rank {listed} than on the first rank that holds it"
@@ -435,41 +465,73 @@ def _left_out(
 
 
 def compare_exactly(one: Side, other: Side) -> Comparison:
-    """Compare weights, gradients, settings and rows bit for bit, step by step."""
+    """Compare all that was recorded bit for bit, step by step.
+
+    Weights and states of the optimizer come first, then what a step adds to them.
+    """
     a, b = one.run, other.run
     steps = sorted({s for s, _, _ in a.tensors} & {s for s, _, _ in b.tensors})
     if not steps:
-        return Comparison(
-            code=NOT_COMPARABLE, lines=["the two sides recorded no step in common"]
+        return Comparison(code=NOT_COMPARABLE, lines=[_NO_STEP])
+    first = next(_inexact(one, other, steps), None)
+    if first is not None:
+        return Comparison(code=DIFFERENT, lines=[first])
+    keys = [key for key in a.tensors if key[0] in steps and _is_exact(key)]
+    parts = [
+        key for key in keys if not (a.tensors[key].is_whole and b.tensors[key].is_whole)
+    ]
+    if not keys or len(parts) == len(keys):
+        return Comparison(code=UNDECIDED, lines=["no whole tensor is on both sides"])
+    lines = [
+        f"same, bit for bit: {len(keys) - len(parts)} tensors of {len(steps)} steps"
+    ]
+    if parts:
+        step, kind, name = parts[0]
+        lines.append(
+            f"not compared: {len(parts)} tensors, of which not all elements were "
+            f"recorded on both sides ({_called(kind)} of {name}, step {step}, first)"
         )
-    compared = 0
+    return Comparison(code=SAME, lines=lines)
+
+
+_NO_STEP = (
+    "the two sides recorded no step in common: give record the same --steps, and "
+    "--first N for a job that goes on from step N"
+)
+
+
+def _is_exact(key: tuple[int, str, str]) -> bool:
+    return key[1] != "update"  # it has no digest
+
+
+def _called(kind: str) -> str:
+    """A kind of tensor in words."""
+    state, dot, key = kind.partition(".")
+    return f"the optimizer's {key}" if dot else f"the {state}"
+
+
+def _inexact(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str]:
+    """Everything that is not equal, in the order in which a step computes it."""
+    a, b = one.run, other.run
     for step in steps:
-        if step in a.rows and step in b.rows and a.rows[step] != b.rows[step]:
-            return Comparison(code=DIFFERENT, lines=[f"step {step}: other rows"])
-        for kind in ("weight", "gradient"):
-            for name in a.names(kind, step):
-                mine, its = (
-                    a.tensors[step, kind, name],
-                    b.tensors.get((step, kind, name)),
-                )
-                if its is None or not (mine.is_whole and its.is_whole):
-                    continue
-                compared += 1
-                if mine.digest != its.digest:
-                    text = f"step {step}: the {kind} of {name} has other bits"
-                    return Comparison(code=DIFFERENT, lines=[text])
+        if a.rows.get(step) != b.rows.get(step):
+            yield f"step {step}: other rows"
+        keys = [k for k in {**a.tensors, **b.tensors} if k[0] == step and _is_exact(k)]
+        for key in sorted(keys, key=lambda key: key[1] == "gradient"):
+            what = f"{_called(key[1])} of {key[2]}"
+            mine, its = a.tensors.get(key), b.tensors.get(key)
+            if mine is None or its is None:
+                lacks = one if mine is None else other
+                yield f"step {step}: {lacks.name} has not {what}"
+            elif (
+                mine.is_whole and its.is_whole and mine.digest != its.digest
+            ) or mine.shape != its.shape:
+                yield f"step {step}: {what} has other bits"
         for (at, name), values in a.settings.items():
             theirs = b.settings.get((at, name), values)
             if at == step and values != theirs:
-                keys = [k for k in values if values[k] != theirs.get(k)]
-                text = (
-                    f"step {step}: {keys[0]} of {name} is {values[keys[0]]} and "
-                    f"{theirs.get(keys[0])}"
+                what = next(k for k in values if values[k] != theirs.get(k))
+                yield (
+                    f"step {step}: {what} of {name} is {values[what]} and "
+                    f"{theirs.get(what)}"
                 )
-                return Comparison(code=DIFFERENT, lines=[text])
-    if not compared:
-        return Comparison(
-            code=NOT_COMPARABLE, lines=["no tensor has the same name on both sides"]
-        )
-    text = f"same, bit for bit: {compared} tensors of {len(steps)} steps"
-    return Comparison(code=SAME, lines=[text])

@@ -6,6 +6,8 @@ under another name and renamed, so a file that is there is whole.
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +21,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from .kept import Box, Kept
+from .kept import SLOTS, Box, Kept
+from .orders import VERSION
 
 __all__ = ["Call", "Recording", "Settings", "Stored", "read_run", "write_rank"]
-
-VERSION = 1
-"""Of the files; another version is refused."""
 
 
 class Settings(msgspec.Struct):
@@ -72,7 +72,9 @@ class Stored(msgspec.Struct):
     square: float
     largest: float
     bad: int
-    sketch: NDArray[np.float64] | None
+    sketch: NDArray[np.float32] | None
+    """(SLOTS,), or as many as the whole tensor has elements. A float32 adds an error
+    of its unit roundoff, which is the least noise that a comparison assumes."""
 
     @classmethod
     def of(cls, box: Box, kept: Kept) -> Stored:
@@ -85,8 +87,15 @@ class Stored(msgspec.Struct):
             square=square,
             largest=largest,
             bad=int(bad),
-            sketch=None if kept.sketch is None else kept.sketch.cpu().numpy(),
+            sketch=None
+            if kept.sketch is None
+            else kept.sketch[: _slots(box)].float().cpu().numpy(),
         )
+
+
+def _slots(place: Box) -> int:
+    """Slots of a sketch that are used: a small tensor is kept whole."""
+    return min(SLOTS, math.prod(place.shape))
 
 
 class Recording(msgspec.Struct):
@@ -95,7 +104,9 @@ class Recording(msgspec.Struct):
     world_size: int = 1
     calls: list[Call] = []
     rows: dict[int, list[Any]] = {}
-    """Step -> digests of the rows of each input of the model."""
+    """Step -> digests of the rows of each input of the model that holds integers."""
+    rows_of_floats: dict[int, list[Any]] = {}
+    """The same of the other inputs."""
     losses: dict[int, list[Any]] = {}
     drew: set[int] = set()
     """Steps in whose forward random numbers were drawn."""
@@ -120,29 +131,36 @@ class _Header(msgspec.Struct):
     world_size: int
     torch: str
     calls: list[Call]
-    rows: dict[str, list[list[int]]]
-    losses: dict[str, list[float]]
+    rows: dict[int, list[list[int]]]
+    rows_of_floats: dict[int, list[list[int]]]
+    losses: dict[int, list[float]]
     drew: list[int]
     drops: list[str]
     unstepped: list[str]
     notes: list[str]
     places: list[Box]
-    numbers: list[tuple[str, int, int, int, int, float, float, int]]
-    """(key, number of its place, row of its sketch or -1, digest, rounded, square,
-    largest, non-finite)."""
+    numbers: list[tuple[str, int, bool, int, int, float, float, int]]
+    """(key, number of its place, whether it has a sketch, digest, rounded, square,
+    largest, non-finite). Sketches follow each other in one array."""
 
 
 def write_rank(folder: Path, rank: int, recording: Recording) -> None:
-    """Write what a rank recorded, whole or not at all."""
+    """Write what a rank recorded, whole or not at all.
+
+    Raises:
+        FileExistsError: if another process has recorded as this rank.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank-{rank}.safetensors"
+    if path.exists():
+        raise FileExistsError(f"another process has recorded as rank {rank}: {path}")
     places: dict[Box, int] = {}
-    numbers: list[tuple[str, int, int, int, int, float, float, int]] = []
-    sketches: list[NDArray[np.float64]] = []
+    numbers: list[tuple[str, int, bool, int, int, float, float, int]] = []
+    sketches: list[NDArray[np.float32]] = []
     for key, each in recording.tensors.items():
         where = places.setdefault(each.place, len(places))
-        row = -1 if each.sketch is None else len(sketches)
         values = (each.digest, each.rounded, each.square, each.largest, each.bad)
-        numbers.append((key, where, row, *values))
+        numbers.append((key, where, each.sketch is not None, *values))
         if each.sketch is not None:
             sketches.append(each.sketch)
     header = _Header(
@@ -150,8 +168,9 @@ def write_rank(folder: Path, rank: int, recording: Recording) -> None:
         world_size=recording.world_size,
         torch=str(torch.__version__),
         calls=recording.calls,
-        rows={str(s): [t.tolist() for t in rows] for s, rows in recording.rows.items()},
-        losses={str(s): losses for s, losses in recording.losses.items()},
+        rows=_listed(recording.rows),
+        rows_of_floats=_listed(recording.rows_of_floats),
+        losses=recording.losses,
         drew=sorted(recording.drew),
         drops=recording.drops,
         unstepped=recording.unstepped,
@@ -159,15 +178,24 @@ def write_rank(folder: Path, rank: int, recording: Recording) -> None:
         places=[*places],
         numbers=numbers,
     )
-    path = folder / f"rank-{rank}.safetensors"
     draft = folder / f".rank-{rank}.{os.getpid()}.draft"
-    arrays = {"sketches": np.stack(sketches)} if sketches else {}
-    save_file(arrays, draft, {"gradparity": msgspec.json.encode(header).decode()})
-    os.replace(draft, path)
+    arrays = {"sketches": np.concatenate(sketches)} if sketches else {}
+    try:
+        save_file(arrays, draft, {"gradparity": msgspec.json.encode(header).decode()})
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
-def read_run(folder: Path) -> Iterator[tuple[int, Recording]]:
+def _listed(rows: dict[int, list[Any]]) -> dict[int, list[list[int]]]:
+    return {step: [each.tolist() for each in inputs] for step, inputs in rows.items()}
+
+
+def read_run(*folders: Path) -> Iterator[tuple[int, Recording]]:
     """Read what each rank of a run recorded.
+
+    Args:
+        folders: that of the run, on each host where hosts share none.
 
     Yields:
         (rank, recording), in the order of ranks.
@@ -176,17 +204,22 @@ def read_run(folder: Path) -> Iterator[tuple[int, Recording]]:
         ValueError: if a file is missing, is of another version or is broken; the
             message names it.
     """
-    paths = sorted(folder.glob("rank-*.safetensors"), key=_rank_of)
+    listed = ", ".join(map(str, folders))
+    paths = [path for each in folders for path in each.glob("rank-*.safetensors")]
     if not paths:
         raise ValueError(
-            f"{folder}: holds no recording: no optimizer of torch was seen"
+            f"{listed}: holds no recording: no optimizer of torch was seen"
         )
-    found = {_rank_of(path): _read(path) for path in paths}
+    found: dict[int, Recording] = {}
+    for path in paths:
+        if _rank_of(path) in found:
+            raise ValueError(f"{path}: another folder has this rank, too")
+        found[_rank_of(path)] = _read(path)
     size = max(recording.world_size for recording in found.values())
     missing = sorted({*range(size)} - {*found})
     if missing:
         ranks = ", ".join(map(str, missing))
-        raise ValueError(f"{folder}: of {size} ranks these wrote nothing: {ranks}")
+        raise ValueError(f"{listed}: of {size} ranks these wrote nothing: {ranks}")
     yield from sorted(found.items())
 
 
@@ -210,17 +243,23 @@ def _read(path: Path) -> Recording:
                 raise ValueError(f"{path}: has version {text}, expected {VERSION}")
             header = msgspec.json.decode(raw, type=_Header)
             names = list(file.keys())
-            sketches = file.get_tensor("sketches") if "sketches" in names else ()
+            sketches = (
+                file.get_tensor("sketches")
+                if "sketches" in names
+                else np.empty(0, np.float32)
+            )
     except (SafetensorError, msgspec.DecodeError, OSError) as error:
         raise ValueError(f"{path}: is no recording: {error}") from error
-    rows = [row for _, _, row, *_ in header.numbers if row >= 0]
-    if rows != [*range(len(sketches))]:
-        raise ValueError(f"{path}: has {len(sketches)} sketches of {len(rows)}")
+    sizes = [_slots(header.places[n[1]]) if n[2] else 0 for n in header.numbers]
+    if sum(sizes) != len(sketches):
+        raise ValueError(f"{path}: has {len(sketches)} of {sum(sizes)} numbers")
+    ends = itertools.accumulate(sizes)
     return Recording(
         world_size=header.world_size,
         calls=header.calls,
-        rows={int(step): rows for step, rows in header.rows.items()},
-        losses={int(step): losses for step, losses in header.losses.items()},
+        rows=dict(header.rows),
+        rows_of_floats=dict(header.rows_of_floats),
+        losses=dict(header.losses),
         drew=set(header.drew),
         drops=header.drops,
         unstepped=header.unstepped,
@@ -233,8 +272,10 @@ def _read(path: Path) -> Recording:
                 square=square,
                 largest=largest,
                 bad=bad,
-                sketch=sketches[row] if row >= 0 else None,
+                sketch=sketches[end - size : end] if has else None,
             )
-            for key, where, row, digest, rounded, square, largest, bad in header.numbers
+            for (key, where, has, digest, rounded, square, largest, bad), size, end in (
+                zip(header.numbers, sizes, ends, strict=True)
+            )
         },
     )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -95,6 +95,11 @@ class Kept:
     numbers: Tensor
     """(3,) float64: sum of squares, largest size, number of non-finite elements; zeros
     without a sketch."""
+
+    def minus(self, other: Kept) -> Kept:
+        """The sketch of a difference of two tensors in one place; no more is known."""
+        assert self.sketch is not None and other.sketch is not None
+        return replace(self, sketch=self.sketch - other.sketch)
 
 
 def mix(x: Tensor) -> Tensor:

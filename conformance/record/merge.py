@@ -10,7 +10,7 @@ Parts of a tensor that is still to be summed add up in the sketch alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ class Whole:
     bad: int
     held: int
     """Elements that some rank holds."""
-    differing: tuple[int, ...] = ()
+    unlike: tuple[int, ...] = ()
     """Ranks whose replica has other bits than that of the first rank."""
 
     @property
@@ -77,7 +77,7 @@ def merge(parts: Iterable[tuple[int, Stored]]) -> Whole:
     """
     found = sorted(parts, key=lambda part: part[0])
     boxes: dict[tuple[Any, ...], Stored] = {}
-    differing = []
+    unlike = []
     for rank, part in found:
         where = part.place
         if not math.prod(where.local):
@@ -85,7 +85,7 @@ def merge(parts: Iterable[tuple[int, Stored]]) -> Whole:
         key = (where.offsets, where.local, where.summand)
         first = boxes.setdefault(key, part)
         if first.digest != part.digest:
-            differing.append(rank)
+            unlike.append(rank)
     counted = [*boxes.values()] or [found[0][1]]
     summed = not any(part.place.summand for part in counted)
     held = {(p.place.offsets, p.place.local): math.prod(p.place.local) for p in counted}
@@ -98,15 +98,15 @@ def merge(parts: Iterable[tuple[int, Stored]]) -> Whole:
         largest=max(p.largest for p in counted) if summed else math.nan,
         bad=sum(p.bad for p in counted),
         held=sum(held.values()),
-        differing=tuple(differing),
+        unlike=tuple(unlike),
     )
 
 
 def _added(
-    sketches: Iterable[NDArray[np.float64] | None],
+    sketches: Iterable[NDArray[np.float32] | None],
 ) -> NDArray[np.float64] | None:
     known = [sketch for sketch in sketches if sketch is not None]
-    return np.sum(known, axis=0) if known else None
+    return np.sum(known, axis=0, dtype=np.float64) if known else None
 
 
 Key = tuple[int, str, str]
@@ -122,7 +122,8 @@ class Run:
     settings: Mapping[tuple[int, str], Mapping[str, Any]]
     """(step, parameter) -> the numbers of its param group."""
     rows: Mapping[int, frozenset[int]]
-    """Step -> digests of the rows that the model was given."""
+    """Step -> digests of the rows that the model was given; tokens, if it was given
+    such, else numbers with a point, which later stages of a pipeline are given, too."""
     losses: Mapping[int, float]
     """Step -> mean of the losses of all ranks and passes, if the model returns one."""
     drew: frozenset[int]
@@ -145,18 +146,24 @@ class Run:
         return [n for s, k, n in self.tensors if (s, k) == (step, kind)]
 
 
-def read_merged(folder: Path) -> Run:
+def read_merged(*folders: Path) -> Run:
     """Read a run and merge its ranks.
+
+    Args:
+        folders: that of the run, on each host where hosts share none.
 
     Raises:
         ValueError: if a rank is missing or a file is broken.
     """
-    ranks = dict(read_run(folder))
+    ranks = dict(read_run(*folders))
     parts: dict[Key, list[tuple[int, Stored]]] = {}
     for rank, recording in ranks.items():
         scales = {(call.optimizer, call.step): call.scale for call in recording.calls}
+        owner = dict[str, str]()
         for key, stored in recording.tensors.items():
             optimizer, step, kind, name = key.split("/", 3)
+            if owner.setdefault(name, optimizer) != optimizer:
+                name = f"{name} (optimizer {optimizer})"
             if kind == "gradient" and stored.sketch is not None:
                 scale = scales.get((int(optimizer), int(step)))
                 stored.sketch = stored.sketch / (scale or 1.0)
@@ -172,7 +179,7 @@ def read_merged(folder: Path) -> Run:
     first = ranks[min(ranks)]
     return Run(
         ranks=len(ranks),
-        tensors=whole | _updates(whole),
+        tensors=whole,
         settings={
             (call.step, name): group.values
             for recording in ranks.values()
@@ -188,37 +195,16 @@ def read_merged(folder: Path) -> Run:
         without_gradient=frozenset(lacking - had),
         unnamed=max((c.unnamed for r in ranks.values() for c in r.calls), default=0),
         notes=tuple(f"rank {n}: {text}" for n, r in ranks.items() for text in r.notes),
-        replicas={key: each.differing for key, each in whole.items() if each.differing},
+        replicas={key: each.unlike for key, each in whole.items() if each.unlike},
     )
 
 
-def _updates(whole: Mapping[Key, Whole]) -> dict[Key, Whole]:
-    """Updates times the size of the gradient, where the step left the gradient."""
-    found = {}
-    for (step, kind, name), after in whole.items():
-        if kind != "after":
-            continue
-        before = whole[step, "before", name]
-        gradient, again = whole[step, "gradient", name], whole[step, "again", name]
-        same = gradient.digest == again.digest and after.is_summed
-        if same and after.sketch is not None and before.sketch is not None:
-            found[step, "update", name] = Whole(
-                shape=after.shape,
-                digest=after.digest,
-                rounded=after.rounded,
-                sketch=after.sketch - before.sketch,
-                square=math.nan,
-                largest=math.nan,
-                bad=after.bad,
-                held=after.held,
-            )
-    return found
-
-
-def _rows(ranks: Iterable[Recording]) -> dict[int, frozenset[int]]:
+def _rows(ranks: Collection[Recording]) -> dict[int, frozenset[int]]:
     found: dict[int, set[int]] = {}
+    tokens = any(recording.rows for recording in ranks)
     for recording in ranks:
-        for step, inputs in recording.rows.items():
+        rows_of_steps = recording.rows if tokens else recording.rows_of_floats
+        for step, inputs in rows_of_steps.items():
             for rows in inputs:
                 found.setdefault(step, set()).update(rows)
     return {step: frozenset(rows) for step, rows in found.items()}

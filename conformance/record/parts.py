@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .kept import Box
 
-__all__ = ["Part", "Roots", "parts_of", "place"]
+__all__ = ["Part", "Roots", "bare", "parts_of", "place", "trains"]
 
 WRAPPERS = frozenset(
     {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -92,7 +92,7 @@ class Roots:
         """Name the parameters of a module."""
         self.modules.append(module)
         for name, parameter in module.named_parameters():
-            self.names[id(parameter)] = _bare(name)
+            self.names[id(parameter)] = bare(name)
             self.kept.append(parameter)
 
     def find(self, wanted: Iterable[Tensor]) -> None:
@@ -102,7 +102,7 @@ class Roots:
         # not isinstance: a lazy proxy would be made
         found = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
         held = {id(child) for m in found for child in m.__dict__["_modules"].values()}
-        roots = [m for m in found if id(m) not in held and _trains(m)]
+        roots = [m for m in found if id(m) not in held and trains(m)]
         self.modules = []
         for module in sorted(roots, key=_count):  # the largest one names last
             self.add(module)
@@ -110,11 +110,12 @@ class Roots:
     def unstepped(self, stepped: Iterable[str]) -> list[str]:
         """Names of parameters that require a gradient and that no optimizer steps."""
         named = (item for m in self.modules for item in m.named_parameters())
-        names = {_bare(name) for name, p in named if p.requires_grad}
+        names = {bare(name) for name, p in named if p.requires_grad}
         return sorted(names.difference(stepped))
 
 
-def _trains(module: nn.Module) -> bool:
+def trains(module: nn.Module) -> bool:
+    """Return True for a module with parameters that require a gradient."""
     return any(p.requires_grad for p in module.parameters())
 
 
@@ -122,7 +123,8 @@ def _count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _bare(name: str) -> str:
+def bare(name: str) -> str:
+    """The name of a parameter without the names of wrappers."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
@@ -160,7 +162,7 @@ def _of_deepspeed(own: Sequence[Any], roots: Roots) -> Iterator[Part]:
             fragment = mapping.hp_fragment.detach().reshape(-1)
             box = Box(tuple(parameter.shape), (to.start,), (fragment.numel(),))
             yield Part(
-                _bare(name), fragment, box, parameter, _slice_of(own, fragment, of, box)
+                bare(name), fragment, box, parameter, _slice_of(own, fragment, of, box)
             )
 
 

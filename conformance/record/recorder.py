@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -38,16 +39,13 @@ from torch.optim.optimizer import (
 
 from .files import Call, Recording, Settings, Stored, write_rank
 from .kept import Box, Kept, keep_bits, keep_values
-from .nudge import nudge
-from .parts import Part, Roots, parts_of
+from .orders import ORDERS, Orders
+from .parts import Part, Roots, parts_of, place, trains
 from .rows import rows_of
+from .weights import begin_from, nudge, write_start
 
 __all__ = ["Recorder", "install", "record"]
 
-OUT, STEPS, NUDGE, STOP = (
-    f"GRADPARITY_RECORD{end}" for end in ("", "_STEPS", "_NUDGE", "_STOP")
-)
-"""Names of environment variables: the folder, ``A:B``, a seed, whether to stop."""
 NOTES = 20
 """Notes that are kept: a hook that fails does so at every step."""
 
@@ -60,36 +58,57 @@ class _Step:
     parts: list[Part]
     kept: dict[tuple[str, str], tuple[Box, Kept]] = field(default_factory=dict)
     gradients: dict[str, tuple[Tensor, Box]] = field(default_factory=dict)
+    again: dict[str, Tensor] = field(default_factory=dict)
+    """Name -> digest of the gradient after the step."""
+
+    def stored(self) -> Iterator[tuple[str, Stored]]:
+        """What is kept of each tensor, under its key, read from its device."""
+        start = f"{self.call.optimizer}/{self.call.step}"
+        for (kind, name), (box, kept) in self.kept.items():
+            if kind not in ("before", "after"):
+                yield f"{start}/{kind}/{name}", Stored.of(box, kept)
+        for name, again in self.again.items():
+            (box, before), (_, after) = (
+                self.kept[kind, name] for kind in ("before", "after")
+            )
+            if torch.equal(again, self.kept["gradient", name][1].digest):
+                yield f"{start}/update/{name}", Stored.of(box, after.minus(before))
 
 
 class Recorder:
     """What one process records."""
 
-    def __init__(self, out: Path, steps: range, nudged: int = 0, stop: bool = False):
-        self.out = out
-        self.steps = steps
-        self.nudged = nudged
-        self.stop = stop
+    def __init__(self, orders: Orders):
+        self.orders = orders
+        self.out = Path(orders.out)
+        self.steps = range(*orders.steps)
         self.roots = Roots()
         self.recording = Recording()
-        self.optimizers: list[Any] = []
-        """Those that were seen, in the order of their numbers."""
+        self.optimizers: dict[int, tuple[int, Any]] = {}
+        """id of an optimizer -> its number, in the order of first calls, and itself."""
         self.calls = Counter[int]()
         """Number of an optimizer -> its calls so far."""
         self.depth = Counter[int]()
+        """id of an optimizer -> its calls of ``step`` within each other."""
+        self.height = dict[int, int]()
+        """id of an optimizer -> height of the stack at the outermost of these."""
         self.last: dict[int, Any] = {}
         self.under_way: dict[int, _Step] = {}
         self.done: list[_Step] = []
         self.final: list[tuple[str, Box, Kept]] = []
-        self.root: nn.Module | None = None
-        self.generator: Tensor | None = None
+        self.outermost: list[nn.Module] = []
+        """Models that were called before the first step of an optimizer."""
+        self.inner: set[int] = set()
+        """ids of the modules in these."""
+        self.generators: dict[int, list[Tensor]] = {}
+        """id of a model -> states of the random generators when it was called."""
         self.written = False
         self.hooks: list[Any] = []
 
     def install(self) -> None:
         """Hook optimizers and the outermost model."""
         self.hooks = [
-            register_module_forward_pre_hook(self._first_forward),
+            register_module_forward_pre_hook(self._called),
             register_optimizer_step_pre_hook(self._begins),
             register_optimizer_step_post_hook(self._stepped),
         ]
@@ -97,47 +116,54 @@ class Recorder:
 
     # - The model
 
-    def _first_forward(self, module: nn.Module, args: Any) -> None:
-        """Find the outermost model: the first module with trained parameters."""
-        if torch.compiler.is_compiling() or self.root is not None:
+    def _called(self, module: nn.Module, args: Any) -> None:
+        """Find the outermost models: those with trained parameters."""
+        if torch.compiler.is_compiling() or id(module) in self.inner:
             return
         with self._noting("the first forward"):
-            if not any(p.requires_grad for p in module.parameters()):
+            if not torch.is_grad_enabled() or not trains(module):
                 return
-            if not torch.is_grad_enabled():
-                return
-            self.root = module
-            self.hooks.pop(0).remove()
-            if self.nudged:
-                nudge(module, self.nudged)
+            self.outermost.append(module)
+            self.inner |= {id(each) for each in module.modules()}
+            if self.orders.start:
+                note = begin_from(Path(self.orders.start), module)
+                self.recording.notes += [note] if note else []
+            if self.orders.keep_start:
+                write_start(self.out, _rank(), module)
+            if self.orders.nudge:
+                nudge(module, self.orders.nudge)
             # a hook that is set now misses this call, and a global one gets no keywords
-            self._sees_rows(module, args, _keywords_of_caller())
-            module.register_forward_pre_hook(self._sees_rows, with_kwargs=True)
+            self._enters(module, args, _keywords_of_caller())
+            module.register_forward_pre_hook(self._enters, with_kwargs=True)
             module.register_forward_hook(self._leaves, always_call=True)
 
-    def _sees_rows(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enters(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or not self._records_next():
             return
         with self._noting("rows"):
-            self.recording.rows.setdefault(self._next(), []).extend(
-                rows_of([*args, *kwargs.values()])
-            )
-            self.generator = torch.get_rng_state()
+            # a second model may get what the first one has computed
+            if module is self.outermost[0]:
+                tokens, floats = rows_of([*args, *kwargs.values()])
+                out = self.recording
+                for kept, rows in ((out.rows, tokens), (out.rows_of_floats, floats)):
+                    if rows:
+                        kept.setdefault(self._next(), []).extend(rows)
+            self.generators[id(module)] = _generators(module)
 
-    def _leaves(self, _: nn.Module, args: Any, output: Any) -> None:
-        if self.generator is None:
+    def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
+        before = self.generators.pop(id(module), None)
+        if before is None:
             return
         with self._noting("the output of the model"):
-            if not torch.equal(self.generator, torch.get_rng_state()):
+            if not all(map(torch.equal, before, _generators(module))):
                 self.recording.drew.add(self._next())
-            self.generator = None
             loss = getattr(output, "loss", output)
             if isinstance(loss, Tensor) and loss.numel() == 1:
                 self.recording.losses.setdefault(self._next(), []).append(loss.detach())
 
     def _next(self) -> int:
         """The step to come, by the calls of the first optimizer."""
-        return self.calls[0]
+        return self.calls[0] if self.optimizers else self.orders.first
 
     def _records_next(self) -> bool:
         return not self.written and self._next() in self.steps
@@ -147,10 +173,16 @@ class Recorder:
     def _begins(self, optimizer: Optimizer, *_: Any) -> None:
         if self.written:
             return
-        self.depth[id(optimizer)] += 1
-        if self.depth[id(optimizer)] == 1:  # else its class calls that of its base
-            # the hooks of the job itself may wait for gradients: this one comes last
-            self.last[id(optimizer)] = optimizer.register_step_pre_hook(self._uses)
+        outer = self.height.get(id(optimizer))
+        if outer is not None and _height() > outer:
+            self.depth[id(optimizer)] += 1  # its class calls the step of its base
+            return
+        if outer is not None:  # that step raised an error, which the job has caught
+            self.last.pop(id(optimizer)).remove()
+            self.under_way.pop(id(optimizer), None)
+        self.height[id(optimizer)], self.depth[id(optimizer)] = _height(), 1
+        # the hooks of the job itself may wait for gradients: this one comes last
+        self.last[id(optimizer)] = optimizer.register_step_pre_hook(self._uses)
 
     def _uses(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -179,6 +211,7 @@ class Recorder:
         self.depth[id(optimizer)] -= 1
         if self.depth[id(optimizer)] > 0 or id(optimizer) not in self.last:
             return
+        del self.height[id(optimizer)]
         self.last.pop(id(optimizer)).remove()
         self._ended(optimizer)
 
@@ -197,7 +230,7 @@ class Recorder:
             with self._noting("the weights after the last step"), torch.no_grad():
                 self._read_final()
             self.write()
-            if self.stop:
+            if self.orders.stop:
                 self._end()
 
     def watch(self, optimizer: Any) -> None:
@@ -213,11 +246,13 @@ class Recorder:
         optimizer.step = step
 
     def _number(self, optimizer: Any) -> int:
-        for number, known in enumerate(self.optimizers):
-            if known is optimizer:
-                return number
-        self.optimizers.append(optimizer)
-        return len(self.optimizers) - 1
+        if id(optimizer) not in self.optimizers:
+            number = len(self.optimizers)
+            self.optimizers[id(optimizer)] = number, optimizer
+            self.calls[number] = self.orders.first
+            if self.hooks:  # all models were called before a first step
+                self.hooks.pop(0).remove()
+        return self.optimizers[id(optimizer)][0]
 
     def _read(self, optimizer: Any, number: int) -> _Step:
         parts = list(parts_of(optimizer, self.roots))
@@ -242,8 +277,7 @@ class Recorder:
         )
         step = _Step(call, parts)
         for part in parts:
-            weight = keep_bits(part.weight, part.box, rounded=True)
-            step.kept["weight", part.name] = part.box, weight
+            step.kept |= _bits_of(optimizer, part)
             found = part.gradient()
             if found is None:
                 call.without_gradient.append(part.name)
@@ -264,16 +298,15 @@ class Recorder:
             product = keep_values(part.weight, part.box, weight=found[0])
             step.kept["after", part.name] = part.box, product
             # a kernel that divides gradients leaves others than it was given
-            again = keep_bits(found[0], found[1])
-            step.kept["again", part.name] = found[1], again
+            step.again[part.name] = keep_bits(found[0], found[1]).digest
         step.gradients.clear()
 
     def _read_final(self) -> None:
-        for number, optimizer in enumerate(self.optimizers):
+        for number, optimizer in self.optimizers.values():
             for part in parts_of(optimizer, self.roots):
-                name = f"{number}/{part.name}"
-                kept = keep_bits(part.weight, part.box, rounded=True)
-                self.final.append((name, part.box, kept))
+                for (kind, _), (box, kept) in _bits_of(optimizer, part).items():
+                    key = f"{number}/{self.steps.stop}/{kind}/{part.name}"
+                    self.final.append((key, box, kept))
 
     # - The end
 
@@ -297,7 +330,7 @@ class Recorder:
         out.world_size = dist.get_world_size() if dist.is_initialized() else 1
         out.drops = sorted(
             name
-            for module in ([] if self.root is None else [self.root])
+            for module in self.outermost
             for name, each in module.named_modules()
             if isinstance(getattr(each, "p", None), float) and 0 < each.p < 1
         )
@@ -308,12 +341,8 @@ class Recorder:
             step.call.settings = [s.read() for s in step.call.settings]
             step.call.scale = _read(step.call.scale)
             step.call.found_inf = _read(step.call.found_inf)
-            for (kind, name), (box, kept) in step.kept.items():
-                key = f"{step.call.optimizer}/{step.call.step}/{kind}/{name}"
-                out.tensors[key] = Stored.of(box, kept)
-        for name, box, kept in self.final:
-            number, _, bare = name.partition("/")
-            key = f"{number}/{self.steps.stop}/weight/{bare}"
+            out.tensors.update(step.stored())
+        for key, box, kept in self.final:
             out.tensors[key] = Stored.of(box, kept)
         out.losses = {step: list(map(float, each)) for step, each in out.losses.items()}
 
@@ -334,6 +363,37 @@ class Recorder:
                 where = f"{Path(last.filename).name}:{last.lineno}"
                 text = f"{what}: {type(error).__name__}: {error} ({where})"
                 self.recording.notes.append(text[:400])
+
+
+def _bits_of(optimizer: Any, part: Part) -> dict[tuple[str, str], tuple[Box, Kept]]:
+    """Digests of a weight and of what the optimizer has stored for it."""
+    weight = keep_bits(part.weight, part.box, rounded=True)
+    found = {("weight", part.name): (part.box, weight)}
+    state = getattr(optimizer, "state", None) or {}
+    for key, value in state.get(part.parameter, {}).items():
+        if not isinstance(value, Tensor):
+            continue
+        local, box = place(value)
+        if local.shape == part.weight.shape:  # flat ranges know no other place
+            box = part.box
+        found[f"state.{key}", part.name] = box, keep_bits(local, box)
+    return found
+
+
+def _generators(module: nn.Module) -> list[Tensor]:
+    """States of the random generators of the CPU and of a model's device."""
+    device = next(module.parameters()).device
+    own = [] if device.type in ("cpu", "meta") else [torch.get_device_module(device)]
+    return [torch.get_rng_state(), *(each.get_rng_state(device) for each in own)]
+
+
+def _height() -> int:
+    """Number of frames below that of the caller's caller."""
+    frame: Any = sys._getframe(2)
+    height = 0
+    while frame is not None:
+        frame, height = frame.f_back, height + 1
+    return height
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -409,13 +469,6 @@ recorder: Recorder | None = None
 def install() -> None:
     """Begin to record, as the environment says."""
     global recorder
-    if recorder is not None or not os.environ.get(OUT):
-        return
-    first, _, stop = os.environ.get(STEPS, "0:3").partition(":")
-    recorder = Recorder(
-        Path(os.environ[OUT]),
-        range(int(first), int(stop)),
-        int(os.environ.get(NUDGE, "0")),
-        os.environ.get(STOP) == "1",
-    )
-    recorder.install()
+    if recorder is None and ORDERS in os.environ:
+        recorder = Recorder(msgspec.json.decode(os.environ[ORDERS], type=Orders))
+        recorder.install()

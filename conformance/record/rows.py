@@ -20,14 +20,21 @@ MOST = 4096
 """Rows of a tensor that are digested: one digest a row is kept."""
 
 
-def rows_of(values: Iterable[Any]) -> list[Tensor]:
+def rows_of(values: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]]:
     """One (rows,) int64 tensor of digests for each input with rows in dim 0.
 
     Args:
         values: arguments of the model; dicts, tuples and lists are searched.
+
+    Returns:
+        Those of inputs that hold integers, and those of the others.
     """
-    tensors = [t for value in values for t in _tensors(value) if t.ndim > 1 and len(t)]
-    return [_digests(t.detach()[:MOST]) for t in tensors]
+    found: tuple[list[Tensor], list[Tensor]] = [], []
+    for tensor in (t for value in values for t in _tensors(value)):
+        if tensor.ndim > 1 and len(tensor):
+            digests = _digests(tensor.detach()[:MOST])
+            found[tensor.is_floating_point()].append(digests)
+    return found
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:

@@ -3,6 +3,7 @@
 Run by tests, each as a process, or as ranks of torchrun.
 """
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -41,16 +42,25 @@ class Model(nn.Module):
 
     def __init__(self, drop: float = 0.0) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
+        self.words: nn.Embedding | None = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(Block(drop) for _ in range(2))
-        self.head = nn.Linear(WIDTH, WORDS)
+        self.head: nn.Linear | None = nn.Linear(WIDTH, WORDS)
 
     def forward(self, words: Tensor) -> Tensor:
-        x = self.words(words)
+        x = self.words(words) if self.words is not None else words
         for block in self.blocks:
             x = block(x)
-        scores: Tensor = self.head(x)
+        scores: Tensor = self.head(x) if self.head is not None else x
         return scores
+
+    def cut(self, stage: int) -> None:
+        """Leave one of two stages, under the names of the whole."""
+        if stage == 0:
+            self.head = None
+            self.blocks[1] = nn.Identity()
+        else:
+            self.words = None
+            self.blocks[0] = nn.Identity()
 
 
 class OwnOptimizer:
@@ -140,15 +150,25 @@ def train(
     rank: int,
     fault: str,
 ) -> None:
-    """Three steps, with a fault."""
-    for step in range(STEPS):
+    """Three steps, with a fault; a job that is continued or resumed does six."""
+    resumed = fault in ("resumed", "forgets")
+    if resumed:
+        state = torch.load(os.environ["CHECKPOINT"], weights_only=True)
+        model.load_state_dict(state["model"])
+        if fault != "forgets" and isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.load_state_dict(state["optimizer"])
+    steps = range(STEPS * 2) if fault == "continued" else range(STEPS)
+    for step in range(STEPS, STEPS * 2) if resumed else steps:
+        if fault == "continued" and step == STEPS:
+            assert isinstance(optimizer, torch.optim.Optimizer)
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, os.environ["CHECKPOINT"])
         generator = torch.Generator().manual_seed(step + 100 * (fault == "rows"))
         words = torch.randint(WORDS, (ROWS, LENGTH + 1), generator=generator)
         words = words.chunk(ranks)[rank]
         optimizer.zero_grad()
-        loss = F.cross_entropy(
-            model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten()
-        )
+        scores = model(words[:, :-1])
+        loss = loss_of(scores, words[:, 1:])
         (loss * (0.5 if fault == "half" else 1.0)).backward()
         for name, parameter in named.items():
             if fault == "one" and name.endswith("blocks.1.mix.weight"):
@@ -159,8 +179,43 @@ def train(
                 parameter.grad.zero_()
         if fault == "dies" and step == 1:
             os._exit(7)
+        if fault == "raises" and step == 1:
+            with contextlib.suppress(ZeroDivisionError):
+                optimizer.step(lambda: 1 // 0)  # type: ignore[call-arg]  # of torch
         optimizer.step()
 
 
+def loss_of(scores: Tensor, words: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), words.flatten())
+
+
+def pipeline(fault: str) -> None:
+    """Two stages that share the blocks, four micro-batches."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Model()
+    model.cut(rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 4, loss_fn=loss_of, scale_grads=fault != "scale")
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        words = torch.randint(WORDS, (ROWS, LENGTH + 1), generator=generator)
+        optimizer.zero_grad()
+        if rank == 0:
+            schedule.step(words[:, :-1])
+        else:
+            schedule.step(target=words[:, 1:])
+        optimizer.step()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "pipeline":
+        torch.set_num_threads(1)
+        pipeline("".join(sys.argv[2:]))
+    else:
+        main(*sys.argv[1:])

@@ -1,6 +1,7 @@
 """Jobs that know nothing of gradparity are recorded as they are, and compared."""
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -135,13 +136,114 @@ def test_a_run_is_itself_bit_for_bit(
     one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, told = compared(capsys, one, one, "--exact")
-    assert (code, told) == (0, "same, bit for bit: 147 tensors of 4 steps\n")
+    assert (code, told) == (0, "same, bit for bit: 336 tensors of 4 steps\n")
     nudged = tmp_path / "nudged"
     nudged.mkdir()
     (nudged / "plain").symlink_to(one / "nudged-1")
     (nudged / "run.json").write_text((one / "run.json").read_text())
     code, told = compared(capsys, one, nudged, "--exact")
     assert code == 2  # a link is not followed
+
+
+def test_a_step_that_raised_is_recorded_when_it_is_tried_again(
+    one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = record(tmp_path / "b", "--noise", "0", of=command("plain", "raises"))
+    assert done.returncode == 0, done.stderr
+    code, told = compared(capsys, one, tmp_path / "b", "--exact")
+    assert (code, told) == (0, "same, bit for bit: 336 tensors of 4 steps\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "code"), [("", 0), ("scale", 1)])
+def test_stages_of_a_pipeline_are_one_model(
+    one: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    fault: str,
+    code: int,
+) -> None:
+    of = command("pipeline", fault, ranks=2)
+    done = record(tmp_path / "b", "--noise", "0", of=of)
+    assert done.returncode == 0, done.stderr
+    found, told = compared(capsys, one, tmp_path / "b")
+    assert found == code, told
+    assert "start: 21 of 21 tensors have equal bits" in told
+    assert not fault or "it is 4.000 x the first side" in told
+
+
+def test_a_resumed_job_is_compared_bit_for_bit(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("CHECKPOINT", str(tmp_path / "checkpoint.pt"))
+    goes_on = ("--noise", "0", "--steps", "3:6")
+    of = command("plain", "continued")
+    assert record(tmp_path / "a", *goes_on, of=of).returncode == 0
+    for fault, code, words in (
+        ("resumed", 0, "same, bit for bit: 399 tensors of 4 steps"),
+        ("forgets", 1, "step 3: forgets has not the optimizer's step of words.weight"),
+    ):
+        monkeypatch.chdir(tmp_path)
+        of = command("plain", fault)
+        done = record(tmp_path / fault, *goes_on, "--first", "3", of=of)
+        assert done.returncode == 0, done.stderr
+        found, told = compared(capsys, Path("a"), Path(fault), "--exact")
+        assert (found, told.strip()) == (code, words)
+    done = record(tmp_path / "c", "--noise", "0", of=command("plain", "resumed"))
+    assert done.returncode == 0
+    found, told = compared(capsys, tmp_path / "a", tmp_path / "c", "--exact")
+    assert found == 1 or "--first N for a job that goes on" in told
+
+
+@pytest.mark.parametrize("job", ["plain", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_job_begins_from_the_weights_of_another(
+    one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], job: str
+) -> None:
+    """Either side may be on ranks."""
+    first = command(job, ranks=1 if job == "plain" else 2)
+    a, b, c = (tmp_path / name for name in "abc")
+    assert record(a, "--keep-start", "--noise", "0", of=first).returncode == 0
+    of = command("plain", "seed")
+    assert record(b, "--noise", "0", of=of).returncode == 0
+    assert compared(capsys, one, b)[0] == 2
+    done = record(c, "--noise", "0", "--start", str(a), of=of)
+    assert done.returncode == 0, done.stderr
+    code, told = compared(capsys, one, c)
+    assert code == 0 and "start: 21 of 21 tensors have equal bits" in told, told
+    done = record(tmp_path / "d", "--start", str(b), of=of)
+    assert done.returncode == 2
+    assert "has no weights: record that run with --keep-start" in done.stderr
+
+
+def test_a_page_shows_each_tensor_at_each_step(
+    one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, told = compared(capsys, one, one, "--html", str(tmp_path / "page"))
+    assert code == 0 and told.endswith("index.html\n")
+    text = (tmp_path / "page" / "index.html").read_text()
+    assert text.count("<td") == 2 * 21 * 3
+    assert '<strong class="same">same</strong>' in text
+
+
+def test_files_of_several_hosts_are_compared_together(
+    one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of = command("ddp", ranks=2)
+    assert record(tmp_path / "h0", "--noise", "0", of=of).returncode == 0
+    other = tmp_path / "h1"
+    (other / "plain").mkdir(parents=True)
+    (other / "run.json").write_text((tmp_path / "h0" / "run.json").read_text())
+    file = "plain/rank-1.safetensors"
+    (tmp_path / "h0" / file).rename(other / file)
+    assert main(["compare", str(one), str(other)]) == 2
+    assert "of 2 ranks these wrote nothing: 0" in capsys.readouterr().err
+    both = Path(f"{tmp_path / 'h0'},{other}")
+    assert compared(capsys, one, both)[0] == 0
+    again = Path(f"{other},{other}")
+    assert main(["compare", str(one), str(again)]) == 2
+    assert "another folder has this rank, too" in capsys.readouterr().err
 
 
 def test_an_optimizer_that_is_not_torchs_is_recorded_by_two_lines(
@@ -165,6 +267,28 @@ def test_a_job_without_an_optimizer_ends_with_the_lines_to_add(tmp_path: Path) -
 def test_the_exit_code_is_that_of_the_command(tmp_path: Path) -> None:
     done = record(tmp_path / "r", of=command("plain", "dies"))
     assert done.returncode == 7
+    assert "the command ended with 7 before an optimizer's step was" in done.stderr
+
+
+def test_a_disk_that_is_full_ends_no_job(tmp_path: Path) -> None:
+    program = shlex.join([*command("plain"), "full"])
+    # no file may be larger than 1 KB
+    of = ["bash", "-c", f"ulimit -f 1; trap '' XFSZ; {program}"]
+    done = record(tmp_path / "r", "--noise", "0", of=of)
+    assert done.returncode == 2
+    assert trained(done.stdout), done.stderr
+    assert "nothing was recorded: writing: " in done.stderr
+    assert not [*(tmp_path / "r").rglob("*.draft")]
+
+
+def test_a_second_process_of_a_rank_overwrites_nothing(tmp_path: Path) -> None:
+    program = shlex.join(command("plain"))
+    of = ["bash", "-c", f"{program}; {program} rate"]
+    done = record(tmp_path / "r", "--noise", "0", of=of)
+    assert done.returncode == 0
+    assert "another process has recorded as rank 0" in done.stderr
+    done = record(tmp_path / "one", "--noise", "0", of=command("plain"))
+    assert main(["compare", "--exact", str(tmp_path / "r"), str(tmp_path / "one")]) == 0
 
 
 @pytest.mark.parametrize(
@@ -206,10 +330,10 @@ def test_a_broken_recording_is_told_in_one_line(
         return error
 
     assert "is no recording: it has no run.json" in told()
-    (broken / "run.json").write_text(manifest.replace('"version": 1', '"version": 9'))
-    assert "has version 9, expected 1" in told()
+    (broken / "run.json").write_text(manifest.replace('"version": 2', '"version": 9'))
+    assert "has version 9, expected 2" in told()
     (broken / "run.json").write_text("{")
-    assert "broken: " in told()
+    assert "run.json: Input data was truncated" in told()
     (broken / "run.json").write_text(manifest)
     assert "holds no recording" in told()
     whole = (one / "plain" / "rank-0.safetensors").read_bytes()

@@ -49,7 +49,7 @@ def equal(one: Whole, other: Whole) -> bool:
         other.rounded,
         other.bad,
         other.held,
-    ) and one.distance(other) <= 1e-12 * (one.norm + 1)
+    ) and one.distance(other) <= 2**-24 * (one.norm + 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -100,7 +100,7 @@ def test_shards_of_any_layout_add_up(
         parts = [*enumerate(four.run(laid_out, shape, placements))]
         found = merge(parts)
         assert equal(found, whole_of(made(shape))), shape
-        assert found.is_whole and not found.differing
+        assert found.is_whole and not found.unlike
 
 
 def partial_sums() -> Stored:
@@ -125,7 +125,7 @@ def test_a_replica_with_other_bits_is_named() -> None:
     for rank, tensor in enumerate((one, one, other)):
         part, box = place(tensor)
         parts.append((rank, Stored.of(box, keep(part, box))))
-    assert merge(parts).differing == (2,)
+    assert merge(parts).unlike == (2,)
 
 
 def test_what_nobody_holds_is_counted() -> None:
@@ -148,7 +148,8 @@ def test_the_distance_of_sketches_is_that_of_tensors(scale: float) -> None:
             error[seed, 7 * seed] = scale
         distance = whole_of(base).distance(whole_of(base + error))
         true = float((base + error - base).norm())
-        assert distance == pytest.approx(true, rel=0.25), kind
+        rounding = 2**-24 * float(base.norm())  # sketches are stored in fp32
+        assert distance == pytest.approx(true, rel=0.25, abs=rounding), kind
 
 
 def test_no_other_place_or_value_has_the_same_digest() -> None:

@@ -1,0 +1,43 @@
+"""What a recording is asked to do, and how it was made; imported without torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["ORDERS", "VERSION", "Manifest", "Orders"]
+
+ORDERS = "GRADPARITY_RECORD"
+"""Name of the environment variable with the :class:`Orders` of a job, as JSON."""
+VERSION = 2
+"""Of ``run.json`` and of the files of ranks; another version is refused."""
+
+
+class Orders(msgspec.Struct, frozen=True, kw_only=True):
+    """What the processes of a job are asked to do."""
+
+    out: str = ""
+    """Folder of the files of all ranks."""
+    steps: tuple[int, int] = (0, 3)
+    """First call of each optimizer that is recorded, and the first that is not."""
+    first: int = 0
+    """Number of the first call of each optimizer in this job."""
+    nudge: int = 0
+    """Seed that draws how weights are moved; 0 moves none."""
+    stop: bool = False
+    """True ends the job after the last recorded step."""
+    start: str = ""
+    """Folder with the weights from which the job begins; empty: from its own."""
+    keep_start: bool = False
+    """True writes the weights from which the job begins."""
+
+
+class Manifest(msgspec.Struct, kw_only=True):
+    """``run.json``: how a recording was made."""
+
+    version: int = VERSION
+    command: list[str]
+    steps: str
+    runs: list[str]
+    """Names of the folders of its runs, the plain one first."""
+    complete: bool
+    """True if all runs came to their end."""

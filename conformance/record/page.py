@@ -1,0 +1,85 @@
+"""The page of a comparison: one self-contained HTML file, readable without JavaScript.
+
+A table of tensors by steps, in the order of the model, shows how much of its bound each
+difference takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from ..files import write_whole
+from ..status import as_usage, plain
+from .compare import Comparison, Row, Side
+
+__all__ = ["write_page"]
+
+VERDICTS = {0: "same", 1: "different", 2: "not comparable", 4: "undecided"}
+SHADES = ((1 / 8, 0), (1 / 4, 1), (1 / 2, 2), (1.0, 3), (8.0, 4))
+"""Shares of a bound, and the shade up to each; beyond the last one it is 5."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One tensor at one step, as the table shows it."""
+
+    shade: int | None
+    """None: the noise is as large as the tensor."""
+    share: str
+    words: str
+
+
+def write_page(folder: Path, one: Side, other: Side, found: Comparison) -> Path:
+    """Write ``index.html`` into a folder, whole or not at all.
+
+    Raises:
+        UsageError: if the folder cannot be written.
+    """
+    environment = Environment(
+        loader=PackageLoader("gradparity.conformance.record"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: plain(value) if isinstance(value, str) else value,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    kinds = list(dict.fromkeys(row.kind for row in found.rows))
+    page = environment.get_template("comparison.html.j2").render(
+        verdict=VERDICTS[found.code],
+        one=one,
+        other=other,
+        lines=found.lines,
+        steps=sorted({row.step for row in found.rows}),
+        tables={kind: _table(found, kind) for kind in kinds},
+        ends=[f"{limit:g}" for limit, _ in SHADES],
+    )
+    path = folder / "index.html"
+    with as_usage(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, page)
+    return path
+
+
+def _table(found: Comparison, kind: str) -> Mapping[str, Mapping[int, Cell]]:
+    """Name -> step -> cell."""
+    table: dict[str, dict[int, Cell]] = {}
+    for row in found.rows:
+        if row.kind == kind:
+            table.setdefault(row.name, {})[row.step] = _cell(row)
+    return table
+
+
+def _cell(row: Row) -> Cell:
+    blind = row.bound >= 1 and not row.differs
+    shade = next((n for limit, n in SHADES if row.ratio <= limit), len(SHADES))
+    what = f"; {row.words}" if row.words else ""
+    return Cell(
+        shade=None if blind else shade,
+        share="·" if blind else f"{row.ratio:.2g}",
+        words=f"differs by {row.distance:.2g} of its size, noise explains "
+        f"{row.bound:.2g}{what}",
+    )

@@ -1,0 +1,123 @@
+"""Weights of a job, before its first step: moved by a unit, written, or replaced.
+
+All three go by the place of an element in the whole tensor, so that each layout of a
+model is moved alike, and begins alike.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from .kept import Box, mix, places_of
+from .parts import bare, place
+
+__all__ = ["begin_from", "nudge", "write_start"]
+
+SELDOM = 32
+"""Of the elements of a half precision one in so many moves: a unit of these is as large
+as many steps of training."""
+PLACES = "gradparity.places"
+"""Key of the boxes in the metadata of a file with weights."""
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor, Box]]:
+    """Name, local elements and place of what a model trains.
+
+    fp32 masters that a parameter knows come before the parameter, under its name.
+    """
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        mapping: Any = getattr(parameter, "_hp_mapping", None)
+        if mapping is not None:  # of DeepSpeed: the optimizer steps these
+            start, master = mapping.lp_fragment_address.start, mapping.hp_fragment
+            box = Box(tuple(parameter.shape), (start,), (master.numel(),))
+            yield bare(name), master, box
+        yield bare(name), *place(parameter)
+
+
+@torch.no_grad()
+def nudge(module: nn.Module, seed: int) -> None:
+    """Move each trained weight of a model to one of its neighbours."""
+    for _, part, box in _weights(module):
+        if not part.numel() or not part.is_floating_point():
+            continue
+        places = places_of(box, 0, box.size, part.device)
+        drawn = mix(torch.tensor(seed * 7919 + 1)).to(part.device)
+        words = mix((places * 0x9E3779B1 + drawn) & 0xFFFFFFFF)
+        up = ((words >> 9) & 1).bool().view(part.shape)
+        towards = torch.where(up, torch.inf, -torch.inf).to(part)
+        moved = torch.nextafter(part, towards)
+        if part.element_size() < 4:
+            stays = ((words >> 13) % SELDOM != 0).view(part.shape)
+            moved = torch.where(stays, part, moved)
+        part.copy_(moved)
+
+
+def write_start(folder: Path, rank: int, module: nn.Module) -> None:
+    """Write the weights of a model on this rank, whole or not at all."""
+    weights = dict[str, Tensor]()
+    boxes = dict[str, Box]()
+    for name, part, box in _weights(module):
+        weights.setdefault(name, part.cpu().contiguous())  # a master, if there is one
+        boxes.setdefault(name, box)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"start-{rank}-{len([*folder.glob(f'start-{rank}-*')])}.safetensors"
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    save_file(weights, draft, {PLACES: msgspec.json.encode(boxes).decode()})
+    os.replace(draft, path)
+
+
+@torch.no_grad()
+def begin_from(folder: Path, module: nn.Module) -> str:
+    """Give a model the weights of another job, in whatever layout either has.
+
+    Args:
+        folder: holds ``start-*.safetensors``, as :func:`write_start` left them.
+        module: its trained parameters are written.
+
+    Returns:
+        A note on parameters that keep their values, if there are any.
+    """
+    wanted = {name: box.shape for name, _, box in _weights(module)}
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("start-*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                raw = (file.metadata() or {}).get(PLACES, "{}")
+                boxes = msgspec.json.decode(raw, type=dict[str, Box])
+                for name in boxes.keys() & wanted.keys():
+                    box, part = boxes[name], file.get_tensor(name)
+                    whole = found.setdefault(name, part.new_full(box.shape, torch.nan))
+                    _range(whole, box).copy_(part)
+        except (SafetensorError, msgspec.DecodeError) as error:
+            raise ValueError(f"{path}: holds no weights: {error}") from error
+    left = dict[str, None]()
+    for name, part, box in _weights(module):
+        whole = found.get(name, torch.empty(0))
+        if whole.shape != torch.Size(box.shape) or whole.isnan().any():
+            left[name] = None
+        else:
+            part.copy_(_range(whole, box).view(part.shape))
+    if not left:
+        return ""
+    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    return f"{folder} has no whole {next(iter(left))}{more}: own weights were kept"
+
+
+def _range(whole: Tensor, box: Box) -> Tensor:
+    """A view of the elements of a box."""
+    if box.is_flat:
+        return whole.view(-1).narrow(0, box.offsets[0], box.size)
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.local, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    return whole
