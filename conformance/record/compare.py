@@ -226,7 +226,7 @@ def _names(one: Run, other: Run) -> tuple[dict[str, str], str]:
         if its is not None and its.shape == mine.shape and its.is_whole:
             if its.digest == mine.digest:
                 proved[name] = name
-            elif its.rounded == mine.rounded:
+            elif its.rounded == mine.rounded and (its.is_rounded or mine.is_rounded):
                 proved[name], rounded = name, rounded + 1
             else:
                 differ.append(name)

@@ -59,6 +59,17 @@ class Whole:
         return self.digest is not None
 
     @property
+    def is_rounded(self) -> bool:
+        """Whether each element is a number of bf16.
+
+        The bits of such a number in fp32 are those in bf16 and 16 zeros.
+        """
+        return self.rounded is not None and self.digest in (
+            self.rounded,
+            (self.rounded << 16) % WORD,
+        )
+
+    @property
     def norm(self) -> float:
         """Norm of the sketch: an estimate of the norm."""
         return 0.0 if self.sketch is None else float(np.linalg.norm(self.sketch))

@@ -1,6 +1,7 @@
 """Training jobs that know nothing of gradparity: ``python jobs.py JOB [FAULT]``.
 
-Run by tests, each as a process, or as ranks of torchrun.
+Run by tests, each as a process, or as ranks of torchrun. No job imports what it does
+not need: that would take longer than the training.
 """
 
 import contextlib
@@ -13,10 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import parallel as tp
 
 WIDTH, WORDS, LENGTH, ROWS, STEPS = 32, 64, 8, 8, 3
 
@@ -93,6 +90,10 @@ def laid_out(job: str, model: nn.Module, world: int) -> tuple[nn.Module, int, in
         )
         return made, world, rank
     if job in ("fsdp", "tp", "fsdp-tp", "hsdp"):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import parallel as tp
+
         parts = {"fsdp": 1, "tp": world, "fsdp-tp": 2, "hsdp": 2}[job]
         mesh = init_device_mesh(
             "cpu", (world // parts, parts), mesh_dim_names=("a", "b")
@@ -134,7 +135,7 @@ def main(job: str, fault: str = "") -> None:
         train(model, optimizer, named, ranks, rank, fault)
     digest = hashlib.blake2b(digest_size=8)
     for parameter in model.parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = getattr(parameter, "to_local", lambda p=parameter: p)()
         digest.update(local.detach().numpy().tobytes())
     # in one piece: ranks share the output
     os.write(1, f"trained {rank} {digest.hexdigest()}\n".encode())

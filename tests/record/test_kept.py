@@ -1,6 +1,7 @@
 """What is kept of tensors adds up over any layout, and estimates distances."""
 
 import itertools
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
@@ -70,10 +71,11 @@ def test_ranges_of_the_flat_tensor_add_up(
 def test_a_part_is_worked_on_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = made((33, 70))
     whole = whole_of(tensor)
-    monkeypatch.setattr(kept, "CHUNK", 100)
-    kept._known.clear()
+    monkeypatch.setattr(kept, "CHUNKS", {"cpu": 100})
+    monkeypatch.setattr(kept, "_known", OrderedDict())
+    monkeypatch.setattr(kept, "_room", [4000])
     assert equal(whole_of(tensor), whole)
-    kept._known.clear()
+    assert len(kept._known) == 2, "no more keys are kept than there is room for"
 
 
 def laid_out(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Stored:
@@ -161,6 +163,8 @@ def test_no_other_place_or_value_has_the_same_digest() -> None:
     rounded = tensor.bfloat16().float()
     assert whole_of(tensor).digest != whole_of(rounded).digest
     assert whole_of(tensor).rounded == whole_of(rounded).rounded
+    assert whole_of(rounded).is_rounded and whole_of(tensor.bfloat16()).is_rounded
+    assert not whole_of(tensor).is_rounded
 
 
 def test_what_is_not_finite_is_counted() -> None:

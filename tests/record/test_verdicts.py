@@ -149,9 +149,14 @@ def test_a_renamed_tensor_is_found_by_its_bits() -> None:
 
 
 def test_a_start_that_was_rounded_is_told() -> None:
-    other = changed(run(4), (0, "weight", "a"), digest=1007)
-    found = against(other)
+    in_bf16 = changed(run(4), (0, "weight", "a"), digest=100)
+    found = against(in_bf16)
     assert found.code == SAME and "1 of them after rounding to bf16" in found.lines[1]
+    # neither side is rounded: a weight is off by less than bf16 can tell
+    off = changed(run(4), (0, "weight", "a"), digest=1007)
+    found = against(off)
+    assert found.code == NOT_COMPARABLE
+    assert found.lines[0].startswith("another start: 1 of 3 tensors")
 
 
 def not_proved() -> Run:
