@@ -33,7 +33,7 @@ class Whole:
     digest: int | None
     """None where nobody holds the values: the tensor is still to be summed."""
     rounded: int | None
-    sketch: NDArray[np.float64] | None
+    sketch: NDArray[np.float32] | None
     """None of weights, of which bits alone are kept."""
     square: float
     largest: float
@@ -72,12 +72,16 @@ class Whole:
     @property
     def norm(self) -> float:
         """Norm of the sketch: an estimate of the norm."""
-        return 0.0 if self.sketch is None else float(np.linalg.norm(self.sketch))
+        return 0.0 if self.sketch is None else _norm(self.sketch.astype(np.float64))
 
     def distance(self, other: Whole) -> float:
         """Norm of the difference of two sketches: an estimate of that of tensors."""
         assert self.sketch is not None and other.sketch is not None
-        return float(np.linalg.norm(self.sketch - other.sketch))
+        return _norm(self.sketch.astype(np.float64) - other.sketch)
+
+
+def _norm(sketch: NDArray[np.float64]) -> float:
+    return math.sqrt(sketch @ sketch)
 
 
 def merge(parts: Iterable[tuple[int, Stored]]) -> Whole:
@@ -115,9 +119,11 @@ def merge(parts: Iterable[tuple[int, Stored]]) -> Whole:
 
 def _added(
     sketches: Iterable[NDArray[np.float32] | None],
-) -> NDArray[np.float64] | None:
+) -> NDArray[np.float32] | None:
     known = [sketch for sketch in sketches if sketch is not None]
-    return np.sum(known, axis=0, dtype=np.float64) if known else None
+    if len(known) < 2:
+        return known[0] if known else None
+    return np.asarray(np.sum(known, axis=0, dtype=np.float64), dtype=np.float32)
 
 
 Key = tuple[int, str, str]
@@ -177,7 +183,7 @@ def read_merged(*folders: Path) -> Run:
                 name = f"{name} (optimizer {optimizer})"
             if kind == "gradient" and stored.sketch is not None:
                 scale = scales.get((int(optimizer), int(step)))
-                stored.sketch = stored.sketch / (scale or 1.0)
+                stored.sketch = stored.sketch / np.float32(scale or 1.0)
             parts.setdefault((int(step), kind, name), []).append((rank, stored))
     whole = {key: merge(each) for key, each in parts.items()}
     had = {(step, name) for step, kind, name in whole if kind == "gradient"}

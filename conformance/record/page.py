@@ -6,6 +6,7 @@ difference takes.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,8 @@ from .compare import Comparison, Row, Side
 __all__ = ["write_page"]
 
 VERDICTS = {0: "same", 1: "different", 2: "not comparable", 4: "undecided"}
-SHADES = ((1 / 8, 0), (1 / 4, 1), (1 / 2, 2), (1.0, 3), (8.0, 4))
-"""Shares of a bound, and the shade up to each; beyond the last one it is 5."""
+SHADES = (0.25, 0.5, 1, 10, 100, 1000)
+"""Shares of a bound at which a shade ends; what differs goes by powers of ten."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ def write_page(folder: Path, one: Side, other: Side, found: Comparison) -> Path:
         lines=found.lines,
         steps=sorted({row.step for row in found.rows}),
         tables={kind: _table(found, kind) for kind in kinds},
-        ends=[f"{limit:g}" for limit, _ in SHADES],
+        ends=[f"{limit:g}" for limit in SHADES],
     )
     path = folder / "index.html"
     with as_usage(OSError):
@@ -75,11 +76,12 @@ def _table(found: Comparison, kind: str) -> Mapping[str, Mapping[int, Cell]]:
 
 def _cell(row: Row) -> Cell:
     blind = row.bound >= 1 and not row.differs
-    shade = next((n for limit, n in SHADES if row.ratio <= limit), len(SHADES))
+    shade = bisect_left(SHADES, row.ratio)
+    share = f"{row.ratio:.2g}" if row.ratio < 10 else f"{row.ratio:.0f}"
     what = f"; {row.words}" if row.words else ""
     return Cell(
         shade=None if blind else shade,
-        share="·" if blind else f"{row.ratio:.2g}",
+        share="·" if blind else share,
         words=f"differs by {row.distance:.2g} of its size, noise explains "
         f"{row.bound:.2g}{what}",
     )
