@@ -16,8 +16,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from ..multiprocess.environment import needs_agent, unsupported
 from .chosen import Chosen
 from .cli.arguments import COMMANDS as GROUP
@@ -369,22 +367,18 @@ def _compare(parsed: argparse.Namespace) -> int:
     return 1 if any(c.kind in ("regression", "gone") for c in changes) else 0
 
 
-def _diff(parsed: argparse.Namespace) -> int:
-    from .diff.command import DiffSettings, diff
-    from .diff.recording import Request
+def _train(parsed: argparse.Namespace) -> int:
+    from .run.launcher import place_of
+    from .run.training import TrainingError, train
 
-    if len(parsed.scaler) > 1:
-        raise UsageError("both sides train with one scaler: give --scaler once")
-    parsed.scaler = parsed.scaler or ["none"]
-    request = Request(out="", **msgspec.structs.asdict(Chosen.of(vars(parsed))))
-    settings = DiffSettings(
-        sides=parsed.sides,
-        request=request,
-        checkout=parsed.checkout,
-        venvs=parsed.venv,
-        json=parsed.json,
-    )
-    return diff(settings, say)
+    with place_of(_devices(parsed), parsed.timeout_s, parsed.agent) as place:
+        try:
+            steps = train(parsed.scenario[0], parsed.scaler, place)
+        except TrainingError as error:
+            say(plain(f"gradparity: {error}"), error=True)
+            return EXIT_CODES["error"]
+    say(plain(f"trained {parsed.scenario[0]}: {steps} steps"))
+    return 0
 
 
 def _bench(parsed: argparse.Namespace) -> int:
@@ -412,11 +406,11 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "table": _table,
     "compare": _compare,
     "record": _record,
-    "diff": _diff,
+    "train": _train,
     "bench": _bench,
 }
 
-STARTING_RANKS = ("run", "replay", "localise", "hunt")
+STARTING_RANKS = ("run", "replay", "localise", "hunt", "train")
 """Commands that start ranks in any case."""
 
 if __name__ == "__main__":

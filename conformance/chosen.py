@@ -1,7 +1,6 @@
 """Chosen: what options choose, in the words of the command line; nothing is checked.
 
-The command line, the pytest plugin and the sides of a diff, which run in interpreters
-of their own, have these options in common. It needs no torch.
+The command line and the pytest plugin have these options in common. It needs no torch.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def _parsers() -> tuple[Parser, Commands]:
     _add_localise(commands)
     _add_hunt(commands)
     _add_record(commands)
-    _add_diff(commands)
+    _add_train(commands)
     _add_small(commands)
     _add_tools(commands)
     # listed here; the tool parses its own options
@@ -235,6 +235,15 @@ def _add_localise(commands: Commands) -> None:
     add_options(localise, _DEVICES, {"timeout-s": _OUTPUT["timeout-s"]})
 
 
+def _add_train(commands: Commands) -> None:
+    train = _command(commands, "train", "train one scenario id, as a job for record")
+    train.add_argument("scenario", nargs=1, metavar="ID", help="a scenario id")
+    train.add_argument(
+        "--scaler", default="none", metavar="SPEC", help="module:attribute (none)"
+    )
+    add_options(train, _DEVICES, {"timeout-s": _OUTPUT["timeout-s"]})
+
+
 def _add_hunt(commands: Commands) -> None:
     hunt = _command(commands, "hunt", "search scenarios, shrink what fails")
     add_options(hunt, _JUDGED, _SELECTION)
@@ -273,40 +282,6 @@ def _seconds(text: str) -> float:
             f"{text!r} is no positive time such as 60s, 5m or 1h"
         )
     return found
-
-
-def _add_diff(commands: Commands) -> None:
-    diff = _command(
-        commands,
-        "diff",
-        "train two workloads, settings, commits or versions, show what differs first",
-    )
-    diff.add_argument(
-        "sides",
-        nargs="*",
-        metavar="A B",
-        help="two workloads (file.py:Class), two scenario ids, or two commits",
-    )
-    diff.add_argument(
-        "--checkout",
-        type=Path,
-        metavar="DIR",
-        help="A and B are commits of this checkout; . is the checkout as it is",
-    )
-    diff.add_argument(
-        "--venv",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="a virtual environment as a side; give it twice, and no A and B",
-    )
-    diff.add_argument(
-        "--json", type=file, metavar="FILE", help="write what was found to FILE"
-    )
-    scenario = {"scenario": _RUN["scenario"], "timeout-s": _OUTPUT["timeout-s"]}
-    add_options(diff, _JUDGED, _SELECTION, scenario)
-    diff.set_defaults(preset="layouts")
 
 
 def _add_small(commands: Commands) -> None:

@@ -2,12 +2,8 @@
 
 from typing import Any
 
-import msgspec
-import pytest
-
 from gradparity.conformance.chosen import Chosen
 from gradparity.conformance.cli.arguments import SUITE, parse
-from gradparity.conformance.diff.recording import Request
 
 WORDS = [
     *("run", "--scaler", "none", "--topology", "ddp,fsdp", "--world-size", "2"),
@@ -28,12 +24,3 @@ def test_the_command_line_and_pytest_choose_alike() -> None:
 
 def test_a_command_without_an_option_has_its_default() -> None:
     assert Chosen.of({"scaler": None, "out": "x"}) == Chosen()
-
-
-def test_a_side_of_a_diff_gets_it_whole_and_has_one_scaler() -> None:
-    chosen = Chosen.of({"scaler": ["none"], "model": ["text"], "seed": 4})
-    made = Request(out="there", **msgspec.structs.asdict(chosen))
-    there = msgspec.json.decode(msgspec.json.encode(made), type=Request)
-    assert (there, there.scaler, there.models) == (made, "none", ("text",))
-    with pytest.raises(ValueError):
-        _ = msgspec.structs.replace(made, scalers=("a", "b")).scaler
