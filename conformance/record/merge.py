@@ -194,6 +194,7 @@ def read_merged(*folders: Path) -> Run:
         for name in call.without_gradient
     }
     first = ranks[min(ranks)]
+    stepped = {name for _, kind, name in whole if kind == "weight"}
     return Run(
         ranks=len(ranks),
         tensors=whole,
@@ -208,7 +209,11 @@ def read_merged(*folders: Path) -> Run:
         losses=_losses(ranks.values()),
         drew=frozenset(step for r in ranks.values() for step in r.drew),
         drops=tuple(first.drops),
-        unstepped=tuple(first.unstepped),
+        unstepped=tuple(
+            name
+            for name in sorted({n for r in ranks.values() for n in r.unstepped})
+            if name not in stepped
+        ),
         without_gradient=frozenset(lacking - had),
         unnamed=max((c.unnamed for r in ranks.values() for c in r.calls), default=0),
         notes=tuple(f"rank {n}: {text}" for n, r in ranks.items() for text in r.notes),

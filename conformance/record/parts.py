@@ -8,6 +8,7 @@ what is not proved is not compared.
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,15 @@ from torch import Tensor, nn
 
 from .kept import Box
 
-__all__ = ["Part", "Roots", "bare", "parts_of", "place", "trains"]
+__all__ = [
+    "Part",
+    "Roots",
+    "bare",
+    "fp32_range_of",
+    "parts_of",
+    "place",
+    "trains",
+]
 
 WRAPPERS = frozenset(
     {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -35,7 +44,10 @@ class Part:
     """Local elements; a view of what the optimizer steps."""
     box: Box
     parameter: Any
-    """What is in the optimizer's param group."""
+    """Of the model."""
+    stepped: Any
+    """What is in the optimizer's param group: the parameter, or the flat tensor that it
+    is a range of."""
     gradient: Callable[[], tuple[Tensor, Box] | None]
     """The local gradient that the optimizer is about to use, with its place."""
 
@@ -141,7 +153,7 @@ def parts_of(optimizer: Any, roots: Roots) -> Iterator[Part]:
         name = roots.names.get(id(parameter))
         if name is not None:
             weight, box = place(parameter)
-            yield Part(name, weight, box, parameter, _gradient_of(parameter))
+            yield Part(name, weight, box, parameter, parameter, _gradient_of(parameter))
 
 
 def _gradient_of(parameter: Any) -> Callable[[], tuple[Tensor, Box] | None]:
@@ -152,37 +164,46 @@ def _gradient_of(parameter: Any) -> Callable[[], tuple[Tensor, Box] | None]:
 
 
 def _of_deepspeed(own: Sequence[Any], roots: Roots) -> Iterator[Part]:
-    """ZeRO 1 and 2: fragments of the flat fp32 groups that the optimizer steps."""
+    """ZeRO 1 to 3: ranges of the flat fp32 tensors that the optimizer steps."""
     for module in roots.modules:
         for name, parameter in module.named_parameters():
-            mapping = getattr(parameter, "_hp_mapping", None)
-            if mapping is None:
+            found = fp32_range_of(parameter)
+            if found is None:
                 continue
-            to, of = mapping.lp_fragment_address, mapping.hp_fragment_address
-            fragment = mapping.hp_fragment.detach().reshape(-1)
-            box = Box(tuple(parameter.shape), (to.start,), (fragment.numel(),))
-            yield Part(
-                bare(name), fragment, box, parameter, _slice_of(own, fragment, of, box)
-            )
+            fragment, box = found
+            for flat in own:
+                # the fragment is a view of it
+                first = (fragment.data_ptr() - flat.data_ptr()) // flat.element_size()
+                if 0 <= first < flat.numel():
+                    ranged = _range_of(flat, first, fragment.numel(), box)
+                    yield Part(bare(name), fragment, box, parameter, flat, ranged)
 
 
-def _slice_of(
-    own: Sequence[Any], fragment: Tensor, address: Any, box: Box
-) -> Callable[[], tuple[Tensor, Box] | None]:
-    def gradient() -> tuple[Tensor, Box] | None:
-        for flat in own:
-            first = flat.data_ptr()
-            if (
-                first
-                <= fragment.data_ptr()
-                < first + flat.numel() * flat.element_size()
-            ):
-                if flat.grad is None:
-                    return None
-                return flat.grad.narrow(0, address.start, address.numel), box
+def fp32_range_of(parameter: Any) -> tuple[Tensor, Box] | None:
+    """The fp32 elements that this rank steps of a parameter of DeepSpeed, if any."""
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is not None:  # ZeRO 1 and 2
+        start, shape = mapping.lp_fragment_address.start, tuple(parameter.shape)
+        fragment = mapping.hp_fragment.detach().reshape(-1)
+    elif (engine := getattr(parameter, "_z3_optimizer", None)) is not None:
+        part = parameter.partition_numel()
+        group, offset, _ = engine.grad_position[engine.get_param_id(parameter)]
+        shape = tuple(parameter.ds_shape)
+        start = part * parameter.ds_process_group.rank()
+        size = min(part, max(0, math.prod(shape) - start))  # the last one is padded
+        flat = engine.fp32_partitioned_groups_flat[group].detach()
+        start, fragment = min(start, math.prod(shape)), flat.narrow(0, offset, size)
+    else:
         return None
+    return fragment, Box(shape, (start,), (fragment.numel(),))
 
-    return gradient
+
+def _range_of(
+    flat: Any, first: int, size: int, box: Box
+) -> Callable[[], tuple[Tensor, Box] | None]:
+    return lambda: (
+        None if flat.grad is None else (flat.grad.narrow(0, first, size), box)
+    )
 
 
 def _of_fsdp1(own: Sequence[Any], roots: Roots) -> Iterator[Part]:
@@ -206,7 +227,8 @@ def _of_fsdp1(own: Sequence[Any], roots: Roots) -> Iterator[Part]:
         weight = parameter.detach().reshape(-1)
         start = info.intra_param_start_idx if info.in_shard else 0
         box = Box(shape, (start,), (weight.numel(),))
-        yield Part(name, weight, box, parameter, _flat_gradient_of(parameter, box))
+        gradient = _flat_gradient_of(parameter, box)
+        yield Part(name, weight, box, parameter, parameter, gradient)
 
 
 def _flat_gradient_of(

@@ -84,8 +84,9 @@ class Recorder:
         self.steps = range(*orders.steps)
         self.roots = Roots()
         self.recording = Recording()
-        self.optimizers: dict[int, tuple[int, Any]] = {}
-        """id of an optimizer -> its number, in the order of first calls, and itself."""
+        self.optimizers: dict[tuple[int, int], tuple[int, Any, Any]] = {}
+        """ids of an optimizer and of its first parameter -> its number, in the order of
+        first calls, and both. ZeRO 3 gives one optimizer other parameters in turn."""
         self.calls = Counter[int]()
         """Number of an optimizer -> its calls so far."""
         self.depth = Counter[int]()
@@ -246,20 +247,25 @@ class Recorder:
         optimizer.step = step
 
     def _number(self, optimizer: Any) -> int:
-        if id(optimizer) not in self.optimizers:
+        groups = optimizer.param_groups
+        first = next((p for group in groups for p in group["params"]), None)
+        key = id(optimizer), id(first)
+        if key not in self.optimizers:
             number = len(self.optimizers)
-            self.optimizers[id(optimizer)] = number, optimizer
+            self.optimizers[key] = number, optimizer, first
             self.calls[number] = self.orders.first
-            if self.hooks:  # all models were called before a first step
+            if number == 0:  # all models were called before a first step
                 self.hooks.pop(0).remove()
-        return self.optimizers[id(optimizer)][0]
+        return self.optimizers[key][0]
 
     def _read(self, optimizer: Any, number: int) -> _Step:
         parts = list(parts_of(optimizer, self.roots))
         groups = optimizer.param_groups
-        known = {id(part.parameter): part.name for part in parts}
+        known: dict[int, list[str]] = {}
+        for part in parts:
+            known.setdefault(id(part.stepped), []).append(part.name)
         of_group = [
-            [known[id(p)] for p in group["params"] if id(p) in known]
+            [name for p in group["params"] for name in known.get(id(p), ())]
             for group in groups
         ]
         call = Call(
@@ -272,8 +278,7 @@ class Recorder:
             ],
             scale=_number_of(getattr(optimizer, "grad_scale", None)),
             found_inf=_number_of(getattr(optimizer, "found_inf", None)),
-            # flat groups are fewer than the parameters in them
-            unnamed=max(0, sum(len(g["params"]) for g in groups) - len(known)),
+            unnamed=sum(id(p) not in known for g in groups for p in g["params"]),
         )
         step = _Step(call, parts)
         for part in parts:
@@ -302,7 +307,7 @@ class Recorder:
         step.gradients.clear()
 
     def _read_final(self) -> None:
-        for number, optimizer in self.optimizers.values():
+        for number, optimizer, _ in self.optimizers.values():
             for part in parts_of(optimizer, self.roots):
                 for (kind, _), (box, kept) in _bits_of(optimizer, part).items():
                     key = f"{number}/{self.steps.stop}/{kind}/{part.name}"

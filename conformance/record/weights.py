@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .kept import Box, mix, places_of
-from .parts import bare, place
+from .parts import bare, fp32_range_of, place
 
 __all__ = ["begin_from", "nudge", "write_start"]
 
@@ -34,14 +34,19 @@ def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor, Box]]:
 
     fp32 masters that a parameter knows come before the parameter, under its name.
     """
+    parameter: Any  # with what DeepSpeed adds
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
-        mapping: Any = getattr(parameter, "_hp_mapping", None)
-        if mapping is not None:  # of DeepSpeed: the optimizer steps these
-            start, master = mapping.lp_fragment_address.start, mapping.hp_fragment
-            box = Box(tuple(parameter.shape), (start,), (master.numel(),))
-            yield bare(name), master, box
+        master = fp32_range_of(parameter)
+        if master is not None:
+            yield bare(name), *master
+        if hasattr(parameter, "ds_tensor"):  # ZeRO 3 shows an empty parameter
+            whole, part = tuple(parameter.ds_shape), parameter.ds_tensor
+            start = master[1].offsets if master else (0,)
+            part = part.detach().narrow(0, 0, master[1].size if master else 0)
+            yield bare(name), part, Box(whole, start, tuple(part.shape))
+            continue
         yield bare(name), *place(parameter)
 
 
