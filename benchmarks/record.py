@@ -73,8 +73,6 @@ def overhead(device: str, pairs: int, rows: int) -> dict[str, float]:
             times.append(time.perf_counter() - begin)
             recorder.done.clear()  # what is kept of a step is not timed here
         recorder.written = True
-        for hook in recorder.hooks:
-            hook.remove()
     plain, recorded = times[3::2], times[4::2]
     ratios = [b / a for a, b in zip(plain, recorded, strict=False)]
     return {

@@ -104,15 +104,14 @@ class Recorder:
         self.generators: dict[int, list[Tensor]] = {}
         """id of a model -> states of the random generators when it was called."""
         self.written = False
-        self.hooks: list[Any] = []
+        self.seeks: Any = None
+        """Handle of the hook that sees each call of each module."""
 
     def install(self) -> None:
         """Hook optimizers and the outermost model."""
-        self.hooks = [
-            register_module_forward_pre_hook(self._called),
-            register_optimizer_step_pre_hook(self._begins),
-            register_optimizer_step_post_hook(self._stepped),
-        ]
+        self.seeks = register_module_forward_pre_hook(self._called)
+        register_optimizer_step_pre_hook(self._begins)
+        register_optimizer_step_post_hook(self._stepped)
         atexit.register(self.write)
 
     # - The model
@@ -255,7 +254,7 @@ class Recorder:
             self.optimizers[key] = number, optimizer, first
             self.calls[number] = self.orders.first
             if number == 0:  # all models were called before a first step
-                self.hooks.pop(0).remove()
+                self.seeks.remove()
         return self.optimizers[key][0]
 
     def _read(self, optimizer: Any, number: int) -> _Step:
@@ -319,9 +318,7 @@ class Recorder:
         """Write what was recorded, once; a process without an optimizer writes none."""
         if self.written or not self.done:
             return
-        self.written = True
-        for hook in [*self.hooks, *self.last.values()]:
-            hook.remove()
+        self.written = True  # hooks stay: this one may be called by them
         before = len(self.recording.notes)
         with self._noting("writing"):
             self._fill()

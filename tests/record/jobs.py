@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 WIDTH, WORDS, LENGTH, ROWS, STEPS = 32, 64, 8, 8, 3
 
@@ -123,6 +124,8 @@ def main(job: str, fault: str = "") -> None:
     torch.manual_seed(1 if fault == "seed" else 0)
     model, ranks, rank = laid_out(job, Model(0.1 if fault == "drop" else 0.0), world)
     named = dict(model.named_parameters())
+    # a job may have hooks of its own on every optimizer
+    register_optimizer_step_post_hook(lambda *_: None)
     rate = 1.01e-3 if fault == "rate" else 1e-3
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     if job == "own":
