@@ -4,14 +4,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .conformance.record.recorder import record as record
+    from .conformance.record.watch import watch as watch
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "record"]
+__all__ = ["__version__", "record", "watch"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "record":  # imported when it is used: it needs torch
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .conformance.record.recorder import record
+    # imported when they are used: they need torch
+    if name == "record":
+        from .conformance.record.recorder import record
 
-    return record
+        return record
+    if name == "watch":
+        from .conformance.record.watch import watch
+
+        return watch
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

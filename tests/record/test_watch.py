@@ -1,0 +1,189 @@
+"""``gradparity.watch``: ranks that must be equal are, in a job that goes on."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import gradparity
+from gradparity.conformance.record.parts import place
+from gradparity.conformance.record.watch import Watch
+from gradparity.multiprocess import Cluster, WorldError, current_world
+
+PERIOD, STEPS = 4, 9
+FAULTS = {
+    "": (),
+    # the largest and the least are named: rank 1, and one that differs from it
+    "drift": ("norm.weight has other bits on rank ", "on rank 1"),
+    "rate": ("the settings for ", "on rank 1"),
+    "rows": ("rank 0 and rank 1 train on other rows",),
+    "same": ("ranks (0, 1) train on the same rows as ranks (2, 3)",),
+    "skips": ("rank 3",),
+}
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    layers = OrderedDict[str, nn.Module](
+        words=nn.Embedding(16, 8),
+        up=nn.Linear(8, 8),
+        norm=nn.LayerNorm(8),
+        head=nn.Linear(8, 16),
+    )
+    return nn.Sequential(layers)
+
+
+def job(fault: str, shards: bool, watched: bool = True) -> tuple[list[str], Tensor]:
+    """Two ranks have each half of the rows; what is said, and what was trained."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "copy"))
+    rank = current_world().rank
+    model = model_of()
+    if shards:
+        fully_shard(model, mesh=mesh)  # HSDP: data replicates, copy shards
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    said: list[str] = []
+    watch = None
+    if watched:
+        watch = gradparity.watch(
+            model,
+            optimizer,
+            mesh=mesh,
+            data=("data",),
+            period=PERIOD,
+            act=said.append,
+        )
+    for step in range(STEPS):
+        seed = 2 * step + mesh.get_local_rank("data") * (fault != "same")
+        seed += 1000 * (fault == "rows" and rank == 1)
+        generator = torch.Generator().manual_seed(seed)
+        words = torch.randint(16, (4, 6), generator=generator)
+        optimizer.zero_grad()
+        model(words).logsumexp(-1).mean().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            if not shards:
+                dist.all_reduce(parameter.grad)
+        if fault == "rate" and rank == 1:
+            optimizer.param_groups[0]["lr"] = 1.01e-2
+        if fault == "skips" and rank == 3 and step == 2:
+            continue
+        optimizer.step()
+        if fault == "drift" and rank == 1 and step == 3:
+            with torch.no_grad():
+                weight = model.get_parameter("norm.weight")
+                local = weight.to_local() if isinstance(weight, DTensor) else weight
+                local.view(torch.int32)[0] += 1
+    if watch is not None:
+        watch.close()
+    parts = (getattr(p, "to_local", lambda p=p: p)() for p in model.parameters())
+    return said, torch.cat([p.detach().flatten() for p in parts])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_ranks_that_must_be_equal_are_told_apart(four: Cluster, fault: str) -> None:
+    told = [said for said, _ in four.run(job, fault, False)]
+    assert all(bool(said) == bool(FAULTS[fault]) for said in told), told
+    for said in told:
+        for words in FAULTS[fault]:
+            assert any(words in text for text in said), said
+    if fault == "skips":
+        assert "ranks have taken other numbers of steps" in told[0][-1]
+    if fault == "drift":  # within a period of the step that moved it
+        steps = [int(text.split("step ")[1].split(":")[0]) for text in told[0]]
+        assert 3 < min(steps) <= 3 + PERIOD + 1
+
+
+def test_replicas_of_shards_are_watched(four: Cluster) -> None:
+    told = [said for said, _ in four.run(job, "", True)]
+    assert told == [[]] * 4
+    told = [said for said, _ in four.run(job, "drift", True)]
+    assert "norm.weight has other bits on rank 3 than on rank 1" in told[0][0]
+
+
+def test_training_is_the_same_bit_for_bit(four: Cluster) -> None:
+    for shards in (False, True):
+        watched = [after for _, after in four.run(job, "", shards)]
+        alone = [after for _, after in four.run(job, "", shards, False)]
+        assert all(map(torch.equal, watched, alone))
+
+
+def starts_apart(apart: Sequence[str]) -> int:
+    torch.manual_seed(current_world().rank)
+    model = nn.ModuleDict({"experts": nn.Linear(2, 2), "gate": nn.Linear(2, 2)})
+    with torch.no_grad():
+        for parameter in model["gate"].parameters():
+            parameter.fill_(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradparity.watch(model, optimizer, apart=apart) as watch:
+        return len(watch._named)
+
+
+def test_other_tensors_of_one_name_are_asked_for(four: Cluster) -> None:
+    with pytest.raises(WorldError, match=r"name them in apart="):
+        four.run(starts_apart, ())
+    assert four.run(starts_apart, ("experts.",)) == [2] * 4
+
+
+def test_a_weight_that_never_moves_is_logged(
+    four: Cluster,
+) -> None:
+    assert four.run(stands_still) == [["gate.weight"], [], [], []]
+
+
+def stands_still() -> list[str]:
+    model = nn.ModuleDict({"up": nn.Linear(2, 2, bias=False)})
+    model["gate"] = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    texts: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+
+    logger, handler = logging.getLogger("gradparity.watch"), Handler()
+    logger.addHandler(handler)
+    with gradparity.watch(model, optimizer, period=2):
+        for _ in range(6):
+            model.get_parameter("up.weight").grad = torch.ones(2, 2)
+            optimizer.step()
+    logger.removeHandler(handler)
+    return sorted({text.split(": ")[1].split()[0] for text in texts})
+
+
+def test_what_one_process_watches_is_nothing_and_bad_use_is_told() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradparity.watch(model, optimizer) as watch:
+        optimizer.step()
+    assert watch.step == 1
+    with pytest.raises(ValueError, match="give the optimizers that train the model"):
+        gradparity.watch(model)
+    with pytest.raises(ValueError, match="give mesh=, whose axes data= names"):
+        gradparity.watch(model, optimizer, data=("dp",))
+
+
+def test_a_message_is_below_1_kb_for_a_large_model() -> None:
+    sent: list[Any] = []
+    model = nn.ParameterDict(
+        {f"p{n}": nn.Parameter(torch.ones(1)) for n in range(5000)}
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = Watch(model, [optimizer], None, (), 64, sent.append, ())
+    own = {name: (place(p)[1], 0) for name, p in model.named_parameters()}
+    watch._learn([(own, ())] * 2)
+    for _ in range(len(watch._turns)):
+        watch._send()
+        assert watch._sent.pop().both.nbytes <= 1024
+        watch.step += 1
+    assert sum(map(len, watch._turns)) == 5000
