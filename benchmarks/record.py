@@ -25,9 +25,11 @@ import msgspec
 import torch
 from torch import nn
 
+import gradparity
 from gradparity.conformance.files import write_whole
 from gradparity.conformance.record.orders import Manifest, Orders
 from gradparity.conformance.record.recorder import Recorder
+from gradparity.multiprocess import Cluster
 
 RESULTS = Path(__file__).parent / "results" / "record.json"
 TENSORS, SIDE, STEPS = 2000, 64, 3
@@ -83,6 +85,43 @@ def overhead(device: str, pairs: int, rows: int) -> dict[str, float]:
     }
 
 
+def watched(steps: int, rows: int) -> dict[str, float]:
+    """The share of a DDP step on two ranks that ``watch`` takes."""
+    with Cluster(2) as two:
+        shares = two.run(_share_of_watch, steps, rows)
+    return {"share": round(max(shares), 4)}
+
+
+def _share_of_watch(steps: int, rows: int) -> float:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = nn.parallel.DistributedDataParallel(Transformer())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    words = torch.randint(1024, (rows, 129))
+    watch = gradparity.watch(model, optimizer)
+    own: list[float] = []
+    run = watch._stepped
+
+    def timed(*args: object) -> None:
+        begin = time.perf_counter()
+        run(*args)
+        own.append(time.perf_counter() - begin)
+
+    watch._handles.pop().remove()
+    watch._handles.append(optimizer.register_step_post_hook(timed))
+    times: list[float] = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(
+            model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten()
+        ).backward()
+        optimizer.step()
+        times.append(time.perf_counter() - begin)
+    watch.close()
+    return median(own) / median(times)
+
+
 def comparison() -> dict[str, float]:
     """Megabytes of a run, and seconds of a comparison with three noisy runs."""
     torch.manual_seed(0)
@@ -130,6 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         **{
             f"rows_{rows}": overhead(given.device, given.pairs, rows) for rows in (1, 8)
         },
+        "watch": watched(2 * given.pairs, 8),
         "compare": comparison(),
     }
     text = json.dumps(found, indent=1)

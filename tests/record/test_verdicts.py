@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from gradparity.conformance.record.compare import (
     DIFFERENT,
@@ -17,7 +19,10 @@ from gradparity.conformance.record.compare import (
     compare,
     compare_exactly,
 )
-from gradparity.conformance.record.merge import Run, Whole
+from gradparity.conformance.record.files import Recording, Stored, write_rank
+from gradparity.conformance.record.kept import Box, keep_values
+from gradparity.conformance.record.merge import Run, Whole, read_merged
+from gradparity.conformance.record.page import write_page
 
 SIZE = 16
 NAMES = ("a", "b", "c")
@@ -253,3 +258,21 @@ def test_bits_are_compared_step_by_step() -> None:
     settings = replace(run(), settings={(0, "a"): {"lr": 0.2, "fused": None}})
     found = compare_exactly(one, Side(name="mesh", run=settings))
     assert found.lines == ["step 0: lr of a is 0.1 and 0.2"]
+
+
+ODD = 'a/b\x1b[31m <i>\n"é'
+
+
+def test_a_name_with_odd_characters_is_kept_and_escaped(tmp_path: Path) -> None:
+    names = (ODD, "b", "c")
+    one = replace(ONE, run=run(names=names), noisy=(run(1, names), run(2, names)))
+    mesh = Side(name="<mesh>", run=run(4, names))
+    path = write_page(tmp_path / "page", one, mesh, compare(one, mesh))
+    text = path.read_text()
+    assert text.count("a/b [31m &lt;i&gt; &#34;é") == 2 and "&lt;mesh&gt;" in text
+    assert "\x1b" not in text
+    box = Box((2,), (0,), (2,))
+    part = Stored.of(box, keep_values(torch.ones(2), box))
+    written = Recording(tensors={f"0/0/gradient/{ODD}": part})
+    write_rank(tmp_path / "run", 0, written)
+    assert read_merged(tmp_path / "run").names("gradient", 0) == [ODD]
