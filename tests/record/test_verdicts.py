@@ -269,7 +269,7 @@ def test_a_name_with_odd_characters_is_kept_and_escaped(tmp_path: Path) -> None:
     mesh = Side(name="<mesh>", run=run(4, names))
     path = write_page(tmp_path / "page", one, mesh, compare(one, mesh))
     text = path.read_text()
-    assert text.count("a/b [31m &lt;i&gt; &#34;é") == 2 and "&lt;mesh&gt;" in text
+    assert text.count("a/b [31m &lt;i&gt; &#34;é") >= 2 and "&lt;mesh&gt;" in text
     assert "\x1b" not in text
     box = Box((2,), (0,), (2,))
     part = Stored.of(box, keep_values(torch.ones(2), box))
