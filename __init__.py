@@ -1,4 +1,4 @@
-"""A gradient scaler that cannot let ranks disagree, and the harness that proves it."""
+"""Find out whether your parallel PyTorch training computes what one process would."""
 
 from typing import TYPE_CHECKING, Any
 

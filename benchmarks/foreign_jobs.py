@@ -27,15 +27,15 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 def llama() -> Any:
-    """Two layers, four heads in two groups, untied head."""
+    """Two layers, eight heads in four groups, untied head."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=WORDS,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
         max_position_embeddings=LENGTH,
         use_cache=False,
     )

@@ -71,13 +71,15 @@ LISTS = (
 
 _EPILOG = """\
 examples:
-  gradparity run --quick --topology fsdp,fsdp+tp     judge our scaler on two meshes
-  gradparity run --scaler mypackage.amp:MyScaler     judge another one
-  gradparity report parity-report/report.jsonl       show what the last run found
+  gradparity record one -- python train.py             record a job as it is, then
+  gradparity compare one mesh                          compare it with one on ranks
+  gradparity run --quick --scaler none --workload my.stack:Workload
+                                                       check a small copy of a model
+  gradparity run --scaler mypackage.amp:MyScaler       check a gradient scaler
 
-exit codes: 0 conformant, 1 violations, 2 usage, 3 no verdict (a call of your stack
-raised, the harness broke, the report is incomplete), 4 inconclusive. docs/start.md
-takes five minutes.
+exit codes: 0 all checks pass, 1 a check fails, 2 usage, 3 no result (your code raised,
+the harness broke, the report is incomplete), 4 inconclusive. docs/start.md takes five
+minutes.
 """
 
 
@@ -166,7 +168,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _parsers() -> tuple[Parser, Commands]:
     parser = Parser(
         prog="gradparity",
-        description="Judge gradient scalers on real meshes and gate on the report.",
+        description="Find out whether your parallel PyTorch training computes what one process would.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -174,11 +176,11 @@ def _parsers() -> tuple[Parser, Commands]:
         "--version", action="version", version=f"gradparity {__version__}"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_record(commands)
     _add_run(commands)
     _add_replay(commands)
     _add_localise(commands)
     _add_hunt(commands)
-    _add_record(commands)
     _add_train(commands)
     _add_small(commands)
     _add_tools(commands)
