@@ -168,7 +168,8 @@ def build_parser() -> argparse.ArgumentParser:
 def _parsers() -> tuple[Parser, Commands]:
     parser = Parser(
         prog="gradparity",
-        description="Find out whether your parallel PyTorch training computes what one process would.",
+        description="Find out whether your parallel PyTorch training computes what one "
+        "process would.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -26,8 +26,8 @@ __all__ = ["compare", "record"]
 
 HOOK = Path(__file__).parent / "hook"
 MANIFEST = "run.json"
-STOPPED = (130, -2)
-"""Exit statuses of a job that Ctrl-C has ended."""
+STOPPED = 130
+"""Exit code of a job that Ctrl-C has ended."""
 LINES = """\
 gradparity: no optimizer of torch was called. If the optimizer is not one of torch, or
 the job runs Python with -I or in a container, add two lines around the training:
@@ -96,7 +96,7 @@ def record(
             if not _has_files(out / name):
                 say(LINES if code == 0 else f"gradparity: {_nothing(code)}")
                 return code or 2
-        if code in STOPPED:
+        if code == STOPPED:
             break
         if not _has_files(out / name):
             say(f"gradparity: {name}: {_nothing(code)}; see {out / name}.log")
@@ -132,15 +132,17 @@ def _run(command: Sequence[str], out: Path, name: str, orders: Orders) -> int:
     }
     try:
         if name == "plain":
-            return subprocess.run(command, env=environment).returncode
-        with (out / f"{name}.log").open("wb") as log:
-            return subprocess.run(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT
-            ).returncode
+            code = subprocess.run(command, env=environment).returncode
+        else:
+            with (out / f"{name}.log").open("wb") as log:
+                code = subprocess.run(
+                    command, env=environment, stdout=log, stderr=subprocess.STDOUT
+                ).returncode
     except KeyboardInterrupt:
-        return STOPPED[0]
+        return STOPPED
     except OSError as error:
         raise UsageError(f"{command[0]}: {error.strerror or error}") from error
+    return code if code >= 0 else 128 - code  # as a shell says of a signal
 
 
 def _has_files(folder: Path) -> bool:
@@ -172,7 +174,7 @@ def compare(
     """
     from .compare import compare, compare_exactly
 
-    one, other = _side(a), _side(b)
+    one, other = _side(a, say), _side(b, say)
     found = (compare_exactly if exact else compare)(one, other)
     for line in found.lines:
         say(plain(line))
@@ -190,12 +192,14 @@ def compare(
     return found.code
 
 
-def _side(path: Path) -> Side:
+def _side(path: Path, say: Say) -> Side:
     from .compare import Side
     from .merge import read_merged
 
     folders = [path] if path.exists() else [Path(p) for p in str(path).split(",")]
     made = [_manifest(folder) for folder in folders]
+    if not all(each.complete for each in made):
+        say(plain(f"{path}: ended early, with the runs {', '.join(made[0].runs)}"))
     try:
         first, *noisy = [
             read_merged(*(folder / Path(name).name for folder in folders))

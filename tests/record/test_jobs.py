@@ -271,6 +271,20 @@ def test_the_exit_code_is_that_of_the_command(tmp_path: Path) -> None:
     assert "the command ended with 7 before an optimizer's step was" in done.stderr
 
 
+def test_a_job_that_is_killed_leaves_a_recording_that_says_so(
+    one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second run is killed: the first one stays."""
+    out = tmp_path / "r"
+    program = shlex.join(command("plain"))
+    killed = f"test -e {shlex.quote(str(out / 'again.log'))} && kill -9 $$; {program}"
+    done = record(out, of=["bash", "-c", killed])
+    assert done.returncode == 0
+    assert "again: the command ended with 137 before an optimizer's" in done.stderr
+    code, told = compared(capsys, one, out)
+    assert code == 0 and f"{out}: ended early, with the runs plain\n" in told
+
+
 @pytest.mark.slow
 def test_a_disk_that_is_full_ends_no_job(tmp_path: Path) -> None:
     program = shlex.join([*command("plain"), "full"])
