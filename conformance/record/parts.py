@@ -35,6 +35,11 @@ WRAPPERS = frozenset(
 """Parts of names that wrappers add: DDP, compile, FSDP1, activation checkpointing."""
 
 
+Places = Callable[[str, nn.Parameter], tuple[str, Sequence[int], Sequence[int]] | None]
+"""(name, parameter) -> its name in the whole model, the shape of the whole tensor, and
+the place of its first element there; None: as it looks."""
+
+
 @dataclass(frozen=True)
 class Part:
     """What this rank holds of one parameter."""
@@ -99,6 +104,8 @@ class Roots:
         """id of a parameter -> its name, without the names of wrappers."""
         self.kept: list[nn.Parameter] = []
         """The parameters: an id is that of a living object."""
+        self.places: Places | None = None
+        """Declares what no tensor shows: layouts made by hand, stages, experts."""
 
     def add(self, module: nn.Module) -> None:
         """Name the parameters of a module."""
@@ -119,11 +126,20 @@ class Roots:
         for module in sorted(roots, key=_count):  # the largest one names last
             self.add(module)
 
+    def place(self, name: str, parameter: Any) -> tuple[str, Tensor, Box]:
+        """Name, local elements and place of a parameter, as declared or as it looks."""
+        local, box = place(parameter)
+        declared = None if self.places is None else self.places(name, parameter)
+        if declared is None:
+            return name, local, box
+        name, shape, offsets = declared
+        return name, local, Box(tuple(shape), tuple(offsets), tuple(local.shape))
+
     def unstepped(self, stepped: Iterable[str]) -> list[str]:
         """Names of parameters that require a gradient and that no optimizer steps."""
         named = (item for m in self.modules for item in m.named_parameters())
-        names = {bare(name) for name, p in named if p.requires_grad}
-        return sorted(names.difference(stepped))
+        names = (self.place(bare(name), p)[0] for name, p in named if p.requires_grad)
+        return sorted({*names}.difference(stepped))
 
 
 def trains(module: nn.Module) -> bool:
@@ -152,12 +168,20 @@ def parts_of(optimizer: Any, roots: Roots) -> Iterator[Part]:
     for parameter in own:
         name = roots.names.get(id(parameter))
         if name is not None:
-            weight, box = place(parameter)
-            yield Part(name, weight, box, parameter, parameter, _gradient_of(parameter))
+            name, weight, box = roots.place(name, parameter)
+            gradient = _gradient_of(parameter, box)
+            yield Part(name, weight, box, parameter, parameter, gradient)
 
 
-def _gradient_of(parameter: Any) -> Callable[[], tuple[Tensor, Box] | None]:
-    return lambda: None if parameter.grad is None else place(parameter.grad)
+def _gradient_of(parameter: Any, box: Box) -> Callable[[], tuple[Tensor, Box] | None]:
+    def gradient() -> tuple[Tensor, Box] | None:
+        if parameter.grad is None:
+            return None
+        local, own = place(parameter.grad)
+        # a plain gradient lies as its weight does, which may be declared
+        return local, own if own.shape == box.shape else box
+
+    return gradient
 
 
 # - Layouts that hide parameters in flat tensors; their attributes are not public

@@ -40,7 +40,7 @@ from torch.optim.optimizer import (
 from .files import Call, Recording, Settings, Stored, write_rank
 from .kept import Box, Kept, keep_bits, keep_values
 from .orders import ORDERS, Orders
-from .parts import Part, Roots, parts_of, place, trains
+from .parts import Part, Places, Roots, parts_of, place, trains
 from .rows import rows_of
 from .weights import begin_from, nudge, write_start
 
@@ -126,12 +126,12 @@ class Recorder:
             self.outermost.append(module)
             self.inner |= {id(each) for each in module.modules()}
             if self.orders.start:
-                note = begin_from(Path(self.orders.start), module)
+                note = begin_from(Path(self.orders.start), module, self.roots)
                 self.recording.notes += [note] if note else []
             if self.orders.keep_start:
-                write_start(self.out, _rank(), module)
+                write_start(self.out, _rank(), module, self.roots)
             if self.orders.nudge:
-                nudge(module, self.orders.nudge)
+                nudge(module, self.orders.nudge, self.roots)
             # a hook that is set now misses this call, and a global one gets no keywords
             self._enters(module, args, _keywords_of_caller())
             module.register_forward_pre_hook(self._enters, with_kwargs=True)
@@ -440,7 +440,9 @@ def _keywords_of_caller() -> dict[str, Any]:
 
 
 @contextmanager
-def record(model: nn.Module, *optimizers: Any) -> Iterator[None]:
+def record(
+    model: nn.Module, *optimizers: Any, places: Places | None = None
+) -> Iterator[None]:
     """Record the training inside, where ``gradparity record`` cannot reach by itself.
 
     Does nothing outside of ``gradparity record``. Needed for an optimizer that is not
@@ -449,11 +451,16 @@ def record(model: nn.Module, *optimizers: Any) -> Iterator[None]:
     Args:
         model: names the parameters.
         optimizers: each has ``param_groups`` and ``step``.
+        places: says where a rank's part of a parameter lies, where its tensor does not:
+            (name, parameter) -> (name in the whole model, shape of the whole tensor,
+            place of the first element), or None. Needed for shards that are plain
+            tensors, and for stages or experts that have one name on several ranks.
     """
     install()
     if recorder is None:
         yield
         return
+    recorder.roots.places = places
     recorder.roots.add(model)
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):

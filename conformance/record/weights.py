@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .kept import Box, mix, places_of
-from .parts import bare, fp32_range_of, place
+from .parts import Roots, bare, fp32_range_of
 
 __all__ = ["begin_from", "nudge", "write_start"]
 
@@ -29,7 +29,7 @@ PLACES = "gradparity.places"
 """Key of the boxes in the metadata of a file with weights."""
 
 
-def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor, Box]]:
+def _weights(module: nn.Module, roots: Roots) -> Iterator[tuple[str, Tensor, Box]]:
     """Name, local elements and place of what a model trains.
 
     fp32 masters that a parameter knows come before the parameter, under its name.
@@ -47,13 +47,13 @@ def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor, Box]]:
             part = part.detach().narrow(0, 0, master[1].size if master else 0)
             yield bare(name), part, Box(whole, start, tuple(part.shape))
             continue
-        yield bare(name), *place(parameter)
+        yield roots.place(bare(name), parameter)
 
 
 @torch.no_grad()
-def nudge(module: nn.Module, seed: int) -> None:
+def nudge(module: nn.Module, seed: int, roots: Roots) -> None:
     """Move each trained weight of a model to one of its neighbours."""
-    for _, part, box in _weights(module):
+    for _, part, box in _weights(module, roots):
         if not part.numel() or not part.is_floating_point():
             continue
         places = places_of(box, 0, box.size, part.device)
@@ -68,11 +68,11 @@ def nudge(module: nn.Module, seed: int) -> None:
         part.copy_(moved)
 
 
-def write_start(folder: Path, rank: int, module: nn.Module) -> None:
+def write_start(folder: Path, rank: int, module: nn.Module, roots: Roots) -> None:
     """Write the weights of a model on this rank, whole or not at all."""
     weights = dict[str, Tensor]()
     boxes = dict[str, Box]()
-    for name, part, box in _weights(module):
+    for name, part, box in _weights(module, roots):
         weights.setdefault(name, part.cpu().contiguous())  # a master, if there is one
         boxes.setdefault(name, box)
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,17 +83,18 @@ def write_start(folder: Path, rank: int, module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def begin_from(folder: Path, module: nn.Module) -> str:
+def begin_from(folder: Path, module: nn.Module, roots: Roots) -> str:
     """Give a model the weights of another job, in whatever layout either has.
 
     Args:
         folder: holds ``start-*.safetensors``, as :func:`write_start` left them.
         module: its trained parameters are written.
+        roots: names and places of parameters.
 
     Returns:
         A note on parameters that keep their values, if there are any.
     """
-    wanted = {name: box.shape for name, _, box in _weights(module)}
+    wanted = {name: box.shape for name, _, box in _weights(module, roots)}
     found: dict[str, Tensor] = {}
     for path in sorted(folder.glob("start-*.safetensors")):
         try:
@@ -107,7 +108,7 @@ def begin_from(folder: Path, module: nn.Module) -> str:
         except (SafetensorError, msgspec.DecodeError) as error:
             raise ValueError(f"{path}: holds no weights: {error}") from error
     left = dict[str, None]()
-    for name, part, box in _weights(module):
+    for name, part, box in _weights(module, roots):
         whole = found.get(name, torch.empty(0))
         if whole.shape != torch.Size(box.shape) or whole.isnan().any():
             left[name] = None

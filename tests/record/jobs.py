@@ -202,18 +202,33 @@ def pipeline(fault: str) -> None:
     torch.manual_seed(0)
     model = Model()
     model.cut(rank)
+    if "names" in fault:  # each stage counts its blocks from 0
+        model.blocks = nn.ModuleList([model.blocks[rank]])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     stage = PipelineStage(model, rank, 2, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, 4, loss_fn=loss_of, scale_grads=fault != "scale")
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(step)
-        words = torch.randint(WORDS, (ROWS, LENGTH + 1), generator=generator)
-        optimizer.zero_grad()
+
+    def place(name: str, parameter: nn.Parameter) -> tuple[str, Any, Any] | None:
         if rank == 0:
-            schedule.step(words[:, :-1])
-        else:
-            schedule.step(target=words[:, 1:])
-        optimizer.step()
+            return None
+        name = name.replace("blocks.0", "blocks.1")
+        return name, parameter.shape, (0,) * parameter.ndim
+
+    declared: Any = contextlib.nullcontext()
+    if fault == "names-declared":
+        import gradparity
+
+        declared = gradparity.record(model, optimizer, places=place)
+    with declared:
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(step)
+            words = torch.randint(WORDS, (ROWS, LENGTH + 1), generator=generator)
+            optimizer.zero_grad()
+            if rank == 0:
+                schedule.step(words[:, :-1])
+            else:
+                schedule.step(target=words[:, 1:])
+            optimizer.step()
     dist.destroy_process_group()
 
 

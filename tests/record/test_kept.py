@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import (
     DTensor,
@@ -21,7 +21,7 @@ from gradparity.conformance.record import kept
 from gradparity.conformance.record.files import Stored
 from gradparity.conformance.record.kept import Box, Kept, keep_bits, keep_values
 from gradparity.conformance.record.merge import Whole, merge
-from gradparity.conformance.record.parts import place
+from gradparity.conformance.record.parts import Roots, parts_of, place
 from gradparity.multiprocess import Cluster, current_world
 
 SHAPES = [(), (1,), (5,), (7, 3), (64, 40), (33, 70), (4, 6, 100)]
@@ -171,3 +171,25 @@ def test_what_is_not_finite_is_counted() -> None:
     tensor = made((64, 40))
     tensor[3, 4], tensor[5, 6] = float("inf"), float("nan")
     assert whole_of(tensor).bad == 2
+
+
+def test_a_layout_made_by_hand_is_declared() -> None:
+    """Two ranks with halves of a weight, as plain tensors."""
+    whole = made((8, 300))
+    stored = []
+    for rank, half in enumerate(whole.chunk(2)):
+        model = nn.Linear(300, 4, bias=False)
+        model.weight.data.copy_(half)
+        model.weight.grad = half.clone()
+        roots = Roots()
+        roots.places = lambda name, _, rank=rank: (
+            f"up.{name}",
+            (8, 300),
+            (4 * rank, 0),
+        )
+        roots.add(model)
+        (part,) = parts_of(torch.optim.SGD(model.parameters()), roots)
+        gradient = part.gradient()
+        assert part.name == "up.weight" and gradient is not None
+        stored.append((rank, Stored.of(gradient[1], keep(*gradient))))
+    assert equal(merge(stored), whole_of(whole))
