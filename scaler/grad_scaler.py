@@ -47,18 +47,14 @@ from .config import (
 )
 from .errors import PeerFailedError, RanksDisagreeError, TooManySkipsError
 from .global_norm import (
-    AmbiguousError,
     GradsByMesh,
-    bit_sums,
     clip_factor,
     global_norm,
     gradient_table,
     grads_by_mesh,
-    is_one_sum,
-    is_unclear,
     local_norms,
     norm_alone,
-    part_of_sum,
+    norm_on_host,
     tell_apart,
 )
 from .grads import (
@@ -67,6 +63,7 @@ from .grads import (
     any_of,
     check_and_unscale_,
     clip_,
+    is_readable,
     is_true,
     local_gradients,
     multiply_,
@@ -75,17 +72,24 @@ from .grads import (
     references_of,
     tensor_of,
 )
-from .history import Counters, History, Overflow, first_nonfinite, overflow_of
+from .history import (
+    INF_OR_NAN,
+    Counters,
+    History,
+    Overflow,
+    first_nonfinite,
+    overflow_of,
+)
 from .optimizer_record import (
     OptimizerRecord,
     OptimizerRecords,
     makes_momentum,
     takes_scaler,
 )
+from .row import CHECK, CLIP, FIELDS, LOAD, UPDATE, Row, Rows
 from .scale_update import advance, checked_scale
-from .sync import ROW_LENGTH, Clip, OverflowSync, SyncResult
+from .sync import NOTHING_CHECKED, OverflowSync, SyncResult, one_at_a_time
 from .sync_group import AgreeOver, SyncGroup
-from .sync_message import CHECK, CLIP, LOAD, UPDATE, Local, Shared
 from .torch_internals import no_compile
 
 Outputs = TypeVar("Outputs", bound="torch.Tensor | Iterable[Any]")
@@ -198,7 +202,6 @@ class GradScaler(_TorchGradScaler):
         self._init_hysteresis_left = self._policy.hysteresis
         self._scale = self._growth_tracker = self._hysteresis_left = None
         self._fp16_gradients: FP16Gradients = fp16_gradients
-        self._fingerprint = self._policy.fingerprint()
         # True once the scale came from scale() or a checkpoint, not from a default.
         self._was_scaled = False
         self._history = History()
@@ -215,7 +218,8 @@ class GradScaler(_TorchGradScaler):
         self._has_failed = self._is_unusual = self._has_new = False
         self._clips_without = 0
         self._has_warned = False
-        self._sync = OverflowSync(SyncGroup(agree_over, process_group, mesh), device)
+        group = SyncGroup(agree_over, process_group, mesh)
+        self._sync = OverflowSync(group, device, self._note)
 
     # - The scale
 
@@ -233,10 +237,11 @@ class GradScaler(_TorchGradScaler):
         """
         if not self._enabled:
             return outputs
-        self._was_scaled = True
         is_tensor = isinstance(outputs, torch.Tensor)
         scale: Any = self._scaled if is_tensor else super().scale
-        return scale(outputs)  # type: ignore[no-any-return]
+        scaled = scale(outputs)
+        self._was_scaled = True
+        return scaled  # type: ignore[no-any-return]
 
     def _scaled(self, output: torch.Tensor) -> torch.Tensor:
         # As torch has it, but torch.compile does not trace into torch's.
@@ -502,22 +507,20 @@ class GradScaler(_TorchGradScaler):
             found = {scale.device: torch.zeros_like(scale)}
         result = None
         if group is None:
-            self._remember_overflow(optimizer, found, 0)
+            self._remember_overflow(optimizer, found)
             norm = norm_alone(entries, norm_type)
         else:
-            needs_rows = not is_one_sum(grads, norm_type, ranks)
-            clip = Clip(max_norm, norm_type)
-            found, result = self._synced(
-                optimizer, record, found, group, method, CLIP, clip, entries, needs_rows
-            )
-            norm = self._norm_over(
-                result, optimizer, record, grads, entries, norm_type, carried
-            )
+            clip: Any = {"call": CLIP, "max_norm": max_norm, "norm_type": norm_type}
+            with one_at_a_time(group):
+                found, result = self._synced(
+                    optimizer, record, found, group, method, entries, **clip
+                )
+                norm = self._norm_over(result, optimizer, record, norm_type, carried)
             if isinstance(norm, torch.Tensor):
                 norm = norm.to(scale.device)
         state["found_inf_per_device"] = found
         if optimizer is None:
-            self._add_found(found, result)
+            self._add_found(found)
         overflows = self._enabled and is_true(any_of(found.values(), scale.device))
         factor = clip_factor(norm, max_norm)
         return _Measured(norm, grads, carried, factor, not overflows)
@@ -527,37 +530,18 @@ class GradScaler(_TorchGradScaler):
         result: SyncResult,
         optimizer: Any,
         record: OptimizerRecord | None,
-        grads: GradsByMesh,
-        entries: list[Number],
         norm_type: float,
         carried: Number,
     ) -> Number:
-        # What all ranks add to it after the first message, on all of them alike.
-        rows = result.rows  # None unless they came with the message
-        if rows is None:
-            row = tensor_of(entries, torch.device("cpu"))
-            summary = result.read()
-            if not (summary.needs_rows or summary.found_inf):
-                part = part_of_sum(entries, norm_type)
-                total = self._sync.sum_of(result, part, norm_type)
-                if math.isfinite(total):  # no square has left the range of fp64
-                    return total if math.isinf(norm_type) else math.sqrt(total)
-            rows = self._sync.rows_of(result, row)
-            if is_unclear(rows, norm_type):
-                rows, grads = self._told_apart(
-                    result, optimizer, record, norm_type, carried
-                )
-        try:
-            norm = global_norm(rows, norm_type)
-        except AmbiguousError:
-            sums = self._sync.rows_of(result, bit_sums(grads))
-            if is_unclear(rows, norm_type, sums):
-                rows, grads = self._told_apart(
-                    result, optimizer, record, norm_type, carried
-                )
-                sums = self._sync.rows_of(result, bit_sums(grads))
-            norm = global_norm(rows, norm_type, sums)
-        return number_in(norm)
+        # From the rows; if replicas must be told apart, all ranks see that, and do.
+        if not result.is_known:
+            return global_norm(result.rows[:, FIELDS:], norm_type)
+        norm = norm_on_host(result.read().norms(), norm_type)
+        if norm is None:
+            entries = self._told_apart(result, optimizer, record, norm_type, carried)
+            norm = norm_on_host(entries, norm_type, is_told=True)
+        assert norm is not None
+        return norm
 
     def _told_apart(
         self,
@@ -566,8 +550,8 @@ class GradScaler(_TorchGradScaler):
         record: OptimizerRecord | None,
         norm_type: float,
         carried: Number,
-    ) -> tuple[torch.Tensor, GradsByMesh]:
-        # The rows once more, with replicas told apart by parameter.
+    ) -> list[list[float]]:
+        # The entries once more, with replicas told apart by parameter.
         (rank,), ranks = _ranks_of(None), _ranks_of(result.group)
         table, error = None, None
         try:
@@ -583,8 +567,9 @@ class GradScaler(_TorchGradScaler):
         if optimizer is not None and record is not None:
             grads = grads_by_mesh(optimizer, record, rank, ranks, allow_fp16=True)
         entries, _ = local_norms(grads, norm_type, carried)
-        row = tensor_of(entries, torch.device("cpu"))
-        return self._sync.rows_of(result, row), grads
+        rows = self._sync.rows_of(result, tensor_of(entries, result.rows.device))
+        told: list[list[float]] = rows.reshape(-1, 3).tolist()
+        return told
 
     def _scale_or_one(self) -> torch.Tensor:
         # A disabled scaler clips by the same norm; its gradients carry no scale.
@@ -690,13 +675,18 @@ class GradScaler(_TorchGradScaler):
     ) -> Any:
         held = self._held.get(id(optimizer))
         result = None if held is None else held[1].result
-        if result is not None and result.is_deferred:
-            # The message has been on its way to the host since the sync.
-            skips = result.read().found_inf
+        if result is not None and not result.is_known:
+            # The rows have been on their way to the host since the sync.
+            skips = (rows := result.read()).any("found_inf")
+            if self._must_have_gradients and not rows.any("has_gradients"):
+                raise AssertionError("No inf checks were recorded for this optimizer.")
         else:
             skips = False
             for found_inf in optimizer_state["found_inf_per_device"].values():
                 skips = skips or bool(number_in(found_inf))
+        if skips and not is_readable(self._scale_or_one()):
+            rank = 0 if result is None else result.group.rank()
+            self._note_overflow(optimizer, rank)
         return None if skips else optimizer.step(*args, **kwargs)
 
     def _step_fused(
@@ -757,16 +747,16 @@ class GradScaler(_TorchGradScaler):
         try:
             if (group := self._find_group(None, None)) is None:
                 return
-            nothing: list[Number] = [0.0] * ROW_LENGTH
-            found, result = self._synced(None, None, {}, group, method, None)
-            # On an accelerator the rows have come with the message.
-            norm_type = None if result.is_deferred else result.read().norm_type
-            if norm_type is not None:
-                grads = GradsByMesh()
-                self._norm_over(result, None, None, grads, nothing, norm_type, 1.0)
-            self._add_found(found, result)
+            with one_at_a_time(group):
+                found, result = self._synced(
+                    None, None, {}, group, method, takes_part=1.0
+                )
+                rows = result.read() if result.is_known else None
+                if rows is not None and (norm_type := rows.value("norm_type")):
+                    self._norm_over(result, None, None, norm_type, 1.0)  # they clip
+            self._add_found(found)
         except BaseException as error:
-            is_told = self._tell(error, exchanges, None, method, None)
+            is_told = self._tell(error, exchanges, None, method, math.nan)
             self._begin_anew(error, is_told, None, _refresh_per_optimizer_state())
             raise
 
@@ -792,9 +782,9 @@ class GradScaler(_TorchGradScaler):
         else:
             found = self._unscale_here(optimizer, state, allow_fp16)
         if group is not None:
-            found, _ = self._synced(optimizer, record, found, group, method, CHECK)
+            found, _ = self._synced(optimizer, record, found, group, method, call=CHECK)
         else:
-            self._remember_overflow(optimizer, found, 0)
+            self._remember_overflow(optimizer, found)
             if len(found) > 1:
                 any_found = any_of(found.values(), self._scale_or_one().device)
                 found = {place: any_found.to(flag) for place, flag in found.items()}
@@ -906,7 +896,7 @@ class GradScaler(_TorchGradScaler):
         exchanges: int,
         optimizer: Any,
         method: str,
-        call: int | None = CHECK,
+        call: float = CHECK,
     ) -> bool:
         # The other ranks hear of an error before the sync of a call, which has not made
         # one of the ``exchanges`` yet. Returns whether they do, or have.
@@ -935,29 +925,25 @@ class GradScaler(_TorchGradScaler):
         return self._sync.group.find(optimizer)
 
     def _report_failure(
-        self, group: dist.ProcessGroup | None, method: str, call: int | None
+        self, group: dist.ProcessGroup | None, method: str, call: float
     ) -> None:
         # See [Note: An error on one rank] in sync.py.
         if group is not None:
-            shared, local = self._shared(self._scale_or_one(), None), Local(failed=True)
-            self._sync.exchange(group, method, call, shared, local)
+            row = self._row()._replace(call=call, found_inf=1.0, failed=1.0)
+            self._sync.exchange(group, method, row)
 
-    def _shared(self, scale: torch.Tensor, record: OptimizerRecord | None) -> Shared:
+    def _row(self) -> Row:
+        # The state that must be equal on all ranks.
         tracker, left = self._growth_tracker, self._hysteresis_left
-        return Shared(
-            call=None,
-            scaler=None,
-            made_after=None,
-            iteration=0,
-            position=0,
-            scale=number_in(scale),
+        return Row(
+            scale=number_in(self._scale_or_one()),
             growth_tracker=0.0 if tracker is None else number_in(tracker),
             growth_factor=self._growth_factor,
             backoff_factor=self._backoff_factor,
             growth_interval=self._growth_interval,
-            policy=self._fingerprint,
             hysteresis_left=0.0 if left is None else number_in(left),
-            optimizer=None if record is None else record.number,
+            was_scaled=float(self._was_scaled or not self._enabled),
+            **self._policy.fields(),
         )
 
     def _synced(
@@ -967,68 +953,83 @@ class GradScaler(_TorchGradScaler):
         found: FoundInf,
         group: dist.ProcessGroup,
         method: str,
-        call: int | None,
-        clip: Clip | None = None,
-        row: list[Number] | None = None,
-        needs_rows: bool = False,
+        norms: list[Number] | None = None,
+        **fields: float,
     ) -> tuple[FoundInf, SyncResult]:
         # What any rank found, in place of what this one did.
-        scale, rank = self._scale_or_one(), group.rank()
+        scale = self._scale_or_one()
         if record is not None and record.number is None:
             record.taken = self._records.numbers()
-        shared = self._shared(scale, record)
-        found_inf = any_of(found.values(), scale.device) if found else None
-        bad = 0
-        if found_inf is not None and is_true(found_inf):
-            bad = first_nonfinite(optimizer, rank)
-        local = Local(
-            None if found_inf is None else number_in(found_inf),
-            was_scaled=self._was_scaled or not self._enabled,
-            needs_rows=needs_rows,
-            first_nonfinite=bad,
-            is_new=record is not None and record.number is None,
-        )
-        result = self._sync.exchange(
-            group, method, call, shared, local, clip, row or (), record
-        )
+        if found:
+            found_inf = number_in(any_of(found.values(), scale.device))
+            fields |= {"found_inf": found_inf, "has_gradients": 1.0}  # type: ignore[dict-item]  # or a tensor
+            if isinstance(found_inf, float) and found_inf:
+                fields["first_bad"] = first_nonfinite(optimizer)
+        row = self._row()._replace(**fields)
+        result = self._sync.exchange(group, method, row, norms or (), record)
         if record is not None:
             record.result = result
         flags = found or {scale.device: torch.zeros_like(scale)}
-        if result.is_deferred:
-            self._remember_overflow(optimizer, found, rank)
+        self._was_scaled = self._was_scaled or self._enabled
+        if not result.is_known:
             any_found = result.found_inf
             return {place: any_found.to(flag) for place, flag in flags.items()}, result
-        summary = result.read()
-        if summary.found_inf:
+        rows = result.read()
+        if rows.any("found_inf"):
             flags = {place: torch.ones_like(flag) for place, flag in flags.items()}
-            if code := summary.first_nonfinite:
-                self._history.last_overflow = overflow_of(code, rank, optimizer)
-        # What torch refuses on one rank is refused here when it holds for all of them.
-        if not summary.was_scaled:
-            raise AssertionError(
-                f"Attempted {method} but _scale is None.  This may indicate your "
-                "script did not use scaler.scale(loss or outputs) earlier in the "
-                "iteration."
-            )
-        self._was_scaled = self._was_scaled or self._enabled
-        must_have = self._enabled and not self._steps_without_gradients
-        if must_have and not summary.has_gradients:
+        if self._must_have_gradients and not rows.any("has_gradients"):
             flags = {}  # as in one process, where only an unfused step refuses it
         return flags, result
 
-    def _add_found(self, found: FoundInf, result: SyncResult | None) -> None:
-        # On a rank without the optimizer; kept until update, or its next sync.
-        flags = self._per_optimizer_states[id(None)]["found_inf_per_device"]
-        number = 0 if result is None else result.number
-        for flag in found.values():
-            flags[number or -1 - len(flags)] = flag
+    @property
+    def _must_have_gradients(self) -> bool:
+        return self._enabled and not self._steps_without_gradients
 
-    def _remember_overflow(self, optimizer: Any, found: FoundInf, rank: int) -> None:
+    def _note(self, result: SyncResult, rows: Rows) -> None:
+        # Called when the host has read the rows, at once or at the next sync.
+        if rows.any("found_inf"):
+            rank = max(rank for rank, x in enumerate(rows.column("found_inf")) if x)
+            code = int(rows.column("first_bad")[rank])
+            optimizer = None if result.record is None else result.record.optimizer()
+            overflow = overflow_of(code, rank, result.group.rank(), optimizer)
+            is_here = is_readable(self._scale_or_one())
+            self._history.overflowed(
+                overflow, None if is_here else rows.column("scale")[rank]
+            )
+        norm_type = rows.value("norm_type")
+        if not result.is_late or norm_type is None:
+            return
+        if norm_on_host(rows.norms(), norm_type) is None:
+            self._sync.settle()
+            warnings.warn(
+                f"The last {result.method} has counted replicas more than once: some "
+                "ranks hold parameters together and others alone, which shows only now "
+                "on an accelerator. The next clips are right.",
+                stacklevel=2,
+            )
+
+    def _add_found(self, found: FoundInf) -> None:
+        # On a rank without the optimizer; kept until update.
+        flags = self._per_optimizer_states[id(None)]["found_inf_per_device"]
         for flag in found.values():
-            if optimizer is not None and is_true(flag):
-                if code := first_nonfinite(optimizer, rank):
-                    self._history.last_overflow = overflow_of(code, rank, optimizer)
-                return
+            flags[len(flags)] = flag
+
+    def _remember_overflow(self, optimizer: Any, found: FoundInf) -> None:
+        # On a rank on its own, where the host sees it.
+        if optimizer is not None and any(map(is_true, found.values())):
+            self._note_overflow(optimizer, 0)
+
+    def _note_overflow(self, optimizer: Any, rank: int) -> None:
+        if not (code := first_nonfinite(optimizer)):
+            return
+        overflow, scale = overflow_of(code, rank, rank, optimizer), self._scale_or_one()
+        if is_readable(scale):
+            self._history.overflowed(overflow)
+            return
+        # Looked at after a clip, which makes nan of inf; the rows have been logged.
+        overflow = overflow._replace(kind=INF_OR_NAN)
+        is_logged = self._sync.group.find_known() is not None
+        self._history.overflowed(overflow, None if is_logged else float(scale))
 
     def _state_of(self, optimizer: Any) -> tuple[State, OptimizerRecord]:
         key = id(optimizer)
@@ -1085,14 +1086,19 @@ class GradScaler(_TorchGradScaler):
             if self._has_new and not self._has_warned:
                 self._warn_of_shared_parameters()
             self._sync.end_iteration(
-                lambda: self._shared(scale, None), "update", is_usual=is_usual
+                self._row,
+                "update",
+                is_usual=is_usual,
+                must_have_gradients=self._must_have_gradients
+                and not has_failed
+                and chosen is None,
             )
         except BaseException as error:
             if self._tell(error, exchanges, None, "update", UPDATE):
                 self._begin_anew(error, True, None, None)
             raise
         if not found and not has_failed and chosen is None:
-            raise AssertionError("No inf checks were recorded prior to update.")
+            raise AssertionError(NOTHING_CHECKED)
         if found:
             self._move_scale(any_of(found, scale.device), tracker, chosen)
         elif chosen is not None:
@@ -1145,8 +1151,7 @@ class GradScaler(_TorchGradScaler):
     ) -> None:
         # By the rule; or to what the caller chose, which leaves the tracker, as torch.
         scale = self._scale_or_one()
-        is_here = scale.is_cpu and type(scale) is torch.Tensor  # no FakeTensor
-        before: Any = scale.tolist() if is_here else scale.clone()
+        before: Any = scale.tolist() if is_readable(scale) else scale.clone()
         rule = self._growth_factor, self._backoff_factor, self._growth_interval
         left = self._hysteresis_left
         if chosen is not None:
@@ -1211,8 +1216,9 @@ class GradScaler(_TorchGradScaler):
     def last_overflow(self) -> Overflow | None:
         """The parameter and rank of the last overflow, None before the first.
 
-        Known on every rank alike where the scale is on a CPU; on an accelerator each
-        rank knows its own overflows, after a step that was not fused.
+        Known on every rank alike where the scale is on a CPU. On an accelerator ranks
+        know the rank of it at their next sync, and each rank the parameter of its own
+        after a step that was not fused.
         """
         return self._history.last_overflow
 
@@ -1279,11 +1285,9 @@ class GradScaler(_TorchGradScaler):
             self._report_failure(group, "load_state_dict", LOAD)
             raise
         if group is not None:
-            shared = self._shared(self._scale_or_one(), None)
             fields = {key.lstrip("_"): value for key, value in saved.items()}
-            shared = shared._replace(**fields)
-            method = "load_state_dict"
-            self._sync.exchange(group, method, LOAD, shared, Local()).read()
+            row = self._row()._replace(call=LOAD, was_scaled=1.0, **fields)
+            self._sync.exchange(group, "load_state_dict", row).read()
         # Ranks that lived differently long until now count alike from here on.
         self._sync.restart()
         self._records.forget_numbers()

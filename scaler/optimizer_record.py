@@ -7,7 +7,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ class OptimizerRecord:
     """What outlasts an iteration; nothing about gradients.
 
     Attributes:
-        groups: the ``param_groups`` of the optimizer, by which wrappers are known.
-        groups_key: under which the groups are looked up.
+        optimizers: weak references to the optimizer and its wrappers.
+        groups_key: stands for their ``param_groups``, by which wrappers are known.
         number: that the ranks know it by; None before its first sync.
         taken: the numbers of this rank's other optimizers, where it has none yet.
         found_inf: (), fp32: 1 if its last step was skipped; None before the first.
@@ -33,11 +33,10 @@ class OptimizerRecord:
         is_undivided: a clip has found an overflow, and has left the gradients alone.
         stepped_on: weak references to the gradients of its step, if a call of the
             iteration raised later; the next step must be on other tensors.
-        users: how many living optimizers it is of.
         key: id of the one by which it was used first in an iteration.
     """
 
-    groups: Any
+    optimizers: list[Callable[[], Any]] = field(default_factory=list)
     groups_key: int = 0
     number: int | None = None
     taken: frozenset[int] = frozenset()
@@ -49,8 +48,12 @@ class OptimizerRecord:
     is_clipped: bool = False
     is_undivided: bool = False
     stepped_on: set[Any] | None = None
-    users: int = 0
     key: int = 0
+
+    def optimizer(self) -> Any:
+        """Return a living optimizer of it, or None."""
+        living = (ref() for ref in self.optimizers)
+        return next((each for each in living if each is not None), None)
 
 
 class OptimizerRecords:
@@ -75,9 +78,11 @@ class OptimizerRecords:
         ref, record = self._records.get(id(optimizer), (None, None))
         if ref is not None and ref() is optimizer:
             return record
-        groups = _groups_of(optimizer)
-        record = None if groups is None else self._by_groups.get(_key_of(groups))
-        is_same = record is not None and _are_same(record.groups, groups)
+        record = self._by_groups.get(_key_of(groups := _groups_of(optimizer)))
+        if record is None or groups is None:
+            return None
+        living = [each for ref in record.optimizers if (each := ref()) is not None]
+        is_same = any(_are_same(_groups_of(each), groups) for each in living)
         return record if is_same else None
 
     def find_or_add(self, optimizer: Any) -> tuple[OptimizerRecord, bool]:
@@ -85,22 +90,23 @@ class OptimizerRecords:
         known = self._records.get(id(optimizer))
         if known is not None and known[0]() is optimizer:
             return known[1], False
-        found = self.find(optimizer)
-        record = found or OptimizerRecord(_groups_of(optimizer))
+        same = self.find(optimizer)
+        record = same or OptimizerRecord()
         key, ref = id(optimizer), lambda: optimizer
         with contextlib.suppress(TypeError):
             ref = weakref.ref(optimizer, lambda _: self._forget(key))
         self._records[key] = ref, record
-        record.users += 1
-        if record.groups is not None:
-            record.groups_key = _key_of(record.groups)
+        record.optimizers.append(ref)
+        if (groups := _groups_of(optimizer)) is not None:
+            record.groups_key = _key_of(groups)
             self._by_groups[record.groups_key] = record
-        return record, found is None
+        return record, same is None
 
     def _forget(self, key: int) -> None:
-        _, record = self._records.pop(key)
-        record.users -= 1
-        if not record.users and self._by_groups.get(record.groups_key) is record:
+        ref, record = self._records.pop(key)
+        record.optimizers.remove(ref)
+        is_last = not record.optimizers
+        if is_last and self._by_groups.get(record.groups_key) is record:
             del self._by_groups[record.groups_key]
 
     def numbers(self) -> frozenset[int]:

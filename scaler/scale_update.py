@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .config import Policy, check_number
-from .grads import Number, number_in
+from .grads import Number, is_readable, number_in
 from .torch_internals import amp_update_scale_
 
 
@@ -39,8 +39,7 @@ def advance(
     amp_update_scale_(scale, growth_tracker, found_inf, *rule)
     # The kernel never grows past fp32, but backs off to zero. Whether it did is known
     # at no cost only where the host's memory holds the scale.
-    is_here = scale.is_cpu and type(scale) is torch.Tensor  # no FakeTensor
-    value: Any = scale.tolist() if is_here else -1.0
+    value: Any = scale.tolist() if is_readable(scale) else -1.0
     if not policy.min_scale <= value <= policy.max_scale:
         value = number_in(scale.clamp_(policy.min_scale, policy.max_scale))
     if hysteresis_left is not None:

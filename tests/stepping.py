@@ -1,5 +1,7 @@
 """What tests of the scaler share: settings to try, and one step of two elements."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -7,6 +9,8 @@ import torch
 from torch import Tensor
 
 from gradparity.scaler import GradScaler, ShardedGradScaler
+from gradparity.scaler.grads import Host
+from gradparity.scaler.sync import OverflowSync
 
 BOTH = pytest.mark.parametrize("make", [GradScaler, ShardedGradScaler])
 FUSED = pytest.mark.parametrize("fused", [False, True])
@@ -39,3 +43,20 @@ def with_grad() -> Tensor:
     p = parameter()
     p.grad = torch.ones_like(p)
     return p
+
+
+@contextmanager
+def exchanged(how: str) -> Iterator[None]:
+    """Act as on an accelerator: the one switch for tests without one.
+
+    ``how``: ``"cpu"``, the host reads everything at once; ``"settling"``, the first
+    iterations of an accelerator, in which it reads what ranks exchange; ``"settled"``,
+    the later ones, in which it reads that at the next sync.
+    """
+    reads, settles = Host.reads_cpu, OverflowSync.settles
+    Host.reads_cpu = how == "cpu"
+    OverflowSync.settles = 0 if how == "settled" else settles
+    try:
+        yield
+    finally:
+        Host.reads_cpu, OverflowSync.settles = reads, settles

@@ -13,7 +13,7 @@ from torch import nn
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, PeerFailedError, RanksDisagreeError
 from gradparity.tests.beside_torch import scaled_once, torch_plain
-from gradparity.tests.scaler.test_deferred import deferred, restored
+from gradparity.tests.stepping import exchanged
 
 INF = float("inf")
 SOON_S = 20.0  # a hang fails long before the harness's own limit
@@ -504,8 +504,7 @@ def test_g18_threads_that_train_with_groups_of_their_own(
 
 def test_g20_ranks_stay_together_after_an_error_that_one_caught(two: Cluster) -> None:
     def run() -> tuple[int, float, float]:
-        deferred()
-        try:
+        with exchanged("settled"):
             p, scaler = parameter(), Failing("cpu", init_scale=1024.0)
             optimizer, errors = sgd(p), 0
             for iteration in range(8):
@@ -518,8 +517,6 @@ def test_g20_ranks_stay_together_after_an_error_that_one_caught(two: Cluster) ->
                 except (ValueError, PeerFailedError, RanksDisagreeError):
                     errors += 1
             return errors, p.item(), scaler.get_scale()
-        finally:
-            restored()
 
     first, second = two.with_options(timeout_s=SOON_S).run(run)
     assert first[1:] == second[1:]

@@ -202,4 +202,4 @@ def test_policies_that_mean_the_same_are_equal() -> None:
         constant=0,  # type: ignore[arg-type]  # callers without mypy may
     )
     assert floats == others
-    assert floats.fingerprint() == others.fingerprint()
+    assert floats.fields() == others.fields()

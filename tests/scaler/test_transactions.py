@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradparity import scaler as ours
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, PeerFailedError, ShardedGradScaler
-from gradparity.scaler.sync import OverflowSync
-from gradparity.tests.stepping import BOTH, FUSED
+from gradparity.tests.stepping import BOTH, FUSED, exchanged
 
 INF = float("inf")
 SOON_S = 60.0  # a hang fails long before the harness's own limit
@@ -392,24 +391,13 @@ def test_the_second_of_two_optimizers_raises(
 # - Ranks
 
 
-@contextmanager
-def exchanged(deferred: bool) -> Iterator[None]:
-    """``deferred``: as an accelerator has it, where the host reads a sync later."""
-    before = OverflowSync.__dict__["_is_deferred"]
-    if deferred:
-        OverflowSync._is_deferred = staticmethod(lambda device: True)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        OverflowSync._is_deferred = before  # type: ignore[method-assign]
-
-
 @FUSED
 @SEQUENCE
 @pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize("updates", [False, True])
 @pytest.mark.parametrize(
-    ("alike", "deferred"), [(True, False), (False, False), (True, True)]
+    ("alike", "how"),
+    [(True, "cpu"), (False, "cpu"), (True, "settled"), (False, "settling")],
 )
 def test_each_call_out_raises_once_on_ranks(
     two: Cluster,
@@ -418,7 +406,7 @@ def test_each_call_out_raises_once_on_ranks(
     before: int,
     updates: bool,
     alike: bool,
-    deferred: bool,
+    how: str,
 ) -> None:
     """``alike``: on both ranks, else on one of them, before it has sent its message."""
     calls = SEQUENCES[name]
@@ -443,7 +431,7 @@ def test_each_call_out_raises_once_on_ranks(
                 wrong.append(f"call {at}: {run.state()}, expected {expected}")
 
     def on_rank() -> list[str]:
-        with exchanged(deferred):
+        with exchanged(how):
             return sweep()
 
     assert two.with_options(timeout_s=SOON_S).run(on_rank) == [["True"]] * 2
