@@ -207,9 +207,8 @@ def _not_covered(layout: Layout, ranks: tuple[int, ...]) -> str:
     return (
         f"A clip on rank {dist.get_rank()}: gradients lie on a mesh of ranks "
         f"{list(layout.ranks)}, and this scaler syncs with {syncs}, so it would clip "
-        "by a part of the norm. Build the scaler with mesh= the root mesh of the "
-        "parameters, or without process_group=, mesh= and agree_over=, which syncs all "
-        "ranks."
+        "by a part of the norm. Build the scaler with sync_over= the root mesh of the "
+        "parameters, or without sync_over=, which syncs all ranks."
     )
 
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler as _TorchGradScaler
 from torch.amp.grad_scaler import OptState as OptState
 from torch.amp.grad_scaler import _MultiDeviceReplicator as _MultiDeviceReplicator
-from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import TypeIs
 
 from .config import (
     HIGHEST_SCALE,
@@ -89,7 +89,7 @@ from .optimizer_record import (
 from .row import CHECK, CLIP, FIELDS, LOAD, UPDATE, Row, Rows
 from .scale_update import advance, checked_scale
 from .sync import NOTHING_CHECKED, OverflowSync, SyncResult, one_at_a_time
-from .sync_group import AgreeOver, SyncGroup
+from .sync_group import SyncGroup, SyncOver
 from .torch_internals import no_compile
 
 Outputs = TypeVar("Outputs", bound="torch.Tensor | Iterable[Any]")
@@ -139,18 +139,15 @@ class GradScaler(_TorchGradScaler):
         growth_interval: number of good steps in a row before the scale grows.
         enabled: if false, `step` calls the optimizer, `clip_grad_norm_` clips, and the
             other methods do nothing.
-        agree_over: ``"world"`` (all ranks), ``"mesh"`` (the root mesh of the DTensor
-            parameters: independent models in one world) or ``"local"`` (no collective:
-            gradients are already equal on all ranks that matter).
-        process_group: the ranks that sync, instead of ``agree_over``.
-        mesh: the same as a mesh of any number of axes.
+        sync_over: the ranks that sync: ``"world"`` (all ranks), a process group, a
+            device mesh of any number of axes, or ``"local"`` (no collective: gradients
+            are already equal on all ranks that matter).
         fp16_gradients: ``"refuse"`` them as torch does, or divide them ``"in_place"``,
             as its ShardedGradScaler does, which flushes small values to zero.
         policy: limits, hysteresis and the like; the default is torch's rule.
 
     Raises:
-        InvalidSettingError: a setting that no run can work with, or several of
-            ``agree_over``, ``process_group`` and ``mesh``.
+        InvalidSettingError: a setting that no run can work with.
     """
 
     _steps_without_gradients = False
@@ -169,9 +166,7 @@ class GradScaler(_TorchGradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        agree_over: AgreeOver = "world",
-        process_group: dist.ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
+        sync_over: SyncOver = "world",
         fp16_gradients: FP16Gradients = "refuse",
         policy: Policy | None = None,
     ) -> None:
@@ -213,13 +208,12 @@ class GradScaler(_TorchGradScaler):
         # alive: the id of a dead one may be given to a new one.
         self._held: dict[int, tuple[Any, OptimizerRecord]] = {}
         # Of this iteration: a call raised; it need not have as many syncs as others;
-        # optimizers were seen for the first time; clips without an optimizer, whose
-        # steps are taken without one, too.
+        # optimizers were seen for the first time.
         self._has_failed = self._is_unusual = self._has_new = False
-        self._clips_without = 0
+        # Optimizers that this rank lacks and has not stepped: unscaled, and clipped.
+        self._unscaled_without = self._clipped_without = 0
         self._has_warned = False
-        group = SyncGroup(agree_over, process_group, mesh)
-        self._sync = OverflowSync(group, device, self._note)
+        self._sync = OverflowSync(SyncGroup(sync_over), device, self._note)
 
     # - The scale
 
@@ -277,7 +271,7 @@ class GradScaler(_TorchGradScaler):
     # - Unscale and clip
 
     @no_compile
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+    def unscale_(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Divide this optimizer's gradients by the scale, and sync found_inf.
 
         Optional: only to look at gradients, or to change them, before `step`. Call it
@@ -286,7 +280,7 @@ class GradScaler(_TorchGradScaler):
         share is divided for each of them.
 
         Args:
-            optimizer: its gradients are changed in place.
+            optimizer: its gradients are changed in place; None on a rank that lacks it.
 
         Raises:
             RuntimeError: called twice, or after `step`, in one iteration.
@@ -298,6 +292,10 @@ class GradScaler(_TorchGradScaler):
         if not self._enabled:
             return
         self._check_scale_growth_tracker("unscale_")
+        if self._lacks(optimizer):
+            self._take_part("unscale_", call=CHECK)
+            self._unscaled_without += 1
+            return
         state, record = self._state_of(optimizer)
         if state["stage"] is OptState.UNSCALED:
             raise self._refused(
@@ -335,9 +333,8 @@ class GradScaler(_TorchGradScaler):
         same way.
 
         Args:
-            optimizer: plain tensors and DTensors on up to four meshes. None on a rank
-                without parameters, once for each optimizer of the other ranks; it then
-                calls `step_without_optimizer` as often.
+            optimizer: plain tensors and DTensors on up to four meshes; None on a rank
+                that lacks it.
             max_norm: largest norm after the call, at least 0; the same on all ranks.
             norm_type: order of the norm, 2 or any other above 0, also infinite; the
                 same on all ranks.
@@ -356,7 +353,7 @@ class GradScaler(_TorchGradScaler):
             NotImplementedError: complex gradients.
             AssertionError: the gradients cannot have been scaled yet.
             ValueError: an fp16 gradient, and ``fp16_gradients`` is ``"refuse"``; or
-                ``agree_over="local"`` with sharded gradients.
+                a mesh of the gradients has ranks that do not sync.
             RanksDisagreeError: the ranks hold different state, or clip differently.
             PeerFailedError: another rank raised.
         """
@@ -382,7 +379,7 @@ class GradScaler(_TorchGradScaler):
         steps.
 
         Args:
-            optimizer: as in `clip_grad_norm_`; None on a rank without parameters.
+            optimizer: as in `clip_grad_norm_`; None on a rank that lacks it.
             max_norm: as in `clip_grad_norm_`.
             norm_type: as in `clip_grad_norm_`.
             error_if_nonfinite: raise if the norm is not finite; synchronises. The step
@@ -438,7 +435,8 @@ class GradScaler(_TorchGradScaler):
                     record.is_undivided = state["stage"] is OptState.READY
                 state["stage"] = OptState.UNSCALED
             if record is None:
-                self._clips_without += self._enabled and not steps
+                self._unscaled_without = max(self._unscaled_without - 1, 0)
+                self._clipped_without += self._enabled and not steps
             elif not steps:
                 record.is_clipped = True
             elif self._enabled or not is_refused:
@@ -484,7 +482,7 @@ class GradScaler(_TorchGradScaler):
         norm_type: float,
     ) -> _Measured:
         # The global norm. Gradients are only read, unless they must be divided first.
-        scale, group = self._scale_or_one(), self._find_group(optimizer, record)
+        scale, group = self._scale_or_one(), self._find_group(record)
         carried = number_in(scale)
         found: FoundInf = {}
         if state["stage"] is OptState.UNSCALED:  # of an earlier unscale_
@@ -582,14 +580,18 @@ class GradScaler(_TorchGradScaler):
     # - Step
 
     @no_compile
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(
+        self, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Step the optimizer, unless a gradient on any rank is not finite.
 
         Unscales first unless `unscale_` was called. Fused optimizers divide by the
         scale themselves and skip on the device, without a host synchronisation.
 
         Args:
-            optimizer: the optimizer to step.
+            optimizer: the optimizer to step. None on a rank that lacks it, at its place
+                in the order of the others; it takes part in their first sync of it,
+                whatever they call, unless `unscale_` or a clip with None has.
             *args: handed to ``optimizer.step``.
             **kwargs: handed to ``optimizer.step``.
 
@@ -604,12 +606,20 @@ class GradScaler(_TorchGradScaler):
             PeerFailedError: another rank raised.
         """
         if not self._enabled:
-            return optimizer.step(*args, **kwargs)
+            return None if self._lacks(optimizer) else optimizer.step(*args, **kwargs)
         if "closure" in kwargs or (args and callable(args[0])):
             # It would make new, scaled gradients after the check.
             message = "Closure use is not currently supported if GradScaler is enabled."
             raise self._refused(message, optimizer, "step")
         self._check_scale_growth_tracker("step")
+        if self._lacks(optimizer):
+            if self._clipped_without:
+                self._clipped_without -= 1
+            elif self._unscaled_without:
+                self._unscaled_without -= 1
+            else:
+                self._take_part("step", takes_part=1.0)
+            return None
         state, record = self._state_of(optimizer)
         if self._has_stepped(optimizer, state):
             message = "step() has already been called since the last update()."
@@ -723,40 +733,27 @@ class GradScaler(_TorchGradScaler):
                 with contextlib.suppress(AttributeError):  # interrupted before it was
                     delattr(optimizer, name)
 
-    @no_compile
-    def step_without_optimizer(self) -> None:
-        """Take part in the other ranks' next sync, on a rank without parameters.
+    def _lacks(self, optimizer: Any) -> TypeIs[None]:
+        # A rank on its own lacks none: None is a mistake there, and raises as torch's.
+        return optimizer is None and self._sync.group.is_distributed
 
-        Call it once for each optimizer and iteration, at its first `unscale_`, `step`,
-        `clip_grad_norm_` or `clip_and_step`: a `step` after one of them does not sync.
-        Call it twice where a clip follows `unscale_`, which makes two syncs. Where
-        ``clip_grad_norm_(None, ...)`` has taken part in the other ranks' clip, there is
-        nothing left to take part in.
-
-        Raises:
-            RanksDisagreeError: the ranks hold different state.
-            PeerFailedError: another rank raised.
-        """
-        if not self._enabled:
-            return
-        self._check_scale_growth_tracker("step_without_optimizer")
-        if self._clips_without:
-            self._clips_without -= 1
-            return
-        method, exchanges = "step_without_optimizer", self._sync.exchanges
+    def _take_part(self, method: str, **fields: float) -> None:
+        # In the other ranks' sync of an optimizer that this rank lacks.
+        exchanges = self._sync.exchanges
         try:
-            if (group := self._find_group(None, None)) is None:
+            if (group := self._find_group(None)) is None:
                 return
             with one_at_a_time(group):
                 found, result = self._synced(
-                    None, None, {}, group, method, takes_part=1.0
+                    None, None, {}, group, method, None, **fields
                 )
                 rows = result.read() if result.is_known else None
                 if rows is not None and (norm_type := rows.value("norm_type")):
                     self._norm_over(result, None, None, norm_type, 1.0)  # they clip
             self._add_found(found)
         except BaseException as error:
-            is_told = self._tell(error, exchanges, None, method, math.nan)
+            call = fields.get("call", math.nan)
+            is_told = self._tell(error, exchanges, None, method, call)
             self._begin_anew(error, is_told, None, _refresh_per_optimizer_state())
             raise
 
@@ -774,7 +771,7 @@ class GradScaler(_TorchGradScaler):
     ) -> None:
         # Checks this rank's gradients, divides them unless asked not to, and replaces
         # what this rank found by what any rank found.
-        group = self._find_group(optimizer, record)
+        group = self._find_group(record)
         if only_check:
             scale = self._scale_or_one()
             one, zero = torch.ones_like(scale), torch.zeros_like(scale)
@@ -837,7 +834,8 @@ class GradScaler(_TorchGradScaler):
     ) -> None:
         # ``state``: of the optimizer's part, which is dropped; None in an update. The
         # other parts keep what was found in them.
-        self._has_failed, self._clips_without = True, 0
+        self._has_failed = True
+        self._unscaled_without = self._clipped_without = 0
         has_found = state is not None and bool(state["found_inf_per_device"])
         is_empty = isinstance(error, AssertionError) and not has_found
         if not (is_empty or self._sync.is_void):  # else all ranks count anew
@@ -905,7 +903,7 @@ class GradScaler(_TorchGradScaler):
             return is_heard or self._sync.is_void or self._sync.told == id(error)
         held = self._held.get(id(optimizer))
         try:
-            group = self._find_group(optimizer, None if held is None else held[1])
+            group = self._find_group(None if held is None else held[1])
             with contextlib.suppress(PeerFailedError, RanksDisagreeError):
                 self._report_failure(group, method, call)  # they are of the sync before
             self._sync.told = id(error)
@@ -917,12 +915,10 @@ class GradScaler(_TorchGradScaler):
             )
             return False
 
-    def _find_group(
-        self, optimizer: Any, record: OptimizerRecord | None
-    ) -> dist.ProcessGroup | None:
+    def _find_group(self, record: OptimizerRecord | None) -> dist.ProcessGroup | None:
         if record is not None and record.result is not None:
             return record.result.group
-        return self._sync.group.find(optimizer)
+        return self._sync.group.find()
 
     def _report_failure(
         self, group: dist.ProcessGroup | None, method: str, call: float
@@ -1028,7 +1024,7 @@ class GradScaler(_TorchGradScaler):
             return
         # Looked at after a clip, which makes nan of inf; the rows have been logged.
         overflow = overflow._replace(kind=INF_OR_NAN)
-        is_logged = self._sync.group.find_known() is not None
+        is_logged = self._sync.group.find() is not None
         self._history.overflowed(overflow, None if is_logged else float(scale))
 
     def _state_of(self, optimizer: Any) -> tuple[State, OptimizerRecord]:
@@ -1126,7 +1122,7 @@ class GradScaler(_TorchGradScaler):
             record.is_clipped = record.is_undivided = False
         self._held = {}
         self._has_failed = self._is_unusual = self._has_new = False
-        self._clips_without = 0
+        self._unscaled_without = self._clipped_without = 0
 
     def _warn_of_shared_parameters(self) -> None:
         owners: dict[int, OptimizerRecord] = {}
@@ -1267,8 +1263,7 @@ class GradScaler(_TorchGradScaler):
         """Take over a state that this class or torch's saved; nothing if disabled.
 
         All ranks must call it, with the same state: one collective compares them before
-        anything is changed (with ``agree_over="mesh"`` and no step so far, the next
-        sync does).
+        anything is changed.
 
         Raises:
             RuntimeError: the state is empty, as a disabled scaler saves it.
@@ -1278,7 +1273,7 @@ class GradScaler(_TorchGradScaler):
         """
         if not self._enabled:
             return
-        group = self._sync.group.find_known()
+        group = self._sync.group.find()
         try:
             saved = check_state(state_dict, self._policy)
         except Exception:

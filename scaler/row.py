@@ -282,18 +282,18 @@ _WAYS_OUT = (
     (
         {"scaler", "made_after"},
         "Use the scalers in the same order on every rank, and make them in the same "
-        "order; scalers of independent models need process_group=, mesh= or "
-        'agree_over="mesh".',
+        "order; scalers of independent models need sync_over=, their process group or "
+        "mesh.",
     ),
     (
         {"call"},
-        "Make the same calls on every rank between two update(); a rank without "
-        "parameters calls step_without_optimizer() where the others step or clip.",
+        "Make the same calls on every rank between two update(); a rank that lacks an "
+        "optimizer passes None for it.",
     ),
     (
         {"iteration", "position"},
         "Call step() for the same number of optimizers on every rank before update(); "
-        "a rank without parameters calls step_without_optimizer() instead.",
+        "a rank that lacks one calls step(None).",
     ),
     (
         {"optimizer"},
@@ -308,7 +308,7 @@ _WAYS_OUT = (
         set(_COMPARED),
         "Build the scaler with the same arguments on every rank and load the same "
         "state_dict on every rank; if these ranks train independent models, pass "
-        'process_group=, mesh= or agree_over="mesh".',
+        "sync_over=, their process group or mesh.",
     ),
 )
 

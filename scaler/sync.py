@@ -432,7 +432,7 @@ class OverflowSync:
             RanksDisagreeError: the ranks had different numbers of syncs.
         """
         # Not the group of the last sync: it may have been destroyed since.
-        group = self.group.find_known()
+        group = self.group.find()
         if group is None or self.is_void:
             return
         count = self.sent
@@ -482,8 +482,7 @@ def explained(group: dist.ProcessGroup, method: str) -> Iterator[None]:
                 f"gradparity: in the sync of {method} on rank {group.rank()} of "
                 f"{group.size()}. Each of these ranks must call step() and update() "
                 "the same number of times. If only this rank has a scaler, or ranks "
-                'need not agree, pass agree_over="local" to it; if some ranks have '
-                "one, process_group= or mesh=; if ranks train independent models, "
-                'agree_over="mesh".'
+                'need not agree, pass sync_over="local" to it; if some ranks have one, '
+                "or ranks train independent models, their process group or mesh."
             )
         raise

@@ -217,7 +217,7 @@ def test_an_optimizer_without_gradients_on_any_rank(
             train.scaler.step(train.first)
             try:
                 if is_lacking:
-                    train.scaler.step_without_optimizer()
+                    train.scaler.step(None)
                 else:
                     train.scaler.unscale_(train.second)
                     train.scaler.step(train.second)
@@ -465,19 +465,6 @@ def test_training_goes_on_after_a_mistake_of_one_rank(
     assert first[0] == 1 and first[1][0][0] >= 4.0
 
 
-# regression: T9
-def test_a_rank_with_plain_parameters_names_its_way_out(two: Cluster) -> None:
-    def run() -> str:
-        train = Training(GradScaler, agree_over="mesh")
-        train.backward()
-        with pytest.raises(ValueError, match="needs DTensor parameters") as caught:
-            train.scaler.step(train.first)
-        return " ".join(caught.value.__notes__)
-
-    for notes in trained(two, run):
-        assert "cannot be told" in notes
-
-
 # regression: S16
 def test_a_rank_that_never_comes_is_found_within_the_limit_of_the_group(
     two: Cluster,
@@ -486,7 +473,7 @@ def test_a_rank_that_never_comes_is_found_within_the_limit_of_the_group(
         group = dist.new_group(timeout=timedelta(seconds=1))
         notes = ""
         if dist.get_rank() == 0:
-            train = Training(GradScaler, process_group=group)
+            train = Training(GradScaler, sync_over=group)
             train.backward()
             with pytest.raises(RuntimeError) as caught:
                 train.scaler.step(train.first)
@@ -497,5 +484,5 @@ def test_a_rank_that_never_comes_is_found_within_the_limit_of_the_group(
 
     notes, _ = trained(two, run)
     assert "If only this rank has a scaler" in notes
-    assert 'pass agree_over="local"' in notes
+    assert 'pass sync_over="local"' in notes
     assert "on rank 0 of 2" in notes

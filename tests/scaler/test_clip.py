@@ -466,7 +466,7 @@ def test_rank_without_parameters_and_overflow(two: Cluster) -> None:
         scaler = GradScaler(device="cpu", init_scale=4.0)
         if dist.get_rank():
             norm = scaler.clip_grad_norm_(None, 1.0)
-            scaler.step_without_optimizer()
+            scaler.step(None)
         else:
             scaler.scale(torch.ones(()))
             (p,) = parameters_with([torch.full((4,), math.inf if bad else 4.0)])
@@ -503,6 +503,6 @@ def test_local_agreement_cannot_clip_shards(two: Cluster) -> None:
         p = nn.Parameter(placed(torch.ones(2), mesh, [Shard(0)]))
         p.grad = placed(torch.ones(2), mesh, [Shard(0)])
         with pytest.raises(ValueError, match="syncs with no other rank"):
-            scaled(agree_over="local").clip_grad_norm_(torch.optim.SGD([p]), 1.0)
+            scaled(sync_over="local").clip_grad_norm_(torch.optim.SGD([p]), 1.0)
 
     two.run(step)

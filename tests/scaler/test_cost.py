@@ -66,7 +66,7 @@ def test_collectives_of_a_clip(four: Cluster, fused: bool, layout: str) -> None:
 
 def test_local_agreement_is_no_collective(two: Cluster) -> None:
     def step() -> tuple[int, float]:
-        scaler = scaled(GradScaler, agree_over="local")
+        scaler = scaled(GradScaler, sync_over="local")
         p = parameter(torch.ones(2))
         give_gradient(p, INF if dist.get_rank() else 4.0)
         with CommDebugMode() as mode:

@@ -63,12 +63,23 @@ def _unscale_and_clip(scaler: Any, optimizer: Any) -> None:
 
 
 def _step_none(scaler: Any, _: Any) -> None:
-    scaler.step_without_optimizer()
+    scaler.step(None)
 
 
 def _clip_none(scaler: Any, _: Any) -> None:
     scaler.clip_grad_norm_(None, 1e9)
-    scaler.step_without_optimizer()
+    scaler.step(None)
+
+
+def _unscale_none(scaler: Any, _: Any) -> None:
+    scaler.unscale_(None)
+    scaler.step(None)
+
+
+def _unscale_and_clip_none(scaler: Any, _: Any) -> None:
+    scaler.unscale_(None)
+    scaler.clip_grad_norm_(None, 1e9)
+    scaler.step(None)
 
 
 def _clip_and_step_none(scaler: Any, _: Any) -> None:
@@ -90,6 +101,9 @@ TOGETHER: list[tuple[Call, Call]] = [
     (_step, _step_none),
     (_step, _unscale_and_step),
     (_unscale_and_step, _step_none),
+    (_step, _unscale_none),
+    (_unscale_and_step, _unscale_none),
+    (_unscale_and_clip, _unscale_and_clip_none),
     (_clip, _clip_none),
     (_clip, _step_none),
     (_clip_and_step, _step_none),
@@ -474,7 +488,7 @@ def test_g18_threads_that_train_with_groups_of_their_own(
         seen = ["", ""]
 
         def train(index: int) -> None:
-            settings = {"process_group": groups[index]} if own else {}
+            settings = {"sync_over": groups[index]} if own else {}
             p, scaler = parameter(), ready(1024.0, **settings)
             optimizer = sgd(p)
             try:

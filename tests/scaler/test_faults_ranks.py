@@ -53,9 +53,10 @@ def test_f05_a_rank_that_never_scales_agrees_over_its_mesh(
     def run() -> tuple[bool, float, list[float]]:
         model = nn.Linear(2, 2, bias=False)
         nn.init.ones_(model.weight)
-        fully_shard(model)
+        mesh = init_device_mesh("cpu", (2,))
+        fully_shard(model, mesh=mesh)
         optimizer = sgd(*model.parameters())
-        scaler = GradScaler("cpu", init_scale=4.0, agree_over="mesh")
+        scaler = GradScaler("cpu", init_scale=4.0, sync_over=mesh)
         loss = model(torch.full((1, 2), 0.25)).sum()
         is_last = dist.get_rank() == 0
         (scaler.scale(loss) if is_last else loss * 4.0).backward()
@@ -73,16 +74,15 @@ def test_f05_a_rank_that_never_scales_agrees_over_its_mesh(
     assert two.with_options(timeout_s=SOON_S).run(run) == [expected] * 2
 
 
-@pytest.mark.parametrize("over", ["local", "mesh"])
-def test_f12_a_group_and_another_rule_are_refused(over: Any) -> None:
-    with pytest.raises(ValueError, match="process_group"):
-        GradScaler("cpu", process_group=GroupOfOne(), agree_over=over)
+@pytest.mark.parametrize("over", ["mesh", None, 3])
+def test_what_names_no_ranks_is_refused(over: Any) -> None:
+    with pytest.raises(ValueError, match="sync_over must be"):
+        GradScaler("cpu", sync_over=over)
 
 
-def test_f12_a_group_and_the_default_rule_are_taken() -> None:
-    group = GroupOfOne()
-    for settings in ({}, {"agree_over": "world"}):
-        scaled_once(GradScaler("cpu", process_group=group, **settings))  # type: ignore[arg-type]
+@pytest.mark.parametrize("over", ["world", "local", GroupOfOne()])
+def test_the_ranks_that_sync_have_one_argument(over: Any) -> None:
+    scaled_once(GradScaler("cpu", sync_over=over))
 
 
 def test_f08_another_accelerator_is_refused_in_one_line(
@@ -215,22 +215,6 @@ def test_f07_an_error_reaches_the_parent_as_itself(two: Cluster) -> None:
     assert [error.rank for error in errors] == [0, 1]
     for error in errors:
         assert (error.lowest["scale"], error.highest["scale"]) == (4.0, 8.0)
-
-
-def test_f10_no_step_needs_a_name_for_a_log_line(two: Cluster) -> None:
-    def run() -> float:
-        mesh = init_device_mesh("cpu", (2,))
-        p = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))
-        p.grad = DTensor.from_local(torch.full((2,), 4.0), mesh, [Shard(0)])
-        scaler = scaled_once(GradScaler("cpu", init_scale=4.0))
-        missing = AttributeError("no attribute '_get_root_mesh'")
-        with mock.patch.object(DeviceMesh, "_get_root_mesh", side_effect=missing):
-            scaler.step(sgd(p))
-            scaler.update()
-        left: Any = p
-        return float(left.to_local().sum())
-
-    assert two.with_options(timeout_s=SOON_S).run(run) == [0.0, 0.0]
 
 
 def test_f10_loading_does_not_silence_the_log(two: Cluster) -> None:

@@ -444,7 +444,7 @@ def test_a_call_raises_beside_a_rank_without_an_optimizer(
 ) -> None:
     """It raises on the rank that lacks one, or on the other; before its message."""
     calls = SEQUENCES[name]
-    without: Calls = [lambda scaler, _: scaler.step_without_optimizer()]
+    without: Calls = [lambda scaler, _: scaler.step(None)]
 
     def sweep() -> list[str]:
         at, wrong = 0, list[str]()
