@@ -108,6 +108,7 @@ class _Measured(NamedTuple):
     carried: Number
     factor: Number  # that clips it
     is_finite: bool
+    is_refused: bool  # a rank refuses a norm that is not finite
 
     def divisor(self, device: torch.device) -> torch.Tensor | None:
         # (), fp32: what a kernel divides by to unscale and clip; None if fp32 cannot
@@ -375,8 +376,9 @@ class GradScaler(_TorchGradScaler):
         The same as `clip_grad_norm_` and `step`, faster: a fused optimizer divides and
         clips in its own kernel, by its ``grad_scale``; others take one multiplication.
         Afterwards ``.grad`` is unscaled and clipped; with a fused optimizer it is what
-        the kernel leaves, and torch's write just this back. A disabled scaler clips and
-        steps.
+        the kernel leaves, and torch's write just this back. As in `step`, a pre-hook of
+        a fused optimizer sees gradients that are still scaled. A disabled scaler clips
+        and steps.
 
         Args:
             optimizer: as in `clip_grad_norm_`; None on a rank that lacks it.
@@ -411,10 +413,16 @@ class GradScaler(_TorchGradScaler):
         exchanges = self._sync.exchanges
         try:
             measured = self._measure(
-                optimizer, state, record, method, max_norm, norm_type
+                optimizer,
+                state,
+                record,
+                method,
+                max_norm,
+                norm_type,
+                refuses=error_if_nonfinite,
             )
             norm = _norm_tensor(measured.norm, self._scale_or_one().device)
-            is_refused = error_if_nonfinite and not math.isfinite(measured.norm)
+            is_refused = measured.is_refused
             if is_refused:
                 # As after an overflow, also where only the norm is not finite.
                 measured = measured._replace(is_finite=False)
@@ -422,6 +430,8 @@ class GradScaler(_TorchGradScaler):
                 state["found_inf_per_device"] = {norm.device: one}
                 if record is not None:
                     record.result = None
+                else:
+                    self._add_found(state["found_inf_per_device"])
             divisor, kwargs = None, {}
             if steps and self._enabled and is_fused(optimizer):
                 if takes_scaler(optimizer, stacklevel=4):
@@ -448,7 +458,7 @@ class GradScaler(_TorchGradScaler):
         finally:
             if not self._enabled:
                 self._end_states()  # nothing lasts until an update
-        if is_refused:
+        if is_refused and error_if_nonfinite:
             raise RuntimeError(
                 f"The total norm of order {norm_type} of the gradients is "
                 f"{float(norm)}, so they cannot be clipped. Pass "
@@ -480,6 +490,8 @@ class GradScaler(_TorchGradScaler):
         method: str,
         max_norm: float,
         norm_type: float,
+        *,
+        refuses: bool,
     ) -> _Measured:
         # The global norm. Gradients are only read, unless they must be divided first.
         scale, group = self._scale_or_one(), self._find_group(record)
@@ -509,11 +521,14 @@ class GradScaler(_TorchGradScaler):
             norm = norm_alone(entries, norm_type)
         else:
             clip: Any = {"call": CLIP, "max_norm": max_norm, "norm_type": norm_type}
+            clip["refuses"] = float(refuses)
             with one_at_a_time(group):
                 found, result = self._synced(
                     optimizer, record, found, group, method, entries, **clip
                 )
                 norm = self._norm_over(result, optimizer, record, norm_type, carried)
+            if result.is_known:  # else no rank hears of another one's wish
+                refuses = result.read().any("refuses")
             if isinstance(norm, torch.Tensor):
                 norm = norm.to(scale.device)
         state["found_inf_per_device"] = found
@@ -521,7 +536,8 @@ class GradScaler(_TorchGradScaler):
             self._add_found(found)
         overflows = self._enabled and is_true(any_of(found.values(), scale.device))
         factor = clip_factor(norm, max_norm)
-        return _Measured(norm, grads, carried, factor, not overflows)
+        is_refused = refuses and not math.isfinite(norm)
+        return _Measured(norm, grads, carried, factor, not overflows, is_refused)
 
     def _norm_over(
         self,
@@ -749,7 +765,9 @@ class GradScaler(_TorchGradScaler):
                 )
                 rows = result.read() if result.is_known else None
                 if rows is not None and (norm_type := rows.value("norm_type")):
-                    self._norm_over(result, None, None, norm_type, 1.0)  # they clip
+                    norm = self._norm_over(result, None, None, norm_type, 1.0)
+                    if rows.any("refuses") and not math.isfinite(norm):
+                        found = {key: torch.ones_like(x) for key, x in found.items()}
             self._add_found(found)
         except BaseException as error:
             call = fields.get("call", math.nan)
@@ -1128,6 +1146,8 @@ class GradScaler(_TorchGradScaler):
         owners: dict[int, OptimizerRecord] = {}
         for optimizer, record in self._held.values():
             for parameter in parameters_of(optimizer):
+                if not getattr(parameter, "requires_grad", True):
+                    continue  # frozen: it has no gradient to divide
                 if owners.setdefault(id(parameter), record) is not record:
                     self._has_warned = True
                     warnings.warn(
@@ -1135,7 +1155,7 @@ class GradScaler(_TorchGradScaler):
                         "torch.amp.GradScaler, each of them divides its gradient by "
                         "the scale: give it a gradient of its own, by zero_grad() and "
                         "another backward(), before each step().",
-                        stacklevel=4,
+                        stacklevel=3,
                     )
                     return
 

@@ -176,14 +176,20 @@ _TAKES_SCALER: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary(
 
 
 def makes_momentum(optimizer: Any) -> bool:
-    """Return whether the next step makes the momentum of torch's SGD.
+    """Return whether the next step makes the momentum of torch's SGD, in any group.
 
-    torch's fused SGD makes it of uninitialised memory for the kernel to fill. A kernel
-    that is to skip does not, and the next step takes what lay there (B21).
+    torch's fused SGD makes it of uninitialised memory for the kernel to fill, for a
+    whole group at once. A kernel that is to skip does not fill it, and the next step
+    takes what lay there (B21).
     """
     try:
-        uses_it = any(group["momentum"] for group in optimizer.param_groups)
-        states = optimizer.state.values() if uses_it else ()
-        return uses_it and all(state["momentum_buffer"] is None for state in states)
-    except Exception:
-        return False  # none that keeps its momentum as SGD does
+        for group in optimizer.param_groups:
+            if group["momentum"]:
+                firsts = (p for p in group["params"] if p.grad is not None)
+                first = next(firsts, None)
+                state = optimizer.state.get(first, {})
+                if first is not None and state.get("momentum_buffer") is None:
+                    return True
+    except Exception:  # an optimizer that keeps no momentum as SGD does
+        return False
+    return False

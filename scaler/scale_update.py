@@ -27,9 +27,11 @@ def advance(
     within the limits of the policy. Returns the scale as it is now.
     """
     if policy.constant:
-        growth_tracker.add_(1).mul_(1 - found_inf.int())
+        # As the kernel counts, so that torch's class can go on from here.
+        interval = min(rule[2], 2**31 - 1)
+        growth_tracker.add_(1).remainder_(interval).mul_(1 - found_inf.int())
         return number_in(scale)
-    before = scale if hysteresis_left is None else scale.clone()
+    is_good = found_inf == 0
     if hysteresis_left is not None:
         # Back off at the last one only. The kernel adds one to the tracker of a
         # tolerated overflow, so that must start from -1.
@@ -43,10 +45,10 @@ def advance(
     if not policy.min_scale <= value <= policy.max_scale:
         value = number_in(scale.clamp_(policy.min_scale, policy.max_scale))
     if hysteresis_left is not None:
-        refill = scale > before
-        if policy.refill == "good_step":
-            refill |= growth_tracker > 0
-        hysteresis_left.masked_fill_(refill, policy.hysteresis)
+        # The kernel's growth shows in the tracker, also where a limit undoes it.
+        if policy.refill == "growth":
+            is_good &= growth_tracker == 0
+        hysteresis_left.masked_fill_(is_good, policy.hysteresis)
     return value  # type: ignore[no-any-return]
 
 

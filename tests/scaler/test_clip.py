@@ -461,6 +461,46 @@ def test_partial_gradients_are_summed_first(two: Cluster) -> None:
         assert steps == pytest.approx([0.3, 0.4], rel=1e-6)
 
 
+# regression: T19
+@FUSED
+def test_a_step_pre_hook_sees_what_the_kernel_is_handed(fused: bool) -> None:
+    """Of a fused optimizer scaled gradients, as in torch's own step."""
+    (p,) = parameters_with([torch.full((4,), 2.0 * SCALE)])
+    optimizer: Any = torch.optim.SGD([p], lr=1.0, fused=fused)
+    seen: list[float] = []
+    gradient: Any = p.grad
+    optimizer.register_step_pre_hook(lambda *_: seen.append(gradient[0].item()))
+    scaler = scaled()
+    scaler.clip_and_step(optimizer, 2.0)
+    assert seen == [pytest.approx(2.0 * SCALE if fused else 1.0)]
+    assert p[0].item() == pytest.approx(-1.0)
+
+
+# regression: T23
+@pytest.mark.parametrize("lacking", ["clip_and_step", "step"])
+@pytest.mark.parametrize("call", ["clip_and_step", "clip_grad_norm_"])
+def test_a_norm_that_is_refused_reduces_the_scale_of_all_ranks(
+    two: Cluster, call: str, lacking: str
+) -> None:
+    def run() -> float:
+        scaler = scaled(scale=4.0)
+        p = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        p.grad = torch.full_like(p, 1e308)  # finite, and its norm is not
+        refuses = {"error_if_nonfinite": True}
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match="is inf"):
+                getattr(scaler, call)(torch.optim.SGD([p]), 1.0, **refuses)
+        elif lacking == "clip_and_step":
+            with pytest.raises(RuntimeError, match="is inf"):
+                scaler.clip_and_step(None, 1.0, **refuses)
+        else:
+            scaler.step(None)
+        scaler.update()
+        return float(scaler.get_scale())
+
+    assert two.run(run) == [2.0] * 2
+
+
 def test_rank_without_parameters_and_overflow(two: Cluster) -> None:
     def step(bad: bool) -> tuple[float, float]:
         scaler = GradScaler(device="cpu", init_scale=4.0)

@@ -139,6 +139,24 @@ def test_b21_fused_momentum_waits_for_a_good_step(
     assert p.tolist() == [1.0 - 0.5 * 2.0 - 0.5 * 3.0] * 2
 
 
+# regression: S6
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_fused_momentum_of_a_group_whose_gradient_comes_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gradparity.scaler.grad_scaler.is_true", lambda _: False)
+    first, later = parameter(), parameter()
+    groups: Any = [{"params": [first]}, {"params": [later]}]
+    optimizer = torch.optim.SGD(groups, lr=0.5, momentum=0.5, fused=True)
+    scaler = scaled(scale=4.0)
+    first.grad = torch.full_like(first, 4.0)
+    scaler.step(optimizer)
+    scaler.update()
+    for gradient in (INF, 2.0, 2.0):
+        one_step(scaler, optimizer, gradient)
+    assert later.tolist() == [1.0 - 0.5 * 1.0 - 0.5 * 1.5] * 2
+
+
 @pytest.mark.usefixtures("nan_in_new_memory")
 def test_torch_takes_momentum_that_nobody_wrote() -> None:
     """Why the scaler looks itself; when this fails, torch is mended."""

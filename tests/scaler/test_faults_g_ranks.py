@@ -513,6 +513,38 @@ def test_g18_threads_that_train_with_groups_of_their_own(
     assert {each for seen in found for each in seen} <= allowed
 
 
+# regression: T8
+def test_threads_that_clip_over_one_group_are_right_or_refused(two: Cluster) -> None:
+    """Also where a clip takes several collectives, to tell replicas apart."""
+
+    def run() -> list[str]:
+        seen = ["", ""]
+
+        def train(index: int) -> None:
+            shared, own, scaler = parameter(), parameter(), ready(1024.0)
+            optimizer = sgd(shared, own)
+            try:
+                for _ in range(10):
+                    give(shared, 1024.0)
+                    give(own, 1024.0 * (2 + dist.get_rank()))
+                    norm = float(scaler.clip_and_step(optimizer, 1e9))
+                    assert norm == pytest.approx(14**0.5)
+                    scaler.update()
+                seen[index] = "right"
+            except RanksDisagreeError:
+                seen[index] = "refused"
+
+        threads = [threading.Thread(target=train, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return seen
+
+    found = two.with_options(timeout_s=SOON_S).run(run)
+    assert {each for seen in found for each in seen} <= {"right", "refused"}
+
+
 # - G20: where the host reads later
 
 
