@@ -1,18 +1,14 @@
-"""What outlasts an iteration about an optimizer, and what optimizers may look like."""
+"""Records of optimizers: what outlasts an iteration, and which wrappers are one."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
-from .sync import SyncResult
 
 
 @dataclass(eq=False)
@@ -28,12 +24,6 @@ class OptimizerRecord:
         places: where its gradients lay in the last clip (``global_norm.py``).
         holders: the meshes that hold each of its parameters (``replicas.py``).
         grad_scale: what a fused kernel was handed last.
-        result: of its sync in this iteration; None without one.
-        is_clipped: clip_grad_norm_ was called in this iteration.
-        is_undivided: a clip has found an overflow, and has left the gradients alone.
-        stepped_on: weak references to the gradients of its step, if a call of the
-            iteration raised later; the next step must be on other tensors.
-        key: id of the one by which it was used first in an iteration.
     """
 
     optimizers: list[Callable[[], Any]] = field(default_factory=list)
@@ -44,11 +34,6 @@ class OptimizerRecord:
     places: Any = None
     holders: Any = None
     grad_scale: torch.Tensor | None = None
-    result: SyncResult | None = None
-    is_clipped: bool = False
-    is_undivided: bool = False
-    stepped_on: set[Any] | None = None
-    key: int = 0
 
     def optimizer(self) -> Any:
         """Return a living optimizer of it, or None."""
@@ -117,7 +102,7 @@ class OptimizerRecords:
     def forget_numbers(self) -> None:
         """Start to count anew, at a point where all ranks do."""
         for _, record in self._records.values():
-            record.number = record.result = None
+            record.number = None
 
 
 def _groups_of(optimizer: Any) -> Any:
@@ -146,50 +131,3 @@ def _are_same(groups: Any, others: Any) -> bool:
         )
     except Exception:
         return False
-
-
-def takes_scaler(optimizer: Any, *, stacklevel: int) -> bool:
-    """Return whether ``step`` asks for the scaler itself, the old contract.
-
-    Warns then, as torch does, of the line ``stacklevel`` frames above.
-    """
-    step: Any = getattr(optimizer.step, "__func__", optimizer.step)
-    try:
-        known = _TAKES_SCALER.get(step)
-    except TypeError:  # a callable that cannot be a key
-        known = None
-    if known is None:  # reading a signature takes longer than a small step
-        known = "grad_scaler" in inspect.signature(step).parameters
-        with contextlib.suppress(TypeError):
-            _TAKES_SCALER[step] = known
-    if known:
-        warnings.warn(
-            "GradScaler is going to stop passing itself as a keyword argument to the "
-            "passed optimizer. It sets `grad_scale` and `found_inf` on it instead.",
-            FutureWarning,
-            stacklevel=stacklevel,
-        )
-    return known
-
-
-_TAKES_SCALER: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-
-def makes_momentum(optimizer: Any) -> bool:
-    """Return whether the next step makes the momentum of torch's SGD, in any group.
-
-    torch's fused SGD makes it of uninitialised memory for the kernel to fill, for a
-    whole group at once. A kernel that is to skip does not fill it, and the next step
-    takes what lay there (B21).
-    """
-    try:
-        for group in optimizer.param_groups:
-            if group["momentum"]:
-                firsts = (p for p in group["params"] if p.grad is not None)
-                first = next(firsts, None)
-                state = optimizer.state.get(first, {})
-                if first is not None and state.get("momentum_buffer") is None:
-                    return True
-    except Exception:  # an optimizer that keeps no momentum as SGD does
-        return False
-    return False

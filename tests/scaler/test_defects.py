@@ -128,7 +128,7 @@ def test_b21_fused_momentum_waits_for_a_good_step(
     monkeypatch: pytest.MonkeyPatch, sees: bool
 ) -> None:
     if not sees:  # as on an accelerator, whose memory the host does not read
-        name = "gradparity.scaler.grad_scaler.is_true"
+        name = "gradparity.scaler.fused.is_true"
         monkeypatch.setattr(name, lambda _: False)
     p = parameter()
     optimizer = torch.optim.SGD([p], lr=0.5, momentum=0.5, fused=True)
@@ -144,7 +144,7 @@ def test_b21_fused_momentum_waits_for_a_good_step(
 def test_fused_momentum_of_a_group_whose_gradient_comes_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gradparity.scaler.grad_scaler.is_true", lambda _: False)
+    monkeypatch.setattr("gradparity.scaler.fused.is_true", lambda _: False)
     first, later = parameter(), parameter()
     groups: Any = [{"params": [first]}, {"params": [later]}]
     optimizer = torch.optim.SGD(groups, lr=0.5, momentum=0.5, fused=True)
