@@ -10,9 +10,7 @@ import contextlib
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,9 +46,6 @@ from .optimizer_record import OptimizerRecords
 from .row import CHECK, CLIP, Row, Rows
 from .scale_update import advance
 from .sync import OverflowSync, SyncResult, one_at_a_time
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
 
 
 class ScalerCore(_TorchGradScaler):
@@ -131,7 +126,8 @@ class ScalerCore(_TorchGradScaler):
     ) -> torch.Tensor:
         method = "clip_and_step" if steps else "clip_grad_norm_"
         part = self._part_to_clip(optimizer, method)
-        with self._telling(part, method, CLIP):
+        exchanges = self._sync.exchanges
+        try:
             measured = self._measure(
                 part, method, max_norm, norm_type, refuses=error_if_nonfinite
             )
@@ -160,6 +156,9 @@ class ScalerCore(_TorchGradScaler):
                 self._step_checked(part, divisor, (), kwargs)
             if part.optimizer is None:
                 self._iteration.looked_at(part, is_over=steps)
+        except BaseException as error:
+            self._fail(error, part, method, CLIP, exchanges)
+            raise
         if not self._enabled:
             self._end_iteration()  # nothing lasts until an update
         if is_refused and error_if_nonfinite:
@@ -283,13 +282,15 @@ class ScalerCore(_TorchGradScaler):
             self._note_overflow(optimizer, rank)
         return None if skips else optimizer.step(*args, **kwargs)
 
-    def _lacks(self, optimizer: Any) -> TypeIs[None]:
-        # A rank on its own lacks none: None is a mistake there, and raises as torch's.
-        return optimizer is None and self._sync.group.is_distributed
+    def _check_lacks(self) -> None:
+        # A rank on its own lacks no optimizer: None is a mistake, raised as by torch.
+        if not self._sync.group.is_distributed:
+            raise AttributeError("'NoneType' object has no attribute 'param_groups'")
 
     def _take_part(self, part: Part, method: str, **fields: float) -> None:
         # In the other ranks' sync of an optimizer that this rank lacks.
-        with self._telling(part, method, fields.get("call", math.nan)):
+        exchanges = self._sync.exchanges
+        try:
             if (group := self._find_group(part)) is None:
                 return
             with one_at_a_time(group):
@@ -300,6 +301,10 @@ class ScalerCore(_TorchGradScaler):
                     if rows.any("refuses") and not math.isfinite(norm):
                         found = {key: torch.ones_like(x) for key, x in found.items()}
             part.found = found
+        except BaseException as error:
+            call = fields.get("call", math.nan)
+            self._fail(error, part, method, call, exchanges)
+            raise
 
     # - Check and sync
 
@@ -364,8 +369,14 @@ class ScalerCore(_TorchGradScaler):
         return self._part_of(optimizer).found
 
     def _part_of(self, optimizer: Any) -> Part:
-        states = self._per_optimizer_states
-        return self._iteration.part_of(optimizer, self._records, states)
+        part, states = (
+            self._iteration.parts.get(id(optimizer)),
+            self._per_optimizer_states,
+        )
+        if part is None:
+            part = self._iteration.begin_part(optimizer, self._records, states)
+        part.optimizer, part.state = optimizer, states[id(optimizer)]
+        return part
 
     def _end_iteration(self) -> None:
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
@@ -373,24 +384,18 @@ class ScalerCore(_TorchGradScaler):
 
     # - Calls that raise; see [Note: A call that raises] in grad_scaler.py
 
-    @contextmanager
-    def _telling(
+    def _fail(
         self,
+        error: BaseException,
         part: Part | None,
         method: str,
-        call: float = CHECK,
-        *,
-        is_told: bool = False,
-    ) -> Iterator[None]:
-        # Of what raises within it the other ranks hear, unless they wait no more
-        # (``is_told``), and the iteration begins anew.
-        exchanges = -1 if is_told else self._sync.exchanges
-        try:
-            yield
-        except BaseException as error:
-            is_told = self._tell(error, exchanges, part, method, call)
-            self._begin_anew(error, part, is_told=is_told)
-            raise
+        call: float,
+        exchanges: int,
+    ) -> None:
+        # A call has raised, before the first sync since ``exchanges``: the other ranks
+        # hear of it, and the iteration begins anew.
+        is_told = self._tell(error, exchanges, part, method, call)
+        self._begin_anew(error, part, is_told=is_told)
 
     def _begin_anew(
         self, error: BaseException, part: Part | None, *, is_told: bool

@@ -177,7 +177,8 @@ class GradScaler(ScalerCore):
         if not self._enabled:
             return
         self._check_scale_growth_tracker("unscale_")
-        if self._lacks(optimizer):
+        if optimizer is None:
+            self._check_lacks()
             part = self._iteration.lacking(self._per_optimizer_states)
             self._take_part(part, "unscale_", call=CHECK)
             self._iteration.looked_at(part)
@@ -193,8 +194,12 @@ class GradScaler(ScalerCore):
         if part.has_stepped():
             message = "unscale_() is being called after step()."
             raise self._refused(message, part, "unscale_")
-        with self._telling(part, "unscale_"):
+        exchanges = self._sync.exchanges
+        try:
             self._check_and_sync(part, "unscale_")
+        except BaseException as error:
+            self._fail(error, part, "unscale_", CHECK, exchanges)
+            raise
 
     @no_compile
     def clip_grad_norm_(
@@ -308,13 +313,16 @@ class GradScaler(ScalerCore):
             PeerFailedError: another rank raised.
         """
         if not self._enabled:
-            return None if self._lacks(optimizer) else optimizer.step(*args, **kwargs)
+            if optimizer is None:
+                return self._check_lacks()
+            return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or (args and callable(args[0])):
             # It would make new, scaled gradients after the check.
             message = "Closure use is not currently supported if GradScaler is enabled."
             raise self._refused(message, None, "step")
         self._check_scale_growth_tracker("step")
-        if self._lacks(optimizer):
+        if optimizer is None:
+            self._check_lacks()
             if not self._iteration.lacked:
                 part = self._iteration.lacking(self._per_optimizer_states)
                 self._take_part(part, "step", takes_part=1.0)
@@ -331,7 +339,9 @@ class GradScaler(ScalerCore):
                 )
             raise self._refused(message, part, "step")
         is_unscaled = part.stage is OptState.UNSCALED
-        with self._telling(part, "step", is_told=is_unscaled):
+        # Once it is unscaled the other ranks wait no more.
+        exchanges = -1 if is_unscaled else self._sync.exchanges
+        try:
             grad_scale = None
             if not is_fused(optimizer):
                 if not is_unscaled:
@@ -345,6 +355,9 @@ class GradScaler(ScalerCore):
                     self._check_inf_per_device(optimizer)
                     grad_scale = self._scale
             return self._step_checked(part, grad_scale, args, kwargs)
+        except BaseException as error:
+            self._fail(error, part, "step", CHECK, exchanges)
+            raise
 
     # - Update
 
@@ -384,9 +397,11 @@ class GradScaler(ScalerCore):
                 self._row,
                 "update",
                 is_usual=not iteration.is_unusual,
-                must_have_gradients=self._must_have_gradients
-                and not iteration.has_failed
-                and chosen is None,
+                must_have_gradients=not (
+                    iteration.has_failed
+                    or chosen is not None
+                    or self._steps_without_gradients
+                ),
             )
         except BaseException as error:
             if self._tell(error, exchanges, None, "update", UPDATE):

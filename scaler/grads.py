@@ -302,7 +302,8 @@ def number_in(tensor: torch.Tensor) -> Number:
 
     Likewise the tensor of a subclass; see `is_readable`.
     """
-    if not is_readable(tensor):
+    # As `is_readable`, without a call: many are made in a step.
+    if not (Host.reads_cpu and tensor.is_cpu and type(tensor) is torch.Tensor):
         return tensor
     # Unlike item, tolist is not counted as a synchronisation, which it is not here.
     value: Any = tensor.tolist()

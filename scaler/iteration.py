@@ -22,7 +22,7 @@ def _refresh_per_optimizer_state() -> State:
     return {"stage": OptState.READY, "found_inf_per_device": {}}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Part:
     """Part of one optimizer in an iteration.
 
@@ -67,7 +67,7 @@ class Part:
 
     def has_stepped(self) -> bool:
         """Return whether it stepped; after a failure it may step on new gradients."""
-        if self.stage is not OptState.STEPPED:
+        if self.state["stage"] is not OptState.STEPPED:
             return False
         stepped_on = self.stepped_on
         if stepped_on is None:
@@ -108,6 +108,16 @@ class Iteration:
         has_new: an optimizer was seen for the first time.
     """
 
+    __slots__ = (
+        "_alive",
+        "_by_record",
+        "has_failed",
+        "has_new",
+        "is_unusual",
+        "lacked",
+        "parts",
+    )
+
     def __init__(self) -> None:
         self.parts: dict[int, Part] = {}
         self.lacked: list[Part] = []
@@ -116,27 +126,26 @@ class Iteration:
         # The id of a dead optimizer may be given to a new one.
         self._alive: list[Any] = []
 
-    def part_of(
+    def begin_part(
         self, optimizer: Any, records: OptimizerRecords, states: dict[int, State]
     ) -> Part:
-        """Return the part of an optimizer; a wrapper has that of the one inside.
+        """Return the part of an optimizer that was not handed yet in this iteration.
 
-        ``states``: torch's dictionary, in which callers may look and write.
+        A wrapper has the part of the optimizer inside. ``states``: torch's dictionary,
+        in which callers may look and write.
         """
         key = id(optimizer)
-        part = self.parts.get(key)
+        record, is_new = records.find_or_add(optimizer)
+        part = self._by_record.get(id(record))
         if part is None:
-            record, is_new = records.find_or_add(optimizer)
-            part = self._by_record.get(id(record))
-            if part is None:
-                part = Part(optimizer, record, key=key)
-                self._by_record[id(record)] = part
-            else:
-                states[key] = states[part.key]
-            self.has_new = self.has_new or is_new
-            self._alive.append(optimizer)
-            self.parts[key] = part
-        part.optimizer, part.state = optimizer, states[key]
+            part = self._by_record[id(record)] = Part(
+                optimizer, record, states[key], key
+            )
+        else:
+            states[key] = states[part.key]
+        self.has_new = self.has_new or is_new
+        self._alive.append(optimizer)
+        self.parts[key] = part
         return part
 
     def part_to_clip(self, states: dict[int, State]) -> Part:

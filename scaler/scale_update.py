@@ -31,7 +31,7 @@ def advance(
         interval = min(rule[2], 2**31 - 1)
         growth_tracker.add_(1).remainder_(interval).mul_(1 - found_inf.int())
         return number_in(scale)
-    is_good = found_inf == 0
+    any_found = found_inf
     if hysteresis_left is not None:
         # Back off at the last one only. The kernel adds one to the tracker of a
         # tolerated overflow, so that must start from -1.
@@ -46,6 +46,7 @@ def advance(
         value = number_in(scale.clamp_(policy.min_scale, policy.max_scale))
     if hysteresis_left is not None:
         # The kernel's growth shows in the tracker, also where a limit undoes it.
+        is_good = any_found == 0
         if policy.refill == "growth":
             is_good &= growth_tracker == 0
         hysteresis_left.masked_fill_(is_good, policy.hysteresis)

@@ -19,7 +19,7 @@ from gradparity.tests.stepping import FUSED, INF, exchanged, scaled
 
 
 @FUSED
-def test_f04_no_rank_steps_when_one_has_raised(two: Cluster, fused: bool) -> None:
+def test_no_rank_steps_when_one_has_raised(two: Cluster, fused: bool) -> None:
     def run() -> tuple[list[float], str, str]:
         with exchanged("settled"):
             p, scaler = parameter(torch.ones(2)), scaled(GradScaler)

@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, PeerFailedError, ShardedGradScaler
 from gradparity.tests.agreeing import give_gradient, local, parameter, sgd
-from gradparity.tests.stepping import scaled
+from gradparity.tests.stepping import HOW, acting, scaled
 
 CLIPS = ("clip_grad_norm_", "clip_and_step")
 PLACEMENTS = {
@@ -144,8 +144,9 @@ def exact_norm(layout: Mixed, order: float) -> float:
 @pytest.mark.parametrize("order", [2.0, 3.0, float("inf")])
 @pytest.mark.parametrize("call", CLIPS)
 @pytest.mark.parametrize("name", LAYOUTS)
+@HOW
 def test_each_parameter_is_counted_once(
-    four: Cluster, name: str, call: str, order: float
+    four: Cluster, name: str, call: str, order: float, how: str
 ) -> None:
     layout = LAYOUTS[name]
 
@@ -160,16 +161,13 @@ def test_each_parameter_is_counted_once(
             with CommDebugMode() as mode:
                 norms.append(getattr(scaler, call)(optimizer, 1e9, order).item())
             if call == "clip_grad_norm_":
-                if optimizer is None:
-                    scaler.step(None)
-                else:
-                    scaler.step(optimizer)
+                scaler.step(optimizer)
             scaler.update()
             counts.append(mode.get_total_counts())
         return norms, counts
 
     expected = exact_norm(layout, order)
-    for norms, counts in four.run(run):
+    for norms, counts in four.run(acting(how, run)):
         assert norms == pytest.approx([expected] * 3, rel=1e-5)
         assert counts[1:] == [1, 1]  # what is known is not asked again
 

@@ -393,8 +393,7 @@ def test_the_second_of_two_optimizers_raises(
 
 @FUSED
 @SEQUENCE
-@pytest.mark.parametrize("before", [0, 1])
-@pytest.mark.parametrize("updates", [False, True])
+@pytest.mark.parametrize(("before", "updates"), [(0, False), (1, True)])
 @pytest.mark.parametrize(
     ("alike", "how"),
     [(True, "cpu"), (False, "cpu"), (True, "settled"), (False, "settling")],
@@ -476,10 +475,9 @@ def test_a_call_raises_beside_a_rank_without_an_optimizer(
     assert two.with_options(timeout_s=SOON_S).run(sweep) == [["True"]] * 2
 
 
-@FUSED
-@pytest.mark.parametrize("name", ["step", "clip_and_step"])
+@pytest.mark.parametrize(("name", "fused"), [("step", True), ("clip_and_step", False)])
 def test_interrupted_before_each_line_on_ranks(
-    two: Cluster, fused: bool, name: str
+    two: Cluster, name: str, fused: bool
 ) -> None:
     """On both ranks before the same line: both raise, or both are right."""
     calls = SEQUENCES[name]

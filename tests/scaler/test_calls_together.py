@@ -1,4 +1,4 @@
-"""Faults G12 to G18, G20 and G22: what ranks do together, and after an exception."""
+"""Calls that ranks make together or apart, and what follows an exception."""
 
 import threading
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch import nn
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, PeerFailedError, RanksDisagreeError
 from gradparity.tests.beside_torch import scaled_once, torch_plain
-from gradparity.tests.stepping import exchanged
+from gradparity.tests.stepping import HOW, acting, exchanged
 
 INF = float("inf")
 SOON_S = 20.0  # a hang fails long before the harness's own limit
@@ -131,7 +131,7 @@ APART: list[tuple[Call, Call]] = [
 @pytest.mark.parametrize("call", MAIN)
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("bad", [False, True])
-def test_g12_two_scalers_in_another_order(
+def test_two_scalers_in_another_order(
     two: Cluster, call: Call, at: int, bad: bool
 ) -> None:
     def run() -> tuple[str, list[float]]:
@@ -160,7 +160,7 @@ def test_g12_two_scalers_in_another_order(
         assert [weights for _, weights in found] == [[1.0 - at] * 2] * 2
 
 
-def test_g12_two_scalers_in_one_order_are_no_disagreement(two: Cluster) -> None:
+def test_two_scalers_in_one_order_are_no_disagreement(two: Cluster) -> None:
     def run() -> list[float]:
         scalers, params = [ready(4.0), ready(8.0)], [parameter(), parameter()]
         for _ in range(3):
@@ -187,8 +187,9 @@ def pair_name(pair: tuple[Call, Call]) -> str:
 
 @pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize("pair", APART, ids=pair_name)
-def test_g13_calls_that_do_not_belong_together(
-    two: Cluster, pair: tuple[Call, Call], settled: bool
+@HOW
+def test_calls_that_do_not_belong_together(
+    two: Cluster, pair: tuple[Call, Call], settled: bool, how: str
 ) -> None:
     def run() -> tuple[str, float]:
         scaler, p = ready(), parameter()
@@ -206,12 +207,13 @@ def test_g13_calls_that_do_not_belong_together(
         return "nothing", p.item()
 
     expected = ("RanksDisagreeError", 0.0 if settled else 1.0)
-    assert two.with_options(timeout_s=SOON_S).run(run) == [expected] * 2
+    found = two.with_options(timeout_s=SOON_S).run(acting(how, run))
+    assert found == [expected] * 2
 
 
 @pytest.mark.parametrize("pair", TOGETHER, ids=pair_name)
 @pytest.mark.parametrize("first", [0, 1])
-def test_g13_calls_that_belong_together(
+def test_calls_that_belong_together(
     two: Cluster, pair: tuple[Call, Call], first: int
 ) -> None:
     def run() -> tuple[list[bool], list[float]]:
@@ -237,8 +239,9 @@ def test_g13_calls_that_belong_together(
 @pytest.mark.parametrize("call", MAIN)
 @pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize("forgets", [0, 1])
-def test_g13_a_forgotten_call(
-    two: Cluster, call: Call, settled: bool, forgets: int
+@HOW
+def test_a_forgotten_call(
+    two: Cluster, call: Call, settled: bool, forgets: int, how: str
 ) -> None:
     def run() -> str:
         scaler, params = ready(), [parameter(), parameter()]
@@ -259,7 +262,8 @@ def test_g13_a_forgotten_call(
                 return "raised"
         return "nothing"
 
-    assert two.with_options(timeout_s=SOON_S).run(run) == ["raised", "raised"]
+    found = two.with_options(timeout_s=SOON_S).run(acting(how, run))
+    assert found == ["raised", "raised"]
 
 
 # - G14: after an exception
@@ -281,7 +285,7 @@ class Failing(GradScaler):
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("updates", [False, True])
 @pytest.mark.parametrize("cause", ["one rank fails", "ranks disagree"])
-def test_g14_the_batch_after_an_exception(
+def test_the_batch_after_an_exception(
     two: Cluster, fused: bool, call: Call, at: int, updates: bool, cause: str
 ) -> None:
     """Caught, dropped, and on: as if the batch had not been, on every rank."""
@@ -327,7 +331,7 @@ def test_g14_the_batch_after_an_exception(
 
 @FUSED
 @pytest.mark.parametrize("call", MAIN)
-def test_g14_the_second_of_two_optimizers_fails(
+def test_the_second_of_two_optimizers_fails(
     two: Cluster, fused: bool, call: Call
 ) -> None:
     def run() -> tuple[list[str], list[float], dict[str, Any]]:
@@ -373,7 +377,7 @@ def without(call: Call) -> Call:
 @pytest.mark.parametrize("lacking", [0, 1])
 @pytest.mark.parametrize("idle", [None, 0, 2])
 @pytest.mark.parametrize("bad", [False, True])
-def test_g15_a_rank_lacks_one_of_two_optimizers(
+def test_a_rank_lacks_one_of_two_optimizers(
     two: Cluster, call: Call, lacking: int, idle: int | None, bad: bool
 ) -> None:
     """``idle``: not lacking, but an expert without tokens in that iteration."""
@@ -411,7 +415,7 @@ def test_g15_a_rank_lacks_one_of_two_optimizers(
 
 @pytest.mark.parametrize("norm_type", [0.5, 1.0, 1.5, 2.0, 3.0, INF])
 @pytest.mark.parametrize("odd", ["threads", "layout"])
-def test_g16_replicas_are_counted_once_however_they_are_added_up(
+def test_replicas_are_counted_once_however_they_are_added_up(
     two: Cluster, norm_type: float, odd: str
 ) -> None:
     def run() -> float:
@@ -444,7 +448,7 @@ def test_g16_replicas_are_counted_once_however_they_are_added_up(
 @FUSED
 @pytest.mark.parametrize("call", ["unscale_", "clip_grad_norm_", "step"])
 @pytest.mark.parametrize("bad_rank", [None, 0, 1])
-def test_g17_calls_in_inference_mode(
+def test_calls_in_inference_mode(
     two: Cluster, fused: bool, call: str, bad_rank: int | None
 ) -> None:
     def run() -> tuple[float, float]:
@@ -478,7 +482,7 @@ def test_g17_calls_in_inference_mode(
     # Two collectives a clip, of two threads on one group: nothing can order them.
     [*((True, call) for call in MAIN), (False, _step), (False, _unscale_and_step)],
 )
-def test_g18_threads_that_train_with_groups_of_their_own(
+def test_threads_that_train_with_groups_of_their_own(
     two: Cluster, own: bool, call: Call
 ) -> None:
     """With the group they are right; without it, right or refused, on every rank."""
@@ -548,7 +552,7 @@ def test_threads_that_clip_over_one_group_are_right_or_refused(two: Cluster) -> 
 # - G20: where the host reads later
 
 
-def test_g20_ranks_stay_together_after_an_error_that_one_caught(two: Cluster) -> None:
+def test_ranks_stay_together_after_an_error_that_one_caught(two: Cluster) -> None:
     def run() -> tuple[int, float, float]:
         with exchanged("settled"):
             p, scaler = parameter(), Failing("cpu", init_scale=1024.0)
@@ -575,7 +579,7 @@ def test_g20_ranks_stay_together_after_an_error_that_one_caught(two: Cluster) ->
 # - G22: an error that is swallowed
 
 
-def test_g22_a_swallowed_error_is_raised_again_by_the_step(two: Cluster) -> None:
+def test_a_swallowed_error_is_raised_again_by_the_step(two: Cluster) -> None:
     def run() -> tuple[list[str], float]:
         p, narrow = parameter(), parameter(dtype=torch.float16)
         scaler, optimizer, seen = ready(1024.0), sgd(p, narrow), []
