@@ -1,6 +1,7 @@
 """clip_grad_norm_: unscale, check and clip from one read of the gradients."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from gradparity.multiprocess import Cluster
-from gradparity.scaler import GradScaler, grad_scaler
+from gradparity.scaler import GradScaler
 from gradparity.scaler.local_norms import norms
-from gradparity.tests.stepping import BOTH, FUSED
+from gradparity.tests.stepping import BOTH, FUSED, exchanged
 
 SCALE = 1024.0
 
@@ -41,12 +42,11 @@ def exact(
     return norm, [g * factor for g in unscaled]
 
 
-@pytest.fixture(params=["host", "device"])
-def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """On a device no number is known to the host: arithmetic is with tensors."""
-    if request.param == "device":
-        monkeypatch.setattr(grad_scaler, "number_in", Tensor.double)
-    return str(request.param)
+@pytest.fixture(params=["cpu", "settled"])
+def where(request: pytest.FixtureRequest) -> Iterator[str]:
+    """On an accelerator the host knows no number: arithmetic is with tensors."""
+    with exchanged(request.param):
+        yield request.param
 
 
 def error(got: Tensor, expected: Tensor) -> float:

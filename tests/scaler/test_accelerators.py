@@ -4,6 +4,7 @@ import logging
 import warnings
 from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradparity.multiprocess import Cluster
-from gradparity.scaler import GradScaler, PeerFailedError, RanksDisagreeError
+from gradparity.scaler import (
+    GradScaler,
+    PeerFailedError,
+    RanksDisagreeError,
+    sync,
+)
 from gradparity.scaler.grads import moved_to
 from gradparity.tests.agreeing import give_gradient, parameter, sgd
 from gradparity.tests.stepping import FUSED, INF, exchanged, scaled
@@ -244,3 +250,27 @@ def test_a_copy_to_the_host_is_waited_for() -> None:
     with Copies():
         moved_to(torch.ones(()), torch.device("meta"))
     assert waits == [False, True]
+
+
+# regression: S14
+@pytest.mark.parametrize("how", ["settling", "settled"])
+def test_nothing_is_read_while_a_graph_is_captured(two: Cluster, how: str) -> None:
+    """Rows from before and from within are read at the next sync outside of it."""
+
+    def run() -> list[Any]:
+        seen = []
+        with exchanged(how):
+            p, scaler = parameter(torch.ones(2)), scaled(GradScaler)
+            optimizer = sgd([p], fused=True)
+            for captures, value in ((False, 4.0), (True, INF), (False, 4.0)):
+                give_gradient(p, value if dist.get_rank() else 4.0)
+                with mock.patch.object(sync, "_is_captured", return_value=captures):
+                    scaler.step(optimizer)
+                    seen.append(scaler.last_overflow)
+                    scaler.update()
+        return [*seen, scaler.get_scale()]
+
+    for before, captured, after, scale in two.run(run):
+        assert before is None and captured is None
+        assert after is not None and after.rank == 1
+        assert scale == 2.0
