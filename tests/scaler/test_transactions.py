@@ -237,9 +237,10 @@ def test_each_call_out_of_the_scaler_raises_once(
         assert len(list(takewhile(trial, count(1)))) > 2
 
 
-@FUSED
 @SEQUENCE
-@pytest.mark.parametrize(("bad", "updates"), [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("fused", "bad", "updates"), [(False, True, True), (True, False, False)]
+)
 def test_interrupted_before_each_line_it_raises_or_is_right(
     fused: bool, name: str, bad: bool, updates: bool
 ) -> None:
