@@ -259,9 +259,19 @@ class OverflowSync:
             RanksDisagreeError: the ranks hold different state.
             AssertionError: no rank has scaled a loss, or had a gradient.
         """
+        with _of(group).turn:
+            return self._exchange(group, method, row, norms, record)
+
+    def _exchange(
+        self,
+        group: dist.ProcessGroup,
+        method: str,
+        row: Row,
+        norms: Sequence[Number],
+        record: Any,
+    ) -> SyncResult:
         self.told = 0
-        late = self._late_error()
-        of_group = _of(group)
+        late, of_group = self._late_error(), _of(group)
         row = self._numbered(row, of_group, record, failed=late is not None)
         device = torch.device("cpu")
         if self._cpu_group is not group:
@@ -269,7 +279,7 @@ class OverflowSync:
             self._cpu_group = group if device.type == "cpu" else None
         is_gloo = of_group.is_gloo and device.type == "cpu"
         is_load = row.call == LOAD
-        with of_group.turn, explained(group, method), self._counted(is_load):
+        with explained(group, method), self._counted(is_load):
             rows = exchange_rows(group, row, norms, device, is_gloo=is_gloo)
         result = SyncResult(group, method, row, rows, self._on_read, record)
         self.is_void = self.is_void and bool(row.failed)
