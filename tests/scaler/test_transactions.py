@@ -396,12 +396,16 @@ def test_the_second_of_two_optimizers_raises(
 # - Ranks
 
 
-@FUSED
 @SEQUENCE
 @pytest.mark.parametrize(("before", "updates"), [(0, False), (1, True)])
 @pytest.mark.parametrize(
-    ("alike", "how"),
-    [(True, "cpu"), (False, "cpu"), (True, "settled"), (False, "settling")],
+    ("fused", "alike", "how"),
+    [
+        (False, True, "cpu"),
+        (True, False, "cpu"),
+        (True, True, "settled"),
+        (False, False, "settling"),
+    ],
 )
 def test_each_call_out_raises_once_on_ranks(
     two: Cluster,
