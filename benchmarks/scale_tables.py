@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gradparity.benchmarks.tables import row
-from gradparity.scaler.sync import ROW_LENGTH
-from gradparity.scaler.sync_message import FULL_LENGTH
+from gradparity.scaler.row import LENGTH
 
 # - On paper
 
@@ -42,8 +41,7 @@ ALGORITHMS = {
 }
 """Name -> (messages one after the other, bytes one after the other)."""
 ON_PAPER = (1_000, 10_000, 100_000)
-PACKED = 16  # over gloo
-GATHERED = (FULL_LENGTH + ROW_LENGTH) * 8  # on an accelerator
+ROW = LENGTH * 8  # bytes
 FLAG = 4
 
 
@@ -180,11 +178,7 @@ def _simulated_table(record: dict[str, Any]) -> Iterator[str]:
         )
 
 
-OURS = {
-    "all-reduce, ring": PACKED,
-    "all-gather, ring": GATHERED,
-    "all-gather, doubling": GATHERED,
-}
+OURS = {"all-gather, ring": ROW, "all-gather, doubling": ROW}
 """Of our scaler: algorithm -> bytes a rank."""
 
 

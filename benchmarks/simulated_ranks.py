@@ -2,9 +2,9 @@
 
 1. ``compare``: torch's fake process group gives a rank its place and its subgroups and
    exchanges nothing, so that ranks can run one after the other. An all-reduce answers
-   with the maximum of what this rank and rank 0 sent; rank 0 lacks nothing that another
-   rank has, so this is the maximum over the world. What a scaler issues must not depend
-   on what its rank holds: then all sequences are equal.
+   with the maximum of what this rank and rank 0 sent, an all-gather with what rank 0
+   sent in the name of all others; rank 0 lacks nothing that another rank has. What a
+   scaler issues must not depend on what its rank holds: then all sequences are equal.
 2. ``together``: torch's threaded group, a thread a rank, exchanges for real; a scaler
    whose ranks issue different sequences would hang there.
 
@@ -63,11 +63,11 @@ class Calls(TorchDispatchMode):
 
     Args:
         mesh: its axes name the groups.
-        answers: what another rank sent into each of its all-reduces.
+        answers: what another rank sent into each all-reduce and all-gather.
 
     Attributes:
         seen: the collectives.
-        sent: what this rank sent into each all-reduce.
+        sent: what this rank sent into each of these.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Calls(TorchDispatchMode):
             str(mesh.get_group(i).group_name): f"axis {i}" for i in range(mesh.ndim)
         }
         self._names[_world_name()] = "world"
+        self._is_fake = dist.get_backend() == "fake"
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -88,13 +89,23 @@ class Calls(TorchDispatchMode):
         """Note ``func`` if it is a collective, and run it."""
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # its inner calls come here
+        op = ""
         if func.namespace in ("c10d", "_c10d_functional"):
             op = func.name().split("::")[1].strip("_").split(".")[0]
             if op not in ("wait_tensor", "wrap_tensor_autograd"):
                 self.seen.append(self._call(op, args))
             if op == "allreduce":
                 self._answer(args[0][0])
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if op == "allgather_base" and self._is_fake:
+            self._gather(*args[:2])
+        return result
+
+    def _gather(self, gathered: torch.Tensor, mine: torch.Tensor) -> None:
+        self.sent.append(mine.clone())
+        answer, rows = next(self._answers, mine), gathered.view(-1, len(mine))
+        rows[:] = answer if answer.shape == mine.shape else mine
+        rows[dist.get_rank() % len(rows)] = mine
 
     def _answer(self, message: torch.Tensor) -> None:
         self.sent.append(message.clone())
@@ -104,7 +115,9 @@ class Calls(TorchDispatchMode):
 
     def _call(self, op: str, args: Any) -> Call:
         # c10d's own operators take the outputs first, and then what is sent.
-        gathers = "gather" in op and not isinstance(args[1], str | int)
+        gathers = ("gather" in op or "alltoall" in op) and not isinstance(
+            args[1], str | int
+        )
         sent = list(_flat(args[1] if gathers else args[0]))
         text = " ".join(f"{list(t.shape)} {t.dtype}" for t in sent)
         size = sum(t.numel() * t.element_size() for t in sent)

@@ -134,7 +134,7 @@ def without_optimizer(rank: Rank, scaler: Any) -> None:
         if rank.number % 5 != 4:
             scaler.step(held)
         else:
-            scaler.step_without_optimizer()
+            scaler.step(None)
         scaler.update()
 
 

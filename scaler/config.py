@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -71,9 +70,16 @@ class Policy:
             keep("max_consecutive_skips", check_count("max_consecutive_skips", skips))
         keep("constant", bool(self.constant))
 
-    def fingerprint(self) -> int:
-        """Return 32 bits that equal policies share on all ranks."""
-        return zlib.crc32(repr(self).encode())
+    def fields(self) -> dict[str, float]:
+        """Return each setting as a number, for the row that ranks compare."""
+        return {
+            "min_scale": self.min_scale,
+            "max_scale": self.max_scale,
+            "hysteresis": self.hysteresis,
+            "refill": float(self.refill == "good_step"),
+            "max_consecutive_skips": self.max_consecutive_skips or 0,
+            "constant": float(self.constant),
+        }
 
     def check_start(self, scale: float) -> None:
         """Raise InvalidSettingError for a first scale outside the limits."""

@@ -36,6 +36,7 @@ class RanksDisagreeError(ScalerError):
         here: what this rank holds, by field.
         lowest: the smallest value over all ranks, by field that differs.
         highest: the largest value over all ranks, by field that differs.
+        values: the value of each rank, by field that differs; nan is not compared.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class RanksDisagreeError(ScalerError):
     here: dict[str, float]
     lowest: dict[str, float]
     highest: dict[str, float]
+    values: dict[str, tuple[float, ...]]
 
 
 class PeerFailedError(ScalerError):
@@ -52,10 +54,12 @@ class PeerFailedError(ScalerError):
     Attributes:
         rank: this rank, in the group that syncs.
         call: the method that this rank had called.
+        failed: the ranks that raised.
     """
 
     rank: int
     call: str
+    failed: tuple[int, ...]
 
 
 class TooManySkipsError(ScalerError):

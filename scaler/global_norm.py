@@ -12,26 +12,20 @@ mesh and counts meshes of one kind with equal sums once. The sums do not depend 
 order of the ranks, since replicas may list theirs in different orders. All ranks do
 this on the same numbers, so they clip alike whatever happens.
 
-The norm of order 2 or infinity of gradients that all lie on one mesh of all ranks needs
-no table: the parts are added up by an all-reduce of one number.
-
 One mesh may hold replicas beside parameters of its own: see `replicas.py`.
 
 [Note: Replicas that round apart]
 Ranks with other numbers of threads may round the norm of one and the same gradient
-apart. So where two meshes of one kind have norms that are equal up to rounding, but not
-to the last bit, each rank adds up the bits of its gradients as integers, which no order
-changes, and meshes of one kind with equal sums are counted once. This reads the
-gradients once more, and is rare. On an accelerator, where looking would synchronise,
-norms are compared as they are.
+apart. Meshes of one kind whose norms differ in any bit are told apart by the bits of
+their gradients (`replicas.py`), whose sum no order changes; from then on norms of
+replicas may differ by rounding.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from operator import is_
@@ -51,11 +45,11 @@ from .grads import (
 )
 from .local_norms import Norms, hashed, norms, scaled_norm
 from .optimizer_record import OptimizerRecord
-from .replicas import Holders, sum_of_bits, table_of, told_apart
-from .sync import ROW_LENGTH
+from .replicas import Holders, table_of, told_apart
+from .row import NORMS
 from .torch_internals import specs
 
-MESHES = ROW_LENGTH // 3
+MESHES = NORMS // 3
 """Meshes that the gradients of one optimizer may lie on, on one rank."""
 
 
@@ -143,10 +137,10 @@ def grads_by_mesh(
         ValueError: an fp16 gradient, and ``allow_fp16`` is false; or a mesh has other
             ranks than those that sync.
     """
-    alone, holders = _alone(rank), _holders_now(optimizer, record)
+    alone, holders = _alone(rank), record.holders
     by_mesh = GradsByMesh()
     gradients, locals_ = gradients_of(optimizer)
-    if locals_ is gradients and gradients and not holders:  # no DTensor among them
+    if locals_ is gradients and gradients and holders is None:  # no DTensor among them
         by_mesh[alone] = by_device_and_dtype(gradients, allow_fp16=allow_fp16)
         by_mesh.kinds = _kinds(by_mesh, {alone.mesh: sum(map(torch.numel, gradients))})
         return by_mesh
@@ -166,7 +160,7 @@ def grads_by_mesh(
         is_plain = any(spec is None for spec in found)
         record.places = None if is_plain else places
     if holders is not None:
-        places = _told_apart(places, holders)
+        places = _told_apart(places, locals_, holders.of(_with_gradients(optimizer)))
     by_mesh.kinds = places.kinds
     for layout, indices in places.members.items():
         if layout.ranks != ranks and not set(layout.ranks) <= set(ranks):
@@ -183,29 +177,28 @@ def _alone(rank: int) -> Layout:
     return Layout(-hashed(f"({rank},)"), (rank,), "plain", 1)
 
 
-def _holders_now(optimizer: Any, record: OptimizerRecord) -> Holders | None:
-    holders: Holders | None = record.holders
-    if holders is not None and not holders.are_of(_with_gradients(optimizer)):
-        record.holders = holders = None
-    return holders
-
-
 def _with_gradients(optimizer: Any) -> list[Any]:
     return [p for p in parameters_of(optimizer) if p.grad is not None]
 
 
-def _told_apart(places: Places, holders: Holders) -> Places:
-    # Gradients of one mesh, by the set of meshes that hold them.
+def _told_apart(
+    places: Places, locals_: list[torch.Tensor], sets: list[float | None]
+) -> Places:
+    # Gradients of one mesh, by the set of meshes that hold them; the others, of which
+    # that is not known, as before.
     members: dict[Layout, list[int]] = {}
     kinds: dict[float, float] = {}
     for layout, indices in places.members.items():
-        by_set: dict[float, list[int]] = defaultdict(list)
+        by_set: dict[float | None, list[int]] = defaultdict(list)
         for index in indices:
-            by_set[holders.sets[index]].append(index)
+            by_set[sets[index]].append(index)
         for meshes, some in by_set.items():
-            part = layout._replace(mesh=hashed(f"{layout.mesh} {meshes}"))
+            part, detail = layout, f"{sum(locals_[i].numel() for i in some)}"
+            if meshes is not None:
+                detail = f"held by {meshes}"
+                part = layout._replace(mesh=hashed(f"{layout.mesh} {meshes}"))
             members[part] = some
-            kinds[part.mesh] = _kind_of(layout.kind, f"held by {meshes}")
+            kinds[part.mesh] = _kind_of(layout.kind, detail)
     return Places(places.specs, members, kinds)
 
 
@@ -214,9 +207,8 @@ def _not_covered(layout: Layout, ranks: tuple[int, ...]) -> str:
     return (
         f"A clip on rank {dist.get_rank()}: gradients lie on a mesh of ranks "
         f"{list(layout.ranks)}, and this scaler syncs with {syncs}, so it would clip "
-        "by a part of the norm. Build the scaler with mesh= the root mesh of the "
-        "parameters, or without process_group=, mesh= and agree_over=, which syncs all "
-        "ranks."
+        "by a part of the norm. Build the scaler with sync_over= the root mesh of the "
+        "parameters, or without sync_over=, which syncs all ranks."
     )
 
 
@@ -370,17 +362,11 @@ def tell_apart(
             "for the parameters that all ranks hold and another one for the rest."
         )
     if record is not None and optimizer is not None:
-        references = [weakref.ref(p) for p in _with_gradients(optimizer)]
-        record.holders = Holders(references, sets[index])
+        record.holders = record.holders or Holders()
+        record.holders.keep(_with_gradients(optimizer), sets[index])
 
 
 # - All ranks
-
-
-def is_one_sum(grads: GradsByMesh, norm_type: float, ranks: tuple[int, ...]) -> bool:
-    """Return whether the norm over ``ranks`` is one sum of what each rank has."""
-    is_simple = norm_type == 2.0 or math.isinf(norm_type)
-    return is_simple and all(layout.ranks == ranks for layout in grads)
 
 
 def norm_alone(entries: list[Number], norm_type: float) -> Number:
@@ -393,78 +379,74 @@ def norm_alone(entries: list[Number], norm_type: float) -> Number:
     return _joined([first, *map(float, others)], norm_type)
 
 
-def part_of_sum(entries: list[Number], norm_type: float) -> float:
-    """Return what this rank adds to that sum, or brings to that maximum."""
-    parts = [float(part) for part in entries[2::3]]
-    return max(parts) if math.isinf(norm_type) else math.fsum(x * x for x in parts)
-
-
-class AmbiguousError(Exception):
-    """Meshes of one kind have norms that only rounding may tell apart."""
-
-
 ROUNDING = 2.0**-12
 """Norms of one gradient that are rounded in another order differ by less: twice the
 6e-5 of [Note: Exact enough] in local_norms.py."""
 
 
-def is_unclear(
-    entries: torch.Tensor, norm_type: float, sums: torch.Tensor | None = None
-) -> bool:
-    """Return whether meshes may hold some parameters together and others alone.
+def norm_on_host(
+    entries: Iterable[Sequence[float]], norm_type: float, *, is_told: bool = False
+) -> float | None:
+    """Return the norm over all ranks; None if replicas must be told apart first.
+
+    See [Note: Each replica once].
 
     Args:
-        entries: (..., 3), fp64, on the CPU: mesh, kind and norm; of all ranks.
-        norm_type: order of the norm.
-        sums: (...), int64: sums of bits to compare in place of norms, whose rounding
-            may differ.
+        entries: mesh, kind and norm, of all ranks; unused ones have mesh 0.
+        norm_type: order of the norm; may be infinite.
+        is_told: replicas have just been told apart.
     """
-    if math.isinf(norm_type):
-        return False
-    used = [entry for entry in entries.reshape(-1, 3).tolist() if entry[0]]
-    largest = max((norm for _, _, norm in used), default=0.0)
-    if not math.isfinite(sum(norm for _, _, norm in used)) or largest == 0.0:
-        return False
-    values: dict[float, float] = defaultdict(float)
-    if sums is None:
-        for mesh, _, norm in used:
-            values[mesh] += (norm / largest) ** norm_type
-    else:
-        meshes = entries.reshape(-1, 3)[:, 0].tolist()
-        for mesh, bits in zip(meshes, sums.flatten().tolist(), strict=True):
-            values[mesh] = (values[mesh] + bits) % 2**64
-    rounding = 0.0 if sums is not None else ROUNDING * norm_type
-    families: dict[float, dict[float, float]] = defaultdict(dict)
-    for mesh, kind, _ in used:
-        families[_family_of(kind)][mesh] = kind
-    for kinds in families.values():
-        groups = [[m for m in kinds if kinds[m] == k] for k in set(kinds.values())]
-        if any(mesh < 0 for mesh in kinds):  # it may be a replica of any other
-            groups = [list(kinds)]
-            if len(set(kinds.values())) > 1:
+    used = [entry for entry in entries if entry[0]]
+    norms = [norm for _, _, norm in used]
+    # As amax: nan is higher than any.
+    largest = math.nan if any(map(math.isnan, norms)) else max(norms, default=0.0)
+    if math.isinf(norm_type) or not math.isfinite(largest) or largest == 0.0:
+        return largest
+    powers: dict[float, list[float]] = defaultdict(list)
+    for mesh, _, norm in used:
+        powers[mesh].append((norm / largest) ** norm_type)
+    # fsum rounds once, so that ranks in another order have the same sum.
+    totals = {mesh: math.fsum(each) for mesh, each in powers.items()}
+    kinds = {mesh: kind for mesh, kind, _ in used}
+    if not is_told and _is_unclear(totals, kinds, norm_type):
+        return None
+    counted = {
+        (kinds[mesh], total if mesh < 0 else 0.0): total
+        for mesh, total in totals.items()
+    }
+    return float(math.fsum(counted.values()) ** (1.0 / norm_type) * largest)
+
+
+def _is_unclear(
+    totals: Mapping[float, float], kinds: Mapping[float, float], norm_type: float
+) -> bool:
+    # Whether meshes may hold some parameters together and others alone.
+    families: dict[float, list[float]] = defaultdict(list)
+    for mesh, kind in kinds.items():
+        families[_family_of(kind)].append(mesh)
+    for meshes in families.values():
+        if any(mesh < 0 for mesh in meshes):  # it may be a replica of any other
+            if len({(kinds[mesh], totals[mesh]) for mesh in meshes}) > 1:
                 return True
-        for meshes in groups:
-            each = [values[mesh] for mesh in meshes]
-            if max(each) > min(each) * (1.0 + rounding):
+            continue
+        by_kind: dict[float, list[float]] = defaultdict(list)
+        for mesh in meshes:
+            by_kind[kinds[mesh]].append(totals[mesh])
+        for each in by_kind.values():
+            if max(each) > min(each) * (1.0 + ROUNDING * norm_type):
                 return True
     return False
 
 
-def global_norm(
-    entries: torch.Tensor, norm_type: float, sums: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the norm over all ranks. See [Note: Each replica once].
+def global_norm(entries: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Return the norm over all ranks without reading it; as `norm_on_host`.
 
     Args:
-        entries: (..., 3), fp64: the entries of all ranks.
+        entries: (..., 3), fp64: mesh, kind and norm, of all ranks.
         norm_type: order of the norm; may be infinite.
-        sums: (...), int64: `bit_sums` of all ranks, if these must tell replicas.
 
     Returns:
         (), fp64, on the device of the entries.
-
-    Raises:
-        AmbiguousError: it takes ``sums``; never on an accelerator.
     """
     # No size depends on the data, so nothing is read; the work grows as n log n.
     mesh, kind, norm = entries.reshape(-1, 3).T.contiguous()  # (n,) each
@@ -478,39 +460,18 @@ def global_norm(
     power = ((norm / divisor).pow(norm_type) * one).round().long()
     # Entries of one mesh get one place, and with it the sum over the mesh.
     place = torch.searchsorted(mesh.sort().values, mesh)
-
-    def over_mesh(each: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(each).index_add_(0, place, each)[place]
-
-    total = over_mesh(power)
-    known_by = total if sums is None else over_mesh(sums.flatten())
+    total = torch.zeros_like(power).index_add_(0, place, power)[place]
+    # Replicas that were told apart have one kind, others an equal sum as well.
+    known_by = torch.where(mesh > 0, 0, total)
     # Sorted by kind, then by what replicas have in common, equal ones are neighbours:
     # all but one are copies, entries of one mesh among them.
     order = known_by.argsort()
     order = order[kind[order].argsort(stable=True)]
     kind, known_by, total = kind[order], known_by[order], total[order]
-    is_one_kind = kind[1:] == kind[:-1]
-    is_copy = is_one_kind & (known_by[1:] == known_by[:-1])
-    if sums is None and entries.is_cpu:
-        each = (total.double() / one).pow(1.0 / norm_type)
-        is_near = each[1:] <= each[:-1] * (1.0 + ROUNDING)
-        if bool((is_one_kind & is_near & ~is_copy & is_usable).any()):
-            raise AmbiguousError
+    is_copy = (kind[1:] == kind[:-1]) & (known_by[1:] == known_by[:-1])
     total[1:].masked_fill_(is_copy, 0)
     whole = (total.sum().double() / one).pow(1.0 / norm_type) * divisor
     return torch.where(is_usable, whole, largest)
-
-
-def bit_sums(grads: GradsByMesh) -> torch.Tensor:
-    """Return (MESHES,), int64: for each mesh the sum of the bits of the gradients."""
-    sums: dict[float, int] = Counter()
-    for layout, groups in grads.items():
-        for tensor in chain.from_iterable(groups.values()):
-            sums[layout.mesh] += sum_of_bits(tensor)
-    row = torch.zeros(MESHES, dtype=torch.int64, device="cpu")
-    for place, total in enumerate(sums.values()):
-        row[place] = (total + 2**63) % 2**64 - 2**63
-    return row
 
 
 def clip_factor(norm: Number, max_norm: float) -> Number:

@@ -36,6 +36,23 @@ Number = float | torch.Tensor
 Arithmetic with Python's numbers costs a tenth of that with such tensors."""
 
 
+class Host:
+    """Which memory the host reads without waiting: that of a CPU.
+
+    Tests say no for it, too: then every path is that of an accelerator.
+    """
+
+    reads_cpu = True
+
+
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Return whether the host reads the tensor without waiting for a device.
+
+    The tensor of a subclass may hold nothing (``FakeTensor``).
+    """
+    return Host.reads_cpu and tensor.is_cpu and type(tensor) is torch.Tensor
+
+
 FP16_REFUSED = (
     "Attempting to unscale FP16 gradients. Dividing them in place flushes to zero what "
     "the scale protected. Keep fp32 parameters (autocast, or fully_shard with "
@@ -283,9 +300,10 @@ def _written(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def number_in(tensor: torch.Tensor) -> Number:
     """Return what a tensor with one element holds; on an accelerator the tensor.
 
-    Likewise the tensor of a subclass, which may hold nothing (``FakeTensor``).
+    Likewise the tensor of a subclass; see `is_readable`.
     """
-    if not tensor.is_cpu or type(tensor) is not torch.Tensor:
+    # As `is_readable`, without a call: many are made in a step.
+    if not (Host.reads_cpu and tensor.is_cpu and type(tensor) is torch.Tensor):
         return tensor
     # Unlike item, tolist is not counted as a synchronisation, which it is not here.
     value: Any = tensor.tolist()
@@ -299,10 +317,11 @@ def is_true(found_inf: torch.Tensor) -> bool:
 
 
 def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the tensor on ``device``, without waiting for it to arrive."""
+    """Return the tensor on ``device``; waits only for one that arrives on the host."""
     if tensor.device == device:  # `to` takes three times as long to find out
         return tensor
-    return tensor.to(device, non_blocking=True)
+    # The CPU would read pinned memory before an asynchronous copy has filled it.
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def tensor_of(numbers: list[Number], device: torch.device) -> torch.Tensor:
@@ -319,7 +338,7 @@ def tensor_of(numbers: list[Number], device: torch.device) -> torch.Tensor:
         numbers[place] = float("nan")
     made = moved_to(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device)
     for place, value in on_device.items():
-        made[place].copy_(value, non_blocking=True)
+        made[place].copy_(value, non_blocking=device.type != "cpu")
     return made
 
 

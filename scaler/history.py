@@ -15,7 +15,8 @@ from .local_norms import norms
 
 _log = logging.getLogger("gradparity.scaler")
 _KINDS = ("inf", "nan")
-_RANKS, _POSITIONS = 2**14, 2**16  # that a sync can distinguish
+INF_OR_NAN = "inf or nan"
+"""Kind of an overflow whose gradient the host has not seen as it was."""
 
 
 class Counters(NamedTuple):
@@ -37,43 +38,41 @@ class Counters(NamedTuple):
 
 
 class Overflow(NamedTuple):
-    """The first bad gradient of the highest rank that had one, up to rank 16383.
+    """The first bad gradient of the highest rank that had one.
 
     Attributes:
         rank: in the group that agrees; 0 when this process is on its own.
-        parameter: position in the optimizer on that rank, over all its groups; 65535
-            stands for all positions from there on.
+        parameter: position in the optimizer on that rank, over all its groups; None
+            where the host of that rank has not looked (an accelerator).
         name: name of the parameter, if the optimizer was given names and the rank is
             this one.
-        kind: ``"inf"`` or ``"nan"``.
+        kind: ``"inf"``, ``"nan"``, or on an accelerator ``"inf or nan"``.
     """
 
     rank: int
-    parameter: int
+    parameter: int | None
     name: str | None
     kind: str
 
     def __str__(self) -> str:
+        if self.parameter is None:
+            return f"{self.kind} on rank {self.rank}"
         where = self.name or f"parameter {self.parameter}"
         return f"{self.kind} in {where} on rank {self.rank}"
 
 
-def first_nonfinite(optimizer: Any, rank: int) -> int:
+def first_nonfinite(optimizer: Any) -> int:
     """Return the first bad gradient of this rank as a number; 0 if it is unknown.
 
-    31 bits, larger for higher ranks, so that it fits a sync: 14 bits of the rank, 16 of
-    the parameter's position (higher ones become the highest) and one of the kind. Reads
-    the gradients again: call it after an overflow only.
+    Holds the position of the parameter and the kind. Reads the gradients again: call it
+    after an overflow only.
     """
     try:
         bad = _first_bad(optimizer)
         is_nan = bad is not None and bool(bad[1].isnan().any())
     except (RuntimeError, TypeError):  # a class of tensors that knows no norm
         return 0
-    if bad is None:
-        return 0
-    place = min(rank, _RANKS - 1) * _POSITIONS + min(bad[0], _POSITIONS - 1)
-    return 1 + place * 2 + is_nan
+    return 0 if bad is None else 1 + bad[0] * 2 + is_nan
 
 
 def _first_bad(optimizer: Any) -> tuple[int, torch.Tensor] | None:
@@ -93,18 +92,16 @@ def _first_bad(optimizer: Any) -> tuple[int, torch.Tensor] | None:
     return min(bad, key=lambda member: member[0], default=None)
 
 
-def overflow_of(code: int, rank: int, optimizer: Any) -> Overflow:
-    """Return what `first_nonfinite` wrote on any rank, not 0.
-
-    Names are known on this rank only.
-    """
-    place, kind = divmod(code - 1, 2)
-    there, index = divmod(place, _POSITIONS)
+def overflow_of(code: int, rank: int, here: int, optimizer: Any) -> Overflow:
+    """Return what `first_nonfinite` wrote on ``rank``; this rank is ``here``."""
+    if not code:
+        return Overflow(rank, None, None, INF_OR_NAN)
+    index, kind = divmod(code - 1, 2)
     names: list[str] = []
     with contextlib.suppress(Exception):  # groups may be anything that has "params"
         names = [name for g in optimizer.param_groups for name in g["param_names"]]
-    name = names[index] if there == rank and index < len(names) else None
-    return Overflow(there, index, name, _KINDS[kind])
+    name = names[index] if rank == here and index < len(names) else None
+    return Overflow(rank, index, name, _KINDS[kind])
 
 
 class History:
@@ -115,6 +112,15 @@ class History:
         self.scales: deque[float] = deque(maxlen=16)
         self._counts = [0] * len(Counters._fields)
         self._on_device: torch.Tensor | None = None  # (5,), int64
+
+    def overflowed(self, overflow: Overflow, scale: float | None = None) -> None:
+        """Keep an overflow; log it where `record` cannot see the scale.
+
+        ``scale``: of that step, if it is on an accelerator.
+        """
+        self.last_overflow = overflow
+        if scale is not None:
+            _log.info("%s: step skipped at scale %g", overflow, scale)
 
     def record(
         self, found_inf: torch.Tensor, before: Number, after: Number, by_rule: bool

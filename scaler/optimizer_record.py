@@ -1,18 +1,14 @@
-"""What outlasts an iteration about an optimizer, and what optimizers may look like."""
+"""Records of optimizers: what outlasts an iteration, and which wrappers are one."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
-from .sync import SyncResult
 
 
 @dataclass(eq=False)
@@ -20,24 +16,17 @@ class OptimizerRecord:
     """What outlasts an iteration; nothing about gradients.
 
     Attributes:
-        groups: the ``param_groups`` of the optimizer, by which wrappers are known.
-        groups_key: under which the groups are looked up.
+        optimizers: weak references to the optimizer and its wrappers.
+        groups_key: stands for their ``param_groups``, by which wrappers are known.
         number: that the ranks know it by; None before its first sync.
         taken: the numbers of this rank's other optimizers, where it has none yet.
         found_inf: (), fp32: 1 if its last step was skipped; None before the first.
         places: where its gradients lay in the last clip (``global_norm.py``).
         holders: the meshes that hold each of its parameters (``replicas.py``).
         grad_scale: what a fused kernel was handed last.
-        result: of its sync in this iteration; None without one.
-        is_clipped: clip_grad_norm_ was called in this iteration.
-        is_undivided: a clip has found an overflow, and has left the gradients alone.
-        stepped_on: weak references to the gradients of its step, if a call of the
-            iteration raised later; the next step must be on other tensors.
-        users: how many living optimizers it is of.
-        key: id of the one by which it was used first in an iteration.
     """
 
-    groups: Any
+    optimizers: list[Callable[[], Any]] = field(default_factory=list)
     groups_key: int = 0
     number: int | None = None
     taken: frozenset[int] = frozenset()
@@ -45,12 +34,11 @@ class OptimizerRecord:
     places: Any = None
     holders: Any = None
     grad_scale: torch.Tensor | None = None
-    result: SyncResult | None = None
-    is_clipped: bool = False
-    is_undivided: bool = False
-    stepped_on: set[Any] | None = None
-    users: int = 0
-    key: int = 0
+
+    def optimizer(self) -> Any:
+        """Return a living optimizer of it, or None."""
+        living = (ref() for ref in self.optimizers)
+        return next((each for each in living if each is not None), None)
 
 
 class OptimizerRecords:
@@ -75,9 +63,11 @@ class OptimizerRecords:
         ref, record = self._records.get(id(optimizer), (None, None))
         if ref is not None and ref() is optimizer:
             return record
-        groups = _groups_of(optimizer)
-        record = None if groups is None else self._by_groups.get(_key_of(groups))
-        is_same = record is not None and _are_same(record.groups, groups)
+        record = self._by_groups.get(_key_of(groups := _groups_of(optimizer)))
+        if record is None or groups is None:
+            return None
+        living = [each for ref in record.optimizers if (each := ref()) is not None]
+        is_same = any(_are_same(_groups_of(each), groups) for each in living)
         return record if is_same else None
 
     def find_or_add(self, optimizer: Any) -> tuple[OptimizerRecord, bool]:
@@ -85,22 +75,23 @@ class OptimizerRecords:
         known = self._records.get(id(optimizer))
         if known is not None and known[0]() is optimizer:
             return known[1], False
-        found = self.find(optimizer)
-        record = found or OptimizerRecord(_groups_of(optimizer))
+        same = self.find(optimizer)
+        record = same or OptimizerRecord()
         key, ref = id(optimizer), lambda: optimizer
         with contextlib.suppress(TypeError):
             ref = weakref.ref(optimizer, lambda _: self._forget(key))
         self._records[key] = ref, record
-        record.users += 1
-        if record.groups is not None:
-            record.groups_key = _key_of(record.groups)
+        record.optimizers.append(ref)
+        if (groups := _groups_of(optimizer)) is not None:
+            record.groups_key = _key_of(groups)
             self._by_groups[record.groups_key] = record
-        return record, found is None
+        return record, same is None
 
     def _forget(self, key: int) -> None:
-        _, record = self._records.pop(key)
-        record.users -= 1
-        if not record.users and self._by_groups.get(record.groups_key) is record:
+        ref, record = self._records.pop(key)
+        record.optimizers.remove(ref)
+        is_last = not record.optimizers
+        if is_last and self._by_groups.get(record.groups_key) is record:
             del self._by_groups[record.groups_key]
 
     def numbers(self) -> frozenset[int]:
@@ -111,7 +102,7 @@ class OptimizerRecords:
     def forget_numbers(self) -> None:
         """Start to count anew, at a point where all ranks do."""
         for _, record in self._records.values():
-            record.number = record.result = None
+            record.number = None
 
 
 def _groups_of(optimizer: Any) -> Any:
@@ -140,44 +131,3 @@ def _are_same(groups: Any, others: Any) -> bool:
         )
     except Exception:
         return False
-
-
-def takes_scaler(optimizer: Any, *, stacklevel: int) -> bool:
-    """Return whether ``step`` asks for the scaler itself, the old contract.
-
-    Warns then, as torch does, of the line ``stacklevel`` frames above.
-    """
-    step: Any = getattr(optimizer.step, "__func__", optimizer.step)
-    try:
-        known = _TAKES_SCALER.get(step)
-    except TypeError:  # a callable that cannot be a key
-        known = None
-    if known is None:  # reading a signature takes longer than a small step
-        known = "grad_scaler" in inspect.signature(step).parameters
-        with contextlib.suppress(TypeError):
-            _TAKES_SCALER[step] = known
-    if known:
-        warnings.warn(
-            "GradScaler is going to stop passing itself as a keyword argument to the "
-            "passed optimizer. It sets `grad_scale` and `found_inf` on it instead.",
-            FutureWarning,
-            stacklevel=stacklevel,
-        )
-    return known
-
-
-_TAKES_SCALER: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-
-def makes_momentum(optimizer: Any) -> bool:
-    """Return whether the next step makes the momentum of torch's SGD.
-
-    torch's fused SGD makes it of uninitialised memory for the kernel to fill. A kernel
-    that is to skip does not, and the next step takes what lay there (B21).
-    """
-    try:
-        uses_it = any(group["momentum"] for group in optimizer.param_groups)
-        states = optimizer.state.values() if uses_it else ()
-        return uses_it and all(state["momentum_buffer"] is None for state in states)
-    except Exception:
-        return False  # none that keeps its momentum as SGD does

@@ -8,11 +8,12 @@ parallelism). Then the sums of two meshes differ, and their replicas would be ad
 twice. So where meshes of one family have different sums, the ranks exchange a table
 once: shape and sum of bits of each gradient. A parameter belongs to all meshes that
 have it to the bit. From then on each rank sends one sum for each set of meshes. The
-sums of one set must be equal; if they differ, or if a rank has gradients of other
-parameters than before, the ranks exchange the table again.
+sums of one set must be equal up to rounding; if they differ, or if a rank has the
+gradient of a parameter that no table had, the ranks exchange the table again.
 
-An accelerator would have to wait for the host, so there replicas are told apart by the
-sums of meshes alone.
+On an accelerator this takes a host that reads the rows at once, as in the first
+iterations. If the rows of a later clip turn out to need a table when they are read at
+the next sync, the scaler warns, and reads the next clips at once.
 
 In the entries of `global_norm` a mesh below zero is one that is not told apart.
 """
@@ -22,7 +23,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,23 +33,27 @@ COLUMNS = 4
 """Integers for each gradient in the table: mesh, family, shape and bits."""
 
 
-class Holders(NamedTuple):
-    """The meshes that hold each parameter of an optimizer.
+class Holders:
+    """The meshes that hold each parameter of an optimizer, as far as it was told."""
 
-    Attributes:
-        parameters: weak references to those that had a gradient, in their order.
-        sets: for each of them a number that stands for the meshes.
-    """
+    def __init__(self) -> None:
+        self._sets: dict[int, tuple[weakref.ref[Any], float]] = {}
 
-    parameters: list[weakref.ref[Any]]
-    sets: list[float]
+    def of(self, parameters: Sequence[Any]) -> list[float | None]:
+        """Return for each parameter a number that stands for the meshes, or None."""
+        sets: list[float | None] = []
+        for parameter in parameters:
+            ref, meshes = self._sets.get(id(parameter), (None, 0.0))
+            sets.append(meshes if ref is not None and ref() is parameter else None)
+        return sets
 
-    def are_of(self, parameters: list[Any]) -> bool:
-        """Return whether these parameters have the gradients now."""
-        return len(parameters) == len(self.parameters) and all(
-            ref() is parameter
-            for ref, parameter in zip(self.parameters, parameters, strict=True)
-        )
+    def keep(self, parameters: Sequence[Any], sets: Sequence[float]) -> None:
+        """Keep what a table has told; the parameters are not kept alive."""
+        self._sets = {
+            key: entry for key, entry in self._sets.items() if entry[0]() is not None
+        }
+        for parameter, meshes in zip(parameters, sets, strict=True):
+            self._sets[id(parameter)] = weakref.ref(parameter), meshes
 
 
 def table_of(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .config import Policy, check_number
-from .grads import Number, number_in
+from .grads import Number, is_readable, number_in
 from .torch_internals import amp_update_scale_
 
 
@@ -27,9 +27,11 @@ def advance(
     within the limits of the policy. Returns the scale as it is now.
     """
     if policy.constant:
-        growth_tracker.add_(1).mul_(1 - found_inf.int())
+        # As the kernel counts, so that torch's class can go on from here.
+        interval = min(rule[2], 2**31 - 1)
+        growth_tracker.add_(1).remainder_(interval).mul_(1 - found_inf.int())
         return number_in(scale)
-    before = scale if hysteresis_left is None else scale.clone()
+    any_found = found_inf
     if hysteresis_left is not None:
         # Back off at the last one only. The kernel adds one to the tracker of a
         # tolerated overflow, so that must start from -1.
@@ -39,15 +41,15 @@ def advance(
     amp_update_scale_(scale, growth_tracker, found_inf, *rule)
     # The kernel never grows past fp32, but backs off to zero. Whether it did is known
     # at no cost only where the host's memory holds the scale.
-    is_here = scale.is_cpu and type(scale) is torch.Tensor  # no FakeTensor
-    value: Any = scale.tolist() if is_here else -1.0
+    value: Any = scale.tolist() if is_readable(scale) else -1.0
     if not policy.min_scale <= value <= policy.max_scale:
         value = number_in(scale.clamp_(policy.min_scale, policy.max_scale))
     if hysteresis_left is not None:
-        refill = scale > before
-        if policy.refill == "good_step":
-            refill |= growth_tracker > 0
-        hysteresis_left.masked_fill_(refill, policy.hysteresis)
+        # The kernel's growth shows in the tracker, also where a limit undoes it.
+        is_good = any_found == 0
+        if policy.refill == "growth":
+            is_good &= growth_tracker == 0
+        hysteresis_left.masked_fill_(is_good, policy.hysteresis)
     return value  # type: ignore[no-any-return]
 
 

@@ -48,7 +48,7 @@ class ShardedGradScaler(GradScaler, _torch.ShardedGradScaler):
             backoff_factor=backoff_factor,
             growth_interval=growth_interval,
             enabled=enabled,
-            process_group=process_group,
+            sync_over="world" if process_group is None else process_group,
             fp16_gradients="in_place",
         )
 
@@ -60,8 +60,9 @@ class ShardedGradScaler(GradScaler, _torch.ShardedGradScaler):
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The process group as given; None is the default one."""
-        return self._sync.group.process_group
+        over = self._sync.group.over
+        return None if isinstance(over, str | tuple) else over
 
     @process_group.setter
     def process_group(self, group: dist.ProcessGroup | None) -> None:
-        self._sync.group.process_group = group
+        self._sync.group.over = "world" if group is None else group

@@ -1,11 +1,11 @@
-"""All ranks exchange one message in a sync, and read or raise the same from it.
+"""Syncs of one scaler: all ranks exchange one row each, and read or raise the same.
 
 [Note: What belongs together]
 Every sync, of whatever method, begins with the same collective: same operation, shape
 and dtype. Its content names the scaler, the optimizer, the method and the state that
-must be equal, so calls that do not belong together raise `RanksDisagreeError` on every
-rank. A clip needs a second collective on a CPU, which begins only when all ranks know
-from the first one that they clip.
+must be equal (`row.py`), so calls that do not belong together raise
+`RanksDisagreeError` on every rank. A clip that must tell replicas apart adds more
+collectives, which begin only when all ranks know from the rows that they clip.
 
 Scalers and optimizers get a number when a rank syncs them for the first time: that of
 its peers' in that sync, else the next one. So a rank may lack an optimizer, or hold an
@@ -18,23 +18,30 @@ first iteration on.
 Ranks may sync a different number of times (a stage without parameters, a forgotten
 optimizer). A rank that has fewer syncs would leave the others waiting. So `update`
 syncs whenever this iteration had another number of syncs than the largest number seen
-so far; the first iteration always closes. A closing message that meets a step differs
-from it in ``call``, and all ranks raise. When every iteration is alike, no closing
-message is sent. One case is out of reach without a second collective in every
-iteration: a rank that suddenly has *more* syncs than ever before, alone, is heard in
-the next iteration.
+so far; the first iteration always closes. A closing row that meets a step differs from
+it in ``call``, and all ranks raise. When every iteration is alike, no closing row is
+sent. One case is out of reach without a second collective in every iteration: a rank
+that suddenly has *more* syncs than ever before, alone, is heard in the next iteration.
+
+[Note: When the host reads]
+On a CPU the host reads the rows in the sync itself. On an accelerator that would wait
+for the device, so the host reads them at its next sync, and makes the same checks then.
+The first iterations are read at once on an accelerator, too: a wrong set-up is found in
+its first step, and a clip learns which parameters are replicas (`replicas.py`). While a
+CUDA graph is captured nothing is read; the rows of its last replay are read at the next
+sync outside of the graph.
 
 [Note: An error on one rank]
-A rank can fail alone (an fp16 gradient that is not allowed). It still sends its
-message, with ``failed`` set, and then raises its own error; the others raise
-PeerFailedError instead of waiting. On an accelerator the host reads the message later;
-``failed`` implies ``found_inf``, so that no rank steps meanwhile, and whoever reads of
-a failure at the next sync sends that it fails there, too. Wrong call order is told in
-the same way, since it may be the mistake of one rank; nothing was under way then.
+A rank can fail alone (an fp16 gradient that is not allowed). It still sends its row,
+with ``failed`` set, and then raises its own error; the others raise PeerFailedError
+instead of waiting. Where the host reads the rows later, ``failed`` implies
+``found_inf``, so that no rank steps meanwhile, and whoever reads of a failure at the
+next sync sends that it fails there, too. Wrong call order is told in the same way,
+since it may be the mistake of one rank; nothing was under way then.
 
-On a CPU every rank knows of a failure in the same sync. From there on all of them count
-syncs and iterations anew, whatever each had counted and whether or not `update` comes:
-an `update` that follows at once has nothing to close.
+Where rows are read at once every rank knows of a failure in the same sync. From there
+on all of them count syncs and iterations anew, whatever each had counted and whether or
+not `update` comes: an `update` that follows at once has nothing to close.
 
 A call may also raise after its sync (in an optimizer's step). Nothing is sent, for the
 others are past it. But the number of such calls is part of the state that must be equal
@@ -50,147 +57,101 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .errors import PeerFailedError, RanksDisagreeError
-from .grads import Number
-from .sync_group import SyncGroup, message_device
-from .sync_message import (
-    CALLS,
+from .grads import Host, Number
+from .row import (
     CHECK,
     CLIP,
-    FULL_LENGTH,
     LOAD,
     UPDATE,
-    Local,
-    Shared,
-    Summary,
-    decode_full,
-    decode_packed,
-    differences,
-    full_message,
-    packed_message,
+    Row,
+    Rows,
+    any_found,
+    exchange,
+    exchange_rows,
 )
+from .sync_group import SyncGroup, message_device
 
-ROW_LENGTH = 12
-"""Numbers that a rank sends beside the message of a clip."""
+SETTLES = 8
+"""Iterations; the phases of a GAN, or of frozen parts, have passed by then."""
 
-# Its name before torch 2.13.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+NOTHING_CHECKED = "No inf checks were recorded prior to update."
 
 
 @dataclass(eq=False)
 class SyncResult:
-    """What a sync came to; the same on every rank.
+    """Result of a sync; the same on every rank.
 
     Attributes:
-        group: over which it was made.
+        group: the ranks that made it.
         method: name of the calling method, for messages.
-        shared: what this rank brought.
-        message: the reduced message.
-        is_deferred: reading it would synchronise with an accelerator.
-        rows: what each rank sent beside its message, (number of ranks, elements).
-        copy: on its way to the host, and the event of its arrival.
+        row: of this rank.
+        rows: of all ranks, on the device that exchanged them.
+        on_read: called with the rows when the host has read them.
         record: of the optimizer, None without one.
-        was_read: the host has read it, or has raised what it says.
-        number: that the ranks know the optimizer by; 0 until the host knows.
+        copy: on its way to the host, and the event of its arrival.
+        was_read: the host has read the rows, or has raised what they say.
+        is_late: the host reads them at the next sync.
+        ends: the last sync of an iteration that must have had a gradient.
     """
 
     group: dist.ProcessGroup
     method: str
-    shared: Shared
-    message: torch.Tensor
-    is_deferred: bool = False
-    rows: torch.Tensor | None = None
-    copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
+    row: Row
+    rows: torch.Tensor
+    on_read: Callable[[SyncResult, Rows], None]
     record: Any = None
+    copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
     was_read: bool = False
-    number: int = 0
-    _summary: Summary | None = None
+    is_late: bool = False
+    ends: bool = False
+    _on_host: Rows | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the host has read the rows, and they raised nothing."""
+        return self._on_host is not None
 
     @property
     def found_inf(self) -> torch.Tensor:
-        """(), fp32, exactly 0 or 1, on the accelerator that alone knows it."""
-        return self.message[0].float()
+        """(), fp32, exactly 0 or 1, on the device that alone knows it."""
+        return any_found(self.rows)
 
-    def read(self) -> Summary:
-        """Return the result on the host; synchronises once at most.
+    def read(self) -> Rows:
+        """Return the rows on the host; synchronises once at most.
 
         What it raises once it does not raise again at the next sync.
 
         Raises:
             PeerFailedError: another rank raised.
-            RanksDisagreeError: a field of `Shared` differs between ranks.
+            RanksDisagreeError: a field that must be equal differs between ranks.
+            AssertionError: no rank has scaled a loss.
         """
-        if self._summary is None:
-            message = self.message
+        if self._on_host is None:
+            table = self.rows
             if self.copy is not None:
-                message, event = self.copy
+                table, event = self.copy
                 event.synchronize()
             self.was_read = True
-            self._summary = self._decoded(message.tolist())
-        return self._summary
-
-    def _decoded(self, numbers: list[float]) -> Summary:
-        summary = decode_full(numbers)
-        if summary.failed:
-            raise self.peer_failed()
-        if differ := differences(numbers):
-            raise self.disagreement(differ)
-        return summary
-
-    def peer_failed(self) -> PeerFailedError:
-        """Return the error for an exception on another rank."""
-        rank = self.group.rank()
-        return PeerFailedError(
-            f"{self.method} on rank {rank} of {self.group.size()}: another rank raised "
-            "before or while it read its gradients, so no rank steps. The cause is in "
-            "that rank's traceback.",
-            rank=rank,
-            call=self.method,
-        )
-
-    def disagreement(
-        self, differ: dict[str, tuple[float, float]]
-    ) -> RanksDisagreeError:
-        """Return the error for fields that differ, with the lowest and the highest."""
-        rank, size = self.group.rank(), self.group.size()
-        pairs = self.shared._asdict().items()
-        here = {name: float(value) for name, value in pairs if value is not None}
-        # A message of another call has another position, too: the first one is told.
-        names, way_out = next(
-            (names & differ.keys(), text)
-            for names, text in _WAYS_OUT
-            if names & differ.keys()
-        )
-        shown = "; ".join(
-            f"{name} differs"
-            if name == "policy"
-            else f"{name} is {_shown(name, here.get(name))} here, and over all ranks "
-            f"between {_shown(name, lowest)} and {_shown(name, highest)}"
-            for name, (lowest, highest) in differ.items()
-            if name in names
-        )
-        return RanksDisagreeError(
-            f"{self.method} on rank {rank} of {size}: {shown}. All ranks must hold the "
-            f"same. {way_out}",
-            rank=rank,
-            world_size=size,
-            call=self.method,
-            here=here,
-            lowest={name: lowest + 0.0 for name, (lowest, _) in differ.items()},
-            highest={name: highest for name, (_, highest) in differ.items()},
-        )
+            rows = Rows(table.cpu())
+            rows.check(self.method, self.group.rank(), self.row)
+            self._on_host = rows
+            self.on_read(self, rows)
+        return self._on_host
 
 
 @dataclass
 class _OfGroup:
-    # What this process knows of a group. Threads that sync over it take turns: gloo
-    # aborts on calls at one time.
-    turn: Any = field(default_factory=threading.Lock)
+    # State of a group in this process. Threads that sync over it take turns, for a
+    # whole sync: gloo aborts on calls at one time, and collectives of one sync belong
+    # together.
+    turn: Any = field(default_factory=threading.RLock)
+    is_gloo: bool = False  # exchanges rows on a CPU
     scalers: int = 0  # that any rank has synced over it
     numbers: dict[int, int] = field(default_factory=dict)  # of this rank's, as made
 
@@ -199,11 +160,22 @@ _groups: weakref.WeakKeyDictionary[Any, _OfGroup] = weakref.WeakKeyDictionary()
 _made = itertools.count()
 
 
-class Clip(NamedTuple):
-    """What one sync of a clip must share beside the state of the scaler."""
+def _of(group: dist.ProcessGroup) -> _OfGroup:
+    of_group = _groups.get(group)
+    if of_group is None:
+        is_gloo = "cpu:gloo" in str(dist.get_backend_config(group))
+        of_group = _groups.setdefault(group, _OfGroup(is_gloo=is_gloo))
+    return of_group
 
-    max_norm: float
-    norm_type: float
+
+@contextmanager
+def one_at_a_time(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Keep other threads of this process from syncing over the group meanwhile."""
+    if group is None:
+        yield
+    else:
+        with _of(group).turn:
+            yield
 
 
 class OverflowSync:
@@ -211,26 +183,35 @@ class OverflowSync:
 
     Args:
         group: the ranks that sync.
-        device_type: where to exchange messages if the process group can.
+        device_type: where to exchange rows if the process group can.
+        on_read: called with each result and its rows when the host has read them.
 
     Attributes:
-        sent: number of messages sent in this iteration.
-        exchanges: number of messages sent so far.
-        is_void: every rank has heard that a call raised, and no message was sent since.
+        settles: iterations of which the host reads the rows at once, everywhere.
+        sent: number of rows sent in this iteration.
+        exchanges: number of rows sent so far.
+        is_void: every rank has heard that a call raised, and no row was sent since.
         failures: calls of this rank that raised after their sync, which the other ranks
             do not hear of.
-        told: id of the error that the last message was about; 0 for none.
+        told: id of the error that the last row was about; 0 for none.
     """
 
+    settles = SETTLES
     sent: int
     is_void: bool
 
-    def __init__(self, group: SyncGroup, device_type: str) -> None:
+    def __init__(
+        self,
+        group: SyncGroup,
+        device_type: str,
+        on_read: Callable[[SyncResult, Rows], None],
+    ) -> None:
         self.group = group
         self._device_type = device_type
-        self._cpu_group: Any = None  # the last group that exchanges messages there
+        self._on_read = on_read
+        self._cpu_group: Any = None  # the last group that exchanges rows there
         self._made = next(_made)
-        self._unread: SyncResult | None = None
+        self._unread: list[SyncResult] = []  # several around a captured graph
         self.exchanges = self.told = 0
         self.restart()
 
@@ -240,213 +221,182 @@ class OverflowSync:
         self.is_void = False
         self.failures = 0
         self._optimizers = 0  # that any rank has synced
-        # By the number of an optimizer, 0 for none: what the ranks last synced after
-        # it, which a rank without an optimizer expects them to sync again.
-        self._next: dict[int, tuple[int, Clip | None, int]] = {}
-        self._latest: tuple[int, Clip | None, int] = (CHECK, None, 0)
-        self._last = 0
 
     def _begin_anew(self) -> None:
         self.is_void = True
         self._iteration = 0
+        self._settled = self.settles
         self.sent = 0
         self._most = -1  # largest count of any iteration; -1: none is over yet
+        self._has_gradients = False  # any rank, in this iteration, as far as read
+
+    def settle(self) -> None:
+        """Read the rows of the next iterations at once; all ranks call it alike."""
+        self._settled = self._iteration + SETTLES
 
     def exchange(
         self,
         group: dist.ProcessGroup,
         method: str,
-        call: int | None,
-        state: Shared,
-        local: Local,
-        clip: Clip | None = None,
-        row: Sequence[Number] = (),
+        row: Row,
+        norms: Sequence[Number] = (),
         record: Any = None,
     ) -> SyncResult:
-        """Exchange one message.
+        """Exchange one row with each rank.
 
         Args:
             group: what ``group.find`` returned.
             method: name of the calling method, for messages.
-            call: what it is made for; None takes part in CHECK and CLIP.
-            state: of the scaler; what this class knows is filled in.
-            local: what this rank found.
-            clip: what it clips to, if it does.
-            row: ROW_LENGTH numbers, zeros by default: where reading the first message
-                would synchronise they travel with it.
+            row: of this rank; what this class knows is filled in.
+            norms: entries of a clip, zeros by default.
             record: of the optimizer; gets its ``number`` when the host knows it.
 
         Returns:
-            The result, read unless it is on an accelerator.
+            The result, read unless that would synchronise.
 
         Raises:
             PeerFailedError: another rank raised.
             RanksDisagreeError: the ranks hold different state.
+            AssertionError: no rank has scaled a loss, or had a gradient.
         """
+        with _of(group).turn:
+            return self._exchange(group, method, row, norms, record)
+
+    def _exchange(
+        self,
+        group: dist.ProcessGroup,
+        method: str,
+        row: Row,
+        norms: Sequence[Number],
+        record: Any,
+    ) -> SyncResult:
         self.told = 0
-        late = self._late_error()
-        if late is not None:
-            local = local._replace(failed=True)
-        of_group = _groups.setdefault(group, _OfGroup())
-        number = of_group.numbers.get(self._made)
-        after = None
-        if number is None:
-            after = sum(made < self._made for made in of_group.numbers)
-            local = local._replace(is_new=True)
-        if record is not None and record.number is None:
-            # A rank that has all optimizers so far knows the number of a new one. If
-            # the others step an old one, all of them see that it is another.
-            has_all = len(record.taken) == self._optimizers
-            state = state._replace(optimizer=self._optimizers + 1 if has_all else None)
-        # A rank that loads may have iterated alone before, and load in order to join.
-        joins = call == LOAD
-        shared = state._replace(
-            call=call,
-            scaler=number,
-            made_after=after,
-            iteration=0 if joins else self._iteration,
-            position=0 if joins else self.sent + 1,
-            failures=0 if joins else self.failures,
-            **{} if clip is None else clip._asdict(),
-        )
+        late, of_group = self._late_error(), _of(group)
+        row = self._numbered(row, of_group, record, failed=late is not None)
         device = torch.device("cpu")
         if self._cpu_group is not group:
-            device = message_device(group, self._device_type, state.scale)
+            device = message_device(group, self._device_type, row.scale)
             self._cpu_group = group if device.type == "cpu" else None
-        with of_group.turn, _explained(group, method):
-            if self._is_deferred(device):
-                result = self._gathered(group, method, shared, local, device, row)
-            else:
-                result = self._reduced(group, method, shared, local)
-        self.is_void = self.is_void and local.failed
-        result.record = record
-        if result.is_deferred and not local.failed:
-            self._unread = result  # every rank reads it at its next sync
-        elif not local.failed:
-            self._learn(result)
-        if late is not None:
-            raise late
-        return result
-
-    def _reduced(
-        self, group: dist.ProcessGroup, method: str, shared: Shared, local: Local
-    ) -> SyncResult:
-        expected = shared
-        if shared.optimizer is None and shared.call in (None, CHECK, CLIP):
-            call, clip, optimizer = self._next.get(self._last, self._latest)
-            expected = shared._replace(optimizer=optimizer)
-            if shared.call is None:
-                known = {} if clip is None else clip._asdict()
-                expected = expected._replace(call=call, **known)
-        message = packed_message(expected, local)
-        with self._counted():
-            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-        summary = decode_packed(message.tolist(), expected)
-        result = SyncResult(group, method, shared, message, _summary=summary)
-        if summary is None:
-            message = full_message(shared, local, torch.device("cpu"))
-            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-            result.message = message
-            if local.failed:
+        is_gloo = of_group.is_gloo and device.type == "cpu"
+        is_load = row.call == LOAD
+        with explained(group, method), self._counted(is_load):
+            rows = exchange_rows(group, row, norms, device, is_gloo=is_gloo)
+        result = SyncResult(group, method, row, rows, self._on_read, record)
+        self.is_void = self.is_void and bool(row.failed)
+        is_read = self._is_read_at_once(rows)
+        if row.failed:
+            if is_read:
                 self._begin_anew()
-                return result
+        elif is_read:
             try:
                 result.read()
             except (PeerFailedError, RanksDisagreeError):
                 self._begin_anew()
                 raise
+            self._learn(result)
+        else:
+            self._unread.append(_on_its_way(result))  # for the next sync of all ranks
+        if late is not None:
+            self.told = id(late)  # all ranks have read the same rows
+            raise late
         return result
 
+    def _numbered(
+        self, row: Row, of_group: _OfGroup, record: Any, *, failed: bool
+    ) -> Row:
+        fields: dict[str, float] = {"failed": 1.0} if failed else {}
+        number = of_group.numbers.get(self._made)
+        if number is not None:
+            fields["scaler"] = number
+        else:
+            fields["made_after"] = sum(made < self._made for made in of_group.numbers)
+        if record is not None and record.number is not None:
+            fields["optimizer"] = record.number
+        elif record is not None and len(record.taken) == self._optimizers:
+            # A rank that has all optimizers so far knows the number of a new one. If
+            # the others step an old one, all of them see that it is another.
+            fields["optimizer"] = self._optimizers + 1
+        if row.call != LOAD:  # a rank may have iterated alone, and load to join
+            fields["iteration"], fields["position"] = self._iteration, self.sent + 1
+            fields["failures"] = self.failures
+        return row._replace(**fields)
+
     @contextmanager
-    def _counted(self) -> Iterator[None]:
-        # A message that was not sent does not count, and may be followed by that of a
+    def _counted(self, is_load: bool) -> Iterator[None]:
+        # A row that was not sent does not count, and may be followed by that of a
         # failure; over a broken group, which raises RuntimeError, nothing can follow.
+        # A load is no part of an iteration.
         try:
             yield
         except RuntimeError:
-            self.sent, self.exchanges = self.sent + 1, self.exchanges + 1
+            self.sent, self.exchanges = self.sent + (not is_load), self.exchanges + 1
             raise
-        self.sent, self.exchanges = self.sent + 1, self.exchanges + 1
+        self.sent, self.exchanges = self.sent + (not is_load), self.exchanges + 1
 
-    def _gathered(
-        self,
-        group: dist.ProcessGroup,
-        method: str,
-        shared: Shared,
-        local: Local,
-        device: torch.device,
-        row: Sequence[Number],
-    ) -> SyncResult:
-        row = row or [0.0] * ROW_LENGTH
-        message = full_message(shared, local, device, row)
-        gathered = message.new_empty(group.size(), len(message))
-        with self._counted():
-            _all_gather(gathered.flatten(), message, group=group)
-        message, rows = gathered[:, :FULL_LENGTH].amax(0), gathered[:, FULL_LENGTH:]
-        result = SyncResult(group, method, shared, message, True, rows)
-        # Reading now would synchronise.
-        if message.is_cuda and not torch.cuda.is_current_stream_capturing():
-            host = torch.empty_like(message, device="cpu", pin_memory=True)
-            host.copy_(message, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            result.copy = (host, event)
-        return result
+    def _is_read_at_once(self, rows: torch.Tensor) -> bool:
+        # The same on all ranks. See [Note: When the host reads].
+        if self.reads(rows.device):
+            return True
+        return self._iteration < self._settled and not _is_captured(rows)
+
+    @staticmethod
+    def reads(device: torch.device) -> bool:
+        """Return whether the host reads rows on this device without waiting."""
+        return device.type == "cpu" and Host.reads_cpu
 
     def _late_error(self) -> Exception | None:
-        # See [Note: An error on one rank].
-        result, self._unread = self._unread, None
-        # Waits for its own copy only; not while a CUDA graph is captured.
-        is_here = result is not None and (result.message.is_cpu or result.copy)
-        if result is None or not is_here:
+        # See [Note: When the host reads] and [Note: An error on one rank].
+        if not self._unread or _is_captured(self._unread[0].rows):
             return None
-        if result.was_read and result._summary is None:
+        results, self._unread = self._unread, []
+        return next(filter(None, map(self._late_error_of, results)), None)
+
+    def _late_error_of(self, result: SyncResult) -> Exception | None:
+        if result.was_read and not result.is_known:
             return None  # it was raised where it was read
         try:
+            result.read()
             self._learn(result)
-        except (PeerFailedError, RanksDisagreeError) as error:
+        except (PeerFailedError, RanksDisagreeError, AssertionError) as error:
             return error
+        if result.ends:
+            has_any, self._has_gradients = self._has_gradients, False
+            if not has_any:
+                return AssertionError(
+                    f"{NOTHING_CHECKED} No rank had a gradient in the iteration before."
+                )
         return None
 
     def _learn(self, result: SyncResult) -> None:
         # On all ranks alike, those without an optimizer too.
-        summary = result.read()
-        if summary.is_full:
-            of_group = _groups[result.group]
-            of_group.scalers += not summary.scaler
-            of_group.numbers.setdefault(self._made, summary.scaler or of_group.scalers)
-        if summary.call not in (CHECK, CLIP):
+        rows, of_group = result.read(), _of(result.group)
+        if self._made not in of_group.numbers:
+            number = rows.value("scaler")
+            of_group.scalers += number is None
+            of_group.numbers[self._made] = int(number or of_group.scalers)
+        if rows.value("call") not in (None, CHECK, CLIP):
             return
-        number, clip = summary.optimizer or self._optimizers + 1, None
-        if summary.max_norm is not None and summary.norm_type is not None:
-            clip = Clip(summary.max_norm, summary.norm_type)
-        if len(self._next) > 4096:  # optimizers that are long gone
-            self._next.clear()
-        self._next[self._last] = self._latest = summary.call, clip, number
-        self._last = number
+        self._has_gradients |= rows.any("has_gradients")
+        number = rows.value("optimizer")
+        if number is None and rows.all("takes_part"):
+            return
+        number = int(number or self._optimizers + 1)
         self._optimizers = max(self._optimizers, number)
-        if result.record is not None and result.record.number is None:
-            if number in result.record.taken:
+        record = result.record
+        if record is not None and record.number is None:
+            if number in record.taken:
                 self.failures += 1  # the other ranks see nothing wrong
-                raise result.disagreement({"optimizer": (number, number)})
-            result.record.number = number
-        result.number = number
+                raise rows.disagreement(
+                    result.method, result.group.rank(), result.row, ["optimizer"]
+                )
+            record.number = number
 
-    def sum_of(self, result: SyncResult, value: float, norm_type: float) -> float:
-        """Return the sum over the ranks; the maximum for an infinite ``norm_type``."""
-        op = dist.ReduceOp.SUM if norm_type < float("inf") else dist.ReduceOp.MAX
-        total = torch.tensor(value, dtype=torch.float64, device="cpu")
-        with _groups[result.group].turn, _explained(result.group, result.method):
-            dist.all_reduce(total, op=op, group=result.group)
-        (found,) = total.reshape(1).tolist()
-        return float(found)
-
-    def rows_of(self, result: SyncResult, row: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all ranks, (number of ranks, elements)."""
-        rows = row.new_empty(result.group.size(), len(row))
-        with _groups[result.group].turn, _explained(result.group, result.method):
-            _all_gather(rows.flatten(), row, group=result.group)
-        return rows
+    def rows_of(self, result: SyncResult, mine: torch.Tensor) -> torch.Tensor:
+        """Return what all ranks bring, (number of ranks, elements)."""
+        of_group = _of(result.group)
+        with of_group.turn, explained(result.group, result.method):
+            is_gloo = of_group.is_gloo and mine.is_cpu
+            return exchange(result.group, mine, is_gloo=is_gloo)
 
     def tables_of(
         self, result: SyncResult, table: torch.Tensor | None
@@ -456,53 +406,84 @@ class OverflowSync:
         Raises:
             PeerFailedError: a rank could not make its table, and has None.
         """
+        device = result.rows.device
         length = -1 if table is None else len(table)
-        count = torch.tensor([length], dtype=torch.int64, device="cpu")
+        count = torch.tensor([length], dtype=torch.int64, device="cpu").to(device)
         counts = self.rows_of(result, count).flatten().tolist()
         if table is None or min(counts) < 0:
             self._begin_anew()
-            raise result.peer_failed()
+            failed = [rank for rank, count in enumerate(counts) if count < 0]
+            rank = result.group.rank()
+            raise result.read().peer_failed(result.method, rank, failed)
         padded = table.new_zeros(max(counts), table.shape[1])
         padded[: len(table)] = table
-        rows = self.rows_of(result, padded.flatten()).reshape(-1, *padded.shape)
-        return [each[:count] for each, count in zip(rows, counts, strict=True)]
+        gathered = self.rows_of(result, padded.flatten().to(device)).cpu()
+        tables = gathered.reshape(-1, *padded.shape)
+        return [each[:count] for each, count in zip(tables, counts, strict=True)]
 
     def end_iteration(
-        self, state: Callable[[], Shared], method: str, *, is_usual: bool
+        self,
+        state: Callable[[], Row],
+        method: str,
+        *,
+        is_usual: bool,
+        must_have_gradients: bool,
     ) -> None:
         """End the iteration. See [Note: Closing an iteration].
 
-        ``state`` is asked for only if there is a message. ``is_usual``: no call of it
-        has raised, so that the next ones will be like it.
+        Args:
+            state: asked for only if there is a row to send.
+            method: name of the calling method, for messages.
+            is_usual: no call has raised, so that the next iterations will be like it.
+            must_have_gradients: it is an error if no rank had any, where that is not
+                known yet.
 
         Raises:
             RanksDisagreeError: the ranks had different numbers of syncs.
         """
         # Not the group of the last sync: it may have been destroyed since.
-        group = self.group.find_known()
+        group = self.group.find()
         if group is None or self.is_void:
             return
         count = self.sent
         if count != self._most:
-            self.exchange(group, method, UPDATE, state(), Local())
+            self.exchange(group, method, state()._replace(call=UPDATE))
+        if self._unread:
+            self._unread[-1].ends = must_have_gradients
+        else:
+            self._has_gradients = False
         if is_usual:
             self._most = max(self._most, count)
         self.sent = 0
         self._iteration += 1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_unread": None, "_cpu_group": None}
+        return {**self.__dict__, "_unread": [], "_cpu_group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _made=next(_made))
 
-    @staticmethod
-    def _is_deferred(device: torch.device) -> bool:
-        return device.type != "cpu"
+
+def _is_captured(rows: torch.Tensor) -> bool:
+    return rows.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _on_its_way(result: SyncResult) -> SyncResult:
+    # Its rows are copied to the host meanwhile. A graph writes them anew in each
+    # replay: those are read as they are then.
+    result.is_late = True
+    if result.rows.is_cuda and not _is_captured(result.rows):
+        host = torch.empty_like(result.rows, device="cpu", pin_memory=True)
+        host.copy_(result.rows, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        result.copy = (host, event)
+    return result
 
 
 @contextmanager
-def _explained(group: dist.ProcessGroup, method: str) -> Iterator[None]:
+def explained(group: dist.ProcessGroup, method: str) -> Iterator[None]:
+    """Add to the error of a broken collective which argument may be missing."""
     try:
         yield
     except RuntimeError as error:
@@ -511,60 +492,7 @@ def _explained(group: dist.ProcessGroup, method: str) -> Iterator[None]:
                 f"gradparity: in the sync of {method} on rank {group.rank()} of "
                 f"{group.size()}. Each of these ranks must call step() and update() "
                 "the same number of times. If only this rank has a scaler, or ranks "
-                'need not agree, pass agree_over="local" to it; if some ranks have '
-                "one, process_group= or mesh=; if ranks train independent models, "
-                'agree_over="mesh".'
+                'need not agree, pass sync_over="local" to it; if some ranks have one, '
+                "or ranks train independent models, their process group or mesh."
             )
         raise
-
-
-_WAYS_OUT = (
-    (
-        {"failures"},
-        "A call raised on some ranks only, after all ranks had agreed to step: their "
-        "weights differ. Load a checkpoint on every rank.",
-    ),
-    (
-        {"scaler", "made_after"},
-        "Use the scalers in the same order on every rank, and make them in the same "
-        "order; scalers of independent models need process_group=, mesh= or "
-        'agree_over="mesh".',
-    ),
-    (
-        {"call"},
-        "Make the same calls on every rank between two update(); a rank without "
-        "parameters calls step_without_optimizer() where the others step or clip.",
-    ),
-    (
-        {"iteration", "position"},
-        "Call step() for the same number of optimizers on every rank before update(); "
-        "a rank without parameters calls step_without_optimizer() instead.",
-    ),
-    (
-        {"optimizer"},
-        "Step the optimizers in the same order on every rank. They are numbered in the "
-        "order in which they first stepped; a set has another order on every rank.",
-    ),
-    (
-        {"max_norm", "norm_type"},
-        "Call clip_grad_norm_() with the same max_norm and norm_type on every rank.",
-    ),
-    (
-        set(Shared._fields),
-        "Build the scaler with the same arguments on every rank and load the same "
-        "state_dict on every rank; if these ranks train independent models, pass "
-        'process_group=, mesh= or agree_over="mesh".',
-    ),
-)
-
-
-def _shown(name: str, value: float | None) -> str:
-    if value is None:
-        return "not compared"
-    if name == "call":
-        return CALLS[int(value)]
-    if name == "made_after":
-        return f"made after {value:g} others"
-    if name == "position":
-        return f"sync {value:g} of the iteration"
-    return f"{value:g}"

@@ -8,122 +8,78 @@ on separate meshes look exactly like independent models on separate meshes, and 
 plain parameters of a pipeline stage look exactly like those of a replica. The two
 mistakes do not weigh the same: syncing with too few ranks trains on silently with
 different scales, syncing with too many is loud or harmless. So all ranks of the default
-process group sync by default, whatever they hold; independent models in one world are
-declared in the constructor.
+process group sync by default, whatever they hold; other ranks are named in the
+constructor, by a group or a mesh that each of them has.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .config import check_choice
 from .errors import InvalidSettingError
-from .grads import Number, parameters_of
-from .torch_internals import device_types, root_mesh
+from .grads import Number
+from .torch_internals import device_types
 
-AgreeOver = Literal["world", "mesh", "local"]
+SyncOver = Literal["world", "local"] | dist.ProcessGroup | DeviceMesh
 """Which ranks sync; see `GradScaler`."""
 
 
 class SyncGroup:
     """The ranks that sync, as one process group (or None: this rank alone).
 
-    All ranks of a mesh of any number of axes; ``over`` is the rule to apply when
-    neither ``process_group`` nor ``mesh`` is given.
+    Attributes:
+        over: ``"world"``, ``"local"`` or a process group; of a mesh, its ranks in
+            ascending order. May be set.
 
     Raises:
-        InvalidSettingError: ``over`` is unknown, or more than one source was given.
+        InvalidSettingError: ``over`` is none of these.
     """
 
-    def __init__(
-        self,
-        over: AgreeOver = "world",
-        process_group: dist.ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
-    ) -> None:
-        check_choice("agree_over", over, get_args(AgreeOver))
-        given = {"process_group": process_group, "mesh": mesh}
-        names = [name for name, value in given.items() if value is not None]
-        names += [] if over == "world" else [f"agree_over={over!r}"]
-        if len(names) > 1:
+    def __init__(self, over: SyncOver = "world") -> None:
+        self.over: Any = _ranks_of(over) if isinstance(over, DeviceMesh) else over
+        # new_group gives the second one to outsiders.
+        known = ("world", "local", dist.GroupMember.NON_GROUP_MEMBER)
+        if not hasattr(over, "size") and self.over not in known:
             raise InvalidSettingError(
-                f"Got {' and '.join(names)}: each says which ranks sync. Pass only one "
-                "of them."
+                'sync_over must be "world", "local", a process group or a device mesh, '
+                f"got {over!r}."
             )
-        self.over: AgreeOver = over
-        self.process_group = process_group
-        self._ranks = None if mesh is None else _ranks_of(mesh)
-        # Root meshes seen so far, by the "mesh" rule only: they add up.
-        self._seen: set[tuple[int, ...]] = set()
 
-    def find(self, optimizer: Any) -> dist.ProcessGroup | None:
-        """Return the group to sync over, None when this rank is on its own.
-
-        Only the ``mesh`` rule reads the optimizer, which may be None.
-
-        Raises:
-            ValueError: the ``mesh`` rule finds no mesh, or several.
-        """
-        widest = self._widest
-        if widest is None or self.process_group is not None:
-            return widest
-        if self._ranks is not None:
-            return _group_of(self._ranks)
-        return self._root_mesh(optimizer) if self.over == "mesh" else widest
+    def find(self) -> dist.ProcessGroup | None:
+        """Return the group to sync over, None when this rank is on its own."""
+        if isinstance(self.over, str):
+            if self.over == "local" or not dist.is_initialized():
+                return None
+            return _if_shared(dist.group.WORLD)
+        if not isinstance(self.over, tuple):
+            return _if_shared(self.over)
+        return _group_of(self.over) if dist.is_initialized() else None
 
     @property
     def is_distributed(self) -> bool:
         """Whether there may be other ranks to sync with."""
-        return self._widest is not None
-
-    @property
-    def _widest(self) -> dist.ProcessGroup | None:
-        if self.process_group is not None:
-            return _if_shared(self.process_group)
-        if self.over == "local" or not dist.is_initialized():
-            return None
-        return _if_shared(dist.group.WORLD)
-
-    def find_known(self) -> dist.ProcessGroup | None:
-        """Return what `find` knows without any parameters, None if it needs them."""
-        return self.find(None) if self.over != "mesh" or self._seen else None
+        if isinstance(self.over, tuple):  # without making its group
+            return dist.is_initialized() and len(self.over) > 1
+        return self.find() is not None
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group cannot leave its process: its ranks can.
-        if self.process_group is None:
-            return self.__dict__
-        ranks: Any = _ranks_in(self.process_group)
+        if isinstance(self.over, str | tuple):
+            return {"over": self.over}
+        ranks = _ranks_in(self.over)
         # The whole world stays "the whole world", also in a world of another size.
-        ranks = ranks if 0 < len(ranks) < dist.get_world_size() else None
-        return {**self.__dict__, "process_group": None, "_ranks": ranks}
+        is_part = 0 < len(ranks) < dist.get_world_size()
+        return {"over": ranks if is_part else "world"}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncGroup:
         # Inside one process the copy shares the group instead of losing it.
-        twin = SyncGroup(self.over, self.process_group)
-        twin._ranks, twin._seen = self._ranks, set(self._seen)
+        twin = SyncGroup()
+        twin.over = self.over
         return twin
-
-    def _root_mesh(self, optimizer: Any) -> dist.ProcessGroup | None:
-        parameters = () if optimizer is None else parameters_of(optimizer)
-        held = [getattr(parameter, "device_mesh", None) for parameter in parameters]
-        meshes = {id(mesh): mesh for mesh in held if mesh is not None}
-        self._seen.update(_ranks_of(root_mesh(mesh)) for mesh in meshes.values())
-        if not self._seen:
-            raise ValueError(
-                'agree_over="mesh" needs DTensor parameters and found none on rank '
-                f"{dist.get_rank()}. Pass mesh= or process_group= to the scaler."
-            )
-        widest = max(self._seen, key=len)
-        if any(not set(ranks) <= set(widest) for ranks in self._seen):
-            raise ValueError(
-                f"No mesh of the parameters covers the others: {sorted(self._seen)}. "
-                "Pass mesh= or process_group= to the scaler."
-            )
-        return _group_of(widest)
 
 
 def message_device(
@@ -147,7 +103,7 @@ def message_device(
     if kind is None:
         raise NotImplementedError(
             f"Ranks sync over CPU or CUDA; this process group serves {served}. "
-            'Pass process_group= with a gloo group, or agree_over="local".'
+            'Pass a gloo group as sync_over=, or sync_over="local".'
         )
     if kind == "cuda" and isinstance(scale, torch.Tensor) and scale.is_cuda:
         return scale.device

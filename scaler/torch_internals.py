@@ -81,11 +81,6 @@ def specs(gradients: Iterable[Any]) -> list[Any]:
     return [g._spec if isinstance(g, kind) else None for g in gradients]
 
 
-def root_mesh(mesh: Any) -> Any:
-    """Return the mesh that a submesh was sliced from; a mesh of its own as it is."""
-    return mesh._get_root_mesh()
-
-
 def device_types(group: torch.distributed.ProcessGroup) -> list[str]:
     """Return the types of device that a process group has a backend for."""
     return [device.type for device in group._device_types]

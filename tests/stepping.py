@@ -1,5 +1,7 @@
 """What tests of the scaler share: settings to try, and one step of two elements."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -7,6 +9,8 @@ import torch
 from torch import Tensor
 
 from gradparity.scaler import GradScaler, ShardedGradScaler
+from gradparity.scaler.grads import Host
+from gradparity.scaler.sync import OverflowSync
 
 BOTH = pytest.mark.parametrize("make", [GradScaler, ShardedGradScaler])
 FUSED = pytest.mark.parametrize("fused", [False, True])
@@ -39,3 +43,58 @@ def with_grad() -> Tensor:
     p = parameter()
     p.grad = torch.ones_like(p)
     return p
+
+
+# - The ways to take one step; the bound matters to those that clip
+
+
+def step(scaler: Any, optimizer: Any, max_norm: float = 1e9) -> None:
+    scaler.step(optimizer)
+
+
+def unscale(scaler: Any, optimizer: Any, max_norm: float = 1e9) -> None:
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+def clip(scaler: Any, optimizer: Any, max_norm: float = 1e9) -> None:
+    scaler.clip_grad_norm_(optimizer, max_norm)
+    scaler.step(optimizer)
+
+
+def clip_and_step(scaler: Any, optimizer: Any, max_norm: float = 1e9) -> None:
+    scaler.clip_and_step(optimizer, max_norm)
+
+
+WAYS = [step, unscale, clip, clip_and_step]
+
+
+@contextmanager
+def exchanged(how: str) -> Iterator[None]:
+    """Act as on an accelerator: the one switch for tests without one.
+
+    ``how``: ``"cpu"``, the host reads everything at once; ``"settling"``, the first
+    iterations of an accelerator, in which it reads what ranks exchange; ``"settled"``,
+    the later ones, in which it reads that at the next sync.
+    """
+    reads, settles = Host.reads_cpu, OverflowSync.settles
+    Host.reads_cpu = how == "cpu"
+    OverflowSync.settles = 0 if how == "settled" else settles
+    try:
+        yield
+    finally:
+        Host.reads_cpu, OverflowSync.settles = reads, settles
+
+
+HOW = pytest.mark.parametrize("how", ["cpu", "settling"])
+"""Protections that answer at once, on a CPU and on an accelerator."""
+
+
+def acting(how: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what a rank runs as on a CPU or an accelerator; see `exchanged`."""
+
+    def on_rank(*args: Any) -> Any:
+        with exchanged(how):
+            return run(*args)
+
+    return on_rank

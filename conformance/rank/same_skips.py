@@ -52,6 +52,8 @@ class SameSkips:
 
     def unscale_(self, optimizer: Any) -> None:
         """Divide the gradients by the scale."""
+        if optimizer is None:
+            return
         self.unscaled.add(id(optimizer))
         for parameter in _with_gradients(optimizer):
             parameter.grad /= self.get_scale()
@@ -99,9 +101,6 @@ class SameSkips:
         norm = self.clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite)
         self.step(optimizer)
         return norm
-
-    def step_without_optimizer(self) -> None:
-        """Do nothing: no other rank waits."""
 
     def step_was_skipped(self, optimizer: Any) -> bool:
         """Return whether the last step of this optimizer was skipped."""

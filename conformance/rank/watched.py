@@ -92,10 +92,9 @@ class WatchedScaler:
 
     Every method is forwarded in one way: whatever it is called, a method that is handed
     optimizers may read and write their gradients, so ``handing`` surrounds it. A method
-    that is handed None in place of an optimizer, or that says in its name that there is
-    none, is handed a :class:`NoOptimizer`: a rank that lacks the optimizer which others
-    have there. Only ``scale`` and ``update`` are changed: faults go into losses, and a
-    recipe may set the scale.
+    that is handed None in place of an optimizer is handed a :class:`NoOptimizer`, for a
+    rank that lacks the optimizer which others have there. Only ``scale`` and ``update``
+    are changed: faults go into losses, and a recipe may set the scale.
     """
 
     def __init__(
@@ -175,9 +174,7 @@ class WatchedScaler:
         """The optimizers among the arguments of a method."""
         found = [each for value in given for each in _flat(value)]
         found = [each for each in found if hasattr(each, "param_groups")]
-        lacks = name == "step_without_optimizer" or (
-            name in TAKE_AN_OPTIMIZER and given[:1] == [None]
-        )
+        lacks = name in TAKE_AN_OPTIMIZER and given[:1] == [None]
         if lacks and not found:
             found.append(lacking(self._lacked[name]))
             self._lacked[name] += 1

@@ -175,7 +175,7 @@ class SharesNoOptimizer(Steep):
 
     def step(self, scaler: Any, optimizer: Any) -> None:
         if optimizer is None:
-            scaler.step_without_optimizer()
+            scaler.step(None)
         else:
             scaler.step(optimizer)
 

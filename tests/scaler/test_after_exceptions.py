@@ -17,7 +17,14 @@ from gradparity.scaler import (
     RanksDisagreeError,
     ShardedGradScaler,
 )
-from gradparity.tests.stepping import BOTH, FUSED
+from gradparity.tests.stepping import (
+    BOTH,
+    FUSED,
+    WAYS,
+    acting,
+    clip,
+    clip_and_step,
+)
 
 SOON_S = 20.0  # a hang fails long before the harness's own limit
 ERRORS = (RuntimeError, AssertionError, ValueError)  # all that a scaler raises
@@ -62,25 +69,7 @@ class Training:
         return self.steps(), state["scale"], state["_growth_tracker"]
 
 
-def step(scaler: Any, optimizer: Any) -> None:
-    scaler.step(optimizer)
-
-
-def unscale(scaler: Any, optimizer: Any) -> None:
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-
-
-def clip(scaler: Any, optimizer: Any) -> None:
-    scaler.clip_grad_norm_(optimizer, 1e9)
-    scaler.step(optimizer)
-
-
-def clip_and_step(scaler: Any, optimizer: Any) -> None:
-    scaler.clip_and_step(optimizer, 1e9)
-
-
-CALLS = pytest.mark.parametrize("call", [step, unscale, clip, clip_and_step])
+CALLS = pytest.mark.parametrize("call", WAYS)
 
 
 # - One process
@@ -217,7 +206,7 @@ def test_an_optimizer_without_gradients_on_any_rank(
             train.scaler.step(train.first)
             try:
                 if is_lacking:
-                    train.scaler.step_without_optimizer()
+                    train.scaler.step(None)
                 else:
                     train.scaler.unscale_(train.second)
                     train.scaler.step(train.second)
@@ -237,9 +226,9 @@ def test_an_optimizer_without_gradients_on_any_rank(
 @FUSED
 @CALLS
 @pytest.mark.parametrize("ends", ["second", "update", "chosen scale"])
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("after", "how"), [(False, "settling"), (True, "cpu")])
 def test_a_step_that_raised_on_one_rank_is_heard_of(
-    two: Cluster, fused: bool, call: Any, ends: str, after: bool
+    two: Cluster, fused: bool, call: Any, ends: str, after: bool, how: str
 ) -> None:
     """Whatever the iteration does next; the ranks hold other weights, for ever."""
 
@@ -268,7 +257,7 @@ def test_a_step_that_raised_on_one_rank_is_heard_of(
         train.scaler.update()
         return planted, raised, train.state()[1:]
 
-    first, second = trained(two, run)
+    first, second = trained(two, acting(how, run))
     assert [first[0], second[0]] == [0, 1]
     assert first[1] == second[1] == (3 if ends == "second" else 2)
     assert first[2] == second[2] == (1024.0, 1)
@@ -465,19 +454,6 @@ def test_training_goes_on_after_a_mistake_of_one_rank(
     assert first[0] == 1 and first[1][0][0] >= 4.0
 
 
-# regression: T9
-def test_a_rank_with_plain_parameters_names_its_way_out(two: Cluster) -> None:
-    def run() -> str:
-        train = Training(GradScaler, agree_over="mesh")
-        train.backward()
-        with pytest.raises(ValueError, match="needs DTensor parameters") as caught:
-            train.scaler.step(train.first)
-        return " ".join(caught.value.__notes__)
-
-    for notes in trained(two, run):
-        assert "cannot be told" in notes
-
-
 # regression: S16
 def test_a_rank_that_never_comes_is_found_within_the_limit_of_the_group(
     two: Cluster,
@@ -486,7 +462,7 @@ def test_a_rank_that_never_comes_is_found_within_the_limit_of_the_group(
         group = dist.new_group(timeout=timedelta(seconds=1))
         notes = ""
         if dist.get_rank() == 0:
-            train = Training(GradScaler, process_group=group)
+            train = Training(GradScaler, sync_over=group)
             train.backward()
             with pytest.raises(RuntimeError) as caught:
                 train.scaler.step(train.first)
@@ -497,5 +473,5 @@ def test_a_rank_that_never_comes_is_found_within_the_limit_of_the_group(
 
     notes, _ = trained(two, run)
     assert "If only this rank has a scaler" in notes
-    assert 'pass agree_over="local"' in notes
+    assert 'pass sync_over="local"' in notes
     assert "on rank 0 of 2" in notes

@@ -20,6 +20,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import (
 )
 
 from gradparity.scaler import GradScaler, ShardedGradScaler
+from gradparity.tests.stepping import exchanged
 
 TorchGradScaler: Any = torch.amp.GradScaler
 
@@ -213,9 +214,21 @@ class Machine(RuleBasedStateMachine):
         ]
 
 
-TestMachine = Machine.TestCase
-TestMachine.settings = settings(
-    max_examples=150,
+class OnAnAccelerator(Machine):
+    """The same where the host reads nothing at once, as far as a CPU can act so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.acting = exchanged("settled")
+        self.acting.__enter__()
+
+    def teardown(self) -> None:
+        self.acting.__exit__(None, None, None)
+
+
+TestMachine, TestOnAnAccelerator = Machine.TestCase, OnAnAccelerator.TestCase
+TestMachine.settings = TestOnAnAccelerator.settings = settings(
+    max_examples=75,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=list(HealthCheck),

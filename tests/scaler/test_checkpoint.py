@@ -12,10 +12,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp.sharded_grad_scaler import (
     ShardedGradScaler as TorchShardedGradScaler,
 )
+from torch.distributed.tensor.debug import CommDebugMode
 
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, Policy, RanksDisagreeError, ShardedGradScaler
-from gradparity.tests.stepping import BOTH
+from gradparity.tests.agreeing import give_gradient, parameter, sgd
+from gradparity.tests.stepping import BOTH, scaled
 
 TORCHS: dict[Any, Any] = {
     GradScaler: torch.amp.GradScaler,
@@ -166,3 +168,23 @@ def test_b16c_optimizer_state_is_saved_without_moving_the_scale() -> None:
     before = scaler.state_dict(), scaler.counters
     get_optimizer_state_dict(model, optimizer)
     assert (scaler.state_dict(), scaler.counters) == before
+
+
+# regression: T25
+def test_a_refused_load_costs_no_collective_later(two: Cluster) -> None:
+    def run() -> list[int]:
+        p, scaler, counts = parameter(torch.ones(2)), scaled(GradScaler), []
+        optimizer = sgd([p])
+        for iteration in range(6):
+            give_gradient(p, 4.0)
+            with CommDebugMode() as mode:
+                if iteration == 2:
+                    state = scaler.state_dict() | {"scale": 4.0 + dist.get_rank()}
+                    with pytest.raises(RanksDisagreeError):
+                        scaler.load_state_dict(state)
+                scaler.step(optimizer)
+                scaler.update()
+            counts.append(mode.get_total_counts())
+        return counts[-2:]
+
+    assert two.run(run) == [[1, 1]] * 2

@@ -13,6 +13,7 @@ from gradparity.scaler import GradScaler, ShardedGradScaler
 from gradparity.tests.stepping import (
     BOTH,
     INF,
+    exchanged,
     one_step,
     parameter,
     scaled,
@@ -123,20 +124,32 @@ def nan_in_new_memory() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("nan_in_new_memory")
-@pytest.mark.parametrize("sees", [True, False])
-def test_b21_fused_momentum_waits_for_a_good_step(
-    monkeypatch: pytest.MonkeyPatch, sees: bool
-) -> None:
-    if not sees:  # as on an accelerator, whose memory the host does not read
-        name = "gradparity.scaler.grad_scaler.is_true"
-        monkeypatch.setattr(name, lambda _: False)
+@pytest.mark.parametrize("how", ["cpu", "settled"])
+def test_b21_fused_momentum_waits_for_a_good_step(how: str) -> None:
     p = parameter()
     optimizer = torch.optim.SGD([p], lr=0.5, momentum=0.5, fused=True)
     scaler = scaled(scale=4.0)
-    for gradient in (INF, INF, 2.0, 2.0):
-        one_step(scaler, optimizer, gradient)
+    with exchanged(how):
+        for gradient in (INF, INF, 2.0, 2.0):
+            one_step(scaler, optimizer, gradient)
     # scales 4, 2, 1, 1: momentum 2 and then 3
     assert p.tolist() == [1.0 - 0.5 * 2.0 - 0.5 * 3.0] * 2
+
+
+# regression: S6
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_fused_momentum_of_a_group_whose_gradient_comes_later() -> None:
+    first, later = parameter(), parameter()
+    groups: Any = [{"params": [first]}, {"params": [later]}]
+    optimizer = torch.optim.SGD(groups, lr=0.5, momentum=0.5, fused=True)
+    scaler = scaled(scale=4.0)
+    first.grad = torch.full_like(first, 4.0)
+    with exchanged("settled"):
+        scaler.step(optimizer)
+        scaler.update()
+        for gradient in (INF, 2.0, 2.0):
+            one_step(scaler, optimizer, gradient)
+    assert later.tolist() == [1.0 - 0.5 * 1.0 - 0.5 * 1.5] * 2
 
 
 @pytest.mark.usefixtures("nan_in_new_memory")

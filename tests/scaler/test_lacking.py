@@ -24,7 +24,7 @@ from gradparity.tests.agreeing import (
     parameter,
     sgd,
 )
-from gradparity.tests.stepping import BOTH, INF, scaled
+from gradparity.tests.stepping import BOTH, HOW, INF, acting, scaled
 
 # - What ranks lack
 
@@ -128,7 +128,7 @@ def test_rank_without_an_optimizer_takes_part(two: Cluster, make: Make) -> None:
             give_gradient(p, INF if bad else 4.0)
             scaler.step(sgd([p]))
         else:
-            scaler.step_without_optimizer()
+            scaler.step(None)
         scaler.update()
         return scaler.get_scale()
 
@@ -192,8 +192,9 @@ def test_b04b_resume_needs_no_scale_call(two: Cluster) -> None:
 
 @pytest.mark.parametrize("what", ["scale", "growth_tracker", "growth_interval"])
 @pytest.mark.parametrize("fused", [False, True])
+@HOW
 def test_b15a_disagreement_is_one_error_on_every_rank(
-    two: Cluster, what: str, fused: bool
+    two: Cluster, what: str, fused: bool, how: str
 ) -> None:
     def step() -> tuple[dict[str, float], dict[str, float], str]:
         scaler, rank = scaled(GradScaler), dist.get_rank()
@@ -211,13 +212,15 @@ def test_b15a_disagreement_is_one_error_on_every_rank(
         assert bool((p == 1).all())
         return caught.value.lowest, caught.value.highest, str(caught.value)
 
-    (low, high, text), second = two.run(step)
+    (low, high, text), second = two.run(acting(how, step))
     assert (low, high) == second[:2]
     assert list(low) == [what] and low[what] < high[what]
     assert f"on rank 0 of 2: {what} is" in text and "state_dict on every rank" in text
+    assert "on rank 0 and" in text and "on rank 1." in text
 
 
-def test_error_on_one_rank_reaches_all(two: Cluster) -> None:
+@HOW
+def test_error_on_one_rank_reaches_all(two: Cluster, how: str) -> None:
     def step() -> str:
         dtype = torch.float16 if dist.get_rank() == 0 else torch.float32
         p = parameter(torch.ones(2, dtype=dtype))
@@ -226,4 +229,4 @@ def test_error_on_one_rank_reaches_all(two: Cluster) -> None:
             scaled(GradScaler).step(sgd([p]))
         return type(caught.value).__name__
 
-    assert two.run(step) == ["ValueError", "PeerFailedError"]
+    assert two.run(acting(how, step)) == ["ValueError", "PeerFailedError"]

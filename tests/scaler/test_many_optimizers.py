@@ -77,7 +77,7 @@ def test_a_new_optimizer_meets_an_old_one_of_a_rank_that_lacked_some(
                 for p in (a, b):
                     give_gradient(p, 4.0)
                 if is_lacking and iteration < 2:
-                    scaler.step_without_optimizer()
+                    scaler.step(None)
                 else:
                     scaler.step(first)
                 if iteration == 3 and is_lacking and again:
@@ -109,7 +109,7 @@ def test_a_number_of_its_own_is_refused_on_a_rank_that_lacks_some(
                 second = sgd([b])
             try:
                 if dist.get_rank() == 1:
-                    scaler.step_without_optimizer()
+                    scaler.step(None)
                 else:
                     scaler.step(first)
                 scaler.step(second)
@@ -139,7 +139,7 @@ def test_a_rank_that_lacks_optimizers_costs_no_more(two: Cluster, turns: bool) -
                     give_gradient(p, 4.0)
                 for optimizer in used:
                     if dist.get_rank() == 1:
-                        scaler.step_without_optimizer()
+                        scaler.step(None)
                     else:
                         scaler.step(optimizer)
                 scaler.update()
@@ -160,7 +160,7 @@ def test_the_lacking_rank_may_change(two: Cluster) -> None:
             if dist.get_rank() == iteration % 2:
                 scaler.step(optimizer)
             else:
-                scaler.step_without_optimizer()
+                scaler.step(None)
             scaler.update()
         return [p.item(), scaler.get_scale()]
 

@@ -31,15 +31,15 @@ from gradparity.fixtures.faulty.collectives import (
     SendsAnotherDtypeWhenBad,
 )
 from gradparity.scaler import GradScaler
+from gradparity.scaler.row import LENGTH
 from gradparity.tests.docs_blocks import ROOT
 
 OURS_MADE = partial(GradScaler, "cpu", init_scale=1024.0)
 TORCHS = partial(torch.amp.GradScaler, "cpu", init_scale=1024.0)
-# What follows the first message of a sync depends on what all ranks sent, which a rank
-# alone does not see: a clip, and a rank without an optimizer, are in `together` only.
+# What follows the row of a clip depends on what all ranks sent, which a rank alone does
+# not see: a clip, and a rank without an optimizer, are in `together` only.
 SOME = (without_gradients, several_optimizers)
-MESSAGE = "allreduce over world of [2] int64"
-FULL_MESSAGE = "allreduce over world of [38] float64"
+ROW = f"allgather_base over world of [{LENGTH}] float64"
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,9 @@ def test_256_ranks_issue_the_same(
     assert len(compared.calls) == len(situations)
     assert list(map(str, compared.different)) == []
     for name, calls in compared.calls.items():
-        # Each new optimizer takes a full message, and the first iteration is closed.
         optimizers = 3 if name == "several_optimizers" else 1
-        seen = list(map(str, calls))
-        assert seen.count(MESSAGE) == 2 * optimizers + 1, name
-        assert seen.count(FULL_MESSAGE) == optimizers, name
-        assert len(seen) == 3 * optimizers + 1, name
+        # One row a step in two iterations, and the first iteration is closed.
+        assert list(map(str, calls)) == [ROW] * (2 * optimizers + 1), name
 
 
 @pytest.mark.parametrize("mesh", [(64,), (2, 2, 4, 4)], ids=str)
@@ -125,12 +122,11 @@ def test_the_record_holds_what_the_page_claims() -> None:
     record = json.loads(scale.RESULTS.read_text())
     assert [each["ranks"] for each in record["real"]] == list(scale.SIZES)
     for each in record["real"]:
-        packed = ["allreduce", "world", "[2] int64", 16]
-        assert each["calls"]["ours"] == [packed]
-        assert each["calls"]["ours, clip"][0] == packed
-        assert len(each["calls"]["ours, clip"]) == 2
+        size = LENGTH * each["ranks"]
+        rows = ["alltoall_base", "world", f"[{size}] float64", 8 * size]
+        assert each["calls"]["ours"] == each["calls"]["ours, clip"] == [rows]
         assert each["training"]["scaler_calls"] == 1
-        assert each["training"]["sent"] == 16
+        assert each["training"]["sent"] == 8 * size
         assert each["scenario"]["status"] == "pass"
     assert len({each["training"]["calls"] for each in record["real"]}) == 1
     simulated = {(r["ranks"], r["how"], tuple(r["mesh"])) for r in record["simulated"]}

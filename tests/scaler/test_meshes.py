@@ -1,7 +1,5 @@
 """Ranks agree over several meshes, or over the one that they are asked to."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -107,13 +105,7 @@ def test_independent_models_need_not_agree(four: Cluster) -> None:
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         mine = dist.get_rank() // 2
         mesh = DeviceMesh.from_group(groups[mine], "cpu")
-        choices: dict[str, dict[str, Any]] = {
-            "rule": {"agree_over": "mesh"},
-            "mesh": {"mesh": mesh},
-            "group": {"process_group": groups[mine]},
-        }
-        settings = choices[how]
-        scaler = scaled(GradScaler, **settings)
+        scaler = scaled(GradScaler, sync_over=mesh if how == "mesh" else groups[mine])
         p = parameter(torch.ones(2), mesh, [Shard(0)])
         for _ in range(3 + mine):  # not even the same number of iterations
             give_gradient(p, INF if dist.get_rank() == 0 else 4.0)
@@ -121,14 +113,14 @@ def test_independent_models_need_not_agree(four: Cluster) -> None:
             scaler.update()
         return scaler.get_scale(), scaler._get_growth_tracker()
 
-    for how in ("rule", "mesh", "group"):
+    for how in ("mesh", "group"):
         assert four.run(step, how) == [(0.5, 0)] * 2 + [(4.0, 4)] * 2
 
 
 def test_a_mesh_of_two_axes_that_is_not_the_world(four: Cluster) -> None:
     def step() -> tuple[float, bool]:
         mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]])[:, :1])
-        scaler = scaled(GradScaler, mesh=mesh)
+        scaler = scaled(GradScaler, sync_over=mesh)
         p = parameter(torch.ones(2))
         give_gradient(p, INF if dist.get_rank() == 2 else 4.0)
         scaler.step(sgd([p]))
@@ -148,7 +140,8 @@ def test_b11d_copies_and_pickles_with_a_process_group(
 
         groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         group = groups[dist.get_rank() % 2]
-        original = scaled(make, process_group=group)
+        name = "sync_over" if make is GradScaler else "process_group"
+        original = scaled(make, **{name: group})
         scales = []
         for scaler in (
             original,

@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, PeerFailedError, ShardedGradScaler
 from gradparity.tests.agreeing import give_gradient, local, parameter, sgd
-from gradparity.tests.stepping import scaled
+from gradparity.tests.stepping import HOW, acting, scaled
 
 CLIPS = ("clip_grad_norm_", "clip_and_step")
 PLACEMENTS = {
@@ -30,10 +30,10 @@ def test_a_mesh_that_the_sync_does_not_cover_is_refused(four: Cluster) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         here: list[tuple[Any, dict[str, Any]]] = [
             (ShardedGradScaler, {"process_group": mesh.get_group("tp")}),
-            (GradScaler, {"process_group": mesh.get_group("dp")}),
-            (GradScaler, {"mesh": mesh["tp"]}),
-            (GradScaler, {"agree_over": "local"}),
-            (GradScaler, {"mesh": mesh["dp"], "enabled": False}),
+            (GradScaler, {"sync_over": mesh.get_group("dp")}),
+            (GradScaler, {"sync_over": mesh["tp"]}),
+            (GradScaler, {"sync_over": "local"}),
+            (GradScaler, {"sync_over": mesh["dp"], "enabled": False}),
         ]
         wrong = []
         for placements in PLACEMENTS.values():
@@ -63,16 +63,16 @@ def test_the_root_mesh_gives_the_whole_norm(four: Cluster, placements: Any) -> N
     def run() -> list[float]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         norms = []
-        for settings in ({}, {"mesh": mesh}, {"agree_over": "mesh"}):
+        for over in ("world", mesh):
             p = parameter(torch.ones(2), mesh, placements)
             give_gradient(p, 4.0)
-            scaler = scaled(**settings)
+            scaler = scaled(sync_over=over)
             norms.append(scaler.clip_grad_norm_(sgd([p]), 1e9).item())
         return norms
 
     whole = 2.0 if placements[0].is_replicate() else 8**0.5
     for norms in four.run(run):
-        assert norms == pytest.approx([whole] * 3)
+        assert norms == pytest.approx([whole] * 2)
 
 
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, float("inf")])
@@ -82,12 +82,12 @@ def test_a_mesh_of_one_rank_beside_a_plain_parameter(
     def run() -> list[float]:
         mesh = [DeviceMesh("cpu", [rank]) for rank in range(2)][dist.get_rank()]
         norms = []
-        for over in ("mesh", "local"):
+        for over in (mesh, "local"):
             params = [parameter(torch.ones(1), mesh, [Shard(0)])]
             params.append(parameter(torch.ones(1)))
             for p, value in zip(params, (12.0, 16.0), strict=True):
                 give_gradient(p, value)
-            scaler = scaled(agree_over=over)
+            scaler = scaled(sync_over=over)
             norms.append(scaler.clip_grad_norm_(sgd(params), 1e9, order).item())
         return norms
 
@@ -144,8 +144,9 @@ def exact_norm(layout: Mixed, order: float) -> float:
 @pytest.mark.parametrize("order", [2.0, 3.0, float("inf")])
 @pytest.mark.parametrize("call", CLIPS)
 @pytest.mark.parametrize("name", LAYOUTS)
+@HOW
 def test_each_parameter_is_counted_once(
-    four: Cluster, name: str, call: str, order: float
+    four: Cluster, name: str, call: str, order: float, how: str
 ) -> None:
     layout = LAYOUTS[name]
 
@@ -160,18 +161,15 @@ def test_each_parameter_is_counted_once(
             with CommDebugMode() as mode:
                 norms.append(getattr(scaler, call)(optimizer, 1e9, order).item())
             if call == "clip_grad_norm_":
-                if optimizer is None:
-                    scaler.step_without_optimizer()
-                else:
-                    scaler.step(optimizer)
+                scaler.step(optimizer)
             scaler.update()
             counts.append(mode.get_total_counts())
         return norms, counts
 
     expected = exact_norm(layout, order)
-    for norms, counts in four.run(run):
+    for norms, counts in four.run(acting(how, run)):
         assert norms == pytest.approx([expected] * 3, rel=1e-5)
-        assert counts[1:] == [2, 2]  # what is known is not asked again
+        assert counts[1:] == [1, 1]  # what is known is not asked again
 
 
 def test_replicas_are_told_apart_again_when_gradients_change(two: Cluster) -> None:

@@ -1,6 +1,8 @@
 """B10: which gradients are unscaled, and how often."""
 
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -210,3 +212,33 @@ def test_optimizers_built_from_one_dictionary_are_two() -> None:
             warnings.simplefilter("ignore")  # they share a parameter
             scaler.update()
     assert group["params"][0].tolist() == [-6.0, -6.0]
+
+
+# regression: S12, T26
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_warning_on_shared_parameters_names_the_line_of_update(
+    frozen: bool,
+) -> None:
+    shared, own = parameter(), parameter()
+    shared.requires_grad_(not frozen)
+    scaler = scaled()
+    for params in ([own, shared], [shared]):
+        p = params[0]
+        p.grad = torch.full_like(p, 4.0)
+        scaler.step(torch.optim.SGD(params, lr=1.0))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        scaler.update()
+    assert [w.filename for w in warned] == [__file__] * (not frozen)
+
+
+# regression: T25
+def test_parameters_that_an_optimizer_drops_are_freed() -> None:
+    p, scaler = parameter(), scaled()
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    one_step(scaler, optimizer, 4.0)
+    gone = weakref.ref(p)
+    optimizer.param_groups, optimizer.state = [], {}  # type: ignore[assignment]  # as some trainers do
+    del p
+    gc.collect()
+    assert gone() is None

@@ -42,7 +42,26 @@ def test_constant_scale_still_skips() -> None:
     scaler = scaler_with(constant=True)
     assert scales([BAD, GOOD, GOOD, BAD, GOOD, GOOD], scaler) == [8.0] * 6
     assert scaler.counters == (4, 2, 0, 0, 0)
-    assert scaler._get_growth_tracker() == 2
+
+
+# regression: T22
+def test_torchs_class_grows_on_from_a_constant_scale() -> None:
+    scaler = scaler_with(constant=True, interval=2)
+    scales([GOOD] * 3, scaler)
+    state = scaler.state_dict()
+    scaler_with(interval=2).load_state_dict(state)
+    torchs: Any = torch.amp.GradScaler("cpu")
+    torchs.load_state_dict(state)
+    assert scales([GOOD], torchs) == [16.0]
+
+
+# regression: T21
+@pytest.mark.parametrize("refill", ["growth", "good_step"])
+@pytest.mark.parametrize("interval", [1, 2])
+def test_hysteresis_refills_at_the_highest_scale(refill: Any, interval: int) -> None:
+    policy: Any = {"hysteresis": 2, "refill": refill, "max_scale": 8.0}
+    scaler = scaler_with(interval=interval, **policy)
+    assert scales([BAD, GOOD, GOOD, BAD, BAD], scaler) == [8.0] * 4 + [4.0]
 
 
 @pytest.mark.parametrize(
@@ -202,4 +221,4 @@ def test_policies_that_mean_the_same_are_equal() -> None:
         constant=0,  # type: ignore[arg-type]  # callers without mypy may
     )
     assert floats == others
-    assert floats.fingerprint() == others.fingerprint()
+    assert floats.fields() == others.fields()

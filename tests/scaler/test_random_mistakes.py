@@ -16,18 +16,10 @@ import torch.distributed as dist
 
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler
-from gradparity.tests.scaler.test_after_exceptions import (
-    SOON_S,
-    Planted,
-    Training,
-    clip,
-    clip_and_step,
-    step,
-    unscale,
-)
+from gradparity.tests.scaler.test_after_exceptions import SOON_S, Planted, Training
+from gradparity.tests.stepping import WAYS, clip_and_step, step
 
 BATCHES, LAST = 8, 6
-CALLS = [step, unscale, clip, clip_and_step]
 MISTAKES = [
     "the first raises",
     "the second raises",
@@ -52,7 +44,7 @@ class Plan(NamedTuple):
     @classmethod
     def drawn(cls, seed: int) -> "Plan":
         draw = random.Random(seed)
-        pairs = [*zip(CALLS, CALLS, strict=True), (step, clip_and_step)]
+        pairs = [*zip(WAYS, WAYS, strict=True), (step, clip_and_step)]
         mistakes = {
             draw.randrange(1, 5): (draw.choice(MISTAKES), draw.choice([0, 1, -1]))
             for _ in range(draw.randint(1, 2))

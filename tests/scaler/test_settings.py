@@ -123,3 +123,14 @@ def test_b16c_saving_changes_nothing() -> None:
     one_step(scaler, sgd(parameter()), 1.0)
     first, second = scaler.state_dict(), scaler.state_dict()
     assert first == second and first["_growth_tracker"] == 1
+
+
+# regression: S11
+def test_a_loss_that_cannot_be_scaled_is_no_scaled_loss() -> None:
+    scaler = GradScaler("cpu", init_scale=4.0)
+    with pytest.raises(ValueError, match="outputs must be"):
+        scaler.scale(3)  # type: ignore[type-var]  # no tensor
+    p = torch.ones(2, requires_grad=True)
+    p.grad = torch.ones(2)
+    with pytest.raises(AssertionError, match="_scale is None"):
+        scaler.step(torch.optim.SGD([p], lr=1.0))

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, ShardedGradScaler
-from gradparity.tests.stepping import BOTH, FUSED, INF, scaled
+from gradparity.tests.stepping import BOTH, FUSED, INF, WAYS, scaled
 
 
 class Named(Tensor):
@@ -58,34 +58,13 @@ def named(inner: Tensor) -> Tensor:
     return inner.as_subclass(Named)
 
 
-def step(scaler: Any, optimizer: Any) -> None:
-    scaler.step(optimizer)
-
-
-def unscale(scaler: Any, optimizer: Any) -> None:
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-
-
-def clip(scaler: Any, optimizer: Any) -> None:
-    scaler.clip_grad_norm_(optimizer, 1.0)
-    scaler.step(optimizer)
-
-
-def clip_and_step(scaler: Any, optimizer: Any) -> None:
-    scaler.clip_and_step(optimizer, 1.0)
-
-
-CALLS = [step, unscale, clip, clip_and_step]
-
-
 # regression: T12
 @BOTH
 @pytest.mark.parametrize(
     ("kind", "call"),
     [
-        *((kind, call) for kind in (named, Around) for call in CALLS),
-        *((KnowsNoNorm, call) for call in (step, unscale)),  # a clip needs a norm
+        *((kind, call) for kind in (named, Around) for call in WAYS),
+        *((KnowsNoNorm, call) for call in WAYS[:2]),  # a clip needs a norm
     ],
 )
 def test_subclasses_step_and_skip(make: Any, kind: Any, call: Any) -> None:
@@ -94,7 +73,7 @@ def test_subclasses_step_and_skip(make: Any, kind: Any, call: Any) -> None:
     weights, scales = [], []
     for value in (4.0, INF, 4.0):
         p.grad = kind(torch.full((2,), value))
-        call(scaler, optimizer)
+        call(scaler, optimizer, 1.0)
         scaler.update()
         plain = p.detach()
         weights.append(getattr(plain, "held", plain)[0].item())
@@ -108,7 +87,7 @@ def test_subclasses_step_and_skip(make: Any, kind: Any, call: Any) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", WAYS)
 def test_whole_iterations_under_fake_tensors(make: Any, call: Any) -> None:
     """As memory estimators run them; an unfused step cannot know whether to skip."""
     with FakeTensorMode():
@@ -118,7 +97,7 @@ def test_whole_iterations_under_fake_tensors(make: Any, call: Any) -> None:
         for _ in range(3):
             optimizer.zero_grad()
             scaler.scale(p.sum()).backward()
-            call(scaler, optimizer)
+            call(scaler, optimizer, 1.0)
             scaler.update()
         scaler.scale(p.sum()).backward()
         scaler.step(optimizer)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import sharded_grad_scaler
 from torch.distributed.tensor import DTensor, Shard
 
@@ -21,7 +21,6 @@ from gradparity.scaler import torch_internals as internals
 ROOM = Path(gradparity.scaler.__file__).parent
 
 SIGNATURES: dict[str, tuple[Callable[..., Any], list[str]]] = {
-    "_get_root_mesh": (DeviceMesh._get_root_mesh, ["self"]),
     "_check_scale_growth_tracker": (
         TorchGradScaler._check_scale_growth_tracker,
         ["self", "funcname"],
@@ -139,7 +138,6 @@ def test_dtensors_and_groups(two: Cluster) -> None:
         [spec, nothing] = internals.specs([made, plain])
         assert nothing is None and tuple(spec.placements) == (Shard(0),)
         assert tuple(spec.shape) == (4,) and spec.mesh is made.device_mesh
-        assert internals.root_mesh(made.device_mesh).ndim == 2
         world = dist.group.WORLD
         assert world is not None and "cpu" in internals.device_types(world)
 
@@ -170,7 +168,6 @@ def test_no_other_module_names_private_torch() -> None:
                 "_local_tensor",
                 "_version",
                 "_values",
-                "_get_root_mesh",
                 "_device_types",
             ):
                 found.append((path.name, node.attr))

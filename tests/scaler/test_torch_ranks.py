@@ -227,7 +227,7 @@ def test_sharded_training_is_replicated_training(
 @BOTH_SHARDED
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("reduced", [True, False])
-def test_f03_mixed_precision_keeps_the_dtype_of_the_loss(
+def test_mixed_precision_keeps_the_dtype_of_the_loss(
     two: Cluster, make: Make, dtype: Any, reduced: bool
 ) -> None:
     wrap = sharded(dtype, dtype if reduced else torch.float32)
@@ -241,7 +241,7 @@ def test_f03_mixed_precision_keeps_the_dtype_of_the_loss(
 @BOTH_SHARDED
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("orig", [False, True])
-def test_f03_the_older_fsdp(two: Cluster, make: Make, dtype: Any, orig: bool) -> None:
+def test_the_older_fsdp(two: Cluster, make: Make, dtype: Any, orig: bool) -> None:
     def run() -> tuple[str, str, list[str], float]:
         torch.manual_seed(3)
         mixed = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype)

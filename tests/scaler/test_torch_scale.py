@@ -63,7 +63,7 @@ def test_scale_keeps_nest_shape_and_dtype(
 @SHARDED
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
-def test_f03_the_sharded_class_keeps_the_dtype_of_a_loss(
+def test_the_sharded_class_keeps_the_dtype_of_a_loss(
     make: Any, dtype: Any, shape: tuple[int, ...]
 ) -> None:
     p = filled(3.0, dtype=dtype)
@@ -76,7 +76,7 @@ def test_f03_the_sharded_class_keeps_the_dtype_of_a_loss(
 
 
 @SHARDED
-def test_f03_an_fp16_loss_may_overflow_while_its_gradient_does_not(make: Any) -> None:
+def test_an_fp16_loss_may_overflow_while_its_gradient_does_not(make: Any) -> None:
     p = filled(1.0, dtype=torch.float16)
     scaled = make(init_scale=2.0**14).scale((p * 4).sum())
     assert scaled.dtype is torch.float16

@@ -94,9 +94,7 @@ class IsTold(torch.optim.Optimizer):
 @pytest.mark.filterwarnings("ignore:Two optimizers")
 @CLASSES
 @pytest.mark.parametrize("order", ["asks first", "is told first"])
-def test_f02_optimizers_of_both_contracts_share_parameters(
-    make: Any, order: str
-) -> None:
+def test_optimizers_of_both_contracts_share_parameters(make: Any, order: str) -> None:
     model = nn.Linear(4, 1)
     asks, told = Asks(model.parameters(), {}), IsTold(model.parameters(), {})
     scaler = make(init_scale=2.0)
@@ -119,7 +117,7 @@ def test_f02_optimizers_of_both_contracts_share_parameters(
 
 
 @CLASSES
-def test_f02_two_fused_optimizers_share_parameters(make: Any) -> None:
+def test_two_fused_optimizers_share_parameters(make: Any) -> None:
     model = nn.Linear(4, 1)
     optimizers = [IsTold(model.parameters(), {}) for _ in range(3)]
     scaler = make(init_scale=8.0)

@@ -58,7 +58,7 @@ def test_b01d_natural_overflow_on_two_axes(
             assert a and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def uneven(agree_over: Any) -> Any:
+def uneven(sync_over: Any) -> Any:
     """Train with one batch more on rank 1, as `Join` does."""
     from torch.distributed.algorithms.join import Join
     from torch.nn.parallel import DistributedDataParallel
@@ -67,7 +67,7 @@ def uneven(agree_over: Any) -> Any:
     model = DistributedDataParallel(torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradScaler(
-        device="cpu", init_scale=4.0, growth_interval=2, agree_over=agree_over
+        device="cpu", init_scale=4.0, growth_interval=2, sync_over=sync_over
     )
     with Join([model]):
         for _ in range(3 + dist.get_rank()):

@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradparity import scaler as ours
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, PeerFailedError, ShardedGradScaler
-from gradparity.scaler.sync import OverflowSync
-from gradparity.tests.stepping import BOTH, FUSED
+from gradparity.tests.stepping import BOTH, FUSED, exchanged
 
 INF = float("inf")
 SOON_S = 60.0  # a hang fails long before the harness's own limit
@@ -213,30 +212,35 @@ def drop_a_batch(
 @FUSED
 @BAD
 @SEQUENCE
-@pytest.mark.parametrize("before", [0, 1])
-@pytest.mark.parametrize("updates", [False, True])
+@pytest.mark.parametrize(
+    ("before", "updates", "how"),
+    [(0, False, "cpu"), (1, True, "cpu"), (0, True, "settled"), (1, False, "settled")],
+)
 def test_each_call_out_of_the_scaler_raises_once(
-    make: Any, fused: bool, bad: bool, name: str, before: int, updates: bool
+    make: Any, fused: bool, bad: bool, name: str, before: int, updates: bool, how: str
 ) -> None:
-    calls, at = SEQUENCES[name], 0
-    while True:
-        at += 1
+    calls = SEQUENCES[name]
+
+    def trial(at: int) -> bool:
         run = Run(make, fused)
         strike = RaisesAt(run.optimizer, at)
         expected = drop_a_batch(
             run, calls, strike, before=before, bad=bad, updates=updates
         )
-        if not strike.struck:
-            break
-        for _ in range(2):
-            run.iterate(calls)
-        assert run.state() == expected, f"call {at} raised"
-    assert at > 3
+        if strike.struck:
+            for _ in range(2):
+                run.iterate(calls)
+            assert run.state() == expected, f"call {at} raised"
+        return strike.struck
+
+    with exchanged(how):
+        assert len(list(takewhile(trial, count(1)))) > 2
 
 
-@FUSED
 @SEQUENCE
-@pytest.mark.parametrize(("bad", "updates"), [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("fused", "bad", "updates"), [(False, True, True), (True, False, False)]
+)
 def test_interrupted_before_each_line_it_raises_or_is_right(
     fused: bool, name: str, bad: bool, updates: bool
 ) -> None:
@@ -392,24 +396,16 @@ def test_the_second_of_two_optimizers_raises(
 # - Ranks
 
 
-@contextmanager
-def exchanged(deferred: bool) -> Iterator[None]:
-    """``deferred``: as an accelerator has it, where the host reads a sync later."""
-    before = OverflowSync.__dict__["_is_deferred"]
-    if deferred:
-        OverflowSync._is_deferred = staticmethod(lambda device: True)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        OverflowSync._is_deferred = before  # type: ignore[method-assign]
-
-
-@FUSED
 @SEQUENCE
-@pytest.mark.parametrize("before", [0, 1])
-@pytest.mark.parametrize("updates", [False, True])
+@pytest.mark.parametrize(("before", "updates"), [(0, False), (1, True)])
 @pytest.mark.parametrize(
-    ("alike", "deferred"), [(True, False), (False, False), (True, True)]
+    ("fused", "alike", "how"),
+    [
+        (False, True, "cpu"),
+        (True, False, "cpu"),
+        (True, True, "settled"),
+        (False, False, "settling"),
+    ],
 )
 def test_each_call_out_raises_once_on_ranks(
     two: Cluster,
@@ -418,7 +414,7 @@ def test_each_call_out_raises_once_on_ranks(
     before: int,
     updates: bool,
     alike: bool,
-    deferred: bool,
+    how: str,
 ) -> None:
     """``alike``: on both ranks, else on one of them, before it has sent its message."""
     calls = SEQUENCES[name]
@@ -443,7 +439,7 @@ def test_each_call_out_raises_once_on_ranks(
                 wrong.append(f"call {at}: {run.state()}, expected {expected}")
 
     def on_rank() -> list[str]:
-        with exchanged(deferred):
+        with exchanged(how):
             return sweep()
 
     assert two.with_options(timeout_s=SOON_S).run(on_rank) == [["True"]] * 2
@@ -456,7 +452,7 @@ def test_a_call_raises_beside_a_rank_without_an_optimizer(
 ) -> None:
     """It raises on the rank that lacks one, or on the other; before its message."""
     calls = SEQUENCES[name]
-    without: Calls = [lambda scaler, _: scaler.step_without_optimizer()]
+    without: Calls = [lambda scaler, _: scaler.step(None)]
 
     def sweep() -> list[str]:
         at, wrong = 0, list[str]()
@@ -488,10 +484,9 @@ def test_a_call_raises_beside_a_rank_without_an_optimizer(
     assert two.with_options(timeout_s=SOON_S).run(sweep) == [["True"]] * 2
 
 
-@FUSED
-@pytest.mark.parametrize("name", ["step", "clip_and_step"])
+@pytest.mark.parametrize(("name", "fused"), [("step", True), ("clip_and_step", False)])
 def test_interrupted_before_each_line_on_ranks(
-    two: Cluster, fused: bool, name: str
+    two: Cluster, name: str, fused: bool
 ) -> None:
     """On both ranks before the same line: both raise, or both are right."""
     calls = SEQUENCES[name]

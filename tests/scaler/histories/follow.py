@@ -151,7 +151,7 @@ class _Follower:
     def _is_made(self, call: Call) -> bool:
         needed = [OFFERED[call.kind]] if call.kind in OFFERED else []
         if self.history.words & {"idle", "lacks"}:
-            needed.append("step_without_optimizer")
+            needed.append("clip_and_step")  # who offers it takes None as well
         offered = all(hasattr(self.replica.scaler, name) for name in needed)
         return offered and self.tracks[0].replicas[0].allows(call)
 

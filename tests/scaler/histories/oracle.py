@@ -99,9 +99,6 @@ class _Beyond:
             self.step(optimizer)
         return norm
 
-    def step_without_optimizer(self) -> None:
-        """An idle rank."""
-
     def step_was_skipped(self, optimizer: Any) -> bool:
         return self.skipped[self.number(optimizer)]
 

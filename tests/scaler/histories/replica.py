@@ -533,10 +533,10 @@ class Replica:
         self.optimizers[call.which].grad_scale = self.own_scale
 
     def _step(self, call: Call) -> list[Any]:
-        if self.lacks(call.which):
-            self.scaler.step_without_optimizer()
-        else:
+        if not self.lacks(call.which):
             self.scaler.step(self.optimizers[call.which])
+        elif self.world is not None:
+            self.scaler.step(None)
         return self.gradients(call.which)  # as a log may want them
 
     def _retry(self, call: Call) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Faults between ranks: who agrees, what is compared, and what an error says."""
+"""Ranks that sync, what they compare, and what an error says."""
 
 import copy
 import logging
@@ -47,15 +47,16 @@ def with_gradient(value: float) -> nn.Parameter:
 
 
 @pytest.mark.parametrize("bad_rank", [None, 0, 1])
-def test_f05_a_rank_that_never_scales_agrees_over_its_mesh(
+def test_a_rank_that_never_scales_agrees_over_its_mesh(
     two: Cluster, bad_rank: int | None
 ) -> None:
     def run() -> tuple[bool, float, list[float]]:
         model = nn.Linear(2, 2, bias=False)
         nn.init.ones_(model.weight)
-        fully_shard(model)
+        mesh = init_device_mesh("cpu", (2,))
+        fully_shard(model, mesh=mesh)
         optimizer = sgd(*model.parameters())
-        scaler = GradScaler("cpu", init_scale=4.0, agree_over="mesh")
+        scaler = GradScaler("cpu", init_scale=4.0, sync_over=mesh)
         loss = model(torch.full((1, 2), 0.25)).sum()
         is_last = dist.get_rank() == 0
         (scaler.scale(loss) if is_last else loss * 4.0).backward()
@@ -73,19 +74,18 @@ def test_f05_a_rank_that_never_scales_agrees_over_its_mesh(
     assert two.with_options(timeout_s=SOON_S).run(run) == [expected] * 2
 
 
-@pytest.mark.parametrize("over", ["local", "mesh"])
-def test_f12_a_group_and_another_rule_are_refused(over: Any) -> None:
-    with pytest.raises(ValueError, match="process_group"):
-        GradScaler("cpu", process_group=GroupOfOne(), agree_over=over)
+@pytest.mark.parametrize("over", ["mesh", None, 3])
+def test_what_names_no_ranks_is_refused(over: Any) -> None:
+    with pytest.raises(ValueError, match="sync_over must be"):
+        GradScaler("cpu", sync_over=over)
 
 
-def test_f12_a_group_and_the_default_rule_are_taken() -> None:
-    group = GroupOfOne()
-    for settings in ({}, {"agree_over": "world"}):
-        scaled_once(GradScaler("cpu", process_group=group, **settings))  # type: ignore[arg-type]
+@pytest.mark.parametrize("over", ["world", "local", GroupOfOne()])
+def test_the_ranks_that_sync_have_one_argument(over: Any) -> None:
+    scaled_once(GradScaler("cpu", sync_over=over))
 
 
-def test_f08_another_accelerator_is_refused_in_one_line(
+def test_another_accelerator_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sync_group, "device_types", lambda _: ["mps"])
@@ -95,7 +95,7 @@ def test_f08_another_accelerator_is_refused_in_one_line(
         norms([torch.ones(2, device="meta")], 2.0)
 
 
-def test_f09_messages_leave_from_the_device_of_the_scale(
+def test_messages_leave_from_the_device_of_the_scale(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sync_group, "device_types", lambda _: ["cuda"])
@@ -109,7 +109,7 @@ def test_f09_messages_leave_from_the_device_of_the_scale(
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("clip", [False, True])
-def test_f55_ranks_that_step_in_another_order_raise(
+def test_ranks_that_step_in_another_order_raise(
     two: Cluster, fused: bool, clip: bool
 ) -> None:
     def run() -> tuple[str, list[float]]:
@@ -146,7 +146,7 @@ def warm(scaler: GradScaler) -> GradScaler:
 
 
 @pytest.mark.parametrize("how", ["before the group", "elsewhere"])
-def test_f68_a_scaler_that_lived_longer_loads_what_the_others_load(
+def test_a_scaler_that_lived_longer_loads_what_the_others_load(
     two: Cluster, how: str
 ) -> None:
     state = warm(GradScaler("cpu", init_scale=8.0)).state_dict()
@@ -190,7 +190,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_f07_errors_survive_pickling(error: Exception, protocol: int) -> None:
+def test_errors_survive_pickling(error: Exception, protocol: int) -> None:
     error.__notes__ = ["in the agreement of step"]
     after = pickle.loads(pickle.dumps(error, protocol))
     assert type(after) is type(error)
@@ -199,7 +199,7 @@ def test_f07_errors_survive_pickling(error: Exception, protocol: int) -> None:
     assert len(vars(after)) > 1
 
 
-def test_f07_an_error_reaches_the_parent_as_itself(two: Cluster) -> None:
+def test_an_error_reaches_the_parent_as_itself(two: Cluster) -> None:
     def run() -> bytes:
         scaler = GradScaler("cpu", init_scale=4.0 * (1 + dist.get_rank()))
         scaled_once(scaler)
@@ -217,23 +217,7 @@ def test_f07_an_error_reaches_the_parent_as_itself(two: Cluster) -> None:
         assert (error.lowest["scale"], error.highest["scale"]) == (4.0, 8.0)
 
 
-def test_f10_no_step_needs_a_name_for_a_log_line(two: Cluster) -> None:
-    def run() -> float:
-        mesh = init_device_mesh("cpu", (2,))
-        p = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))
-        p.grad = DTensor.from_local(torch.full((2,), 4.0), mesh, [Shard(0)])
-        scaler = scaled_once(GradScaler("cpu", init_scale=4.0))
-        missing = AttributeError("no attribute '_get_root_mesh'")
-        with mock.patch.object(DeviceMesh, "_get_root_mesh", side_effect=missing):
-            scaler.step(sgd(p))
-            scaler.update()
-        left: Any = p
-        return float(left.to_local().sum())
-
-    assert two.with_options(timeout_s=SOON_S).run(run) == [0.0, 0.0]
-
-
-def test_f10_loading_does_not_silence_the_log(two: Cluster) -> None:
+def test_loading_does_not_silence_the_log(two: Cluster) -> None:
     def run() -> list[int]:
         lines: list[str] = []
         log = logging.getLogger("gradparity.scaler")
@@ -280,7 +264,7 @@ def told(two: Cluster, fused: bool, clip: bool) -> list[tuple[str, str, list[str
     return two.with_options(timeout_s=SOON_S).run(run)
 
 
-def test_f11_errors_on_fused_steps_name_no_private_name(two: Cluster) -> None:
+def test_errors_on_fused_steps_name_no_private_name(two: Cluster) -> None:
     for message, call, fields in told(two, fused=True, clip=False):
         assert "scale" in fields
         assert call == "step"
@@ -289,7 +273,7 @@ def test_f11_errors_on_fused_steps_name_no_private_name(two: Cluster) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_f11_a_differing_max_norm_is_called_max_norm(two: Cluster, fused: bool) -> None:
+def test_a_differing_max_norm_is_called_max_norm(two: Cluster, fused: bool) -> None:
     for message, call, fields in told(two, fused=fused, clip=True):
         assert call == "clip_grad_norm_"
         assert "max_norm" in message
@@ -301,7 +285,7 @@ def test_f11_a_differing_max_norm_is_called_max_norm(two: Cluster, fused: bool) 
 # - What an import costs
 
 
-def test_f13_the_scaler_imports_neither_dynamo_nor_fsdp() -> None:
+def test_the_scaler_imports_neither_dynamo_nor_fsdp() -> None:
     program = """
 import sys, torch
 torch.amp.GradScaler("cpu", init_scale=4.0).scale(torch.ones(1))
@@ -321,7 +305,7 @@ print(sorted(name for name in heavy if name in set(sys.modules) - before))
 
 
 @pytest.mark.parametrize("write", ["autograd", "local", "new"])
-def test_f50_a_shared_dtensor_with_a_fresh_gradient(two: Cluster, write: str) -> None:
+def test_a_shared_dtensor_with_a_fresh_gradient(two: Cluster, write: str) -> None:
     """Autograd adds through the DTensor, ``fully_shard`` to its local tensor."""
 
     def train() -> list[list[float]]:

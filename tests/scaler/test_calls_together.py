@@ -1,4 +1,4 @@
-"""Faults G12 to G18, G20 and G22: what ranks do together, and after an exception."""
+"""Calls that ranks make together or apart, and what follows an exception."""
 
 import threading
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch import nn
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, PeerFailedError, RanksDisagreeError
 from gradparity.tests.beside_torch import scaled_once, torch_plain
-from gradparity.tests.scaler.test_deferred import deferred, restored
+from gradparity.tests.stepping import HOW, acting, exchanged
 
 INF = float("inf")
 SOON_S = 20.0  # a hang fails long before the harness's own limit
@@ -63,12 +63,23 @@ def _unscale_and_clip(scaler: Any, optimizer: Any) -> None:
 
 
 def _step_none(scaler: Any, _: Any) -> None:
-    scaler.step_without_optimizer()
+    scaler.step(None)
 
 
 def _clip_none(scaler: Any, _: Any) -> None:
     scaler.clip_grad_norm_(None, 1e9)
-    scaler.step_without_optimizer()
+    scaler.step(None)
+
+
+def _unscale_none(scaler: Any, _: Any) -> None:
+    scaler.unscale_(None)
+    scaler.step(None)
+
+
+def _unscale_and_clip_none(scaler: Any, _: Any) -> None:
+    scaler.unscale_(None)
+    scaler.clip_grad_norm_(None, 1e9)
+    scaler.step(None)
 
 
 def _clip_and_step_none(scaler: Any, _: Any) -> None:
@@ -90,6 +101,9 @@ TOGETHER: list[tuple[Call, Call]] = [
     (_step, _step_none),
     (_step, _unscale_and_step),
     (_unscale_and_step, _step_none),
+    (_step, _unscale_none),
+    (_unscale_and_step, _unscale_none),
+    (_unscale_and_clip, _unscale_and_clip_none),
     (_clip, _clip_none),
     (_clip, _step_none),
     (_clip_and_step, _step_none),
@@ -117,7 +131,7 @@ APART: list[tuple[Call, Call]] = [
 @pytest.mark.parametrize("call", MAIN)
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("bad", [False, True])
-def test_g12_two_scalers_in_another_order(
+def test_two_scalers_in_another_order(
     two: Cluster, call: Call, at: int, bad: bool
 ) -> None:
     def run() -> tuple[str, list[float]]:
@@ -146,7 +160,7 @@ def test_g12_two_scalers_in_another_order(
         assert [weights for _, weights in found] == [[1.0 - at] * 2] * 2
 
 
-def test_g12_two_scalers_in_one_order_are_no_disagreement(two: Cluster) -> None:
+def test_two_scalers_in_one_order_are_no_disagreement(two: Cluster) -> None:
     def run() -> list[float]:
         scalers, params = [ready(4.0), ready(8.0)], [parameter(), parameter()]
         for _ in range(3):
@@ -173,8 +187,9 @@ def pair_name(pair: tuple[Call, Call]) -> str:
 
 @pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize("pair", APART, ids=pair_name)
-def test_g13_calls_that_do_not_belong_together(
-    two: Cluster, pair: tuple[Call, Call], settled: bool
+@HOW
+def test_calls_that_do_not_belong_together(
+    two: Cluster, pair: tuple[Call, Call], settled: bool, how: str
 ) -> None:
     def run() -> tuple[str, float]:
         scaler, p = ready(), parameter()
@@ -192,12 +207,13 @@ def test_g13_calls_that_do_not_belong_together(
         return "nothing", p.item()
 
     expected = ("RanksDisagreeError", 0.0 if settled else 1.0)
-    assert two.with_options(timeout_s=SOON_S).run(run) == [expected] * 2
+    found = two.with_options(timeout_s=SOON_S).run(acting(how, run))
+    assert found == [expected] * 2
 
 
 @pytest.mark.parametrize("pair", TOGETHER, ids=pair_name)
 @pytest.mark.parametrize("first", [0, 1])
-def test_g13_calls_that_belong_together(
+def test_calls_that_belong_together(
     two: Cluster, pair: tuple[Call, Call], first: int
 ) -> None:
     def run() -> tuple[list[bool], list[float]]:
@@ -223,8 +239,9 @@ def test_g13_calls_that_belong_together(
 @pytest.mark.parametrize("call", MAIN)
 @pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize("forgets", [0, 1])
-def test_g13_a_forgotten_call(
-    two: Cluster, call: Call, settled: bool, forgets: int
+@HOW
+def test_a_forgotten_call(
+    two: Cluster, call: Call, settled: bool, forgets: int, how: str
 ) -> None:
     def run() -> str:
         scaler, params = ready(), [parameter(), parameter()]
@@ -245,7 +262,8 @@ def test_g13_a_forgotten_call(
                 return "raised"
         return "nothing"
 
-    assert two.with_options(timeout_s=SOON_S).run(run) == ["raised", "raised"]
+    found = two.with_options(timeout_s=SOON_S).run(acting(how, run))
+    assert found == ["raised", "raised"]
 
 
 # - G14: after an exception
@@ -267,7 +285,7 @@ class Failing(GradScaler):
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("updates", [False, True])
 @pytest.mark.parametrize("cause", ["one rank fails", "ranks disagree"])
-def test_g14_the_batch_after_an_exception(
+def test_the_batch_after_an_exception(
     two: Cluster, fused: bool, call: Call, at: int, updates: bool, cause: str
 ) -> None:
     """Caught, dropped, and on: as if the batch had not been, on every rank."""
@@ -313,7 +331,7 @@ def test_g14_the_batch_after_an_exception(
 
 @FUSED
 @pytest.mark.parametrize("call", MAIN)
-def test_g14_the_second_of_two_optimizers_fails(
+def test_the_second_of_two_optimizers_fails(
     two: Cluster, fused: bool, call: Call
 ) -> None:
     def run() -> tuple[list[str], list[float], dict[str, Any]]:
@@ -359,7 +377,7 @@ def without(call: Call) -> Call:
 @pytest.mark.parametrize("lacking", [0, 1])
 @pytest.mark.parametrize("idle", [None, 0, 2])
 @pytest.mark.parametrize("bad", [False, True])
-def test_g15_a_rank_lacks_one_of_two_optimizers(
+def test_a_rank_lacks_one_of_two_optimizers(
     two: Cluster, call: Call, lacking: int, idle: int | None, bad: bool
 ) -> None:
     """``idle``: not lacking, but an expert without tokens in that iteration."""
@@ -397,7 +415,7 @@ def test_g15_a_rank_lacks_one_of_two_optimizers(
 
 @pytest.mark.parametrize("norm_type", [0.5, 1.0, 1.5, 2.0, 3.0, INF])
 @pytest.mark.parametrize("odd", ["threads", "layout"])
-def test_g16_replicas_are_counted_once_however_they_are_added_up(
+def test_replicas_are_counted_once_however_they_are_added_up(
     two: Cluster, norm_type: float, odd: str
 ) -> None:
     def run() -> float:
@@ -430,7 +448,7 @@ def test_g16_replicas_are_counted_once_however_they_are_added_up(
 @FUSED
 @pytest.mark.parametrize("call", ["unscale_", "clip_grad_norm_", "step"])
 @pytest.mark.parametrize("bad_rank", [None, 0, 1])
-def test_g17_calls_in_inference_mode(
+def test_calls_in_inference_mode(
     two: Cluster, fused: bool, call: str, bad_rank: int | None
 ) -> None:
     def run() -> tuple[float, float]:
@@ -464,7 +482,7 @@ def test_g17_calls_in_inference_mode(
     # Two collectives a clip, of two threads on one group: nothing can order them.
     [*((True, call) for call in MAIN), (False, _step), (False, _unscale_and_step)],
 )
-def test_g18_threads_that_train_with_groups_of_their_own(
+def test_threads_that_train_with_groups_of_their_own(
     two: Cluster, own: bool, call: Call
 ) -> None:
     """With the group they are right; without it, right or refused, on every rank."""
@@ -474,7 +492,7 @@ def test_g18_threads_that_train_with_groups_of_their_own(
         seen = ["", ""]
 
         def train(index: int) -> None:
-            settings = {"process_group": groups[index]} if own else {}
+            settings = {"sync_over": groups[index]} if own else {}
             p, scaler = parameter(), ready(1024.0, **settings)
             optimizer = sgd(p)
             try:
@@ -499,13 +517,44 @@ def test_g18_threads_that_train_with_groups_of_their_own(
     assert {each for seen in found for each in seen} <= allowed
 
 
+# regression: T8
+def test_threads_that_clip_over_one_group_are_right_or_refused(two: Cluster) -> None:
+    """Also where a clip takes several collectives, to tell replicas apart."""
+
+    def run() -> list[str]:
+        seen = ["", ""]
+
+        def train(index: int) -> None:
+            shared, own, scaler = parameter(), parameter(), ready(1024.0)
+            optimizer = sgd(shared, own)
+            try:
+                for _ in range(10):
+                    give(shared, 1024.0)
+                    give(own, 1024.0 * (2 + dist.get_rank()))
+                    norm = float(scaler.clip_and_step(optimizer, 1e9))
+                    assert norm == pytest.approx(14**0.5)
+                    scaler.update()
+                seen[index] = "right"
+            except RanksDisagreeError:
+                seen[index] = "refused"
+
+        threads = [threading.Thread(target=train, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return seen
+
+    found = two.with_options(timeout_s=SOON_S).run(run)
+    assert {each for seen in found for each in seen} <= {"right", "refused"}
+
+
 # - G20: where the host reads later
 
 
-def test_g20_ranks_stay_together_after_an_error_that_one_caught(two: Cluster) -> None:
+def test_ranks_stay_together_after_an_error_that_one_caught(two: Cluster) -> None:
     def run() -> tuple[int, float, float]:
-        deferred()
-        try:
+        with exchanged("settled"):
             p, scaler = parameter(), Failing("cpu", init_scale=1024.0)
             optimizer, errors = sgd(p), 0
             for iteration in range(8):
@@ -518,8 +567,6 @@ def test_g20_ranks_stay_together_after_an_error_that_one_caught(two: Cluster) ->
                 except (ValueError, PeerFailedError, RanksDisagreeError):
                     errors += 1
             return errors, p.item(), scaler.get_scale()
-        finally:
-            restored()
 
     first, second = two.with_options(timeout_s=SOON_S).run(run)
     assert first[1:] == second[1:]
@@ -532,7 +579,7 @@ def test_g20_ranks_stay_together_after_an_error_that_one_caught(two: Cluster) ->
 # - G22: an error that is swallowed
 
 
-def test_g22_a_swallowed_error_is_raised_again_by_the_step(two: Cluster) -> None:
+def test_a_swallowed_error_is_raised_again_by_the_step(two: Cluster) -> None:
     def run() -> tuple[list[str], float]:
         p, narrow = parameter(), parameter(dtype=torch.float16)
         scaler, optimizer, seen = ready(1024.0), sgd(p, narrow), []

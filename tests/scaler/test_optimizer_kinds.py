@@ -1,4 +1,4 @@
-"""Faults with optimizers that share parameters, are fused, wrapped or unusual."""
+"""Optimizers that share parameters, are fused, wrapped or unusual."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def value(p: Any) -> float:
 
 
 @CLASSES
-def test_f01_inv_scale_of_one_element_on_the_cpu(make: Any) -> None:
+def test_inv_scale_of_one_element_on_the_cpu(make: Any) -> None:
     p = parameter()
     p.grad = torch.tensor([8.0])
     inv_scale, found_inf = torch.full((1,), 0.25), torch.zeros(1)
@@ -55,7 +55,7 @@ def test_f01_inv_scale_of_one_element_on_the_cpu(make: Any) -> None:
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("fused", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=str)
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_f50_a_shared_parameter_with_a_fresh_gradient(
+def test_a_shared_parameter_with_a_fresh_gradient(
     make: Any, explicit: bool, fused: tuple[int, int], set_to_none: bool
 ) -> None:
     if make is torch_sharded and any(fused):
@@ -75,7 +75,7 @@ def test_f50_a_shared_parameter_with_a_fresh_gradient(
 
 
 @OURS
-def test_f51_clipping_after_an_overflow_divides_nothing(make: Any) -> None:
+def test_clipping_after_an_overflow_divides_nothing(make: Any) -> None:
     e, a, b = parameter(), parameter(), parameter()
     first, second = sgd(e, a), sgd(e, b)
     scaler = make(init_scale=1024.0)
@@ -92,7 +92,7 @@ def test_f51_clipping_after_an_overflow_divides_nothing(make: Any) -> None:
 @PAIRS
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("gradient", [1.0, INF])
-def test_f58_grad_scale_of_the_user_means_what_it_means_in_torch(
+def test_grad_scale_of_the_user_means_what_it_means_in_torch(
     pair: Pair, explicit: bool, gradient: float
 ) -> None:
     if explicit and pair.theirs is torch_sharded:
@@ -157,7 +157,7 @@ def test_one_grad_scale_of_the_user_before_each_step(
 
 
 @OURS
-def test_f58_grad_scale_of_the_user_after_a_clip(make: Any) -> None:
+def test_grad_scale_of_the_user_after_a_clip(make: Any) -> None:
     p = parameter()
     optimizer, scaler = sgd(p, fused=True), make(init_scale=4.0)
     scaler.scale(p.sum()).backward()
@@ -187,7 +187,7 @@ def test_gradients_made_after_a_check_of_none(clips: bool, kind: Any) -> None:
 # - Nothing is shared between scalers
 
 
-def test_f63_a_subclass_that_changes_inv_scale_changes_its_own() -> None:
+def test_a_subclass_that_changes_inv_scale_changes_its_own() -> None:
     class Harsher(GradScaler):
         def _unscale_grads_(
             self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any
@@ -208,7 +208,7 @@ def test_f63_a_subclass_that_changes_inv_scale_changes_its_own() -> None:
 
 @CLASSES
 @FUSED
-def test_f63_a_first_step_under_another_default_device(make: Any, fused: bool) -> None:
+def test_a_first_step_under_another_default_device(make: Any, fused: bool) -> None:
     for scale in (2.0**9, 2.0**21):  # scales that no other test has
         p = parameter()
         optimizer, scaler = sgd(p, fused=fused), make(init_scale=scale)
@@ -247,7 +247,7 @@ class BaseWrapper:
 
 @OURS
 @pytest.mark.parametrize("wrap", [OptimWrapper, BaseWrapper])
-def test_f72_a_wrapper_and_the_optimizer_inside_are_one(make: Any, wrap: Any) -> None:
+def test_a_wrapper_and_the_optimizer_inside_are_one(make: Any, wrap: Any) -> None:
     p = parameter()
     inner, scaler = sgd(p), make(init_scale=4.0)
     wrapper = wrap(inner)
@@ -318,7 +318,7 @@ class Stateless(Duck):
 @CLASSES
 @pytest.mark.parametrize("kind", [Unhashable, Slotted, Stateless])
 @pytest.mark.parametrize("explicit", [False, True])
-def test_f73_duck_typed_optimizers(make: Any, kind: Any, explicit: bool) -> None:
+def test_duck_typed_optimizers(make: Any, kind: Any, explicit: bool) -> None:
     p = parameter()
     optimizer, scaler = kind(p), make(init_scale=4.0)
     expected = 1.0
@@ -337,7 +337,7 @@ def test_f73_duck_typed_optimizers(make: Any, kind: Any, explicit: bool) -> None
 
 @OURS
 @pytest.mark.parametrize("kind", [Unhashable, Slotted, Stateless])
-def test_f73_duck_typed_optimizers_are_clipped(make: Any, kind: Any) -> None:
+def test_duck_typed_optimizers_are_clipped(make: Any, kind: Any) -> None:
     p = parameter()
     optimizer, scaler = kind(p), make(init_scale=4.0)
     scaler.scale((p * 0.25).sum()).backward()
@@ -362,7 +362,7 @@ class Counting(TorchDispatchMode):
 
 
 @CLASSES
-def test_f74_a_skipped_step_calls_no_kernel_for_each_parameter(make: Any) -> None:
+def test_a_skipped_step_calls_no_kernel_for_each_parameter(make: Any) -> None:
     def kernels(count: int) -> int:
         params = [parameter() for _ in range(count)]
         for p in params:

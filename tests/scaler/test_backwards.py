@@ -42,7 +42,7 @@ def sgd(*params: Any, **settings: Any) -> Any:
 
 @CLASSES
 @pytest.mark.parametrize("how", ["compiled", "needs no gradient"])
-def test_f52_an_eager_iteration_then_others(make: Any, how: str) -> None:
+def test_an_eager_iteration_then_others(make: Any, how: str) -> None:
     p = parameter()
     optimizer, scaler = sgd(p), make(init_scale=4.0, growth_interval=1)
     torch._dynamo.reset()
@@ -164,7 +164,7 @@ def added_after_unscale(scaler: Any) -> Any:
         added_after_unscale,
     ],
 )
-def test_f59_accumulation_while_the_scale_moves(
+def test_accumulation_while_the_scale_moves(
     pair: Pair, program: Callable[[Any], Any]
 ) -> None:
     theirs, ours = (bits(list(program(make(init_scale=4.0)))) for make in pair)
@@ -204,7 +204,7 @@ def cleared_after_clip(scaler: Any, clip: Callable[[Any], None]) -> Any:
 @PAIRS
 @pytest.mark.parametrize("program", [added_after_clip, cleared_after_clip])
 @pytest.mark.parametrize("max_norm", [0.125, 1e9])
-def test_f59_a_clip_for_a_kernel_that_never_ran(
+def test_a_clip_for_a_kernel_that_never_ran(
     pair: Pair, program: Callable[[Any, Any], Any], max_norm: float
 ) -> None:
     torchs, ours = (make(init_scale=1024.0) for make in pair)
@@ -225,7 +225,7 @@ def test_f59_a_clip_for_a_kernel_that_never_ran(
 
 @CLASSES
 @pytest.mark.parametrize("moved", [True, False])
-def test_f66_a_dropped_batch(make: Any, moved: bool) -> None:
+def test_a_dropped_batch(make: Any, moved: bool) -> None:
     p, q = parameter(), parameter()
     optimizer, other = sgd(p), sgd(q)
     scaler = make(init_scale=4.0, growth_interval=1)
@@ -243,7 +243,7 @@ def test_f66_a_dropped_batch(make: Any, moved: bool) -> None:
 
 
 @CLASSES
-def test_f66_a_dropped_first_batch(make: Any) -> None:
+def test_a_dropped_first_batch(make: Any) -> None:
     p = parameter()
     optimizer, scaler = sgd(p), make(init_scale=4.0)
     scaler.scale((p * 8.0).sum()).backward()
@@ -262,7 +262,7 @@ def test_f66_a_dropped_first_batch(make: Any) -> None:
 @pytest.mark.parametrize("make", [torch_plain, ours_plain, torch_sharded, ours_sharded])
 @pytest.mark.parametrize("max_norm", [1e9, 0.25])
 @pytest.mark.filterwarnings("ignore:Using backward.*create_graph=True:UserWarning")
-def test_f67_clipping_after_a_backward_that_made_a_graph(
+def test_clipping_after_a_backward_that_made_a_graph(
     make: Any, max_norm: float
 ) -> None:
     p, q = parameter(3.0), parameter(4.0)
@@ -284,7 +284,7 @@ def test_f67_clipping_after_a_backward_that_made_a_graph(
 
 
 @CLASSES
-def test_f69_compiled_autograd_of_another_model_after_unscale(make: Any) -> None:
+def test_compiled_autograd_of_another_model_after_unscale(make: Any) -> None:
     from torch._dynamo import compiled_autograd
 
     p, q = parameter(), parameter()

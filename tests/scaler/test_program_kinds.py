@@ -1,4 +1,4 @@
-"""Faults G01 to G11, G19 and G21: one process, beside torch's class or the numbers."""
+"""Programs of one process, beside torch's class or the expected numbers."""
 
 import pickle
 import sys
@@ -99,7 +99,7 @@ WRITES: list[Callable[[nn.Parameter, float], None]] = [
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_g01_a_shared_gradient_is_divided_as_torch_divides_it(
+def test_a_shared_gradient_is_divided_as_torch_divides_it(
     pair: Pair, write: Callable[[nn.Parameter, float], None], explicit: bool
 ) -> None:
     def run(make: Any) -> list[float]:
@@ -124,7 +124,7 @@ def test_g01_a_shared_gradient_is_divided_as_torch_divides_it(
 
 @OURS
 @FUSED
-def test_g01_a_shared_parameter_is_warned_about_once(make: Any, fused: bool) -> None:
+def test_a_shared_parameter_is_warned_about_once(make: Any, fused: bool) -> None:
     def steps(*optimizers: Any) -> list[Any]:
         scaler = make(init_scale=4.0)
         with warnings.catch_warnings(record=True) as caught:
@@ -174,7 +174,7 @@ def one_element(optimizer: Any, inv_scale: Any) -> Any:
     return {torch.device("cpu"): torch.tensor([bad])}
 
 
-def test_g02_found_inf_of_one_element_is_no_skip() -> None:
+def test_found_inf_of_one_element_is_no_skip() -> None:
     weights: list[list[float]] = []
     for kind in (TorchOneElement, OneElement):
         scaler: Any = kind("cpu", init_scale=4.0)
@@ -218,7 +218,7 @@ class Refusing:
 
 @CLASSES
 @pytest.mark.parametrize("outer", [False, True])
-def test_g03_an_inner_optimizer_that_knows_its_wrapper(make: Any, outer: bool) -> None:
+def test_an_inner_optimizer_that_knows_its_wrapper(make: Any, outer: bool) -> None:
     p = with_gradient(2.0)
     inner, scaler = sgd(p), scaled_once(make(init_scale=4.0))
     wrapper = Wrapper(inner)
@@ -230,7 +230,7 @@ def test_g03_an_inner_optimizer_that_knows_its_wrapper(make: Any, outer: bool) -
 
 
 @CLASSES
-def test_g03_an_attribute_that_raises_is_no_inner_optimizer(make: Any) -> None:
+def test_an_attribute_that_raises_is_no_inner_optimizer(make: Any) -> None:
     p = with_gradient(2.0)
     optimizer, scaler = sgd(p), scaled_once(make(init_scale=4.0))
     optimizer.other = Refusing()
@@ -256,9 +256,7 @@ class TheirStates(GradScaler):
 
 @FUSED
 @pytest.mark.parametrize("explicit", [False, True])
-def test_g04_a_subclass_that_assigns_torch_s_states(
-    fused: bool, explicit: bool
-) -> None:
+def test_a_subclass_that_assigns_torch_s_states(fused: bool, explicit: bool) -> None:
     p = parameter()
     optimizer, scaler = sgd(p, fused=fused), TheirStates("cpu", init_scale=4.0)
     for gradient in (2.0, INF, 2.0):
@@ -272,7 +270,7 @@ def test_g04_a_subclass_that_assigns_torch_s_states(
 
 
 @CLASSES
-def test_g04_the_state_of_a_wrapper_lies_under_its_own_id(make: Any) -> None:
+def test_the_state_of_a_wrapper_lies_under_its_own_id(make: Any) -> None:
     p = with_gradient(INF)
     wrapper, scaler = Wrapper(sgd(p)), scaled_once(make(init_scale=4.0))
     del wrapper.inner.wrapper
@@ -299,7 +297,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 @FUSED
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("call", ["step", "unscale_", "clip_grad_norm_", "and_step"])
-def test_g05_another_default_dtype(
+def test_another_default_dtype(
     make: Any, fused: bool, dtype: torch.dtype, call: str
 ) -> None:
     p = parameter()
@@ -330,7 +328,7 @@ def test_g05_another_default_dtype(
 
 @PLAIN
 @pytest.mark.parametrize("interval", [2**31, 10**10, sys.maxsize])
-def test_g06_a_growth_interval_beyond_int32(make: Any, interval: int) -> None:
+def test_a_growth_interval_beyond_int32(make: Any, interval: int) -> None:
     scaler = scaled_once(make(init_scale=4.0, growth_interval=interval))
     scaler.step(sgd(with_gradient(1.0)))
     scaler.update()
@@ -344,7 +342,7 @@ def test_g06_a_growth_interval_beyond_int32(make: Any, interval: int) -> None:
 
 
 @PLAIN
-def test_g06_a_growth_factor_of_one_can_be_set_and_loaded(make: Any) -> None:
+def test_a_growth_factor_of_one_can_be_set_and_loaded(make: Any) -> None:
     scaler = scaled_once(make(init_scale=4.0, growth_interval=1))
     scaler.set_growth_factor(1.0)
     scaler.step(sgd(with_gradient(1.0)))
@@ -393,7 +391,7 @@ class TakesScaler(OwnFused):
 
 
 @CLASSES
-def test_g07_an_int_in_the_state_of_a_fused_optimizer(make: Any) -> None:
+def test_an_int_in_the_state_of_a_fused_optimizer(make: Any) -> None:
     p = parameter()
     optimizer, scaler = OwnFused(p), make(init_scale=4.0)
     for gradient in (2.0, INF, 2.0):
@@ -406,7 +404,7 @@ def test_g07_an_int_in_the_state_of_a_fused_optimizer(make: Any) -> None:
 
 @PLAIN
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_g07_an_argument_called_grad_scaler_is_replaced(make: Any) -> None:
+def test_an_argument_called_grad_scaler_is_replaced(make: Any) -> None:
     p = with_gradient(2.0)
     optimizer, scaler = TakesScaler(p), scaled_once(make(init_scale=4.0))
     scaler.step(optimizer, grad_scaler=None)
@@ -444,7 +442,7 @@ class Unfused(OddGroups):
 
 @CLASSES
 @pytest.mark.parametrize("kind", [OddGroups, Unfused])
-def test_g08_groups_without_get(make: Any, kind: Any) -> None:
+def test_groups_without_get(make: Any, kind: Any) -> None:
     p = parameter()
     optimizer, scaler = kind(p), make(init_scale=4.0)
     for gradient in (2.0, INF, 2.0):
@@ -460,7 +458,7 @@ def test_g08_groups_without_get(make: Any, kind: Any) -> None:
 
 @PLAIN
 @FUSED
-def test_g09_a_step_under_fake_tensors(make: Any, fused: bool) -> None:
+def test_a_step_under_fake_tensors(make: Any, fused: bool) -> None:
     """As torch: a fused step reads nothing, an unfused one cannot know found_inf."""
 
     def step() -> None:
@@ -485,7 +483,7 @@ def test_g09_a_step_under_fake_tensors(make: Any, fused: bool) -> None:
         *((make, clip) for make in (ours_plain, ours_sharded) for clip in (0, 1)),
     ],
 )
-def test_g10_a_module_is_moved_before_the_update(
+def test_a_module_is_moved_before_the_update(
     make: Any, fused: bool, clip: bool
 ) -> None:
     swaps = torch.__future__.get_swap_module_params_on_conversion()
@@ -535,7 +533,7 @@ def work(call: Callable[[], None]) -> int:
 @pytest.mark.parametrize(
     "call", ["step", "unscale_", "clip_grad_norm_", "clip_and_step"]
 )
-def test_g11_the_work_is_linear_in_the_number_of_optimizers(
+def test_the_work_is_linear_in_the_number_of_optimizers(
     make: Any, fused: bool, call: str
 ) -> None:
     def iteration(count: int) -> list[int]:
@@ -575,7 +573,7 @@ def test_g11_the_work_is_linear_in_the_number_of_optimizers(
 @pytest.mark.parametrize("call", ["unscale_", "clip_grad_norm_", "both"])
 @pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.parametrize("other", [False, True])
-def test_g19_gradients_are_what_the_call_says(
+def test_gradients_are_what_the_call_says(
     make: Any, fused: bool, call: str, is_view: bool, other: bool
 ) -> None:
     """In every iteration; what is written to them then counts."""
@@ -608,7 +606,7 @@ def test_g19_gradients_are_what_the_call_says(
 # - G21: a scheduler can be pickled
 
 
-def test_g21_a_scheduler_that_waits_can_be_pickled() -> None:
+def test_a_scheduler_that_waits_can_be_pickled() -> None:
     p = with_gradient(INF)
     optimizer, scaler = sgd(p), scaled_once(ours_plain(init_scale=4.0))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)

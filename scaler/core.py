@@ -1,0 +1,585 @@
+"""Core of a scaler: checks and syncs, steps, and what happens when a call raises.
+
+`GradScaler` in ``grad_scaler.py`` has the calls that users make; they are built from
+these. Names that torch's classes have as well are called and replaced by its users.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler as _TorchGradScaler
+from torch.amp.grad_scaler import OptState
+
+from .clip_norm import Measured, norm_over, norm_tensor, ranks_of
+from .config import FP16Gradients, Policy, check_number
+from .errors import PeerFailedError, RanksDisagreeError
+from .fused import is_fused, step_fused, takes_scaler
+from .global_norm import (
+    GradsByMesh,
+    clip_factor,
+    grads_by_mesh,
+    local_norms,
+    norm_alone,
+    norm_on_host,
+)
+from .grads import (
+    FoundInf,
+    Number,
+    any_of,
+    check_and_unscale_,
+    clip_,
+    is_readable,
+    is_true,
+    local_gradients,
+    number_in,
+)
+from .history import INF_OR_NAN, History, first_nonfinite, overflow_of
+from .iteration import Iteration, Part, State, _refresh_per_optimizer_state
+from .optimizer_record import OptimizerRecords
+from .row import CHECK, CLIP, Row, Rows
+from .scale_update import advance
+from .sync import OverflowSync, SyncResult, one_at_a_time
+
+
+class ScalerCore(_TorchGradScaler):
+    """State of a scaler, and what its calls have in common."""
+
+    _steps_without_gradients = False
+
+    # Made by scale(), or by the first sync on ranks that never scale.
+    _scale: torch.Tensor | None
+    _growth_tracker: torch.Tensor | None
+    _hysteresis_left: torch.Tensor | None
+    _policy: Policy
+    _fp16_gradients: FP16Gradients
+    _init_hysteresis_left: int
+    _was_scaled: bool  # by scale() or a checkpoint, not by a default
+    _history: History
+    _records: OptimizerRecords
+    _iteration: Iteration
+    _per_optimizer_states: dict[int, State]
+    _sync: OverflowSync
+
+    # - The scale
+
+    def _scaled(self, output: torch.Tensor) -> torch.Tensor:
+        # As torch has it, but torch.compile does not trace into torch's.
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(output.device)
+        assert self._scale is not None
+        return output * self._scale.to(device=output.device, non_blocking=True)
+
+    def _check_scale_growth_tracker(
+        self, funcname: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._scale is not None and self._growth_tracker is not None:
+            return self._scale, self._growth_tracker
+        # Ranks of a pipeline that never see a loss get their scale here; so does a run
+        # that resumes. Alone and without either, the gradients cannot have been scaled.
+        if self._scale is None and self._growth_tracker is None:
+            if self._was_scaled or self._sync.group.is_distributed:
+                self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        return super()._check_scale_growth_tracker(funcname)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        if self._growth_tracker is not None:
+            raise AssertionError("_growth_tracker initialized before _scale")
+        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
+        self._growth_tracker = torch.full(
+            (), self._init_growth_tracker, dtype=torch.int32, device=dev
+        )
+        if self._policy.hysteresis > 1:
+            self._hysteresis_left = torch.full(
+                (), self._init_hysteresis_left, dtype=torch.int32, device=dev
+            )
+
+    def _scale_or_one(self) -> torch.Tensor:
+        # A disabled scaler clips by the same norm; its gradients carry no scale.
+        if self._scale is not None:
+            return self._scale
+        has_device = self._device != "cuda" or torch.cuda.is_available()
+        device = self._device if has_device else "cpu"
+        return torch.ones((), dtype=torch.float32, device=device)
+
+    def _is_below_one(self) -> bool:
+        # Gradients then grow when they are divided: an overflow shows only afterwards.
+        scale = number_in(self._scale_or_one())
+        return isinstance(scale, float) and scale < 1.0
+
+    # - Clip
+
+    def _clip(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+        *,
+        steps: bool,
+    ) -> torch.Tensor:
+        method = "clip_and_step" if steps else "clip_grad_norm_"
+        part = self._part_to_clip(optimizer, method)
+        exchanges = self._sync.exchanges
+        try:
+            measured = self._measure(
+                part, method, max_norm, norm_type, refuses=error_if_nonfinite
+            )
+            norm = norm_tensor(measured.norm, self._scale_or_one().device)
+            is_refused = measured.is_refused
+            if is_refused:
+                # As after an overflow, also where only the norm is not finite.
+                measured = measured._replace(is_finite=False)
+                one = torch.ones((), dtype=torch.float32, device=norm.device)
+                part.found, part.result = {norm.device: one}, None
+            divisor, kwargs = None, {}
+            if steps and self._enabled and is_fused(optimizer):
+                if takes_scaler(optimizer, stacklevel=4):
+                    kwargs["grad_scaler"] = self
+                elif part.stage is OptState.READY:
+                    divisor = measured.divisor(norm.device)
+            if divisor is None:
+                if measured.is_finite:
+                    clip_(measured.grads.values(), measured.factor, measured.carried)
+                else:
+                    part.is_undivided = part.stage is OptState.READY
+                part.stage = OptState.UNSCALED
+            if not steps:
+                part.is_clipped = True
+            elif part.optimizer is not None and (self._enabled or not is_refused):
+                self._step_checked(part, divisor, (), kwargs)
+            if part.optimizer is None:
+                self._iteration.looked_at(part, is_over=steps)
+        except BaseException as error:
+            self._fail(error, part, method, CLIP, exchanges)
+            raise
+        if not self._enabled:
+            self._end_iteration()  # nothing lasts until an update
+        if is_refused and error_if_nonfinite:
+            raise RuntimeError(
+                f"The total norm of order {norm_type} of the gradients is "
+                f"{float(norm)}, so they cannot be clipped. Pass "
+                "error_if_nonfinite=False to let step() skip instead."
+            )
+        return norm
+
+    def _part_to_clip(self, optimizer: Any, method: str) -> Part:
+        if self._enabled:
+            self._check_scale_growth_tracker(method)
+        if optimizer is None:
+            return self._iteration.part_to_clip(self._per_optimizer_states)
+        part = self._part_of(optimizer)
+        if part.has_stepped():
+            message = f"{method}() is being called after step()."
+            raise self._refused(message, part, method, CLIP)
+        if part.is_clipped and self._enabled:
+            message = f"{method}() was called twice since update()."
+            raise self._refused(message, part, method, CLIP)
+        return part
+
+    def _measure(
+        self,
+        part: Part,
+        method: str,
+        max_norm: float,
+        norm_type: float,
+        *,
+        refuses: bool,
+    ) -> Measured:
+        # The global norm. Gradients are only read, unless they must be divided first.
+        scale, group = self._scale_or_one(), self._find_group(part)
+        carried = number_in(scale)
+        found: FoundInf = {}
+        if part.stage is OptState.UNSCALED:  # of an earlier unscale_
+            found = {**part.found}
+        grads, ranks = GradsByMesh(), ranks_of(group)
+        max_norm = check_number("max_norm", max_norm)
+        norm_type = check_number("norm_type", norm_type)
+        if part.record is not None:
+            if part.stage is OptState.READY and self._is_below_one():
+                found = self._unscale_here(part)
+            allow_fp16 = not self._enabled or self._fp16_gradients == "in_place"
+            (rank,) = ranks_of(None)
+            grads = grads_by_mesh(
+                part.optimizer, part.record, rank, ranks, allow_fp16=allow_fp16
+            )
+        if part.stage is OptState.UNSCALED:
+            carried = carried / carried  # one, on the device of the scale
+        entries, flag = local_norms(grads, norm_type, carried)
+        if flag is not None:
+            found = {scale.device: any_of([flag, *found.values()], scale.device)}
+        elif not found and self._steps_without_gradients:
+            found = {scale.device: torch.zeros_like(scale)}
+        if group is None:
+            self._remember_overflow(part, found)
+            norm = norm_alone(entries, norm_type)
+        else:
+            clip: Any = {"call": CLIP, "max_norm": max_norm, "norm_type": norm_type}
+            clip["refuses"] = float(refuses)
+            with one_at_a_time(group):
+                found, result = self._synced(
+                    part, found, group, method, entries, **clip
+                )
+                norm = norm_over(self._sync, result, part, norm_type, carried)
+            if result.is_known:  # else no rank hears of another one's wish
+                refuses = result.read().any("refuses")
+            if isinstance(norm, torch.Tensor):
+                norm = norm.to(scale.device)
+        part.found = found
+        overflows = self._enabled and is_true(any_of(found.values(), scale.device))
+        factor = clip_factor(norm, max_norm)
+        is_refused = refuses and not math.isfinite(norm)
+        return Measured(norm, grads, carried, factor, not overflows, is_refused)
+
+    # - Step
+
+    def _step_checked(
+        self,
+        part: Part,
+        grad_scale: torch.Tensor | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        # Steps or skips; ``grad_scale`` is what a kernel is still to divide by.
+        optimizer, record = part.optimizer, part.record
+        assert record is not None
+        if not self._enabled or "grad_scaler" in kwargs:
+            result = optimizer.step(*args, **kwargs)
+        elif is_fused(optimizer):
+            device = self._scale_or_one().device
+            result = step_fused(part, grad_scale, device, args, kwargs)
+        else:
+            if not part.found:
+                raise AssertionError("No inf checks were recorded for this optimizer.")
+            result = self._maybe_opt_step(optimizer, part.state, *args, **kwargs)
+        part.stage = OptState.STEPPED
+        # All devices hold the same once the ranks have synced.
+        record.found_inf = next(iter(part.found.values()), None)
+        return result
+
+    def _maybe_opt_step(
+        self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        part = self._iteration.parts.get(id(optimizer))
+        result = None if part is None else part.result
+        if result is not None and not result.is_known:
+            # The rows have been on their way to the host since the sync.
+            skips = (rows := result.read()).any("found_inf")
+            if self._must_have_gradients and not rows.any("has_gradients"):
+                raise AssertionError("No inf checks were recorded for this optimizer.")
+        else:
+            skips = False
+            for found_inf in optimizer_state["found_inf_per_device"].values():
+                skips = skips or bool(number_in(found_inf))
+        if skips and not is_readable(self._scale_or_one()):
+            rank = 0 if result is None else result.group.rank()
+            self._note_overflow(optimizer, rank)
+        return None if skips else optimizer.step(*args, **kwargs)
+
+    def _check_lacks(self) -> None:
+        # A rank on its own lacks no optimizer: None is a mistake, raised as by torch.
+        if not self._sync.group.is_distributed:
+            raise AttributeError("'NoneType' object has no attribute 'param_groups'")
+
+    def _take_part(self, part: Part, method: str, **fields: float) -> None:
+        # In the other ranks' sync of an optimizer that this rank lacks.
+        exchanges = self._sync.exchanges
+        try:
+            if (group := self._find_group(part)) is None:
+                return
+            with one_at_a_time(group):
+                found, result = self._synced(part, {}, group, method, None, **fields)
+                rows = result.read() if result.is_known else None
+                if rows is not None and (norm_type := rows.value("norm_type")):
+                    norm = norm_over(self._sync, result, part, norm_type, 1.0)
+                    if rows.any("refuses") and not math.isfinite(norm):
+                        found = {key: torch.ones_like(x) for key, x in found.items()}
+            part.found = found
+        except BaseException as error:
+            call = fields.get("call", math.nan)
+            self._fail(error, part, method, call, exchanges)
+            raise
+
+    # - Check and sync
+
+    def _check_and_sync(
+        self,
+        part: Part,
+        method: str,
+        *,
+        allow_fp16: bool | None = None,
+        only_check: bool = False,
+    ) -> None:
+        # Checks this rank's gradients, divides them unless asked not to, and replaces
+        # what this rank found by what any rank found.
+        group = self._find_group(part)
+        if only_check:
+            scale = self._scale_or_one()
+            one, zero = torch.ones_like(scale), torch.zeros_like(scale)
+            found = self._unscale_grads_(part.optimizer, one, zero, True)
+        else:
+            found = self._unscale_here(part, allow_fp16)
+        if group is not None:
+            found, _ = self._synced(part, found, group, method, call=CHECK)
+        else:
+            self._remember_overflow(part, found)
+            if len(found) > 1:
+                any_found = any_of(found.values(), self._scale_or_one().device)
+                found = {place: any_found.to(flag) for place, flag in found.items()}
+        part.found = found
+
+    def _unscale_here(self, part: Part, allow_fp16: bool | None = None) -> FoundInf:
+        # Divides this rank's gradients; returns what this rank found.
+        scale = self._scale_or_one()
+        if allow_fp16 is None:
+            allow_fp16 = self._fp16_gradients == "in_place"
+        found: FoundInf = self._unscale_grads_(
+            part.optimizer, _reciprocal(scale), torch.zeros_like(scale), allow_fp16
+        )
+        part.stage = OptState.UNSCALED
+        return found
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool = True,
+    ) -> FoundInf:
+        gradients = local_gradients(optimizer, allow_fp16=allow_fp16)
+        found = check_and_unscale_(gradients, inv_scale, found_inf)
+        if not found and self._steps_without_gradients:
+            found[found_inf.device] = found_inf
+        return found
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        # For optimizers that unscale by themselves: check only, change nothing.
+        self._check_scale_growth_tracker("_check_inf_per_device")
+        part = self._part_of(optimizer)
+        self._check_and_sync(part, "step", only_check=True)
+        return part.found
+
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        return self._part_of(optimizer).found
+
+    def _part_of(self, optimizer: Any) -> Part:
+        part, states = (
+            self._iteration.parts.get(id(optimizer)),
+            self._per_optimizer_states,
+        )
+        if part is None:
+            part = self._iteration.begin_part(optimizer, self._records, states)
+        part.optimizer, part.state = optimizer, states[id(optimizer)]
+        return part
+
+    def _end_iteration(self) -> None:
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._iteration = Iteration()
+
+    # - Calls that raise; see [Note: A call that raises] in grad_scaler.py
+
+    def _fail(
+        self,
+        error: BaseException,
+        part: Part | None,
+        method: str,
+        call: float,
+        exchanges: int,
+    ) -> None:
+        # A call has raised, before the first sync since ``exchanges``: the other ranks
+        # hear of it, and the iteration begins anew.
+        is_told = self._tell(error, exchanges, part, method, call)
+        self._begin_anew(error, part, is_told=is_told)
+
+    def _begin_anew(
+        self, error: BaseException, part: Part | None, *, is_told: bool
+    ) -> None:
+        scale = self._scale_or_one() if self._enabled else None
+        self._iteration.begin_anew(error, part, self._sync, scale, is_told=is_told)
+        if not self._enabled:
+            self._end_iteration()
+
+    def _refused(
+        self, message: str, part: Part | None, method: str, call: int = CHECK
+    ) -> RuntimeError:
+        # Wrong call order, perhaps on this rank alone: the other ranks must not wait.
+        error = RuntimeError(message)
+        is_told = self._tell(error, self._sync.exchanges, part, method, call)
+        if is_told and not self._sync.is_void:
+            self._iteration.is_unusual = True
+        return error
+
+    def _tell(
+        self,
+        error: BaseException,
+        exchanges: int,
+        part: Part | None,
+        method: str,
+        call: float = CHECK,
+    ) -> bool:
+        # The other ranks hear of an error before the sync of a call, which has not made
+        # one of the ``exchanges`` yet. Returns whether they do, or have.
+        if not isinstance(error, Exception) or exchanges != self._sync.exchanges:
+            is_heard = isinstance(error, (PeerFailedError, RanksDisagreeError))
+            return is_heard or self._sync.is_void or self._sync.told == id(error)
+        try:
+            group = self._find_group(part)
+            if group is not None:  # see [Note: An error on one rank] in sync.py
+                row = self._row()._replace(call=call, found_inf=1.0, failed=1.0)
+                with contextlib.suppress(PeerFailedError, RanksDisagreeError):
+                    self._sync.exchange(group, method, row)  # of the sync before
+            self._sync.told = id(error)
+            return group is not None
+        except Exception:
+            error.add_note(
+                "gradparity: the other ranks cannot be told of this error. They wait "
+                "until the time limit of their process group."
+            )
+            return False
+
+    def _find_group(self, part: Part | None) -> dist.ProcessGroup | None:
+        if part is not None and part.result is not None:
+            return part.result.group
+        return self._sync.group.find()
+
+    def _row(self) -> Row:
+        # The state that must be equal on all ranks.
+        tracker, left = self._growth_tracker, self._hysteresis_left
+        return Row(
+            scale=number_in(self._scale_or_one()),
+            growth_tracker=0.0 if tracker is None else number_in(tracker),
+            growth_factor=self._growth_factor,
+            backoff_factor=self._backoff_factor,
+            growth_interval=self._growth_interval,
+            hysteresis_left=0.0 if left is None else number_in(left),
+            was_scaled=float(self._was_scaled or not self._enabled),
+            **self._policy.fields(),
+        )
+
+    def _synced(
+        self,
+        part: Part,
+        found: FoundInf,
+        group: dist.ProcessGroup,
+        method: str,
+        norms: list[Number] | None = None,
+        **fields: float,
+    ) -> tuple[FoundInf, SyncResult]:
+        # What any rank found, in place of what this one did.
+        scale, record = self._scale_or_one(), part.record
+        if record is not None and record.number is None:
+            record.taken = self._records.numbers()
+        if found:
+            found_inf = number_in(any_of(found.values(), scale.device))
+            fields |= {"found_inf": found_inf, "has_gradients": 1.0}  # type: ignore[dict-item]  # or a tensor
+            if isinstance(found_inf, float) and found_inf:
+                fields["first_bad"] = first_nonfinite(part.optimizer)
+        row = self._row()._replace(**fields)
+        result = self._sync.exchange(group, method, row, norms or (), record)
+        part.result = result
+        flags = found or {scale.device: torch.zeros_like(scale)}
+        self._was_scaled = self._was_scaled or self._enabled
+        if not result.is_known:
+            any_found = result.found_inf
+            return {place: any_found.to(flag) for place, flag in flags.items()}, result
+        rows = result.read()
+        if rows.any("found_inf"):
+            flags = {place: torch.ones_like(flag) for place, flag in flags.items()}
+        if self._must_have_gradients and not rows.any("has_gradients"):
+            flags = {}  # as in one process, where only an unfused step refuses it
+        return flags, result
+
+    @property
+    def _must_have_gradients(self) -> bool:
+        return self._enabled and not self._steps_without_gradients
+
+    def _note(self, result: SyncResult, rows: Rows) -> None:
+        # Called when the host has read the rows, at once or at the next sync.
+        if rows.any("found_inf"):
+            rank = max(rank for rank, x in enumerate(rows.column("found_inf")) if x)
+            code = int(rows.column("first_bad")[rank])
+            optimizer = None if result.record is None else result.record.optimizer()
+            overflow = overflow_of(code, rank, result.group.rank(), optimizer)
+            is_here = is_readable(self._scale_or_one())
+            self._history.overflowed(
+                overflow, None if is_here else rows.column("scale")[rank]
+            )
+        norm_type = rows.value("norm_type")
+        if not result.is_late or norm_type is None:
+            return
+        if norm_on_host(rows.norms(), norm_type) is None:
+            self._sync.settle()
+            warnings.warn(
+                f"The last {result.method} has counted replicas more than once: some "
+                "ranks hold parameters together and others alone, which shows only now "
+                "on an accelerator. The next clips are right.",
+                stacklevel=2,
+            )
+
+    def _remember_overflow(self, part: Part, found: FoundInf) -> None:
+        # On a rank on its own, where the host sees it.
+        if part.optimizer is not None and any(map(is_true, found.values())):
+            self._note_overflow(part.optimizer, 0)
+
+    def _note_overflow(self, optimizer: Any, rank: int) -> None:
+        if not (code := first_nonfinite(optimizer)):
+            return
+        overflow, scale = overflow_of(code, rank, rank, optimizer), self._scale_or_one()
+        if is_readable(scale):
+            self._history.overflowed(overflow)
+            return
+        # Looked at after a clip, which makes nan of inf; the rows have been logged.
+        overflow = overflow._replace(kind=INF_OR_NAN)
+        is_logged = self._sync.group.find() is not None
+        self._history.overflowed(overflow, None if is_logged else float(scale))
+
+    # - Move the scale
+
+    def _move_scale(
+        self,
+        found_inf: torch.Tensor,
+        tracker: torch.Tensor,
+        chosen: Number | None = None,
+    ) -> None:
+        # By the rule; or to what the caller chose, which leaves the tracker, as torch.
+        scale = self._scale_or_one()
+        before: Any = scale.tolist() if is_readable(scale) else scale.clone()
+        rule = self._growth_factor, self._backoff_factor, self._growth_interval
+        left = self._hysteresis_left
+        if chosen is not None:
+            scale.fill_(chosen)
+            after = chosen
+        else:
+            after = advance(scale, tracker, found_inf, rule, self._policy, left)
+        self._history.record(found_inf, before, after, by_rule=chosen is None)
+
+    def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
+        _, tracker = self._check_scale_growth_tracker("_amp_update_scale_cpu_")
+        self._move_scale(found_inf.clamp(max=1.0).reshape(()), tracker)
+
+    def _limit_tracker(self) -> None:
+        # torch's kernel asks for equality: a tracker beyond a lowered interval would
+        # never grow the scale again.
+        most = min(self._growth_interval, 2**31) - 1
+        self._init_growth_tracker = min(self._init_growth_tracker, most)
+        if self._growth_tracker is not None:
+            self._growth_tracker.clamp_(max=most)
+
+    def _get_hysteresis_left(self) -> int:
+        if self._hysteresis_left is None:
+            return self._init_hysteresis_left
+        return int(self._hysteresis_left.item())
+
+
+def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
+    # (), fp32: one over the scale, rounded once. On an accelerator an fp32 division may
+    # be compiled to an approximation; through fp64 it is exact. mps has no fp64.
+    if scale.is_cpu or scale.device.type == "mps":
+        return scale.reciprocal()
+    return scale.double().reciprocal().float()

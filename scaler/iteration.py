@@ -1,0 +1,219 @@
+"""Iteration of a scaler: the part of each optimizer, and what a failure leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from .grads import FoundInf, local_gradients, multiply_, parameters_of, references_of
+from .optimizer_record import OptimizerRecord, OptimizerRecords
+from .sync import OverflowSync, SyncResult
+
+State = dict[str, Any]
+"""What torch keeps of an optimizer in an iteration."""
+
+
+def _refresh_per_optimizer_state() -> State:
+    return {"stage": OptState.READY, "found_inf_per_device": {}}
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """Part of one optimizer in an iteration.
+
+    Attributes:
+        optimizer: None on a rank that lacks it.
+        record: what outlasts the iteration; None without an optimizer.
+        state: torch's state of it.
+        key: id of the optimizer that was handed first, of a wrapper and that inside.
+        result: of its sync; None without one.
+        is_clipped: clip_grad_norm_ was called.
+        is_undivided: a clip has found an overflow, and has left the gradients alone.
+        stepped_on: weak references to the gradients of its step, if a call of the
+            iteration raised later; the next step must be on other tensors.
+    """
+
+    optimizer: Any = None
+    record: OptimizerRecord | None = None
+    state: State = field(default_factory=_refresh_per_optimizer_state)
+    key: int = 0
+    result: SyncResult | None = None
+    is_clipped: bool = False
+    is_undivided: bool = False
+    stepped_on: set[Any] | None = None
+
+    @property
+    def stage(self) -> OptState:
+        """READY, UNSCALED or STEPPED."""
+        return self.state["stage"]  # type: ignore[no-any-return]
+
+    @stage.setter
+    def stage(self, stage: OptState) -> None:
+        self.state["stage"] = stage
+
+    @property
+    def found(self) -> FoundInf:
+        """Whether any rank found an overflow, on each device; empty before a check."""
+        return self.state["found_inf_per_device"]  # type: ignore[no-any-return]
+
+    @found.setter
+    def found(self, found: FoundInf) -> None:
+        self.state["found_inf_per_device"] = found
+
+    def has_stepped(self) -> bool:
+        """Return whether it stepped; after a failure it may step on new gradients."""
+        if self.state["stage"] is not OptState.STEPPED:
+            return False
+        stepped_on = self.stepped_on
+        if stepped_on is None:
+            return True
+        if not stepped_on.isdisjoint(references_of(self.optimizer)):
+            return True
+        self.stage, self.stepped_on = OptState.READY, None
+        self.is_clipped = self.is_undivided = False
+        return False
+
+    def begin_anew(self, scale: torch.Tensor) -> None:
+        """Multiply divided gradients by the scale again; let a step be taken again."""
+        # On other tensors: a backward may have added to those it has stepped on.
+        stage = self.stage
+        if self.optimizer is None or stage is OptState.READY:
+            return
+        is_divided = stage is OptState.UNSCALED and not self.is_undivided
+        if stage is OptState.UNSCALED:
+            self.stage = OptState.READY
+            self.is_clipped = self.is_undivided = False
+        with contextlib.suppress(Exception):  # the first error is the one to tell
+            if is_divided:
+                gradients = local_gradients(self.optimizer, allow_fp16=True)
+                multiply_(gradients, scale)
+            elif stage is OptState.STEPPED and self.stepped_on is None:
+                self.stepped_on = references_of(self.optimizer)
+
+
+class Iteration:
+    """The parts of one iteration, by the id of the optimizer.
+
+    Attributes:
+        parts: of a wrapper and the optimizer inside the same one.
+        lacked: of optimizers that this rank lacks, which others have looked at and not
+            stepped yet.
+        has_failed: a call raised.
+        is_unusual: it need not have as many syncs as others.
+        has_new: an optimizer was seen for the first time.
+    """
+
+    __slots__ = (
+        "_alive",
+        "_by_record",
+        "has_failed",
+        "has_new",
+        "is_unusual",
+        "lacked",
+        "parts",
+    )
+
+    def __init__(self) -> None:
+        self.parts: dict[int, Part] = {}
+        self.lacked: list[Part] = []
+        self.has_failed = self.is_unusual = self.has_new = False
+        self._by_record: dict[int, Part] = {}
+        # The id of a dead optimizer may be given to a new one.
+        self._alive: list[Any] = []
+
+    def begin_part(
+        self, optimizer: Any, records: OptimizerRecords, states: dict[int, State]
+    ) -> Part:
+        """Return the part of an optimizer that was not handed yet in this iteration.
+
+        A wrapper has the part of the optimizer inside. ``states``: torch's dictionary,
+        in which callers may look and write.
+        """
+        key = id(optimizer)
+        record, is_new = records.find_or_add(optimizer)
+        part = self._by_record.get(id(record))
+        if part is None:
+            part = self._by_record[id(record)] = Part(
+                optimizer, record, states[key], key
+            )
+        else:
+            states[key] = states[part.key]
+        self.has_new = self.has_new or is_new
+        self._alive.append(optimizer)
+        self.parts[key] = part
+        return part
+
+    def part_to_clip(self, states: dict[int, State]) -> Part:
+        """Return the part of an optimizer that this rank lacks, and others clip."""
+        unclipped = (part for part in self.lacked if not part.is_clipped)
+        return next(unclipped, None) or self.lacking(states)
+
+    def lacking(self, states: dict[int, State]) -> Part:
+        """Return a new part of an optimizer that this rank lacks."""
+        return Part(state=states[-1 - len(states)])  # no id is below zero
+
+    def looked_at(self, part: Part, *, is_over: bool = False) -> None:
+        """Keep a part that this rank lacks until its step; ``is_over``: that was it."""
+        self.lacked = [each for each in self.lacked if each is not part]
+        if not is_over:
+            self.lacked.append(part)
+
+    def begin_anew(
+        self,
+        error: BaseException,
+        part: Part | None,
+        sync: OverflowSync,
+        scale: torch.Tensor | None,
+        *,
+        is_told: bool,
+    ) -> None:
+        """Undo what a call that raised leaves; see [Note: A call that raises].
+
+        Args:
+            error: what the call raised.
+            part: of its optimizer, which is dropped; None in an update. The other
+                parts keep what was found in them.
+            sync: counts failures that other ranks do not hear of.
+            scale: of gradients that are multiplied again; None if disabled.
+            is_told: the other ranks know of it.
+        """
+        self.has_failed = True
+        self.lacked.clear()
+        has_found = part is not None and bool(part.found)
+        is_empty = isinstance(error, AssertionError) and not has_found
+        if not (is_empty or sync.is_void):  # else all ranks count anew
+            self.is_unusual = True
+        if sync.sent and not (is_told or is_empty):
+            sync.failures += 1
+        if part is not None:
+            part.found = {}
+        if scale is not None:
+            for each in list(self.parts.values()):
+                each.begin_anew(scale)
+
+    def warns_of_shared_parameters(self) -> bool:
+        """Warn, of the line that called `update`, if two optimizers share a parameter.
+
+        Returns:
+            Whether it has warned.
+        """
+        owners: dict[int, Part] = {}
+        for part in self.parts.values():
+            for parameter in parameters_of(part.optimizer):
+                if not getattr(parameter, "requires_grad", True):
+                    continue  # frozen: it has no gradient to divide
+                if owners.setdefault(id(parameter), part) is not part:
+                    warnings.warn(
+                        "Two optimizers of this scaler share a parameter. As with "
+                        "torch.amp.GradScaler, each of them divides its gradient by "
+                        "the scale: give it a gradient of its own, by zero_grad() and "
+                        "another backward(), before each step().",
+                        stacklevel=3,
+                    )
+                    return True
+        return False
