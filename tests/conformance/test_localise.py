@@ -29,7 +29,7 @@ MODULE = "gradparity.tests.misplaced"
 TWICE = "gradparity.fixtures.faulty:UnscalesTwice"
 
 
-def own(stack: type, place: str = "tp2/2/fp32", more: str = "steps=2") -> str:
+def own(stack: type, place: str = "tp2/2/fp32", more: str = "steps=1") -> str:
     return f"{place}/own/none/model={MODULE}:{stack.__name__},{more}"
 
 

@@ -124,7 +124,9 @@ def test_annotations_are_the_only_commands(
     assert begun("\n".join(line.removeprefix("::error ") for line in lines)) == []
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+@pytest.mark.parametrize(
+    "encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.slow)]
+)
 def test_any_terminal_is_written_to(encoding: str, tmp_path: Path) -> None:
     long = with_verdict(
         case(), verdict("scale.rule", "fail", "\u00e4\u2026 \u4e2d " + "long " * 80)

@@ -238,7 +238,7 @@ def judged(
     runner: Runner, stack: type, faults: str, more: str = "", scaler: str = OURS
 ) -> Case:
     where = "pp2/2" if stack is SaysNothing else RIGHT[stack]
-    settings = f"steps=4,interval=2{more}"
+    settings = f"steps=3,interval=2{more}"
     text = f"{where}/fp32/own/{faults}/model={__name__}:{stack.__name__},{settings}"
     return runner.run(scaler, Scenario.parse(text))
 
@@ -248,7 +248,7 @@ def failed(case: Case) -> dict[str, str]:
     return {v.law: v.message for v in case.verdicts if v.status not in right}
 
 
-@pytest.mark.parametrize(("stack", "faults"), in_turn([*RIGHT], FAULTS))
+@pytest.mark.parametrize(("stack", "faults"), in_turn([*RIGHT], FAULTS, each=1))
 def test_a_right_step_breaks_no_law(runner: Runner, stack: type, faults: str) -> None:
     found = judged(runner, stack, faults)
     assert found.status == "pass", (found.problem, failed(found))
