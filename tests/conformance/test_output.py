@@ -85,8 +85,9 @@ SHOWN = (
 )
 
 
-@pytest.mark.parametrize("text", COMMANDS)
+@pytest.mark.parametrize(("number", "text"), [*enumerate(COMMANDS)], ids=COMMANDS)
 def test_no_command_of_ours_begins_one_of_theirs(
+    number: int,
     text: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -102,7 +103,8 @@ def test_no_command_of_ours_begins_one_of_theirs(
         report_of([replace(found, problem=""), *others, sound]), tmp_path / "S"
     )
     monkeypatch.setenv("COLUMNS", "60")
-    for words in SHOWN:
+    # each text meets three of the eight: how it is changed does not depend on them
+    for words in (SHOWN * 2)[number % 8 :][:3]:
         for which in "R", "S":
             main([which if word == "R" else word for word in words])
             said = capsys.readouterr()

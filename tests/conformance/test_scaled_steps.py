@@ -254,7 +254,14 @@ def test_a_right_step_breaks_no_law(runner: Runner, stack: type, faults: str) ->
     assert found.status == "pass", (found.problem, failed(found))
 
 
-@pytest.mark.parametrize("stack", RIGHT)
+FEW = (ClipsAndStepsFused, ClipsByTheScaler, ScaledGan, SharesNoOptimizer)
+"""One for each way to call a scaler."""
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [pytest.param(s, marks=[pytest.mark.slow] * (s not in FEW)) for s in RIGHT],
+)
 def test_a_right_step_that_overflows_breaks_no_law(runner: Runner, stack: type) -> None:
     found = judged(runner, stack, "none", f",{OVERFLOWS}")
     assert found.evidence is not None
