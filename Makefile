@@ -22,13 +22,16 @@ WORKERS ?= 4
 # The tests that need nothing but what setup-test installs, and that do not take long.
 SELECT  ?= not slow and not extras
 
-.PHONY: dist parity site test test-all test-rest under-load lint ruff mypy pytest gate baseline planted bench report docs \
+.PHONY: help dist parity site test test-all test-rest under-load lint ruff mypy pytest gate baseline planted bench report docs \
   survey-scalers specimens right-stacks survey torch-versions wild relock clean setup \
   setup-test setup-all mutants histories
 
 parity: setup  ## the main job: train on meshes, compare every step on every rank
 	$(BIN)/gradparity run --preset parity --scaler gradparity.scaler:GradScaler \
 	  --scaler torch.amp:GradScaler --require gradparity.scaler:GradScaler --out $(REPORT)
+
+help:  ## list the targets that users need
+	@sed -n 's/^\(parity\|test\|test-all\|gate\|site\|dist\|bench\|help\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
 
 # mypy takes one core only: it runs beside the tests.
 test: ruff  ## ruff, import-linter, mypy strict, pytest under xdist; nothing may be left behind

@@ -71,9 +71,9 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Scripts"]:
 @pytest.fixture(scope="session")
 def runner() -> Iterator["Runner"]:
     """A judge whose ranks stay warm; modules with other settings have their own."""
-    from gradparity.conformance import Runner
+    from gradparity.tests.remembering import Remembering
 
-    with Runner(folder=".", timeout_s=60) as made:
+    with Remembering(folder=".", timeout_s=60) as made:
         yield made
 
 

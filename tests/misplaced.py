@@ -232,7 +232,8 @@ class Right:
         if "tp" in names:
             self.split(model, mesh["tp"])
         if "dp" in names:
-            for name, parameter in model.named_parameters():
+            trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
+            for name, parameter in trained:
                 parameter.register_post_accumulate_grad_hook(
                     partial(self.average, name, mesh.get_group("dp"))
                 )

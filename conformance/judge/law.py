@@ -124,6 +124,8 @@ class Law:
     judge: Judge
     of_stack: bool = False
     """Whether it also applies to training without a scaler."""
+    decides: bool = False
+    """True if it compares what optimizers decide together, on all ranks."""
     least: float = MOST
     """Least share of the comparisons that were due on which a pass may rest."""
     hidden: str = STOPPED
@@ -145,6 +147,7 @@ def law(
     reason: str,
     *,
     of_stack: bool = False,
+    decides: bool = False,
     least: float = MOST,
     hidden: str = STOPPED,
 ) -> Callable[[Judge], Judge]:
@@ -158,6 +161,7 @@ def law(
             reason=reason,
             judge=judge,
             of_stack=of_stack,
+            decides=decides,
             least=least,
             hidden=hidden,
         )
@@ -197,22 +201,25 @@ def _over_parts(law: Law, evidence: Evidence) -> Finding:
     return replace(there, message=message, compared=compared, not_compared=missed)
 
 
-_AGAINST_THE_REFERENCE = ("parity", "norm")
+_REFERENCE = ("parity", "norm")
 """Chapters that compare with a reference; a random forward has none."""
 
 
 def _finding(law: Law, evidence: Evidence) -> Finding:
     random = evidence.scenario.parsed_recipe.training.random
-    if random and law.chapter in _AGAINST_THE_REFERENCE:
+    if random and law.chapter in _REFERENCE:
         return skipped("random layers are on: every other recipe turns them off")
     if not (evidence.scaler or law.of_stack):
         return skipped("a law of scalers, and this run has none")
     finding = law.judge(evidence)
-    if finding.status == Status.FAIL and law.chapter in _AGAINST_THE_REFERENCE:
-        doubt = _doubt_of(law, finding, evidence)
+    doubt = ""
+    if finding.status == Status.FAIL and law.chapter in _REFERENCE:
+        doubt = _doubt_of(law, finding, evidence) or _unjoined(evidence)
+    elif finding.status != Status.SKIPPED and law.decides:
+        doubt = _unjoined(evidence)
+    if doubt:
         message = f"{finding.message}; but {doubt}"
-        doubtful = replace(finding, status=Status.INCONCLUSIVE, message=message)
-        return doubtful if doubt else finding
+        return replace(finding, status=Status.INCONCLUSIVE, message=message)
     return _if_enough(law, finding, evidence)
 
 
@@ -238,6 +245,19 @@ def _doubt_of(law: Law, finding: Finding, evidence: Evidence) -> str:
     _, _, name = law.id.partition(".")
     doubt = parity.doubt(step, name if name in ORDER else "gradient", finding.parameter)
     return doubt.text if doubt is not None else ""
+
+
+def _unjoined(evidence: Evidence) -> str:
+    """Return why nobody knows which optimizers decide together, or ""."""
+    counts = evidence.ranks[0].unjoined if evidence.scaler else ()
+    # without a bad gradient every optimizer is to step
+    if not counts or not any(bad_gradient(evidence, s) for _, s in evidence.steps()):
+        return ""
+    return (
+        f"ranks step {', '.join(map(str, counts))} optimizers, and only their order "
+        "says which of them decide together: on a rank that lacks one, hand the scaler "
+        "None in its place, as in scaler.step(None)"
+    )
 
 
 def narrowed(evidence: Evidence) -> str:

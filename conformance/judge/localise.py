@@ -232,6 +232,11 @@ class _Gradients:
                 "the errors are as small as those of sums in 16 bits: if gradients are "
                 "meant to be reduced so, promise it with reduce_dtype"
             )
+        if scenario.parsed_recipe.training.frozen:
+            found.append(
+                "half of the model is frozen here: judge the scenario without "
+                "recipe=frozen first, which compares all gradients"
+            )
         return "".join(f"; {text}" for text in found)
 
     def _is_rounded(self) -> bool:

@@ -7,6 +7,9 @@ While a workload trains, a rank records what happens to optimizers, in order
   belong together, on whatever rank; so do an optimizer and those that step inside of
   its calls, and the n-th optimizers of two ranks, which one line of the program calls
   (ranks of a pipeline, or of ZeRO, have other parameters).
+- **Ranks with fewer optimizers** than others are joined by the parameters that they
+  share with them. An optimizer that shares none may be the n-th or a later one: ranks
+  are joined by order, and ``RankTrace.unjoined`` says so.
 - **Parameters that no optimizer has** form one more group. Optimizers of other tensors,
   such as fp32 copies, decide for that group. If it is empty, they train something
   beside the model.
@@ -26,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from .methods import STEPS
 from .trace import Decision, Event, Kind, RankTrace, Setting, StepTrace
 
 __all__ = ["fold", "steps_again"]
@@ -48,6 +52,7 @@ def fold(ranks: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
         replace(
             trace,
             owned=groups.names,
+            unjoined=groups.unjoined,
             left=left,
             steps=[
                 replace(_folded(seen, trace, groups, left), own_skip=number in own)
@@ -70,10 +75,6 @@ def _is_own_skip(seen: StepTrace) -> bool:
     asked = any(event.kind is Kind.BEGINS for event in seen.events)
     asked |= not seen.calls.isdisjoint(STEPS)
     return seen.complete and after > before and not asked and not seen.changed
-
-
-STEPS = ("step", "clip_and_step")
-"""Methods by which a scaler is asked to step."""
 
 
 def steps_again(events: Iterable[Event]) -> int | None:
@@ -115,6 +116,8 @@ class _Groups:
     """Parameters of each."""
     of_optimizer: Mapping[tuple[int, int], int]
     """(rank, number of an optimizer) -> its group, where it has one."""
+    unjoined: tuple[int, ...]
+    """Optimizers of each rank, if only their order joins them; else empty."""
 
     def decided_by(self, rank: int, optimizer: int) -> list[str]:
         """What an optimizer decides for."""
@@ -123,7 +126,7 @@ class _Groups:
 
     @classmethod
     def of(cls, ranks: Sequence[RankTrace]) -> _Groups:
-        parts = _components(members for trace in ranks for members in _together(trace))
+        parts, unjoined = _parts(ranks)
         known = [part for part in parts if any(isinstance(m, str) for m in part)]
         order = dict.fromkeys(name for trace in ranks for name in trace.index)
         rest = set[Member](order).difference(*known)
@@ -139,11 +142,32 @@ class _Groups:
                 for member in part
                 if isinstance(member, tuple)
             },
+            unjoined=unjoined,
         )
 
 
+def _parts(ranks: Sequence[RankTrace]) -> tuple[list[set[Member]], tuple[int, ...]]:
+    """Return members that belong together, and ``_Groups.unjoined``."""
+    together = [[*_together(trace)] for trace in ranks]
+    counts = tuple(
+        len({m for each in sets for m in each if isinstance(m, int)})
+        for sets in together
+    )
+    most = max(counts)
+    shared = _components(
+        each if count == most else {m for m in each if not isinstance(m, int)}
+        for sets, count in zip(together, counts, strict=True)
+        for each in sets
+    )
+    # parts that only ranks with fewer optimizers hold: which of the others is theirs?
+    apart = [part for part in shared if not any(isinstance(m, int) for m in part)]
+    if not any(isinstance(m, str) for part in apart for m in part):
+        return shared, ()
+    return _components(each for sets in together for each in sets), counts
+
+
 def _together(trace: RankTrace) -> Iterator[set[Member]]:
-    """What belongs together by one event of a rank."""
+    """Yield what belongs together by one event of a rank."""
     places: dict[int, int] = {}
     for seen in trace.steps:
         for event, outer in _calls(seen.events):

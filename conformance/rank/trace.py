@@ -322,6 +322,9 @@ class RankTrace:
     """Parameters that have local elements and require a gradient."""
     owned: list[list[str]] = field(default_factory=list)
     """Per decision group: names of its parameters, equal on all ranks."""
+    unjoined: tuple[int, ...] = ()
+    """Number of optimizers of each rank, where it differs and nothing but their order
+    says which of them belong together; else empty."""
     left: frozenset[str] = frozenset()
     """Parameters that another rank, which holds the same elements, steps for this
     one: no gradient of them is due here."""

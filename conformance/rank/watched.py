@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from .methods import TAKES_AN_OPTIMIZER
 from .trace import Kind
 
 __all__ = ["NoOptimizer", "WatchedScaler", "watching_optimizers"]
@@ -75,10 +76,6 @@ def watching_optimizers(note: Callable[[Kind, Optimizer], None]) -> Iterator[Non
 
 class NoOptimizer:
     """Stands for an optimizer that a rank lacks, in the order of the program."""
-
-
-TAKE_AN_OPTIMIZER = ("clip_grad_norm_", "clip_and_step", "step", "unscale_")
-"""Methods whose first argument is an optimizer, or None where a rank lacks it."""
 
 
 @cache
@@ -174,7 +171,7 @@ class WatchedScaler:
         """The optimizers among the arguments of a method."""
         found = [each for value in given for each in _flat(value)]
         found = [each for each in found if hasattr(each, "param_groups")]
-        lacks = name in TAKE_AN_OPTIMIZER and given[:1] == [None]
+        lacks = name in TAKES_AN_OPTIMIZER and given[:1] == [None]
         if lacks and not found:
             found.append(lacking(self._lacked[name]))
             self._lacked[name] += 1

@@ -141,6 +141,8 @@ if __name__ == "__main__":
 }
 
 
+# The frame of all scripts starts ranks of its own, which takes ten seconds.
+@pytest.mark.slow
 @pytest.mark.parametrize("crash", CRASHES)
 def test_exit_code_1_is_a_verdict_and_no_crash(
     crash: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -170,6 +172,7 @@ if __name__ == "__main__":
 NOT_SEEN = 'tell(False, "torch", parameter="a", relative_error="1", reference="b")'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "verdict"), [(SEEN, "bug"), (NOT_SEEN, "no bug")], ids=["bug", "no bug"]
 )

@@ -195,7 +195,7 @@ def test_a_draft_is_judged_and_a_fault_in_it_is_found(folder: Path) -> None:
     (folder / "broken_draft.py").write_text(
         text.replace(shard, "        if mesh.size() < 2:\n    " + shard)
     )
-    assert main([*QUICK, "broken_draft:Workload", *narrow]) == 1
+    assert main([*QUICK, "broken_draft:Workload", "--fail-fast", *narrow]) == 1
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,11 @@ def hostile(real: Report, tmp_path: Path) -> Path:
 
 
 STATUSES = ("pass", "fail")
-PAGES = ("failing", "passing", "hostile")
+PAGES = (
+    "failing",
+    "hostile",
+    pytest.param("passing", marks=pytest.mark.slow),  # a part of the failing one
+)
 
 
 @pytest.fixture(params=PAGES)

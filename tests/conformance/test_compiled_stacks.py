@@ -1,6 +1,7 @@
 """Compiled stacks are judged as compiled: a wrong compiler is found in every run."""
 
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.__main__ import main
 from gradparity.tests import compiled_stacks as stacks
+from gradparity.tests.products import in_turn
 
 MODULE = "gradparity.tests.compiled_stacks"
 
@@ -15,7 +17,7 @@ MODULE = "gradparity.tests.compiled_stacks"
 def scenario(
     stack: type, recipe: str = "plain", topology: str = "dp2/2", seed: int = 0
 ) -> Scenario:
-    text = f"{topology}/fp32/own/none/model={MODULE}:{stack.__name__},steps=4"
+    text = f"{topology}/fp32/own/none/model={MODULE}:{stack.__name__},steps=2"
     return Scenario.parse(f"{text},recipe={recipe},seed={seed}")
 
 
@@ -27,25 +29,39 @@ def failed(case: Case) -> set[str]:
 # Compiling takes most of the time. Where a stack is slow here, make test judges one
 # that compiles the same parts: WrongCompiled is localised below, and WrongFullyShard
 # compiles blocks as WrongBlocks does.
+WRONG = (
+    stacks.WrongFullyShard,
+    stacks.WrongDdp,
+    stacks.WrongOwnStep,
+    stacks.WrongCompiledOptimizer,
+    stacks.WrongCompiled,
+    stacks.WrongBlocks,
+)
+EVERY_RUN = (
+    *(("dp2/2", recipe) for recipe in ("plain", "accumulate", "frozen")),
+    ("dp1/1", "plain"),
+)
+
+
 @pytest.mark.parametrize(
-    "stack",
+    ("stack", "run"),
     [
-        pytest.param(stacks.WrongCompiled, marks=pytest.mark.slow),
-        pytest.param(stacks.WrongBlocks, marks=pytest.mark.slow),
-        stacks.WrongFullyShard,
-        stacks.WrongDdp,
-        stacks.WrongOwnStep,
-        stacks.WrongCompiledOptimizer,
+        *in_turn(WRONG[:4], EVERY_RUN, each=1),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in product(WRONG[4:], EVERY_RUN)
+        ),
     ],
 )
-def test_a_wrong_compiler_is_found_in_every_run(runner: Runner, stack: type) -> None:
+def test_a_wrong_compiler_is_found_in_every_run(
+    runner: Runner, stack: type, run: tuple[str, str]
+) -> None:
     """On ranks that are warm from the runs before, and with each log of the judge."""
     in_steps = stack is stacks.WrongCompiledOptimizer
     law = "parity.update" if in_steps else "parity.gradient"
-    for seed, recipe in enumerate(("plain", "accumulate", "frozen", "plain")):
-        case = runner.run("none", scenario(stack, recipe, seed=seed))
-        assert law in failed(case), recipe
-    assert law in failed(runner.run("none", scenario(stack, topology="dp1/1")))
+    topology, recipe = run
+    case = runner.run("none", scenario(stack, recipe, topology))
+    assert law in failed(case)
 
 
 @pytest.mark.slow
@@ -103,13 +119,18 @@ def test_draws_in_compiled_code_are_counted_and_not_compared(runner: Runner) -> 
     case = runner.run("none", scenario(stacks.Dropping, "random"))
     (data,) = (v for v in case.verdicts if v.law == "random.data")
     # the dropout beside the block; the one inside of it is out of sight
-    assert (data.status, data.compared, data.not_compared) == ("pass", 8, 8)
+    assert (data.status, data.compared, data.not_compared) == ("pass", 4, 4)
 
 
+@pytest.mark.parametrize(
+    ("stack", "words"),
+    [
+        (stacks.WrongFullyShard, "what came in is right, the output departs by"),
+        (stacks.WrongCompiled, "they are compiled as a whole"),
+    ],
+)
 def test_a_compiled_module_is_watched_from_outside(
-    capsys: pytest.CaptureFixture[str],
+    runner: Runner, stack: type, words: str
 ) -> None:
-    assert main(["localise", scenario(stacks.WrongFullyShard).id]) == 1
-    assert "what came in is right, the output departs by" in capsys.readouterr().out
-    assert main(["localise", scenario(stacks.WrongCompiled).id]) == 1
-    assert "they are compiled as a whole" in capsys.readouterr().out
+    found = runner.localise(runner.run("none", scenario(stack)))
+    assert found is not None and words in found.text

@@ -116,6 +116,11 @@ def folded(*ranks: Steps, **more: Any) -> tuple[RankTrace, ...]:
             ["abc"],
             id="another order on a rank",
         ),
+        pytest.param(
+            [[step(0, "a") + step(1, "b")], [step(0, "b")], [step(0, "bc")]],
+            ["a", "bc"],
+            id="ranks without the first, that share the second",
+        ),
     ],
 )
 def test_a_decision_group_is_what_was_ever_together(
@@ -124,6 +129,29 @@ def test_a_decision_group_is_what_was_ever_together(
     for one in folded(*ranks):
         assert one.owned == [[*group] for group in groups]
         assert all(len(seen.decisions) == len(groups) for seen in one.steps)
+
+
+ALONE = step(0, "c")
+TWO = step(0, "a") + step(1, "b")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "counts"),
+    [
+        pytest.param([TWO, ALONE], (2, 1), id="a rank that shares nothing"),
+        pytest.param([TWO, step(0, "b"), ALONE], (2, 1, 1), id="one of three"),
+        pytest.param([TWO, step(0, "bc")], (), id="a shared parameter"),
+        pytest.param([TWO, step(7) + ALONE], (), id="a stand-in for the first"),
+        pytest.param([step(0, "abc", *step(1, "a")), ALONE], (), id="one inside"),
+        pytest.param([step(0, "abc") + step(1), step(0, "abc")], (), id="beside"),
+        pytest.param([ALONE, []], (), id="a rank that never stepped"),
+    ],
+)
+def test_ranks_with_fewer_optimizers_are_joined_by_shared_parameters(
+    ranks: list[Sequence[Event]], counts: tuple[int, ...]
+) -> None:
+    for one in folded(*([events] for events in ranks)):
+        assert one.unjoined == counts
 
 
 def test_a_pipeline_decides_together_and_a_rank_for_what_it_holds() -> None:

@@ -29,7 +29,7 @@ MODULE = "gradparity.tests.misplaced"
 TWICE = "gradparity.fixtures.faulty:UnscalesTwice"
 
 
-def own(stack: type, place: str = "tp2/2/fp32", more: str = "steps=2") -> str:
+def own(stack: type, place: str = "tp2/2/fp32", more: str = "steps=1") -> str:
     return f"{place}/own/none/model={MODULE}:{stack.__name__},{more}"
 
 
@@ -364,6 +364,15 @@ def test_that_only_the_last_pass_was_kept_is_told(runner: Runner, recipe: str) -
     assert found.module == ""
     wrong = located(runner, own(misplaced.NeverAveraged, "dp2/2/fp32", more))
     assert "alone" not in wrong.text
+
+
+def test_a_model_with_frozen_parts_is_no_first_case(runner: Runner) -> None:
+    told = "judge the scenario without recipe=frozen first"
+    more = "steps=2,recipe=frozen"
+    found = located(runner, own(misplaced.AveragedTwice, "dp2/2/fp32", more))
+    assert found.where == "gradient" and told in found.text
+    found = located(runner, own(misplaced.AveragedTwice, "dp2/2/fp32"))
+    assert told not in found.text
 
 
 def test_a_share_of_the_loss_is_told(runner: Runner) -> None:

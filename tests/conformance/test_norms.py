@@ -274,7 +274,7 @@ def test_a_run_that_stopped_is_undecided_only_where_a_norm_was_due(
     model: str, recipe: str, law: str, status: str
 ) -> None:
     place = "ddp/2/fp32/sgd" if model == "digits" else "dp2/2/fp32/own"
-    text = f"{place}/none/model={model},recipe={recipe},steps=4"
+    text = f"{place}/none/model={model},recipe={recipe},steps=2"
     of = replace(evidence(scenario=Scenario.parse(text)), parity=None)
     for trace in of.ranks:
         trace.steps.clear()

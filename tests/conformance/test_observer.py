@@ -19,7 +19,7 @@ from gradparity.fixtures.specimens import SPECIMENS
 from gradparity.multiprocess import Cluster, current_world
 from gradparity.tests.products import in_turn
 
-STEPS = 3
+STEPS = 2
 COMPILED = "gradparity.tests.compiled_stacks"
 STACKS = "gradparity.fixtures.faulty.stacks"
 
@@ -136,10 +136,10 @@ def test_specimens(ranks: dict[int, Cluster], name: str, recipe: str) -> None:
     ("stack", "recipe"),
     [
         pytest.param("Compiled", "plain", marks=pytest.mark.slow),
-        ("Blocks", "recompute"),
+        pytest.param("Blocks", "recompute", marks=pytest.mark.slow),
         ("FullyShard", "accumulate"),
         pytest.param("Ddp", "accumulate-no-sync", marks=pytest.mark.slow),
-        ("OwnStep", "plain"),
+        pytest.param("OwnStep", "plain", marks=pytest.mark.slow),
         pytest.param("InTurns", "plain", marks=pytest.mark.slow),
         ("CompiledOptimizer", "plain"),
         ("Dropping", "random"),
@@ -152,7 +152,7 @@ def test_compiled_stacks(ranks: dict[int, Cluster], stack: str, recipe: str) -> 
 
 
 def test_a_learned_router_whose_choices_do_not_tip(ranks: dict[int, Cluster]) -> None:
-    text = "dp2/2/fp32/own/none/model=gradparity.tests.routed_stacks:TopTwo,steps=3"
+    text = "dp2/2/fp32/own/none/model=gradparity.tests.routed_stacks:TopTwo,steps=2"
     scenario = Scenario.parse(text)
     schedule = Schedule(skipped=(frozenset(),) * STEPS, scales=(1.0,) * STEPS)
     known = expected_choices(scenario, schedule)

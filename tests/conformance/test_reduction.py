@@ -26,6 +26,7 @@ from gradparity.conformance.rank.trace import (
 )
 from gradparity.multiprocess import Cluster
 from gradparity.tests.made_up import finding
+from gradparity.tests.products import in_turn
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 Seen = list[tuple[str, int]]
@@ -147,8 +148,9 @@ def under_fsdp_and_tp(sequence: bool, blocks: bool, recompute: bool) -> Seen:
     return logged(model)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(
+    ("blocks", "recompute"), in_turn([False, True], [False, True], each=1)
+)
 def test_partial_gradients_are_summed_over_tp_in_the_dtype_of_the_compute(
     four: Cluster, blocks: bool, recompute: bool
 ) -> None:
@@ -158,8 +160,9 @@ def test_partial_gradients_are_summed_over_tp_in_the_dtype_of_the_compute(
         assert sum(e for d, e in seen if d == "float32") > 0
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(
+    ("blocks", "recompute"), in_turn([True, False], [False, True], each=1)
+)
 def test_without_partial_gradients_the_policy_holds_under_tp(
     four: Cluster, blocks: bool, recompute: bool
 ) -> None:

@@ -30,7 +30,7 @@ def judge() -> Iterator[Runner]:
         yield made
 
 
-def case(judge: Runner, stack: type, place: str, settings: str = "steps=4") -> Case:
+def case(judge: Runner, stack: type, place: str, settings: str = "steps=2") -> Case:
     text = f"{place}/own/none/model={MODULE}:{stack.__name__},{settings}"
     found = judge.run("none", Scenario.parse(text))
     assert not found.problem, found.problem
@@ -62,15 +62,15 @@ def test_a_right_stack_whose_choice_tips_is_accused_without_the_replay(
 @pytest.mark.parametrize(
     ("stack", "place", "settings"),
     [
-        (stacks.TopTwo, "dp2/2/fp32", "steps=4"),
-        (stacks.TopTwo, "tp2/2/fp32", "steps=4"),
-        (stacks.TopTwo, "dp2/2/bf16-autocast", "steps=4"),
-        (stacks.TopOne, "dp2/2/fp32", "steps=4,recipe=accumulate-uneven"),
-        (stacks.TopOne, "tp2/2/bf16-autocast", "steps=4,recipe=accumulate"),
-        (stacks.ByMaximum, "tp2/2/bf16-autocast", "steps=4"),
-        (stacks.SteppedByAdam, "tp2/2/bf16-autocast", "steps=4"),
-        (stacks.Recomputed, "tp2/2/bf16-autocast", "steps=4"),
-        (stacks.Masked, "tp2/2/bf16-autocast", "steps=4"),
+        (stacks.TopTwo, "dp2/2/fp32", "steps=2"),
+        (stacks.TopTwo, "tp2/2/fp32", "steps=2"),
+        (stacks.TopTwo, "dp2/2/bf16-autocast", "steps=2"),
+        (stacks.TopOne, "dp2/2/fp32", "steps=2,recipe=accumulate-uneven"),
+        (stacks.TopOne, "tp2/2/bf16-autocast", "steps=2,recipe=accumulate"),
+        (stacks.ByMaximum, "tp2/2/bf16-autocast", "steps=2"),
+        (stacks.SteppedByAdam, "tp2/2/bf16-autocast", "steps=2"),
+        (stacks.Recomputed, "tp2/2/bf16-autocast", "steps=2"),
+        (stacks.Masked, "tp2/2/bf16-autocast", "steps=2"),
     ],
 )
 def test_right_stacks_pass(

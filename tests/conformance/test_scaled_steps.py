@@ -15,7 +15,7 @@ from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.conformance.rank.watched import WatchedScaler
 from gradparity.examples.gan import Gan
 from gradparity.fixtures.faulty.agreement import NeverAgrees
-from gradparity.fixtures.faulty.plain import ClippingScaler
+from gradparity.fixtures.faulty.plain import ClippingScaler, PlainScaler
 from gradparity.tests.conformance.test_workload_steps import (
     Engine,
     MicroBatches,
@@ -187,6 +187,37 @@ class ClipsWithoutOptimizer(SharesNoOptimizer):
         scaler.clip_and_step(optimizer, 1e9)
 
 
+class SaysNothing(SharesNoOptimizer):
+    """No fault: the rank that lacks an optimizer does not say so."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        engine = super().parallelize(model, mesh)
+        if "first" in engine.kept:
+            engine.kept["first"].own = True
+        return engine
+
+    def step(self, scaler: Any, optimizer: Any) -> None:
+        if optimizer is not None:
+            scaler.step(optimizer)
+
+
+class AgreesOverSharedOptimizers(PlainScaler):
+    """No fault: a rank decides alone for an optimizer that no other rank has."""
+
+    own = False
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        self.own = getattr(optimizer, "own", False)
+        super().unscale_(optimizer)
+
+    def agree(self, found: bool) -> bool:
+        return found if self.own else super().agree(found)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        self.found[0] = super().agree(any(self.found.values()))
+        super().update(new_scale)
+
+
 class Apart(NeverAgrees, ClippingScaler):
     """Faulty: each rank decides alone whether to skip."""
 
@@ -206,7 +237,8 @@ FAULTS = ("none", "inf@r1s1:first", "inf@r*s1:last", "nan@r0s0:first!")
 def judged(
     runner: Runner, stack: type, faults: str, more: str = "", scaler: str = OURS
 ) -> Case:
-    where, settings = RIGHT[stack], f"steps=4,interval=2{more}"
+    where = "pp2/2" if stack is SaysNothing else RIGHT[stack]
+    settings = f"steps=3,interval=2{more}"
     text = f"{where}/fp32/own/{faults}/model={__name__}:{stack.__name__},{settings}"
     return runner.run(scaler, Scenario.parse(text))
 
@@ -216,13 +248,20 @@ def failed(case: Case) -> dict[str, str]:
     return {v.law: v.message for v in case.verdicts if v.status not in right}
 
 
-@pytest.mark.parametrize(("stack", "faults"), in_turn([*RIGHT], FAULTS))
+@pytest.mark.parametrize(("stack", "faults"), in_turn([*RIGHT], FAULTS, each=1))
 def test_a_right_step_breaks_no_law(runner: Runner, stack: type, faults: str) -> None:
     found = judged(runner, stack, faults)
     assert found.status == "pass", (found.problem, failed(found))
 
 
-@pytest.mark.parametrize("stack", RIGHT)
+FEW = (ClipsAndStepsFused, ClipsByTheScaler, ScaledGan, SharesNoOptimizer)
+"""One for each way to call a scaler."""
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [pytest.param(s, marks=[pytest.mark.slow] * (s not in FEW)) for s in RIGHT],
+)
 def test_a_right_step_that_overflows_breaks_no_law(runner: Runner, stack: type) -> None:
     found = judged(runner, stack, "none", f",{OVERFLOWS}")
     assert found.evidence is not None
@@ -238,6 +277,18 @@ def test_a_scaler_that_lets_ranks_disagree_is_caught_in_such_a_step(
         runner, stack, "inf@r1s1:last!", scaler=f"{__name__}:{Apart.__name__}"
     )
     assert {"skip.all-ranks-skip", "agreement.scale"} <= {*failed(found)}
+
+
+def test_a_rank_that_does_not_say_that_it_lacks_an_optimizer_is_not_judged_by_order(
+    runner: Runner,
+) -> None:
+    scaler = f"{__name__}:{AgreesOverSharedOptimizers.__name__}"
+    assert judged(runner, SaysNothing, "none", scaler=scaler).status == "pass"
+    found = judged(runner, SaysNothing, "inf@r1s1:first", scaler=scaler)
+    assert found.status == "inconclusive", (found.problem, failed(found))
+    assert "ranks step 2, 1 optimizers" in failed(found)["skip.all-ranks-step"]
+    assert "as in scaler.step(None)" in failed(found)["skip.all-ranks-step"]
+    assert "agreement.scale" not in failed(found)
 
 
 def test_torchs_checkpoints_save_the_scaler_by_its_state() -> None:

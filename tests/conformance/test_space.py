@@ -13,7 +13,8 @@ LAID_OUT = [
 ]
 WITH_RECIPE = [
     pytest.param(
-        f"{'ddp' if recipe.compile else 'fsdp'}/2/fp32/sgd/none/steps=4,recipe={name}",
+        f"{'ddp' if recipe.compile else 'fsdp'}/2/fp32/sgd/none/"
+        f"steps={4 if recipe.resume or recipe.new_scale else 2},recipe={name}",
         marks=[pytest.mark.slow] * recipe.compile,
     )
     for name, recipe in RECIPES.items()

@@ -272,12 +272,13 @@ def test_a_budget_has_a_unit(time: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "is no positive time such as 60s" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("counted_budget")
 def test_each_scaler_is_hunted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code = main(
-        ["hunt", "--budget", "3s", "--topology", "single", "--precision", "fp32",
+        ["hunt", "--budget", "12s", "--topology", "single", "--precision", "fp32",
          "--model", "digits", "--scaler", f"{FAULTY}:PlainScaler",
          "--scaler", f"{FAULTY}:ForgetsToUnscale"]
     )  # fmt: skip

@@ -67,12 +67,14 @@ def test_a_wrong_stack_is_shown_without_a_scaler(
             f"dp2/2/fp32/own/none/model={MODULE}:Nested,recipe=accumulate,steps=3",
         ),
         ("none", f"dp2-tp2/4/fp32/own/none/model={MODULE}:ZeroBiases,steps=3"),
-        ("none", "hsdp/4/fp32/adamw/none/steps=2"),
+        pytest.param(
+            *("none", "hsdp/4/fp32/adamw/none/steps=2"), marks=pytest.mark.slow
+        ),
         ("none", f"tp2/2/fp32/own/none/model={LAYOUTS}:Laid,steps=2"),
         ("none", f"tp2/2/fp32/own/none/model={LAYOUTS}:ShardAndPartial,steps=2"),
         ("none", f"dp2/2/fp32/own/none/model={SCHEDULES}:TwoRates,steps=4"),
         ("none", f"dp2/2/fp32/own/none/model={SCHEDULES}:CyclesMomentum,steps=4"),
-        (OURS, BAD),
+        pytest.param(OURS, BAD, marks=pytest.mark.slow),  # the next one has more
         (OURS, f"{BAD},recipe=accumulate,param-order=reversed"),
         (
             OURS,

@@ -32,7 +32,8 @@ def case(
     place: str = "dp2/2/fp32",
     faults: str = "none",
 ) -> Case:
-    text = f"{place}/own/{faults}/model={MODULE}:{stack.__name__},steps=4"
+    steps = 2 if faults == "none" else 4
+    text = f"{place}/own/{faults}/model={MODULE}:{stack.__name__},steps={steps}"
     return runner.run(scaler, Scenario.parse(text))
 
 

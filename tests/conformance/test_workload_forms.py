@@ -39,7 +39,7 @@ def spec(stack: type) -> str:
 
 def judged(runner: Runner, stack: type, recipe: str = "plain") -> Case:
     check_workload(spec(stack))
-    text = f"dp2/2/fp32/own/none/model={spec(stack)},recipe={recipe},steps=3"
+    text = f"dp2/2/fp32/own/none/model={spec(stack)},recipe={recipe},steps=2"
     case = runner.run("none", Scenario.parse(text))
     assert not case.problem
     return case

@@ -490,7 +490,7 @@ def case(
     runner: Runner, stack: type, recipe: str = "plain", scaler: str = "none"
 ) -> Case:
     mesh = "cp2" if issubclass(stack, MixesTokens) else "dp2"
-    settings = f"recipe={recipe},steps=3,model={MODULE}:{stack.__name__}"
+    settings = f"recipe={recipe},steps=2,model={MODULE}:{stack.__name__}"
     return runner.run(scaler, Scenario.parse(f"{mesh}/2/fp32/own/none/{settings}"))
 
 

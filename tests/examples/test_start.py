@@ -30,5 +30,5 @@ def test_a_copied_workload_passes_and_fails_once_broken(
     (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert main([*RUN, "--workload", f"{name}:Stack"]) == code
+    assert main([*RUN, "--fail-fast", "--workload", f"{name}:Stack"]) == code
     assert ("FAIL" if code else "PASS") in capsys.readouterr().out

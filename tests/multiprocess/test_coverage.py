@@ -33,11 +33,18 @@ disable_warnings = no-data-collected, module-not-measured
 TESTS = """
 import pytest
 
-@pytest.mark.world(world_size=2, isolation={isolation!r})
-@pytest.mark.parametrize("number", range(2))
-def test_it(world, number):
+def by(rank):
     from measured import by_rank
-    assert by_rank(world.rank) == ("zero", "one")[world.rank]
+    assert by_rank(rank) == ("zero", "one")[rank]
+
+@pytest.mark.world(world_size=2)
+@pytest.mark.parametrize("number", range(2))
+def test_in_a_pool(world, number):
+    by(world.rank)
+
+@pytest.mark.world(world_size=2, isolation="process")
+def test_in_processes(world):
+    by(world.rank)
 """
 
 PROGRAM = """
@@ -77,19 +84,15 @@ def check(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("isolation", "options"),
-    [
-        ("pool", ()),
-        ("process", ()),
-        # three sessions import torch
-        pytest.param("pool", ("-n", "2"), marks=pytest.mark.slow),
-    ],
+    "options",
+    # three sessions import torch
+    [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)],
 )
 def test_pytest_cov_measures_the_ranks(
-    tmp_path: Path, isolation: str, options: tuple[str, ...]
+    tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     (tmp_path / "measured.py").write_text(MODULE)
-    (tmp_path / "test_it.py").write_text(TESTS.format(isolation=isolation))
+    (tmp_path / "test_it.py").write_text(TESTS)
     (tmp_path / ".coveragerc").write_text(SETTINGS)
     cov = ("--cov", "--cov-report=json")
     run(tmp_path, "pytest", "-q", "-p", "no:cacheprovider", *cov, *options)

@@ -161,6 +161,7 @@ def test_output_is_captured_whole_on_a_full_disk(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_session_on_a_full_disk_fails_the_faulty_test_alone(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -25,9 +25,9 @@ sleeps()
 DIES = "import os; os.write(2, b'no such luck'); os._exit(7)"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def own_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Leave the server of other tests alone."""
+    """Leave the server of other tests alone; a new one imports torch."""
     monkeypatch.setattr(forkserver_client, "_client", None)
     monkeypatch.syspath_prepend(tmp_path)
     yield
@@ -42,6 +42,7 @@ def wait_for_end(pid: int) -> None:
     os.close(pidfd)
 
 
+@pytest.mark.usefixtures("own_server")
 def test_a_preloaded_module_may_print_much(tmp_path: Path) -> None:
     (tmp_path / "loud.py").write_text(LOUD)
     with Cluster(1, preload=("loud",)) as cluster:
@@ -61,6 +62,7 @@ def test_a_rank_is_replaced_whose_end_the_server_has_not_reported_yet() -> None:
         later.join()
 
 
+@pytest.mark.usefixtures("own_server")
 @pytest.mark.slow
 def test_an_import_that_never_ends_is_given_up(tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text(SLEEPER)
@@ -88,7 +90,10 @@ def test_a_failed_import_is_reported_each_time_and_affects_no_other_rank() -> No
         assert cluster.run(lambda: 1) == [1]
 
 
-@pytest.mark.parametrize("parent_is_slow", [False, True])
+@pytest.mark.usefixtures("own_server")
+@pytest.mark.parametrize(
+    "parent_is_slow", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_the_stderr_of_a_server_that_ends_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent_is_slow: bool
 ) -> None:
@@ -107,6 +112,7 @@ def test_the_stderr_of_a_server_that_ends_is_shown(
         Cluster(1, preload=("dies",)).start()
 
 
+@pytest.mark.usefixtures("own_server")
 def test_a_server_that_cannot_start_leaves_no_descriptor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -120,6 +126,7 @@ def test_a_server_that_cannot_start_leaves_no_descriptor(
     assert os.listdir("/proc/self/fd") == before
 
 
+@pytest.mark.usefixtures("own_server")
 @pytest.mark.parametrize("name", ["random.py", "torch/__init__.py"])
 def test_a_file_that_hides_a_module_is_named(tmp_path: Path, name: str) -> None:
     hiding = tmp_path / name

@@ -248,6 +248,7 @@ def test_what_was_collected_says_who_runs_it(
     assert len(list(ElementTree.parse(tmp_path / "j.xml").iter("testcase"))) == 1
 
 
+@pytest.mark.slow
 def test_workers_of_xdist_are_refused(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(CLASSES)
     done = torchrun(tmp_path, "-m", "pytest", "-q", "-n", "2")

@@ -371,6 +371,7 @@ with LocalTensorMode(256):
 """
 
 
+@pytest.mark.slow
 def test_torchs_local_tensors_as_the_page_shows_them() -> None:
     page = Path(__file__).parents[2] / "docs" / "harness.md"
     assert LOCAL in page.read_text()

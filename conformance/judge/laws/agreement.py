@@ -113,6 +113,7 @@ def growth(evidence: Evidence) -> Finding:
     of_stack=True,
     # a warm-up begins at a rate of 0: such a decision moves nothing on any rank
     least=ANY_SHARE,
+    decides=True,
 )
 def skip(evidence: Evidence) -> Finding:
     """Compare the effect on the local parameters, optimizer by optimizer."""

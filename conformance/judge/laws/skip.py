@@ -27,6 +27,7 @@ def _is_bad(seen: Sequence[Decision]) -> bool:
     "A non-finite gradient on any rank stops every rank from stepping.",
     "A rank that steps applies a gradient without another rank's part, or writes inf "
     "and nan into the weights.",
+    decides=True,
 )
 def all_ranks_skip(evidence: Evidence) -> Finding:
     """Every rank's parameters stay as they are at a bad step."""
@@ -41,6 +42,7 @@ def all_ranks_skip(evidence: Evidence) -> Finding:
     "A step that is skipped without cause wastes its data. If one rank alone skips, "
     "the weights of the ranks drift apart.",
     of_stack=True,
+    decides=True,
 )
 def all_ranks_step(evidence: Evidence) -> Finding:
     """Every rank that holds elements has changed at a good step."""
@@ -88,6 +90,7 @@ def _steps_itself(evidence: Evidence) -> bool:
     "A skipped step leaves parameters, optimizer state and counters bitwise equal.",
     "Adam's bias correction depends on the step counter: if the counter includes "
     "skipped steps, training changes (B13 and similar defects).",
+    decides=True,
 )
 def no_side_effects(evidence: Evidence) -> Finding:
     """Nothing of the optimizer changes at a bad step."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from ...rank.methods import CLIPS
 from ...rank.trace import RankTrace, StepTrace
 from ..law import (
     Evidence,
@@ -17,9 +18,6 @@ from ..law import (
     law,
     skipped,
 )
-
-CLIPS = ("clip_grad_norm_", "clip_and_step")
-"""Methods by which a scaler clips, where training without one clips otherwise."""
 
 
 def _not_applicable(evidence: Evidence) -> str:
