@@ -64,7 +64,7 @@ class _Sent:
     step: int
     about: list[tuple[str, Any]]
     """(kind, what) of each number: ``weight`` and ``settings`` of replicas, ``rows`` of
-    ranks with the same rows, ``others`` of ranks with other rows."""
+    a set of ranks that have the same; no two sets may share them."""
     digests: list[Tensor]
     """Of the weights of this rank."""
     both: Tensor
@@ -140,8 +140,9 @@ class Watch:
         for name, parameter in self.model.named_parameters():
             if hasattr(parameter, "ds_tensor") or hasattr(parameter, "_hp_mapping"):
                 raise ValueError("DeepSpeed's parameters hide what a rank holds")
+            name = bare(name)
             if parameter.requires_grad and not name.startswith(tuple(self.apart)):
-                self._named[bare(name)] = parameter
+                self._named[name] = parameter
         if any(hasattr(module, "_handle") for module in self.model.modules()):
             raise ValueError("FSDP1's parameters hide what a rank holds: use FSDP2")
         own = {}
@@ -223,17 +224,11 @@ class Watch:
             own += [digests[-1], self._settings(parameter)]
         if self._alike:
             here = next(n for n, ranks in enumerate(self._alike) if rank in ranks)
-            first = self.step % len(self._alike)
-            second = (first + 1) % len(self._alike)  # neighbours, each pair in turn
-            asked: list[tuple[str, Any, set[int]]] = [
-                ("rows", self._alike[first], {first})
-            ]
-            if first != second:
-                pair = (self._alike[first], self._alike[second])
-                asked.append(("others", pair, {first, second}))
-            for kind, what, sets in asked:
-                about.append((kind, what))
-                gives.append(self._rows is not None and here in sets)
+            # neighbours, each pair in turn
+            pair = dict.fromkeys((self.step + n) % len(self._alike) for n in (0, 1))
+            for number in pair:
+                about.append(("rows", self._alike[number]))
+                gives.append(self._rows is not None and here == number)
                 own.append(0 if self._rows is None else self._rows)
         self._rows = None
         if not about:
@@ -254,6 +249,7 @@ class Watch:
             sent.work.wait()
         largest, complements = sent.both.tolist()
         digests = iter(sent.digests)
+        rows: dict[int, tuple[int, ...]] = {}
         for (kind, what), most, least in zip(
             sent.about, largest, complements, strict=False
         ):
@@ -261,9 +257,14 @@ class Watch:
                 self._moves(sent.step, what, int(next(digests)))
             if NONE in (most, least):
                 continue  # nobody gave one
-            ranks = sorted((most & 65535, ~least & 65535))
-            if (most >> 16 == ~least >> 16) == (kind == "others"):
-                text = _words(kind, what, ranks)
+            text = ""
+            if most >> 16 != ~least >> 16:
+                text = _words(kind, what, *sorted((most & 65535, ~least & 65535)))
+            elif kind == "rows" and rows.setdefault(most >> 16, what) != what:
+                text = (
+                    f"ranks {rows[most >> 16]} train on the same rows as ranks {what}"
+                )
+            if text:
                 self.act(f"gradparity.watch: step {sent.step}: {text}")
 
     def _moves(self, step: int, what: _Replicas, digest: int) -> None:
@@ -282,17 +283,13 @@ class Watch:
         return _number(self.optimizers[optimizer].param_groups[group])
 
 
-def _words(kind: str, what: Any, ranks: Sequence[int]) -> str:
-    """A sentence about two ranks."""
-    one, other = ranks
-    if kind == "others":
-        return f"ranks {what[0]} train on the same rows as ranks {what[1]}"
+def _words(kind: str, what: Any, one: int, other: int) -> str:
+    """A sentence about two ranks that differ."""
     if kind == "rows":
         return f"rank {one} and rank {other} train on other rows"
-    name = what.name
     if kind == "weight":
-        return f"{name} has other bits on rank {other} than on rank {one}"
-    return f"the settings for {name} are others on rank {other} than on rank {one}"
+        return f"{what.name} has other bits on rank {other} than on rank {one}"
+    return f"the settings for {what.name} are others on rank {other} than on rank {one}"
 
 
 def _number(group: Mapping[str, Any]) -> int | Tensor:
