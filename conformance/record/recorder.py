@@ -199,9 +199,20 @@ class Recorder:
             return args, {**kwargs, "closure": evaluated}
         return (args[0], evaluated, *args[2:]), kwargs
 
+    def _prepares(self, optimizer: Any) -> bool:
+        """Return True for a step at rate 0 before any forward: it only makes states.
+
+        Checkpoints of torch do so before they load.
+        """
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        numbers = [rate for rate in rates if isinstance(rate, int | float)]
+        return not self.outermost and not any(numbers) and len(numbers) == len(rates)
+
     def _before(self, optimizer: Any) -> None:
         if self.written or id(optimizer) in self.under_way:
             return  # a closure that runs again
+        if self._prepares(optimizer):
+            return
         number = self._number(optimizer)
         with self._noting("the gradients"), torch.no_grad():
             if self.calls[number] in self.steps:
@@ -217,7 +228,7 @@ class Recorder:
 
     def _ended(self, optimizer: Any) -> None:
         """Read what a step has done, and write all after the last recorded one."""
-        if self.written:
+        if self.written or self._prepares(optimizer):
             return
         number = self._number(optimizer)
         step = self.under_way.pop(id(optimizer), None)
@@ -239,7 +250,11 @@ class Recorder:
 
         def step(*args: Any, **kwargs: Any) -> Any:
             self._before(optimizer)
-            found = run(*args, **kwargs)
+            try:
+                found = run(*args, **kwargs)
+            except BaseException:
+                self.under_way.pop(id(optimizer), None)
+                raise
             self._ended(optimizer)
             return found
 

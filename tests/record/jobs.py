@@ -161,6 +161,11 @@ def train(
         model.load_state_dict(state["model"])
         if fault != "forgets" and isinstance(optimizer, torch.optim.Optimizer):
             optimizer.load_state_dict(state["optimizer"])
+    if fault == "prepares":
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        get_optimizer_state_dict(model, optimizer)  # steps once at rate 0
     steps = range(STEPS * 2) if fault == "continued" else range(STEPS)
     for step in range(STEPS, STEPS * 2) if resumed else steps:
         if fault == "continued" and step == STEPS:

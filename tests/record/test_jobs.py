@@ -155,6 +155,17 @@ def test_a_step_that_raised_is_recorded_when_it_is_tried_again(
 
 
 @pytest.mark.slow
+def test_a_step_that_only_makes_states_is_no_step_of_training(
+    one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = record(tmp_path / "b", "--noise", "0", of=command("plain", "prepares"))
+    assert done.returncode == 0, done.stderr
+    _, told = compared(capsys, one, tmp_path / "b")
+    assert "start: 21 of 21 tensors have equal bits" in told
+    assert "rows: equal at 3 of 3 steps" in told
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "code", "words"),
     [
