@@ -107,6 +107,8 @@ class Recording(msgspec.Struct):
     """Step -> digests of the rows of each input of the model that holds integers."""
     rows_of_floats: dict[int, list[Any]] = {}
     """The same of the other inputs."""
+    bags: dict[int, list[Any]] = {}
+    """Step -> for each call of the model a number for its tokens, in any order."""
     losses: dict[int, list[Any]] = {}
     drew: set[int] = set()
     """Steps in whose forward random numbers were drawn."""
@@ -133,6 +135,7 @@ class _Header(msgspec.Struct):
     calls: list[Call]
     rows: dict[int, list[list[int]]]
     rows_of_floats: dict[int, list[list[int]]]
+    bags: dict[int, list[int]]
     losses: dict[int, list[float]]
     drew: list[int]
     drops: list[str]
@@ -170,6 +173,7 @@ def write_rank(folder: Path, rank: int, recording: Recording) -> None:
         calls=recording.calls,
         rows=_listed(recording.rows),
         rows_of_floats=_listed(recording.rows_of_floats),
+        bags=recording.bags,
         losses=recording.losses,
         drew=sorted(recording.drew),
         drops=recording.drops,
@@ -259,6 +263,7 @@ def _read(path: Path) -> Recording:
         calls=header.calls,
         rows=dict(header.rows),
         rows_of_floats=dict(header.rows_of_floats),
+        bags=dict(header.bags),
         losses=dict(header.losses),
         drew=set(header.drew),
         drops=header.drops,

@@ -141,6 +141,8 @@ class Run:
     rows: Mapping[int, frozenset[int]]
     """Step -> digests of the rows that the model was given; tokens, if it was given
     such, else numbers with a point, which later stages of a pipeline are given, too."""
+    bags: Mapping[int, int]
+    """Step -> a number for all tokens together; ranks with the same rows count once."""
     losses: Mapping[int, float]
     """Step -> mean of the losses of all ranks and passes, if the model returns one."""
     drew: frozenset[int]
@@ -206,6 +208,7 @@ def read_merged(*folders: Path) -> Run:
             for name in group.names
         },
         rows=_rows(ranks.values()),
+        bags=_bags(ranks.values()),
         losses=_losses(ranks.values()),
         drew=frozenset(step for r in ranks.values() for step in r.drew),
         drops=tuple(first.drops),
@@ -230,6 +233,15 @@ def _rows(ranks: Collection[Recording]) -> dict[int, frozenset[int]]:
             for rows in inputs:
                 found.setdefault(step, set()).update(rows)
     return {step: frozenset(rows) for step, rows in found.items()}
+
+
+def _bags(ranks: Iterable[Recording]) -> dict[int, int]:
+    found: dict[int, dict[frozenset[int], int]] = {}
+    for recording in ranks:
+        for step, bags in recording.bags.items():
+            rows = frozenset(r for rows in recording.rows.get(step, ()) for r in rows)
+            found.setdefault(step, {})[rows] = sum(bags)
+    return {step: sum(of.values()) % WORD for step, of in found.items()}
 
 
 def _losses(ranks: Iterable[Recording]) -> dict[int, float]:

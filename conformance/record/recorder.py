@@ -41,7 +41,7 @@ from .files import Call, Recording, Settings, Stored, write_rank
 from .kept import Box, Kept, keep_bits, keep_values
 from .orders import ORDERS, Orders
 from .parts import Part, Places, Roots, parts_of, place, trains
-from .rows import rows_of
+from .rows import bag_of, rows_of
 from .weights import begin_from, nudge, write_start
 
 __all__ = ["Recorder", "install", "record"]
@@ -143,8 +143,11 @@ class Recorder:
         with self._noting("rows"):
             # a second model may get what the first one has computed
             if module is self.outermost[0]:
-                tokens, floats = rows_of([*args, *kwargs.values()])
+                inputs = [*args, *kwargs.values()]
+                tokens, floats = rows_of(inputs)
                 out = self.recording
+                if (bag := bag_of(inputs)) is not None:
+                    out.bags.setdefault(self._next(), []).append(bag)
                 for kept, rows in ((out.rows, tokens), (out.rows_of_floats, floats)):
                     if rows:
                         kept.setdefault(self._next(), []).extend(rows)
@@ -361,6 +364,7 @@ class Recorder:
             out.tensors.update(step.stored())
         for key, box, kept in self.final:
             out.tensors[key] = Stored.of(box, kept)
+        out.bags = {step: list(map(int, each)) for step, each in out.bags.items()}
         out.losses = {step: list(map(float, each)) for step, each in out.losses.items()}
 
     def _end(self) -> None:

@@ -1,7 +1,7 @@
 """Rows: a digest of each row of a model's inputs, and of a batch as a bag of tokens.
 
 Sets of digests over all ranks say whether two runs saw the same rows, whatever rank or
-micro-batch had them.
+micro-batch had them; bags say so where ranks have parts of rows.
 """
 
 from __future__ import annotations
@@ -14,10 +14,22 @@ from torch import Tensor
 
 from .kept import mix
 
-__all__ = ["rows_of"]
+__all__ = ["bag_of", "rows_of"]
 
 MOST = 4096
 """Rows of a tensor that are digested: one digest a row is kept."""
+
+
+def bag_of(values: Iterable[Any]) -> Tensor | None:
+    """One int64 number for the elements of the first input of integers, in any order.
+
+    It adds up over rows and over parts of rows: context parallelism cuts rows.
+    """
+    for tensor in (t for value in values for t in _tensors(value)):
+        if tensor.ndim > 1 and not tensor.is_floating_point():
+            words = mix(tensor.detach().to(torch.int64) & 0xFFFFFFFF)
+            return (words * words).sum()
+    return None
 
 
 def rows_of(values: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]]:

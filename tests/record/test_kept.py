@@ -22,6 +22,7 @@ from gradparity.conformance.record.files import Stored
 from gradparity.conformance.record.kept import Box, Kept, keep_bits, keep_values
 from gradparity.conformance.record.merge import Whole, merge
 from gradparity.conformance.record.parts import Roots, parts_of, place
+from gradparity.conformance.record.rows import bag_of
 from gradparity.multiprocess import Cluster, current_world
 
 SHAPES = [(), (1,), (5,), (7, 3), (64, 40), (33, 70), (4, 6, 100)]
@@ -193,3 +194,14 @@ def test_a_layout_made_by_hand_is_declared() -> None:
         assert part.name == "up.weight" and gradient is not None
         stored.append((rank, Stored.of(gradient[1], keep(*gradient))))
     assert equal(merge(stored), whole_of(whole))
+
+
+def test_a_bag_of_tokens_adds_up_over_pieces_of_rows() -> None:
+    tokens = torch.arange(48).reshape(4, 12) % 7
+    whole = bag_of([{"input_ids": tokens}])
+    parts = [bag_of([made((4, 2)), part]) for part in tokens.chunk(3, 1)]
+    assert whole is not None and bag_of([made((4, 2))]) is None
+    assert int(whole) == sum(int(part) for part in parts if part is not None)
+    other = tokens.clone()
+    other[0, 0] += 1
+    assert int(bag_of([other]) or 0) != int(whole)

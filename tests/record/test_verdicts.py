@@ -65,6 +65,7 @@ def run(draw: int = 0, names: Sequence[str] = NAMES, steps: int = 2) -> Run:
             (s, n): {"lr": 0.1, "fused": None} for s in range(steps) for n in names
         },
         rows={s: frozenset({1, 2}) for s in range(steps)},
+        bags={},
         losses={},
         drew=frozenset(),
         drops=(),
@@ -162,6 +163,19 @@ def test_a_start_that_was_rounded_is_told() -> None:
     found = against(off)
     assert found.code == NOT_COMPARABLE
     assert found.lines[0].startswith("another start: 1 of 3 tensors")
+
+
+def test_rows_in_pieces_with_the_same_tokens_are_the_same_rows() -> None:
+    rows = {0: frozenset({1, 2}), 1: frozenset({5, 6, 7, 8})}
+    one = replace(ONE, run=replace(run(), bags={1: 77}))
+    found = against(replace(run(4), rows=rows, bags={1: 77}), one)
+    assert found.code == SAME
+    assert (
+        "rows: equal at 2 of 2 steps; at 1 their tokens are, in other pieces"
+        in found.lines
+    )
+    assert against(replace(run(4), rows=rows, bags={1: 78}), one).code == NOT_COMPARABLE
+    assert against(replace(run(4), rows=rows)).code == NOT_COMPARABLE
 
 
 def not_proved() -> Run:
