@@ -99,7 +99,7 @@ class BaselineCase(
 
     @property
     def key(self) -> tuple[str, str]:
-        """What identifies a case, as in a report."""
+        """Identity of a case, as in a report."""
         return self.scaler, self.scenario
 
 

@@ -41,9 +41,9 @@ class Checked:
     verdict: Verdict
     reason: Reason | None
     better: bool = False
-    """Whether it is better than in the baseline."""
+    """True if it is better than in the baseline."""
     known: bool = False
-    """Whether it is no pass, but no worse than in the baseline."""
+    """True if it is no pass, but no worse than in the baseline."""
 
 
 def check_cases(report: Report, baseline: Baseline | None) -> Iterator[Checked]:

@@ -44,11 +44,11 @@ class Terms:
     """None means that every law must pass."""
     expectations: Sequence[Expectation] = ()
     strict: bool = False
-    """Whether an expectation without effect fails the gate."""
+    """True if an expectation without effect fails the gate."""
     min_cases: int = 0
     """Cases with at least one decided law that were promised."""
     any_torch: bool = False
-    """Whether the baseline holds for other minor versions of torch, too."""
+    """True if the baseline holds for other minor versions of torch, too."""
 
     def __post_init__(self) -> None:
         if self.min_cases < 0:

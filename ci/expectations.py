@@ -69,17 +69,17 @@ class Expectation(
         return [self.status] if isinstance(self.status, str) else self.status
 
     def applies(self, header: Header) -> bool:
-        """Whether the conditions on torch and backend hold for a run."""
+        """True if the conditions on torch and backend hold for a run."""
         return self.backend in ("", header.backend) and (
             not self.torch or version_holds(self.torch, header.torch)
         )
 
     def expired(self, today: date) -> bool:
-        """Whether the last day is over."""
+        """True if the last day is over."""
         return self.expires is not None and today > self.expires
 
     def matches(self, case: CaseRecord, verdict: Verdict) -> bool:
-        """Whether patterns and world size match, for any status."""
+        """True if patterns and world size match, for any status."""
         sizes = (
             [self.world_size] if isinstance(self.world_size, int) else self.world_size
         )
@@ -95,7 +95,7 @@ class Expectation(
         )
 
     def expects(self, case: CaseRecord, verdict: Verdict) -> bool:
-        """Whether the entry matches this verdict and expects its status."""
+        """True if the entry matches this verdict and expects its status."""
         return verdict.status in self.statuses and self.matches(case, verdict)
 
 
@@ -136,7 +136,7 @@ def read_expectations(path: Path) -> list[Expectation]:
 
 
 def version_holds(condition: str, version: str) -> bool:
-    """Whether ``version`` meets a condition such as ``>=2.11,<2.15`` or ``==2.13.*``.
+    """True if ``version`` meets a condition such as ``>=2.11,<2.15`` or ``==2.13.*``.
 
     What a build adds (``+cpu``, ``.dev0``, ``rc1``) does not count.
     """

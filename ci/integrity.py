@@ -109,13 +109,13 @@ def _rows_differ(rows: Sequence[Sequence[object]]) -> bool:
 
 
 def _beyond_bound(curves: Curves) -> bool:
-    """Whether any error is beyond its bound; nan counts, as it may hide one."""
+    """True if any error is beyond its bound; nan counts, as it may hide one."""
     ratios = [*curves.parity, *curves.parameters.values()]
     return not all(float(value) <= 1 for value in ratios)
 
 
 def _decisions_differ(curves: Curves) -> bool:
-    """Whether decisions differ; None is a rank without parameters, which has none."""
+    """True if decisions differ; None is a rank without parameters, which has none."""
     steps = zip(*curves.stepped, strict=False)
     return any({True, False} <= set(step) for step in steps)
 

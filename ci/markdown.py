@@ -98,7 +98,7 @@ def _story(
 
 
 def _fitting(stories: Sequence[str], room: int) -> str:
-    """As many stories as there is room for, and how many are left out."""
+    """Return as many stories as there is room for, and how many are left out."""
     kept: list[str] = []
     # reserved first: the line that counts what is left out must always fit
     spare = room - len(_left_out(len(stories)))

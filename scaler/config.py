@@ -14,7 +14,7 @@ import torch
 from .errors import InvalidSettingError
 
 FP16Gradients = Literal["refuse", "in_place"]
-"""What unscale_ does with them; see `GradScaler`."""
+"""How unscale_ treats them; see `GradScaler`."""
 
 _FP32 = torch.finfo(torch.float32)
 
@@ -27,7 +27,7 @@ HIGHEST_SCALE = _FP32.max
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What the scale may do beyond torch's rule; the defaults are torch's rule.
+    """Rules of the scale beyond torch's; the defaults are torch's rule.
 
     Raises:
         InvalidSettingError: limits that no scale fits, or a count below its minimum.
@@ -44,7 +44,7 @@ class Policy:
     """Back off at this overflow only; earlier ones skip the step and keep the scale."""
 
     refill: Literal["growth", "good_step"] = "growth"
-    """What makes the hysteresis count anew: the scale grew (Megatron, DeepSpeed), or
+    """Event that makes the hysteresis count anew: the scale grew (Megatron, DeepSpeed), or
     one good step (apex; ``consecutive_hysteresis`` of DeepSpeed)."""
 
     max_consecutive_skips: int | None = None

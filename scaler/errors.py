@@ -1,4 +1,4 @@
-"""What a scaler raises: `InvalidSettingError` at once, `ScalerError` while training."""
+"""Errors of a scaler: `InvalidSettingError` at once, `ScalerError` while training."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Gradients = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
 """Local gradient tensors, grouped as the foreach kernels want them."""
 
 FoundInf = dict[Any, torch.Tensor]
-"""By device: (), fp32, 1 if a gradient there is not finite, else 0."""
+"""Tensor by device: (), fp32, 1 if a gradient there is not finite, else 0."""
 
 Number = float | torch.Tensor
 """A number that the host knows, or a tensor, (), on the device that knows it.

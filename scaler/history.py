@@ -1,4 +1,4 @@
-"""What happened so far: counters, the last overflow, and one log line per event."""
+"""Events so far: counters, the last overflow, and one log line per event."""
 
 from __future__ import annotations
 

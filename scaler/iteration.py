@@ -15,7 +15,7 @@ from .optimizer_record import OptimizerRecord, OptimizerRecords
 from .sync import OverflowSync, SyncResult
 
 State = dict[str, Any]
-"""What torch keeps of an optimizer in an iteration."""
+"""State that torch keeps of an optimizer in an iteration."""
 
 
 def _refresh_per_optimizer_state() -> State:
@@ -58,7 +58,7 @@ class Part:
 
     @property
     def found(self) -> FoundInf:
-        """Whether any rank found an overflow, on each device; empty before a check."""
+        """True on each device if any rank found an overflow; empty before a check."""
         return self.state["found_inf_per_device"]  # type: ignore[no-any-return]
 
     @found.setter

@@ -13,7 +13,7 @@ import torch
 
 @dataclass(eq=False)
 class OptimizerRecord:
-    """What outlasts an iteration; nothing about gradients.
+    """State of an optimizer that outlasts an iteration; nothing about gradients.
 
     Attributes:
         optimizers: weak references to the optimizer and its wrappers.

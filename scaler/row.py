@@ -31,7 +31,7 @@ CALLS = (
     "update()",
     "load_state_dict()",
 )
-"""What a sync is made for, and the methods that make it."""
+"""Purpose of a sync, and the methods that make it."""
 
 NORMS = 12
 """Numbers of a clip behind the fields of a row."""

@@ -114,7 +114,7 @@ class SyncResult:
 
     @property
     def is_known(self) -> bool:
-        """Whether the host has read the rows, and they raised nothing."""
+        """True if the host has read the rows, and they raised nothing."""
         return self._on_host is not None
 
     @property

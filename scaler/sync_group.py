@@ -61,7 +61,7 @@ class SyncGroup:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there may be other ranks to sync with."""
+        """True if there may be other ranks to sync with."""
         if isinstance(self.over, tuple):  # without making its group
             return dist.is_initialized() and len(self.over) > 1
         return self.find() is not None

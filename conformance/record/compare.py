@@ -58,11 +58,11 @@ class Row:
     noise: float
     """The distance that correct runs have."""
     words: str = ""
-    """What the second side has: a multiple of the first, zeros, the step before."""
+    """The second side in words: a multiple of the first, zeros, the step before."""
 
     @property
     def differs(self) -> bool:
-        """Whether the noise of the job does not explain the difference."""
+        """True if the noise of the job does not explain the difference."""
         # written so that nan differs
         return not self.distance <= self.bound
 
@@ -78,7 +78,7 @@ class Comparison:
 
     code: int
     lines: list[str] = field(default_factory=list)
-    """In words, the decisive ones first."""
+    """Sentences, the decisive one first."""
     rows: list[Row] = field(default_factory=list)
     """Every tensor that was compared."""
 
@@ -308,7 +308,7 @@ def _first_difference(
 def _lacking(
     one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
 ) -> str:
-    """What one side has and the other has not, or has twice with other bits."""
+    """Return what one side lacks, or which replicas differ, or an empty string."""
     for has, lacks in ((one, other), (other, one)):
         stepped = {*has.run.names("weight", min(steps))}
         left = [name for name in lacks.run.unstepped if name in stepped]
@@ -388,7 +388,7 @@ def _noise(side: Side, name: str, step: int, kind: str) -> float:
 
 
 def _words(one: Run, mine: Whole, its: Whole, name: str, step: int, kind: str) -> str:
-    """What the second side has, where a sketch shows it."""
+    """Return what the second side is, where a sketch shows it."""
     if its.bad or mine.bad:
         return f"{its.bad} elements are not finite, and {mine.bad} on the first side"
     if not its.norm and mine.norm:
@@ -415,7 +415,7 @@ def _left_out(
     rows: Sequence[Row],
     steps: Sequence[int],
 ) -> Iterator[str]:
-    """What was not compared, and why."""
+    """Yield what was not compared, and why."""
     every = [*one.names("weight", min(steps))]
     if unproved := [name for name in every if name not in names]:
         yield (

@@ -64,7 +64,7 @@ class Call(msgspec.Struct):
 
 
 class Stored(msgspec.Struct):
-    """What is stored of one part."""
+    """Numbers that are stored of one part."""
 
     place: Box
     digest: int
@@ -127,7 +127,7 @@ class _Version(msgspec.Struct):
 
 
 class _Header(msgspec.Struct):
-    """What is no array, in one JSON text beside the arrays."""
+    """Everything but arrays, as one JSON text beside the arrays."""
 
     version: int
     world_size: int

@@ -1,4 +1,4 @@
-"""What is kept of a tensor: digest, sketch, squares, largest element, non-finite.
+"""Numbers kept of a tensor: digest, sketch, squares, largest element, non-finite.
 
 [Note: Sums over parts]
 Everything is keyed by the place of an element in the whole tensor, and adds up (or
@@ -52,7 +52,7 @@ class Box:
     """Where a part lies in the whole tensor."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offsets: tuple[int, ...]
     """Place of the first element of the part, in each dim; or one place in the flat
     tensor, of which the part is a range."""
@@ -64,7 +64,7 @@ class Box:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the part is a range of the flattened tensor."""
+        """True if the part is a range of the flattened tensor."""
         return len(self.offsets) != len(self.shape)
 
     @property
@@ -87,7 +87,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of one part, on its device until it is read."""
+    """Numbers kept of one part, on its device until they are read."""
 
     digest: Tensor
     """int64: sum of bits times words, modulo 2^64; 0 where it is not asked for."""

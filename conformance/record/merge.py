@@ -50,17 +50,17 @@ class Whole:
 
     @property
     def is_whole(self) -> bool:
-        """Whether ranks hold each element."""
+        """True if ranks hold each element."""
         return self.held == self.size
 
     @property
     def is_summed(self) -> bool:
-        """Whether ranks hold values, and not summands of them."""
+        """True if ranks hold values, and not summands of them."""
         return self.digest is not None
 
     @property
     def is_rounded(self) -> bool:
-        """Whether each element is a number of bf16.
+        """True if each element is a number of bf16.
 
         The bits of such a number in fp32 are those in bf16 and 16 zeros.
         """

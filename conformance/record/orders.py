@@ -1,4 +1,4 @@
-"""What a recording is asked to do, and how it was made; imported without torch."""
+"""Orders to the processes of a job, and how a recording was made; without torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["ORDERS", "VERSION", "Manifest", "Orders"]
 ORDERS = "GRADPARITY_RECORD"
 """Name of the environment variable with the :class:`Orders` of a job, as JSON."""
 VERSION = 2
-"""Of ``run.json`` and of the files of ranks; another version is refused."""
+"""Version of ``run.json`` and of the files of ranks; another one is refused."""
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
-    """What the processes of a job are asked to do."""
+    """Orders to the processes of a job."""
 
     out: str = ""
     """Folder of the files of all ranks."""

@@ -42,17 +42,17 @@ the place of its first element there; None: as it looks."""
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank holds of one parameter."""
+    """Elements of one parameter on this rank."""
 
     name: str
     weight: Tensor
     """Local elements; a view of what the optimizer steps."""
     box: Box
     parameter: Any
-    """Of the model."""
+    """Parameter of the model."""
     stepped: Any
-    """What is in the optimizer's param group: the parameter, or the flat tensor that it
-    is a range of."""
+    """Tensor in the optimizer's param group: the parameter, or a flat tensor that it is
+    a range of."""
     gradient: Callable[[], tuple[Tensor, Box] | None]
     """The local gradient that the optimizer is about to use, with its place."""
 
@@ -157,7 +157,7 @@ def bare(name: str) -> str:
 
 
 def parts_of(optimizer: Any, roots: Roots) -> Iterator[Part]:
-    """What an optimizer steps on this rank, with names."""
+    """Yield the parts that an optimizer steps on this rank, with names."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     roots.find(own)
     for adapter in (_of_deepspeed, _of_fsdp1):

@@ -62,7 +62,7 @@ class _Step:
     """Name -> digest of the gradient after the step."""
 
     def stored(self) -> Iterator[tuple[str, Stored]]:
-        """What is kept of each tensor, under its key, read from its device."""
+        """Yield key and numbers of each tensor, read from its device."""
         start = f"{self.call.optimizer}/{self.call.step}"
         for (kind, name), (box, kept) in self.kept.items():
             if kind not in ("before", "after"):
@@ -76,7 +76,7 @@ class _Step:
 
 
 class Recorder:
-    """What one process records."""
+    """Records one process of a job."""
 
     def __init__(self, orders: Orders):
         self.orders = orders
@@ -491,7 +491,7 @@ def record(
 
 
 recorder: Recorder | None = None
-"""That of this process, if it records."""
+"""Recorder of this process, if it records."""
 
 
 def install() -> None:

@@ -33,7 +33,7 @@ from .rows import rows_of
 __all__ = ["RanksDifferError", "Watch", "watch"]
 
 NONE = -(2**63)
-"""What a rank without a number gives."""
+"""Number of a rank that has none."""
 ODD = 0x1E3779B97F4A7C15
 """Spreads the bits of a digest over the upper ones, which are sent."""
 MOST = 60
@@ -66,14 +66,14 @@ class _Sent:
     """(kind, what) of each number: ``weight`` and ``settings`` of replicas, ``rows`` of
     a set of ranks that have the same; no two sets may share them."""
     digests: list[Tensor]
-    """Of the weights of this rank."""
+    """Digests of the weights of this rank."""
     both: Tensor
     """(2, n) int64: the largest of the numbers and of their complements."""
     work: Any
 
     @property
     def has_arrived(self) -> bool:
-        """Whether it can be read without waiting."""
+        """True if the message can be read without waiting."""
         return self.work is None or bool(self.work.is_completed())
 
 

@@ -23,8 +23,8 @@ from .parts import Roots, bare, fp32_range_of
 __all__ = ["begin_from", "nudge", "write_start"]
 
 SELDOM = 32
-"""Of the elements of a half precision one in so many moves: a unit of these is as large
-as many steps of training."""
+"""One in so many elements of a half precision moves: a unit in its last place is as
+large as many steps of training."""
 PLACES = "gradparity.places"
 """Key of the boxes in the metadata of a file with weights."""
 

@@ -17,7 +17,7 @@ from ..grad_scaler import GradScaler
 
 
 class _SharedScale:
-    """What an optimizer of the chain holds for its ``grad_scaler``."""
+    """Object that an optimizer of the chain holds for its ``grad_scaler``."""
 
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
@@ -47,7 +47,7 @@ class _AllGradients:
         self.param_groups = param_groups
 
     def step(self) -> bool:
-        """Whether the scaler came to call it is all that counts."""
+        """Return True, so that the caller sees that the scaler has called it."""
         return True
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-"""Of the package that records; the job's environment need not have it."""
+"""Root of the package that records; the job's environment need not have it."""
 
 
 class _AfterTorch:
