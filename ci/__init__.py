@@ -1,4 +1,4 @@
-"""Files that a project checks in: a workload with its CI job, and a baseline for the gate.
+"""Files of a project: a workload with its CI job, and a baseline for the gate.
 
 - The gate compares a report with a baseline, and with a list of expected violations;
   its exit code is the result. ``decision`` is a pure function of the three.

@@ -158,7 +158,7 @@ def case_status(verdicts: Iterable[str]) -> str:
 
 
 def is_worse(now: str, before: str) -> bool:
-    """Whether ``now`` is worse than ``before``."""
+    """True if ``now`` is worse than ``before``."""
     return RANKING.index(now) > RANKING.index(before)
 
 

@@ -273,7 +273,7 @@ def pickled_call(
 
 
 def all_answered(error: BaseException) -> bool:
-    """Whether every rank is there for a next call although this one failed."""
+    """True if every rank is there for a next call although this one failed."""
     answers = (RankState.OK, RankState.RAISED)
     return isinstance(error, WorldError) and all(
         outcome.state in answers for outcome in error.outcomes

@@ -12,12 +12,12 @@ so in all its children, none of which is an agent again."""
 
 
 def on_torchrun() -> bool:
-    """Whether torchrun made this process."""
+    """True if torchrun made this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def needs_agent() -> bool:
-    """Whether torchrun made this process, and it is not the agent of its rank yet."""
+    """True if torchrun made this process, and it is not the agent of its rank yet."""
     return on_torchrun() and AGENT_VARIABLE not in os.environ
 
 

@@ -50,7 +50,7 @@ class Rendezvous:
     local_size: int
 
     one_host: bool
-    """Whether all ranks can reach each other over the loopback."""
+    """True if all ranks can reach each other over the loopback."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Run:
     """How many calls this world had before."""
 
     fresh_group: bool
-    """Whether the default process group is made anew first."""
+    """True if the default process group is made anew first."""
 
     context: Context | None
     """What changed in the parent since the last message."""
@@ -104,10 +104,10 @@ class Reply:
     message: str | None = None
     traceback: str | None = None
     left_a_wait: bool = False
-    """Whether the exception came out of a wait for other ranks, which it tells of."""
+    """True if the exception came out of a wait for other ranks, which it tells of."""
 
     reusable: bool = True
-    """Whether the next call may use the process, with the process group it has now."""
+    """True if the next call may use the process, with the process group it has now."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ class Place(enum.Enum):
 
     @property
     def waits(self) -> bool:
-        """Whether it is other ranks that a rank waits for there."""
+        """True if it is other ranks that a rank waits for there."""
         return self is not Place.BODY
 
 
@@ -151,7 +151,7 @@ class RankOutcome:
 
     @property
     def ok(self) -> bool:
-        """Whether the function returned on this rank."""
+        """True if the function returned on this rank."""
         return self.state is RankState.OK
 
     @property

@@ -52,13 +52,13 @@ class WorldSpec:
     """Bytes kept of the head, and of the tail, of one rank's output in one call."""
 
     share_devices: bool = False
-    """Whether several ranks may share one CUDA device; NCCL 2.31 or later lets them."""
+    """True if several ranks may share one CUDA device; NCCL 2.31 or later lets them."""
 
     visible_devices: tuple[str, ...] = ()
     """CUDA devices that the ranks may see; all that the parent may see by default."""
 
     default_group: bool = True
-    """Whether a default process group is there when a call begins; without one, the
+    """True if a default process group is there when a call begins; without one, the
     function makes and destroys its own."""
 
     preload: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ class WorldSpec:
 
     @property
     def simulated(self) -> bool:
-        """Whether there are ranks that are no processes."""
+        """True if there are ranks that are no processes."""
         return self.backend in ("simulated", "both")
 
 

@@ -99,7 +99,7 @@ class TestCase(unittest.TestCase):
     """Where the ranks keep their tensors."""
 
     default_group = True
-    """Whether a process group is there when ``setUp`` begins; otherwise the test makes
+    """True if a process group is there when ``setUp`` begins; otherwise the test makes
     one, with ``current_world().store`` for its store, and destroys it."""
 
     isolation: Isolation = "pool"

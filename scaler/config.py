@@ -44,8 +44,8 @@ class Policy:
     """Back off at this overflow only; earlier ones skip the step and keep the scale."""
 
     refill: Literal["growth", "good_step"] = "growth"
-    """Event that makes the hysteresis count anew: the scale grew (Megatron, DeepSpeed), or
-    one good step (apex; ``consecutive_hysteresis`` of DeepSpeed)."""
+    """Event that refills the hysteresis: the scale grew (Megatron, DeepSpeed), or one
+    good step (apex; ``consecutive_hysteresis`` of DeepSpeed)."""
 
     max_consecutive_skips: int | None = None
     """`update` raises after so many skipped iterations in a row. Costs one host

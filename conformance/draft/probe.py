@@ -72,16 +72,16 @@ class Found:
     inputs: Mapping[str, Drawn] = field(default_factory=dict)
     """Argument of forward -> what it is given."""
     by_name: bool = False
-    """Whether forward needs its arguments by name, and not one alone."""
+    """True if forward needs its arguments by name, and not one alone."""
     output: str = "output"
     """The tensor in what forward returns, as source text."""
     targets: Drawn = Drawn((ROWS,))
     blocks: tuple[str, ...] = ()
     """Names of the modules to shard, each a block; or of containers of blocks."""
     containers: bool = False
-    """Whether ``blocks`` names containers, of which all children are blocks."""
+    """True if ``blocks`` names containers, of which all children are blocks."""
     norms: bool = False
-    """Whether a batch norm computes with the statistics of a batch."""
+    """True if a batch norm computes with the statistics of a batch."""
 
     @property
     def lines(self) -> list[str]:

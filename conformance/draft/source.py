@@ -73,7 +73,7 @@ def load(spec: str) -> Any:
 
 
 def names_workload(found: Any) -> bool:
-    """Whether what a spec names is a workload, or a class of them."""
+    """True if what a spec names is a workload, or a class of them."""
     return hasattr(found, "meshes") and hasattr(found, "parallelize")
 
 

@@ -121,7 +121,7 @@ class Boundaries:
             for n, p in judged_parameters(scenario.workload.model()).items()
         }
         self.of_whole = False
-        """Whether references ran on whole batches: micro-batches have any rows."""
+        """True if references ran on whole batches: micro-batches have any rows."""
         self.known: dict[str, dict[Boundary, _Known]] = {}
         self.order: list[Boundary] = []
         self.after: dict[Boundary, int] = {}
@@ -144,7 +144,7 @@ class Boundaries:
             self.sides.setdefault((boundary.of, boundary.kind), []).append(boundary)
         self.groups = list(_groups(watched))
         self.one_factor = self.of_whole or facts_of(scenario.workload.name).counted
-        """Whether the reference's objective is normalised alike for all ranks."""
+        """True if the reference's objective is normalised alike for all ranks."""
         self.factors = self._factors()
         self.found = {
             (rank, boundary): found
@@ -239,7 +239,7 @@ class Boundaries:
         return None if found is None else found.state
 
     def _counts(self, rank: int, boundary: Boundary, way: Direction) -> bool:
-        """Whether an output of a call departs and no enclosing call corrects it."""
+        """True if an output of a call departs and no enclosing call corrects it."""
         state = self._state(rank, boundary)
         if state in (None, "right"):
             return False
@@ -334,7 +334,7 @@ class Boundaries:
         return "what came in could not be compared"
 
     def _coupled(self, scenario: Scenario) -> bool:
-        """Whether the reference on a rank's own rows is another computation."""
+        """True if the reference on a rank's own rows is another computation."""
         whole = scenario.workload.batch(self.step, scenario.seed).tensors[0].shape[0]
         own = scenario.workload.micro_batches is not None
         cut = any(

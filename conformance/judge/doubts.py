@@ -97,7 +97,7 @@ def _stepped_late(steps: Sequence[Seen], line: str) -> Iterator[Doubt]:
 
 
 def _cuts_rows(scenario: Scenario) -> bool:
-    """Whether the judge cuts a batch, and not the workload itself."""
+    """True if the judge cuts a batch, and not the workload itself."""
     workload, topology = scenario.workload, scenario.parsed_topology
     if workload.shard is not None or workload.micro_batches is not None:
         return False

@@ -49,7 +49,7 @@ class Evidence:
     uninterrupted: tuple[RankTrace, ...] | None = None
     """The same training without its resume, where the stack moves settings."""
     scaler: bool = True
-    """Whether a scaler was judged; else the stack alone."""
+    """True if a scaler was judged; else the stack alone."""
     before: Evidence | None = None
     """The phase on another world from whose saved state this one resumed."""
 
@@ -123,7 +123,7 @@ class Law:
     """Why a training run needs it."""
     judge: Judge
     of_stack: bool = False
-    """Whether it also applies to training without a scaler."""
+    """True if it also applies to training without a scaler."""
     decides: bool = False
     """True if it compares what optimizers decide together, on all ranks."""
     least: float = MOST

@@ -355,7 +355,7 @@ class _Gradients:
         )
 
     def _never_trained(self, name: str) -> bool:
-        """Whether a due gradient is on no rank, and the parameter has not moved."""
+        """True if a due gradient is on no rank, and the parameter has not moved."""
         due = name in self.truth and bool(self.truth[name].any())
         had = any(name in at.gradients for _, at in self.seen)
         return due and not had and not any(m.any() for m, _ in self._moves(name))

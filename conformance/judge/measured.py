@@ -47,7 +47,7 @@ class ClipRow:
     bound: float
     """By how much the factor may be off."""
     above_noise: bool
-    """Whether the gradient is the truth's times a factor, and not lost in noise."""
+    """True if the gradient is the truth's times a factor, and not lost in noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Doubt:
     """Why, and the way out, in words."""
 
     def covers(self, step: int, kind: str, parameter: str | None) -> bool:
-        """Whether a departure may come from the reference.
+        """True if a departure may come from the reference.
 
         Args:
             step: at which something departs.

@@ -224,7 +224,7 @@ def _in_fp64(
 def _changes_nothing(
     scenario: Scenario, first: Reference | None, variation: Variation
 ) -> bool:
-    """Whether a variation leaves the gradients of the first steps as they are."""
+    """True if a variation leaves the gradients of the first steps as they are."""
     varied = first and _first_steps(scenario, variation)
     if not (first and varied):
         return False  # e.g. the stack takes one micro-batch alone

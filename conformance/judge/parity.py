@@ -119,7 +119,7 @@ def _shards(phases: Sequence[Sequence[RankTrace]]) -> Shards:
 
 
 def _apart(parts: Iterable[bytes]) -> bool:
-    """Whether no element is in two of the shards."""
+    """True if no element is in two of the shards."""
     places = np.frombuffer(b"".join(parts), np.int64)
     return distinct(places) == len(places)
 

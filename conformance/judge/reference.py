@@ -628,7 +628,7 @@ class _Calls(nn.Module):
 
 @lru_cache
 def rows_apart(model: str) -> bool:
-    """Whether rows may be reversed and cut: whether gradients are sums over rows.
+    """True if rows may be reversed and cut: whether gradients are sums over rows.
 
     Rows of a workload's own micro-batches may depend on each other: several sequences
     may be packed in one. Gradients are no sums if a layer uses all rows at once, such

@@ -78,7 +78,7 @@ class Variant:
 
     @property
     def in_order(self) -> bool:
-        """Whether rows are taken in the order of the truth."""
+        """True if rows are taken in the order of the truth."""
         return self.parts == 1 and not self.reverse_rows
 
     def in_rows(self, parts: list[Batch]) -> list[Batch]:

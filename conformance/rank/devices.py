@@ -46,7 +46,7 @@ class Devices:
 
     device: Device = "cpu"
     share: bool = False
-    """Whether several ranks may have one GPU."""
+    """True if several ranks may have one GPU."""
     isolation: Isolation = "pool"
     """What a run shares with the one before: its processes, or nothing ("process")."""
 
@@ -137,7 +137,7 @@ def device_names() -> list[str]:
 
 @torch.no_grad()
 def narrows_products(device: torch.device) -> bool:
-    """Whether products of fp32 numbers round them first on ``device``, as TF32 does.
+    """True if products of fp32 numbers round them first on ``device``, as TF32 does.
 
     The settings have several names, and not all of them have an effect. So this makes a
     matrix product and a convolution with the identity, which are exact in fp32.

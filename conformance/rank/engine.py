@@ -227,12 +227,12 @@ class Engine:
 
     @property
     def is_single(self) -> bool:
-        """Whether this is the bare model, without a call of ``parallelize``."""
+        """True if this is the bare model, without a call of ``parallelize``."""
         return not self.scenario.parsed_topology.parallel
 
     @property
     def gives_weights(self) -> bool:
-        """Whether the workload describes a rank's parts; else the module has them."""
+        """True if the workload describes a rank's parts; else the module has them."""
         return self.scenario.workload.weights is not None and not self.is_single
 
     def total_count(self, count: float) -> float:
@@ -447,7 +447,7 @@ class Engine:
         return index, count
 
     def trains(self, name: str) -> bool:
-        """Whether a parameter has local elements and requires a gradient."""
+        """True if a parameter has local elements and requires a gradient."""
         return len(self.index[name]) > 0 and name in self.trained
 
     @property

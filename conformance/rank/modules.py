@@ -145,7 +145,7 @@ class Watched:
 
 
 def is_whole(module: nn.Module, name: str, model: nn.Module) -> bool:
-    """Whether a stack's module has all parameters of the full model's module.
+    """True if a stack's module has all parameters of the full model's module.
 
     A pipeline stage has the name of the model and only a part of its parameters.
     """

@@ -137,7 +137,7 @@ def _hash(parts: Iterable[bytes]) -> str:
 
 
 def non_finite(gradient: Tensor, scale: float) -> bool:
-    """Whether a local gradient, or the gradient divided by ``scale``, is not finite."""
+    """True if a local gradient, or the gradient divided by ``scale``, is not finite."""
     part = local_part(gradient)
     if part.is_sparse:
         part = part.coalesce().values()
@@ -313,7 +313,7 @@ class ReductionLog(CallLog):
 
 
 def _is_of_parameter(shape: tuple[int, ...]) -> bool:
-    """Whether what is being reduced is the gradient of a parameter.
+    """True if what is being reduced is the gradient of a parameter.
 
     [Note: Whose gradient is reduced]
     Hooks on gradients run in no node of the graph, or in the one that accumulates into
@@ -349,7 +349,7 @@ def _is_of_parameter(shape: tuple[int, ...]) -> bool:
 
 
 def _ends_in_parameter(node: Any) -> bool:
-    """Whether a gradient flows from here to one parameter with unchanged elements."""
+    """True if a gradient flows from here to one parameter with unchanged elements."""
     count = math.prod(input_shapes(node)[0])
     while not hasattr(node, "variable"):
         if len(node.next_functions) != 1 or node.next_functions[0][0] is None:

@@ -96,7 +96,7 @@ _CHECKPOINT = ("save_checkpoint", "load_checkpoint")
 
 
 def _is_of_none(error: BaseException | None) -> bool:
-    """Whether an attribute of None was asked for, as of a scaler that is not there."""
+    """True if an attribute of None was asked for, as of a scaler that is not there."""
     while error is not None:
         if isinstance(error, AttributeError) and error.name and error.obj is None:
             return True
@@ -142,7 +142,7 @@ class OwnStep:
         self.judged = judged
         self.workload = engine.scenario.workload
         self.excused = False
-        """Whether some step has moved weights, or had a gradient that is not finite."""
+        """True if some step has moved weights, or had a gradient that is not finite."""
 
     def run(self, seen: StepTrace, faults: tuple[ResolvedFault, ...]) -> None:
         """Train one step with the faults that are due in it; fills ``seen``."""

@@ -225,7 +225,7 @@ def _applied(tensors: list[Tensor]) -> tuple[str, bool]:
 
 
 def _by_row(zeros: Tensor | None, output: Tensor | None) -> bool:
-    """Whether a layer has set other elements to 0 in one row than in another.
+    """True if a layer has set other elements to 0 in one row than in another.
 
     Otherwise all rows may share one draw on purpose, as a layer that is left out as a
     whole or a mask on features.

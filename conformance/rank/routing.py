@@ -165,7 +165,7 @@ def _arguments(
 
 @cache
 def chooses_in_forward(name: str) -> bool:
-    """Whether the model of a workload chooses by its scores.
+    """True if the model of a workload chooses by its scores.
 
     False where it cannot be called: ``check_workload`` has the words for that.
     """

@@ -53,7 +53,7 @@ class Observer(TorchDispatchMode):
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward pass in this thread."""
+    """True if autograd runs a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -85,7 +85,7 @@ def arguments_of(func: Any) -> list[Any]:
 
 
 def makes_view(func: Any) -> bool:
-    """Whether an operator's first result shares memory with an argument, unwritten."""
+    """True if an operator's first result shares memory with an argument, unwritten."""
     alias = func._schema.returns[0].alias_info
     return alias is not None and not alias.is_write
 

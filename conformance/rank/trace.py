@@ -95,14 +95,14 @@ class Draw:
     state: str
     """Digest of the generators' states when it began: equal ones draw alike."""
     recomputed: bool = False
-    """Whether it ran in backward, in a forward that runs again."""
+    """True if it ran in backward, in a forward that runs again."""
     applied: str = ""
     """Digest of what the numbers were applied to, where the module has no parameters;
     equal digests mean the same activation."""
     varied: bool = False
-    """Whether ranks cannot hold it by accident, as they may hold one of zeros."""
+    """True if ranks cannot hold it by accident, as they may hold one of zeros."""
     by_row: bool = False
-    """Whether rows were dropped differently."""
+    """True if rows were dropped differently."""
 
     def __str__(self) -> str:
         return f"{self.layer} {self.module}".strip()
@@ -166,9 +166,9 @@ class Decision:
     non_finite: list[str] = field(default_factory=list)
     """Its parameters whose local gradient is not finite, scaled or unscaled."""
     parameters_changed: bool | None = None
-    """Whether any local element changed; None where nothing of it trains here."""
+    """True if any local element changed; None where nothing of it trains here."""
     state_changed: bool = False
-    """Whether the state of any of its optimizers changed."""
+    """True if the state of any of its optimizers changed."""
 
 
 Average = dict[str, tuple[int, str]]
@@ -181,7 +181,7 @@ class StepTrace:
 
     step: int
     complete: bool = False
-    """Whether the step was observed to its end."""
+    """True if the step was observed to its end."""
     loss: float | None = None
     """This rank's loss, or None; the mean of all by their weights is the batch's."""
     weight: float | None = 1.0
@@ -243,7 +243,7 @@ class StepTrace:
     drawn_outside: int = 0
     """How often numbers were drawn there in no call of a module that is seen."""
     drew: bool = False
-    """Whether anything drew random numbers in the passes."""
+    """True if anything drew random numbers in the passes."""
     settings: dict[str, dict[str, Setting]] = field(default_factory=dict)
     """Parameter name -> what schedules move in its param group, as the optimizer had it
     when it was called, where the workload trains by itself."""
@@ -273,7 +273,7 @@ class StepTrace:
 
     @property
     def parameters_changed(self) -> bool | None:
-        """Whether any local element changed; None where nothing trains here."""
+        """True if any local element changed; None where nothing trains here."""
         known = [
             d.parameters_changed
             for d in self.decisions
@@ -331,7 +331,7 @@ class RankTrace:
     reduce_dtype: str = ""
     """In which dtype the workload promises to reduce gradients; empty: no promise."""
     narrows: bool = False
-    """Whether products of fp32 numbers round them first, as with TF32."""
+    """True if products of fp32 numbers round them first, as with TF32."""
     initial: str = ""
     """Digest of the whole model's weights before the layout."""
     start: dict[str, Floats] = field(default_factory=dict)
@@ -366,6 +366,6 @@ class RankTrace:
         return step.places.get(name, self.index[name])
 
     def reached(self, step: int) -> bool:
-        """Whether ``step`` is the last one and was observed to its end."""
+        """True if ``step`` is the last one and was observed to its end."""
         last = self.steps[-1] if self.steps else None
         return last is not None and last.complete and last.step == step

@@ -266,7 +266,7 @@ def checked_collective(
 
 
 def _one_says_wrong(step: int) -> bool:
-    """Whether a rank has said that its checked sum of this step is wrong."""
+    """True if a rank has said that its checked sum of this step is wrong."""
     world = current_world()
     keys = [f"checked/{step}/{rank}" for rank in range(world.world_size)]
     said = [key for key in keys if world.store.check([key])]
@@ -274,7 +274,7 @@ def _one_says_wrong(step: int) -> bool:
 
 
 def all_say_right(seen: StepTrace) -> bool:
-    """Whether the checked sum is right on every rank.
+    """True if the checked sum is right on every rank.
 
     Ranks exchange this through the store, because the process group may be broken; so
     no rank continues alone and hangs. See [Note: How a rank ends] in

@@ -135,7 +135,7 @@ def _more_facts(verdict: Verdict) -> list[str]:
 
 
 def _states(message: str, fact: str) -> bool:
-    """Whether a message has a fact, as a whole word."""
+    """True if a message has a fact, as a whole word."""
     forms = [fact]
     with suppress(ValueError):  # of a name, ranks or a step
         forms.append(f"{float(fact):.3g}")  # messages round to fewer digits
@@ -239,7 +239,7 @@ class Story:
     scripts: dict[str, str] = field(default_factory=dict)
     """Failed scaler -> its script that needs only torch, if there is one."""
     undrawn: bool = False
-    """Whether its plots were left out: they are capped."""
+    """True if its plots were left out: they are capped."""
 
 
 def _stories(report: Report) -> list[Story]:

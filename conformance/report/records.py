@@ -273,7 +273,7 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
 
     @property
     def is_located(self) -> bool:
-        """Whether ``location`` is the place of the cause, and not of a consequence."""
+        """True if ``location`` is the place of the cause, and not of a consequence."""
         if self.location is None or not self.failures:
             return self.location is not None
         return self.failures[0].law.partition(".")[0] in _OF_VALUES
@@ -293,7 +293,7 @@ class Footer(_Line, frozen=True, kw_only=True, tag="footer"):
     """The result of the run."""
 
     complete: bool
-    """Whether every planned case was judged."""
+    """True if every planned case was judged."""
     cases: Count
     counts: dict[Word, Count]
     """Case status -> number."""

@@ -50,7 +50,7 @@ class Place:
         self._worlds: dict[int, BaseCluster] = {}
         self._stack = ExitStack()
         self._alone = {False: self._one(default_group=False)}
-        """Whether it has a process group -> a cluster of one process."""
+        """True if it has a process group -> a cluster of one process."""
 
     def __enter__(self) -> Self:
         return self

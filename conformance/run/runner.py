@@ -78,7 +78,7 @@ class Case:
     error: Exception | None = None
     """The exception behind ``problem``."""
     skipped: bool = False
-    """Whether the workload cannot run this scenario."""
+    """True if the workload cannot run this scenario."""
     location: Location | None = None
     """Where parity begins to fail, if it was localised."""
 
@@ -124,13 +124,13 @@ class _Seen:
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks completed the last step."""
+        """True if all ranks completed the last step."""
         last = self.scenario.steps - 1
         return all(trace.reached(last) for trace in self.phases[-1])
 
     @property
     def may_lose_settings(self) -> bool:
-        """Whether a stack that moves settings has loaded its own checkpoint."""
+        """True if a stack that moves settings has loaded its own checkpoint."""
         recipe, workload = self.scenario.parsed_recipe, self.scenario.workload
         if not recipe.resume or recipe.resharded or OfWorkload.LOOP in workload.has:
             return False
@@ -449,7 +449,7 @@ class Runner:
         return self._stacks[alone]
 
     def _never_laid_out(self, scenario: Scenario) -> bool:
-        """Whether ``parallelize`` raises without any of the judge's choices, too.
+        """True if ``parallelize`` raises without any of the judge's choices, too.
 
         Else a recipe would be called skipped for what is wrong in every scenario.
         """

@@ -65,7 +65,7 @@ class RunSettings:
     devices: Devices = field(default_factory=Devices)
     """The devices of the ranks."""
     refuse_unfit: bool = True
-    """Whether a scaler that cannot be judged stops the run before its first case."""
+    """True if a scaler that cannot be judged stops the run before its first case."""
     quiet: bool = False
     arguments: Sequence[str] = ()
     """The command line, for the header."""
@@ -214,7 +214,7 @@ class _Raised:
         self.twice = ""
 
     def again(self, case: Case) -> bool:
-        """Whether an earlier case ended with the exception of this one."""
+        """True if an earlier case ended with the exception of this one."""
         error = case.own_error
         if error is None or not error.raised:
             return False

@@ -51,7 +51,7 @@ class Bundle:
         self._late: set[tuple[str, str, str]] = set()
         """The same for names of :class:`Code`."""
         self._here = False
-        """Whether the current folder of the script is searched for modules."""
+        """True if the current folder of the script is searched for modules."""
 
     def need(self, module: str, name: str) -> str:
         """Add a definition and all its dependencies.

@@ -135,7 +135,7 @@ def _refusal(scenario: Scenario, spec: str) -> str:
 
 
 def _is_simple(recipe: Recipe) -> bool:
-    """Whether the template's loop is that of the recipe."""
+    """True if the template's loop is that of the recipe."""
     plain = replace(
         recipe,
         text="",

@@ -63,7 +63,7 @@ OVERFLOWS_OF_ITSELF: dict[bool, dict[str, Any]] = {
     False: {"init_scale": 2.0**21, "steps": 9, "growth_interval": 2},
     True: {"init_scale": OVERFLOWING_SCALE, "steps": 12, "growth_interval": 2},
 }
-"""Whether it is a user's workload -> settings: bad steps, good ones, bad ones again."""
+"""True if it is a user's workload -> settings: bad steps, good ones, bad ones again."""
 
 WHEN: dict[str, tuple[str, ...]] = {
     "never": (),
@@ -246,7 +246,7 @@ def columns(selection: Selection) -> dict[str, list[str]]:
 
 
 def fits(row: Row, workload: str = "") -> bool:
-    """Whether the choices made so far can become a scenario.
+    """True if the choices made so far can become a scenario.
 
     Args:
         row: some columns' values.

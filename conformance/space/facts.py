@@ -70,11 +70,11 @@ class WorkloadFacts:
     rows: int
     """Of the global batch."""
     counted: bool
-    """Whether the loss is (sum, count)."""
+    """True if the loss is (sum, count)."""
     widens: bool
-    """Whether it creates or keeps tensors that must be fp64 in an fp64 run."""
+    """True if it creates or keeps tensors that must be fp64 in an fp64 run."""
     differentiates: bool
-    """Whether forward or loss need autograd: forces are gradients of the inputs, an
+    """True if forward or loss need autograd: forces are gradients of the inputs, an
     inner step needs those of the parameters."""
     exceeded: float
     """A norm of at most half that of the first gradient. A power of two, so that the
@@ -84,7 +84,7 @@ class WorkloadFacts:
 
     @property
     def draws(self) -> bool:
-        """Whether the model draws random numbers in training."""
+        """True if the model draws random numbers in training."""
         return OfWorkload.RANDOM_LAYERS not in self.lacks
 
 
@@ -168,7 +168,7 @@ def objective_of(
 
 
 def clips_by_norm(workload: ResolvedWorkload, training: Training) -> bool:
-    """Whether gradients are clipped by their norm."""
+    """True if gradients are clipped by their norm."""
     return training.clip == "norm" or (
         not training.clip and workload.clip_norm is not None
     )
@@ -245,7 +245,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call writes into a tensor that it is given."""
+    """True if a call writes into a tensor that it is given."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name.startswith(("__i", "__setitem__"))
@@ -261,7 +261,7 @@ _CREATE = {
 
 
 def _first_calls(workload: ResolvedWorkload) -> tuple[bool, bool]:
-    """Whether a forward draws random numbers, and whether the loss has a count."""
+    """True if a forward draws random numbers, and whether the loss has a count."""
     draws = counted = False
     with suppress(WorkloadError):
         torch.manual_seed(0)

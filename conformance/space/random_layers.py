@@ -50,7 +50,7 @@ def _attributes(module: nn.Module) -> dict[str, object]:
 
 
 def equal_outputs(one: Any, other: Any) -> bool:
-    """Whether two outputs are equal, as far as they are tensors."""
+    """True if two outputs are equal, as far as they are tensors."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and torch.equal(one, other)
     if isinstance(one, dict):

@@ -157,7 +157,7 @@ class Scenario:
 
     @property
     def in_half(self) -> bool:
-        """Whether anything is computed or reduced in less than fp32."""
+        """True if anything is computed or reduced in less than fp32."""
         return not self.parsed_precision.is_full or self.reduced_in is not None
 
     @property
@@ -237,7 +237,7 @@ class Scenario:
 
     @property
     def trains_alone(self) -> bool:
-        """Whether it can train without a scaler."""
+        """True if it can train without a scaler."""
         return self.faults == "none" and self.recipe in CONTROL_RECIPES
 
     def not_runnable(self) -> str:

@@ -99,11 +99,11 @@ class Selection:
         return [name for name in usual if made[name].mesh_takes(self.world_size)]
 
     def trains(self, model: str) -> bool:
-        """Whether a model was chosen."""
+        """True if a model was chosen."""
         return not self.models or model in self.models
 
     def keeps(self, scenario: Scenario) -> bool:
-        """Whether ``scenario`` matches the selection."""
+        """True if ``scenario`` matches the selection."""
         wanted = (
             (self.precisions, scenario.precision),
             (self.optimizers, scenario.optimizer),

@@ -254,7 +254,7 @@ def _check_mean(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> N
 
 
 def _same_parts(workload: ResolvedWorkload, whole: Batch, parts: list[Batch]) -> bool:
-    """Whether the ranks' shares are cut in the parts in which the batch is cut.
+    """True if the ranks' shares are cut in the parts in which the batch is cut.
 
     Then the mean over these parts is the objective, and a part may couple its rows:
     batch statistics, a balance of experts, pairs of rows.
@@ -343,7 +343,7 @@ def coarseness(dtype: torch.dtype) -> float:
 
 
 def counts_equal(one: float, other: float) -> bool:
-    """Whether two sums of the same counts are equal: exactly, if they are integers.
+    """True if two sums of the same counts are equal: exactly, if they are integers.
 
     Sums of weights (of classes, of tokens) depend on the order of addition, and may be
     in fp32.

@@ -123,7 +123,7 @@ class Agent:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the leader."""
+        """True if this is the leader."""
         return self.rank == 0
 
     @property
@@ -292,7 +292,7 @@ class Agent:
         return self._membership.read_note(name)
 
     def takes_over(self) -> bool:
-        """Whether the leader is gone and this is the first agent that is left."""
+        """True if the leader is gone and this is the first agent that is left."""
         first = self._membership.first_left()
         return first == self.rank and self._membership.is_gone(0)
 

@@ -210,7 +210,7 @@ class RemoteRanks:
         self._failed = False
 
     def failed(self) -> bool:
-        """Whether one of them has failed; raises when the run is over."""
+        """True if one of them has failed; raises when the run is over."""
         self._check()
         self._failed = self._failed or self._store.wait(self._key, 0.0)
         return self._failed

@@ -183,7 +183,7 @@ class Membership:
         return "its process does not answer"
 
     def is_gone(self, rank: int) -> bool:
-        """Whether its process has ended, as far as this machine can see."""
+        """True if its process has ended, as far as this machine can see."""
         member = self._member(rank, 0.0)
         if member is None or member.place != _place():
             return False  # on another machine: not visible from here

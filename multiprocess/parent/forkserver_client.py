@@ -116,7 +116,7 @@ class ForkserverClient:
 
     @property
     def usable(self) -> bool:
-        """Whether it belongs to this process and still runs."""
+        """True if it belongs to this process and still runs."""
         # A fork of the parent has the socket, too: two clients would take each other's
         # answers.
         return self.owner == os.getpid() and self._process.poll() is None

@@ -145,7 +145,7 @@ class RankProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the end of the process was not observed yet."""
+        """True if the end of the process was not observed yet."""
         return self.exit_code is None
 
     def send(self, message: object, limit_s: float) -> None:
@@ -246,7 +246,7 @@ class RankProcesses:
         return flight_records.read_current(self._records_fd, rank)
 
     def intact(self) -> bool:
-        """Whether every rank still lives, and is this process's."""
+        """True if every rank still lives, and is this process's."""
         if self.owner != os.getpid():
             return False
         self._collect_exits(0.0)

@@ -75,7 +75,7 @@ def _stopped(outcome: RankOutcome) -> bool:
 
 
 def _divided(outcomes: Sequence[RankOutcome]) -> bool:
-    """Whether some ranks left the test by a skip or the like, and others did not."""
+    """True if some ranks left the test by a skip or the like, and others did not."""
     ways = {o.value.kind if isinstance(o.value, Left) else "" for o in outcomes}
     return len(ways) > 1
 

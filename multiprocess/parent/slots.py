@@ -43,7 +43,7 @@ class SlotPool:
     """Where the locks are."""
 
     optional: bool = False
-    """Whether to do without slots where no lock file can be made."""
+    """True if to do without slots where no lock file can be made."""
 
     way_out: str = "run again later"
     """What else the caller can do when other runs keep the slots."""

@@ -58,7 +58,7 @@ class OtherRanks(Protocol):
     """The ranks of this world that other processes watch."""
 
     def failed(self) -> bool:
-        """Whether one of them has failed."""
+        """True if one of them has failed."""
 
     def report_fault(self) -> None:
         """Report to them that one of our ranks has failed."""

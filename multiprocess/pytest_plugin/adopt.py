@@ -47,7 +47,7 @@ class Adoption:
         self._replaced: list[tuple[type[Any], str, Any]] = []
 
     def adopts(self, items: Iterable[pytest.Item]) -> bool:
-        """Whether a test would start processes, and now has ranks."""
+        """True if a test would start processes, and now has ranks."""
         return any(_is_of(item, _torch_bases()) for item in items)
 
     @pytest.hookimpl(tryfirst=True)
@@ -204,7 +204,7 @@ class Adoption:
 
 
 def _ends_as_expected(test: Any, fn: Any, failure: WorldError) -> bool:
-    """Whether ranks ended as a test of torch's classes expects of its processes."""
+    """True if ranks ended as a test of torch's classes expects of its processes."""
     ended = (RankState.EXITED, RankState.KILLED, RankState.VICTIM, RankState.OK)
     if any(outcome.state not in ended for outcome in failure.outcomes):
         return False
@@ -234,7 +234,7 @@ def _is_of(item: pytest.Item, bases: tuple[type[Any], ...]) -> bool:
 
 
 def uses_our_class(items: Iterable[pytest.Item]) -> bool:
-    """Whether a test is one of our own ``TestCase``."""
+    """True if a test is one of our own ``TestCase``."""
     return any(_is_of(item, (TestCase,)) for item in items)
 
 

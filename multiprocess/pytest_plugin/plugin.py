@@ -230,7 +230,7 @@ def _lead_or_follow(config: pytest.Config) -> None:
 
 
 def _has_classes(session: pytest.Session) -> bool:
-    """Whether there are unittest classes whose tests run on ranks."""
+    """True if there are unittest classes whose tests run on ranks."""
     found = False
     if _ADOPTION in session.config.stash:
         found = session.config.stash[_ADOPTION].adopts(session.items)

@@ -61,7 +61,7 @@ class Body:
     """The parent's warning filters."""
 
     compared: bool = False
-    """Whether what the body returns is wanted."""
+    """True if what the body returns is wanted."""
 
 
 def run_body(body: Body) -> Any:

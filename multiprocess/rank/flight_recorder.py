@@ -155,7 +155,7 @@ def placed(place: Place) -> Iterator[None]:
 
 
 def left_a_wait(error: BaseException | None) -> bool:
-    """Whether an error, or one that led to it, came out of a wait for other ranks.
+    """True if an error, or one that led to it, came out of a wait for other ranks.
 
     It then tells what became of the others, and not of this rank.
     """

@@ -77,7 +77,7 @@ class RecordWriter:
 
     @property
     def waits(self) -> bool:
-        """Whether the rank is in a wait for others already."""
+        """True if the rank is in a wait for others already."""
         return self._now[0] != Place.BODY.value
 
     def leave(self, before: tuple[int, int]) -> None:

@@ -85,7 +85,7 @@ def reported(evidence: Evidence) -> Finding:
 
 
 def _has_departed(parity: Parity, step: int) -> bool:
-    """Whether the weights at ``step`` already depart from the truth's."""
+    """True if the weights at ``step`` already depart from the truth's."""
     first = parity.first_bad.get("update")
     return first is not None and first.step < step
 
@@ -129,7 +129,7 @@ def _distance(got: float, due: float) -> float:
 def _is_of_its_gradients(
     evidence: Evidence, step: int, seen: Sequence[StepTrace], reported: dict[int, float]
 ) -> bool:
-    """Whether reported norms are that of the gradients that the optimizers used.
+    """True if reported norms are that of the gradients that the optimizers used.
 
     If these depart from the truth, the norm and the clipping are right and the
     gradients are wrong: ``parity.gradient`` reports that.
@@ -211,7 +211,7 @@ def factor(evidence: Evidence) -> Finding:
 def _is_clipping(
     evidence: Evidence, seen: Sequence[StepTrace], rows: Sequence[ClipRow]
 ) -> bool:
-    """Whether clipping, and not wrong gradients, causes the wrong factors.
+    """True if clipping, and not wrong gradients, causes the wrong factors.
 
     A stack that clips its gradient correctly, even a wrong gradient, ends at
     ``clip_norm`` if it clips, and never above. If all gradients end below by one

@@ -73,7 +73,7 @@ def _steps(numbers: Sequence[int]) -> str:
 
 
 def _all_bad(evidence: Evidence) -> bool:
-    """Whether no step had only finite gradients."""
+    """True if no step had only finite gradients."""
     return all(any(s.non_finite for s in seen) for _, seen in evidence.steps())
 
 

@@ -172,7 +172,7 @@ def data(evidence: Evidence) -> Finding:
 
 
 def _apart(evidence: Evidence, trace: RankTrace, other: RankTrace) -> bool:
-    """Whether two ranks see different data; one rank does, in two forwards."""
+    """True if two ranks see different data; one rank does, in two forwards."""
     return other is trace or _rows(evidence, trace) != _rows(evidence, other)
 
 

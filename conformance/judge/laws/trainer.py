@@ -33,7 +33,7 @@ class _Beside:
     before: Any
     after: Any
     taken: bool
-    """Whether the step was taken; else it was skipped."""
+    """True if the step was taken; else it was skipped."""
     why: str
     """Why it was skipped, in parentheses."""
 
@@ -81,7 +81,7 @@ class _Loads:
     compared: int = 0
     missed: int = 0
     stopped: bool = False
-    """Whether one is missing because the run stopped before it."""
+    """True if one is missing because the run stopped before it."""
     lost: Finding | None = None
 
     def counted(self, others: int, what: str, unseen: int) -> Finding:
