@@ -42,19 +42,19 @@ def plant(file: str, right: str, wrong: str, *laws: str) -> Plant:
 PLANTS = {
     "agreement lost": plant(
         "scaler/sync_group.py",
-        "widest = self._widest",
-        "widest = None",
+        'if self.over == "local" or not dist.is_initialized():',
+        "if True:",
         "agreement.scale",
     ),
     "found_inf not reduced": plant(
-        "scaler/grad_scaler.py",
-        "if summary.found_inf:",
-        "if False:",
+        "scaler/core.py",
+        "flags = {place: torch.ones_like(flag) for place, flag in flags.items()}",
+        "flags = dict(flags)",
         "agreement.scale",
         "liveness.completes",  # the next agreement finds the scales apart and raises
     ),
     "step taken on skip": plant(
-        "scaler/grad_scaler.py",
+        "scaler/core.py",
         "return None if skips else optimizer.step(*args, **kwargs)",
         "return optimizer.step(*args, **kwargs)",
         "skip.all-ranks-skip",
@@ -66,7 +66,7 @@ PLANTS = {
         "parity.gradient",
     ),
     "growth tracker off by one": plant(
-        "scaler/grad_scaler.py",
+        "scaler/core.py",
         "rule = self._growth_factor, self._backoff_factor, self._growth_interval",
         "rule = self._growth_factor, self._backoff_factor, self._growth_interval + 1",
         "scale.rule",
