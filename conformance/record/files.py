@@ -70,6 +70,7 @@ class Stored(msgspec.Struct):
     digest: int
     rounded: int
     square: float
+    """Sum of squares; of an update that of a unit in the last place of each weight."""
     largest: float
     bad: int
     sketch: NDArray[np.float32] | None

@@ -99,10 +99,20 @@ class Kept:
     """(3,) float64: sum of squares, largest size, number of non-finite elements; zeros
     without a sketch."""
 
-    def minus(self, other: Kept) -> Kept:
-        """The sketch of a difference of two tensors in one place; no more is known."""
-        assert self.sketch is not None and other.sketch is not None
-        return replace(self, sketch=self.sketch - other.sketch)
+    def update(self, before: Kept, unit: float) -> Kept:
+        """The sketch of an update, weighted as this product and the one before are.
+
+        In place of the sum of squares is that of one unit in the last place of each
+        weight, weighted alike: a correct step may round each weight to either side.
+
+        Args:
+            before: the product of weights and sizes of gradients before the step.
+            unit: distance of 1 to the next number of the weights' dtype.
+        """
+        assert self.sketch is not None and before.sketch is not None
+        units = (unit * before.sketch).square().sum().reshape(1)
+        numbers = torch.cat([units, self.numbers[1:]])
+        return replace(self, sketch=self.sketch - before.sketch, numbers=numbers)
 
 
 def mix(x: Tensor) -> Tensor:

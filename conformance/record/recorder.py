@@ -67,12 +67,16 @@ class _Step:
         for (kind, name), (box, kept) in self.kept.items():
             if kind not in ("before", "after"):
                 yield f"{start}/{kind}/{name}", Stored.of(box, kept)
+        units = {p.name: torch.finfo(p.weight.dtype).eps for p in self.parts}
         for name, again in self.again.items():
             (box, before), (_, after) = (
                 self.kept[kind, name] for kind in ("before", "after")
             )
             if torch.equal(again, self.kept["gradient", name][1].digest):
-                yield f"{start}/update/{name}", Stored.of(box, after.minus(before))
+                yield (
+                    f"{start}/update/{name}",
+                    Stored.of(box, after.update(before, units[name])),
+                )
 
 
 class Recorder:

@@ -205,3 +205,18 @@ def test_a_bag_of_tokens_adds_up_over_pieces_of_rows() -> None:
     other = tokens.clone()
     other[0, 0] += 1
     assert int(bag_of([other]) or 0) != int(whole)
+
+
+def test_an_update_knows_a_unit_in_the_last_place_of_its_weights() -> None:
+    weight, gradient = made((64, 40)), made((40, 64)).t()
+    step = 1e-3 * gradient.sign()
+    box = place(weight)[1]
+    before, after = (
+        keep_values(w, box, weight=gradient) for w in (weight, weight - step)
+    )
+    found = after.update(before, 2.0**-23)
+    true = float((step * gradient.abs()).norm())
+    assert found.sketch is not None
+    assert float(found.sketch.norm()) == pytest.approx(true, rel=0.25)
+    units = 2.0**-23 * float((weight * gradient).norm())
+    assert float(found.numbers[0]) ** 0.5 == pytest.approx(units, rel=0.25)

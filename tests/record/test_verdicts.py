@@ -290,3 +290,17 @@ def test_a_name_with_odd_characters_is_kept_and_escaped(tmp_path: Path) -> None:
     written = Recording(tensors={f"0/0/gradient/{ODD}": part})
     write_rank(tmp_path / "run", 0, written)
     assert read_merged(tmp_path / "run").names("gradient", 0) == [ODD]
+
+
+def test_an_update_may_round_each_weight_to_either_side() -> None:
+    """A few elements of a small tensor do, in no nudged run."""
+    update = values(1, "b")
+    off = update.copy()
+    off[3] += 1e-4
+    key = (1, "update", "b")
+    assert against(changed(run(4), key, sketch=off)).code == DIFFERENT
+    # weights near 1 in fp32 have a unit of 1.2e-7; here one of 1e-4
+    other = changed(run(4), key, sketch=off, square=SIZE * 1e-8)
+    assert against(other).code == SAME
+    other = changed(run(4), key, sketch=1.5 * update, square=SIZE * 1e-8)
+    assert against(other).code == DIFFERENT
