@@ -260,6 +260,7 @@ def deepspeed(model: Any, stage: int) -> None:
 
     if WORLD == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        os.environ["LOCAL_RANK"] = "0"
     ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
     config = {
         "train_micro_batch_size_per_gpu": ROWS // WORLD,

@@ -293,7 +293,7 @@ def _first_difference(
         for mine, its in names.items():
             values = one.settings.get((step, mine), {})
             theirs = other.settings.get((step, its), {})
-            for key in values.keys() & theirs.keys():
+            for key in filter(theirs.__contains__, values):  # in their order
                 compared.add(step)
                 if key in _FREE or values[key] == theirs[key]:
                     continue

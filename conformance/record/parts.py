@@ -211,7 +211,10 @@ def fp32_range_of(parameter: Any) -> tuple[Tensor, Box] | None:
         fragment = mapping.hp_fragment.detach().reshape(-1)
     elif (engine := getattr(parameter, "_z3_optimizer", None)) is not None:
         part = parameter.partition_numel()
-        group, offset, _ = engine.grad_position[engine.get_param_id(parameter)]
+        position = engine.grad_position.get(engine.get_param_id(parameter))
+        if position is None:  # it does not train
+            return None
+        group, offset, _ = position
         shape = tuple(parameter.ds_shape)
         start = part * parameter.ds_process_group.rank()
         size = min(part, max(0, math.prod(shape) - start))  # the last one is padded

@@ -339,6 +339,8 @@ class Recorder:
     def write(self) -> None:
         """Write what was recorded, once; a process without an optimizer writes none."""
         if self.written or not self.done:
+            for note in self.recording.notes if not self.written else ():
+                print(f"gradparity: nothing was recorded: {note}", file=sys.stderr)
             return
         self.written = True  # hooks stay: this one may be called by them
         before = len(self.recording.notes)

@@ -34,7 +34,9 @@ def test_two_scenarios_are_recorded_and_compared(
     assert main(["compare", str(tmp_path / "one"), str(tmp_path / "two")]) == 0
     assert "start: 8 of 8 tensors have equal bits" in capsys.readouterr().out
     assert main(["compare", str(tmp_path / "one"), str(tmp_path / "other")]) == 2
-    assert "other settings: momentum" in capsys.readouterr().out
+    assert (
+        "other settings: lr of norm.weight is 0.1 and 0.05" in capsys.readouterr().out
+    )
 
 
 def test_a_scenario_of_two_jobs_is_refused() -> None:
