@@ -4,7 +4,7 @@
 
 Each job of ``foreign_jobs`` is recorded on one process with noise, and compared with
 itself on two and on four ranks, and with three faults on two ranks. The record is
-``results/foreign.json``; docs/record.md has its table.
+``results/foreign.json``.
 """
 
 from __future__ import annotations
