@@ -71,7 +71,7 @@ def compare(folder: Path, name: str) -> tuple[int, list[str]]:
 
 
 def rows(job: str) -> Iterator[dict[str, Any]]:
-    """What is said of one job on ranks, and of its faults."""
+    """Yield the result of one job on ranks, and of each of its faults."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         record(folder, "one", 2, command(job, 1))
@@ -96,7 +96,7 @@ def rows(job: str) -> Iterator[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Record, print and keep; 1 if something is told wrongly."""
+    """Record all jobs; return 1 if a result is not the expected one."""
     parser = argparse.ArgumentParser(prog="foreign", description=__doc__)
     parser.add_argument("--job", action="append", choices=JOBS)
     given = parser.parse_args(argv)

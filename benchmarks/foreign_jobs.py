@@ -50,7 +50,7 @@ def rows() -> list[dict[str, Tensor]]:
 
 
 def batches() -> DataLoader[Any]:
-    """The rows of this rank, step by step: each step has those of one process."""
+    """Load the rows of this rank; a step has the same rows as on one process."""
     every = rows()
     own = ROWS // WORLD
     mine = [
@@ -127,7 +127,7 @@ def accumulating(model: Any) -> None:
 
 
 def fsdp2(model: Any) -> None:
-    """As in PyTorch's tutorial of FSDP2: layers, then the root."""
+    """Shard layers, then the root, as PyTorch's tutorial of FSDP2 does."""
     from torch.distributed.fsdp import fully_shard
 
     if WORLD > 1:
@@ -138,7 +138,7 @@ def fsdp2(model: Any) -> None:
 
 
 def tensor_parallel(model: Any) -> None:
-    """As in PyTorch's tutorial of tensor parallelism: all ranks have all rows."""
+    """Split layers as PyTorch's tutorial of tensor parallelism does; all rows."""
     global RANK, WORLD
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
@@ -190,7 +190,7 @@ def accelerated_fsdp2(model: Any) -> None:
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
     )
-    # accelerate gives CPU ranks DDP: declare them as those of GPUs
+    # accelerate would wrap CPU ranks in DDP: pretend that they have GPUs
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)

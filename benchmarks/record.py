@@ -3,9 +3,8 @@
     python -m gradparity.benchmarks.record
 
 A recorded step is compared with the step before it, which is not recorded, in one
-process: a transformer of 10 million parameters with AdamW in fp32. Size and time of a
-comparison are those of 2,000 tensors of 4,096 elements over three steps. The record is
-``results/record.json``.
+process: a transformer of 10 million parameters with AdamW in fp32. The comparison reads
+2,000 tensors of 4,096 elements over three steps. Results go to ``results/record.json``.
 """
 
 from __future__ import annotations

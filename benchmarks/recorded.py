@@ -374,7 +374,7 @@ def _with_weight(layer: Linear, old: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def rows(seeds: int, halves: Sequence[bool]) -> Iterator[dict[str, Any]]:
-    """What is said of each variant and each fault."""
+    """Yield the result of each variant and each fault."""
     with (
         Cluster(world_size=4, backend="gloo") as four,
         Cluster(world_size=2, backend="gloo") as two,

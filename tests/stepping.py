@@ -35,8 +35,8 @@ def one_step(scaler: Any, optimizer: Any, gradient: float) -> None:
     scaler.update()
 
 
-def sgd(*params: Tensor, fused: bool = False, lr: float = 1.0) -> Any:
-    return torch.optim.SGD(list(params), lr=lr, fused=fused)
+def sgd(*params: Any, lr: float = 1.0, **settings: Any) -> Any:
+    return torch.optim.SGD(list(params), lr=lr, **settings)
 
 
 def with_grad() -> Tensor:

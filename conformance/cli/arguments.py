@@ -367,7 +367,7 @@ def _add_record(commands: Commands) -> None:
         "--stop", action="store_true", help="end the job after the last recorded step"
     )
     record.add_argument(
-        "--keep-start", action="store_true", help="write the weights of the start, too"
+        "--keep-start", action="store_true", help="also write the initial weights"
     )
     record.add_argument(
         "--start",

@@ -123,10 +123,6 @@ class Recording(msgspec.Struct):
     """``optimizer/step/kind/name`` -> what is kept."""
 
 
-class _Version(msgspec.Struct):
-    version: int | None = None
-
-
 class _Header(msgspec.Struct):
     """Everything but arrays, as one JSON text beside the arrays."""
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "BITS",
     "BUCKETS",
     "SLOTS",
     "Box",
@@ -178,11 +179,12 @@ def keys_of(box: Box, start: int, device: torch.device) -> Keys:
     return found
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Size of an element in bytes -> the integers that have its bits."""
 
 
 def _digest(values: Tensor, words: Tensor) -> Tensor:
-    bits = values.view(_BITS[values.element_size()]).to(torch.int64)
+    bits = values.view(BITS[values.element_size()]).to(torch.int64)
     return (bits * words).sum()
 
 

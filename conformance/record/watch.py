@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from .kept import BITS
 from .parts import bare, place
 from .rows import rows_of
 
@@ -317,8 +318,7 @@ def _wrapped(number: int) -> int:
 def _digest(part: Tensor) -> Tensor:
     """Sum of the bits of elements times an odd word of their place, modulo 2^64."""
     flat = part.detach().reshape(-1)
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = flat.view(kinds[flat.element_size()]).to(torch.int64)
+    bits = flat.view(BITS[flat.element_size()]).to(torch.int64)
     places = torch.arange(flat.numel(), dtype=torch.int64, device=flat.device)
     return (bits * (places * 2 * 0x9E3779B1 + 1)).sum()
 

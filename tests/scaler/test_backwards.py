@@ -21,6 +21,7 @@ from gradparity.tests.beside_torch import (
     torch_plain,
     torch_sharded,
 )
+from gradparity.tests.stepping import sgd
 
 # torch's own, of graphs that break
 pytestmark = [
@@ -31,10 +32,6 @@ pytestmark = [
 
 def parameter(value: float = 1.0) -> nn.Parameter:
     return nn.Parameter(torch.tensor([value]))
-
-
-def sgd(*params: Any, **settings: Any) -> Any:
-    return torch.optim.SGD(list(params), lr=1.0, **settings)
 
 
 # - F52: scale() unseen

@@ -13,19 +13,13 @@ from torch import nn
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, PeerFailedError, RanksDisagreeError
 from gradparity.tests.beside_torch import scaled_once, torch_plain
-from gradparity.tests.stepping import HOW, acting, exchanged
+from gradparity.tests.stepping import FUSED, HOW, INF, acting, exchanged, sgd
 
-INF = float("inf")
 SOON_S = 20.0  # a hang fails long before the harness's own limit
-FUSED = pytest.mark.parametrize("fused", [False, True])
 
 
 def parameter(value: float = 1.0, dtype: Any = torch.float32) -> nn.Parameter:
     return nn.Parameter(torch.tensor([value], dtype=dtype))
-
-
-def sgd(*params: Any, **settings: Any) -> Any:
-    return torch.optim.SGD(list(params), lr=1.0, **settings)
 
 
 def give(p: nn.Parameter, value: float) -> None:

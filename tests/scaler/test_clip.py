@@ -464,7 +464,7 @@ def test_partial_gradients_are_summed_first(two: Cluster) -> None:
 # regression: T19
 @FUSED
 def test_a_step_pre_hook_sees_what_the_kernel_is_handed(fused: bool) -> None:
-    """Of a fused optimizer scaled gradients, as in torch's own step."""
+    """The hook of a fused optimizer gets scaled gradients, as in torch's own step."""
     (p,) = parameters_with([torch.full((4,), 2.0 * SCALE)])
     optimizer: Any = torch.optim.SGD([p], lr=1.0, fused=fused)
     seen: list[float] = []

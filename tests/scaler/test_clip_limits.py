@@ -19,15 +19,10 @@ from gradparity.tests.beside_torch import (
     scaled_once,
     torch_plain,
 )
+from gradparity.tests.stepping import FUSED, INF, sgd
 
-INF = float("inf")
 OURS = pytest.mark.parametrize("make", [ours_plain, ours_sharded])
-FUSED = pytest.mark.parametrize("fused", [False, True])
 SOON_S = 20.0  # a hang fails long before the harness's own limit
-
-
-def sgd(*params: Any, lr: float = 1.0, **settings: Any) -> Any:
-    return torch.optim.SGD(list(params), lr=lr, **settings)
 
 
 def with_gradient(gradient: Tensor) -> nn.Parameter:

@@ -28,13 +28,9 @@ from gradparity.scaler import (
 from gradparity.scaler.local_norms import norms
 from gradparity.scaler.sync_group import message_device
 from gradparity.tests.beside_torch import GroupOfOne, scaled_once
+from gradparity.tests.stepping import INF, sgd
 
-INF = float("inf")
 SOON_S = 20.0  # a hang fails long before the harness's own limit
-
-
-def sgd(*params: Any, **settings: Any) -> Any:
-    return torch.optim.SGD(list(params), lr=1.0, **settings)
 
 
 def with_gradient(value: float) -> nn.Parameter:

@@ -18,18 +18,13 @@ from gradparity.tests.beside_torch import (
     scaled_once,
     torch_sharded,
 )
+from gradparity.tests.stepping import FUSED, INF, sgd
 
-INF = float("inf")
-FUSED = pytest.mark.parametrize("fused", [False, True])
 OURS = pytest.mark.parametrize("make", [ours_plain, ours_sharded])
 
 
 def parameter(value: float = 1.0) -> nn.Parameter:
     return nn.Parameter(torch.tensor([value]))
-
-
-def sgd(*params: Any, **settings: Any) -> Any:
-    return torch.optim.SGD(list(params), lr=1.0, **settings)
 
 
 def value(p: Any) -> float:

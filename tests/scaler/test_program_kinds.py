@@ -32,9 +32,8 @@ from gradparity.tests.beside_torch import (
     torch_plain,
     torch_sharded,
 )
+from gradparity.tests.stepping import FUSED, INF, sgd
 
-INF = float("inf")
-FUSED = pytest.mark.parametrize("fused", [False, True])
 OURS = pytest.mark.parametrize("make", [ours_plain, ours_sharded])
 
 
@@ -46,10 +45,6 @@ def with_gradient(value: float) -> nn.Parameter:
     p = parameter()
     p.grad = torch.tensor([value])
     return p
-
-
-def sgd(*params: Any, **settings: Any) -> Any:
-    return torch.optim.SGD(list(params), lr=1.0, **settings)
 
 
 def gradient_of(p: nn.Parameter) -> torch.Tensor:

@@ -39,15 +39,12 @@ from gradparity.tests.beside_torch import (
     torch_plain,
     torch_sharded,
 )
+from gradparity.tests.stepping import sgd
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SHAPES: list[tuple[int, ...]] = [(), (1,)]
 INF, NAN = float("inf"), float("nan")
 CPU = torch.device("cpu")
-
-
-def sgd(*params: Any, **settings: Any) -> Any:
-    return torch.optim.SGD(list(params), lr=1.0, **settings)
 
 
 def dense(dtype: Any, bad: float | None) -> Tensor:

@@ -12,7 +12,7 @@ from gradparity.scaler.global_norm import MESHES, global_norm, norm_on_host
 
 Row = tuple[float, float, float]
 KINDS = {0.0: 0.0, -1.0: 7.0, -2.0: 7.0, -3.0: 8.0, -4.0: 8.0}
-"""Of each identity; 0 is an unused entry, below 0 none is told apart."""
+"""Places of identities: 0 is an unused entry; below 0 no identity is told apart."""
 ROUNDING = 20 * 2.0**-53
 """Each of 20 powers is rounded to 2**-52 of the largest; then the root."""
 NORMS = st.sampled_from([0.0, 0.25, 1.0, 2.0, 1024.0, math.inf, math.nan])
