@@ -137,9 +137,10 @@ def _both(before: Any, after: Any) -> Any:
 class OwnStep:
     """Runs ``train_step`` and sees the same of it as of the judge's own loop."""
 
-    def __init__(self, engine: Engine, judged: Judged) -> None:
+    def __init__(self, engine: Engine, judged: Judged, files: str | None) -> None:
         self.engine = engine
         self.judged = judged
+        self.files = files
         self.workload = engine.scenario.workload
         self.excused = False
         """True if some step has moved weights, or had a gradient that is not finite."""
@@ -330,22 +331,21 @@ class OwnStep:
         assert save is not None and load is not None
         first = dist.get_rank() == 0
         # one folder for all: its name is random, so rank 0 chooses it
-        folder = [tempfile.mkdtemp(prefix="gradparity-") if first else ""]
+        made = tempfile.mkdtemp(prefix="gradparity-", dir=self.files) if first else ""
+        folder = [made]
         dist.broadcast_object_list(folder)
 
         def loads() -> None:
             with _scaler_at_fault():
                 load(self.engine.module, self._merely_watched(), folder[0])
 
-        try:
-            with _scaler_at_fault():
-                save(self.engine.module, self._merely_watched(), folder[0])
-            dist.barrier()  # rank 0 may write for all
-            yield loads
-            dist.barrier()  # a rank may still read
-        finally:
-            if first:
-                shutil.rmtree(folder[0], ignore_errors=True)
+        with _scaler_at_fault():
+            save(self.engine.module, self._merely_watched(), folder[0])
+        dist.barrier()  # rank 0 may write for all
+        yield loads
+        dist.barrier()  # a rank may still read
+        if first:  # not after an error: other ranks may still be writing
+            shutil.rmtree(folder[0], ignore_errors=True)
 
     def _merely_watched(self) -> WatchedScaler | None:
         if self.judged.scaler is None:

@@ -25,6 +25,7 @@ def observe_modules(
     saved: Saved | None,
     step: int,
     facts: WorkloadFacts,
+    files: str | None = None,
 ) -> Watched:
     """Train on this rank up to ``step``, and watch the modules in that step.
 
@@ -35,6 +36,7 @@ def observe_modules(
         saved: what another world came to at the resume, to go on from there.
         step: the last one.
         facts: of the workload.
+        files: a folder for checkpoints.
     """
     found: list[Watched] = []
 
@@ -42,7 +44,14 @@ def observe_modules(
         return watched_step(engine, at, found) if at == step else nullcontext()
 
     trace = observe_rank(
-        scenario, spec, folder, saved, around=around, last=step, facts=facts
+        scenario,
+        spec,
+        folder,
+        saved,
+        around=around,
+        last=step,
+        facts=facts,
+        files=files,
     )
     return replace(found[0], rank=trace.rank, coordinate=trace.coordinate)
 

@@ -76,6 +76,7 @@ def observe_rank(
     last: int | None = None,
     facts: WorkloadFacts | None = None,
     alone: Alone | None = None,
+    files: str | None = None,
 ) -> RankTrace:
     """Train ``scenario`` on this rank and return what was seen.
 
@@ -90,6 +91,7 @@ def observe_rank(
         last: the step to end with, and no wrong calls after it.
         facts: of the workload; None: to be found out here.
         alone: makes the run a reference, on a mesh of the same axes at size 1.
+        files: a folder for checkpoints; None: the system's for temporary files.
 
     Raises:
         JudgedError: if a call of the judged scaler raised; holds the trace so far.
@@ -126,7 +128,7 @@ def observe_rank(
         own = (
             None
             if OfWorkload.LOOP in scenario.workload.has
-            else OwnStep(engine, judged)
+            else OwnStep(engine, judged, files)
         )
         faults = _resolved_faults(engine, trace)
         if factory is not None:

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -49,6 +50,8 @@ class Place:
         self.timeout_s = timeout_s
         self._worlds: dict[int, BaseCluster] = {}
         self._stack = ExitStack()
+        self.files = self._stack.enter_context(TemporaryDirectory(prefix="gradparity-"))
+        """A folder for checkpoints of ranks; goes when no rank is left to write one."""
         self._alone = {False: self._one(default_group=False)}
         """True if it has a process group -> a cluster of one process."""
 

@@ -559,6 +559,7 @@ class Runner:
                 more,
                 choices,
                 facts=self._found_out(phase.model)[0],
+                files=self.place.files,
             )
             saved = gathered(results) if more else None
             yield fold(results)
@@ -573,7 +574,7 @@ class Runner:
                 (phase, spec, self.folder, saved),
             )
             if step < phase.steps:
-                return ranks.run(observe_modules, *given, step, facts)
+                return ranks.run(observe_modules, *given, step, facts, self.place.files)
             saved = gathered(ranks.run(observe_rank, *given, True, facts=facts))
         raise AssertionError(f"no phase makes step {step}")
 

@@ -1,16 +1,19 @@
 """Recipes of stacks that train by themselves: what they can do, and what each shows."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.conformance import Case, Runner, Scenario, Status
+from gradparity.conformance.rank.worker import observe_rank
 from gradparity.conformance.space.catalogue import Selection, not_tried, select
 from gradparity.conformance.space.constraints import why_not
 from gradparity.conformance.status import UsageError
@@ -19,6 +22,7 @@ from gradparity.fixtures.faulty import own_steps, steps
 from gradparity.fixtures.faulty.plain import Broken
 from gradparity.fixtures.faulty.stacks import Held, Named
 from gradparity.fixtures.faulty.steps import FAULTY_STEPS, RIGHT_STEPS
+from gradparity.multiprocess import WorldError
 
 PLAIN = "gradparity.fixtures.faulty:PlainScaler"
 TRAINS = "gradparity.fixtures.faulty.steps:Trains"
@@ -165,9 +169,11 @@ class Hidden:
 
 
 class SavesWithAScaler(steps.Trains):
-    """The scaler is asked for its state."""
+    """Asks the scaler for its state; rank 0 is long done when the others write."""
 
     def save_checkpoint(self, stack: Held, scaler: Any, folder: str) -> None:
+        if dist.get_rank():
+            time.sleep(0.3)
         super().save_checkpoint(stack, scaler, folder)
         scaler.state_dict()
 
@@ -201,6 +207,18 @@ def test_scenarios_that_a_workload_cannot_run_are_skipped_with_the_reason(
     case = runner.run("none", scenario)
     assert case.status is Status.SKIPPED, (case.problem, case.verdicts[:2])
     assert reason in case.verdicts[0].message
+
+
+def test_a_rank_that_fails_leaves_the_folder_to_those_that_still_write(
+    runner: Runner,
+) -> None:
+    scenario = here(SavesWithAScaler, "resume")
+    with pytest.raises(WorldError) as failure:
+        runner.place.ranks(2).run(
+            observe_rank, scenario, "none", ".", files=runner.place.files
+        )
+    said = [str(outcome.exception) for outcome in failure.value.outcomes]
+    assert len(said) == 2 and all("without a scaler: " in text for text in said), said
 
 
 class LeavesTheAverageIn(steps.Trains):
