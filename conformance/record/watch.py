@@ -51,11 +51,12 @@ class RanksDifferError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Replicas:
-    """A parameter of which several ranks hold the same elements."""
+class _Weight:
+    """A parameter, and ranks that hold the same elements of it, or each its own."""
 
     name: str
     ranks: tuple[int, ...]
+    same: bool
 
 
 @dataclass
@@ -64,8 +65,9 @@ class _Sent:
 
     step: int
     about: list[tuple[str, Any]]
-    """(kind, what) of each number: ``weight`` and ``settings`` of replicas, ``rows`` of
-    a set of ranks that have the same; no two sets may share them."""
+    """(kind, what) of each number: ``weight`` and ``settings`` of a weight, ``number``
+    of a name in ``equal``; ``rows`` and ``draws`` of ranks that have the same rows: no
+    two such sets may share them."""
     digests: list[Tensor]
     """Digests of the weights of this rank."""
     both: Tensor
@@ -89,14 +91,17 @@ class Watch:
     period: int
     act: Callable[[str], None]
     apart: Sequence[str]
+    equal: Mapping[str, Callable[[], float | Tensor]]
     step: int = 0
     _named: dict[str, nn.Parameter] = field(default_factory=dict)
-    _turns: list[list[_Replicas]] = field(default_factory=list)
+    _turns: list[list[_Weight]] = field(default_factory=list)
     _alike: list[tuple[int, ...]] = field(default_factory=list)
     """Sets of ranks that have the same rows."""
     _groups: dict[int, tuple[int, int]] = field(default_factory=dict)
     """id of a parameter -> numbers of its optimizer and of its param group."""
     _rows: Tensor | None = None
+    _state: Tensor | None = None
+    """The generator's state when the model was entered first in this step."""
     _sent: deque[_Sent] = field(default_factory=deque)
     _handles: list[Any] = field(default_factory=list)
     _last: dict[str, int] = field(default_factory=dict)
@@ -104,6 +109,8 @@ class Watch:
     _size: int = 0
     """Numbers in a message."""
     _group: Any = None
+    _drawn_alike: bool = False
+    """True if it was logged that two sets of ranks draw the same numbers."""
 
     def __post_init__(self) -> None:
         self._learn(self._exchanged())
@@ -146,6 +153,8 @@ class Watch:
                 self._named[name] = parameter
         if any(hasattr(module, "_handle") for module in self.model.modules()):
             raise ValueError("FSDP1's parameters hide what a rank holds: use FSDP2")
+        if not self._named:
+            raise ValueError("the model has no parameter that is trained and not apart")
         own = {}
         for name, parameter in self._named.items():
             part, box = place(parameter)
@@ -158,18 +167,18 @@ class Watch:
         return everyone
 
     def _learn(self, everyone: Sequence[Any]) -> None:
-        """Learn which ranks hold the same, and give each replica its turn."""
+        """Learn which ranks hold the same, and give each weight its turn."""
         places: dict[Any, list[int]] = {}
         for rank, (theirs, _) in enumerate(everyone):
             for name, (box, _) in theirs.items():
                 if box.size:
                     places.setdefault((name, box), []).append(rank)
-        shared = [
-            _Replicas(name, tuple(ranks))
+        weights = [
+            _Weight(name, tuple(ranks), True)
             for (name, _), ranks in places.items()
             if len(ranks) > 1
         ]
-        for each in shared:
+        for each in weights:
             starts = [everyone[rank][0][each.name][1] for rank in each.ranks]
             for rank, start in zip(each.ranks, starts, strict=True):
                 if start != starts[0]:
@@ -178,11 +187,17 @@ class Watch:
                         f"rank {each.ranks[0]}. If these are other tensors, name them "
                         "in apart="
                     )
-        shared.sort(key=lambda each: (each.name, each.ranks))
-        # two numbers for each of them, and two of rows
-        size = max(1, min(-(-len(shared) // self.period), (MOST - 2) // 2))
-        self._size = 2 + 2 * size
-        self._turns = [shared[n : n + size] for n in range(0, len(shared), size)]
+        parts: dict[str, list[int]] = {}
+        for (name, _), ranks in places.items():
+            if len(ranks) == 1:
+                parts.setdefault(name, []).extend(ranks)
+        weights += [_Weight(n, tuple(sorted(r)), False) for n, r in parts.items()]
+        weights.sort(key=lambda each: (each.name, each.ranks))
+        # two numbers for each of them, two of rows, two of draws
+        others = 4 + len(self.equal)
+        size = max(1, min(-(-len(weights) // self.period), (MOST - others) // 2))
+        self._size = others + 2 * size
+        self._turns = [weights[n : n + size] for n in range(0, len(weights), size)]
         sets: dict[Any, list[int]] = {}
         for rank, (_, coordinate) in enumerate(everyone):
             sets.setdefault(coordinate, []).append(rank)
@@ -201,6 +216,15 @@ class Watch:
         for digests in tokens:  # in a pipeline later stages are given numbers
             total = digests.sum()
             self._rows = total if self._rows is None else self._rows + total
+        if self._state is None:
+            self._state = self._generator_state()
+
+    def _generator_state(self) -> Tensor:
+        device = next(iter(self._named.values())).device
+        cpu = device.type == "cpu"
+        of_device = torch if cpu else torch.get_device_module(device)
+        state: Tensor = of_device.get_rng_state()
+        return state
 
     def _stepped(self, *_: Any) -> None:
         while self._sent and (len(self._sent) > UNREAD or self._sent[0].has_arrived):
@@ -216,22 +240,31 @@ class Watch:
         digests, rank = list[Tensor](), _rank()
         for each in self._turns[self.step % len(self._turns)] if self._turns else ():
             about += [("weight", each), ("settings", each)]
-            gives += [rank in each.ranks] * 2
+            gives += [rank in each.ranks and each.same, rank in each.ranks]
             if rank not in each.ranks:
                 own += [0, 0]
                 continue
             parameter = self._named[each.name]
             digests.append(_digest(place(parameter)[0]))
             own += [digests[-1], self._settings(parameter)]
+        for name, number in self.equal.items():
+            about.append(("number", name))
+            gives.append(True)
+            own.append(_bits(number()))
         if self._alike:
             here = next(n for n, ranks in enumerate(self._alike) if rank in ranks)
             # neighbours, each pair in turn
             pair = dict.fromkeys((self.step + n) % len(self._alike) for n in (0, 1))
-            for number in pair:
-                about.append(("rows", self._alike[number]))
-                gives.append(self._rows is not None and here == number)
-                own.append(0 if self._rows is None else self._rows)
-        self._rows = None
+            state = self._state
+            draws = state is not None and not state.equal(self._generator_state())
+            drawn = _digest(state) if state is not None and draws else 0
+            for place_of in pair:
+                ranks = self._alike[place_of]
+                about += [("rows", ranks), ("draws", ranks)]
+                gives += [self._rows is not None and here == place_of]
+                gives += [draws and here == place_of]
+                own += [0 if self._rows is None else self._rows, drawn]
+        self._rows = self._state = None
         if not about:
             return
         device = next(iter(self._named.values())).device
@@ -250,7 +283,7 @@ class Watch:
             sent.work.wait()
         largest, complements = sent.both.tolist()
         digests = iter(sent.digests)
-        rows: dict[int, tuple[int, ...]] = {}
+        sets: dict[tuple[str, int], tuple[int, ...]] = {}
         for (kind, what), most, least in zip(
             sent.about, largest, complements, strict=False
         ):
@@ -259,35 +292,52 @@ class Watch:
             if NONE in (most, least):
                 continue  # nobody gave one
             text = ""
-            if most >> 16 != ~least >> 16:
+            first = what
+            if kind in ("rows", "draws"):
+                first = sets.setdefault((kind, most >> 16), what)
+            if kind == "draws":
+                self._log_draws(sent.step, first, what)
+            elif most >> 16 != ~least >> 16:
                 text = _words(kind, what, *sorted((most & 65535, ~least & 65535)))
-            elif kind == "rows" and rows.setdefault(most >> 16, what) != what:
-                text = (
-                    f"ranks {rows[most >> 16]} train on the same rows as ranks {what}"
-                )
+            elif first != what:
+                text = f"ranks {first} train on the same rows as ranks {what}"
             if text:
                 self.act(f"gradparity.watch: step {sent.step}: {text}")
 
-    def _moves(self, step: int, what: _Replicas, digest: int) -> None:
+    def _log_draws(self, step: int, one: Sequence[int], other: Sequence[int]) -> None:
+        """Log, once, ranks with other rows that draw the same numbers in forward.
+
+        Many trainers seed all ranks alike: dropout is weaker then, and not wrong.
+        """
+        if one == other or self._drawn_alike:
+            return
+        self._drawn_alike = True
+        text = "step %d: ranks %s and ranks %s draw the same numbers, as in dropout"
+        _LOG.warning(text, step, one, other)
+
+    def _moves(self, step: int, what: _Weight, digest: int) -> None:
         """Log a weight that is what it was when its turn came last."""
-        if self._last.get(what.name) == digest and _rank() == what.ranks[0]:
+        speaks = not what.same or _rank() == what.ranks[0]
+        if self._last.get(what.name) == digest and speaks:
             turns = len(self._turns)
-            _LOG.warning("step %d: %s did not move in %d steps", step, what.name, turns)
+            here = "" if what.same else f", what rank {_rank()} holds of it,"
+            text = "step %d: %s%s did not move in %d steps"
+            _LOG.warning(text, step, what.name, here, turns)
         self._last[what.name] = digest
 
     def _settings(self, parameter: nn.Parameter) -> int | Tensor:
         """A number for the settings of the param group of a parameter."""
-        found = self._groups.get(id(parameter))
-        if found is None:
-            return 0
-        optimizer, group = found
-        return _number(self.optimizers[optimizer].param_groups[group])
+        optimizer, place_of = self._groups.get(id(parameter), (0, -1))
+        groups = self.optimizers[optimizer].param_groups
+        return _number(groups[place_of]) if 0 <= place_of < len(groups) else 0
 
 
 def _words(kind: str, what: Any, one: int, other: int) -> str:
     """A sentence about two ranks that differ."""
     if kind == "rows":
         return f"rank {one} and rank {other} train on other rows"
+    if kind == "number":
+        return f"{what} is another number on rank {other} than on rank {one}"
     if kind == "weight":
         return f"{what.name} has other bits on rank {other} than on rank {one}"
     return f"the settings for {what.name} are others on rank {other} than on rank {one}"
@@ -299,15 +349,20 @@ def _number(group: Mapping[str, Any]) -> int | Tensor:
     for at, (key, value) in enumerate(sorted(group.items())):
         values = value if isinstance(value, tuple | list) else (value,)
         for each in values if key != "params" else ():
-            if isinstance(each, bool | int | float):
-                (bits,) = struct.unpack("q", struct.pack("d", float(each)))
-            elif isinstance(each, Tensor) and each.numel() == 1:
-                bits = each.detach().reshape(1).double().view(torch.int64)[0]
-            else:
+            if isinstance(each, Tensor) and each.numel() != 1:
                 continue
-            total = total * 31 + bits * (2 * at + 1)
-            total = total if isinstance(total, Tensor) else _wrapped(total)
+            if isinstance(each, bool | int | float | Tensor):
+                total = total * 31 + _bits(each) * (2 * at + 1)
+                total = total if isinstance(total, Tensor) else _wrapped(total)
     return total
+
+
+def _bits(number: float | Tensor) -> int | Tensor:
+    """The bits of a number in fp64; a tensor is not read."""
+    if isinstance(number, Tensor):
+        return number.detach().reshape(1).double().view(torch.int64)[0]
+    (bits,) = struct.unpack("q", struct.pack("d", float(number)))
+    return int(bits)
 
 
 def _wrapped(number: int) -> int:
@@ -343,13 +398,15 @@ def watch(
     period: int = 64,
     act: Callable[[str], None] = _raise,
     apart: Sequence[str] = (),
+    equal: Mapping[str, Callable[[], float | Tensor]] | None = None,
 ) -> Watch:
-    """Watch a job: replicas, settings of optimizers and rows, at each step.
+    """Watch a job: replicas, settings of optimizers, rows and numbers, at each step.
 
     All ranks of the default process group call it, after the model is laid out and
     before the first step. One message of less than 1 KB is sent after each step, on a
-    process group of its own, and nobody waits for it. Each replicated weight has its
-    turn in ``period`` steps; one that did not move since its last turn is logged.
+    process group of its own, and nobody waits for it. Each weight has its turn in
+    ``period`` steps; one that did not move since its last turn is logged. So are ranks
+    with other rows that draw the same numbers in forward, once.
 
     Args:
         model: as the optimizers train it.
@@ -357,22 +414,28 @@ def watch(
         mesh: the ranks, if rows are to be watched.
         data: axes of the mesh along which ranks train on other rows. Along all other
             axes ranks train on the same ones.
-        period: steps in which each replicated parameter has its turn; more, if there
-            are too many for the messages.
+        period: steps in which each parameter has its turn; more, if there are too many
+            for the messages.
         act: called on every rank with a text. It raises :class:`RanksDifferError` if
             none is given; ``logging.getLogger("train").error`` logs.
         apart: beginnings of the names of parameters that are other tensors on each
             rank, such as ``("experts.",)``.
+        equal: name -> what gives a number that must be the same on all ranks, such as
+            ``{"scale": scaler.get_scale, "norm": lambda: norm}``. Called after each
+            step of the last optimizer; a tensor of one element costs no wait.
 
     Returns:
         The watch; a context manager, or closed by ``close``.
 
     Raises:
         RanksDifferError: if ranks begin with other weights under one name.
-        ValueError: if a layout hides which elements a rank holds.
+        ValueError: if a layout hides which elements a rank holds, no parameter is
+            trained, or ``equal`` has more than 16 names.
     """
     if not optimizers:
         raise ValueError("give the optimizers that train the model")
     if data and mesh is None:
         raise ValueError("give mesh=, whose axes data= names")
-    return Watch(model, optimizers, mesh, data, period, act, apart)
+    if equal and len(equal) > 16:
+        raise ValueError(f"equal= has {len(equal)} names: at most 16 fit a message")
+    return Watch(model, optimizers, mesh, data, period, act, apart, equal or {})

@@ -2,7 +2,8 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -141,13 +142,64 @@ def test_a_weight_that_never_moves_is_logged(
     assert four.run(stands_still) == [["gate.weight"], [], [], []]
 
 
-def stands_still() -> list[str]:
-    model = nn.ModuleDict({"up": nn.Linear(2, 2, bias=False)})
-    model["gate"] = nn.Linear(2, 2, bias=False)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(1)
+def of_shards(fault: str) -> tuple[list[str], list[str]]:
+    """Four ranks hold each a part of all weights; what is said and what is logged."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    rank = current_world().rank
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said: list[str] = []
+    scale = 512.0 if fault == "scale" and rank == 2 else 1024.0
+    torch.manual_seed(0 if fault == "draws" else rank)
+    watch = gradparity.watch(
+        model,
+        optimizer,
+        mesh=mesh,
+        data=("dp",),
+        period=2,
+        act=said.append,
+        equal={"scale": lambda: scale, "norm": lambda: torch.tensor(3.0)},
+    )
+    with logged() as texts, watch:
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.full((2, 8), 4.0 * step + rank)).square().mean().backward()
+            if fault == "rate" and rank == 1:
+                optimizer.param_groups[0]["lr"] = 0.11
+            if fault == "still" and rank == 3:
+                optimizer.param_groups.clear()
+            optimizer.step()
+    return said, texts
+
+
+@pytest.mark.parametrize(
+    ("fault", "said", "log"),
+    [
+        ("", "", ""),
+        ("rate", "the settings for 0.bias are others on rank 1 than on rank 0", ""),
+        ("scale", "scale is another number on rank 2 than on rank ", ""),
+        ("draws", "", "ranks (0,) and ranks (1,) draw the same numbers"),
+    ],
+)
+def test_ranks_without_replicas_are_watched(
+    four: Cluster, fault: str, said: str, log: str
+) -> None:
+    for texts, logs in four.run(of_shards, fault):
+        assert any(said in text for text in texts) if said else not texts, texts
+        assert any(log in text for text in logs) if log else not logs, logs
+        assert len(logs) <= 1
+
+
+def test_a_part_that_stands_still_is_logged_where_it_is(four: Cluster) -> None:
+    logs = [texts for _, texts in four.run(of_shards, "still")]
+    assert logs[:3] == [[], [], []]
+    assert "what rank 3 holds of it, did not move in 2 steps" in logs[3][0]
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What gradparity.watch logs on this rank."""
     texts: list[str] = []
 
     class Handler(logging.Handler):
@@ -156,15 +208,27 @@ def stands_still() -> list[str]:
 
     logger, handler = logging.getLogger("gradparity.watch"), Handler()
     logger.addHandler(handler)
-    with gradparity.watch(model, optimizer, period=2):
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
+
+
+def stands_still() -> list[str]:
+    model = nn.ModuleDict({"up": nn.Linear(2, 2, bias=False)})
+    model["gate"] = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with logged() as texts, gradparity.watch(model, optimizer, period=2):
         for _ in range(6):
             model.get_parameter("up.weight").grad = torch.ones(2, 2)
             optimizer.step()
-    logger.removeHandler(handler)
     return sorted({text.split(": ")[1].split()[0] for text in texts})
 
 
-def test_what_one_process_watches_is_nothing_and_bad_use_is_told() -> None:
+def test_one_process_can_watch_and_bad_use_is_told() -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with gradparity.watch(model, optimizer) as watch:
@@ -174,6 +238,11 @@ def test_what_one_process_watches_is_nothing_and_bad_use_is_told() -> None:
         gradparity.watch(model)
     with pytest.raises(ValueError, match="give mesh=, whose axes data= names"):
         gradparity.watch(model, optimizer, data=("dp",))
+    with pytest.raises(ValueError, match="no parameter that is trained"):
+        gradparity.watch(model, optimizer, apart=("",))
+    with pytest.raises(ValueError, match="has 17 names: at most 16"):
+        many = {str(n): lambda: 0.0 for n in range(17)}
+        gradparity.watch(model, optimizer, equal=many)
 
 
 def test_a_message_is_below_1_kb_for_a_large_model() -> None:
@@ -182,7 +251,7 @@ def test_a_message_is_below_1_kb_for_a_large_model() -> None:
         {f"p{n}": nn.Parameter(torch.ones(1)) for n in range(5000)}
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch = Watch(model, [optimizer], None, (), 64, sent.append, ())
+    watch = Watch(model, [optimizer], None, (), 64, sent.append, (), {})
     own = {name: (place(p)[1], 0) for name, p in model.named_parameters()}
     watch._learn([(own, ())] * 2)
     for _ in range(len(watch._turns)):
