@@ -339,6 +339,7 @@ def _record(parsed: argparse.Namespace) -> int:
         stop=parsed.stop,
         start="" if parsed.start is None else str((parsed.start / "plain").absolute()),
         keep_start=parsed.keep_start,
+        modules=parsed.modules,
     )
     error = partial(say, error=True)
     return record(parsed.out, parsed.job, orders, noise=parsed.noise, say=error)

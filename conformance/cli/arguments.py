@@ -367,6 +367,12 @@ def _add_record(commands: Commands) -> None:
         "--stop", action="store_true", help="end the job after the last recorded step"
     )
     record.add_argument(
+        "--modules",
+        action="store_true",
+        help="also keep outputs of the model's blocks: they say where a difference "
+        "begins",
+    )
+    record.add_argument(
         "--keep-start", action="store_true", help="also write the initial weights"
     )
     record.add_argument(

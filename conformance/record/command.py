@@ -172,18 +172,20 @@ def compare(
     Raises:
         UsageError: if one is no recording.
     """
-    from .compare import compare, compare_exactly
+    from .compare import compare
+    from .exact import compare_exactly
 
     one, other = _side(a, say), _side(b, say)
     found = (compare_exactly if exact else compare)(one, other)
     for line in found.lines:
         say(plain(line))
     if json is not None:
-        rows = [
-            {**vars(row), "ratio": row.ratio, "differs": row.differs}
-            for row in found.rows
-        ]
+        rows, blocks = (
+            [{**vars(row), "ratio": row.ratio, "differs": row.differs} for row in rows]
+            for rows in (found.rows, found.blocks)
+        )
         content = {"code": found.code, "lines": found.lines, "rows": rows}
+        content |= {"blocks": blocks} if blocks else {}
         write_whole(json, msgspec.json.format(msgspec.json.encode(content)))
     if html is not None:
         from .page import write_page

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from .merge import Run, Whole
+from .modules import GRADIENT, OUTPUT
 
-__all__ = ["Comparison", "Row", "Side", "compare", "compare_exactly"]
+__all__ = ["Comparison", "Row", "Side", "compare"]
 
 FACTOR = 8.0
 """Right variants of a job came to 0.23 of this bound at most."""
@@ -32,6 +33,10 @@ WHOLE = 3.0
 UNIT = 2.0**-24
 """Unit roundoff of fp32: no tensor has less noise, relative to its size."""
 KINDS = ("gradient", "update")
+NO_STEP = (
+    "the two sides recorded no step in common: give record the same --steps, and "
+    "--first N for a job that goes on from step N"
+)
 SAME, DIFFERENT, NOT_COMPARABLE, BROKEN, UNDECIDED = range(5)
 """Exit codes."""
 
@@ -83,6 +88,8 @@ class Comparison:
     """Sentences, the decisive one first."""
     rows: list[Row] = field(default_factory=list)
     """Every tensor that was compared."""
+    blocks: list[Row] = field(default_factory=list)
+    """Outputs of blocks, and their gradients, at the first step that differs."""
 
 
 def compare(one: Side, other: Side) -> Comparison:
@@ -98,7 +105,7 @@ def compare(one: Side, other: Side) -> Comparison:
     if not names or not steps:
         found.code = NOT_COMPARABLE
         if not steps:
-            found.lines.insert(0, _NO_STEP)
+            found.lines.insert(0, NO_STEP)
         return found
     first = _first_difference(one.run, other.run, names, steps)
     found.lines += first.same
@@ -138,6 +145,10 @@ def compare(one: Side, other: Side) -> Comparison:
         return found
     found.rows = list(_rows(one, other, names, steps))
     _decide(found, steps)
+    if found.code == DIFFERENT:
+        at = min((row.step for row in found.rows if row.differs), default=steps[0])
+        found.blocks, where = _where(one, other, at)
+        found.lines[1:1] = [where] if where else []
     found.lines += _losses(one.run, other.run, steps)
     found.lines += _left_out(one.run, other.run, names, found.rows, steps)
     return found
@@ -343,11 +354,15 @@ _FREE = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_
 
 
 def _rows(
-    one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
+    one: Side,
+    other: Side,
+    names: Mapping[str, str],
+    steps: Sequence[int],
+    kinds: Sequence[str] = KINDS,
 ) -> Iterator[Row]:
     worst: dict[tuple[str, str], float] = {}
     for step in steps:
-        for kind in KINDS:
+        for kind in kinds:
             pairs = dict(_pairs(one.run, other.run, names, step, kind))
             noises = {name: _noise(one, name, step, kind) for name in pairs}
             for name, its in names.items():
@@ -413,6 +428,71 @@ def _words(one: Run, mine: Whole, its: Whole, name: str, step: int, kind: str) -
     return ""
 
 
+def _where(one: Side, other: Side, step: int) -> tuple[list[Row], str]:
+    """Where a step begins to differ, from the outputs of blocks, if any were recorded.
+
+    Nothing is decided by them. The loss of a rank may be a mean over its own rows, and
+    of a micro-batch too: gradients are compared up to one factor, that of the last.
+    """
+    every = one.run.names(OUTPUT, step)
+    names = {name: name for name in every}
+    forward = list(_rows(one, other, names, [step], [OUTPUT]))
+    if not forward:
+        return [], "where: no output of a block is known on both sides" if every else ""
+    start = f"where: step {step}: "
+    of = f"{len(forward)} of {len(every)} blocks"
+    wrong = [row for row in forward if row.differs]
+    if wrong:
+        row, number = wrong[0], forward.index(wrong[0])
+        before = f", after {forward[number - 1].name}" if number else ""
+        return forward, (
+            f"{start}in forward. {row.name} is the first of {of} whose output differs"
+            f"{before}: by {row.distance:.2g} of its size, noise explains "
+            f"{row.bound:.2g}{f': {row.words}' if row.words else ''}"
+        )
+    same = f"{start}outputs of {of} are the same. "
+    last = [n for n in every if (step, GRADIENT, n) in one.run.tensors][-1:]
+    scaled = _scaled(other, one.run, step, last[0]) if last else None
+    if scaled is None:
+        return forward, f"{same}Their gradients are not known on both sides"
+    backward = list(_rows(one, scaled, names, [step], [GRADIENT]))[::-1]
+    wrong = [row for row in backward if row.differs]
+    rows = forward + backward
+    if not wrong:
+        return rows, (
+            f"{same}So are the gradients of outputs: what differs is how gradients of "
+            "parameters are made from them, summed or kept"
+        )
+    number = backward.index(wrong[0])
+    if not number:
+        return rows, f"{same}In backward, the loss or what follows {wrong[0].name}"
+    return rows, (
+        f"{same}In backward through {backward[number - 1].name}: the gradient of the "
+        f"output of {wrong[0].name} is the first that differs"
+    )
+
+
+def _scaled(side: Side, reference: Run, step: int, last: str) -> Side | None:
+    """The side with all gradients of outputs times one number, that of the last one."""
+    mine = reference.tensors.get((step, GRADIENT, last))
+    its = side.run.tensors.get((step, GRADIENT, last))
+    if mine is None or its is None or not its.is_whole or not its.norm:
+        return None
+    assert mine.sketch is not None and its.sketch is not None
+    factor = float(mine.sketch @ its.sketch) / its.norm**2
+
+    def scaled(run: Run) -> Run:
+        tensors = {
+            key: replace(whole, sketch=whole.sketch * np.float32(factor))
+            if key[1] == GRADIENT and whole.sketch is not None
+            else whole
+            for key, whole in run.tensors.items()
+        }
+        return replace(run, tensors=tensors)
+
+    return replace(side, run=scaled(side.run), noisy=[scaled(n) for n in side.noisy])
+
+
 def _left_out(
     one: Run,
     other: Run,
@@ -470,79 +550,3 @@ def _left_out(
     for side in (one, other):
         if side.notes:
             yield f"the recorder noted: {side.notes[0]}"
-
-
-# - Bit for bit
-
-
-def compare_exactly(one: Side, other: Side) -> Comparison:
-    """Compare all that was recorded bit for bit, step by step.
-
-    Weights and states of the optimizer come first, then what a step adds to them.
-    """
-    a, b = one.run, other.run
-    steps = sorted({s for s, _, _ in a.tensors} & {s for s, _, _ in b.tensors})
-    if not steps:
-        return Comparison(code=NOT_COMPARABLE, lines=[_NO_STEP])
-    first = next(_inexact(one, other, steps), None)
-    if first is not None:
-        return Comparison(code=DIFFERENT, lines=[first])
-    keys = [key for key in a.tensors if key[0] in steps and _is_exact(key)]
-    parts = [
-        key for key in keys if not (a.tensors[key].is_whole and b.tensors[key].is_whole)
-    ]
-    if not keys or len(parts) == len(keys):
-        return Comparison(code=UNDECIDED, lines=["no whole tensor is on both sides"])
-    lines = [
-        f"same, bit for bit: {len(keys) - len(parts)} tensors of {len(steps)} steps"
-    ]
-    if parts:
-        step, kind, name = parts[0]
-        lines.append(
-            f"not compared: {len(parts)} tensors, of which not all elements were "
-            f"recorded on both sides ({_called(kind)} of {name}, step {step}, first)"
-        )
-    return Comparison(code=SAME, lines=lines)
-
-
-_NO_STEP = (
-    "the two sides recorded no step in common: give record the same --steps, and "
-    "--first N for a job that goes on from step N"
-)
-
-
-def _is_exact(key: tuple[int, str, str]) -> bool:
-    return key[1] != "update"  # it has no digest
-
-
-def _called(kind: str) -> str:
-    """A kind of tensor in words."""
-    state, dot, key = kind.partition(".")
-    return f"the optimizer's {key}" if dot else f"the {state}"
-
-
-def _inexact(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str]:
-    """Everything that is not equal, in the order in which a step computes it."""
-    a, b = one.run, other.run
-    for step in steps:
-        if a.rows.get(step) != b.rows.get(step):
-            yield f"step {step}: other rows"
-        keys = [k for k in {**a.tensors, **b.tensors} if k[0] == step and _is_exact(k)]
-        for key in sorted(keys, key=lambda key: key[1] == "gradient"):
-            what = f"{_called(key[1])} of {key[2]}"
-            mine, its = a.tensors.get(key), b.tensors.get(key)
-            if mine is None or its is None:
-                lacks = one if mine is None else other
-                yield f"step {step}: {lacks.name} has not {what}"
-            elif (
-                mine.is_whole and its.is_whole and mine.digest != its.digest
-            ) or mine.shape != its.shape:
-                yield f"step {step}: {what} has other bits"
-        for (at, name), values in a.settings.items():
-            theirs = b.settings.get((at, name), values)
-            if at == step and values != theirs:
-                what = next(k for k in values if values[k] != theirs.get(k))
-                yield (
-                    f"step {step}: {what} of {name} is {values[what]} and "
-                    f"{theirs.get(what)}"
-                )

@@ -7,7 +7,6 @@ under another name and renamed, so a file that is there is whole.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from .kept import SLOTS, Box, Kept
+from .kept import Box, Kept
 from .orders import VERSION
 
 __all__ = ["Call", "Recording", "Settings", "Stored", "read_run", "write_rank"]
@@ -88,15 +87,8 @@ class Stored(msgspec.Struct):
             square=square,
             largest=largest,
             bad=int(bad),
-            sketch=None
-            if kept.sketch is None
-            else kept.sketch[: _slots(box)].float().cpu().numpy(),
+            sketch=None if kept.sketch is None else kept.sketch.float().cpu().numpy(),
         )
-
-
-def _slots(place: Box) -> int:
-    """Slots of a sketch that are used: a small tensor is kept whole."""
-    return min(SLOTS, math.prod(place.shape))
 
 
 class Recording(msgspec.Struct):
@@ -108,6 +100,8 @@ class Recording(msgspec.Struct):
     """Step -> digests of the rows of each input of the model that holds integers."""
     rows_of_floats: dict[int, list[Any]] = {}
     """The same of the other inputs."""
+    rows_of_blocks: dict[int, list[Any]] = {}
+    """The same of the first input alone, which names the rows of outputs of blocks."""
     bags: dict[int, list[Any]] = {}
     """Step -> for each call of the model a number for its tokens, in any order."""
     losses: dict[int, list[Any]] = {}
@@ -132,6 +126,7 @@ class _Header(msgspec.Struct):
     calls: list[Call]
     rows: dict[int, list[list[int]]]
     rows_of_floats: dict[int, list[list[int]]]
+    rows_of_blocks: dict[int, list[list[int]]]
     bags: dict[int, list[int]]
     losses: dict[int, list[float]]
     drew: list[int]
@@ -139,8 +134,8 @@ class _Header(msgspec.Struct):
     unstepped: list[str]
     notes: list[str]
     places: list[Box]
-    numbers: list[tuple[str, int, bool, int, int, float, float, int]]
-    """(key, number of its place, whether it has a sketch, digest, rounded, square,
+    numbers: list[tuple[str, int, int | None, int, int, float, float, int]]
+    """(key, number of its place, length of its sketch, digest, rounded, square,
     largest, non-finite). Sketches follow each other in one array."""
 
 
@@ -155,12 +150,13 @@ def write_rank(folder: Path, rank: int, recording: Recording) -> None:
     if path.exists():
         raise FileExistsError(f"another process has recorded as rank {rank}: {path}")
     places: dict[Box, int] = {}
-    numbers: list[tuple[str, int, bool, int, int, float, float, int]] = []
+    numbers: list[tuple[str, int, int | None, int, int, float, float, int]] = []
     sketches: list[NDArray[np.float32]] = []
     for key, each in recording.tensors.items():
         where = places.setdefault(each.place, len(places))
         values = (each.digest, each.rounded, each.square, each.largest, each.bad)
-        numbers.append((key, where, each.sketch is not None, *values))
+        length = None if each.sketch is None else len(each.sketch)
+        numbers.append((key, where, length, *values))
         if each.sketch is not None:
             sketches.append(each.sketch)
     header = _Header(
@@ -170,6 +166,7 @@ def write_rank(folder: Path, rank: int, recording: Recording) -> None:
         calls=recording.calls,
         rows=_listed(recording.rows),
         rows_of_floats=_listed(recording.rows_of_floats),
+        rows_of_blocks=_listed(recording.rows_of_blocks),
         bags=recording.bags,
         losses=recording.losses,
         drew=sorted(recording.drew),
@@ -251,7 +248,7 @@ def _read(path: Path) -> Recording:
             )
     except (SafetensorError, msgspec.DecodeError, OSError) as error:
         raise ValueError(f"{path}: is no recording: {error}") from error
-    sizes = [_slots(header.places[n[1]]) if n[2] else 0 for n in header.numbers]
+    sizes = [length or 0 for _, _, length, *_ in header.numbers]
     if sum(sizes) != len(sketches):
         raise ValueError(f"{path}: has {len(sketches)} of {sum(sizes)} numbers")
     ends = itertools.accumulate(sizes)
@@ -260,6 +257,7 @@ def _read(path: Path) -> Recording:
         calls=header.calls,
         rows=dict(header.rows),
         rows_of_floats=dict(header.rows_of_floats),
+        rows_of_blocks=dict(header.rows_of_blocks),
         bags=dict(header.bags),
         losses=dict(header.losses),
         drew=set(header.drew),
@@ -274,10 +272,10 @@ def _read(path: Path) -> Recording:
                 square=square,
                 largest=largest,
                 bad=bad,
-                sketch=sketches[end - size : end] if has else None,
+                sketch=None if length is None else sketches[end - length : end],
             )
-            for (key, where, has, digest, rounded, square, largest, bad), size, end in (
-                zip(header.numbers, sizes, ends, strict=True)
+            for (key, where, length, digest, rounded, square, largest, bad), end in zip(
+                header.numbers, ends, strict=True
             )
         },
     )

@@ -95,10 +95,21 @@ class Kept:
     rounded: Tensor
     """The same after rounding to bf16."""
     sketch: Tensor | None
-    """(SLOTS,) float64."""
+    """(SLOTS,) float64, or as many as the whole tensor has elements."""
     numbers: Tensor
     """(3,) float64: sum of squares, largest size, number of non-finite elements; zeros
     without a sketch."""
+
+    def plus(self, other: Kept) -> Kept:
+        """The sum with what is kept of another part."""
+        assert self.sketch is not None and other.sketch is not None
+        (a, b, c), (x, y, z) = self.numbers, other.numbers
+        return Kept(
+            self.digest + other.digest,
+            self.rounded + other.rounded,
+            self.sketch + other.sketch,
+            torch.stack([a + x, torch.maximum(b, y), c + z]),
+        )
 
     def update(self, before: Kept, unit: float) -> Kept:
         """The sketch of an update, weighted as this product and the one before are.
@@ -136,6 +147,17 @@ def places_of(box: Box, start: int, stop: int, device: torch.device) -> Tensor:
         found += ((at // inner) % local + offset) * stride
         inner, stride = inner * local, stride * whole
     return found
+
+
+def _keys_of_rows(box: Box, start: int, stop: int, rows: Tensor) -> Keys:
+    """Keys of elements whose rows come in any order: a row is known by its digest."""
+    places = places_of(box, start, stop, rows.device)
+    columns = max(1, math.prod(box.shape) // len(rows))
+    row, column = mix(rows & _32)[places // columns], places % columns
+    words = mix((column * 0x9E3779B1 + row) & _32)
+    signs = 1.0 - 2.0 * ((words >> 7) & 1).to(torch.float32)
+    tile = column * (GRID * GRID) // columns
+    return Keys(words | 1, signs, tile * BUCKETS + (words >> 20) % BUCKETS)
 
 
 def _keys(box: Box, start: int, stop: int, device: torch.device) -> Keys:
@@ -210,13 +232,19 @@ def keep_bits(part: Tensor, box: Box, *, rounded: bool = False) -> Kept:
     return Kept(digest, after, None, nothing)
 
 
-def keep_values(part: Tensor, box: Box, weight: Tensor | None = None) -> Kept:
+def keep_values(
+    part: Tensor,
+    box: Box,
+    weight: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Kept:
     """Keep the sketch, norm, largest and non-finite elements of a part.
 
     Args:
         part: local elements, of any dtype and device; it is only read.
         box: where they lie in the whole.
         weight: each element is multiplied by the size of this one's, of the same shape.
+        rows: (rows,) int64 digests that name the rows of the whole, in any order.
 
     Returns:
         What adds up over parts, on the device of the part; with the digest, unless
@@ -226,12 +254,16 @@ def keep_values(part: Tensor, box: Box, weight: Tensor | None = None) -> Kept:
     flat = part.detach().reshape(-1)
     sizes = None if weight is None else weight.detach().reshape(-1)
     digest = torch.zeros((), dtype=torch.int64, device=device)
-    sketch = torch.zeros(SLOTS, dtype=torch.float64, device=device)
+    slots = SLOTS if rows is not None else min(SLOTS, math.prod(box.shape))
+    sketch = torch.zeros(slots, dtype=torch.float64, device=device)
     square, largest, bad = torch.zeros(3, dtype=torch.float64, device=device).unbind()
     chunks = _chunks(flat.numel(), device)
     for start in chunks:
         values = flat[start : start + chunks.step]
-        keys = keys_of(box, start, device)
+        if rows is None:
+            keys = keys_of(box, start, device)
+        else:
+            keys = _keys_of_rows(box, start, start + len(values), rows)
         doubles = values.to(torch.float64, copy=True)  # it is changed in place
         if sizes is not None:
             doubles *= sizes[start : start + chunks.step].abs()

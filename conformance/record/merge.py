@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .files import Recording, Stored, read_run
+from .modules import GRADIENT, OUTPUT
 
 __all__ = ["Run", "Whole", "merge", "read_merged"]
 
@@ -117,6 +118,41 @@ def merge(parts: Iterable[tuple[int, Stored]]) -> Whole:
     )
 
 
+def _merge_outputs(
+    parts: Iterable[tuple[int, Stored]],
+    rows: Mapping[int, frozenset[int]],
+) -> Whole:
+    """Merge the outputs of one block: ranks with other rows add up.
+
+    Ranks with the same rows hold replicas or parts of known places. If they hold
+    neither, or nobody has some rows, no element counts as held.
+
+    Args:
+        parts: (rank, what it stored).
+        rows: rank -> digests of the rows that its model was given.
+    """
+    of_rows: dict[frozenset[int], list[tuple[int, Stored]]] = {}
+    for rank, part in parts:
+        of_rows.setdefault(rows.get(rank, frozenset()), []).append((rank, part))
+    every = frozenset[int]().union(*rows.values())
+    wholes = [merge(each) for each in of_rows.values()]
+    shapes = {whole.shape[1:] for whole in wholes}
+    known = len(shapes) == 1 and sum(map(len, of_rows)) == len(every)
+    known &= frozenset[int]().union(*of_rows) == every
+    known &= all(whole.is_whole and not whole.unlike for whole in wholes)
+    shape = (sum(whole.shape[0] for whole in wholes), *wholes[0].shape[1:])
+    return Whole(
+        shape=shape,
+        digest=sum(whole.digest or 0 for whole in wholes) % WORD,
+        rounded=None,
+        sketch=_added(whole.sketch for whole in wholes),
+        square=sum(whole.square for whole in wholes),
+        largest=max(whole.largest for whole in wholes),
+        bad=sum(whole.bad for whole in wholes),
+        held=math.prod(shape) if known else 0,
+    )
+
+
 def _added(
     sketches: Iterable[NDArray[np.float32] | None],
 ) -> NDArray[np.float32] | None:
@@ -187,7 +223,12 @@ def read_merged(*folders: Path) -> Run:
                 scale = scales.get((int(optimizer), int(step)))
                 stored.sketch = stored.sketch / np.float32(scale or 1.0)
             parts.setdefault((int(step), kind, name), []).append((rank, stored))
-    whole = {key: merge(each) for key, each in parts.items()}
+    whole = {
+        key: merge(each)
+        if key[1] not in (OUTPUT, GRADIENT)
+        else _merge_outputs(each, _rows_of_blocks(ranks, key[0]))
+        for key, each in parts.items()
+    }
     had = {(step, name) for step, kind, name in whole if kind == "gradient"}
     lacking = {
         (call.step, name)
@@ -233,6 +274,18 @@ def _rows(ranks: Collection[Recording]) -> dict[int, frozenset[int]]:
             for rows in inputs:
                 found.setdefault(step, set()).update(rows)
     return {step: frozenset(rows) for step, rows in found.items()}
+
+
+def _rows_of_blocks(
+    ranks: Mapping[int, Recording], step: int
+) -> dict[int, frozenset[int]]:
+    """Rank -> its rows. Numbers with a point count only where no rank has tokens."""
+    found = {
+        rank: frozenset(r for rows in each.rows_of_blocks.get(step, ()) for r in rows)
+        for rank, each in ranks.items()
+    }
+    tokens = {rank for rank, each in ranks.items() if each.rows.get(step)}
+    return {rank: rows for rank, rows in found.items() if rank in tokens or not tokens}
 
 
 def _bags(ranks: Iterable[Recording]) -> dict[int, int]:

@@ -8,7 +8,7 @@ __all__ = ["ORDERS", "VERSION", "Manifest", "Orders"]
 
 ORDERS = "GRADPARITY_RECORD"
 """Name of the environment variable with the :class:`Orders` of a job, as JSON."""
-VERSION = 2
+VERSION = 3
 """Version of ``run.json`` and of the files of ranks; another one is refused."""
 
 
@@ -25,6 +25,8 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """Seed that draws how weights are moved; 0 moves none."""
     stop: bool = False
     """True ends the job after the last recorded step."""
+    modules: bool = False
+    """True keeps the outputs of the model's blocks, and their gradients."""
     start: str = ""
     """Folder with the weights from which the job begins; empty: from its own."""
     keep_start: bool = False

@@ -39,6 +39,7 @@ from torch.optim.optimizer import (
 
 from .files import Call, Recording, Settings, Stored, write_rank
 from .kept import Box, Kept, keep_bits, keep_values
+from .modules import Blocks
 from .orders import ORDERS, Orders
 from .parts import Part, Places, Roots, parts_of, place, trains
 from .rows import bag_of, rows_of
@@ -105,6 +106,7 @@ class Recorder:
         """Models that were called before the first step of an optimizer."""
         self.inner: set[int] = set()
         """ids of the modules in these."""
+        self.blocks = Blocks(self._noting) if orders.modules else None
         self.generators: dict[int, list[Tensor]] = {}
         """id of a model -> states of the random generators when it was called."""
         self.written = False
@@ -136,6 +138,9 @@ class Recorder:
                 write_start(self.out, _rank(), module, self.roots)
             if self.orders.nudge:
                 nudge(module, self.orders.nudge, self.roots)
+            if self.blocks is not None and len(self.outermost) == 1:
+                with self._noting("--modules"):
+                    self.blocks.hook(module)
             # a hook that is set now misses this call, and a global one gets no keywords
             self._enters(module, args, _keywords_of_caller())
             module.register_forward_pre_hook(self._enters, with_kwargs=True)
@@ -152,12 +157,16 @@ class Recorder:
                 out = self.recording
                 if (bag := bag_of(inputs)) is not None:
                     out.bags.setdefault(self._next(), []).append(bag)
+                if self.blocks is not None:
+                    self.blocks.begin(self._next(), tokens or floats)
                 for kept, rows in ((out.rows, tokens), (out.rows_of_floats, floats)):
                     if rows:
                         kept.setdefault(self._next(), []).extend(rows)
             self.generators[id(module)] = _generators(module)
 
     def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.blocks is not None and module is self.outermost[0]:
+            self.blocks.end()
         before = self.generators.pop(id(module), None)
         if before is None:
             return
@@ -368,6 +377,10 @@ class Recorder:
             step.call.scale = _read(step.call.scale)
             step.call.found_inf = _read(step.call.found_inf)
             out.tensors.update(step.stored())
+        if self.blocks is not None:
+            out.rows_of_blocks = {**self.blocks.rows}
+            for (at, kind, name), (box, kept) in self.blocks.kept.items():
+                self.final.append((f"0/{at}/{kind}/{name}", box, kept))
         for key, box, kept in self.final:
             out.tensors[key] = Stored.of(box, kept)
         out.bags = {step: list(map(int, each)) for step, each in out.bags.items()}

@@ -6,7 +6,7 @@ micro-batch had them; bags say so where ranks have parts of rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .kept import mix
 
-__all__ = ["bag_of", "rows_of"]
+__all__ = ["MOST", "bag_of", "rows_of", "tensors_in"]
 
 MOST = 4096
 """Rows of a tensor that are digested: one digest a row is kept."""
@@ -25,7 +25,7 @@ def bag_of(values: Iterable[Any]) -> Tensor | None:
 
     It adds up over rows and over parts of rows: context parallelism cuts rows.
     """
-    for tensor in (t for value in values for t in _tensors(value)):
+    for tensor in (t for value in values for t in tensors_in(value)):
         if tensor.ndim > 1 and not tensor.is_floating_point():
             words = mix(tensor.detach().to(torch.int64) & 0xFFFFFFFF)
             return (words * words).sum()
@@ -42,22 +42,23 @@ def rows_of(values: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]]:
         Those of inputs that hold integers, and those of the others.
     """
     found: tuple[list[Tensor], list[Tensor]] = [], []
-    for tensor in (t for value in values for t in _tensors(value)):
+    for tensor in (t for value in values for t in tensors_in(value)):
         if tensor.ndim > 1 and len(tensor):
             digests = _digests(tensor.detach()[:MOST])
             found[tensor.is_floating_point()].append(digests)
     return found
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a value; dicts, tuples and lists are searched."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         for each in value.values():
-            yield from _tensors(each)
+            yield from tensors_in(each)
     elif isinstance(value, tuple | list):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors_in(each)
 
 
 def _digests(rows: Tensor) -> Tensor:

@@ -122,7 +122,14 @@ def main(job: str, fault: str = "") -> None:
     if world > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(1 if fault == "seed" else 0)
-    model, ranks, rank = laid_out(job, Model(0.1 if fault == "drop" else 0.0), world)
+    whole = Model(0.1 if fault == "drop" else 0.0)
+    if fault == "forward":
+        whole.blocks[1].register_forward_hook(lambda _, __, out: out * 1.01)
+    if fault == "backward":  # the same numbers, and gradients half as large again
+        whole.blocks[1].register_forward_pre_hook(
+            lambda _, args: args[0] + 0.5 * (args[0] - args[0].detach())
+        )
+    model, ranks, rank = laid_out(job, whole, world)
     named = dict(model.named_parameters())
     # a job may have hooks of its own on every optimizer
     register_optimizer_step_post_hook(lambda *_: None)
@@ -177,7 +184,8 @@ def train(
         words = words.chunk(ranks)[rank]
         optimizer.zero_grad()
         scores = model(words[:, :-1])
-        loss = loss_of(scores, words[:, 1:])
+        half = LENGTH // 2 if fault == "loss" else LENGTH
+        loss = loss_of(scores[:, :half], words[:, 1 : half + 1])
         (loss * (0.5 if fault == "half" else 1.0)).backward()
         for name, parameter in named.items():
             if fault == "one" and name.endswith("blocks.1.mix.weight"):

@@ -37,7 +37,7 @@ def one(once: Once) -> Path:
     """The reference side: one process, with noise."""
 
     def make(folder: Path) -> None:
-        done = record(folder / "one", of=command("plain"))
+        done = record(folder / "one", "--modules", of=command("plain"))
         assert done.returncode == 0, done.stderr
         assert "the command runs 4 times" in done.stderr
 
@@ -72,7 +72,7 @@ def test_a_right_layout_is_the_same(
     ranks: int,
 ) -> None:
     of = command(job, ranks=ranks)
-    done = record(tmp_path / "mesh", "--noise", "0", of=of)
+    done = record(tmp_path / "mesh", "--noise", "0", "--modules", of=of)
     assert done.returncode == 0, done.stderr
     code, told = compared(capsys, one, tmp_path / "mesh")
     assert code == 0, told
@@ -122,6 +122,42 @@ def test_a_fault_is_told_and_what_cannot_be_compared_is_no_fault(
     assert json.loads((tmp_path / "x").read_text())["code"] == code
 
 
+@pytest.mark.parametrize(
+    ("job", "fault", "words"),
+    [
+        ("plain", "backward", "In backward through blocks.1: the gradient of the output"
+         " of blocks.0 is the first that differs"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("fsdp-tp", "forward", "in forward. blocks.1 is the first of 4 of 4 "
+                 "blocks whose output differs, after blocks.0: by 0.01 of its size"),
+                ("ddp", "backward", "In backward through blocks.1"),
+                ("fsdp", "loss", "In backward, the loss or what follows head"),
+                ("fsdp", "one", "So are the gradients of outputs"),
+                ("tp", "one", "outputs of 4 of 4 blocks are the same"),
+                ("fsdp1", "loss", "outputs of 4 of 4 blocks are the same"),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_outputs_of_blocks_tell_where_a_difference_begins(
+    one: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    job: str,
+    fault: str,
+    words: str,
+) -> None:
+    ranks = {"plain": 1, "fsdp-tp": 4}.get(job, 2)
+    of = command(job, fault, ranks)
+    done = record(tmp_path / "b", "--noise", "0", "--modules", of=of)
+    assert done.returncode == 0, done.stderr
+    code, told = compared(capsys, one, tmp_path / "b")
+    assert code == 1 and told.splitlines()[1].startswith("where: step 0: "), told
+    assert words in told, told
+
+
 @pytest.mark.slow
 def test_a_fault_on_ranks_is_told(
     one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -136,7 +172,7 @@ def test_a_run_is_itself_bit_for_bit(
     one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, told = compared(capsys, one, one, "--exact")
-    assert (code, told) == (0, "same, bit for bit: 336 tensors of 4 steps\n")
+    assert (code, told) == (0, "same, bit for bit: 360 tensors of 4 steps\n")
     nudged = tmp_path / "nudged"
     nudged.mkdir()
     (nudged / "plain").symlink_to(one / "nudged-1")
@@ -365,8 +401,8 @@ def test_a_broken_recording_is_told_in_one_line(
         return error
 
     assert "is no recording: it has no run.json" in told()
-    (broken / "run.json").write_text(manifest.replace('"version": 2', '"version": 9'))
-    assert "has version 9, expected 2" in told()
+    (broken / "run.json").write_text(manifest.replace('"version": 3', '"version": 9'))
+    assert "has version 9, expected 3" in told()
     (broken / "run.json").write_text("{")
     assert "run.json: Input data was truncated" in told()
     (broken / "run.json").write_text(manifest)

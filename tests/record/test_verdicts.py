@@ -17,8 +17,8 @@ from gradparity.conformance.record.compare import (
     Comparison,
     Side,
     compare,
-    compare_exactly,
 )
+from gradparity.conformance.record.exact import compare_exactly
 from gradparity.conformance.record.files import Recording, Stored, write_rank
 from gradparity.conformance.record.kept import Box, keep_values
 from gradparity.conformance.record.merge import Run, Whole, read_merged

@@ -1,0 +1,94 @@
+"""Compare two recordings bit for bit: a resumed job, another version or kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .compare import (
+    DIFFERENT,
+    NO_STEP,
+    NOT_COMPARABLE,
+    SAME,
+    UNDECIDED,
+    Comparison,
+    Side,
+)
+from .modules import GRADIENT, OUTPUT
+
+__all__ = ["compare_exactly"]
+
+
+def compare_exactly(one: Side, other: Side) -> Comparison:
+    """Compare all that was recorded bit for bit, step by step.
+
+    Weights and states of the optimizer come first, then what a step adds to them.
+    """
+    a, b = one.run, other.run
+    steps = sorted({s for s, _, _ in a.tensors} & {s for s, _, _ in b.tensors})
+    if not steps:
+        return Comparison(code=NOT_COMPARABLE, lines=[NO_STEP])
+    first = next(_inexact(one, other, steps), None)
+    if first is not None:
+        return Comparison(code=DIFFERENT, lines=[first])
+    both = {*a.tensors} & {*b.tensors}
+    keys = [key for key in a.tensors if key in both and _is_exact(key)]
+    parts = [
+        key for key in keys if not (a.tensors[key].is_whole and b.tensors[key].is_whole)
+    ]
+    if not keys or len(parts) == len(keys):
+        return Comparison(code=UNDECIDED, lines=["no whole tensor is on both sides"])
+    lines = [
+        f"same, bit for bit: {len(keys) - len(parts)} tensors of {len(steps)} steps"
+    ]
+    if parts:
+        step, kind, name = parts[0]
+        lines.append(
+            f"not compared: {len(parts)} tensors, of which not all elements were "
+            f"recorded on both sides ({_called(kind)} of {name}, step {step}, first)"
+        )
+    return Comparison(code=SAME, lines=lines)
+
+
+_ORDER = {OUTPUT: 1, GRADIENT: 2, "gradient": 3}
+"""Kind -> when a step computes it; weights and states come first."""
+
+
+def _is_exact(key: tuple[int, str, str]) -> bool:
+    return key[1] != "update"  # it has no digest
+
+
+def _called(kind: str) -> str:
+    """A kind of tensor in words."""
+    if kind == GRADIENT:
+        return "the gradient of the output"
+    state, dot, key = kind.partition(".")
+    return f"the optimizer's {key}" if dot else f"the {state}"
+
+
+def _inexact(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str]:
+    """Everything that is not equal, in the order in which a step computes it."""
+    a, b = one.run, other.run
+    for step in steps:
+        if a.rows.get(step) != b.rows.get(step):
+            yield f"step {step}: other rows"
+        keys = [k for k in {**a.tensors, **b.tensors} if k[0] == step and _is_exact(k)]
+        for key in sorted(keys, key=lambda key: _ORDER.get(key[1], 0)):
+            what = f"{_called(key[1])} of {key[2]}"
+            mine, its = a.tensors.get(key), b.tensors.get(key)
+            if (mine is None or its is None) and key[1] in (OUTPUT, GRADIENT):
+                continue  # one side was recorded without modules
+            if mine is None or its is None:
+                lacks = one if mine is None else other
+                yield f"step {step}: {lacks.name} has not {what}"
+            elif (
+                mine.is_whole and its.is_whole and mine.digest != its.digest
+            ) or mine.shape != its.shape:
+                yield f"step {step}: {what} has other bits"
+        for (at, name), values in a.settings.items():
+            theirs = b.settings.get((at, name), values)
+            if at == step and values != theirs:
+                what = next(k for k in values if values[k] != theirs.get(k))
+                yield (
+                    f"step {step}: {what} of {name} is {values[what]} and "
+                    f"{theirs.get(what)}"
+                )

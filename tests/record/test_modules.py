@@ -1,0 +1,184 @@
+"""Outputs of blocks: which modules are blocks, and numbers that add up over rows."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gradparity.conformance.record.files import Stored
+from gradparity.conformance.record.kept import SLOTS, Box, keep_values
+from gradparity.conformance.record.merge import WORD, _merge_outputs
+from gradparity.conformance.record.modules import GRADIENT, OUTPUT, Blocks, blocks_of
+from gradparity.conformance.record.rows import rows_of
+
+LINEAR = nn.Linear(2, 2)
+
+
+class Parts(nn.Module):
+    """A module that holds others, and is no list."""
+
+    def __init__(self, parts: dict[str, nn.Module]) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+def layers(count: int = 2) -> nn.ModuleList:
+    feed_forward = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    return nn.ModuleList(Parts({"up": feed_forward}) for _ in range(count))
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ["0", "1"]),
+        (
+            Parts(
+                {
+                    "model": Parts({"words": nn.Embedding(2, 2), "layers": layers()}),
+                    "head": nn.Linear(2, 2),
+                }
+            ),
+            ["model.words", "model.layers.0", "model.layers.1", "head"],
+        ),
+        (Parts({"module": Parts({"up": nn.Linear(2, 2)})}), ["module.up"]),
+    ],
+    ids=["list", "decoder", "wrapped"],
+)
+def test_elements_of_lists_and_what_stands_beside_them_are_blocks(
+    model: nn.Module, names: list[str]
+) -> None:
+    assert [name for name, _ in blocks_of(model)] == names
+
+
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+def test_nothing_inside_of_compiled_code_is_a_block() -> None:
+    parts = {"a": compiled(LINEAR), "b": nn.Sequential(compiled(LINEAR))}
+    assert [name for name, _ in blocks_of(Parts(parts))] == ["a", "b.0"]
+    in_place = nn.Sequential(nn.Linear(2, 2))
+    in_place.compile(backend="eager")
+    assert [*blocks_of(Parts({"a": in_place, "b": LINEAR}))] == [("b", LINEAR)]
+    for model in (compiled(nn.Sequential(LINEAR)), in_place):
+        with pytest.raises(ValueError, match="compiled as a whole"):
+            Blocks(lambda _: nullcontext()).hook(model)
+
+
+def rows_digests(words: Tensor) -> Tensor:
+    (digests,) = rows_of([words])[0]
+    return digests
+
+
+def stored(values: Tensor, words: Tensor, box: Box | None = None) -> Stored:
+    shape = tuple(values.shape)
+    place = box or Box(shape, (0,) * len(shape), shape)
+    return Stored.of(place, keep_values(values, place, rows=rows_digests(words)))
+
+
+def drawn() -> tuple[Tensor, Tensor]:
+    """(8, 6) words and (8, 6, 4) outputs."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(1 << 20, (8, 6), generator=generator)
+    return words, torch.randn(8, 6, 4, generator=generator)
+
+
+def of(words: Tensor) -> frozenset[int]:
+    return frozenset(rows_digests(words).tolist())
+
+
+@pytest.mark.parametrize("order", ["as it is", "permuted"])
+def test_rows_add_up_in_any_order_and_on_any_rank(order: str) -> None:
+    words, values = drawn()
+    whole = stored(values, words)
+    if order == "permuted":
+        places = torch.randperm(8, generator=torch.Generator().manual_seed(1))
+        words, values = words[places], values[places]
+    parts = [(n, stored(values[n::2], words[n::2])) for n in range(2)]
+    merged = _merge_outputs(parts, {n: of(words[n::2]) for n in range(2)})
+    assert merged.is_whole and merged.shape == (8, 6, 4)
+    assert merged.digest == whole.digest % WORD
+    assert merged.sketch is not None and whole.sketch is not None
+    assert len(merged.sketch) == SLOTS
+    assert abs(merged.sketch - whole.sketch).max() < 1e-6
+
+
+def test_ranks_with_the_same_rows_hold_replicas_or_parts_of_known_places() -> None:
+    words, values = drawn()
+    rows = dict.fromkeys(range(2), of(words))
+    one = stored(values, words)
+    assert _merge_outputs([(0, one), (1, one)], rows).digest == one.digest % WORD
+    halves = [
+        (n, stored(half, words, Box((8, 6, 4), (0, 3 * n, 0), (8, 3, 4))))
+        for n, half in enumerate(values.chunk(2, dim=1))
+    ]
+    both = _merge_outputs(halves, rows)
+    assert both.is_whole and both.digest == one.digest % WORD
+    assert not _merge_outputs(halves[:1], rows).is_whole
+    # pieces of an unknown place look like replicas with other bits
+    pieces = [(n, stored(half, words)) for n, half in enumerate(values.chunk(2, dim=1))]
+    assert not _merge_outputs(pieces, rows).is_whole
+
+
+def test_what_some_rows_lack_is_not_whole() -> None:
+    words, values = drawn()
+    parts = [(0, stored(values[:4], words[:4]))]
+    rows = {0: of(words[:4]), 1: of(words[4:])}
+    assert not _merge_outputs(parts, rows).is_whole
+
+
+class Twice(nn.Module):
+    """One block, called twice; with or without its activations."""
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.words, self.blocks = nn.Embedding(1 << 20, 4), nn.ModuleList([Grows()])
+        self.recompute = recompute
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for _ in range(2):
+            block: Any = self.blocks[0]
+            x = (
+                checkpoint(block, x, use_reentrant=False)
+                if self.recompute
+                else block(x)
+            )
+        total: Tensor = x.square().sum()
+        return total
+
+
+class Grows(nn.Module):
+    """Twice as large."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (2 * x).sin()
+
+
+def test_each_call_is_read_once_though_it_runs_again_in_backward() -> None:
+    words, _ = drawn()
+    digests = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model, blocks = Twice(recompute), Blocks(lambda _: nullcontext())
+        blocks.hook(model)
+        for part in words.chunk(2):
+            blocks.begin(0, [rows_digests(part)])
+            loss = model(part)
+            blocks.end()
+            loss.backward()
+        assert [*blocks.kept] == [
+            (0, OUTPUT, "words"),
+            (0, OUTPUT, "blocks.0"),
+            (0, OUTPUT, "blocks.0 (call 2)"),
+            (0, GRADIENT, "blocks.0 (call 2)"),
+            (0, GRADIENT, "blocks.0"),
+            (0, GRADIENT, "words"),
+        ]
+        assert all(box.shape == (8, 6, 4) for box, _ in blocks.kept.values())
+        digests.append([int(kept.digest) for _, kept in blocks.kept.values()])
+    assert digests[0] == digests[1]
