@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from ..status import counted
 from .merge import Run, Whole
 from .modules import GRADIENT, OUTPUT
 
@@ -204,7 +205,7 @@ def _decide(found: Comparison, steps: Sequence[int]) -> None:
 
 
 def _sentence(row: Row, count: int, of: int) -> str:
-    others = f"; {count - 1} more tensors differ there" if count > 1 else ""
+    others = f"; {counted(count - 1, 'more tensor')} there" if count > 1 else ""
     what = f": {row.words}" if row.words else ""
     return (
         f"step {row.step}: the {row.kind} of {row.name} differs by {row.distance:.2g} "

@@ -80,6 +80,20 @@ class _Step:
                 )
 
 
+@dataclass
+class _Running:
+    """An optimizer whose ``step`` is under way."""
+
+    height: int = 0
+    """Height of the stack in the outermost call."""
+    depth: int = 1
+    """Calls of ``step`` within each other: its class may call that of its base."""
+    last: Any = None
+    """Handle of the hook that reads what the optimizer is about to use."""
+    step: _Step | None = None
+    """None until it has begun, or if it is not recorded."""
+
+
 class Recorder:
     """Records one process of a job."""
 
@@ -94,12 +108,8 @@ class Recorder:
         first calls, and both. ZeRO 3 gives one optimizer other parameters in turn."""
         self.calls = Counter[int]()
         """Number of an optimizer -> its calls so far."""
-        self.depth = Counter[int]()
-        """id of an optimizer -> its calls of ``step`` within each other."""
-        self.height = dict[int, int]()
-        """id of an optimizer -> height of the stack at the outermost of these."""
-        self.last: dict[int, Any] = {}
-        self.under_way: dict[int, _Step] = {}
+        self.running: dict[int, _Running] = {}
+        """id of an optimizer -> its ``step`` that is under way."""
         self.done: list[_Step] = []
         self.final: list[tuple[str, Box, Kept]] = []
         self.outermost: list[nn.Module] = []
@@ -189,16 +199,15 @@ class Recorder:
     def _begins(self, optimizer: Optimizer, *_: Any) -> None:
         if self.written:
             return
-        outer = self.height.get(id(optimizer))
-        if outer is not None and _height() > outer:
-            self.depth[id(optimizer)] += 1  # its class calls the step of its base
+        outer = self.running.get(id(optimizer))
+        if outer is not None and _height() > outer.height:
+            outer.depth += 1
             return
         if outer is not None:  # that step raised an error, which the job has caught
-            self.last.pop(id(optimizer)).remove()
-            self.under_way.pop(id(optimizer), None)
-        self.height[id(optimizer)], self.depth[id(optimizer)] = _height(), 1
+            outer.last.remove()
         # the hooks of the job itself may wait for gradients: this one comes last
-        self.last[id(optimizer)] = optimizer.register_step_pre_hook(self._uses)
+        last = optimizer.register_step_pre_hook(self._uses)
+        self.running[id(optimizer)] = _Running(height=_height(), last=last)
 
     def _uses(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -225,29 +234,32 @@ class Recorder:
         return not self.outermost and not any(numbers) and len(numbers) == len(rates)
 
     def _before(self, optimizer: Any) -> None:
-        if self.written or id(optimizer) in self.under_way:
-            return  # a closure that runs again
-        if self._prepares(optimizer):
+        if self.written or self._prepares(optimizer):
             return
+        running = self.running.setdefault(id(optimizer), _Running())
+        if running.step is not None:
+            return  # a closure that runs again
         number = self._number(optimizer)
         with self._noting("the gradients"), torch.no_grad():
             if self.calls[number] in self.steps:
-                self.under_way[id(optimizer)] = self._read(optimizer, number)
+                running.step = self._read(optimizer, number)
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        self.depth[id(optimizer)] -= 1
-        if self.depth[id(optimizer)] > 0 or id(optimizer) not in self.last:
+        running = self.running.get(id(optimizer))
+        if running is None:
             return
-        del self.height[id(optimizer)]
-        self.last.pop(id(optimizer)).remove()
-        self._ended(optimizer)
+        running.depth -= 1
+        if not running.depth:
+            running.last.remove()
+            self._ended(optimizer)
 
     def _ended(self, optimizer: Any) -> None:
         """Read what a step has done, and write all after the last recorded one."""
+        running = self.running.pop(id(optimizer), None)
         if self.written or self._prepares(optimizer):
             return
         number = self._number(optimizer)
-        step = self.under_way.pop(id(optimizer), None)
+        step = None if running is None else running.step
         self.calls[number] += 1
         if step is not None:
             with self._noting("the update"), torch.no_grad():
@@ -269,7 +281,7 @@ class Recorder:
             try:
                 found = run(*args, **kwargs)
             except BaseException:
-                self.under_way.pop(id(optimizer), None)
+                self.running.pop(id(optimizer), None)
                 raise
             self._ended(optimizer)
             return found
