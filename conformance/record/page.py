@@ -7,7 +7,7 @@ difference takes.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +16,17 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ..files import write_whole
 from ..status import as_usage, plain
 from .compare import Comparison, Row, Side
+from .modules import GRADIENT, OUTPUT
 
 __all__ = ["write_page"]
 
 VERDICTS = {0: "same", 1: "different", 2: "not comparable", 4: "undecided"}
+HEADINGS = {
+    "gradient": "Gradients",
+    "update": "Updates, weighted by the size of the gradient",
+    OUTPUT: "Outputs of blocks, at the first step that differs",
+    GRADIENT: "Gradients of these outputs, up to one factor, as backward makes them",
+}
 SHADES = (0.25, 0.5, 1, 10, 100, 1000)
 """Shares of a bound at which a shade ends; what differs goes by powers of ten."""
 
@@ -48,14 +55,15 @@ def write_page(folder: Path, one: Side, other: Side, found: Comparison) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    kinds = list(dict.fromkeys(row.kind for row in found.rows))
+    rows = [*found.rows, *found.blocks]
+    kinds = list(dict.fromkeys(row.kind for row in rows))
     page = environment.get_template("comparison.html.j2").render(
         verdict=VERDICTS[found.code],
         one=one,
         other=other,
         lines=found.lines,
-        steps=sorted({row.step for row in found.rows}),
-        tables={kind: _table(found, kind) for kind in kinds},
+        steps=sorted({row.step for row in rows}),
+        tables={HEADINGS[kind]: _table(rows, kind) for kind in kinds},
         ends=[f"{limit:g}" for limit in SHADES],
     )
     path = folder / "index.html"
@@ -65,10 +73,10 @@ def write_page(folder: Path, one: Side, other: Side, found: Comparison) -> Path:
     return path
 
 
-def _table(found: Comparison, kind: str) -> Mapping[str, Mapping[int, Cell]]:
+def _table(rows: Sequence[Row], kind: str) -> Mapping[str, Mapping[int, Cell]]:
     """Name -> step -> cell."""
     table: dict[str, dict[int, Cell]] = {}
-    for row in found.rows:
+    for row in rows:
         if row.kind == kind:
             table.setdefault(row.name, {})[row.step] = _cell(row)
     return table

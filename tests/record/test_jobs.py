@@ -153,9 +153,12 @@ def test_outputs_of_blocks_tell_where_a_difference_begins(
     of = command(job, fault, ranks)
     done = record(tmp_path / "b", "--noise", "0", "--modules", of=of)
     assert done.returncode == 0, done.stderr
-    code, told = compared(capsys, one, tmp_path / "b")
+    html = ("--html", str(tmp_path / "page"))
+    code, told = compared(capsys, one, tmp_path / "b", *html)
     assert code == 1 and told.splitlines()[1].startswith("where: step 0: "), told
     assert words in told, told
+    page = (tmp_path / "page" / "index.html").read_text()
+    assert page.count('<th scope="row">head</th>') == 1 + ("in forward" not in words)
 
 
 @pytest.mark.slow
