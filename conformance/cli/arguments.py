@@ -44,7 +44,7 @@ _HELP = {
     "gate": "check a report against a baseline and expectations",
     "init": "write a workload file for a model, and a CI job",
 }
-"""Of the further commands that come with this package."""
+"""Help of the further commands that come with this package."""
 TOOLS_FOLDER = Path(__file__).parents[2] / "benchmarks"
 """Tools for work on gradparity itself: in a checkout, and not in an installed wheel."""
 TOOLS = {"mutants": "mutants"}

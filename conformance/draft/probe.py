@@ -1,4 +1,4 @@
-"""What one forward of a model shows: its inputs, its output, its blocks."""
+"""Facts from one forward of a model: its inputs, its output, its blocks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Drawn:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a workload file needs of a model; or why it was not found."""
+    """Facts about a model for a workload file; or why there are none."""
 
     problem: str = ""
     """Why no inputs were found."""
@@ -85,7 +85,7 @@ class Found:
 
     @property
     def lines(self) -> list[str]:
-        """What was found, for the user to check."""
+        """Facts in words, for the user to check."""
         if self.problem:
             return []
         inputs = [f"{name} {_size(drawn)}" for name, drawn in self.inputs.items()]

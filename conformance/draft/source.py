@@ -48,7 +48,7 @@ class Source:
     imports: tuple[tuple[str, str], ...]
     """(module, name) of what ``call`` uses."""
     call: str
-    """What is called to make it: ``MyModel``."""
+    """Name that is called to make it: ``MyModel``."""
     configuration: str = ""
     """Name of the class of its one argument, if it has one."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Source:
 
 
 def load(spec: str) -> Any:
-    """What ``module:attribute`` names; the module may lie in the current folder.
+    """Load ``module:attribute``; the module may lie in the current folder.
 
     Raises:
         UsageError: if it names nothing.

@@ -166,7 +166,7 @@ class Boundaries:
 
     @property
     def agreed(self) -> str:
-        """What was compared and agreed, in words."""
+        """Say in words what was compared and agreed."""
         if not any(w.log.modules for w in self.ranks.values()):
             return "the stack shows no modules, so activations were not compared"
         if not self.compared:
@@ -326,7 +326,7 @@ class Boundaries:
         )
 
     def _came_in(self, rank: int, call: Call, way: Direction) -> str:
-        """What is known of a call's inputs, in words; integers are not compared."""
+        """Say in words what is known of a call's inputs; integers are not compared."""
         sides = self.sides.get((call, way.enters), ())
         states = [self._state(rank, boundary) for boundary in sides]
         if any(state is not None for state in states):
@@ -670,7 +670,7 @@ def _bounded(
 def _largest_distance(
     logs: Sequence[ModuleLog], boundary: Boundary, value: NDArray[np.floating]
 ) -> Pair:
-    """Of a tensor in some runs from a value; infinite if one has no such tensor."""
+    """Distance of a tensor in some runs from a value; infinite if one has none."""
     norms, largest_ones = [0.0], [0.0]
     for log in logs:
         passed = log.passed.get(boundary)

@@ -133,15 +133,15 @@ class ParityBounds:
     update: Sequence[dict[str, Pair]]
     loss: Sequence[dict[str, Pair]]
     norm: Sequence[dict[str, Pair]] = ()
-    """Of the norm of the whole unscaled gradient before it is clipped."""
+    """The same of the norm of the whole unscaled gradient before it is clipped."""
     average: Sequence[dict[str, Pair]] = ()
-    """Of the running average of the weights, minus their initial values."""
+    """The same of the running average of the weights, minus their initial values."""
     noisy: Sequence[Reference] = ()
     """The correct runs that the bounds are made of."""
     moves: Sequence[dict[str, NDArray[np.bool_]]] = ()
     """[step][parameter] -> elements that the truth moves in this step."""
     reference: str = ""
-    """What the reference is, in words, if it is not the plain one."""
+    """The reference in words, if it is not the plain one."""
     undecided: str = ""
     """Why nothing can be compared with it, in words; else empty."""
 

@@ -17,7 +17,7 @@ __all__ = ["Facts", "causes_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of a step in which something departs."""
+    """Facts about a step in which something departs."""
 
     axes: Mapping[str, int]
     """Mesh axis -> its ranks."""
@@ -27,7 +27,7 @@ class Facts:
     """Scale of the loss at this step and, if there is one, at the step before."""
     clip_norm: float | None = None
     norm: float = 0.0
-    """Of the whole true gradient, before it is clipped."""
+    """Norm of the whole true gradient, before it is clipped."""
 
 
 def causes_of(factor: float, off: float, facts: Facts) -> str:

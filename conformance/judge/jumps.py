@@ -34,7 +34,7 @@ from .variants import FLIPPED, SIDES, STAY, Distances, Limits, Moves
 __all__ = ["Inputs", "JumpLog", "moves_of"]
 
 Inputs = tuple[NDArray[np.float64], ...]
-"""Of each call, some elements of its inputs."""
+"""Some elements of the inputs of each call."""
 SAMPLE = 1024
 """How many elements of each input are kept. Of 1024 normal errors the largest is about
 3.2 standard deviations."""
@@ -42,7 +42,7 @@ FURTHER = 1.5
 """Inputs move by this multiple of the largest error that is seen, about 4.8 standard
 deviations: of the elements that change sides in a right run, one of 10**6 is missed."""
 JUMP = 1 / 8
-"""What a derivative changes by at a jump, at least, as a share of the largest one: a
+"""Least change of a derivative at a jump, as a share of the largest one: a
 smooth one changes by as little as the input."""
 _JUMPS = frozenset(
     """
@@ -165,7 +165,7 @@ def _as_part_of(value: Tensor, part: Tensor) -> Tensor:
 
 
 def _derivative(value: Tensor, called: Callable[[Tensor], Any]) -> Tensor:
-    """Of the sum of all results, or of a comparison its result."""
+    """Derivative of the sum of all results, or the result of a comparison."""
     with torch.enable_grad():
         leaf = value.clone().requires_grad_()
         found = called(leaf * 1)  # what works in place must not get a leaf
@@ -182,7 +182,7 @@ def _derivative(value: Tensor, called: Callable[[Tensor], Any]) -> Tensor:
 def moves_of(
     truth: Sequence[Inputs], plain: Sequence[Inputs], signs: Limits = ()
 ) -> Sequence[Moves]:
-    """What the two runs take to the other side; none where rounding decides nothing.
+    """Find what both runs take to the other side; none where rounding decides nothing.
 
     Args:
         truth: per step, the inputs of the truth.

@@ -21,7 +21,7 @@ def bytes_of(steps: Iterable[Mapping[str, NDArray[Any]]]) -> int:
 
 
 class Sized(Protocol):
-    """What is kept."""
+    """A value that can be kept."""
 
     @property
     def nbytes(self) -> int:

@@ -43,7 +43,7 @@ class Evidence:
     control_differs: str = ""
     """Where two runs without a scaler differ bitwise; else empty."""
     first_try: str = ""
-    """In a second try: the call that exceeded its limit in the first; else empty."""
+    """The call that exceeded its limit in a first try; empty if this is the first."""
     parity: Parity | None = None
     """None where the run stopped early."""
     uninterrupted: tuple[RankTrace, ...] | None = None

@@ -18,7 +18,7 @@ __all__ = ["ORDER", "ClipRow", "Doubt", "Parity", "ParityRow", "Seen", "gradient
 Seen = Sequence[tuple[RankTrace, StepTrace]]
 """One step of all ranks of a world."""
 ORDER = ("loss", "gradient", "update")
-"""What a step computes, in order."""
+"""Results of a step, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,11 @@ class ClipRow:
     parameter: str
     rank: int
     factor: float
-    """Of the truth's gradient before it is clipped, by least squares."""
+    """Multiple of the truth's gradient before it is clipped, by least squares."""
     due: float
     """The factor by which the truth clips."""
     bound: float
-    """By how much the factor may be off."""
+    """Allowed distance of the factor."""
     above_noise: bool
     """True if the gradient is the truth's times a factor, and not lost in noise."""
 
@@ -58,7 +58,7 @@ class Doubt:
     since: str = "loss"
     """The first kind of comparison in that step, by :data:`ORDER`."""
     parameters: frozenset[str] = frozenset()
-    """In that step only the loss and these may differ, later all; empty means all."""
+    """Only the loss and these may differ in that step, later all; empty means all."""
     text: str
     """Why, and the way out, in words."""
 
@@ -109,13 +109,13 @@ class Parity:
     still: frozenset[tuple[int, int, int]] = frozenset()
     """(step, rank, optimizer) of which the truth moves no parameter, either."""
     clipped: list[ClipRow] = field(default_factory=list)
-    """Of each gradient of the steps in which none is bad, where they are clipped."""
+    """A row for each gradient of steps in which none is bad, where they are clipped."""
     reference: str = ""
-    """What the reference is, in words, if it is not the plain one."""
+    """The reference in words, if it is not the plain one."""
     undecided: str = ""
     """Why nothing can be compared with it, in words; else empty."""
     stack_schedule: StackSchedule = field(default_factory=StackSchedule)
-    """What the stack's own schedules have moved, which the reference follows."""
+    """Settings that the stack's own schedules have moved; the reference follows."""
 
     def add(
         self, kind: str, rows: Sequence[ParityRow], elements: int, left_out: int = 0

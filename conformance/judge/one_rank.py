@@ -78,7 +78,7 @@ NOISY = (
 )
 """Correct runs whose error against the truth is the noise of the scenario."""
 IN_ORDER = tuple(v for v in NOISY if not v.permuted and v.parts == 1)
-"""Those whose calls and rows are those of the truth."""
+"""Runs whose calls and rows are those of the truth."""
 TRIED = 2
 """Steps in which permuting and cutting must change nothing: the second has weights that
 the first has moved."""
@@ -91,9 +91,9 @@ class OneRank:
     truth: Reference
     noisy: Sequence[Reference]
     sides: Sequence[Reference]
-    """Those with other inputs where derivatives jump; see :mod:`.jumps`."""
+    """Runs with other inputs where derivatives jump; see :mod:`.jumps`."""
     text: str
-    """What they are, in words."""
+    """The runs in words."""
     undecided: str = ""
     """Why nothing can be compared with them, in words; else empty."""
 
@@ -123,7 +123,7 @@ def one_rank_references(scenario: Scenario, schedule: Schedule) -> OneRank:
 def watched_on_one_rank(
     scenario: Scenario, schedule: Schedule, step: int
 ) -> tuple[ModuleLog, Sequence[ModuleLog], Sequence[ModuleLog]]:
-    """What passed the boundaries of modules in one step on one rank.
+    """Record the boundaries of modules in one step on one rank.
 
     Called in a process group of one rank, for a workload that trains on one rank.
 
@@ -371,7 +371,7 @@ def _drawn(at: StepTrace) -> str:
 
 
 def _number(value: float | None) -> float:
-    """What the stack reports; nan, which has no bound, where it reports nothing."""
+    """The reported number; nan, which has no bound, where the stack reports none."""
     return float("nan") if value is None else value
 
 

@@ -363,7 +363,7 @@ def _clip_rows(
 def _factor_noise(
     runs: Iterable[Doubles | None], places: NDArray[np.int64], true: Doubles
 ) -> float:
-    """By how much the factors of correct runs are off, relative to the due one."""
+    """Distance of the factors of correct runs from the due one, relative to that."""
     off = [multiple_of(g[places], true)[0] - 1 for g in runs if g is not None]
     return max((abs(x) for x in off if np.isfinite(x)), default=float("inf"))
 

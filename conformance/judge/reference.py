@@ -135,7 +135,7 @@ class Reference:
     """Per step: the running average of the weights minus their initial values, where
     the workload on one rank gives it."""
     drew: str = ""
-    """What drew random numbers first on one rank, in words."""
+    """Say in words what drew random numbers first on one rank."""
     generators: tuple[str, ...] = ()
     """Per step on one rank: digest of the state of torch's generator after it."""
     inputs: tuple[Inputs, ...] = ()
@@ -233,7 +233,7 @@ def _key(scenario: Scenario, schedule: Schedule) -> _Key:
 
 @dataclass(frozen=True, kw_only=True)
 class _Key:
-    """What a reference depends on, of a scenario and of the layout that ran."""
+    """All of a scenario and of the layout that ran on which a reference depends."""
 
     model: str
     optimizer: str

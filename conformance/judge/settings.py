@@ -32,19 +32,19 @@ __all__ = [
 ]
 
 Settings = tuple[tuple[str, str, Setting], ...]
-"""Of one step: (parameter, key of its param group, value)."""
+"""(parameter, key of its param group, value), for one step."""
 _Values = dict[int, dict[int, Setting]]
 """Step -> rank -> value."""
 _ROUNDING = 16 * 2.0**-24
 """Relative: a schedule may be computed at once, or kept in fp32 and rounded at each of
 the dozen steps of a run."""
 INITIAL_RATE = "initial_lr"
-"""What torch's schedulers call the rate from which they began."""
+"""Name that torch's schedulers give to the rate from which they began."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StackSchedule:
-    """What the schedules of a stack have moved in one run."""
+    """Settings that the schedules of a stack have moved in one run."""
 
     settings: tuple[Settings, ...] = ()
     """Per step: what the reference sets before it; empty if nothing moves."""
@@ -54,7 +54,7 @@ class StackSchedule:
     """The first step at which a parameter is stepped otherwise on another rank, and
     how, in words."""
     unclear: str = ""
-    """What moves in words, where nothing says which parameter has which value."""
+    """Words on what moves, where nothing says which parameter has which value."""
 
 
 def stack_schedule(
@@ -126,7 +126,7 @@ class Planned:
         return workload.scheduler and cls(workload, optimizer, trained)
 
     def settings(self) -> Settings:
-        """What the next step is taken with."""
+        """Return the settings of the next step."""
         return tuple(
             (self.names[parameter], key, value)
             for group in self.optimizer.param_groups
@@ -149,7 +149,7 @@ def against_planned(
     planned: Sequence[Settings],
     whose: str,
 ) -> StackSchedule:
-    """What the ranks have moved, if the reference takes ``planned`` settings.
+    """Find what the ranks have moved, if the reference takes ``planned`` settings.
 
     These are those of ``whose``, in words. The reference then follows nothing, and says
     where ranks step with other values.

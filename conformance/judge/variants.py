@@ -43,10 +43,10 @@ Limits = tuple[tuple[tuple[str, float], ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Moves:
-    """What a run takes to the other side; see [Note: Sides] in bounds."""
+    """Inputs that a run takes to the other side; see [Note: Sides] in bounds."""
 
     side: int = SIDES[0]
-    """Of two runs, in each of which another half is on the other side."""
+    """One of two runs, in each of which another half is on the other side."""
     distances: Distances = ()
     """Inputs of functions whose derivative jumps; empty: none moves."""
     signs: Limits = ()
@@ -74,7 +74,7 @@ class Variant:
     """Number of parts, along dim 0, in which the optimizer gets each parameter of which
     no shards were seen."""
     moves: Moves = STAY
-    """What is on the other side."""
+    """Inputs on the other side."""
 
     @property
     def in_order(self) -> bool:
@@ -106,7 +106,7 @@ NOISY = (
 )
 """Correct runs whose error against the truth is the noise of the scenario."""
 MOVED = 1 / 8
-"""Of a unit roundoff: how far weights move before they are rounded to half precision.
+"""Share of a unit roundoff by which weights move before they are rounded to 16 bits.
 One of 32 is then rounded to its other neighbour, and none is off by more than 9/8 of a
 roundoff: such a run errs as much as the plain one, in its own way (docs/parity.md)."""
 FLIPPED = 4

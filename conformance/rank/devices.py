@@ -48,7 +48,7 @@ class Devices:
     share: bool = False
     """True if several ranks may have one GPU."""
     isolation: Isolation = "pool"
-    """What a run shares with the one before: its processes, or nothing ("process")."""
+    """Sharing with the run before: its processes, or nothing ("process")."""
 
     def __post_init__(self) -> None:
         if self.share and self.device != "cuda":
@@ -119,7 +119,7 @@ def visible_gpus() -> int:
 
 
 def nccl_version() -> tuple[int, int]:
-    """Of the library that is loaded; torch tells the one that it was built with."""
+    """Version of the loaded library; torch tells the one that it was built with."""
     try:
         library = ctypes.CDLL("libnccl.so.2")
     except OSError:  # it is a part of torch's own library

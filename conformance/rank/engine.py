@@ -109,7 +109,7 @@ class Engine:
     index: dict[str, NDArray[np.int64]]
     """Name -> place of each local element in the flat full tensor."""
     optimizers: list[torch.optim.Optimizer]
-    """Those of the judge's loop; those that a ``train_step`` was seen to use."""
+    """Optimizers of the judge's loop; those that a ``train_step`` was seen to use."""
     owned: list[list[str]]
     """Per optimizer of the judge's loop: names of its parameters."""
     device: torch.device
@@ -327,7 +327,7 @@ class Engine:
         self.parameters = {name: found[name] for name in self.parameters}
 
     def _given_weights(self) -> dict[str, LocalPart]:
-        """What ``weights(stack)`` of the workload returns now."""
+        """Return the current ``weights(stack)`` of the workload."""
         workload = self.scenario.workload
         assert workload.weights is not None
         weights = workload.weights(self.module)
@@ -573,7 +573,7 @@ def build_engine(
 def _laid_out(
     scenario: Scenario, model: nn.Module, mesh: DeviceMesh, variation: Variation | None
 ) -> tuple[Any, Recomputed | None]:
-    """What the topology makes of a model, and the parts of it that recompute."""
+    """Lay out a model by the topology; also returns the parts of it that recompute."""
     precision, recipe = scenario.parsed_precision, scenario.parsed_recipe
     if precision.convert is not None:
         model = precision.convert(model)
@@ -589,7 +589,7 @@ def _laid_out(
 
 
 def _layout_of(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> Hashable:
-    """What a layout is given: the training loop is not in it, so recipes share one."""
+    """All that a layout is given. It does not know the loop: recipes share one."""
     recipe = scenario.parsed_recipe
     return (
         scenario.model,

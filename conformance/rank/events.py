@@ -1,4 +1,4 @@
-"""What happens to optimizers while a workload trains, recorded; nothing is decided."""
+"""Events of optimizers while a workload trains, recorded; nothing is decided."""
 
 from __future__ import annotations
 

@@ -35,10 +35,10 @@ from .trace import Decision, Event, Kind, RankTrace, Setting, StepTrace
 __all__ = ["fold", "steps_again"]
 
 Member = str | int | tuple[int, int]
-"""Of a decision group: a parameter, a place in the order of the program's optimizers,
+"""Member of a decision group: a parameter, a place in the order of the optimizers,
 or (rank, number of an optimizer)."""
 Elements = tuple[str, str]
-"""Of a parameter: its name and the digest of its places, which is equal on replicas."""
+"""Name of a parameter and digest of its places, which is equal on replicas."""
 
 
 def fold(ranks: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
@@ -120,7 +120,7 @@ class _Groups:
     """Optimizers of each rank, if only their order joins them; else empty."""
 
     def decided_by(self, rank: int, optimizer: int) -> list[str]:
-        """What an optimizer decides for."""
+        """Return the members for which an optimizer decides."""
         group = self.of_optimizer.get((rank, optimizer))
         return [] if group is None else self.names[group]
 

@@ -85,9 +85,9 @@ class Passed:
     whole: tuple[int, ...] | None = None
     """Shape of the DTensor it is a part of; None of a plain tensor."""
     places: NDArray[np.int64] | None = None
-    """Of a DTensor: place of each local element in the flat whole."""
+    """For a DTensor: place of each local element in the flat whole."""
     summed_over: tuple[int, ...] = ()
-    """Of a DTensor: ranks over which it is still to be summed."""
+    """For a DTensor: ranks over which it is still to be summed."""
     divided_by: int = 1
     """Divisor of that sum."""
     collectives: int = 0
@@ -95,7 +95,7 @@ class Passed:
     after: int = 0
     """Steps of optimizers of torch that had been made in the step."""
     dtype: torch.dtype = torch.float32
-    """In which it was computed."""
+    """Dtype in which it was computed."""
 
 
 @dataclass(kw_only=True)
@@ -111,7 +111,7 @@ class ModuleLog:
     modules: int = 0
     """Modules that were watched; 0 where the stack shows none."""
     rows: list[list[int]] = field(default_factory=list)
-    """Of each module that is called from outside: the rows of each of its calls."""
+    """For each module that is called from outside: the rows of each of its calls."""
     unpaired: str = ""
     """Why it is not known which call was of which rows, where it is not."""
 
@@ -136,7 +136,7 @@ class Watched:
     rank: int
     coordinate: dict[str, int]
     index: Mapping[str, NDArray[np.int64]]
-    """As :attr:`RankTrace.index`."""
+    """The same as :attr:`RankTrace.index`."""
     rows: str
     """Equal on ranks that saw the same rows."""
     log: ModuleLog

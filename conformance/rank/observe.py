@@ -99,11 +99,11 @@ def _held(value: Any) -> Iterator[Any]:
 
 
 _SCHEDULED = ("lr", "initial_lr", "betas", "momentum", "weight_decay")
-"""What schedules move in a param group, and the rate from which torch's began."""
+"""Settings that schedules move, and the rate from which torch's began."""
 
 
 def scheduled(group: Mapping[str, Any]) -> dict[str, Setting]:
-    """What schedules move in a param group, as numbers."""
+    """Return the settings of a param group that schedules move, as numbers."""
     found: dict[str, Setting] = {}
     for key in _SCHEDULED:
         value = group.get(key)

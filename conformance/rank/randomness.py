@@ -42,7 +42,7 @@ class _Call:
 
     module: nn.Module
     states: tuple[str, ...]
-    """Of each generator when it began."""
+    """State of each generator when it began."""
     recomputed: bool
     applied: str = ""
     varied: bool = False

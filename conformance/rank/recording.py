@@ -1,4 +1,4 @@
-"""What is recorded of a step: gradients, draws, reductions, its effect."""
+"""Records of a step: gradients, draws, reductions, its effect."""
 
 from __future__ import annotations
 

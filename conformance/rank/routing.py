@@ -45,7 +45,7 @@ _CHOOSE = {_aten.topk.default, _aten.argmax.default, _aten.max.dim}
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What the calls of one kind chose in one step of a reference, row by row."""
+    """Choices of the calls of one kind in one step of a reference, row by row."""
 
     scores: NDArray[np.float64]
     """(rows, choices)."""
@@ -54,7 +54,7 @@ class Choices:
     noise: float = float("inf")
     """The largest error of a score in correct runs of the scenario's precision."""
     limit: float = float("inf")
-    """What the error of a score may be: the noise times ``SAFETY_FACTOR``."""
+    """Largest allowed error of a score: the noise times ``SAFETY_FACTOR``."""
 
 
 class ChoiceLog(Observer):

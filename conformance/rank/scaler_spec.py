@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 NO_SCALER = "none"
-"""As a scaler: train without one and judge the stack alone."""
+"""Spec of no scaler: train without one and judge the stack alone."""
 
 PAGE = "docs/judged-scaler.md"
 
@@ -57,7 +57,7 @@ class JudgedScaler(Protocol):
         """The scale as a number of Python."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` takes; ``_growth_tracker`` is read if it is there.
+        """A state for ``load_state_dict``; ``_growth_tracker`` is read if it is there.
 
         ``torch.load(weights_only=True)`` must be able to read it back.
         """
@@ -139,7 +139,7 @@ def refuse_unfit(
 
 
 def lacking(spec: str, folder: str, device: str) -> str:
-    """What the scaler lacks of :class:`JudgedScaler` in words, or the empty string."""
+    """Say in words what the scaler lacks of :class:`JudgedScaler`, or return ""."""
     factory = load_scaler(spec, folder)
     try:
         scaler = factory(**CONSTRUCTOR | {"device": device})

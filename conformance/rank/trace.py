@@ -57,7 +57,7 @@ class Misuse:
     error: str
     """Type of the exception that refused it; empty where it was accepted."""
     changed: tuple[str, ...]
-    """What the call changed; a refused call may change nothing."""
+    """Changes that the call made; a refused call may change nothing."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Reduction:
 
     collective: Collective
     dtype: str
-    """As torch calls it, for example ``float32``."""
+    """Name in torch, for example ``float32``."""
     elements: int
     """Number of elements of the reduced tensor."""
 
@@ -109,12 +109,12 @@ class Draw:
 
 
 class Kind(StrEnum):
-    """What happens to an optimizer in a training step."""
+    """Kind of an event of an optimizer in a training step."""
 
     HANDED = "handed"
     """A call of the scaler with it begins."""
     RETURNED = "returned"
-    """That call has ended."""
+    """The call has ended."""
     BEGINS = "begins"
     """Its own ``step`` begins."""
     USES = "uses"
@@ -132,7 +132,7 @@ class Group:
     names: tuple[str, ...] = ()
     """Its parameters, by their names in the model; empty: it steps other tensors."""
     settings: dict[str, Setting] = field(default_factory=dict)
-    """What schedules move, as far as it is known."""
+    """Settings that schedules move, as far as they are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ class Event:
     """Its number: the optimizers of a rank are counted as they are first seen."""
     groups: tuple[Group, ...] = ()
     with_grad: frozenset[str] = frozenset()
-    """Those of its parameters that have a gradient."""
+    """The parameters that have a gradient."""
     recorded: frozenset[str] = frozenset()
     """Parameters whose gradient was copied here, where it is used first."""
     written: frozenset[str] = frozenset()
@@ -161,7 +161,7 @@ class Event:
 
 @dataclass(kw_only=True)
 class Decision:
-    """What the optimizers of a decision group did in one step on one rank."""
+    """Deeds of the optimizers of a decision group in one step on one rank."""
 
     non_finite: list[str] = field(default_factory=list)
     """Its parameters whose local gradient is not finite, scaled or unscaled."""
@@ -187,7 +187,7 @@ class StepTrace:
     weight: float | None = 1.0
     """Weight of this rank in that mean; None if the rank's counts are not known."""
     count: float | None = None
-    """What the sums of all ranks were divided by, where the loss is (sum, count)."""
+    """Divisor of the sums of all ranks, where the loss is (sum, count)."""
     reported_norm: float | None = None
     """The norm of the whole unscaled gradient before clipping, as the stack reports."""
     schedule: tuple[str, str] | None = None
@@ -205,7 +205,7 @@ class StepTrace:
     """The growth tracker; None where the scaler's state_dict lacks it."""
     growth_after: int | None = 0
     events: list[Event] = field(default_factory=list)
-    """What happened to optimizers, in order; ``fold`` makes the decisions of it, the
+    """Events of optimizers, in order; ``fold`` makes the decisions of it, the
     settings and what is late."""
     calls: set[str] = field(default_factory=set)
     """Methods of the scaler that were called, by name."""
@@ -284,14 +284,14 @@ class StepTrace:
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What a new scaler knows after a stack's own save and load."""
+    """State of a new scaler after a stack's own save and load."""
 
     saved: tuple[float, int | None]
     """Scale and growth tracker when the stack saved."""
     loaded: tuple[float, int | None]
-    """Those of a new scaler once the stack has loaded."""
+    """The same of a new scaler once the stack has loaded."""
     new: tuple[float, int | None]
-    """Those of a new scaler before."""
+    """The same of a new scaler before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,7 +329,7 @@ class RankTrace:
     """Parameters that another rank, which holds the same elements, steps for this
     one: no gradient of them is due here."""
     reduce_dtype: str = ""
-    """In which dtype the workload promises to reduce gradients; empty: no promise."""
+    """Dtype in which the workload promises to reduce gradients; empty: no promise."""
     narrows: bool = False
     """True if products of fp32 numbers round them first, as with TF32."""
     initial: str = ""

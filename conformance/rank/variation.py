@@ -30,7 +30,7 @@ __all__ = ["Alone", "Reduction", "Variation"]
 
 @dataclass(frozen=True, kw_only=True)
 class Variation:
-    """What one run on one rank changes."""
+    """Changes of one run on one rank."""
 
     double: bool = False
     """The model and the floating tensors of batches are in fp64."""
@@ -53,7 +53,7 @@ class Variation:
 
     @property
     def words(self) -> Sequence[str]:
-        """What it changes, in words."""
+        """The changes in words."""
         changes = {
             "rows permuted": self.permuted,
             "micro-batches cut again": self.parts > 1,
@@ -67,7 +67,7 @@ class Variation:
         return NewTensorsInFp64() if self.widens else nullcontext()
 
     def scenario(self, scenario: Scenario) -> Scenario:
-        """What the one rank trains: no faults, no interruption."""
+        """Return the scenario of the one rank: no faults, no interruption."""
         recipe = scenario.parsed_recipe
         plain = recipe.resume or recipe.recompute
         name = "plain" if plain else scenario.recipe

@@ -1,4 +1,4 @@
-"""What a ``train_step`` calls, watched: optimizers of torch, and the judged scaler."""
+"""Calls of a ``train_step``, watched: optimizers of torch, and the judged scaler."""
 
 from __future__ import annotations
 

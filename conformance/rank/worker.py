@@ -1,4 +1,4 @@
-"""What runs on a rank: one scenario with one scaler, observed at every step.
+"""Work of a rank: one scenario with one scaler, observed at every step.
 
 Steps of :func:`observe_rank`: build the engine; construct the judged scaler; then per
 step: passes, faults, the raw gradients, the judged calls under observation,
@@ -60,7 +60,7 @@ Around = Callable[[Engine, int], AbstractContextManager[None]]
 ASK_EVERY_S = 0.05
 """How often a rank that waits for the checked collective asks what others got."""
 RIGHT, WRONG = "right", "wrong"
-"""What a rank says of its checked sum."""
+"""Answers of a rank about its checked sum."""
 UNLIMITED = timedelta(hours=24)
 """Longer than any deadline of the parent, which finds the rank that hangs."""
 

@@ -120,7 +120,7 @@ def _lines(text: str) -> Markup:
 
 
 def _subject(report: Report) -> str:
-    """What was trained: the workload, or models of the catalogue."""
+    """Name what was trained: the workload, or models of the catalogue."""
     first, *others = [*dict.fromkeys(case.model for case in report.cases)] or [""]
     return f"{first} and {counted(len(others), 'more model')}" if others else first
 
@@ -292,7 +292,7 @@ def _story(records: Sequence[CaseRecord]) -> Story:
 _DECISIONS = {"agreement", "skip", "scale"}
 """Chapters whose violations the scale and the decisions of each rank show."""
 _VALUES = {"parity", "transparency"}
-"""Those that errors of gradients and losses show."""
+"""Chapters whose violations errors of gradients and losses show."""
 
 
 def _broken(records: Sequence[CaseRecord]) -> set[str]:

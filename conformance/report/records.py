@@ -125,7 +125,7 @@ class Header(_Line, frozen=True, kw_only=True, tag="header"):
     require: tuple[str, ...] = ()
     """The scalers that decide what the report comes to; empty means all of them."""
     reference: str = ""
-    """What the workload declares as its reference; empty: the judge's own loop."""
+    """The reference that the workload declares; empty: the judge's own loop."""
 
 
 class Curves(_Part, frozen=True, kw_only=True):
@@ -182,7 +182,7 @@ class Location(_Part, frozen=True, kw_only=True):
     where: Annotated[
         str, Meta(pattern="^(forward|loss|backward|gradient|update|nowhere|unknown)$")
     ]
-    """What departs first: the output of a module, the loss, the gradient of a module's
+    """The first departure: the output of a module, the loss, the gradient of a module's
     input or output, the gradients of parameters alone, their updates alone, nothing;
     or unknown, where the second run failed."""
     text: str
@@ -228,7 +228,7 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
     problem: str = ""
     """Why there is no verdict, naming the rank; else empty. No law is judged then."""
     whose: str = ""
-    """Whose call ``problem`` comes from, such as ``your train_step``; empty where it is
+    """Owner of the call in ``problem``, such as ``your train_step``; empty where it is
     the harness that broke."""
     replay: str = ""
     """The command that runs this case again."""
@@ -238,13 +238,13 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
     location: Location | None = None
     """Where parity begins to fail; not every case in which it fails has one."""
     worst: tuple[Comparison, ...] = ()
-    """Of each kind of tensor the comparison closest to, or furthest beyond, its bound,
+    """For each kind of tensor the comparison closest to, or furthest beyond, its bound,
     over all steps and ranks; empty where parity was not measured."""
     curves: Curves | None = None
 
     @property
     def key(self) -> tuple[str, str]:
-        """What identifies a case within a report."""
+        """Identity of a case within a report."""
         return self.scaler, self.scenario
 
     def verdict(self, law: str) -> Verdict | None:
@@ -322,7 +322,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def status(self) -> str:
-        """What the report comes to; ``error`` where it is incomplete.
+        """Result of the report; ``error`` where it is incomplete.
 
         ``EXIT_CODES`` has the exit code of each command that shows it.
         """

@@ -235,7 +235,7 @@ def coverage(report: Report) -> dict[str, str]:
 
 
 def _left_out(report: Report) -> str:
-    """What each law could compare, where it was not all, in one line."""
+    """Say in one line how much each law could compare, where it was not all."""
     told = coverage(report)
     part = {law: text for law, text in told.items() if len({*text.split(" of ")}) > 1}
     words = [f"{law} {text}" for law, text in part.items()]

@@ -1,4 +1,4 @@
-"""What a failed world says: of the scaler, of the stack, or nothing."""
+"""Meaning of a failed world: about the scaler, about the stack, or nothing."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class RunSettings:
     scenarios: Sequence[str] = ()
     """Scenario ids to run instead of a preset."""
     require: Sequence[str] = ()
-    """Those of ``scalers`` that decide the exit code; empty means all of them."""
+    """Specs among ``scalers`` that decide the exit code; empty means all of them."""
     out: Path | None = None
     """Folder for ``report.jsonl`` and ``index.html``."""
     report: Path | None = None

@@ -1,4 +1,4 @@
-"""What a standalone script needs whose reference is one rank.
+"""The part of a standalone script whose reference is one rank.
 
 Before the ranks begin, a separate process runs the workload's ``train_step`` on a mesh
 of size 1: once in fp64 for the truth, and twice in fp32 for the noise.
@@ -27,7 +27,7 @@ __all__ = ["OneRank"]
 
 
 class OneRank:
-    """What each step of the workload has made on one rank."""
+    """Results of each step of the workload on one rank."""
 
     def __init__(self, folder: str, run: Run, work: Any) -> None:
         path = Path(folder, "one-rank")
@@ -36,7 +36,7 @@ class OneRank:
         self.truth, *self.noisy = torch.load(path, weights_only=True)
 
     def expected(self, number: int, weights: Any) -> Expected:
-        """What a step makes, with the noise up to it."""
+        """Return the results of a step, with the noise up to it."""
         found = {}
         for key, true in self.truth[number].items():
             errors = [
@@ -50,12 +50,12 @@ class OneRank:
 
 
 def plain(model: Any) -> Any:
-    """As it is."""
+    """Return the model."""
     return model
 
 
 def wide(model: Any) -> Any:
-    """In fp64."""
+    """Return the model in fp64."""
     return model.double()
 
 

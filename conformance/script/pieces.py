@@ -1,4 +1,4 @@
-"""What only some standalone scripts need: functions that a run or a workload names."""
+"""Parts of standalone scripts that only some need: a run or a workload names them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _third(rows: Tensor, number: int) -> Tensor:
 
 
 def elements(pair: Any) -> float:
-    """Of the targets, or else of the inputs: what a mean over a part counts."""
+    """Count the targets, or else the inputs, over which a mean is taken."""
     found: list[int] = []
     for tree in pair[::-1]:
         if not found:
@@ -160,7 +160,7 @@ def pipeline(training: Training, step: int, start: Callable[..., Any]) -> None:
 def placed(
     values: Mapping[str, Any], shapes: Mapping[str, torch.Size]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """What ``weights`` or ``gradients`` gives, with the places of its elements."""
+    """The values of ``weights`` or ``gradients``, with the places of elements."""
     found = {}
     for key, value in values.items():
         name = full_name(key, shapes)

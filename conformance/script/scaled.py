@@ -1,4 +1,4 @@
-"""What a standalone script adds to the template where a scaler is judged."""
+"""The part of a standalone script for a run with a scaler."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Scaled:
                     yield fault, name
 
     def violations(self, step: int, ranks: list[dict[str, Any]]) -> list[str]:
-        """What the ranks did otherwise than documented."""
+        """Name what the ranks did otherwise than documented."""
         bad = {rank: row["bad"][0] for rank, row in enumerate(ranks) if row["bad"]}
         begin, end = f"step {step}: ", f"; not finite: {bad or 'nothing'}"
         self.skips, found = bool(bad), []
@@ -145,7 +145,7 @@ class Scaled:
         return [begin + text + end for text in found]
 
     def ruled(self, scale: float, bad: bool) -> tuple[float, int]:
-        """What an update makes of the state, as documented."""
+        """Update the state as documented."""
         settings = self.settings
         self.good = 0 if bad else (self.good + 1) % settings["growth_interval"]
         if bad:

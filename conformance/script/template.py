@@ -41,7 +41,7 @@ Expected = dict[Key, tuple[Tensor, float]]  # all elements, and their noise if k
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is trained, and how."""
+    """Settings of the training."""
 
     mesh: dict[str, int]
     data_axes: tuple[str, ...]  # ranks along them see different rows
@@ -119,7 +119,7 @@ class Training:
         return {full_name(n, self.shapes): p for n, p in dict(found).items()}
 
     def micro_batches(self, step: int) -> list[Any]:
-        """Those of this rank, each (inputs, targets)."""
+        """Micro-batches of this rank, each (inputs, targets)."""
         batch = self.work.batch(step, self.run.seed)
         if not self.mesh:
             batch = in_fp64(batch)
@@ -202,7 +202,7 @@ class Training:
                 self.steps[-1].append(name)
 
     def made(self, norm: Any) -> Values:
-        """What a step has made, also what train_step tells and ema() keeps."""
+        """Results of a step, with those of train_step and ema()."""
         self.find()
         found = self.placed("gradient", self.handed)
         if norm is not None:
@@ -230,14 +230,14 @@ class Training:
 
 
 def gathered(value: Any) -> list[Any]:
-    """What each rank has."""
+    """Gather a value from each rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
 
 
 def departures(run: Run, rows: list[Values], expected: Expected) -> Iterator[str]:
-    """What ranks have otherwise than the reference, a line each."""
+    """Yield a line for each value that differs from the reference."""
     for key, (true, noise) in expected.items():
         size = float(true.norm()) or 1.0
         # one that is small beside the others may be only rounding
@@ -252,7 +252,7 @@ def departures(run: Run, rows: list[Values], expected: Expected) -> Iterator[str
 
 
 def train(run: Run, work: Any, scaled: Any, one_rank: Any) -> list[str]:
-    """What departs in the first step in which anything does."""
+    """Train; returns the departures of the first step that has any."""
     axes, sizes = zip(*run.mesh.items(), strict=True)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
     training, compared = Training(run, work, mesh), 0

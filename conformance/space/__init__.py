@@ -1,4 +1,4 @@
-"""What can be judged: scenarios, and the presets that choose them.
+"""Scenarios that can be judged, and the presets that choose them.
 
 - A scenario is a frozen value. Its id, one line of text, is its only serial form.
 - It is a choice from each column of the catalogue: topology, precision, optimizer,

@@ -419,7 +419,7 @@ def _plain_runs(selection: Selection, **choices: str) -> Iterator[Scenario]:
 
 
 def not_tried(selection: Selection) -> list[str]:
-    """What the presets of a user's own workload leave out, and why."""
+    """Name what the presets of a user's own workload leave out, and why."""
     if not selection.workload:
         return []
     resolved, names = selection.resolved, columns(selection)

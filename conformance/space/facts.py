@@ -54,21 +54,21 @@ __all__ = [
 FOUND_OUT = frozenset(
     {OfWorkload.RANDOM_LAYERS, OfWorkload.RECOMPUTED, OfWorkload.TWO_KINDS}
 )
-"""What a workload may have without declaring it."""
+"""Properties that a workload may have without declaring them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadFacts:
-    """What is known of a workload's model, loss and first batch.
+    """Facts about a workload's model, loss and first batch.
 
     Where the model cannot be called, all is as if it did nothing special:
     ``check_workload`` has the words for that.
     """
 
     lacks: Mapping[OfWorkload, str]
-    """What it does not have of :data:`FOUND_OUT`, with the reason."""
+    """Property of :data:`FOUND_OUT` that it does not have -> the reason."""
     rows: int
-    """Of the global batch."""
+    """Rows of the global batch."""
     counted: bool
     """True if the loss is (sum, count)."""
     widens: bool
@@ -127,7 +127,7 @@ def probe(workload: ResolvedWorkload) -> WorkloadFacts:
 
 
 def seeded_model(workload: ResolvedWorkload) -> Any:
-    """What ``model()`` returns after seed 0, with its random layers off."""
+    """Return ``model()`` after seed 0, with its random layers off."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = workload.model()
@@ -299,7 +299,7 @@ def _differentiates(workload: ResolvedWorkload) -> bool:
 
 
 def _limits(workload: ResolvedWorkload) -> tuple[float, float]:
-    """What the norm of the first gradient exceeds, and elements of half of them."""
+    """Limits that the first gradient's norm, and half of its elements, exceed."""
     batch, own = workload.batch(0, 0), workload.micro_batches
     model, norm, middle = seeded_model(workload), 0.0, 0.0
     with suppress(WorkloadError):

@@ -125,7 +125,7 @@ class Recipe:
 
     @property
     def needs_of_topology(self) -> frozenset[OfTopology]:
-        """What it needs of a topology."""
+        """Needs of a topology."""
         known = {
             OfTopology.CLIPPING: self.training.clip,
             OfTopology.COMPILATION: self.compile,
@@ -136,7 +136,7 @@ class Recipe:
 
     @property
     def needs(self) -> frozenset[OfWorkload]:
-        """What it needs of a workload."""
+        """Needs of a workload."""
         training = self.training
         of_norm = training.clip == "norm" and not self.clips_and_steps
         known = {

@@ -27,7 +27,7 @@ class Recomputed:
     """The parts of one model that are computed again."""
 
     parts: dict[str, nn.Module]
-    """By their names in the full model."""
+    """Parts by their names in the full model."""
     again: int = 0
     """Forwards that ran a second time."""
     around: Callable[[nn.Module], AbstractContextManager[None]] = _nothing

@@ -57,7 +57,7 @@ _MOST = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What to train, on which mesh, in which precision, with which faults."""
+    """One training: model, mesh, precision, optimizer, faults."""
 
     topology: str
     """A key of ``fixtures.TOPOLOGIES``."""
@@ -142,7 +142,7 @@ class Scenario:
 
     @property
     def promised_dtype(self) -> torch.dtype | None:
-        """In which dtype the workload promises to reduce gradients, if it does."""
+        """Dtype in which the workload promises to reduce gradients, if it does."""
         usual = self.workload.reduce_dtype
         # fully_shard takes the policy of the precision, with its own reduce_dtype
         takes_policy = self.parsed_topology.fully_shards
