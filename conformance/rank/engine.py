@@ -137,6 +137,14 @@ class Engine:
                 raise CannotError(f"{text}, which a scheduler cannot change")
         self.schedulers = [ExponentialLR(made, LR_DECAY) for made in decayed]
 
+    def _take_optimizers(self, made: list[torch.optim.Optimizer]) -> None:
+        """Train with other optimizers; their schedulers go on as the old ones."""
+        self.optimizers, old = made, self.schedulers
+        if old:
+            self.schedulers = [ExponentialLR(each, LR_DECAY) for each in made]
+        for new, saved in zip(self.schedulers, old, strict=True):
+            new.load_state_dict(saved.state_dict())
+
     def forward_backward(self, batch: Batch, prepare: Prepare) -> float | None:
         """Run the passes of one step on this rank's share of ``batch``.
 
@@ -292,12 +300,10 @@ class Engine:
 
     def remake_optimizers(self) -> None:
         """Replace the optimizers by new ones with the old ones' states."""
-        old, self.optimizers = (
-            self.optimizers,
-            _make_optimizers(self.scenario, self.parameters),
-        )
-        for new, saved in zip(self.optimizers, old, strict=True):
+        made = _make_optimizers(self.scenario, self.parameters)
+        for new, saved in zip(made, self.optimizers, strict=True):
             new.load_state_dict(saved.state_dict())
+        self._take_optimizers(made)
 
     def replace_stack(self) -> None:
         """Lay the initial model out again, in place of the current stack."""
@@ -312,7 +318,7 @@ class Engine:
         if not same:
             raise self.scenario.workload.refuse("parallelize", OTHERWISE)
         self.module, self.parameters = made.module, made.parameters
-        self.optimizers = made.optimizers
+        self._take_optimizers(made.optimizers)
 
     def find_parameters(self) -> None:
         """Find the stack's parameters again, which a load may have replaced."""
