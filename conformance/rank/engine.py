@@ -47,7 +47,7 @@ from ...fixtures import (
 )
 from ..formulas import clip_factor
 from ..space.facts import clip_value_of, facts_of
-from ..space.random_layers import turn_off_random_layers
+from ..space.random_layers import probabilities, turn_off_random_layers
 from ..space.recipes import CLIP_NORM, LR_DECAY, Training, frozen_names
 from ..space.recomputation import Recomputed, recompute_in_backward
 from ..space.scenario import Scenario
@@ -104,6 +104,8 @@ class Engine:
     """Name -> the initial full parameter."""
     initial: str
     """Digest of these."""
+    dropouts: dict[str, float]
+    """Of the model, before the layout: name -> probability."""
     trained: frozenset[str]
     """Names of the full model's parameters that require a gradient."""
     index: dict[str, NDArray[np.int64]]
@@ -527,6 +529,7 @@ def build_engine(
         model = variation.change_weights(model, scenario.parsed_precision.roundoff)
     # clones: training changes the parameters
     values = {n: p.detach().clone() for n, p in judged_parameters(model).items()}
+    dropouts = probabilities(model)  # parallelize may replace them
     trained = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
     try:
         module, recomputed = _laid_out(scenario, model, mesh, variation)
@@ -560,6 +563,7 @@ def build_engine(
         parameters=parameters,
         whole=values,
         initial=initial,
+        dropouts=dropouts,
         trained=trained,
         index={name: part.places for name, part in parts.items()},
         optimizers=[] if own_step else _make_optimizers(scenario, parameters),

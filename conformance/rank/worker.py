@@ -118,6 +118,7 @@ def observe_rank(
             shards={name: shard_id(index) for name, index in engine.index.items()},
             trains=frozenset(filter(engine.trains, engine.index)),
             initial=engine.initial,
+            dropouts=engine.dropouts,
             start={name: floats(part) for name, part in engine.local_tensors().items()},
         )
         trace.reduce_dtype = str(scenario.promised_dtype or "").removeprefix("torch.")
