@@ -352,3 +352,49 @@ class DropsByConfig(Dropout):
 
     def model(self) -> nn.Module:
         return ConfiguredBlocks()
+
+
+class _LeavesOut(nn.Module):
+    """A dropout that is written by hand."""
+
+    def __init__(self, p: float, *, scales: bool) -> None:
+        super().__init__()
+        self.dropped, self.scales = p, scales
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.dropped == 0:
+            return x
+        kept = x * (torch.rand(x.shape, device=x.device) >= self.dropped)
+        return kept / (1 - self.dropped) if self.scales else kept
+
+
+class ReplacesItsDropout(Dropout):
+    """No fault: the layout puts a dropout of its own in place of the model's."""
+
+    p, scales = 0.4, True
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        module = super().parallelize(model, mesh)
+        module.set_submodule("3", _LeavesOut(self.p, scales=self.scales))
+        return module
+
+
+class ForgetsTheFactor(ReplacesItsDropout):
+    """It does not multiply what it keeps."""
+
+    scales = False
+
+
+class DropsMore(ReplacesItsDropout):
+    """It has another probability than the model's."""
+
+    p = 0.5
+
+
+class ChangesTheProbability(Dropout):
+    """The layout sets another probability."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        module = super().parallelize(model, mesh)
+        module.get_submodule("3").p = 0.1  # type: ignore[assignment]  # a dropout's
+        return module

@@ -602,7 +602,10 @@ _RUN: Options = {
         "help": "run this scenario instead of a preset; may be repeated",
     },
     "require": repeated("SPEC", "scalers that decide the exit code (all)", _specs),
-    "fail-fast": {"action": "store_true", "help": "stop at the first violation"},
+    "fail-fast": {
+        "action": "store_true",
+        "help": "stop at the first violation or error",
+    },
     "layouts": repeated(
         "NAME", "each of these topologies against one process, three steps in fp32"
     ),

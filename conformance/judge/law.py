@@ -185,9 +185,11 @@ def _over_parts(law: Law, evidence: Evidence) -> Finding:
     finding = _finding(law, evidence)
     if evidence.before is None:
         return finding
+    if law.chapter == "parity":  # measured over both phases together
+        return finding
     there = _finding(law, evidence.before)
-    if there.message == finding.message:  # of both parts together, as parity is
-        return there
+    if there == finding and not finding.compared:  # not due in either
+        return finding
     compared = there.compared + finding.compared
     missed = there.not_compared + finding.not_compared
     # the last phase is what the scenario names, so its finding needs no place

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...fixtures import REFERENCE_LINE
+from ..formulas import clip_factor
 from ..rank.modules import Watched
 from ..rank.trace import RankTrace
 from ..report.records import Location
@@ -28,9 +29,9 @@ from .boundaries import BACKWARD, FORWARD, Boundaries
 from .bounds import SAFETY_FACTOR
 from .compare import multiple_of
 from .diagnosis import Facts, causes_of
-from .measured import Parity, gradient_of
+from .measured import ORDER, Parity, gradient_of
 from .one_rank import one_rank_references
-from .parity import followed_schedule
+from .parity import followed_schedule, mean_loss
 from .reference import Schedule, train_reference
 from .variants import TRUTH
 
@@ -46,7 +47,7 @@ NAMED = 4
 
 
 def first_bad_step(parity: Parity) -> int | None:
-    """The first step at which a gradient, an update or the loss departs, or None."""
+    """The first step at which anything that is compared departs, or None."""
     return min((row.step for row in parity.first_bad.values()), default=None)
 
 
@@ -101,7 +102,8 @@ def locate(
         found = gradients.own()
     if found is None and gradients.departed["update"]:
         found = gradients.update()
-    assert found is not None  # one of the three kinds departs
+    if found is None:
+        found = gradients.average()
     within = found.where in ("forward", "backward")
     text = f"{found.text}; {gradients.also if within else boundaries.agreed}"
     text += gradients.circumstances(found.where) + gradients.way_out(found)
@@ -133,7 +135,7 @@ class _Gradients:
         self.scenario = scenario
         self.departed = {
             kind: [row for row in parity.departed.get(kind, ()) if row.step == step]
-            for kind in ("loss", "gradient", "update")
+            for kind in ORDER
         }
         if scenario.workload.one_rank:
             truth = one_rank_references(scenario, schedule).truth
@@ -171,6 +173,8 @@ class _Gradients:
         wrong = bool(self.departed["gradient"])
         self.factor = self._factor(self.truth) if wrong else None
         self.kept = wrong and self.factor is None and self._pass_kept(boundaries)
+        alike = self.factor is not None or self.kept
+        self.of_ranks = self._of_ranks() if wrong and not alike else ""
 
     @property
     def also(self) -> str:
@@ -181,8 +185,9 @@ class _Gradients:
 
     def loss(self) -> Location:
         row = self.departed["loss"][0]
-        losses = [at.loss for _, at in self.seen if at.loss is not None]
-        factor = sum(losses) / len(losses) / (self.truth_loss or 1.0)
+        mean = mean_loss(at for _, at in self.seen)
+        assert mean is not None  # one departs
+        factor = mean / (self.truth_loss or 1.0)
         finite = bool(np.isfinite(factor))
         size = _times(factor) if finite else "not finite"
         size += self._share(factor)
@@ -194,6 +199,21 @@ class _Gradients:
             bound=row.bound,
         )
 
+    def average(self) -> Location:
+        """The location if the running average of the weights alone departs."""
+        rows = self.departed["average"]
+        first = max(rows, key=lambda row: row.ratio)
+        return Location(
+            where="average",
+            text=f"the running average of {first.parameter} departs, and no weight "
+            "does: it moves by another rule than on one rank, or more or less often",
+            ranks=tuple(
+                sorted({r.rank for r in rows if r.parameter == first.parameter})
+            ),
+            error=first.error,
+            bound=first.bound,
+        )
+
     def _share(self, factor: float) -> str:
         """Say, if so, that each rank or pass returned another part of the loss."""
         due = (
@@ -202,10 +222,10 @@ class _Gradients:
         )
         if (
             facts_of(self.scenario.workload.name).counted
-            and abs(factor - 1) <= self.rest
+            and abs(self._unweighted() - 1) <= self.rest
         ):
             return (
-                " on the mean of all ranks, and not on each: what backward starts from "
+                ", and right where all ranks weigh the same: what backward starts from "
                 "(sum x ranks / count of the whole batch) is no mean of what was "
                 f"counted here. {due}"
             )
@@ -217,6 +237,11 @@ class _Gradients:
             ": a share of it, as if the sum were divided by the count of the whole "
             f"batch. {due}"
         )
+
+    def _unweighted(self) -> float:
+        """The mean of the ranks' losses, whatever they counted, over the right one."""
+        losses = [at.loss for _, at in self.seen if at.loss is not None]
+        return sum(losses) / len(losses) / (self.truth_loss or 1.0)
 
     def circumstances(self, where: str) -> str:
         """Say what happened just before, or may be meant so.
@@ -263,7 +288,8 @@ class _Gradients:
         """
         workload = self.scenario.workload
         may = not (workload.one_rank or workload.scheduler)  # refused beside it
-        if workload.train_step is None or not may or self.setting or self.kept:
+        known = self.setting or self.kept or self.of_ranks
+        if workload.train_step is None or not may or known:
             return ""
         rows = self.departed["gradient"] or self.departed["update"]
         if found.where in ("gradient", "update"):
@@ -393,7 +419,7 @@ class _Gradients:
             of_all = f"of the {self.facts.passes} micro-batches of this step"
             return f"{which}{listed} are those of {self.kept} alone, {of_all}"
         if self.factor is None:
-            return f"{which}{listed} depart"
+            return f"{which}{listed} depart{self.of_ranks}"
         causes = causes_of(self.factor, self.rest, self.facts)
         why = f", as if {causes}" if causes else ""
         return f"{which}{listed} are {_times(self.factor)}{why}"
@@ -428,6 +454,32 @@ class _Gradients:
                 last = number == self.facts.passes
                 return "the last micro-batch" if last else f"micro-batch {number - 1}"
         return ""
+
+    def _of_ranks(self) -> str:
+        """Say, if so, that each rank has a multiple of the truth of its own."""
+        pairs: dict[int, list[tuple[Doubles, Doubles]]] = {}
+        for name in self.names:
+            for trace, mine, whole in self._values(name, self.truth):
+                if whole.any():
+                    pairs.setdefault(trace.rank, []).append((mine, whole))
+        factors = {
+            rank: _common((multiple_of(*pair) for pair in of), self.rest)
+            for rank, of in pairs.items()
+            if sum(whole.size for _, whole in of) > 1  # else any is a multiple
+        }
+        known = {rank: f for rank, f in factors.items() if f is not None}
+        if len(known) < max(2, len(pairs)):
+            return ""
+        rank = max(known, key=lambda each: abs(known[each] - 1))
+        text = f": each rank has its own multiple, rank {rank} {_times(known[rank])}"
+        if self.facts.clip_norm is None or not self.facts.norm:
+            return text
+        due = clip_factor(self.facts.norm, self.facts.clip_norm)
+        norms = {r: math.hypot(*(_size(w) for _, w in pairs[r])) / due for r in known}
+        own = {r: clip_factor(n, self.facts.clip_norm) for r, n in norms.items()}
+        if any(abs(known[r] * due - own[r]) > self.rest * own[r] for r in known):
+            return text
+        return f"{text}: it clips by {norms[rank]:.6g}, the norm of its own part"
 
     def _unreduced(self, name: str) -> str:
         """Say, if so, that replicas hold parts that were not reduced."""
@@ -477,6 +529,10 @@ def _common(found: Iterable[tuple[float, float]], most: float) -> float | None:
     middle = median(factors or [0.0])
     far = any(abs(f - middle) > most * abs(middle) for f in factors)
     return None if far or not factors else middle
+
+
+def _size(values: Doubles) -> float:
+    return float(np.linalg.norm(values))
 
 
 def _times(factor: float) -> str:

@@ -17,7 +17,7 @@ __all__ = ["ORDER", "ClipRow", "Doubt", "Parity", "ParityRow", "Seen", "gradient
 
 Seen = Sequence[tuple[RankTrace, StepTrace]]
 """One step of all ranks of a world."""
-ORDER = ("loss", "gradient", "update")
+ORDER = ("loss", "gradient", "update", "average")
 """Results of a step, in order."""
 
 

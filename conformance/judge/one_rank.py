@@ -66,19 +66,19 @@ __all__ = ["OneRank", "one_rank_references", "watched_on_one_rank"]
 Doubles = NDArray[np.float64]
 PLAIN = Variation()
 TRUTH = Variation(double=True)
+SHIFTED = Variation(moved=1)
+"""Other weights; calls and rows are those of the truth."""
 NOISY = (
     PLAIN,
     Variation(permuted=True),
     Variation(parts=2),
     Variation(parts=4, permuted=True),
-    Variation(moved=1),
+    SHIFTED,
     Variation(moved=2, permuted=True),
     Variation(moved=3, parts=2),
     Variation(moved=4, permuted=True),
 )
 """Correct runs whose error against the truth is the noise of the scenario."""
-IN_ORDER = tuple(v for v in NOISY if not v.permuted and v.parts == 1)
-"""Runs whose calls and rows are those of the truth."""
 TRIED = 2
 """Steps in which permuting and cutting must change nothing: the second has weights that
 the first has moved."""
@@ -146,7 +146,7 @@ def watched_on_one_rank(
     in_fp64 = _in_fp64(scenario, alone(variation=TRUTH), step + 1, found)
     wide = None if in_fp64 is None else found[-1].log
     found.clear()
-    plain, moved = (trained(variation) for variation in IN_ORDER)
+    plain, moved = trained(PLAIN), trained(SHIFTED)
     for moves in moves_of((in_fp64 or moved).inputs, plain.inputs):
         trained(PLAIN, moves)
     logs = [each.log for each in found]

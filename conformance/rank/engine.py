@@ -47,7 +47,7 @@ from ...fixtures import (
 )
 from ..formulas import clip_factor
 from ..space.facts import clip_value_of, facts_of
-from ..space.random_layers import turn_off_random_layers
+from ..space.random_layers import probabilities, turn_off_random_layers
 from ..space.recipes import CLIP_NORM, LR_DECAY, Training, frozen_names
 from ..space.recomputation import Recomputed, recompute_in_backward
 from ..space.scenario import Scenario
@@ -104,6 +104,8 @@ class Engine:
     """Name -> the initial full parameter."""
     initial: str
     """Digest of these."""
+    dropouts: dict[str, float]
+    """Of the model, before the layout: name -> probability."""
     trained: frozenset[str]
     """Names of the full model's parameters that require a gradient."""
     index: dict[str, NDArray[np.int64]]
@@ -136,6 +138,14 @@ class Engine:
                 text = f"the optimizer has the learning rate {group.get('lr')}"
                 raise CannotError(f"{text}, which a scheduler cannot change")
         self.schedulers = [ExponentialLR(made, LR_DECAY) for made in decayed]
+
+    def _take_optimizers(self, made: list[torch.optim.Optimizer]) -> None:
+        """Train with other optimizers; their schedulers go on as the old ones."""
+        self.optimizers, old = made, self.schedulers
+        if old:
+            self.schedulers = [ExponentialLR(each, LR_DECAY) for each in made]
+        for new, saved in zip(self.schedulers, old, strict=True):
+            new.load_state_dict(saved.state_dict())
 
     def forward_backward(self, batch: Batch, prepare: Prepare) -> float | None:
         """Run the passes of one step on this rank's share of ``batch``.
@@ -292,12 +302,10 @@ class Engine:
 
     def remake_optimizers(self) -> None:
         """Replace the optimizers by new ones with the old ones' states."""
-        old, self.optimizers = (
-            self.optimizers,
-            _make_optimizers(self.scenario, self.parameters),
-        )
-        for new, saved in zip(self.optimizers, old, strict=True):
+        made = _make_optimizers(self.scenario, self.parameters)
+        for new, saved in zip(made, self.optimizers, strict=True):
             new.load_state_dict(saved.state_dict())
+        self._take_optimizers(made)
 
     def replace_stack(self) -> None:
         """Lay the initial model out again, in place of the current stack."""
@@ -312,7 +320,7 @@ class Engine:
         if not same:
             raise self.scenario.workload.refuse("parallelize", OTHERWISE)
         self.module, self.parameters = made.module, made.parameters
-        self.optimizers = made.optimizers
+        self._take_optimizers(made.optimizers)
 
     def find_parameters(self) -> None:
         """Find the stack's parameters again, which a load may have replaced."""
@@ -521,6 +529,7 @@ def build_engine(
         model = variation.change_weights(model, scenario.parsed_precision.roundoff)
     # clones: training changes the parameters
     values = {n: p.detach().clone() for n, p in judged_parameters(model).items()}
+    dropouts = probabilities(model)  # parallelize may replace them
     trained = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
     try:
         module, recomputed = _laid_out(scenario, model, mesh, variation)
@@ -554,6 +563,7 @@ def build_engine(
         parameters=parameters,
         whole=values,
         initial=initial,
+        dropouts=dropouts,
         trained=trained,
         index={name: part.places for name, part in parts.items()},
         optimizers=[] if own_step else _make_optimizers(scenario, parameters),

@@ -46,8 +46,8 @@ class _Call:
     recomputed: bool
     applied: str = ""
     varied: bool = False
-    zeros: Tensor | None = None
-    """Where its input is 0; None of a module with parameters."""
+    given: Tensor | None = None
+    """Its input, which it may change in place; None of a module with parameters."""
     drew: set[int] = field(default_factory=set)
     """Which generators it has moved."""
 
@@ -113,7 +113,7 @@ class DrawLog:
         if next(module.parameters(), None) is None:
             given = [*_floating((args, kwargs))]
             call.applied, call.varied = _applied(given)
-            call.zeros = given[0] == 0 if given else None
+            call.given = given[0].detach().clone() if given else None
         self._open.append(call)
 
     @contextmanager
@@ -146,8 +146,8 @@ class DrawLog:
             state=" ".join(call.states[number] for number in sorted(call.drew)),
             applied=call.applied,
             varied=call.varied,
-            by_row=_by_row(call.zeros, next(_floating(output), None)),
             recomputed=call.recomputed,
+            **_dropped(call.given, next(_floating(output), None)),
         )
         self.draws.append(draw)
 
@@ -224,13 +224,21 @@ def _applied(tensors: list[Tensor]) -> tuple[str, bool]:
     return "-".join(map(digest, tensors)), varied
 
 
-def _by_row(zeros: Tensor | None, output: Tensor | None) -> bool:
-    """True if a layer has set other elements to 0 in one row than in another.
+def _dropped(given: Tensor | None, output: Tensor | None) -> dict[str, Any]:
+    """``by_row`` and ``kept`` of a call, by its input and its output.
 
-    Otherwise all rows may share one draw on purpose, as a layer that is left out as a
-    whole or a mask on features.
+    Rows may share one draw on purpose, as of a layer that is left out as a whole or of
+    a mask on features; then no element is 0 in one row and not in another.
     """
-    if zeros is None or output is None or output.shape != zeros.shape or not zeros.ndim:
-        return False
-    dropped = (output == 0) & ~zeros
-    return bool((dropped != dropped[:1]).any())
+    if given is None or output is None or output.shape != given.shape or not given.ndim:
+        return {}
+    dropped = (output == 0) & (given != 0)
+    kept = (output != 0) & (given != 0)
+    factors = output.detach()[kept].double() / given[kept].double()
+    alike = None
+    if len(factors):
+        middle = factors.median()
+        off = 4 * torch.finfo(output.dtype).eps  # of a product, rounded
+        if bool(((factors - middle).abs() <= off * middle.abs()).all()):
+            alike = middle.item()
+    return {"by_row": bool((dropped != dropped[:1]).any()), "kept": alike}

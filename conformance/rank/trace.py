@@ -103,6 +103,8 @@ class Draw:
     """True if ranks cannot hold it by accident, as they may hold one of zeros."""
     by_row: bool = False
     """True if rows were dropped differently."""
+    kept: float | None = None
+    """Factor of the elements that it kept, where it is one for all of them."""
 
     def __str__(self) -> str:
         return f"{self.layer} {self.module}".strip()
@@ -334,6 +336,8 @@ class RankTrace:
     """True if products of fp32 numbers round them first, as with TF32."""
     initial: str = ""
     """Digest of the whole model's weights before the layout."""
+    dropouts: dict[str, float] = field(default_factory=dict)
+    """Name of a dropout of the model before the layout -> its probability."""
     start: dict[str, Floats] = field(default_factory=dict)
     """Parameter name -> local elements before the first step, flattened."""
     steps: list[StepTrace] = field(default_factory=list)

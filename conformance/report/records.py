@@ -180,11 +180,14 @@ class Location(_Part, frozen=True, kw_only=True):
     """The place where a run first departs from the reference, found by a second run."""
 
     where: Annotated[
-        str, Meta(pattern="^(forward|loss|backward|gradient|update|nowhere|unknown)$")
+        str,
+        Meta(
+            pattern="^(forward|loss|backward|gradient|update|average|nowhere|unknown)$"
+        ),
     ]
     """The first departure: the output of a module, the loss, the gradient of a module's
-    input or output, the gradients of parameters alone, their updates alone, nothing;
-    or unknown, where the second run failed."""
+    input or output, the gradients of parameters alone, their updates alone, the running
+    average of the weights alone, nothing; or unknown, where the second run failed."""
     text: str
     """All of it in words."""
     module: str = ""

@@ -18,6 +18,7 @@ from ... import __version__
 from ...fixtures import DATASETS, ONE_RANK, resolve_workload
 from ..judge import laws as laws  # enters them into LAWS
 from ..judge.law import LAWS, Evidence
+from ..judge.parity import mean_loss
 from ..rank.devices import Devices
 from ..rank.observe import digest
 from ..rank.trace import StepTrace
@@ -218,7 +219,7 @@ def _curves(evidence: Evidence) -> Curves:
     steps = [seen for part in parts for _, seen in part.steps()]
     rows = _rows(parts, evidence.scenario.world_size)
     return Curves(
-        loss=[_mean([s.loss for s in seen]) for seen in steps],
+        loss=[_loss(seen) for seen in steps],
         reference_loss=[as_number(x) for x in parity.reference_loss] if parity else [],
         scale=[[as_number(s.scale_after) for s in row] for row in rows],
         growth=[[s.growth_after for s in row] for row in rows],
@@ -239,6 +240,6 @@ def _rows(parts: Sequence[Evidence], world_size: int) -> list[list[StepTrace]]:
     ]
 
 
-def _mean(values: Sequence[float | None]) -> Number | None:
-    known = [v for v in values if v is not None]
-    return as_number(sum(known) / len(known)) if known else None
+def _loss(seen: Sequence[StepTrace]) -> Number | None:
+    mean = mean_loss(seen)
+    return None if mean is None else as_number(mean)

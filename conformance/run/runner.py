@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from ...fixtures import OfWorkload, UndecidedError, WorkloadError
-from ...multiprocess import WorldError
+from ...multiprocess import RankState, WorldError
 from ..judge import laws as laws
 from ..judge.bounds import expected_choices
 from ..judge.law import LAWS, Evidence, judge
@@ -94,6 +94,12 @@ class Case:
         if isinstance(error, WorldError):
             error = error.root.exception
         return error if isinstance(error, WorkloadError) else None
+
+    @property
+    def hangs(self) -> bool:
+        """True if ranks ran out of time, and no scaler is accused of it."""
+        error = self.error
+        return isinstance(error, WorldError) and error.root.state is RankState.HUNG
 
     @property
     def status(self) -> Status:
@@ -290,7 +296,8 @@ class Runner:
                 case = behind.popleft()[1].result()
                 if case is not None and not stopped:
                     stopped = end(self._localised_where_due(case))
-            held = held and bool(behind)
+            if not behind:  # else the thread that judges may just have set it
+                held = False
             return stopped
 
         with ThreadPoolExecutor(1, "judge") as judge:

@@ -185,7 +185,7 @@ def _judge(
             records.append(record)
             if raised.again(case):
                 return True
-            return settings.fail_fast and record.status == "fail"
+            return settings.fail_fast and record.status in ("fail", "error")
 
         try:
             runner.run_all(left, ticker.begin, end)
@@ -204,25 +204,30 @@ def _judge(
 
 
 class _Raised:
-    """Exceptions of a workload's own calls: one that comes twice ends the run.
+    """Errors of a workload without a scaler: one that comes twice ends the run.
 
-    Nothing that it comes to by a third case is news, and each takes its time.
+    Nothing that an exception, or a hang, comes to by a third case is news, and each
+    takes its time: a hang takes the whole time limit.
     """
 
     def __init__(self) -> None:
-        self.first: set[tuple[str, str, str]] = set()
+        self.first: dict[tuple[str, str, str], str] = {}
         self.twice = ""
 
     def again(self, case: Case) -> bool:
-        """True if an earlier case ended with the exception of this one."""
-        error = case.own_error
-        if error is None or not error.raised:
+        """True if another scenario ended with the error of this case."""
+        error, model = case.own_error, case.scenario.model
+        if case.hangs:
+            alike, what = (model, "", ""), "your workload hung"
+        elif error is not None and error.raised:
+            # Sizes in a message differ by mesh.
+            alike = model, error.call, _NUMBER.sub("0", error.text)
+            what = f"your {error.call} raised the same {error.raised}"
+        else:
             return False
-        # Sizes in a message differ by mesh.
-        alike = case.scenario.model, error.call, _NUMBER.sub("0", error.text)
-        if alike in self.first:
-            self.twice = f"your {error.call} raised the same {error.raised}"
-        self.first.add(alike)
+        # several scalers share the error of one scenario
+        if self.first.setdefault(alike, case.scenario.id) != case.scenario.id:
+            self.twice = what
         return bool(self.twice)
 
     def reason(self, ran: int, planned: int) -> str:

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from ..status import UsageError
+
 __all__ = ["Bundle", "Code"]
 
 OURS = __name__.partition(".")[0]
@@ -70,7 +72,8 @@ class Bundle:
         if name not in source.definitions:
             origin, attribute, alias = source.imports[name]
             if _is_ours(origin):
-                assert attribute == alias, f"{module} renames {attribute}"
+                if attribute != alias:
+                    raise UsageError(f"no script: {module} renames {attribute}")
                 return self.need(origin, attribute)
             self._imports.add((origin, attribute, alias))
             return ""
@@ -83,7 +86,8 @@ class Bundle:
                     if home := self.need(module, each.id):
                         self._uses[module][home] = None
         known, _ = self._sources[name]
-        assert known == module, f"{name} is in {known} and in {module}"
+        if known != module:
+            raise UsageError(f"no script: {name} is in {known} and in {module}")
         return module
 
     def expression(self, value: Any, indent: int = 0) -> str:

@@ -7,14 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["equal_outputs", "turn_off_random_layers"]
+__all__ = ["equal_outputs", "probabilities", "turn_off_random_layers"]
 
-_DROPOUTS = (
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
-)
+_SCALED = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d
+"""They multiply what they keep by 1 / (1 - p)."""
+_DROPOUTS = (*_SCALED, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _PROBABILITIES = ("drop", "jitter")
 """Parts of names of attributes that hold a probability or a size of noise."""
+
+
+def probabilities(model: nn.Module) -> dict[str, float]:
+    """Name -> probability of the dropouts that scale what they keep."""
+    modules = model.named_modules()
+    return {n: float(m.p) for n, m in modules if isinstance(m, _SCALED)}
 
 
 def turn_off_random_layers(stack: object) -> None:

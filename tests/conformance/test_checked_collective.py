@@ -32,6 +32,16 @@ def test_a_rank_that_is_late_is_waited_for(two: Cluster, late_s: float) -> None:
     assert two.run(checked, late_s) == [(3.0, True)] * 2
 
 
+def checked_at(step: int) -> tuple[float, float]:
+    return checked_collective(current_world().rank, step, CPU)
+
+
+def test_the_sum_is_exact_at_any_step(two: Cluster) -> None:
+    # regression: O14
+    for got, want in two.run(checked_at, 2**23):
+        assert got == want
+
+
 def test_a_collective_without_a_partner_is_lost_and_all_know() -> None:
     with Cluster(2, timeout_s=60) as cluster:
         (first, one), (second, other) = cluster.run(checked, strays=True)

@@ -1,12 +1,15 @@
 """Where parity begins to fail: module, ranks and factor; and where it does not."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.__main__ import main
@@ -24,6 +27,8 @@ from gradparity.conformance.report.records import Location, read_report
 from gradparity.conformance.report.terminal import print_report
 from gradparity.conformance.run.session import RunSettings
 from gradparity.tests import misplaced
+from gradparity.tests.conformance.test_one_rank import Alone
+from gradparity.tests.conformance.test_workload_steps import Engine
 
 MODULE = "gradparity.tests.misplaced"
 TWICE = "gradparity.fixtures.faulty:UnscalesTwice"
@@ -283,6 +288,45 @@ def test_errors_of_a_common_factor_are_no_rounding(runner: Runner) -> None:
     assert "reduce_dtype" not in found.text
 
 
+def test_a_rank_that_clips_by_its_own_norm_is_told(runner: Runner) -> None:
+    # regression: N27
+    stack = "gradparity.fixtures.faulty.stacks:ClipsByTheNormOfItsShards"
+    found = located(runner, f"dp2/2/fp32/own/none/model={stack},steps=2")
+    assert ", the norm of its own part" in found.text
+    assert "reduce_dtype" not in found.text
+    assert "one rank" not in found.text
+
+
+class AveragesTwice(Alone):
+    """The running average moves once for each rank, though the weights are right."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        engine = super().parallelize(model, mesh)
+        engine.kept = {n: p.detach().clone() for n, p in model.named_parameters()}
+        return engine
+
+    def train_step(self, stack: Engine, micro_batches: Any, scaler: Any) -> Any:
+        returned = super().train_step(stack, micro_batches, scaler)
+        for _ in range(dist.get_world_size()):
+            for name, p in stack.module.named_parameters():
+                stack.kept[name.removeprefix("module.")].lerp_(p.detach(), 0.1)
+        return returned
+
+    def ema(self, stack: Engine) -> dict[str, Tensor]:
+        return dict(stack.kept)
+
+
+def test_an_average_that_departs_alone_is_located(runner: Runner) -> None:
+    # regression: O4
+    stack = f"model={__name__}:{AveragesTwice.__name__}"
+    case = runner.run("none", Scenario.parse(f"dp2/2/fp32/own/none/{stack},steps=2"))
+    failed = [v.law for v in case.verdicts if v.status == "fail"]
+    assert failed == ["trainer.average"]
+    found = runner.localise(case)
+    assert found is not None and found.where == "average", found
+    assert "moves by another rule" in found.text
+
+
 def test_a_scaler_that_is_wrong_on_a_right_stack(runner: Runner) -> None:
     id = "fsdp/2/fp32/sgd/none/steps=2"
     found = located(runner, id, TWICE)
@@ -380,8 +424,9 @@ def test_a_share_of_the_loss_is_told(runner: Runner) -> None:
     assert found.where == "loss" and found.factor == pytest.approx(0.5)
     assert "it is 0.500 x the truth: a share of it" in found.text
     found = located(runner, own(misplaced.ReturnsWhatBackwardStartsFrom, "dp2/2/fp32"))
-    assert found.where == "loss" and found.factor == pytest.approx(1.0)
-    assert "on the mean of all ranks, and not on each: what backward" in found.text
+    # regression: O6, the factor was that of a mean without weights
+    assert found.where == "loss" and found.factor != pytest.approx(1.0)
+    assert "right where all ranks weigh the same: what backward" in found.text
 
 
 def test_a_run_localises_once_for_a_topology_and_recipe() -> None:

@@ -158,3 +158,27 @@ def test_a_learned_router_whose_choices_do_not_tip(ranks: dict[int, Cluster]) ->
     known = expected_choices(scenario, schedule)
     assert any(known)
     agree(ranks, text, choices=known)
+
+
+def decayed(scenario: Scenario, *, again: bool) -> float:
+    """The learning rate after two steps, with other optimizers after the first."""
+    world = current_world()
+    mesh = world.mesh((2,), ("dp",))
+    engine = build_engine(scenario, mesh, torch.device(world.device))
+    for step in range(2):
+        engine.forward_backward(next_batch(engine, step), lambda losses, *_: losses)
+        for optimizer, scheduler in zip(
+            engine.optimizers, engine.schedulers, strict=True
+        ):
+            optimizer.step()
+            scheduler.step()
+        if again and not step:
+            engine.remake_optimizers()
+    return float(engine.optimizers[0].param_groups[0]["lr"])
+
+
+def test_schedulers_go_on_with_optimizers_that_are_made_again(two: Cluster) -> None:
+    # regression: O16
+    scenario = Scenario.parse("ddp/2/fp32/sgd/none/recipe=scheduler")
+    whole, again = (two.run(decayed, scenario, again=a) for a in (False, True))
+    assert again == whole

@@ -9,11 +9,13 @@ import pytest
 
 from gradparity.conformance.judge import parity as parity_module
 from gradparity.conformance.judge.bounds import ParityBounds
-from gradparity.conformance.judge.measured import Parity
+from gradparity.conformance.judge.measured import Doubt, Parity
 from gradparity.conformance.judge.parity import measure_parity
 from gradparity.conformance.judge.reference import Reference
 from gradparity.conformance.rank.trace import Decision, RankTrace, StepTrace
+from gradparity.conformance.run.recorder import _curves
 from gradparity.conformance.space.scenario import Scenario
+from gradparity.tests import made_up
 from gradparity.tests.made_up import add, row
 
 ONE = Scenario.parse("ddp/2/fp32/sgd/none/steps=1")
@@ -210,3 +212,28 @@ def test_elements_of_weight_zero_are_counted(parity_bounds: ParityBounds) -> Non
     parity_bounds.weights[0]["b"][:] = 0.0
     parity = measure_parity(ONE, [rank(0)])
     assert (parity.compared["update"], parity.not_compared["update"]) == (1, 3)
+
+
+def test_losses_are_weighted_wherever_they_are_shown() -> None:
+    # regression: O6, curves showed the mean without weights
+    evidence = made_up.evidence()
+    for trace, loss, weight in zip(evidence.ranks, (1.0, 4.0), (1.0, 0.5), strict=True):
+        for at in trace.steps:
+            at.loss, at.weight = loss, weight
+    assert _curves(evidence).loss == [2.0] * made_up.SCENARIO.steps
+
+
+def test_a_doubt_covers_the_average_from_its_step_on() -> None:
+    # regression: O16, it raised
+    doubt = Doubt(since_step=1, since="update", text="")
+    assert doubt.covers(1, "average", "w")
+    assert not doubt.covers(0, "average", "w")
+
+
+def test_no_norm_is_compared_where_nothing_can_be() -> None:
+    # regression: O16
+    evidence = made_up.evidence()
+    assert evidence.parity is not None
+    evidence.parity.undecided = "the reference has no half precision"
+    found = made_up.finding(evidence, "norm.reported")
+    assert (found.status, found.message) == ("inconclusive", evidence.parity.undecided)

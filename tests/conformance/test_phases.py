@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from gradparity.conformance import Evidence, Scenario, Status
+from gradparity.conformance.judge.law import LAWS
 from gradparity.conformance.judge.parity import demanded_schedule
 from gradparity.conformance.rank.trace import RankTrace
 from gradparity.conformance.status import Finding
@@ -51,6 +52,18 @@ def test_comparisons_of_both_phases_are_reported() -> None:
     message = found(parts(), "agreement.scale").message
     text = "4 rank-steps compared by their scale (ddp/2, where it began), then 8"
     assert message.startswith(text)
+
+
+def test_comparisons_are_added_where_both_phases_say_the_same() -> None:
+    # regression: O13
+    evidence = parts()
+    assert evidence.before is not None
+    evidence = replace(evidence, ranks=evidence.ranks[:2])
+    law = LAWS["agreement.scale"]
+    assert evidence.before is not None
+    one, other = law.judge(evidence.before), law.judge(evidence)
+    assert one.message == other.message and one.compared
+    assert found(evidence, law.id).compared == one.compared + other.compared
 
 
 def test_a_fault_before_the_resume_is_reported_with_its_place() -> None:

@@ -40,19 +40,21 @@ def statuses(case: Case) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("stack", "place", "compared"),
     [
-        (stacks.Dropout, "single/1/fp32", {"data"}),
-        (stacks.Dropout, "dp2/2/fp32", {"data"}),
-        (stacks.Dropout, "dp2/2/bf16-autocast", {"data"}),
-        (stacks.Dropout, "tp2/2/fp32", {"data", "replicas"}),
-        (stacks.Dropout, "dp2-tp2/4/fp32", {"data", "replicas"}),
-        (stacks.SequenceParallel, "tp2/2/fp32", {"data"}),
-        (stacks.DropsDTensors, "tp2/2/fp32", {"data", "replicas"}),
-        (stacks.Recomputes, "dp2/2/fp32", {"data", "recompute"}),
-        (stacks.RecomputesReentrant, "dp2/2/fp32", {"data", "recompute"}),
+        (stacks.Dropout, "single/1/fp32", {"data", "size"}),
+        (stacks.Dropout, "dp2/2/fp32", {"data", "size"}),
+        (stacks.Dropout, "dp2/2/bf16-autocast", {"data", "size"}),
+        (stacks.Dropout, "tp2/2/fp32", {"data", "replicas", "size"}),
+        (stacks.Dropout, "dp2-tp2/4/fp32", {"data", "replicas", "size"}),
+        (stacks.SequenceParallel, "tp2/2/fp32", {"data", "size"}),
+        (stacks.DropsDTensors, "tp2/2/fp32", {"data", "replicas", "size"}),
+        (stacks.Recomputes, "dp2/2/fp32", {"data", "recompute", "size"}),
+        (stacks.RecomputesReentrant, "dp2/2/fp32", {"data", "recompute", "size"}),
         (stacks.RestoresItsOwnGenerator, "dp2/2/fp32", set()),
         (stacks.NoisyAttention, "dp2/2/fp32", set()),
-        (stacks.SeedsInBatch, "dp2/2/fp32", {"data"}),
-        (stacks.OwnStep, "dp2/2/fp32", {"data"}),
+        (stacks.SeedsInBatch, "dp2/2/fp32", {"data", "size"}),
+        (stacks.OwnStep, "dp2/2/fp32", {"data", "size"}),
+        (stacks.ReplacesItsDropout, "dp2/2/fp32", {"data", "size"}),
+        (stacks.ReplacesItsDropout, "dp2/2/bf16-autocast", {"data", "size"}),
     ],
 )
 def test_a_right_stack_passes_with_its_random_layers_on_and_off(
@@ -74,6 +76,16 @@ def test_a_right_stack_passes_with_its_random_layers_on_and_off(
 @pytest.mark.parametrize(
     ("stack", "place", "law", "words"),
     [
+        # regression: P8
+        (
+            stacks.ForgetsTheFactor,
+            "dp2/2/fp32",
+            "size",
+            "step 0: _LeavesOut 3: rank 0 multiplies what it keeps by 1, and with the "
+            "model's p = 0.4 that is 1 / (1 - p) = 1.667",
+        ),
+        (stacks.DropsMore, "dp2/2/bf16-autocast", "size", "what it keeps by 2, and"),
+        (stacks.ChangesTheProbability, "tp2/2/fp32", "size", "keeps by 1.111, and"),
         (
             stacks.ReplicasDrawApart,
             "tp2/2/fp32",

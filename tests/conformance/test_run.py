@@ -11,6 +11,7 @@ from gradparity.conformance.run.runner import Case, Runner, _Seen
 from gradparity.conformance.space.scenario import Scenario
 from gradparity.conformance.status import Verdict
 from gradparity.fixtures import WorkloadError
+from gradparity.multiprocess import RankOutcome, RankState, WorldError
 from gradparity.tests.conformance.test_report import header
 
 IDS = [f"ddp/2/fp32/sgd/none/seed={seed}" for seed in range(1, 4)]
@@ -32,11 +33,16 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         status = next(left)
         if status == "ctrl-c":
             raise KeyboardInterrupt
-        raises = status.startswith("raises ")
+        raises, hangs = status.startswith("raises "), status == "hangs"
         text = f"raised {status}"
         kind = "ValueError" if raises else ""
-        error = WorkloadError.of("W", "train_step", text, kind) if raises else None
-        broke = raises or status == "error"
+        error: Exception | None = None
+        if raises:
+            error = WorkloadError.of("W", "train_step", text, kind)
+        elif hangs:
+            hung = RankOutcome(rank=0, state=RankState.HUNG)
+            error = WorldError((hung,), hung)
+        broke = raises or hangs or status == "error"
         verdict = Verdict(law="scale.rule", status=status, message="as planned")
         case = Case(
             scaler=spec,
@@ -78,6 +84,22 @@ def test_the_worst_case_decides_the_exit_code(
 ) -> None:
     judge += statuses
     assert run() == code
+
+
+def test_fail_fast_stops_at_an_error(judge: list[str]) -> None:
+    # regression: P13
+    judge += ["pass", "error", "pass"]
+    assert run("--fail-fast") == 3
+    assert [case.status for case in report().cases] == ["pass", "error"]
+
+
+def test_a_workload_that_hangs_twice_ends_the_run(judge: list[str]) -> None:
+    # regression: P13, 14 scenarios waited for the time limit each
+    judge += ["hangs", "hangs", "pass"]
+    assert run() == 3
+    assert [case.status for case in report().cases] == ["error", "error"]
+    told = "your workload hung in two cases: 2 of 3 cases ran, the other 1 did not"
+    assert report().incomplete == told
 
 
 def test_fail_fast_stops_at_the_first_violation_and_at_nothing_less(

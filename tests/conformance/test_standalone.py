@@ -16,6 +16,7 @@ from gradparity.conformance import Scenario
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.run.runner import Runner
 from gradparity.conformance.script import scaled, template
+from gradparity.conformance.script.bundle import Bundle
 from gradparity.conformance.script.standalone import standalone_script
 from gradparity.conformance.space.catalogue import Selection, select
 from gradparity.conformance.status import UsageError
@@ -288,3 +289,9 @@ def test_each_scaler_is_hunted(
     assert "script: violation-2.py" in output.replace("\n", "")
     assert not (tmp_path / "violation.py").exists()
     compile((tmp_path / "violation-2.py").read_text(), "violation-2.py", "exec")
+
+
+def test_what_no_script_can_hold_is_an_error_of_the_script_alone() -> None:
+    # regression: O15, an assert ended the run
+    with pytest.raises(UsageError, match=r"no script: .* renames COMMANDS"):
+        Bundle().need("gradparity.conformance.__main__", "GROUP")

@@ -56,6 +56,8 @@ def reported(evidence: Evidence) -> Finding:
     parity = evidence.parity
     if parity is None:
         return inconclusive(_STOPPED)
+    if parity.undecided:
+        return inconclusive(parity.undecided)
     compared, missed = 0, 0
     for step, seen in evidence.steps():
         if any(s.non_finite for s in seen):

@@ -177,6 +177,48 @@ def _apart(evidence: Evidence, trace: RankTrace, other: RankTrace) -> bool:
 
 
 @law(
+    "random.size",
+    "A dropout multiplies what it keeps by 1 / (1 - p), with the probability p of the "
+    "model on one process.",
+    "A layout that replaces a dropout may leave the factor out or take another p. "
+    "Then activations are larger or smaller in training than in evaluation, and no "
+    "run without dropout shows it.",
+    of_stack=True,
+    least=ANY_SHARE,
+)
+def size(evidence: Evidence) -> Finding:
+    """Compare the factor of what each dropout of the model kept."""
+    undecided = _undecided(evidence)
+    if undecided is not None:
+        return undecided
+    off = 8 * evidence.phase.parsed_precision.roundoff
+    compared = missed = 0
+    for step, seen in evidence.steps():
+        for trace, s in zip(evidence.ranks, seen, strict=True):
+            for draw in _drawn(s):
+                probability = trace.dropouts.get(draw.module)
+                if probability is None or probability == 1 or draw.kept is None:
+                    missed += 1
+                    continue
+                compared += 1
+                due = 1 / (1 - probability)
+                if abs(draw.kept - due) > off * due:
+                    text = (
+                        f"rank {trace.rank} multiplies what it keeps by "
+                        f"{draw.kept:.4g}, and with the model's p = {probability:g} "
+                        f"that is 1 / (1 - p) = {due:.4g}"
+                    )
+                    return _wrong(text, step, trace, draw, compared)
+    return _judged(
+        evidence,
+        compared,
+        missed,
+        "draws of dropouts with the factor of their probability",
+        "no dropout of the model was seen to drop anything",
+    )
+
+
+@law(
     "random.recompute",
     "A forward that runs again in backward draws the same numbers as before.",
     "If activation checkpointing does not restore the generator, the gradients are "

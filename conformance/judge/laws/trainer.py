@@ -184,7 +184,7 @@ def average(evidence: Evidence) -> Finding:
         return torn
     parity = evidence.parity if not narrowed(evidence) else None
     if parity is not None and (row := parity.first_bad.get("average")) is not None:
-        doubt = parity.doubt(row.step, "update", row.parameter)
+        doubt = parity.doubt(row.step, "average", row.parameter)
         text = f"; but {doubt.text}" if doubt is not None else ""
         return Finding(
             status=Status.FAIL if doubt is None else Status.INCONCLUSIVE,
