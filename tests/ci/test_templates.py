@@ -118,6 +118,17 @@ def test_templates_keep_the_schema_of_their_system(name: str, tmp_path: Path) ->
     assert lint(broken, SCHEMAS[name])[0] == 1
 
 
+@pytest.mark.parametrize(
+    ("file", "schema"),
+    [
+        (".github/workflows/ci.yml", "vendor.github-workflows"),
+        (".github/dependabot.yml", "vendor.dependabot"),
+    ],
+)
+def test_files_of_this_repository_keep_their_schema(file: str, schema: str) -> None:
+    assert lint(ROOT / file, schema) == (0, "")
+
+
 def lint(file: Path, schema: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "check_jsonschema", "-q", "--builtin-schema"]
     done = subprocess.run([*command, schema, str(file)], capture_output=True, text=True)
