@@ -1,4 +1,4 @@
-"""What runs on a GPU came to: verdicts and margins of their reports, for docs/gpu.md.
+"""Results of runs on a GPU: verdicts and margins of their reports, for docs/gpu.md.
 
     gradparity run --quick --device cuda --share-gpus --scaler ... --out DIR
     python -m gradparity.benchmarks.gpu --commit ID --nccl 2.32.3 DIR/report.jsonl ...
@@ -33,7 +33,7 @@ def largest(case: CaseRecord) -> float | None:
 
 
 def record_of(commit: str, nccl: str, reports: Sequence[Report]) -> dict[str, Any]:
-    """What is kept of the reports."""
+    """Parts of the reports that are kept."""
     header = reports[0].header
     return {
         "commit": commit,

@@ -131,7 +131,7 @@ def body(rank):
         optimizer.step()
         optimizer.zero_grad()
 """
-"""What a small test of training does on each rank."""
+"""Train a step on each rank, like a small test."""
 
 TRAINS = """
 import pytest

@@ -1,4 +1,4 @@
-"""What ``harness.py`` recorded, as the tables of docs/harness.md."""
+"""Tables of docs/harness.md from the record of ``harness.py``."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Step:
     package: str
     """Distribution."""
     module: str
-    """What must be there for the workload to be imported."""
+    """Packages without which the workload cannot be imported."""
     name: str
     layouts: Sequence[str]
     theirs: tuple[str, str]

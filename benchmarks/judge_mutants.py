@@ -51,7 +51,7 @@ TESTS_OF_PARITY = (
 )
 """Quick ones first; those of the laws see no number of ``parity.py``."""
 LIMIT_S = 120
-"""Of the child's own time: a busy machine kills no mutant. A sleeper has ten times."""
+"""Seconds of the child: a busy machine kills no mutant. A sleeper has 10 times."""
 
 Change = Callable[[ast.AST], ast.AST | None]
 
@@ -250,7 +250,7 @@ def _put_in_place(mutant: Mutant) -> None:
 
 
 def killed(mutant: Mutant | None) -> bool:
-    """Whether the tests fail with ``mutant`` in place; a hang is a failure, too."""
+    """True if the tests fail with ``mutant`` in place; a hang is a failure, too."""
     child = os.fork()
     if child == 0:
         _run_tests(mutant)

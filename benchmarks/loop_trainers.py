@@ -24,14 +24,14 @@ from gradparity.scaler import GradScaler
 
 ROWS, LENGTH, CLIP, RATE = 4, 64, 1.0, 1e-3
 SETTINGS: dict[str, Any] = dict(init_scale=1024.0, growth_interval=2**20)
-"""Of both scalers: no step overflows, and no scale grows."""
+"""Settings of both scalers: no step overflows, and no scale grows."""
 ARMS = ("none", "torch", "ours")
 
 Pair = dict[str, Tensor]
 
 
 class Batches(Sized, Iterable[Pair], Protocol):
-    """As many as there are steps."""
+    """Batches, one for each step."""
 
 
 class Text(nn.Module):

@@ -169,7 +169,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def summary(steps: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """What a row of the page says, of the steps of the slower rank."""
+    """A row of the page, from the steps of the slower rank."""
     none, theirs, ours = (steps[arm] for arm in ARMS)
     ratios = [o / t for o, t in zip(ours, theirs, strict=True)]
     low, high = median_interval(ratios)

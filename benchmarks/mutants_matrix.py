@@ -17,7 +17,7 @@ __all__ = ["Matrix", "Row", "as_text", "read_matrix", "write_matrix"]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """What the laws said of one scaler."""
+    """Results of the laws for one scaler."""
 
     scaler: str
     """Its class name in ``fixtures.faulty``."""
@@ -41,7 +41,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def right(self) -> bool:
-        """Whether no law may accuse it."""
+        """True if no law may accuse it."""
         return not self.law
 
     @property

@@ -1,4 +1,4 @@
-"""Whether verdicts repeat: one run made N times, in processes of their own.
+"""Repeats of verdicts: one run made N times, in processes of their own.
 
 Every run must have the same statuses, and the same errors and bounds to the bit: a
 bound that depends on chance lets a fault pass by chance. A third of the runs have busy
@@ -45,7 +45,7 @@ def busy(loops: int) -> Iterator[None]:
 
 
 def seen(case: CaseRecord) -> dict[str, Any]:
-    """What must repeat: all verdicts, and errors and bounds as they were computed."""
+    """Values that must repeat: all verdicts, errors and bounds as computed."""
     return {
         "status": case.status,
         "problem": case.problem,

@@ -110,7 +110,7 @@ EXAMPLES = (
     "stacks.trl_sft:Sft",
     "stacks.vector_quantize_lfq:SampleEntropy",
 )
-"""Of the folder ``examples``, without those of which ``docs/stacks.md`` says that they
+"""Entries of ``examples``, without those of which ``docs/stacks.md`` says that they
 are wrong, such as ``PlanModulesToSave``, ``ReplicatedGPipe`` and ``FrozenStage``."""
 
 ONCE_ACCUSED = {
@@ -244,7 +244,7 @@ wrong indeed; and why."""
 
 @dataclass(frozen=True)
 class Found:
-    """What the judge said of one entry."""
+    """Verdicts on one entry."""
 
     accused: tuple[str, ...] = ()
     largest: float = 0.0
@@ -287,7 +287,7 @@ _SCALED = (
 
 
 def judged(spec: str, source: str, seeds: int) -> Found:
-    """What the judge says of one entry of the corpus.
+    """Judge one entry of the corpus.
 
     Args:
         spec: of the workload or of the scaler.

@@ -106,7 +106,7 @@ WORK: dict[str, tuple[Any, Callable[..., None]]] = {
     "ours, clip": (GradScaler, _our_clip),
     "torch, clip": (torch.amp.GradScaler, _torch_clip),
 }
-"""What is timed: a scaler, and an iteration of it."""
+"""A timed subject: a scaler, and an iteration of it."""
 
 
 def _medians(work: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Any]:

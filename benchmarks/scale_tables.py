@@ -1,4 +1,4 @@
-"""What ``scale.py`` recorded, as the tables of docs/scale.md, and a model from it.
+"""Tables of docs/scale.md from the record of ``scale.py``, and a model from it.
 
 The model is alpha-beta: messages one after the other times the latency, and bytes one
 after the other times the time a byte.
@@ -179,7 +179,7 @@ def _simulated_table(record: dict[str, Any]) -> Iterator[str]:
 
 
 OURS = {"all-gather, ring": ROW, "all-gather, doubling": ROW}
-"""Of our scaler: algorithm -> bytes a rank."""
+"""Bytes a rank of our scaler, by algorithm."""
 
 
 def _paper_table(record: dict[str, Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What ``scaler.py`` measured, against its goals: for a terminal and docs/scaler.md."""
+"""Measurements of ``scaler.py`` against its goals: for a terminal, docs/scaler.md."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class Different:
 
 @dataclass
 class Compared:
-    """What all ranks of a world issue.
+    """Collectives that all ranks of a world issue.
 
     Attributes:
         calls: of rank 0, by situation.
@@ -289,7 +289,7 @@ def together(
 
 
 class Outcome(NamedTuple):
-    """What a rank issued in a situation, and its scale at the end."""
+    """Collectives that a rank issued in a situation, and its scale at the end."""
 
     calls: tuple[str, ...]
     scale: float

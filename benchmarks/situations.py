@@ -1,4 +1,4 @@
-"""What a rank of a large world holds and does, in the situations that are compared.
+"""Situations of a rank of a large world that are compared: what it holds and does.
 
 A situation is two iterations of training on one rank, which holds something else than
 its neighbours. Most use what torch's scaler has; those of ``OURS`` use what ours adds.

@@ -1,4 +1,4 @@
-"""What people use in place of a judge, on the specimens: curves, weights, hashes.
+"""Common ways to check training, on the specimens: curves, weights, hashes.
 
 Each workload is trained for 100 steps on its ranks and on one process, in fp32, from
 the same weights and on the same batches; loops of our own take two micro-batches.
@@ -41,7 +41,7 @@ DATA_AXES = ("dp", "dp_replicate", "dp_shard", "ep")
 
 
 def peers_of(cluster: Callable[[int], Cluster], spec: str) -> dict[str, Any]:
-    """What each way says of a workload: True where it would raise an alarm.
+    """Results of each way for a workload: True where it would raise an alarm.
 
     Args:
         cluster: ranks by world size.
@@ -226,7 +226,7 @@ def _share(workload: Any, batch: Batch, mesh: DeviceMesh) -> Batch:
 
 
 def _hashes_differ(workload: Any, stack: Any, mesh: DeviceMesh) -> bool | None:
-    """Whether one forward and backward differ from those of one process.
+    """True if one forward and backward differ from those of one process.
 
     Returns:
         None where the two have not the same calls, which DebugMode refuses.

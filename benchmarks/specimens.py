@@ -44,7 +44,7 @@ from gradparity.multiprocess import Cluster
 RESULTS = Path(__file__).parent / "results" / "specimens.json"
 SEEDS = 20
 TIMEOUT_S = 120.0
-"""Of one scenario."""
+"""Seconds for one scenario."""
 ALL = SPECIMENS | ONE_RANK
 
 
@@ -134,7 +134,7 @@ def judged_right(
 
 @dataclass
 class Right:
-    """What the judge said of something right."""
+    """Verdicts on a right workload."""
 
     accused: list[str] = field(default_factory=list)
     largest: float = 0.0
@@ -158,7 +158,7 @@ class Right:
 
 
 def caught(pair: Pair, found: dict[str, Any]) -> bool:
-    """Whether a broken workload was found by a law that is right.
+    """True if a broken workload was found by a law that is right.
 
     A stack that raises has no verdict: there the report names its call.
     """
@@ -168,7 +168,7 @@ def caught(pair: Pair, found: dict[str, Any]) -> bool:
 
 
 def placed(pair: Pair, found: dict[str, Any]) -> bool:
-    """Whether the module that is named is right, or none where none is at fault."""
+    """True if the named module is right, or none is named where none is at fault."""
     if not caught(pair, found) or not found["location"]:
         return False
     module: str = found["location"]["module"]

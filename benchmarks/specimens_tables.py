@@ -1,4 +1,4 @@
-"""What ``specimens.py`` recorded, as the tables of docs/specimens.md."""
+"""Tables of docs/specimens.md from the record of ``specimens.py``."""
 
 from __future__ import annotations
 

@@ -29,12 +29,12 @@ TIMEOUT_S = 300.0
 
 
 class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a script says of one law that a scaler breaks."""
+    """Result of a script for one law that a scaler breaks."""
 
     scaler: str
     law: str
     scenario: str
-    """What the script was made from; empty if none could be made."""
+    """Source of the script; empty if none could be made."""
     confirmed: bool
     told: str
     """The first violation that it printed, or why there is none."""

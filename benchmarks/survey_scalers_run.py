@@ -49,14 +49,14 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a folder of judged peers holds."""
+    """Content of a folder of judged peers."""
 
     versions: dict[str, str]
     """Distribution -> version; absent if it is not installed."""
     smoke: Report
     run: Report
     confirmed: tuple[Confirmation, ...] = ()
-    """What the standalone scripts said."""
+    """Results of the standalone scripts."""
 
 
 def judge_peers(
@@ -103,7 +103,7 @@ def confirm_peers(folder: Path) -> None:
 
 
 def read_record(folder: Path) -> Record:
-    """What :func:`judge_peers` left in ``folder``.
+    """Read the results of :func:`judge_peers` from ``folder``.
 
     Raises:
         ReportError: a report is missing or broken.

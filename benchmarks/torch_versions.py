@@ -50,7 +50,7 @@ PLAIN = "gradparity.fixtures.faulty:PlainScaler"
 OWN = "gradparity.examples.workload:Stack"
 TIMEOUT_S = 30.0
 CLOSED = (Outcome.REGRESSION, Outcome.INVALID)
-"""What counts as closed: an inconclusive gate has not found the fault."""
+"""Outcomes that count as closed: an inconclusive gate has not found the fault."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def run_in(python: str, what: str, path: Path, scratch: Path) -> Report:
 
 
 def gated(cases: Sequence[CaseRecord], report: Report, baseline: Baseline) -> Decision:
-    """What the gate says of some cases, held to what the baseline has of them."""
+    """Hold some cases to the baseline by the gate."""
     keys = {case.key for case in cases}
     kept = tuple(case for case in baseline.cases if case.key in keys)
     assert len(kept) == len(keys), "the baseline lacks a case"

@@ -38,10 +38,10 @@ RESULTS = Path(__file__).parent / "results" / "torchrun_faults.json"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "clusters.md"
 
 LIMIT_S = 10.0
-"""Of a case, with agents."""
+"""Seconds for a case with agents."""
 
 GROUP_LIMIT_S = 40.0
-"""Of a collective, without: also the time in which ranks that start must meet."""
+"""Seconds for a collective without agents, in which ranks that start must meet."""
 
 END_S = 200.0
 """After which torchrun is ended from outside: with one fault, or with all."""

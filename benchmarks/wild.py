@@ -55,7 +55,7 @@ PAGES = ROOT / "docs" / "wild"
 README = PAGES / "README.md"
 RECORDS = ROOT / "benchmarks" / "results" / "wild"
 TIMEOUT_S = 600.0
-"""Of one script; most take less than 20 s on an idle machine."""
+"""Seconds for one script; most take less than 20 s on an idle machine."""
 PACKAGES = {
     "accelerate": "accelerate",
     "deepspeed": "deepspeed",
@@ -73,17 +73,17 @@ PACKAGES = {
 }
 """Name in the registry, the first part of a finding's name -> what one imports."""
 BESIDE = {"peft": ("transformers",), "trl": ("transformers",)}
-"""What a package requires and a script for it may use, too."""
+"""Package -> what it requires and a script for it may use, too."""
 SURVEYED = "transformers"
 """Findings whose script, page and record the survey writes: see ``survey/``."""
 PRINTED = ("parameter", "relative error", "reference", "verdict")
-"""What each script prints as ``key: value``, besides other lines."""
+"""Keys that each script prints as ``key: value``, besides other lines."""
 EXIT_CODES = {"bug": 1, "no bug": 0}
-"""Of a script by its verdict; one without verdict has another, for example 3."""
+"""Verdict of a script -> its exit code; without one it has another, for example 3."""
 _FRAME = re.compile(r"# - The frame\b.*?\n# - The finding\n", re.DOTALL)
-"""What is the same in all scripts."""
+"""Text that all scripts share."""
 _STAND_IN = re.compile(r"# - The stand-in for CUDA\b.*?\n# - On a CPU\n", re.DOTALL)
-"""What is the same in all scripts of packages that ask for CUDA."""
+"""Text that all scripts of packages that ask for CUDA share."""
 
 
 class ScriptError(Exception):
@@ -96,7 +96,7 @@ def package_of(name: str) -> str:
 
 
 def told_by_page(page: Path) -> dict[str, str]:
-    """What a page says by hand: heading, where, thread, what the judge told."""
+    """Parts of a page that are written by hand: heading, where, thread, verdict."""
     text = page.read_text()
     told = {"what": text.split("\n", 1)[0].removeprefix("# ")}
     for key in ("where", "thread", "judge"):
@@ -268,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _shows(name: str, *, run: bool) -> bool:
-    """Whether a finding is one, and its record if it is no survey's."""
+    """True if a finding is one, and its record if it is no survey's."""
     surveyed, package = name.startswith(SURVEYED), package_of(name)
     if run and importlib.util.find_spec(PACKAGES[package]) is None:
         text = f"{name}: not run, {package} is not installed: make setup-all"

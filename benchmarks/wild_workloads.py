@@ -71,7 +71,7 @@ class Lasso(Rows):
     penalty = staticmethod(lambda w: torch.linalg.vector_norm(w, dim=0).sum().square())
 
     def model(self) -> nn.Module:
-        """As above, with the penalty added to each output."""
+        """The same, with the penalty added to each output."""
         return Penalised(self.penalty)
 
     def parallelize(self, model: Any, mesh: DeviceMesh) -> nn.Module:
@@ -327,7 +327,7 @@ class Smoothing(Transposed):
         return vocab_parallel_cross_entropy(output.clone(), targets, 0.1).mean()
 
     def model(self) -> nn.Module:
-        """As above, but returns the scores themselves."""
+        """The same, but returns the scores themselves."""
         return Scores()
 
     def parallelize(self, model: Any, mesh: DeviceMesh) -> nn.Module:

@@ -29,7 +29,7 @@ class Plan:
     mesh: Mapping[str, int]
     """Axis -> size, as a workload has it."""
     sizes: Mapping[str, int]
-    """Of ``transformers.distributed.DistributedConfig``."""
+    """Arguments of ``transformers.distributed.DistributedConfig``."""
 
 
 PLANS: Mapping[str, Plan] = {
@@ -80,7 +80,7 @@ class ModelType:
     name: str
     """Its ``model_type``."""
     folder: str
-    """In ``transformers.models``."""
+    """Name in ``transformers.models``."""
     configuration: str
     """Module that defines the class."""
     config: str
@@ -110,7 +110,7 @@ def model_types() -> Mapping[str, ModelType]:
 
 
 def chosen_types(plan: str, names: tuple[str, ...] = ()) -> list[ModelType]:
-    """Those that ship a plan.
+    """Models that ship a plan.
 
     Args:
         plan: a key of :data:`PLANS`.

@@ -79,7 +79,7 @@ class Family:
     """Failures that have one cause."""
 
     accumulates: bool
-    """Whether only runs that accumulate micro-batches show it."""
+    """True if only runs that accumulate micro-batches show it."""
     rule: Rule
     failures: tuple[Failure, ...]
     """The worst parameter of each model and plan: by plan, the smallest model first."""
@@ -100,7 +100,7 @@ class Family:
 
     @property
     def misloads(self) -> bool:
-        """Whether the loaded weights are wrong, not the gradients."""
+        """True if the loaded weights are wrong, not the gradients."""
         return self.first.run.misloaded
 
     @property
@@ -115,7 +115,7 @@ class Family:
 
 
 class FindingRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What the table of all findings is made of."""
+    """Rows of the table of all findings."""
 
     id: str
     package: str
@@ -140,7 +140,7 @@ class FindingRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Output of the script."""
     models: tuple[str, ...] = ()
     confirmed: tuple[str, ...] = ()
-    """Those models whose own script shows it."""
+    """Models whose own script shows it."""
 
 
 def families(survey: Survey) -> list[Family]:

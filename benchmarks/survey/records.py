@@ -27,7 +27,7 @@ __all__ = [
 
 
 WEIGHTS = "weights"
-"""In the place of a law: a model is loaded as it was saved."""
+"""Name in the place of a law: a model is loaded as it was saved."""
 LOADED = "weights as loaded"
 """Name of the run that looks at it; it is recorded where it fails."""
 ODD_HEADS = "3 heads over 2 ranks"
@@ -39,7 +39,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field=
 
     package: str
     version: str
-    """Of the package."""
+    """Version of the package."""
     torch: str
     python: str
     gradparity: str
@@ -68,11 +68,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One scenario of a model."""
 
     name: str
-    """What was trained: ``2 micro-batches``."""
+    """Trained variant: ``2 micro-batches``."""
     scenario: str
     """Its id, for ``gradparity replay``."""
     status: str
-    """As that of any case."""
+    """Status like that of any case."""
     message: str = ""
     """The first law that is broken, or why there is no verdict."""
     ended: str = ""
@@ -84,7 +84,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     parameter: str = ""
     """The parameter with the largest error."""
     error: float = 0.0
-    """Of its gradient, relative to the truth's norm."""
+    """Error of its gradient, relative to the truth's norm."""
     bound: float = 0.0
     departed: dict[str, float] = {}
     """All that depart in that step, and by how much, at most."""
@@ -96,7 +96,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def misloaded(self) -> bool:
-        """Whether weights were wrong before there was anything to train."""
+        """True if weights were wrong before there was anything to train."""
         return self.law == WEIGHTS
 
 
@@ -114,7 +114,7 @@ class ModelRecord(
     reason: str = ""
     runs: tuple[Run, ...] = ()
     rules: dict[str, Rule] = {}
-    """Of the parameters that depart, with ``*`` for the number of a layer."""
+    """Names of the parameters that depart, with ``*`` for the number of a layer."""
     replaced: dict[str, str] = {}
     """Rules that were set in place of the plan's own, without which it raises."""
     seconds: float = 0.0
@@ -122,12 +122,12 @@ class ModelRecord(
 
     @property
     def key(self) -> tuple[str, str]:
-        """What identifies it within a survey."""
+        """Identity within a survey."""
         return self.plan, self.model
 
     @property
     def judged(self) -> bool:
-        """Whether there is a verdict."""
+        """True if there is a verdict."""
         return self.verdict in ("right", "wrong")
 
 
@@ -145,7 +145,7 @@ class ScriptRecord(
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What identifies it within a survey."""
+        """Identity within a survey."""
         return self.finding, self.plan, self.model
 
 

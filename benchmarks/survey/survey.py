@@ -58,7 +58,7 @@ START_S = 180.0
 GRACE_S = 10.0
 """Extra time in which a child reports a model's time limit by itself."""
 READY = b"ready"
-"""What a child sends once it can judge."""
+"""Message of a child once it can judge."""
 QUIET = {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -233,7 +233,7 @@ class Judging:
         self._process: SpawnProcess | None = None
         self._pipe: Connection | None = None
         self._record: ModelRecord | None = None
-        """What is known of the model that is judged now."""
+        """Facts about the model that is judged now."""
         self._begun = self._until = 0.0
 
     def __enter__(self) -> Self:
@@ -244,7 +244,7 @@ class Judging:
 
     @property
     def busy(self) -> bool:
-        """Whether a model is judged now."""
+        """True if a model is judged now."""
         return self._record is not None
 
     @property

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import cached_property
 from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -49,9 +50,7 @@ class Place:
         self.devices = devices
         self.timeout_s = timeout_s
         self._worlds: dict[int, BaseCluster] = {}
-        self._stack = ExitStack()
-        self.files = self._stack.enter_context(TemporaryDirectory(prefix="gradparity-"))
-        """A folder for checkpoints of ranks; goes when no rank is left to write one."""
+        self._files, self._stack = ExitStack(), ExitStack()
         self._alone = {False: self._one(default_group=False)}
         """True if it has a process group -> a cluster of one process."""
 
@@ -65,6 +64,12 @@ class Place:
         trace: TracebackType | None,
     ) -> None:
         self._stack.close()
+        self._files.close()  # no rank is left that writes
+
+    @cached_property
+    def files(self) -> str:
+        """A folder for checkpoints of ranks; goes when the place is closed."""
+        return self._files.enter_context(TemporaryDirectory(prefix="gradparity-"))
 
     def ranks(self, world: int) -> BaseCluster:
         """The world of this size."""

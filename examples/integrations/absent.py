@@ -51,7 +51,7 @@ def stand_in(package: str) -> None:
 
 
 def is_installed(name: str) -> bool:
-    """Whether a module can be found, without importing it."""
+    """True if a module can be found, without importing it."""
     try:
         return importlib.util.find_spec(name) is not None
     except ValueError:
@@ -59,7 +59,7 @@ def is_installed(name: str) -> bool:
 
 
 class Anything(ABCMeta):
-    """Of classes that have every attribute, each of them such a class again."""
+    """Class with every attribute, each of them such a class again."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

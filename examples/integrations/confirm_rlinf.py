@@ -44,7 +44,7 @@ class Settings(dict[str, Any]):
 
 
 def manager() -> Any:
-    """What the methods read of a manager."""
+    """Attributes of a manager that the methods read."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh=mesh)

@@ -41,7 +41,7 @@ fsdp_utils.get_device_id = lambda: "cpu"  # it says "cuda" everywhere
 
 
 def engine(override: dict[str, Any] | None) -> Any:
-    """What the methods read of an engine."""
+    """Attributes of an engine that the methods read."""
     torch.manual_seed(0)
     module: Any = LlamaForCausalLM(
         LlamaConfig(

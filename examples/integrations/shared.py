@@ -1,4 +1,4 @@
-"""What the trainers' fp16 steps share: layouts, and the place where a scaler goes.
+"""Layouts of the trainers' fp16 steps, and the place where a scaler goes.
 
 Not a workload to run. Each module beside it has a package's own step as a workload: its
 scaler calls, clipping, skip, schedule and checkpoint. The judged scaler takes the place
@@ -80,7 +80,7 @@ class Stepped(Regression):
     clip_norm = 0.1
     fused = False
     waits = False
-    """Whether the schedule is held back by our integration."""
+    """True if our integration holds back the schedule."""
 
     def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
         mine = [p for _, p in parameters]

@@ -24,7 +24,7 @@ CONFIG = Qwen3Config(
 
 
 def gradients(model: Qwen3ForCausalLM, parts: int) -> dict[str, Tensor]:
-    """Of the mean over 4 rows, in so many backwards."""
+    """Gradients of the mean over 4 rows, in so many backwards."""
     rows = torch.randint(64, (4, 9), generator=torch.Generator().manual_seed(0))
     model.zero_grad()  # to None: the gradients that were returned stay
     for tokens in rows.chunk(parts):

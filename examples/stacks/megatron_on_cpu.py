@@ -1,4 +1,4 @@
-"""What megatron_gpt.py needs on a CPU: leave all of it out on GPUs.
+"""Stand-ins that megatron_gpt.py needs on a CPU: leave all of it out on GPUs.
 
 Not a stack to run. docs/stacks.md has the reasons.
 """

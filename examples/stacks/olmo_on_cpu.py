@@ -1,4 +1,4 @@
-"""What OLMo-core needs where its clients for clouds and its trainer are left out.
+"""Stand-ins for OLMo-core's clients for clouds and its trainer, which are left out.
 
 Not a stack to run. docs/stacks.md has the reasons.
 """
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 
 def local(path: str, **settings: Any) -> Path:
-    """What cached_path returns of a path that is no address."""
+    """Return the path, as cached_path does if it is no address."""
     return Path(path)
 
 
@@ -28,7 +28,7 @@ for name in ("cached_path", "cached_path.schemes"):
 
 
 class Metrics:
-    """In the place of the trainer: keeps what the train module records."""
+    """Stand-in for the trainer: keeps what the train module records."""
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}

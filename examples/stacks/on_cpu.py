@@ -1,4 +1,4 @@
-"""What some packages need on a CPU and over gloo: leave all of it out on GPUs.
+"""Stand-ins that some packages need on a CPU over gloo: leave all of it out on GPUs.
 
 Not a stack to run. docs/stacks.md has the reasons.
 """

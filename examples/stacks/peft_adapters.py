@@ -17,7 +17,7 @@ from .shared import VOCABULARY, Tokens
 
 
 def lora(targets: Any = "all-linear", **settings: Any) -> LoraConfig:
-    """Of random values: one of zeros has no gradient in its first half."""
+    """Adapters of random values: one of zeros has no gradient in its first half."""
     return LoraConfig(r=4, init_lora_weights=False, target_modules=targets, **settings)
 
 

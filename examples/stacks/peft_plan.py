@@ -25,7 +25,7 @@ COLUMNS = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
 
 
 class PlanLora(Lora):
-    """Of the layers that the plan splits by columns."""
+    """Adapters of the layers that the plan splits by columns."""
 
     meshes = ({"tp": 2},)
     config = lora(COLUMNS)

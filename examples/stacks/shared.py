@@ -1,4 +1,4 @@
-"""What the stacks share: two small problems, each with a right answer to compare with.
+"""Two small problems for the stacks, each with a right answer to compare with.
 
 Not a stack to run: a stack subclasses Regression or Tokens; see docs/stacks.md.
 """

@@ -1,4 +1,4 @@
-"""What TRL needs where datasets, pandas and pyarrow are not installed, and a tokenizer.
+"""Stand-ins for datasets, pandas and pyarrow, which TRL imports, and a tokenizer.
 
 Not a stack to run. docs/stacks.md has the reasons.
 """
@@ -16,7 +16,7 @@ PACKAGES = "datasets datasets.fingerprint pandas pyarrow pyarrow.compute pyarrow
 
 
 class Rows(list[Any]):
-    """In the place of a Dataset: no loop here reads it."""
+    """Stand-in for a Dataset: no loop here reads it."""
 
     column_names = None
 
@@ -44,6 +44,6 @@ ROWS = Rows([{"input_ids": [0], "labels": [0]}])
 
 
 def tokenizer() -> Any:
-    """Of two words: the rows are tokens already."""
+    """Tokenizer of two words: the rows are tokens already."""
     words = Tokenizer(WordLevel({"end": 0, "word": 1}, unk_token="word"))
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end")

@@ -1,4 +1,4 @@
-"""What packages that ask for CUDA need on a CPU and over gloo: leave it out on GPUs.
+"""Stand-ins for CUDA, for packages that ask for it on a CPU: leave out on GPUs.
 
 Not a stack to run. docs/stacks.md has the reasons; scripts of docs/wild have a copy.
 """

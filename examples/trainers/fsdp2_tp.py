@@ -45,7 +45,7 @@ class Everything:
         self.steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``torch.distributed.checkpoint`` saves, shards and all."""
+        """State for ``torch.distributed.checkpoint``, shards and all."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         scaler = self.scaler.state_dict()
         return dict(model=model, optimizer=optimizer, scaler=scaler, steps=self.steps)

@@ -1,4 +1,4 @@
-"""What the four trainers share: options, the text, and a curve to compare.
+"""Options of the four trainers, the text, and a curve to compare.
 
 Not a script to run. Every script takes the same options. It trains up to ``--steps``;
 when ``--folder`` holds a checkpoint it goes on from there, and it leaves one at the
@@ -27,7 +27,7 @@ __all__ = ["Options", "batch_of", "leave", "parse", "report_step"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to train, and where."""
+    """Settings of the training, and its place."""
 
     scaler: Callable[..., Any]
     """Class of the scaler; all that differs between two runs that are compared."""
