@@ -13,12 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.conformance.space.catalogue import Selection, not_tried, select
 from gradparity.conformance.space.constraints import why_not
+from gradparity.conformance.space.recipes import RECIPES
 from gradparity.conformance.status import UsageError
-from gradparity.fixtures import resolve_workload
+from gradparity.fixtures import CannotError, resolve_workload
 from gradparity.fixtures.faulty import own_steps, steps
 from gradparity.fixtures.faulty.plain import Broken
 from gradparity.fixtures.faulty.stacks import Held, Named
 from gradparity.fixtures.faulty.steps import FAULTY_STEPS, RIGHT_STEPS
+from gradparity.tests.conformance.test_workload_steps import (
+    Engine,
+    MicroBatches,
+    Trains,
+)
 
 PLAIN = "gradparity.fixtures.faulty:PlainScaler"
 TRAINS = "gradparity.fixtures.faulty.steps:Trains"
@@ -407,3 +413,57 @@ class ClipsHard(steps.Trains):
 
     def optimizer(self, parameters: Named) -> Any:
         return super().optimizer(parameters)
+
+
+# - Many passes, and many steps
+
+
+class ForgetsTheFourthPass(Trains):
+    """Gradients of later passes are not added."""
+
+    def backward(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> float:
+        total = super().backward(stack, micro_batches, scaler)
+        if len(micro_batches) > 3:
+            stack.optimizer.zero_grad()
+            super().backward(stack, micro_batches[:3], scaler)
+        return total
+
+
+class TrainsForFiveSteps(Trains):
+    """No gradient is used from then on."""
+
+    def clip(self, stack: Engine) -> Tensor:
+        stack.kept["steps"] = stack.kept.get("steps", 0) + 1
+        if stack.kept["steps"] > 5:
+            stack.optimizer.zero_grad(set_to_none=False)
+        return super().clip(stack)
+
+
+@pytest.mark.parametrize("stack", [Trains, ForgetsTheFourthPass, TrainsForFiveSteps])
+def test_six_passes_and_twenty_steps_are_tried_once(
+    runner: Runner, stack: type
+) -> None:
+    # regression: P9
+    spec = f"{stack.__module__}:{stack.__name__}"
+    quick = select("quick", Selection(workload=spec, no_scaler=True))
+    due = [s for s in quick if s.recipe == "accumulate-six" or s.steps == 20]
+    assert len(due) == 2
+    told = {s.recipe: runner.run("none", s).status for s in due}
+    wrong = {"ForgetsTheFourthPass": "accumulate-six", "TrainsForFiveSteps": "plain"}
+    assert [r for r, s in told.items() if s != "pass"] == [
+        r for name, r in wrong.items() if name == stack.__name__
+    ]
+
+
+@pytest.mark.parametrize("rows", [5, 6, 8, 12])
+def test_six_parts_differ_by_a_row_at_most(rows: int) -> None:
+    recipe = RECIPES["accumulate-six"]
+    if rows < 6:
+        with pytest.raises(CannotError, match="in 6 equal parts"):
+            recipe.sizes(rows)
+        return
+    sizes = recipe.sizes(rows)
+    assert (len(sizes), sum(sizes)) == (6, rows)
+    assert max(sizes) - min(sizes) <= 1
