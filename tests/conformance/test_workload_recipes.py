@@ -467,3 +467,101 @@ def test_six_parts_differ_by_a_row_at_most(rows: int) -> None:
     sizes = recipe.sizes(rows)
     assert (len(sizes), sum(sizes)) == (6, rows)
     assert max(sizes) - min(sizes) <= 1
+
+
+# - Averages under recipes
+
+
+class Averages(Trains):
+    """No fault: a running average, which moves once a step and is in the checkpoint."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        engine = super().parallelize(model, mesh)
+        engine.kept = {n: p.detach().clone() for n, p in model.named_parameters()}
+        return engine
+
+    def move(self, stack: Engine) -> None:
+        for name, p in stack.module.named_parameters():
+            stack.kept[name.removeprefix("module.")].lerp_(p.detach(), 0.1)
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        returned = super().train_step(stack, micro_batches, scaler)
+        self.move(stack)
+        return returned
+
+    def ema(self, stack: Engine) -> dict[str, Tensor]:
+        return dict(stack.kept)
+
+    def save_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
+        held = stack.module, stack.optimizer
+        states = [each.state_dict() for each in held]
+        if torch.distributed.get_rank() == 0:
+            torch.save([*states, stack.kept], f"{folder}/all.pt")
+        torch.distributed.barrier()
+
+    def load_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
+        module, optimizer, average = torch.load(f"{folder}/all.pt", weights_only=True)
+        stack.module.load_state_dict(module)
+        stack.optimizer.load_state_dict(optimizer)
+        stack.kept = average
+
+
+class AveragesEachPass(Averages):
+    """The average moves once for each micro-batch."""
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        for _ in micro_batches[1:]:
+            self.move(stack)
+        return super().train_step(stack, micro_batches, scaler)
+
+
+class AveragesNoMoreOnceLoaded(Averages):
+    """What was loaded is given, and moves no more."""
+
+    def load_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
+        super().load_checkpoint(stack, scaler, folder)
+        stack.loaded = True  # type: ignore[attr-defined]  # of this fault
+
+    def move(self, stack: Engine) -> None:
+        if not hasattr(stack, "loaded"):
+            super().move(stack)
+
+
+class EachPassOnOneRank(AveragesEachPass):
+    """The same, beside the reference that has it, too."""
+
+    reference = "one rank"
+
+
+class AveragesOnOneRank(Averages):
+    """No fault."""
+
+    reference = "one rank"
+
+
+@pytest.mark.parametrize(
+    ("stack", "recipe", "caught"),
+    [
+        (Averages, "accumulate", False),
+        (Averages, "accumulate-uneven", False),
+        (Averages, "resume", False),
+        (AveragesOnOneRank, "accumulate", False),
+        (AveragesEachPass, "accumulate", True),
+        (EachPassOnOneRank, "accumulate", True),
+        (AveragesNoMoreOnceLoaded, "resume", True),
+    ],
+)
+def test_an_average_is_that_of_plain_steps(
+    runner: Runner, stack: type, recipe: str, caught: bool
+) -> None:
+    # regression: P6
+    found = runner.run("none", replace(here(stack, recipe), steps=5))
+    told = accused(found)
+    assert found.status == ("fail" if caught else "pass"), told
+    assert [*told] == ["trainer.average"] * caught
+    if caught:
+        assert f"the same steps without recipe={recipe}" in told["trainer.average"]
