@@ -357,20 +357,22 @@ def _quick(selection: Selection) -> Iterable[Scenario]:
     wanted = [("topology", "when"), *subsets(columns(selection), 1)]
     limits = _limits(selection, QUICK_LIMIT_TOPOLOGIES)
     own = [*_narrowed(selection), *_accumulating(selection), *_random_runs(selection)]
-    own += _longer(selection)
-    return _in_order(selection, [*_covering(selection, wanted), *limits, *own])
+    chosen = _in_order(selection, [*_covering(selection, wanted), *limits, *own])
+    return [*chosen, *_longer(selection)]
 
 
 def _default(selection: Selection) -> Iterable[Scenario]:
     """All pairs; each place and each time of a fault on each topology."""
     wanted = [_PLACE, _OVERFLOW, *subsets(columns(selection), 2)]
-    return _in_order(selection, [*_covering(selection, wanted), *_extremes(selection)])
+    chosen = [*_covering(selection, wanted), *_extremes(selection)]
+    return [*_in_order(selection, chosen), *_longer(selection)]
 
 
 def _full(selection: Selection) -> Iterable[Scenario]:
     """All triples."""
     wanted = subsets(columns(selection), 3)
-    return _in_order(selection, [*_covering(selection, wanted), *_extremes(selection)])
+    chosen = [*_covering(selection, wanted), *_extremes(selection)]
+    return [*_in_order(selection, chosen), *_longer(selection)]
 
 
 def _covering(
@@ -384,7 +386,6 @@ def _covering(
 def _extremes(selection: Selection) -> Iterator[Scenario]:
     yield from _limits(selection, MAIN_TOPOLOGIES)
     yield from _long_runs(selection)
-    yield from _longer(selection)
     yield from _narrowed(selection)
 
 
@@ -420,7 +421,10 @@ def _accumulating(selection: Selection) -> Iterator[Scenario]:
 
 
 def _longer(selection: Selection) -> Iterator[Scenario]:
-    """More passes and more steps than elsewhere, once, on the largest mesh."""
+    """More passes and more steps than elsewhere, once, on the largest mesh.
+
+    They come last: few faults need them, and they take long.
+    """
     if not selection.workload:
         return
     declared = selection.resolved.topologies
