@@ -357,8 +357,7 @@ def _quick(selection: Selection) -> Iterable[Scenario]:
     wanted = [("topology", "when"), *subsets(columns(selection), 1)]
     limits = _limits(selection, QUICK_LIMIT_TOPOLOGIES)
     own = [*_narrowed(selection), *_accumulating(selection), *_random_runs(selection)]
-    chosen = _in_order(selection, [*_covering(selection, wanted), *limits, *own])
-    return [*chosen, *_longer(selection)]
+    return _in_order(selection, [*_covering(selection, wanted), *limits, *own])
 
 
 def _default(selection: Selection) -> Iterable[Scenario]:
@@ -423,7 +422,7 @@ def _accumulating(selection: Selection) -> Iterator[Scenario]:
 def _longer(selection: Selection) -> Iterator[Scenario]:
     """More passes and more steps than elsewhere, once, on the largest mesh.
 
-    They come last: few faults need them, and they take long.
+    They come last, and not in --quick: few faults need them, and they take long.
     """
     if not selection.workload:
         return

@@ -447,8 +447,8 @@ def test_six_passes_and_twenty_steps_are_tried_once(
 ) -> None:
     # regression: P9
     spec = f"{stack.__module__}:{stack.__name__}"
-    quick = select("quick", Selection(workload=spec, no_scaler=True))
-    due = [s for s in quick if s.recipe == "accumulate-six" or s.steps == 20]
+    chosen = select("default", Selection(workload=spec, no_scaler=True))
+    due = [s for s in chosen if s.recipe == "accumulate-six" or s.steps == 20]
     assert len(due) == 2
     told = {s.recipe: runner.run("none", s).status for s in due}
     wrong = {"ForgetsTheFourthPass": "accumulate-six", "TrainsForFiveSteps": "plain"}
