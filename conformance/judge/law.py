@@ -48,6 +48,8 @@ class Evidence:
     """None where the run stopped early."""
     uninterrupted: tuple[RankTrace, ...] | None = None
     """The same training without its resume, where the stack moves settings."""
+    plain: tuple[RankTrace, ...] | None = None
+    """The same training with whole rows and no resume, where the stack averages."""
     scaler: bool = True
     """True if a scaler was judged; else the stack alone."""
     before: Evidence | None = None

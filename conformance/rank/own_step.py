@@ -250,12 +250,11 @@ class OwnStep:
             )
             parts = {n: local(p.detach()) for n, p in given.items()}
             average = {n: (part.numel(), digest(part)) for n, part in parts.items()}
-            if workload.one_rank:
-                seen.averages = {
-                    name: floats(part)
-                    for name, part in parts.items()
-                    if part.numel() == len(self.engine.index.get(name, ()))
-                }
+            seen.averages = {
+                name: floats(part)
+                for name, part in parts.items()
+                if part.numel() == len(self.engine.index.get(name, ()))
+            }
         count = workload.skipped_steps
         skips = None if count is None else int(count(stack))
         return schedule, average, skips

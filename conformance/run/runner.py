@@ -122,6 +122,7 @@ class _Seen:
     control: Phases | None = None
     control_differs: str = ""
     uninterrupted: tuple[RankTrace, ...] | None = None
+    plain: tuple[RankTrace, ...] | None = None
     seconds: float = 0.0
     problem: str = ""
     error: Exception | None = None
@@ -141,6 +142,15 @@ class _Seen:
         if not recipe.resume or recipe.resharded or OfWorkload.LOOP in workload.has:
             return False
         return self.complete and bool(demanded_schedule(*self.phases).settings)
+
+    @property
+    def averages_otherwise(self) -> bool:
+        """True if rows are cut, or a checkpoint loaded, and an average moves."""
+        scenario, recipe = self.scenario, self.scenario.parsed_recipe
+        if scenario.workload.ema is None or recipe.resharded or recipe.training.random:
+            return False
+        planned = scenario.faults != "none" or not scenario.parsed_precision.is_full
+        return self.complete and not planned and (recipe.parts > 1 or recipe.resume)
 
     @contextmanager
     def broken(
@@ -348,9 +358,11 @@ class Runner:
                 # control's.
                 if first_difference(seen.control, seen.phases):
                     seen.control_differs = self._compare_controls(scenario)
-            if seen.may_lose_settings:
+            if seen.may_lose_settings or seen.averages_otherwise:
                 whole = replace(scenario, recipe="plain")
-                seen.uninterrupted = self._run_ranks(spec, whole)[-1]
+                traces = self._run_ranks(spec, whole)[-1]
+                seen.uninterrupted = traces if seen.may_lose_settings else None
+                seen.plain = traces if seen.averages_otherwise else None
         seen.seconds = time.monotonic() - start
         return seen
 
@@ -436,6 +448,7 @@ class Runner:
                 control_differs=seen.control_differs,
                 first_try=seen.first_try,
                 uninterrupted=seen.uninterrupted,
+                plain=seen.plain,
                 parity=parity,
                 scaler=seen.spec != NO_SCALER,
                 before=evidence,

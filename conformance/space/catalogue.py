@@ -19,6 +19,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -164,6 +165,10 @@ def _three_runs(
     )
 
 
+SIX_PASSES = "accumulate-six"
+"""The recipe of the most passes; faults that need more of them are not seen."""
+MANY_STEPS = 20
+"""Of one run of a workload; faults that begin later are not seen."""
 LAYOUT_STEPS = 3
 """Gradients of the first step, leftovers of it in the second, and one more step."""
 
@@ -224,6 +229,7 @@ def columns(selection: Selection) -> dict[str, list[str]]:
             for name, recipe in RECIPES.items()
             if (name in CONTROL_RECIPES or not selection.no_scaler)
             and (own or OfWorkload.JUDGED not in recipe.needs)
+            and name != SIX_PASSES  # once a workload, see _longer
         ],
         "when": list(WHEN),
         "precision": list(selection.precisions or PRECISIONS),
@@ -357,13 +363,15 @@ def _quick(selection: Selection) -> Iterable[Scenario]:
 def _default(selection: Selection) -> Iterable[Scenario]:
     """All pairs; each place and each time of a fault on each topology."""
     wanted = [_PLACE, _OVERFLOW, *subsets(columns(selection), 2)]
-    return _in_order(selection, [*_covering(selection, wanted), *_extremes(selection)])
+    chosen = [*_covering(selection, wanted), *_extremes(selection)]
+    return [*_in_order(selection, chosen), *_longer(selection)]
 
 
 def _full(selection: Selection) -> Iterable[Scenario]:
     """All triples."""
     wanted = subsets(columns(selection), 3)
-    return _in_order(selection, [*_covering(selection, wanted), *_extremes(selection)])
+    chosen = [*_covering(selection, wanted), *_extremes(selection)]
+    return [*_in_order(selection, chosen), *_longer(selection)]
 
 
 def _covering(
@@ -409,6 +417,21 @@ def _accumulating(selection: Selection) -> Iterator[Scenario]:
             for recipe in WITH_EVERY_MESH:
                 if selection.resolved.topologies[name].parallel:
                     yield from _plain_runs(selection, topology=name, recipe=recipe)
+
+
+def _longer(selection: Selection) -> Iterator[Scenario]:
+    """More passes and more steps than elsewhere, once, on the largest mesh.
+
+    They come last, and not in --quick: few faults need them, and they take long.
+    """
+    if not selection.workload:
+        return
+    declared = selection.resolved.topologies
+    meshes = [t for t in selection.layouts(declared) if declared[t].parallel]
+    for name in sorted(meshes, key=lambda t: -declared[t].default_world_size)[:1]:
+        yield from _plain_runs(selection, topology=name, recipe=SIX_PASSES)
+        for run in _plain_runs(selection, topology=name):
+            yield replace(run, steps=MANY_STEPS)
 
 
 def _plain_runs(selection: Selection, **choices: str) -> Iterator[Scenario]:

@@ -82,6 +82,8 @@ class Recipe:
     """Backward passes a step."""
     uneven: bool = False
     """Parts have unequal numbers of rows."""
+    nearly_equal: bool = False
+    """Parts may differ by a row."""
     defer_sync: bool = False
     """Gradients are synchronised in the last pass only."""
     optimizers: int = 1
@@ -111,13 +113,13 @@ class Recipe:
         """
         first = (rows + 1) // 2
         last = max(1, rows // 6)
-        sizes = (
-            [first, rows - first - last, last]
-            if self.uneven
-            else [rows // self.parts] * self.parts
-        )
+        least, more = divmod(rows, self.parts)
+        sizes = [least + 1] * more + [least] * (self.parts - more)
+        if self.uneven:
+            sizes = [first, rows - first - last, last]
         # few rows may make unequal parts equal, and the recipe would test nothing
-        if min(sizes) < 1 or sum(sizes) != rows or self.uneven == (len({*sizes}) == 1):
+        other = not self.nearly_equal and self.uneven == (len({*sizes}) == 1)
+        if min(sizes) < 1 or other:
             kind = "unequal" if self.uneven else "equal"
             text = f"{rows} rows of a rank cannot be cut in {self.parts} {kind} parts"
             raise CannotError(text)
@@ -231,6 +233,12 @@ RECIPES: dict[str, Recipe] = {
         text="three backward passes a step, of unequal numbers of rows",
         parts=3,
         uneven=True,
+        of_stacks=True,
+    ),
+    "accumulate-six": Recipe(
+        text="six backward passes a step, of equal numbers of rows or nearly so",
+        parts=6,
+        nearly_equal=True,
         of_stacks=True,
     ),
     "random": Recipe(

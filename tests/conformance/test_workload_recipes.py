@@ -16,13 +16,19 @@ from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.conformance.rank.worker import observe_rank
 from gradparity.conformance.space.catalogue import Selection, not_tried, select
 from gradparity.conformance.space.constraints import why_not
+from gradparity.conformance.space.recipes import RECIPES
 from gradparity.conformance.status import UsageError
-from gradparity.fixtures import resolve_workload
+from gradparity.fixtures import CannotError, resolve_workload
 from gradparity.fixtures.faulty import own_steps, steps
 from gradparity.fixtures.faulty.plain import Broken
 from gradparity.fixtures.faulty.stacks import Held, Named
 from gradparity.fixtures.faulty.steps import FAULTY_STEPS, RIGHT_STEPS
 from gradparity.multiprocess import WorldError
+from gradparity.tests.conformance.test_workload_steps import (
+    Engine,
+    MicroBatches,
+    Trains,
+)
 
 PLAIN = "gradparity.fixtures.faulty:PlainScaler"
 TRAINS = "gradparity.fixtures.faulty.steps:Trains"
@@ -395,7 +401,7 @@ def test_a_faulty_step_is_caught_in_its_recipe(
 ) -> None:
     assert broken.law in accused(runner.run("none", Scenario.parse(broken.at)))
     scenario = Scenario.parse(broken.at)
-    recipe = "random" if "random" in scenario.recipe else "plain"
+    recipe = "random" if scenario.recipe == "random-recompute" else "plain"
     assert not accused(runner.run("none", replace(scenario, recipe=recipe)))
 
 
@@ -425,3 +431,155 @@ class ClipsHard(steps.Trains):
 
     def optimizer(self, parameters: Named) -> Any:
         return super().optimizer(parameters)
+
+
+# - Many passes, and many steps
+
+
+class ForgetsTheFourthPass(Trains):
+    """Gradients of later passes are not added."""
+
+    def backward(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> float:
+        total = super().backward(stack, micro_batches, scaler)
+        if len(micro_batches) > 3:
+            stack.optimizer.zero_grad()
+            super().backward(stack, micro_batches[:3], scaler)
+        return total
+
+
+class TrainsForFiveSteps(Trains):
+    """No gradient is used from then on."""
+
+    def clip(self, stack: Engine) -> Tensor:
+        stack.kept["steps"] = stack.kept.get("steps", 0) + 1
+        if stack.kept["steps"] > 5:
+            stack.optimizer.zero_grad(set_to_none=False)
+        return super().clip(stack)
+
+
+@pytest.mark.parametrize("stack", [Trains, ForgetsTheFourthPass, TrainsForFiveSteps])
+def test_six_passes_and_twenty_steps_are_tried_once(
+    runner: Runner, stack: type
+) -> None:
+    # regression: P9
+    spec = f"{stack.__module__}:{stack.__name__}"
+    chosen = select("default", Selection(workload=spec, no_scaler=True))
+    due = [s for s in chosen if s.recipe == "accumulate-six" or s.steps == 20]
+    assert len(due) == 2
+    told = {s.recipe: runner.run("none", s).status for s in due}
+    wrong = {"ForgetsTheFourthPass": "accumulate-six", "TrainsForFiveSteps": "plain"}
+    assert [r for r, s in told.items() if s != "pass"] == [
+        r for name, r in wrong.items() if name == stack.__name__
+    ]
+
+
+@pytest.mark.parametrize("rows", [5, 6, 8, 12])
+def test_six_parts_differ_by_a_row_at_most(rows: int) -> None:
+    recipe = RECIPES["accumulate-six"]
+    if rows < 6:
+        with pytest.raises(CannotError, match="in 6 equal parts"):
+            recipe.sizes(rows)
+        return
+    sizes = recipe.sizes(rows)
+    assert (len(sizes), sum(sizes)) == (6, rows)
+    assert max(sizes) - min(sizes) <= 1
+
+
+# - Averages under recipes
+
+
+class Averages(Trains):
+    """No fault: a running average, which moves once a step and is in the checkpoint."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        engine = super().parallelize(model, mesh)
+        engine.kept = {n: p.detach().clone() for n, p in model.named_parameters()}
+        return engine
+
+    def move(self, stack: Engine) -> None:
+        for name, p in stack.module.named_parameters():
+            stack.kept[name.removeprefix("module.")].lerp_(p.detach(), 0.1)
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        returned = super().train_step(stack, micro_batches, scaler)
+        self.move(stack)
+        return returned
+
+    def ema(self, stack: Engine) -> dict[str, Tensor]:
+        return dict(stack.kept)
+
+    def save_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
+        held = stack.module, stack.optimizer
+        states = [each.state_dict() for each in held]
+        if torch.distributed.get_rank() == 0:
+            torch.save([*states, stack.kept], f"{folder}/all.pt")
+        torch.distributed.barrier()
+
+    def load_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
+        module, optimizer, average = torch.load(f"{folder}/all.pt", weights_only=True)
+        stack.module.load_state_dict(module)
+        stack.optimizer.load_state_dict(optimizer)
+        stack.kept = average
+
+
+class AveragesEachPass(Averages):
+    """The average moves once for each micro-batch."""
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        for _ in micro_batches[1:]:
+            self.move(stack)
+        return super().train_step(stack, micro_batches, scaler)
+
+
+class AveragesNoMoreOnceLoaded(Averages):
+    """What was loaded is given, and moves no more."""
+
+    def load_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
+        super().load_checkpoint(stack, scaler, folder)
+        stack.loaded = True  # type: ignore[attr-defined]  # of this fault
+
+    def move(self, stack: Engine) -> None:
+        if not hasattr(stack, "loaded"):
+            super().move(stack)
+
+
+class EachPassOnOneRank(AveragesEachPass):
+    """The same, beside the reference that has it, too."""
+
+    reference = "one rank"
+
+
+class AveragesOnOneRank(Averages):
+    """No fault."""
+
+    reference = "one rank"
+
+
+@pytest.mark.parametrize(
+    ("stack", "recipe", "caught"),
+    [
+        (Averages, "accumulate", False),
+        (Averages, "accumulate-uneven", False),
+        (Averages, "resume", False),
+        (AveragesOnOneRank, "accumulate", False),
+        (AveragesEachPass, "accumulate", True),
+        (EachPassOnOneRank, "accumulate", True),
+        (AveragesNoMoreOnceLoaded, "resume", True),
+    ],
+)
+def test_an_average_is_that_of_plain_steps(
+    runner: Runner, stack: type, recipe: str, caught: bool
+) -> None:
+    # regression: P6
+    found = runner.run("none", replace(here(stack, recipe), steps=5))
+    told = accused(found)
+    assert found.status == ("fail" if caught else "pass"), told
+    assert [*told] == ["trainer.average"] * caught
+    if caught:
+        assert f"the same steps without recipe={recipe}" in told["trainer.average"]

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from ....fixtures import OfWorkload
+from ...rank.trace import Floats
 from ..law import (
     Evidence,
     Finding,
@@ -167,7 +169,8 @@ def schedule(evidence: Evidence) -> Finding:
 @law(
     "trainer.average",
     "The running average of the weights does not move on a step that is skipped, and "
-    "is equal on ranks that hold the same weights; a checkpoint of the stack holds it.",
+    "is equal on ranks that hold the same weights; a checkpoint of the stack holds it. "
+    "It is that of whole rows where rows are cut, and that of a run without a resume.",
     "If a skipped step counts, the weights before it count twice, and the warm-up of "
     "the average is shorter than planned. Ranks that count differently drift apart: "
     "which model is evaluated then depends on the rank that saves it. An average that "
@@ -182,6 +185,10 @@ def average(evidence: Evidence) -> Finding:
     compared, torn = _torn(evidence)
     if torn is not None:
         return torn
+    beside, moved = _as_in_plain_steps(evidence)
+    if moved is not None:
+        return moved
+    compared += beside
     parity = evidence.parity if not narrowed(evidence) else None
     if parity is not None and (row := parity.first_bad.get("average")) is not None:
         doubt = parity.doubt(row.step, "average", row.parameter)
@@ -218,9 +225,71 @@ def average(evidence: Evidence) -> Finding:
     if not compared and not loads.compared and evidence.unseen == 0:
         return skipped("no step was skipped, and no two ranks move the same average")
     what = "averages untouched by a skip, or equal on two ranks"
+    if beside:
+        what += f", of which {beside} are those of plain steps"
     if alike:
         what += f", of which {alike} elements within the bounds of one rank"
     return loads.counted(compared, what, evidence.unseen)
+
+
+def _as_in_plain_steps(evidence: Evidence) -> tuple[int, Finding | None]:
+    """Averages of the same training with whole rows and no resume, compared.
+
+    An average is a weighted mean of the weights up to there. So two of them are no
+    further apart than the weights were at most, but for rounding, if both give the same
+    weights to the same steps.
+    """
+    compared = 0
+    apart: dict[tuple[int, str], float] = {}
+    for trace, beside in zip(evidence.ranks, evidence.plain or (), strict=False):
+        for at, there in zip(trace.steps, beside.steps, strict=False):
+            for name, values in at.averages.items():
+                other = there.averages.get(name)
+                here, known = at.parameters.get(name), there.parameters.get(name)
+                if other is None or here is None or known is None:
+                    continue
+                if not np.array_equal(trace.index[name], beside.index.get(name, ())):
+                    continue
+                wide = values.astype(np.float64)
+                if _is_narrow(values):
+                    continue
+                far = max(apart.get((trace.rank, name), 0.0), _distance(here, known))
+                apart[trace.rank, name] = far
+                rounding = (at.step + 1) * SAFETY * EPS * float(np.linalg.norm(wide))
+                bound, error = SAFETY * far + rounding, _distance(values, other)
+                compared += 1
+                if not error <= bound:
+                    recipe = evidence.scenario.recipe
+                    return compared, Finding(
+                        status=Status.FAIL,
+                        message=f"step {at.step}: the running average of {name} on "
+                        f"rank {trace.rank} is {error:.3g} away from that of the same "
+                        f"steps without recipe={recipe}, and the weights are at most "
+                        f"{far:.3g} apart: it moves more or less often than once a "
+                        "step, or by another rule",
+                        step=at.step,
+                        ranks=(trace.rank,),
+                        parameter=name,
+                        numbers={"error": error, "bound": bound},
+                        cause="not that of plain steps",
+                        compared=compared,
+                    )
+    return compared, None
+
+
+SAFETY = 4.0
+"""Factor of the distance of the weights, and of the rounding of each step."""
+EPS = 2.0**-23
+
+
+def _distance(one: Floats, other: Floats) -> float:
+    return float(np.linalg.norm(one.astype(np.float64) - other.astype(np.float64)))
+
+
+def _is_narrow(values: Floats) -> bool:
+    """True if an average is kept in 16 bits: a tie may then go to either side."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return not (bits & 0x1FFF).any()  # of fp16 and of bf16
 
 
 def _torn(evidence: Evidence) -> tuple[int, Finding | None]:
