@@ -11,11 +11,12 @@ it is forked: ``run/session.py`` imports all of that.
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import cached_property
-from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -69,7 +70,9 @@ class Place:
     @cached_property
     def files(self) -> str:
         """A folder for checkpoints of ranks; goes when the place is closed."""
-        return self._files.enter_context(TemporaryDirectory(prefix="gradparity-"))
+        folder = tempfile.mkdtemp(prefix="gradparity-")
+        self._files.callback(shutil.rmtree, folder, ignore_errors=True)
+        return folder
 
     def ranks(self, world: int) -> BaseCluster:
         """The world of this size."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -44,6 +43,7 @@ from ..space.scenario import Scenario
 from ..status import Status, Verdict, case_status
 from .failures import ran_out_of_time, traces_of, why_not_run
 from .launcher import AloneError, Place, Pool, root_cause
+from .waiting import Waiting
 
 __all__ = ["Case", "Phases", "Runner"]
 
@@ -279,57 +279,26 @@ class Runner:
             end: called with each judged case, in order and in any thread; True ends the
                 run.
         """
-        behind: deque[tuple[int, Future[Case | None]]] = deque()
-        held = stopped = False
         pairs = [*pairs]
-
-        def judged(seen: _Seen) -> Case | None:
-            # Localising needs the ranks, which train another case now: such a case is
-            # held, and all after it, until catch_up ends them.
-            nonlocal held, stopped
-            if stopped:
-                return None
-            case = self._judge(seen)
-            held = held or self._is_localised(case)
-            if held:
-                return case
-            stopped = end(case)
-            return None
-
-        def catch_up(most: int) -> bool:
-            # the ranks are free now
-            nonlocal held, stopped
-            while behind:
-                waiting = sum(traces for traces, _ in behind)
-                if not (held or waiting > most or behind[0][1].done()):
-                    break
-                case = behind.popleft()[1].result()
-                if case is not None and not stopped:
-                    stopped = end(self._localised_where_due(case))
-            if not behind:  # else the thread that judges may just have set it
-                held = False
-            return stopped
-
         with ThreadPoolExecutor(1, "judge") as judge:
             # before the first references: a case would wait for them with free ranks;
             # an error is that of the case that asks again
             for model in dict.fromkeys(scenario.model for _, scenario in pairs):
                 judge.submit(self._found_out, model)
+            steps = self._judge, self._is_localised, self._localised_where_due
+            waiting = Waiting(judge, *steps, end)
             try:
                 for spec, scenario in pairs:
                     begin(spec, scenario.id)
                     seen = self._observe(spec, scenario)
                     traces = sum(map(len, seen.phases)) or 1
-                    behind.append((traces, judge.submit(judged, seen)))
-                    if catch_up(max(BEHIND, traces)):
+                    waiting.add(seen, traces)
+                    if waiting.catch_up(max(BEHIND, traces)):
                         return
-                catch_up(0)
+                waiting.catch_up(0)
             except BaseException:  # Ctrl-C, too
                 # the cases whose ranks have ended are judged before it goes on
-                while behind:
-                    case = behind.popleft()[1].result()
-                    if case is not None and not stopped:
-                        stopped = end(case)
+                waiting.end_all()
                 raise
 
     def _observe(self, spec: str, scenario: Scenario) -> _Seen:

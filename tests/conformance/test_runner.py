@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from gradparity.conformance.report.records import read_report
 from gradparity.conformance.run import runner as runner_module
 from gradparity.conformance.run.launcher import Place
 from gradparity.conformance.run.runner import BEHIND, CONTROLS
+from gradparity.conformance.run.waiting import Waiting
 from gradparity.multiprocess import RankOutcome, RankState, WorldError
 from gradparity.tests.made_up import SCENARIO, rank_trace
 
@@ -36,6 +38,7 @@ class MadeUp(Place):
 
     def __init__(self, **runs: list[Run]) -> None:
         super().__init__(Devices(), 30.0)
+        self._stack.close()  # no rank is started, and no test closes this place
         self.runs = {SCALER: runs["scaler"], NO_SCALER: runs.get("control", [right])}
         self.calls: list[str] = []
         self.asked: set[str] = set()
@@ -403,6 +406,33 @@ def test_cases_behind_one_that_needs_the_ranks_end_after_it(
     runner.run_all(seeds(4), runner.begin, runner.end)
     assert runner.ended == runner.begun
     assert localised[0] == (1, 1)
+
+
+def test_no_two_threads_decide_or_end_at_once_and_the_order_stays() -> None:
+    """Every seventh case needs the ranks, which the main thread has."""
+    ended: list[int] = []
+    inside: list[int] = []
+
+    def alone(number: int) -> int:
+        inside.append(number)
+        time.sleep(1e-4)
+        assert inside == [number], "another thread is in it, too"
+        inside.clear()
+        return number
+
+    def end(number: int) -> bool:
+        ended.append(alone(number))
+        return False
+
+    with ThreadPoolExecutor(1) as thread:
+        waiting = Waiting[int, int](
+            thread, lambda n: n, lambda n: alone(n) % 7 == 0, alone, end
+        )
+        for number in range(300):
+            waiting.add(number, 1)
+            waiting.catch_up(3)
+        waiting.catch_up(0)
+    assert ended == [*range(300)]
 
 
 def test_nothing_ends_after_the_case_that_ends_the_run() -> None:

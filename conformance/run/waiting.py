@@ -1,0 +1,97 @@
+"""Waiting: cases whose ranks have ended, judged while the next ones train."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+__all__ = ["Waiting"]
+
+S = TypeVar("S")
+"""A case that has been seen."""
+C = TypeVar("C")
+"""A case that has been judged."""
+
+
+class Waiting(Generic[S, C]):
+    """Cases that are judged in a second thread, and ended in order.
+
+    Localising needs the ranks, which train another case: such a case is kept, with all
+    after it, until :meth:`catch_up` ends them in the thread of the ranks. A lock lets
+    one thread at a time decide who ends a case, and end it.
+    """
+
+    def __init__(
+        self,
+        thread: ThreadPoolExecutor,
+        judge: Callable[[S], C],
+        needs_ranks: Callable[[C], bool],
+        complete: Callable[[C], C],
+        end: Callable[[C], bool],
+    ) -> None:
+        """Begin without cases.
+
+        Args:
+            thread: judges the cases; of one worker.
+            judge: gives the judged case.
+            needs_ranks: whether ``complete`` needs free ranks for a case.
+            complete: called while the ranks are free.
+            end: called with each case; True ends the run.
+        """
+        self._thread, self._judge, self._needs_ranks = thread, judge, needs_ranks
+        self._complete, self._end = complete, end
+        self._cases: deque[tuple[int, Future[C | None]]] = deque()
+        """Size, and the case if the thread of the ranks is to end it."""
+        self._lock = threading.Lock()
+        self._keeps = False
+        self._stopped = False
+
+    def add(self, seen: S, size: int) -> None:
+        """Have a case judged.
+
+        Args:
+            seen: the case.
+            size: of what it keeps in memory until then.
+        """
+        self._cases.append((size, self._thread.submit(self._judged, seen)))
+
+    def _judged(self, seen: S) -> C | None:
+        if self._stopped:
+            return None
+        case = self._judge(seen)
+        with self._lock:
+            self._keeps = self._keeps or self._needs_ranks(case)
+            if self._keeps:
+                return case
+            self._stopped = self._end(case)
+        return None
+
+    def catch_up(self, most: int) -> bool:
+        """End what is due while the ranks are free; True ends the run.
+
+        Args:
+            most: sum of sizes that may wait.
+        """
+        while self._cases:
+            waiting = sum(size for size, _ in self._cases)
+            if not (self._keeps or waiting > most or self._cases[0][1].done()):
+                break
+            self._end_next(self._complete)
+        with self._lock:
+            # none is being judged where none waits, so none is overtaken
+            self._keeps = self._keeps and bool(self._cases)
+        return self._stopped
+
+    def end_all(self) -> None:
+        """End all cases without completing them."""
+        while self._cases:
+            self._end_next(lambda case: case)
+
+    def _end_next(self, complete: Callable[[C], C]) -> None:
+        case = self._cases.popleft()[1].result()
+        with self._lock:
+            if case is not None and not self._stopped:
+                self._stopped = self._end(complete(case))
