@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import shlex
@@ -37,6 +38,7 @@ from .runner import Case
 
 __all__ = ["Recorder", "case_record", "command_line", "make_header", "replay_command"]
 
+_LOGGER = logging.getLogger(__name__)
 # those that change numbers or transports: a report is not to hold a whole environment,
 # which may have secrets
 _RELEVANT = (
@@ -162,6 +164,9 @@ class Recorder:
         try:
             script = self.place.alone(standalone_script, case.scenario, case.scaler)
         except (UsageError, AloneError):  # not every scenario has a script
+            return record
+        except Exception:  # a fault of ours: a verdict without a script is one, too
+            _LOGGER.exception("no script could be made for %s", case.scenario.id)
             return record
         self._shown |= broken
         return msgspec.structs.replace(record, script=script)

@@ -387,6 +387,18 @@ def test_the_page_and_the_record_have_no_script_for_unknown_names(place: Pool) -
     assert Recorder(place).record(strange).script == ""
 
 
+def test_a_script_that_cannot_be_made_ends_no_run(
+    place: Pool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def breaks(*_: object) -> str:
+        raise AssertionError("two names")
+
+    monkeypatch.setattr(place, "alone", breaks)
+    record = Recorder(place).record(failing("ddp/2/fp32/sgd/none", "scale.rule"))
+    assert (record.status, record.script) == ("fail", "")
+    assert "no script could be made for ddp/2/fp32/sgd/none" in caplog.text
+
+
 def test_a_cell_names_the_law_that_is_broken_first() -> None:
     """Later steps follow: wrong weights have wrong gradients."""
     late, soon = (
