@@ -105,7 +105,7 @@ class Engine:
     initial: str
     """Digest of these."""
     dropouts: dict[str, float]
-    """Of the model, before the layout: name -> probability."""
+    """Name -> probability, in the model before the layout."""
     trained: frozenset[str]
     """Names of the full model's parameters that require a gradient."""
     index: dict[str, NDArray[np.int64]]

@@ -269,7 +269,7 @@ def checked_collective(
 
 
 def _summand(rank: int, step: int) -> float:
-    """What a rank adds to the checked sum of a step: another number a rank and step.
+    """The part of a rank in the checked sum of a step: another number a rank and step.
 
     In fp32, as most collectives that stray, where whole numbers are exact up to 2^24:
     that is the sum of 9,548 ranks, at any step.

@@ -168,7 +168,7 @@ def _three_runs(
 SIX_PASSES = "accumulate-six"
 """The recipe of the most passes; faults that need more of them are not seen."""
 MANY_STEPS = 20
-"""Of one run of a workload; faults that begin later are not seen."""
+"""Steps of one run of a workload; faults that begin later are not seen."""
 LAYOUT_STEPS = 3
 """Gradients of the first step, leftovers of it in the second, and one more step."""
 
