@@ -9,6 +9,7 @@ are. A job on ranks trains the same rows as on one process.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -77,6 +78,7 @@ def hurt(model: Any, fault: str) -> None:
     elif fault == "twice":  # the gradient of the loss
         run = model.forward
 
+        @functools.wraps(run)  # a trainer reads its parameters
         def doubled(*args: Any, **kwargs: Any) -> Any:
             found = run(*args, **kwargs)
             if found.loss is not None:
