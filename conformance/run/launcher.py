@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -51,7 +52,9 @@ class Place:
         self.devices = devices
         self.timeout_s = timeout_s
         self._worlds: dict[int, BaseCluster] = {}
-        self._files, self._stack = ExitStack(), ExitStack()
+        self._stack = ExitStack()
+        self._remove: Callable[[], object] = lambda: None
+        """Removes the folder of ``files``, if there is one."""
         self._alone = {False: self._one(default_group=False)}
         """True if it has a process group -> a cluster of one process."""
 
@@ -65,13 +68,14 @@ class Place:
         trace: TracebackType | None,
     ) -> None:
         self._stack.close()
-        self._files.close()  # no rank is left that writes
+        self._remove()  # no rank is left that writes
 
     @cached_property
     def files(self) -> str:
         """A folder for checkpoints of ranks; goes when the place is closed."""
         folder = tempfile.mkdtemp(prefix="gradparity-")
-        self._files.callback(shutil.rmtree, folder, ignore_errors=True)
+        # also where nobody closes the place
+        self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         return folder
 
     def ranks(self, world: int) -> BaseCluster:
