@@ -548,10 +548,15 @@ class Runner:
                 more,
                 choices,
                 facts=self._found_out(phase.model)[0],
-                files=self.place.files,
+                files=self._files(phase),
             )
             saved = gathered(results) if more else None
             yield fold(results)
+
+    def _files(self, scenario: Scenario) -> str | None:
+        # a killed process leaves its folder: none is made where nothing is saved
+        saves = scenario.workload.save_checkpoint is not None
+        return self.place.files if saves else None
 
     def _watched(self, spec: str, scenario: Scenario, step: int) -> list[Watched]:
         """The watched ``step`` of each rank of the world that trained it."""
@@ -563,7 +568,8 @@ class Runner:
                 (phase, spec, self.folder, saved),
             )
             if step < phase.steps:
-                return ranks.run(observe_modules, *given, step, facts, self.place.files)
+                files = self._files(phase)
+                return ranks.run(observe_modules, *given, step, facts, files)
             saved = gathered(ranks.run(observe_rank, *given, True, facts=facts))
         raise AssertionError(f"no phase makes step {step}")
 
