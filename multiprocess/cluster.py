@@ -144,7 +144,6 @@ class Cluster(BaseCluster):
                 **settings,
             )
         )
-        _refuse_simulated(self.spec)
         self._ranks: RankProcesses | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._sent: Context | None = None
@@ -153,7 +152,6 @@ class Cluster(BaseCluster):
     @classmethod
     def of(cls, spec: WorldSpec) -> Self:
         """Return a cluster for a spec made elsewhere."""
-        _refuse_simulated(spec)
         cluster = cls(spec.world_size)
         cluster.spec = spec
         return cluster
@@ -246,14 +244,6 @@ class Cluster(BaseCluster):
         return ranks
 
 
-def _refuse_simulated(spec: WorldSpec) -> None:
-    if spec.simulated:
-        raise ValueError(
-            f'Cluster takes backend "gloo" or "nccl", got "{spec.backend}": tests '
-            f'have simulated ranks by @pytest.mark.world(backend="{spec.backend}")'
-        )
-
-
 def pickled_call(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bytes:
@@ -307,14 +297,17 @@ def _call(
         fresh_group=options.isolation == "group" or ranks.fresh_group,
         context=changed,
         leaves_nothing=options.leaves_nothing,
+        prepares=options.prepares,
     )
     for rank in ranks.ranks:
         rank.send(run, options.timeout_s)
-    return _outcomes(ranks, options.timeout_s)
+    return _outcomes(ranks, options.timeout_s, prepares=options.prepares)
 
 
-def _outcomes(ranks: RankProcesses, limit_s: float) -> tuple[RankOutcome, ...]:
-    facts = Watch(ranks, limit_s, ranks.spec.grace_s).facts()
+def _outcomes(
+    ranks: RankProcesses, limit_s: float, *, prepares: bool = False
+) -> tuple[RankOutcome, ...]:
+    facts = Watch(ranks, limit_s, ranks.spec.grace_s, prepares=prepares).facts()
     ranks.reusable = all(fact.reply and fact.reply.reusable for fact in facts)
     outcomes = outcomes_or_raise(facts)
     ranks.fresh_group = False

@@ -241,6 +241,10 @@ class RankProcesses:
         """Return where one rank is."""
         return flight_records.read_place(self._records_fd, rank)[0]
 
+    def has_begun(self, rank: int) -> bool:
+        """True if one rank has prepared the call that it was sent last."""
+        return flight_records.read_begun(self._records_fd, rank) == self.runs
+
     def current_collective(self, rank: int) -> Collective | None:
         """Return the collective that one rank is in, if it is in one."""
         return flight_records.read_current(self._records_fd, rank)
