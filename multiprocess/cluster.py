@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from .errors import NotPicklableError, WorldError
+from .errors import NotPicklableError
 from .messages import Context, Run, Start, pickled
-from .outcomes import RankOutcome, RankState
+from .outcomes import RankOutcome
 from .parent.rank_processes import RankProcesses, current_context
 from .parent.root_cause import outcomes_or_raise
 from .parent.watch import Watch
@@ -211,13 +211,9 @@ class Cluster(BaseCluster):
             self._sent = context
             try:
                 outcomes = _call(ranks, payload, options, changed)
-            except BaseException as error:  # also ctrl-C
-                keeps = options.keep_answered and ranks.reusable
-                if keeps and all_answered(error):
-                    ranks.fresh_group = True
-                else:  # a world in the middle of a call is of no use
-                    self._release()
-                    ranks.kill()
+            except BaseException:  # also ctrl-C: the ranks are in the middle of it
+                self._release()
+                ranks.kill()
                 raise
             if not ranks.reusable:
                 self.close()
@@ -262,14 +258,6 @@ def pickled_call(
         ) from error
 
 
-def all_answered(error: BaseException) -> bool:
-    """True if every rank is there for a next call although this one failed."""
-    answers = (RankState.OK, RankState.RAISED)
-    return isinstance(error, WorldError) and all(
-        outcome.state in answers for outcome in error.outcomes
-    )
-
-
 def _started(spec: WorldSpec, context: Context) -> RankProcesses:
     ranks = RankProcesses(spec)
     try:
@@ -294,7 +282,7 @@ def _call(
     run = Run(
         payload=payload,
         number=ranks.runs,
-        fresh_group=options.isolation == "group" or ranks.fresh_group,
+        fresh_group=options.isolation == "group",
         context=changed,
         leaves_nothing=options.leaves_nothing,
         prepares=options.prepares,
@@ -310,5 +298,4 @@ def _outcomes(
     facts = Watch(ranks, limit_s, ranks.spec.grace_s, prepares=prepares).facts()
     ranks.reusable = all(fact.reply and fact.reply.reusable for fact in facts)
     outcomes = outcomes_or_raise(facts)
-    ranks.fresh_group = False
     return outcomes

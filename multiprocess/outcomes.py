@@ -55,10 +55,13 @@ class Place(enum.Enum):
     DONE = 4
     """Done with its test, and waiting until the others are."""
 
+    DEBUGGER = 5
+    """In a debugger, which waits for its user."""
+
     @property
     def waits(self) -> bool:
         """True if it is other ranks that a rank waits for there."""
-        return self is not Place.BODY
+        return self not in (Place.BODY, Place.DEBUGGER)
 
 
 @dataclass(frozen=True)

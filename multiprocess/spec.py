@@ -92,10 +92,6 @@ class CallOptions:
     isolation: Isolation = "pool"
     """What the call shares with earlier ones."""
 
-    keep_answered: bool = False
-    """Keep the ranks of a failed call in which every rank answered; the next call gets
-    a fresh process group. Meant for many small failing calls, as in shrinking."""
-
     leaves_nothing: bool = False
     """Replace the ranks if the call leaves a thread running, or a collective that it
     never waited for. Meant for tests, which must not affect the next one."""

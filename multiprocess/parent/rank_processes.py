@@ -207,7 +207,6 @@ class RankProcesses:
         self.owner = os.getpid()
         self.runs = 0
         self.reusable = True
-        self.fresh_group = False
         self.ranks: list[RankProcess] = []
         # One for all ranks: another one has not imported what these are to have.
         self._shared: list[int] = []

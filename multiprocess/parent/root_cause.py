@@ -24,6 +24,7 @@ _DOING = {
     Place.JOINING: "making a process group",
     Place.STORE: "waiting for a key of a store",
     Place.DONE: "done, waiting for the others to be",
+    Place.DEBUGGER: "in a debugger",
 }
 
 

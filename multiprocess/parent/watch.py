@@ -131,6 +131,9 @@ class Watch:
                 self._look_for_the_begin()
             left_s = self._until - linux.now_s()
             if left_s <= 0:
+                if self._debugs():
+                    self._until = linux.now_s() + self._grace_s
+                    continue
                 return
             if self._prepares:
                 left_s = min(left_s, _BEGIN_POLL_S)
@@ -192,6 +195,11 @@ class Watch:
 
     def _end_by(self, grace_s: float) -> None:
         self._until = min(self._until, linux.now_s() + grace_s)
+
+    def _debugs(self) -> bool:
+        """True while the user of a debugger looks at a rank."""
+        ranks = self._unfinished()
+        return any(self._processes.place(r.rank) is Place.DEBUGGER for r in ranks)
 
     def _unfinished(self) -> list[RankProcess]:
         return [

@@ -26,7 +26,6 @@ from ..spec import CallOptions, WorldSpec
 from . import internals
 from .rank_session import (
     FAIL,
-    SETTINGS,
     ItemOrder,
     ItemResult,
     SessionOrder,
@@ -118,13 +117,13 @@ def _allow_fixtures(test: Any) -> None:
     """Have hypothesis not look for fixtures, which no test has in the parent."""
     import hypothesis
 
-    owner = getattr(test, "__func__", test)
-    settings = getattr(owner, SETTINGS, None) or hypothesis.settings()
+    owner, name = getattr(test, "__func__", test), internals.SETTINGS
+    settings = getattr(owner, name, None) or hypothesis.settings()
     checks = hypothesis.HealthCheck
     allowed = {checks.function_scoped_fixture, checks.differing_executors}
     allowed.update(settings.suppress_health_check)
     changed = hypothesis.settings(settings, suppress_health_check=list(allowed))
-    setattr(owner, SETTINGS, changed)
+    setattr(owner, name, changed)
 
 
 class ItemRun:
@@ -369,10 +368,26 @@ def _session_order(config: pytest.Config) -> SessionOrder:
             options=dict(_options(config)),
             args=tuple(config.args),
             folder=str(config.invocation_params.dir),
+            terminal=_terminal(config),
             temporary=internals.temporary_folder(config),
             worker=getattr(config, "workerinput", None) or _as_only_worker(),
         )
     return config.stash[_SESSION]
+
+
+def _terminal(config: pytest.Config) -> str | None:
+    if not config.getoption("usepdb", False):
+        return None
+    capture: Any = config.pluginmanager.get_plugin("capturemanager")
+    if capture is not None:
+        capture.suspend_global_capture(in_=True)
+    try:
+        return os.ttyname(0)
+    except OSError:
+        return None  # the failure is reported as without --pdb
+    finally:
+        if capture is not None:
+            capture.resume_global_capture()
 
 
 def _as_only_worker() -> Mapping[str, Any]:
@@ -386,6 +401,8 @@ def _as_only_worker() -> Mapping[str, Any]:
 
 def _options(config: pytest.Config) -> Iterator[tuple[str, Any]]:
     for name, value in vars(config.option).items():
+        if name == "file_or_dir":
+            continue  # the arguments travel apart
         if name in _OWN_OF_A_RANK:
             yield name, _OWN_OF_A_RANK[name]
         elif _is_plain(value):

@@ -21,7 +21,7 @@ from ..rank.endings import early_end, refuse_unrun
 from ..rank.flight_recorder import placed
 from ..rank.worker import name_of
 from ..rank.world import World, current_world
-from .rank_session import SETTINGS
+from .internals import SETTINGS
 
 _OK, _REJECT, _LEFT, _FAIL = "ok", "reject", "left", "fail"
 

@@ -1,4 +1,4 @@
-"""Private names of pytest: all that the plugin uses are here.
+"""Private names of pytest, all that the plugin uses, and one of hypothesis.
 
 A worker of pytest-xdist uses the same ones; pytest has no public names for them.
 """
@@ -17,6 +17,9 @@ from _pytest._code.code import (
 )
 from _pytest._io import TerminalWriter
 from _pytest.runner import runtestprotocol
+
+SETTINGS = "_hypothesis_internal_use_settings"
+"""Attribute of a test with its settings; hypothesis has no public name for it."""
 
 
 def configure(config: pytest.Config) -> None:

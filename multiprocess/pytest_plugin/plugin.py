@@ -6,6 +6,7 @@ the code that runs worlds is imported with the first test that needs one.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import sys
@@ -31,6 +32,9 @@ MARKER_HELP = (
 DEFAULT_SIZE = 2
 
 _MARK = "world"
+_PDB = "pdbinvoke"
+"""pytest's plugin for ``--pdb``."""
+
 _ALLOWED = frozenset(field.name for field in fields(WorldSpec))
 _RUNNER = pytest.StashKey["Runner"]()
 _SPEC = pytest.StashKey["WorldSpec"]()
@@ -148,17 +152,26 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         _runner(config).expect()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Put the ranks behind a marked test's setup, call and teardown."""
-    if _on_ranks(item):
-        try:
-            spec = _spec(item)
-        except (TypeError, ValueError):
-            return  # its setup says what is wrong with the marker
+    if not _on_ranks(item):
+        return (yield)
+    with contextlib.suppress(TypeError, ValueError):  # of a marker: its setup says so
+        spec = _spec(item)
         from .controller import take_over
 
         take_over(item, spec, _runner(item.config), _following(item))
+    # A failure is debugged on its rank: here are only frames of this plugin.
+    plugins = item.config.pluginmanager
+    debugs = plugins.get_plugin(_PDB)
+    if debugs is not None:
+        plugins.unregister(debugs)
+    try:
+        return (yield)
+    finally:
+        if debugs is not None:
+            plugins.register(debugs, _PDB)
 
 
 @pytest.hookimpl(tryfirst=True)

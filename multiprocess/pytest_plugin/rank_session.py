@@ -16,14 +16,11 @@ from typing import Any
 import pytest
 
 from .. import messages
-from ..errors import HarnessError
+from ..errors import CallEnded, HarnessError
 from ..outcomes import Failed, Left
 from ..rank.endings import early_end, refuse_unrun
 from ..rank.world import current_world
 from . import internals
-
-SETTINGS = "_hypothesis_internal_use_settings"
-"""Attribute of a test with its settings; hypothesis has no public name for it."""
 
 FAIL = "fail"
 """Kind of a phase that failed; the others are those of ``Left``, and "" for passed."""
@@ -40,6 +37,9 @@ class SessionOrder:
 
     temporary: str | None
     """A folder for the ``tmp_path`` of all ranks."""
+
+    terminal: str | None
+    """Where a rank that failed is debugged, under ``--pdb``."""
 
     worker: Mapping[str, Any]
     """``config.workerinput``, by which plugins know that another session reports."""
@@ -143,7 +143,7 @@ class RankSession:
             os.chdir(here)
         self.config.workerinput = dict(order.worker)  # type: ignore[attr-defined]  # pytest-xdist's name
         self.config.workeroutput = {}  # type: ignore[attr-defined]  # as above
-        self.plugin = _RankPlugin()
+        self.plugin = _RankPlugin(order.terminal)
         self.config.pluginmanager.register(self.plugin, "gradparity-rank")
         internals.write_nowhere(self.config)
         internals.configure(self.config)
@@ -248,7 +248,8 @@ def _without_hidden(error: BaseException | None) -> None:
 class _RankPlugin:
     """Hooks of the session on a rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, terminal: str | None) -> None:
+        self._terminal = terminal
         self.draw_seed = 0
         self.reports: list[pytest.TestReport] = []
         self.subtests: list[Any] = []
@@ -284,6 +285,17 @@ class _RankPlugin:
         if call.excinfo is not None:
             self._errors[id(report)] = report, call.excinfo.value
         return report
+
+    def pytest_exception_interact(
+        self, call: pytest.CallInfo[None], report: Any
+    ) -> None:
+        """Debug a failure of this rank in the terminal of the parent, under --pdb."""
+        error = None if call.excinfo is None else call.excinfo.value
+        if self._terminal is None or isinstance(error, CallEnded):
+            return
+        from ..rank.debugger import debug
+
+        debug(self._terminal, error, report.longreprtext)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Keep a report of a subtest: those of the test are not logged here."""

@@ -3,7 +3,13 @@
 The table in docs/pytest-on-ranks.md names these tests.
 """
 
+import os
+import pty
 import re
+import select
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +20,7 @@ pytest_plugins = ["pytester"]
 __all__ = ["session"]
 PAGE = Path(__file__).parents[2] / "docs" / "pytest-on-ranks.md"
 
+# regression: M3, M6, M12
 FEATURES = """
 import doctest, logging, sys, threading, unittest
 
@@ -233,9 +240,10 @@ def test_features_that_pass(session: Session, pytester: pytest.Pytester) -> None
     assert re.search(r"SKIPPED \[1\] test_it.py:\d+: later", done.stdout)
     xml = (pytester.path / "out.xml").read_text()
     assert xml.count('<property name="size" value="2"') == 1
-    assert "did not end" not in done.stderr
+    assert "did not end" not in done.stderr and "Do not expect" not in done.stdout
 
 
+# regression: M7
 FAILURES = """
 import logging, threading
 
@@ -305,6 +313,7 @@ def test_features_that_fail(session: Session) -> None:
     assert "contains 1 failed subtest" in out
 
 
+# regression: M5
 RERUNS = """
 from _pytest.runner import runtestprotocol
 
@@ -410,3 +419,50 @@ def test_examples_stay_in_step(session: Session) -> None:
     assert "ValueError: low" in out and "n=51," in out
     says = "victim: rank 0: raised gradparity.multiprocess.pytest_plugin.hypothesis"
     assert f"{says}.OtherRankFailed: the example failed on rank [1]" in out
+
+
+# regression: M11
+@pytest.mark.slow
+def test_pdb_looks_at_the_rank_that_failed(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        """
+import pytest, torch.distributed as dist
+
+@pytest.mark.world(2, timeout_s=2)
+def test_it(world):
+    marked = 40 + world.rank
+    if world.rank == 1:
+        raise ValueError("boo")
+    dist.barrier()
+
+@pytest.mark.world(2)
+def test_innocent(world):
+    dist.barrier()
+"""
+    )
+    keys, screen = pty.openpty()
+    command = [sys.executable, "-m", "pytest", "-q", "--pdb", "--color=no"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdin=screen, stdout=screen, stderr=screen
+    ) as process:
+        os.close(screen)
+        shown = read_until(keys, b"(Pdb) ")
+        time.sleep(3)  # longer than the test's limit
+        os.write(keys, b"p 'marked', marked\n")
+        shown += read_until(keys, b"(Pdb) ")
+        os.write(keys, b"q\n")
+        shown += read_until(keys, b" passed in ")
+        process.wait(30)
+    os.close(keys)
+    assert b"pdb on rank 1 of 2" in shown and b"('marked', 41)" in shown
+    assert b"1 failed, 1 passed" in shown, shown.decode()
+
+
+def read_until(fd: int, end: bytes) -> bytes:
+    read = b""
+    while end not in read and select.select([fd], [], [], 60)[0]:
+        try:
+            read += os.read(fd, 4096)
+        except OSError:  # the other side is closed
+            break
+    return read
