@@ -3,7 +3,6 @@ from .errors import CallEnded as CallEnded
 from .errors import ForkserverError as ForkserverError
 from .errors import HarnessError as HarnessError
 from .errors import NotPicklableError as NotPicklableError
-from .errors import NotSimulatedError as NotSimulatedError
 from .errors import WorldError as WorldError
 from .outcomes import Collective as Collective
 from .outcomes import RankOutcome as RankOutcome

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from .errors import NotPicklableError, WorldError
+from .errors import NotPicklableError
 from .messages import Context, Run, Start, pickled
-from .outcomes import RankOutcome, RankState
+from .outcomes import RankOutcome
 from .parent.rank_processes import RankProcesses, current_context
 from .parent.root_cause import outcomes_or_raise
 from .parent.watch import Watch
@@ -144,7 +144,6 @@ class Cluster(BaseCluster):
                 **settings,
             )
         )
-        _refuse_simulated(self.spec)
         self._ranks: RankProcesses | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._sent: Context | None = None
@@ -153,7 +152,6 @@ class Cluster(BaseCluster):
     @classmethod
     def of(cls, spec: WorldSpec) -> Self:
         """Return a cluster for a spec made elsewhere."""
-        _refuse_simulated(spec)
         cluster = cls(spec.world_size)
         cluster.spec = spec
         return cluster
@@ -213,13 +211,9 @@ class Cluster(BaseCluster):
             self._sent = context
             try:
                 outcomes = _call(ranks, payload, options, changed)
-            except BaseException as error:  # also ctrl-C
-                keeps = options.keep_answered and ranks.reusable
-                if keeps and all_answered(error):
-                    ranks.fresh_group = True
-                else:  # a world in the middle of a call is of no use
-                    self._release()
-                    ranks.kill()
+            except BaseException:  # also ctrl-C: the ranks are in the middle of it
+                self._release()
+                ranks.kill()
                 raise
             if not ranks.reusable:
                 self.close()
@@ -246,14 +240,6 @@ class Cluster(BaseCluster):
         return ranks
 
 
-def _refuse_simulated(spec: WorldSpec) -> None:
-    if spec.simulated:
-        raise ValueError(
-            f'Cluster takes backend "gloo" or "nccl", got "{spec.backend}": tests '
-            f'have simulated ranks by @pytest.mark.world(backend="{spec.backend}")'
-        )
-
-
 def pickled_call(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bytes:
@@ -270,14 +256,6 @@ def pickled_call(
             f"{name} or one of its arguments cannot be sent to the ranks: {error}; "
             "send plain values and tensors, and make the rest on the ranks"
         ) from error
-
-
-def all_answered(error: BaseException) -> bool:
-    """True if every rank is there for a next call although this one failed."""
-    answers = (RankState.OK, RankState.RAISED)
-    return isinstance(error, WorldError) and all(
-        outcome.state in answers for outcome in error.outcomes
-    )
 
 
 def _started(spec: WorldSpec, context: Context) -> RankProcesses:
@@ -304,18 +282,20 @@ def _call(
     run = Run(
         payload=payload,
         number=ranks.runs,
-        fresh_group=options.isolation == "group" or ranks.fresh_group,
+        fresh_group=options.isolation == "group",
         context=changed,
         leaves_nothing=options.leaves_nothing,
+        prepares=options.prepares,
     )
     for rank in ranks.ranks:
         rank.send(run, options.timeout_s)
-    return _outcomes(ranks, options.timeout_s)
+    return _outcomes(ranks, options.timeout_s, prepares=options.prepares)
 
 
-def _outcomes(ranks: RankProcesses, limit_s: float) -> tuple[RankOutcome, ...]:
-    facts = Watch(ranks, limit_s, ranks.spec.grace_s).facts()
+def _outcomes(
+    ranks: RankProcesses, limit_s: float, *, prepares: bool = False
+) -> tuple[RankOutcome, ...]:
+    facts = Watch(ranks, limit_s, ranks.spec.grace_s, prepares=prepares).facts()
     ranks.reusable = all(fact.reply and fact.reply.reusable for fact in facts)
     outcomes = outcomes_or_raise(facts)
-    ranks.fresh_group = False
     return outcomes

@@ -3,7 +3,6 @@
 RuntimeError
 +-- HarnessError            the harness itself could not work
 |   +-- ForkserverError     the server that forks the ranks is gone or would not start
-|   +-- NotSimulatedError   something that only real ranks can do
 +-- WorldError            a call failed on at least one rank
 TypeError
 +-- NotPicklableError       a function, argument or result that cannot travel
@@ -23,10 +22,6 @@ class HarnessError(RuntimeError):
 
 class ForkserverError(HarnessError):
     """The server that forks the ranks is gone or would not start."""
-
-
-class NotSimulatedError(HarnessError):
-    """Something that only real ranks can do."""
 
 
 class CallEnded(BaseException):

@@ -17,7 +17,6 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # it ships no types
 
-from .outcomes import Collective, Place
 from .spec import WorldSpec
 
 _LENGTH = struct.Struct("!Q")
@@ -81,7 +80,8 @@ class Run:
     """What changed in the parent since the last message."""
 
     leaves_nothing: bool = False
-    """See ``CallOptions``."""
+    prepares: bool = False
+    """See ``CallOptions``, both."""
 
 
 class Kind(enum.Enum):
@@ -108,37 +108,6 @@ class Reply:
 
     reusable: bool = True
     """True if the next call may use the process, with the process group it has now."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Simulation:
-    """A call on simulated ranks."""
-
-    world_size: int
-    limit_s: float
-    grace_s: float
-    payload: bytes
-    """Pickled ``(fn, args, kwargs)``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Simulated:
-    """What is known of one simulated rank: see ``Fact``."""
-
-    reply: Reply | None
-    place: Place
-    left_by: int | None
-    stacks: str
-    collectives: tuple[Collective, ...]
-    output: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulatedRun:
-    """What is known of all simulated ranks."""
-
-    ranks: tuple[Simulated, ...]
-    took_s: float
 
 
 def pickled(value: object) -> bytes:

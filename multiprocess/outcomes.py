@@ -55,13 +55,13 @@ class Place(enum.Enum):
     DONE = 4
     """Done with its test, and waiting until the others are."""
 
-    TURN = 5
-    """A thread of a simulation: waiting until another one waits, so that it may run."""
+    DEBUGGER = 5
+    """In a debugger, which waits for its user."""
 
     @property
     def waits(self) -> bool:
         """True if it is other ranks that a rank waits for there."""
-        return self is not Place.BODY
+        return self not in (Place.BODY, Place.DEBUGGER)
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,23 @@ class Left:
 
     reason: str
     """The exception's text."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Result of a function that failed, and has more to report than its exception."""
+
+    error: BaseException
+    """Its failure."""
+
+    value: Any
+    """``RankOutcome.value`` of the failed rank."""
+
+    traceback: str = ""
+    """Shown in place of the exception's own traceback."""
+
+    followed: bool = False
+    """True if only the failure of another rank made this one fail."""
 
 
 class RankState(enum.Enum):
@@ -114,7 +131,8 @@ class RankOutcome:
     """How the call ended."""
 
     value: Any = None
-    """What the function returned (``OK`` only), or a ``Left``."""
+    """What the function returned (``OK`` only), a ``Left``, or what it reports of its
+    failure by ``Failed``."""
 
     exception: BaseException | None = None
     """The exception itself, where it could be pickled."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Isolation = Literal["pool", "group", "process"]
-Backend = Literal["gloo", "nccl", "simulated", "both"]
+Backend = Literal["gloo", "nccl"]
 Device = Literal["cpu", "cuda"]
 
 ISOLATIONS: tuple[str, ...] = get_args(Isolation)
@@ -22,8 +22,7 @@ class WorldSpec:
     """Number of ranks, at least 1."""
 
     backend: Backend = "gloo"
-    """Backend of the default process group; or "simulated": ranks are threads of one
-    process; "both": gloo ranks, and then simulated ones that must do the same."""
+    """Backend of the default process group."""
 
     device: Device = "cpu"
     """Where the ranks keep their tensors."""
@@ -77,20 +76,10 @@ class WorldSpec:
             raise ValueError(
                 f'backend "nccl" needs device="cuda", got device="{self.device}"'
             )
-        if self.simulated and self.device != "cpu":
-            raise ValueError(
-                f'backend "{self.backend}" needs device="cpu", got '
-                f'device="{self.device}"'
-            )
         for name in ("preload", "visible_devices"):
             _make_tuple(self, name)
         for name in ("timeout_s", "start_timeout_s", "threads", "output_limit"):
             check_positive(name, getattr(self, name))
-
-    @property
-    def simulated(self) -> bool:
-        """True if there are ranks that are no processes."""
-        return self.backend in ("simulated", "both")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +92,13 @@ class CallOptions:
     isolation: Isolation = "pool"
     """What the call shares with earlier ones."""
 
-    keep_answered: bool = False
-    """Keep the ranks of a failed call in which every rank answered; the next call gets
-    a fresh process group. Meant for many small failing calls, as in shrinking."""
-
     leaves_nothing: bool = False
     """Replace the ranks if the call leaves a thread running, or a collective that it
     never waited for. Meant for tests, which must not affect the next one."""
+
+    prepares: bool = False
+    """The function prepares first, as by imports: the limit counts from where all ranks
+    have called ``World._begin``, and ``start_timeout_s`` limits the time before."""
 
     def __post_init__(self) -> None:
         check_isolation(self.isolation)

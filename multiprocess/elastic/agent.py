@@ -28,7 +28,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from ..cluster import BaseCluster, all_answered, pickled_call
+from ..cluster import BaseCluster, pickled_call
 from ..environment import AGENT_VARIABLE
 from ..errors import HarnessError, WorldError
 from ..messages import Kind
@@ -372,7 +372,6 @@ class AgentCluster(BaseCluster):
         super().__init__(spec)
         self._agent = agent
         self._world = 0
-        self._fresh_group = False
 
     def submit(
         self, options: CallOptions, fn: Callable[..., Any], *args: Any, **kwargs: Any
@@ -393,18 +392,14 @@ class AgentCluster(BaseCluster):
         except BaseException:
             self._world = 0
             raise
-        self._fresh_group = False
         replies = [fact.reply for fact in facts]
         reusable = all(reply and reply.reusable for reply in replies)
         if not reusable:
             self._world = 0
         try:
             return outcomes_or_raise(facts)
-        except WorldError as failure:
-            if options.keep_answered and reusable and all_answered(failure):
-                self._fresh_group = True
-            else:
-                self._world = 0
+        except WorldError:
+            self._world = 0
             raise
 
     def _attempt(
@@ -417,7 +412,7 @@ class AgentCluster(BaseCluster):
             options=options,
             payload=payload,
             world=self._world,
-            fresh_group=not new and (self._fresh_group or options.isolation == "group"),
+            fresh_group=not new and options.isolation == "group",
             context=self._agent.change(),
         )
         return self._agent.call(request)

@@ -165,10 +165,14 @@ class LocalRanks:
             fresh_group=request.fresh_group,
             context=None if context == world.context else context,
             leaves_nothing=request.options.leaves_nothing,
+            prepares=request.options.prepares,
         )
         world.context = context
-        processes.ranks[0].send(run, request.options.timeout_s)
-        return self._watched(processes, request.options.timeout_s, others)
+        options = request.options
+        processes.ranks[0].send(run, options.timeout_s)
+        return self._watched(
+            processes, options.timeout_s, others, prepares=options.prepares
+        )
 
     def _context(self, request: CallRequest) -> Context:
         own = replace(current_context(), env=self._env)
@@ -186,15 +190,21 @@ class LocalRanks:
             self.end(spec)
 
     def _watched(
-        self, processes: RankProcesses, limit_s: float, others: OtherRanks
+        self,
+        processes: RankProcesses,
+        limit_s: float,
+        others: OtherRanks,
+        *,
+        prepares: bool = False,
     ) -> Fact:
-        spec = processes.spec
-        (fact,) = Watch(processes, limit_s, spec.grace_s, others).facts()
+        grace_s = processes.spec.grace_s
+        watch = Watch(processes, limit_s, grace_s, others, prepares=prepares)
+        (fact,) = watch.facts()
         # The ranks may be on several machines: wall time is their only common clock.
         ahead_s = time.time() - time.monotonic()
         reply = fact.reply
         if reply is None:
-            self.end(spec)  # a rank that hangs is not used again
+            self.end(processes.spec)  # a rank that hangs is not used again
         else:
             reply = replace(reply, ended_at_s=reply.ended_at_s + ahead_s)
         return replace(fact, reply=reply, ended_at_s=fact.ended_at_s + ahead_s)

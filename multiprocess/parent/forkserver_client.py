@@ -293,8 +293,16 @@ def stop_forkserver() -> None:
             _client = None
 
 
+_wanted: dict[str, None] = {}
+
+
+def want_preloaded(modules: Iterable[str]) -> None:
+    """Have the next server import these modules, too, where this process has them."""
+    _wanted.update(dict.fromkeys(modules))
+
+
 def _costly_here() -> tuple[str, ...]:
-    return tuple(name for name in COSTLY if name in sys.modules)
+    return tuple(name for name in (*COSTLY, *_wanted) if name in sys.modules)
 
 
 atexit.register(stop_forkserver)

@@ -207,7 +207,6 @@ class RankProcesses:
         self.owner = os.getpid()
         self.runs = 0
         self.reusable = True
-        self.fresh_group = False
         self.ranks: list[RankProcess] = []
         # One for all ranks: another one has not imported what these are to have.
         self._shared: list[int] = []
@@ -240,6 +239,10 @@ class RankProcesses:
     def place(self, rank: int) -> Place:
         """Return where one rank is."""
         return flight_records.read_place(self._records_fd, rank)[0]
+
+    def has_begun(self, rank: int) -> bool:
+        """True if one rank has prepared the call that it was sent last."""
+        return flight_records.read_begun(self._records_fd, rank) == self.runs
 
     def current_collective(self, rank: int) -> Collective | None:
         """Return the collective that one rank is in, if it is in one."""

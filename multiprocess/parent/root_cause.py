@@ -24,7 +24,7 @@ _DOING = {
     Place.JOINING: "making a process group",
     Place.STORE: "waiting for a key of a store",
     Place.DONE: "done, waiting for the others to be",
-    Place.TURN: "waiting for the thread of another rank",
+    Place.DEBUGGER: "in a debugger",
 }
 
 
@@ -82,7 +82,7 @@ def _divided(outcomes: Sequence[RankOutcome]) -> bool:
 
 def _as_raised(outcome: RankOutcome) -> RankOutcome:
     left = outcome.value
-    if not isinstance(left, Left):
+    if not outcome.ok or not isinstance(left, Left) or not left.kind:
         return outcome
     return replace(
         outcome, state=RankState.RAISED, error_type=left.name, message=left.reason
@@ -128,9 +128,14 @@ def _answered(blank: RankOutcome, reply: Reply) -> RankOutcome:
             # Its type, text and traceback have come as text.
             with suppress(Exception, SystemExit):
                 exception = pickle.loads(reply.exception)
+        value = None
+        if reply.value:
+            with suppress(Exception, SystemExit):
+                value = pickle.loads(reply.value)
         return replace(
             blank,
             state=RankState.RAISED,
+            value=value,
             exception=exception,
             error_type=reply.error_type,
             message=reply.message,

@@ -28,9 +28,13 @@ _POLL_S = 0.05
 _LOOK_S = 0.1
 """How often places are looked at while some ranks have answered and others have not."""
 
+_BEGIN_POLL_S = 0.02
+"""How often the ranks are asked if they have begun, where they prepare first."""
+
 _HARNESS_FRAME = re.compile(
     r'  File "(<string>|.*/multiprocess/rank/(worker|forkserver|endings|unittests)\.py'
-    r'|.*/multiprocess/pytest_plugin/remote\.py)", line \d+ '
+    r'|.*/multiprocess/pytest_plugin/\w+\.py|.*/_pytest/\w+\.py|.*/pluggy/\w+\.py)"'
+    r", line \d+ "
 )
 """Below the function under test: the same in every stack, so not shown."""
 
@@ -73,11 +77,16 @@ class Watch:
         limit_s: float,
         grace_s: float,
         others: OtherRanks | None = None,
+        *,
+        prepares: bool = False,
     ) -> None:
         self._processes = processes
         self._others = others
+        self._limit_s = limit_s
+        self._prepares = prepares
         self._began = linux.now_s()
-        self._until = self._began + limit_s
+        spec = processes.spec
+        self._until = self._began + (spec.start_timeout_s if prepares else limit_s)
         self._grace_s = grace_s
         self._replies: dict[int, Reply] = {}
         self._stopped: set[int] = set()
@@ -118,9 +127,16 @@ class Watch:
 
     def _wait(self) -> None:
         while self._unfinished():
+            if self._prepares:
+                self._look_for_the_begin()
             left_s = self._until - linux.now_s()
             if left_s <= 0:
+                if self._debugs():
+                    self._until = linux.now_s() + self._grace_s
+                    continue
                 return
+            if self._prepares:
+                left_s = min(left_s, _BEGIN_POLL_S)
             if self._replies and not self._left_by:
                 left_s = min(left_s, _LOOK_S)
                 self._look_for_waits_without_end()
@@ -164,6 +180,14 @@ class Watch:
                 self._left_by[waiting.rank] = without
                 self._end_by(self._grace_s)
 
+    def _look_for_the_begin(self) -> None:
+        """Start the clock of the call once all ranks are prepared."""
+        waiting = self._unfinished()
+        if all(self._processes.has_begun(rank.rank) for rank in waiting):
+            self._prepares = False
+            self._began = linux.now_s()
+            self._end_by(self._limit_s)
+
     def _fault(self, grace_s: float) -> None:
         self._end_by(grace_s)
         if self._others is not None:
@@ -171,6 +195,11 @@ class Watch:
 
     def _end_by(self, grace_s: float) -> None:
         self._until = min(self._until, linux.now_s() + grace_s)
+
+    def _debugs(self) -> bool:
+        """True while the user of a debugger looks at a rank."""
+        ranks = self._unfinished()
+        return any(self._processes.place(r.rank) is Place.DEBUGGER for r in ranks)
 
     def _unfinished(self) -> list[RankProcess]:
         return [

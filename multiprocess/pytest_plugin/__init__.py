@@ -1,8 +1,8 @@
-"""``@pytest.mark.world``: the body of a test runs on every rank.
+"""``@pytest.mark.world``: a test runs on every rank, in a pytest session of the rank.
 
-- Fixtures that use ``world`` are evaluated on each rank, all others once, in the
-  parent.
-- ``controller`` runs in pytest's process, ``remote`` on the ranks, ``runner`` has the
-  warm clusters between them.
-- Classes of unittest run the same way (``unittests``), those of torch, too (``adopt``).
+- ``plugin`` has the hooks of every session.
+- ``controller`` puts ranks behind a test and merges their reports.
+- ``rank_session`` is the session on a rank.
+- ``runner`` has the warm clusters between them.
+- Classes of unittest run by ``unittests``, and those of torch by ``adopt``.
 """

@@ -1,194 +1,343 @@
-"""One marked test: the call on the ranks, and their outcomes as pytest's result."""
+"""One marked test in the parent: a run on the ranks, and its phases as pytest's.
+
+pytest's own protocol runs around it. So reruns, ``-x``, expected failures and timeouts
+are pytest's; only the item's setup, call and teardown are those of the ranks.
+"""
 
 from __future__ import annotations
 
+import os
+import pickle
+import random
 import sys
-import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
-from _pytest._code.code import (
-    ExceptionChainRepr,
-    ReprEntryNative,
-    ReprFileLocation,
-    ReprTraceback,
-)
-from _pytest.fixtures import resolve_fixture_function
 
 from ..environment import unsupported
-from ..errors import NotSimulatedError, WorldError
-from ..messages import pickled
-from ..outcomes import Left, RankOutcome
-from ..rank.endings import ALTERNATIVE, SKIP, XFAIL, early_end, never_runs
+from ..errors import WorldError
+from ..outcomes import Left, RankOutcome, RankState
+from ..parent.forkserver_client import want_preloaded
+from ..rank.endings import SKIP, XFAIL, early_end, unrunnable
 from ..report import render_output
 from ..spec import CallOptions, WorldSpec
-from .remote import (
-    MONKEYPATCH,
-    Body,
-    RankFixture,
-    RankRequest,
-    WorldArgument,
-    run_body,
+from . import internals
+from .rank_session import (
+    FAIL,
+    ItemOrder,
+    ItemResult,
+    SessionOrder,
+    run_item,
 )
 from .runner import Runner, UnsuitableWorld
 
-_FAILURE = pytest.StashKey[WorldError]()
-_RANK_FIXTURES: pytest.StashKey[list[RankFixture]] = pytest.StashKey()
+_RUN: pytest.StashKey[ItemRun] = pytest.StashKey()
+_SESSION = pytest.StashKey[SessionOrder]()
 
-_PARENT_ONLY = frozenset(
-    {"request", "pytestconfig", "caplog", "recwarn", "capfd", "capsys"}
-)
-"""Fixtures of pytest's that mean nothing on a rank."""
+_OWN_OF_A_RANK: Mapping[str, Any] = {
+    "basetemp": None,
+    "cacheclear": False,
+    "cacheshow": None,
+    "capture": "no",  # output goes through the rank's pipe, also of one that is killed
+    "collectonly": False,
+    "cov_source": [],  # coverage.py itself measures ranks
+    "debug": None,
+    "deselect": None,
+    "dist": "no",
+    "durations": None,
+    "failedfirst": False,
+    "gradparity_adopt": False,
+    "keyword": "",
+    "lf": False,
+    "log_file": None,
+    "looponfail": False,
+    "markexpr": "",
+    "maxfail": 0,
+    "newfirst": False,
+    "no_cov": True,
+    "numprocesses": None,
+    "pastebin": None,
+    "pyargs": False,
+    "setuponly": False,
+    "setupplan": False,
+    "setupshow": False,
+    "stepwise": False,
+    "stepwise_skip": False,
+    "trace": False,
+    "tx": [],
+    "usepdb": False,
+    "xmlpath": None,
+}
+"""Options that concern the one session that selects and reports."""
 
-_OF_RANKS = (RankFixture, WorldArgument)
 
-
-def prepare(item: pytest.Item) -> None:
-    """Fail a marked test that pytest would run in the parent; ready the others."""
+def refuse(item: pytest.Item) -> None:
+    """Fail a marked test that no rank can run."""
     if reason := unsupported():
         pytest.fail(reason, pytrace=False)
-    test = getattr(item, "obj", None)
-    if refusal := unrunnable(item.name, test):
+    if refusal := unrunnable(item.name, getattr(item, "obj", None)):
         pytest.fail(refusal, pytrace=False)
-    if type(item) is not pytest.Function:
-        pytest.fail(
-            f"@pytest.mark.world is for plain test functions and methods, and "
-            f"{item.name} is a {type(item).__name__}: make it a function, or a method "
-            "of a class without a base (setUp is setup_method there)",
-            pytrace=False,
-        )
+
+
+def preload_session(config: pytest.Config) -> None:
+    """Have ranks forked from a process that has imported pytest and its plugins."""
+    plugins = [plugin for plugin, _ in config.pluginmanager.list_plugin_distinfo()]
+    names = {getattr(plugin, "__name__", "") for plugin in plugins}
+    names |= {name for name in sys.modules if name.startswith("_pytest.")}
+    want_preloaded(sorted({*names, run_item.__module__} - {""}))
+
+
+def take_over(
+    item: pytest.Item,
+    spec: WorldSpec,
+    runner: Runner,
+    following: pytest.Item | None,
+) -> None:
+    """Have pytest's protocol run a test on ranks.
+
+    Args:
+        item: The test.
+        spec: Its world.
+        runner: Where worlds run.
+        following: The next test on the same ranks.
+    """
+    test = getattr(item, "obj", None)
     if hasattr(test, "hypothesis"):
-        from .hypothesis import adapt_settings
-
-        adapt_settings(test)
-
-
-def unrunnable(name: str, test: object) -> str:
-    """Return why a call of ``test`` would not run it; empty if one would."""
-    what = never_runs(test)
-    return what and (
-        f"@pytest.mark.world is for plain functions, and {name} is {what}: "
-        f"{ALTERNATIVE}"
-    )
+        _allow_fixtures(test)
+    run = ItemRun(item, spec, runner, following)
+    item.stash[_RUN] = run
+    # Of the instance: plugins that look at the item find the test's own class.
+    for name in ("setup", "runtest", "teardown"):
+        setattr(item, name, getattr(run, name))
 
 
-def rank_fixture(
-    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
-) -> RankFixture | None:
-    """Return a fixture's plan if it asks for ``world``; None leaves it to pytest."""
-    values = {name: request.getfixturevalue(name) for name in fixturedef.argnames}
-    if not any(isinstance(v, WorldArgument | RankFixture) for v in values.values()):
-        return None
-    if fixturedef.scope != "function":
-        pytest.fail(
-            f"the fixture `{fixturedef.argname}` asks for `world` and is "
-            f"{fixturedef.scope}-scoped; on ranks only function scope exists: give it "
-            "that scope",
-            pytrace=False,
-        )
-    values = {name: _sendable(name, value) for name, value in values.items()}
-    if "request" in values:
-        values["request"] = RankRequest(getattr(request, "param", None))
-    fn = resolve_fixture_function(fixturedef, request)
-    plan = RankFixture(fixturedef.argname, fn, values)
-    # As pytest does with a value: another fixture that asks for it finds the plan.
-    fixturedef.cached_result = (plan, fixturedef.cache_key(request), None)  # type: ignore[arg-type]
-    item = request._pyfuncitem
-    # Also where the body does not take it, as with autouse: `run_body` evaluates all of
-    # them.
-    item.stash.setdefault(_RANK_FIXTURES, []).append(plan)
-    return plan
+def _allow_fixtures(test: Any) -> None:
+    """Have hypothesis not look for fixtures, which no test has in the parent."""
+    import hypothesis
+
+    owner, name = getattr(test, "__func__", test), internals.SETTINGS
+    settings = getattr(owner, name, None) or hypothesis.settings()
+    checks = hypothesis.HealthCheck
+    allowed = {checks.function_scoped_fixture, checks.differing_executors}
+    allowed.update(settings.suppress_health_check)
+    changed = hypothesis.settings(settings, suppress_health_check=list(allowed))
+    setattr(owner, name, changed)
 
 
-def call_on_ranks(item: pytest.Function, spec: WorldSpec, runner: Runner) -> None:
-    """Run a marked test's body; raise what pytest should see."""
-    __tracebackhide__ = True
-    names = item._fixtureinfo.argnames
-    arguments = {name: _sendable(name, item.funcargs[name]) for name in names}
+class ItemRun:
+    """A test that runs on ranks, as the phases that pytest calls."""
 
-    fixtures = item.stash.setdefault(_RANK_FIXTURES, [])
+    def __init__(
+        self,
+        item: pytest.Item,
+        spec: WorldSpec,
+        runner: Runner,
+        following: pytest.Item | None,
+    ) -> None:
+        self._item = item
+        self._spec = spec
+        self._runner = runner
+        self._following = following
+        self._ended: dict[str, BaseException] = {}
+        self._outcomes: tuple[RankOutcome, ...] = ()
+        self.failure: WorldError | None = None
+        self.failed_in = "call"
+        self._reports: dict[str, list[tuple[int, pytest.TestReport]]] = {}
 
-    def call(fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> None:
+    def setup(self) -> None:
+        """Run all of the test on the ranks; end as their setup ended."""
         __tracebackhide__ = True
-        body = Body(
-            fn=fn,
-            args=args,
-            arguments=kwargs,
-            autouse=fixtures,
-            filters=list(warnings.filters),
-            compared=spec.backend == "both",
+        self._ended, self._outcomes, self.failure = {}, (), None
+        self._reports = {}
+        options = self._item.config.option
+        if getattr(options, "setuponly", False) or getattr(options, "setupplan", False):
+            return
+        try:
+            self._outcomes = self._run()
+        except UnsuitableWorld as reason:
+            pytest.skip(str(reason))
+        except WorldError as failure:
+            self.failure = failure
+            self._outcomes = failure.outcomes
+        except (Exception, pytest.fail.Exception) as error:  # as of pytest-timeout
+            self._ended["call"] = error
+            return
+        self._merge()
+        self._enter("setup")
+
+    def runtest(self) -> None:
+        """End as the call on the ranks ended."""
+        __tracebackhide__ = True
+        if self.failure is None:
+            # Into pytest's own capture, as the output of a test in one process.
+            sys.stdout.write(render_output(self._outcomes))
+        self._enter("call")
+
+    def teardown(self) -> None:
+        """End as the teardown on the ranks ended."""
+        __tracebackhide__ = True
+        self._enter("teardown")
+
+    def _enter(self, when: str) -> None:
+        __tracebackhide__ = True
+        if when in self._ended:
+            raise self._ended[when]
+
+    def _run(self) -> tuple[RankOutcome, ...]:
+        following = self._following
+        order = ItemOrder(
+            session=_session_order(self._item.config),
+            file=str(self._item.path),
+            name=self._item.nodeid,
+            following=following
+            if following is None
+            else (str(following.path), following.nodeid),
+            # Not the test's seed: other examples in each session find more.
+            draw_seed=random.Random(os.urandom(8)).getrandbits(64),
         )
-        _check_travels(body)
-        _call(item, spec, runner, body)
+        options = CallOptions(
+            timeout_s=self._spec.timeout_s,
+            isolation=self._spec.isolation,
+            leaves_nothing=True,
+            prepares=True,
+        )
+        return self._runner.run(self._spec, options, run_item, order)
 
-    if hasattr(item.obj, "hypothesis"):
-        from .hypothesis import draw_and_call
+    # -- N ranks, one result
 
-        draw_and_call(item.obj, arguments, call)
-    else:
-        call(item.obj, (), arguments)
+    def _merge(self) -> None:
+        results = [
+            (o, o.value) for o in self._outcomes if isinstance(o.value, ItemResult)
+        ]
+        self._take_reports(results)
+        self._take_subtests([(o.rank, r) for o, r in results])
+        self._take_warnings([result for _, result in results])
+        for _, result in results:
+            known = self._item.user_properties
+            known.extend(each for each in result.properties if each not in known)
+        if self.failure is not None:
+            self.failed_in = self._place_of_failure()
+        for when in ("setup", "call", "teardown"):
+            phases = [(o, p) for o, r in results if (p := r.phase(when)) is not None]
+            kinds = {phase.kind for _, phase in phases}
+            if self.failure is not None and when == self.failed_in:
+                self._ended[when] = _for_pytest(self.failure)
+            elif FAIL in kinds:
+                failed = [(o, p) for o, p in phases if p.kind == FAIL]
+                own = [o for o, _ in failed if o.state is not RankState.VICTIM]
+                if when == "teardown" and own:
+                    text = "\n".join(
+                        f"rank {rank}:\n{report.longreprtext}"
+                        for rank, report in self._reports.get(when, [])
+                        if report.failed
+                    )
+                    self._ended[when] = pytest.fail.Exception(text, pytrace=False)
+            elif len(kinds) > 1:
+                text = _disagreement(self._outcomes)
+                self._ended[when] = pytest.fail.Exception(text, pytrace=False)
+            elif kinds & {SKIP, XFAIL}:
+                phase = phases[0][1]
+                # Not by pytest.xfail(), which --runxfail makes do nothing.
+                kind = pytest.skip if phase.kind == SKIP else pytest.xfail
+                self._ended[when] = kind.Exception(phase.reason)
+
+    def _place_of_failure(self) -> str:
+        assert self.failure is not None
+        root = self.failure.root.value
+        if isinstance(root, ItemResult):
+            if root.failed is not None:
+                return root.failed
+            ended = [phase.when for phase in root.phases if phase.kind]
+            return ended[0] if ended else "call"
+        return "call"
+
+    def _take_reports(self, results: Sequence[tuple[RankOutcome, ItemResult]]) -> None:
+        config = self._item.config
+        for outcome, result in results:
+            for phase in result.phases:
+                report = _deserialised(config, phase.report)
+                self._reports.setdefault(phase.when, []).append((outcome.rank, report))
+
+    def _take_subtests(self, results: Sequence[tuple[int, ItemResult]]) -> None:
+        """Log each subtest once; the report of a rank on which it failed wins."""
+        config, hook = self._item.config, self._item.ihook
+        merged: dict[tuple[str, int], Any] = {}
+        for rank, result in results:
+            seen: dict[str, int] = {}
+            for data in result.subtests:
+                report = _deserialised(config, data)
+                name = repr(getattr(report, "context", None))
+                seen[name] = seen.get(name, 0) + 1
+                known = merged.get((name, seen[name]))
+                if known is None or (report.failed and not known.failed):
+                    report.sections.append(("Rank", str(rank)))
+                    merged[name, seen[name]] = report
+        for report in merged.values():
+            hook.pytest_runtest_logreport(report=report)
+        failed = sum(report.failed for report in merged.values())
+        if failed:
+            text = f"contains {failed} failed subtest{'s' * (failed > 1)}"
+            self._ended["call"] = pytest.fail.Exception(text, pytrace=False)
+
+    def _take_warnings(self, results: Sequence[ItemResult]) -> None:
+        seen = set()
+        for result in results:
+            for warning in result.warnings:
+                message = warning["warning_message"]
+                key = str(message.message), message.filename, message.lineno
+                if key not in seen:
+                    seen.add(key)
+                    self._item.ihook.pytest_warning_recorded.call_historic(
+                        kwargs={**warning, "nodeid": self._item.nodeid}
+                    )
+
+    def complete(self, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+        """Put into one phase's report what the ranks' own reports say."""
+        ranks = self._reports.get(call.when, [])
+        for each in ("duration", "start", "stop"):
+            values = [getattr(r, each) for _, r in ranks if hasattr(r, each)]
+            if values:
+                setattr(report, each, (min if each == "start" else max)(values))
+        titles = dict.fromkeys(title for _, r in ranks for title, _ in r.sections)
+        for title in titles:
+            parts = [
+                f"--- rank {rank} ---\n{text}"
+                for rank, r in ranks
+                for t, text in r.sections
+                if t == title
+            ]
+            report.sections.append((title, "\n".join(parts)))
+        if report.skipped and not hasattr(report, "wasxfail") and ranks:
+            report.longrepr = ranks[0][1].longrepr or report.longrepr
+        raised = self._ended.get(call.when)
+        if call.excinfo is None or call.excinfo.value is not raised:
+            return  # of another plugin
+        if report.failed and self.failure is not None and call.when == self.failed_in:
+            notes = list(getattr(raised, "__notes__", []))
+            text = _disagreement(self.failure.outcomes) + str(self.failure)
+            show(self._item, self.failure, "\n".join([text, *notes]), report)
 
 
-def explain(
+def complete(
     item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport
 ) -> None:
-    """Replace the parent's traceback by the failed world in words."""
-    failure = item.stash.get(_FAILURE, None)
-    if failure is None or call.excinfo is None or call.when != "call":
-        return
-    notes = list(getattr(call.excinfo.value, "__notes__", []))
-    text = "\n".join([_disagreement(failure.outcomes) + str(failure), *notes])
-    show(item, failure, text, report)
+    """Complete the report of a test that ran on ranks."""
+    run = item.stash.get(_RUN, None)
+    if run is not None:
+        run.complete(call, report)
 
 
 def show(
     item: pytest.Item, failure: WorldError, text: str, report: pytest.TestReport
 ) -> None:
     """Show ``text`` in the report of a failed world."""
-    path, line, _ = item.location
-    where = ReprFileLocation(path, (line or 0) + 1, failure.root.headline)
-    entries = [ReprEntryNative([text + "\n"])]
-    traceback = ReprTraceback(entries, None, style="native")
-    report.longrepr = ExceptionChainRepr([(traceback, where, None)])
+    report.longrepr = internals.chain_of(text, item, failure.root.headline)
 
 
-def _call(item: pytest.Function, spec: WorldSpec, runner: Runner, body: Body) -> None:
-    __tracebackhide__ = True
-    options = CallOptions(
-        timeout_s=spec.timeout_s,
-        isolation=spec.isolation,
-        leaves_nothing=True,
-        # Shrinking makes many failing calls: new ranks for each would take longer than
-        # all the calls.
-        keep_answered=hasattr(item.obj, "hypothesis"),
-    )
-    if _FAILURE in item.stash:  # of an earlier example
-        del item.stash[_FAILURE]
-    try:
-        outcomes = runner.run(spec, options, run_body, body)
-    except UnsuitableWorld as reason:
-        pytest.skip(str(reason))
-    except NotSimulatedError as refusal:
-        pytest.fail(str(refusal), pytrace=False)
-    except WorldError as failure:
-        item.stash[_FAILURE] = failure
-        raise _for_pytest(failure) from None
-    # Into pytest's own capture, as the output of a test in one process.
-    sys.stdout.write(render_output(outcomes))
-    if isinstance(outcomes[0].value, Left):  # alike on all ranks
-        _raise_agreed(outcomes[0].value)
-
-
-def _raise_agreed(agreed: Left) -> NoReturn:
-    __tracebackhide__ = True
-    if agreed.kind == SKIP:
-        raise pytest.skip.Exception(agreed.reason)
-    if agreed.kind == XFAIL:  # not by pytest.xfail(), which --runxfail makes do nothing
-        raise pytest.xfail.Exception(agreed.reason)
-    from .hypothesis import reject
-
-    reject()
+def _deserialised(config: pytest.Config, data: Mapping[str, Any]) -> Any:
+    return config.hook.pytest_report_from_serializable(config=config, data=dict(data))
 
 
 def _for_pytest(failure: WorldError) -> BaseException:
@@ -202,38 +351,74 @@ def _for_pytest(failure: WorldError) -> BaseException:
         early_end(error) is not None or (any(exits) and not all(exits))
     ):
         return failure
-    # The rank's own exception, so that xfail(raises=...) and hypothesis know it.
+    # The rank's own exception, so that xfail(raises=...) knows it.
     return error
 
 
 def _disagreement(outcomes: tuple[RankOutcome, ...]) -> str:
-    if not any(isinstance(outcome.value, Left) for outcome in outcomes):
+    if not any(isinstance(o.value, Left) and o.value.kind for o in outcomes):
         return ""
     lines = [f"  {outcome.headline}" for outcome in outcomes]
     return "\n".join(["the ranks do not agree on the outcome:", *lines, ""])
 
 
-def _sendable(name: str, value: Any) -> Any:
-    if isinstance(value, RankFixture | WorldArgument):
-        return value
-    return MONKEYPATCH if name == "monkeypatch" else value
+def _session_order(config: pytest.Config) -> SessionOrder:
+    if _SESSION not in config.stash:
+        config.stash[_SESSION] = SessionOrder(
+            options=dict(_options(config)),
+            args=tuple(config.args),
+            folder=str(config.invocation_params.dir),
+            terminal=_terminal(config),
+            temporary=internals.temporary_folder(config),
+            worker=getattr(config, "workerinput", None) or _as_only_worker(),
+        )
+    return config.stash[_SESSION]
 
 
-def _check_travels(body: Body) -> None:
-    for name, value in body.arguments.items():
-        if name in _PARENT_ONLY:
-            _refuse_fixture(name, "belongs to the parent")
-        if not isinstance(value, _OF_RANKS):
-            try:
-                pickled(value)
-            except Exception as error:
-                _refuse_fixture(name, f"cannot be pickled: {error}")
+def _terminal(config: pytest.Config) -> str | None:
+    if not config.getoption("usepdb", False):
+        return None
+    capture: Any = config.pluginmanager.get_plugin("capturemanager")
+    if capture is not None:
+        capture.suspend_global_capture(in_=True)
+    try:
+        return os.ttyname(0)
+    except OSError:
+        return None  # the failure is reported as without --pdb
+    finally:
+        if capture is not None:
+            capture.resume_global_capture()
 
 
-def _refuse_fixture(name: str, why: str) -> None:
-    pytest.fail(
-        f"the fixture or argument `{name}` {why}. Fixtures run once, in the parent, "
-        "and their values travel to the ranks; one that asks for `world` runs on each "
-        "rank instead.",
-        pytrace=False,
-    )
+def _as_only_worker() -> Mapping[str, Any]:
+    return {
+        "workerid": "master",
+        "workercount": 1,
+        "testrunuid": uuid.uuid4().hex,
+        "mainargv": list(sys.argv),
+    }
+
+
+def _options(config: pytest.Config) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(config.option).items():
+        if name == "file_or_dir":
+            continue  # the arguments travel apart
+        if name in _OWN_OF_A_RANK:
+            yield name, _OWN_OF_A_RANK[name]
+        elif _is_plain(value):
+            yield name, value
+    yield "rootdir", str(config.rootpath)
+    yield "inifilename", config.inipath and str(config.inipath)
+    # The forkserver has imported plugins before any session.
+    ignored = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+    yield "pythonwarnings", [*(config.option.pythonwarnings or ()), ignored]
+    yield "plugins", [*config.option.plugins, "no:terminal"]
+    yield "gradparity_rank", True
+
+
+def _is_plain(value: object) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True

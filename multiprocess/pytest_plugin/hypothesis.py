@@ -1,55 +1,210 @@
-"""Hypothesis on a world: the parent draws, the ranks get the example.
+"""Hypothesis on ranks: all draw the same examples, and agree after each how it ended.
 
-So every rank sees the same values, and shrinking works as in one process.
+So every rank sees the same values, and shrinking stays in step.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import hypothesis
+import pytest
+from hypothesis.errors import StopTest, UnsatisfiedAssumption
+
+from ..outcomes import Place
+from ..rank.endings import early_end, refuse_unrun
+from ..rank.flight_recorder import placed
+from ..rank.worker import name_of
+from ..rank.world import World, current_world
+from .internals import SETTINGS
+
+_OK, _REJECT, _LEFT, _FAIL = "ok", "reject", "left", "fail"
+
+_LOOK_S = 0.0003
+_GRACE_S = 0.3
+"""How long a rank whose example failed waits for the others: less than the parent does
+after the failure."""
+
+_SEED = "_hypothesis_internal_use_seed"
 
 
-def adapt_settings(test: Any) -> None:
-    """Adapt a test's settings to a world."""
+class Agreed(Exception):
+    """An example that failed on some rank; hypothesis tells one kind by its class."""
+
+    _gradparity_hidden = True
+    own: BaseException | None = None
+    """The failure of this rank."""
+
+
+class _Unshrunk(BaseException):
+    """An example that failed while other ranks wait for this one: no more are tried."""
+
+    _gradparity_hidden = True
+
+    def __init__(self, own: BaseException) -> None:
+        super().__init__()
+        self.own = own
+
+
+class OtherRankFailed(Exception):
+    """The example failed on another rank only."""
+
+    _gradparity_followed = True
+
+
+@contextmanager
+def in_step(test: Any, seed: int) -> Iterator[None]:
+    """Have a test made by ``@given`` run the same examples on all ranks.
+
+    Args:
+        test: What pytest calls.
+        seed: Of what is drawn, unless the test or the command line has one.
+    """
+    __tracebackhide__ = True
     owner = getattr(test, "__func__", test)
-    own = getattr(owner, "_hypothesis_internal_use_settings", None)
-    settings = own or hypothesis.settings()
-    fixtures = hypothesis.HealthCheck.function_scoped_fixture
-    owner._hypothesis_internal_use_settings = hypothesis.settings(  # noqa: SLF001  # has no public name
-        settings,
-        # A world that is rebuilt after a failure would count as a slow example.
-        deadline=None,
-        # Fixtures that ask for `world` are evaluated for each example.
-        suppress_health_check=[*settings.suppress_health_check, fixtures],
-        # It would explain which lines of the harness ran.
-        phases=[p for p in settings.phases if p is not hypothesis.Phase.explain],
-    )
-
-
-def draw_and_call(
-    test: Any,
-    arguments: Mapping[str, Any],
-    call: Callable[[Callable[..., Any], Any, Mapping[str, Any]], None],
-) -> None:
-    """Run a test made by ``@given``; each example goes to the ranks by ``call``."""
     handle = test.hypothesis
-    body = handle.inner_test
+    body, before = handle.inner_test, dict(vars(owner))
+    steps = _Steps(body)
 
     @functools.wraps(body)
-    def on_ranks(*args: Any, **kwargs: Any) -> None:
-        call(body, args, kwargs)
+    def step(*args: Any, **kwargs: Any) -> None:
+        __tracebackhide__ = True
+        steps.run(args, kwargs)
 
-    # Hypothesis's own hook for other test runners: it draws here, and calls this.
-    handle.inner_test = on_ranks
+    settings = getattr(owner, SETTINGS, None) or hypothesis.settings()
+    adapted = hypothesis.settings(
+        settings,
+        # An example may fail on one rank by what it waits for, not by its own time.
+        deadline=None,
+        # Ranks that read other examples, or other clocks, would part.
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        # It would explain which lines of the harness ran.
+        phases=[p for p in settings.phases if p is not hypothesis.Phase.explain],
+        report_multiple_bugs=False,
+    )
+    setattr(owner, SETTINGS, adapted)
+    if getattr(owner, _SEED, None) is None:
+        hypothesis.seed(seed)(owner)
+    # Hypothesis's own hook for other test runners.
+    handle.inner_test = step
+    own: BaseException | None = None
     try:
-        test(**arguments)
+        yield
+    except (Agreed, _Unshrunk) as error:
+        own = error.own or OtherRankFailed(str(error))
+        for note in getattr(error, "__notes__", []):
+            own.add_note(note)
     finally:
         handle.inner_test = body
+        for name in (SETTINGS, _SEED):
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                vars(owner).pop(name, None)
+    if own is not None:
+        raise own
 
 
-def reject() -> NoReturn:
-    """Make hypothesis discard this example, which the ranks did not accept."""
-    hypothesis.reject()
+class _Steps:
+    """Runs the body of a test once for each example."""
+
+    def __init__(self, body: Any) -> None:
+        self._body = body
+        self._world = current_world()
+        self._number = 0
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run one example; raise what all ranks agree on."""
+        __tracebackhide__ = True
+        own: BaseException | None = None
+        try:
+            refuse_unrun("the test", self._body(*args, **kwargs))
+        except (Exception, StopTest, pytest.fail.Exception) as error:
+            own = error
+        except BaseException as error:
+            if early_end(error) is not None:
+                self._publish(_LEFT, str(error))
+            raise
+        how = _how(own)
+        self._publish(how, _origin(own) if own is not None and how == _FAIL else "")
+        if how == _FAIL and not self._all_there(_GRACE_S):
+            assert own is not None
+            shown = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
+            own.add_note(f"the example, not shrunk since other ranks wait: {shown}")
+            raise _Unshrunk(own)
+        self._all_there(None)
+        self._agree(own, self._answers())
+
+    def _agree(
+        self, own: BaseException | None, answers: Sequence[tuple[str, str]]
+    ) -> None:
+        __tracebackhide__ = True
+        self._number += 1
+        hows = [how for how, _ in answers]
+        failed = [rank for rank, how in enumerate(hows) if how == _FAIL]
+        if failed:
+            _raise_agreed(answers[failed[0]][1], f"failed on rank {failed}", own)
+        if _LEFT in hows:
+            raise _Unshrunk(OtherRankFailed(f"rank {hows.index(_LEFT)} left the test"))
+        if len(set(hows)) > 1:
+            ranks = [rank for rank, how in enumerate(hows) if how == _REJECT]
+            text = f"the ranks do not agree on an example: ranks {ranks} reject it"
+            _raise_agreed("reject", text, AssertionError(text))
+        if own is not None:
+            raise own
+
+    def _key(self, rank: int) -> str:
+        return f"example/{self._number}/{rank}"
+
+    def _publish(self, how: str, origin: str) -> None:
+        answer = json.dumps([how, origin])
+        self._world.store.set(self._key(self._world.rank), answer)
+
+    def _all_there(self, limit_s: float | None) -> bool:
+        keys = [self._key(rank) for rank in range(self._world.world_size)]
+        # Not by the store's own wait, which looks every 10 ms.
+        began = time.perf_counter()
+        with placed(Place.DONE):
+            while not self._world.store.check(keys):
+                if limit_s is not None and time.perf_counter() - began > limit_s:
+                    return False
+                time.sleep(_LOOK_S)
+        return True
+
+    def _answers(self) -> list[tuple[str, str]]:
+        world: World = self._world
+        values = [world.store.get(self._key(rank)) for rank in range(world.world_size)]
+        return [(how, origin) for how, origin in map(json.loads, values)]
+
+
+def _how(error: BaseException | None) -> str:
+    if error is None:
+        return _OK
+    # A draw that hypothesis ends early is alike on all ranks.
+    return _REJECT if isinstance(error, UnsatisfiedAssumption | StopTest) else _FAIL
+
+
+def _origin(error: BaseException) -> str:
+    """Return what makes two failures of examples the same one."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = "" if trace is None else f"{trace.tb_frame.f_code.co_filename}"
+    return f"{name_of(type(error))} {where}:{0 if trace is None else trace.tb_lineno}"
+
+
+_kinds: dict[str, type[Agreed]] = {}
+
+
+def _raise_agreed(origin: str, text: str, own: BaseException | None) -> NoReturn:
+    __tracebackhide__ = True
+    kind = _kinds.setdefault(origin, type("Agreed", (Agreed,), {}))
+    error = kind(f"the example {text}")
+    error.own = own
+    raise error

@@ -6,11 +6,12 @@ the code that runs worlds is imported with the first test that needs one.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -31,11 +32,15 @@ MARKER_HELP = (
 DEFAULT_SIZE = 2
 
 _MARK = "world"
+_PDB = "pdbinvoke"
+"""pytest's plugin for ``--pdb``."""
+
 _ALLOWED = frozenset(field.name for field in fields(WorldSpec))
 _RUNNER = pytest.StashKey["Runner"]()
 _SPEC = pytest.StashKey["WorldSpec"]()
 _AGENT: pytest.StashKey[Agent] = pytest.StashKey()
 _EXIT_CODE = pytest.StashKey[int]()
+_AFTER = pytest.StashKey[dict[pytest.Item, pytest.Item]]()
 _ADOPTION: pytest.StashKey[Adoption] = pytest.StashKey()
 
 
@@ -66,11 +71,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(adoption)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Largest worlds first under xdist."""
     # A world waits until enough slots are free. A large one that comes last would do so
     # while the other workers have nothing left to do.
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    # Not by the environment, which a session inside of a test inherits.
+    if hasattr(config, "workerinput") and not _on_rank(config):
         items.sort(key=_size_or_0, reverse=True)
 
 
@@ -85,7 +93,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker(_MARK)
     if marker is None:
         return
-    from .controller import unrunnable
+    from ..rank.endings import unrunnable
 
     name = metafunc.definition.nodeid
     if refusal := unrunnable(name, metafunc.function):
@@ -108,14 +116,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Any:
     """Return this rank's world, in a test marked with ``@pytest.mark.world``."""
-    from .remote import WorldArgument
-
-    if request.node.get_closest_marker(_MARK) is None:
+    if not _on_rank(request.config):
         pytest.fail(
             "the fixture `world` needs @pytest.mark.world(world_size=...)",
             pytrace=False,
         )
-    return WorldArgument(_size(request.node))
+    from ..rank.world import current_world
+
+    return current_world()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -127,6 +135,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     rank 0 runs the session, and the others serve as agents.
     """
     config = session.config
+    if _on_rank(config):
+        return
     worlds = any(item.get_closest_marker(_MARK) for item in session.items)
     if _has_classes(session):
         from .adopt import submit_by
@@ -134,50 +144,47 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         submit_by(lambda: _runner(config))
         worlds = True
     if worlds and not config.option.collectonly:
+        from .controller import preload_session
+
+        preload_session(config)
         if needs_agent():
             _lead_or_follow(config)
         _runner(config).expect()
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Put the ranks behind a marked test's setup, call and teardown."""
+    if not _on_ranks(item):
+        return (yield)
+    with contextlib.suppress(TypeError, ValueError):  # of a marker: its setup says so
+        spec = _spec(item)
+        from .controller import take_over
+
+        take_over(item, spec, _runner(item.config), _following(item))
+    # A failure is debugged on its rank: here are only frames of this plugin.
+    plugins = item.config.pluginmanager
+    debugs = plugins.get_plugin(_PDB)
+    if debugs is not None:
+        plugins.unregister(debugs)
+    try:
+        return (yield)
+    finally:
+        if debugs is not None:
+            plugins.register(debugs, _PDB)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Refuse tests that cannot run on ranks, instead of running them here."""
-    if item.get_closest_marker(_MARK) is not None:
-        from .controller import prepare
+    if _on_ranks(item):
+        from .controller import refuse
 
-        prepare(item)
+        refuse(item)
         try:
             _spec(item)
         except (TypeError, ValueError) as error:  # of a marker added after collection
             pytest.fail(f"{item.nodeid}: {error}", pytrace=False)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_fixture_setup(
-    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
-) -> Any:
-    """Leave a fixture that asks for ``world`` to the ranks."""
-    item = request._pyfuncitem
-    if fixturedef.argname == "world" or not fixturedef.argnames:
-        return None
-    if item.get_closest_marker(_MARK) is None:
-        return None
-    from .controller import rank_fixture
-
-    return rank_fixture(fixturedef, request)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run the body on the ranks."""
-    # First of all: pytest-asyncio and pytest itself would call the body here. True says
-    # that it was called.
-    if pyfuncitem.get_closest_marker(_MARK) is None:
-        return None
-    from .controller import call_on_ranks
-
-    call_on_ranks(pyfuncitem, _spec(pyfuncitem), _runner(pyfuncitem.config))
-    return True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -186,10 +193,10 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show a failed world by root cause and victims, not by the parent's traceback."""
     report = yield
-    if item.get_closest_marker(_MARK) is not None and report.failed:
-        from .controller import explain
+    if _on_ranks(item):
+        from .controller import complete
 
-        explain(item, call, report)
+        complete(item, call, report)
     elif report.failed and "gradparity.multiprocess.testcase" in sys.modules:
         from . import adopt
 
@@ -254,6 +261,43 @@ def _runner(config: pytest.Config) -> Runner:
         agent = config.stash.get(_AGENT, None)
         config.stash[_RUNNER] = PoolRunner() if agent is None else AgentRunner(agent)
     return config.stash[_RUNNER]
+
+
+def _on_rank(config: pytest.Config) -> bool:
+    """True in the session of a rank, which runs marked tests as any others."""
+    return getattr(config.option, "gradparity_rank", False)
+
+
+def _on_ranks(item: pytest.Item) -> bool:
+    """True for a test that this session is to run on ranks."""
+    return item.get_closest_marker(_MARK) is not None and not _on_rank(item.config)
+
+
+def _following(item: pytest.Item) -> pytest.Item | None:
+    """Return the next test on the same ranks, as far as the order is known."""
+    spec, stash = _spec(item), item.session.stash
+    if spec.isolation == "process":
+        return None
+    if _AFTER not in stash:
+        after: dict[pytest.Item, pytest.Item] = {}
+        last: dict[WorldSpec, pytest.Item] = {}
+        for each in reversed(item.session.items):
+            if each.get_closest_marker(_MARK) is None:
+                continue
+            try:
+                kind = _kind(_spec(each))
+            except (TypeError, ValueError):
+                continue
+            if kind in last:
+                after[each] = last[kind]
+            if _spec(each).isolation != "process":
+                last[kind] = each
+        stash[_AFTER] = after
+    return stash[_AFTER].get(item)
+
+
+def _kind(spec: WorldSpec) -> WorldSpec:
+    return replace(spec, timeout_s=60.0, isolation="pool")
 
 
 def _size(item: pytest.Item) -> int:

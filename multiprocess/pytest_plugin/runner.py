@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
-from ..cluster import Cluster
+from ..cluster import BaseCluster, Cluster
 from ..environment import unsupported
-from ..errors import HarnessError
+from ..errors import HarnessError, WorldError
 from ..outcomes import RankOutcome
 from ..parent.forkserver_client import forkserver
 from ..parent.slots import cpu_slots, gpu_slots, visible_gpus
-from ..simulated import SimulatedCluster
 from ..spec import CallOptions, WorldSpec
 
 if TYPE_CHECKING:
@@ -57,10 +56,6 @@ class AgentRunner:
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
     ) -> tuple[RankOutcome, ...]:
         """Return one outcome per rank, or raise ``WorldError``."""
-        if spec.simulated:
-            raise UnsuitableWorld(
-                "simulated ranks share one process: run this test without torchrun"
-            )
         made = self._agent.size
         if spec.world_size > made:
             raise UnsuitableWorld(
@@ -80,23 +75,24 @@ class AgentRunner:
         """Do nothing: the agents have begun to."""
 
     def close(self) -> None:
-        """Do nothing: the ranks end with their agents."""
+        """End the sessions of the ranks; the ranks end with their agents."""
+        with contextlib.suppress(Exception):
+            for cluster in self._clusters.values():
+                _end_session(cluster)
 
 
 class PoolRunner:
     """Keeps one warm cluster for each kind of world, the latest used ones."""
 
     def __init__(self) -> None:
-        self._clusters: dict[WorldSpec, Cluster | SimulatedCluster] = {}
+        self._clusters: dict[WorldSpec, Cluster] = {}
 
     def run(
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
     ) -> tuple[RankOutcome, ...]:
         """Return one outcome per rank, or raise ``WorldError``."""
         with contextlib.ExitStack() as held:
-            # One thread of a simulation runs at a time: it needs one core.
-            processes = 1 if spec.backend == "simulated" else spec.world_size
-            held.enter_context(cpu_slots().hold(processes))
+            held.enter_context(cpu_slots().hold(spec.world_size))
             if spec.device == "cuda":
                 names = held.enter_context(_gpus(spec))
                 spec = replace(spec, visible_devices=names)
@@ -110,20 +106,37 @@ class PoolRunner:
     def close(self) -> None:
         """End all ranks."""
         for cluster in self._clusters.values():
-            cluster.close()
+            _close(cluster)
         self._clusters.clear()
 
-    def _cluster(self, kind: WorldSpec) -> Cluster | SimulatedCluster:
-        made = SimulatedCluster if kind.simulated else Cluster.of
-        cluster = self._clusters.pop(kind, None) or made(kind)
+    def _cluster(self, kind: WorldSpec) -> Cluster:
+        cluster = self._clusters.pop(kind, None) or Cluster.of(kind)
         # Warm ranks take memory: those of the kinds used longest ago are ended.
         self._clusters[kind] = cluster  # last in order: latest used
         idle = sum(len(c.pids) for c in self._clusters.values() if c is not cluster)
         for other in list(self._clusters.values()):
             if other is not cluster and idle + kind.world_size > _MAX_IDLE_RANKS:
                 idle -= len(other.pids)
-                other.close()
+                _close(other)
         return cluster
+
+
+def _close(cluster: Cluster) -> None:
+    if cluster.pids:
+        _end_session(cluster)
+    cluster.close()
+
+
+def _end_session(cluster: BaseCluster) -> None:
+    """End the fixtures that still live on the ranks; show what goes wrong there."""
+    from .rank_session import end_session
+
+    try:
+        cluster.outcomes(end_session)
+    except WorldError as failure:
+        print(
+            f"gradparity: a session on ranks did not end:\n{failure}", file=sys.stderr
+        )
 
 
 def _gpus(spec: WorldSpec) -> AbstractContextManager[tuple[str, ...]]:

@@ -80,6 +80,15 @@ def never_runs(fn: Any) -> str:
     return "a generator" if inspect.isgeneratorfunction(fn) else ""
 
 
+def unrunnable(name: str, test: object) -> str:
+    """Return why a call of a marked test would not run it; empty if one would."""
+    what = never_runs(test)
+    return what and (
+        f"@pytest.mark.world is for plain functions, and {name} is {what}: "
+        f"{ALTERNATIVE}"
+    )
+
+
 def refuse_unrun(name: str, value: object) -> None:
     """Refuse what a test returned if its code has yet to run.
 

@@ -84,30 +84,23 @@ _MAX_FRAMES = 80
 class _Thread(threading.local):
     inside = False
     waited = False
-    writer: RecordWriter | None = None
-    """Of a rank that is a thread; all others share the process's."""
 
 
 _thread = _Thread()
 
 
-def install(writer: RecordWriter, *groups: type[dist.ProcessGroup]) -> None:
-    """Record every later collective of this process in ``writer``.
-
-    Args:
-        writer: Where to.
-        *groups: Classes of process groups in Python, beside torch's own.
-    """
+def install(writer: RecordWriter) -> None:
+    """Record every later collective of this process in ``writer``."""
     global _writer
     _writer = writer
     # By what the collective gave back to wait for: a Work, or a tensor.
     # Weak, since much is never waited for; by identity, since tensors compare by
     # element.
     pending = WeakIdKeyDictionary()
-    for owner in (dist.ProcessGroup, *groups):
-        _wrap_place(owner, "monitored_barrier", Place.COLLECTIVE)  # waits in the call
-        for name in METHODS:
-            _wrap(owner, name, _group_of_method, pending)
+    group = dist.ProcessGroup
+    _wrap_place(group, "monitored_barrier", Place.COLLECTIVE)  # waits in the call
+    for name in METHODS:
+        _wrap(group, name, _group_of_method, pending)
     for name in _FUNCTIONS:
         _wrap(functional, name, _group_of_function, pending)
     _wrap_wait(dist.Work, "wait", pending)
@@ -124,28 +117,9 @@ def uninstall() -> None:
 
 
 @contextmanager
-def recorded_too(*groups: type[dist.ProcessGroup]) -> Iterator[None]:
-    """Record the collectives of these groups, too, inside this context."""
-    writer = _writer
-    assert writer is not None
-    uninstall()
-    install(writer, *groups)
-    try:
-        yield
-    finally:
-        uninstall()
-        install(writer)
-
-
-def record_thread(writer: RecordWriter) -> None:
-    """Record what the calling thread does in a writer of its own."""
-    _thread.writer = writer
-
-
-@contextmanager
 def placed(place: Place) -> Iterator[None]:
     """Note that the rank is there inside this context."""
-    writer = _thread.writer or _writer
+    writer = _writer
     assert writer is not None
     before = writer.enter(place)
     try:
@@ -220,7 +194,7 @@ def _wrap(
     def recorded(*args: Any, **kwargs: Any) -> Any:
         # One method of a group may call another: the outer one is what was issued. A
         # compiler that traces through here must not see a write to memory.
-        writer = _thread.writer or _writer
+        writer = _writer
         if writer is None or _thread.inside or torch.compiler.is_compiling():
             return wrapped(*args, **kwargs)
         _thread.inside, _thread.waited = True, False
@@ -254,7 +228,7 @@ def _wrap_wait(owner: Any, name: str, pending: WeakIdKeyDictionary) -> None:
 
     @functools.wraps(wrapped)
     def waited(*args: Any, **kwargs: Any) -> Any:
-        writer = _thread.writer or _writer
+        writer = _writer
         if writer is None or not args or torch.compiler.is_compiling():
             return wrapped(*args, **kwargs)
         record = pending.get(args[0])
@@ -279,7 +253,7 @@ def _wrap_place(owner: Any, name: str, place: Place) -> None:
 
     @functools.wraps(wrapped)
     def there(*args: Any, **kwargs: Any) -> Any:
-        writer = _thread.writer or _writer
+        writer = _writer
         # A store's keys are waited for in the making of a group, too: that says more.
         if writer is None or writer.waits or torch.compiler.is_compiling():
             return wrapped(*args, **kwargs)

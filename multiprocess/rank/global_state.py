@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -115,10 +115,28 @@ _SETTINGS: tuple[tuple[Callable[[], object], Callable[..., object]], ...] = (
 )
 
 
+_kept: list[Any] = []
+"""Values of the settings that the current call gives back when it ends."""
+
+
+def keep_settings(values: Sequence[object] | None = None) -> list[Any]:
+    """Make these values, or those of now, the ones that the current call gives back.
+
+    Args:
+        values: As an earlier call of this function has returned them.
+
+    Returns:
+        The values that it would have given back.
+    """
+    before = list(_kept)
+    _kept[:] = [get() for get, _ in _SETTINGS] if values is None else values
+    return before
+
+
 @contextmanager
 def restored_settings() -> Iterator[None]:
-    """Restore the process-wide settings afterwards."""
-    before = [get() for get, _ in _SETTINGS]
+    """Restore the process-wide settings afterwards; see :func:`keep_settings`."""
+    keep_settings()
     with warnings.catch_warnings():
         try:
             yield
@@ -126,7 +144,7 @@ def restored_settings() -> Iterator[None]:
             # An alarm that the call has set would strike in the next one.
             signal.alarm(0)
             torch.set_default_device(None)
-            for (get, put), value in zip(_SETTINGS, before, strict=True):
+            for (get, put), value in zip(_SETTINGS, _kept, strict=True):
                 if get() != value:  # some setters cost more than a whole call
                     put(value)
 
@@ -140,37 +158,6 @@ def seed_everything(seed: int) -> None:
     if numpy is not None:
         # NumPy takes no larger seed.
         numpy.random.seed(seed % 2**32)
-
-
-State = tuple[Any, ...]
-
-
-def taken_state() -> State:
-    """Return settings and generators of this process, for :func:`put_state`."""
-    numpy = sys.modules.get("numpy")
-    return (
-        [get() for get, _ in _SETTINGS],
-        # The lists themselves: code that has replaced them restores them by identity.
-        warnings.filters,
-        random.getstate(),
-        torch.get_rng_state(),
-        numpy.random.get_state() if numpy is not None else None,
-    )
-
-
-def put_state(state: State) -> None:
-    """Restore settings and generators from :func:`taken_state`."""
-    settings, filters, python, cpu, of_numpy = state
-    for (get, put), value in zip(_SETTINGS, settings, strict=True):
-        if get() != value:
-            put(value)
-    if warnings.filters is not filters:
-        warnings.filters = filters
-        warnings._filters_mutated()  # type: ignore[attr-defined]  # typeshed lacks it  # noqa: SLF001  # as warnings does
-    random.setstate(python)
-    torch.set_rng_state(cpu)
-    if of_numpy is not None:
-        sys.modules["numpy"].random.set_state(of_numpy)
 
 
 def _restore_environment(env: dict[str, str]) -> None:

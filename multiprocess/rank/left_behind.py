@@ -31,23 +31,29 @@ _KEPT = (
 """Packages that keep threads which issue no collectives."""
 
 
-def threads() -> set[int]:
-    """Return the numbers of the threads of this process that run Python."""
-    return set(sys._current_frames())
+_allowed: set[int] = set()
+"""Numbers of the threads that may be there when the call ends."""
 
 
-def describe(before: set[int]) -> str:
-    """Return what the call has left running; empty if nothing.
+def allow_present(*, only: bool = False) -> None:
+    """Allow the threads that run Python now, beside those allowed before.
 
     Args:
-        before: The threads that were there before the call.
+        only: Forget those allowed before: a call begins.
     """
-    left = _threads_left(before)
+    if only:
+        _allowed.clear()
+    _allowed.update(sys._current_frames())
+
+
+def describe() -> str:
+    """Return what the call has left running; empty if nothing."""
+    left = _threads_left()
     for _ in range(_LOOKS):
         if not left:
             break
         threading.Event().wait(_LOOK_S)  # it may be about to end
-        left = _threads_left(before)
+        left = _threads_left()
     left += [
         f"an asynchronous collective that it never waited for ({op}, {where})"
         for op, where in flight_recorder.unwaited()
@@ -55,12 +61,12 @@ def describe(before: set[int]) -> str:
     return ", ".join(left)
 
 
-def _threads_left(before: set[int]) -> list[str]:
+def _threads_left() -> list[str]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return [
         f"a thread ({names.get(number, number)}, in {_place(frame)})"
         for number, frame in sys._current_frames().items()
-        if number not in before and not _issues_nothing(frame)
+        if number not in _allowed and not _issues_nothing(frame)
     ]
 
 

@@ -6,13 +6,10 @@ Those of torch's test classes, which tests of theirs are made of, are in
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
-import torch
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d
@@ -22,9 +19,7 @@ __all__ = [
     "NEW_GROUP",
     "forget_meshes",
     "functional",
-    "isolated_threads",
     "process_groups",
-    "threaded_groups",
 ]
 
 BACKWARD: CodeType = _engine_run_backward.__code__
@@ -51,25 +46,3 @@ def forget_meshes() -> None:
 
     debug._clear_sharding_prop_cache()
     _random._rng_tracker = None
-
-
-def threaded_groups() -> Any:
-    """Return the module of torch's process group of threads."""
-    from torch.testing._internal.distributed import multi_threaded_pg
-
-    return multi_threaded_pg
-
-
-@contextlib.contextmanager
-def isolated_threads() -> Iterator[None]:
-    """Give each thread process groups of its own."""
-    threaded = threaded_groups()
-    isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
-    threaded._install_threaded_pg()
-    isolate(True)
-    threaded.ProcessLocalGroup.reset()
-    try:
-        yield
-    finally:
-        isolate(False)
-        threaded._uninstall_threaded_pg()

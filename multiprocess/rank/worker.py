@@ -11,15 +11,19 @@ import datetime
 import faulthandler
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .. import linux, messages
 from ..messages import Context, Kind, Rendezvous, Reply, Run, Start
+from ..outcomes import Failed
 from . import assert_rewrite, flight_records
 
 if TYPE_CHECKING:
@@ -75,10 +79,11 @@ _OUR_FILES = (
     os.path.join(_PACKAGE, "rank", "endings.py"),
     os.path.join(_PACKAGE, "rank", "unittests.py"),
     os.path.join(_PACKAGE, "testcase.py"),
-    os.path.join(_PACKAGE, "pytest_plugin", "remote.py"),
-    os.path.join(_PACKAGE, "rank", "simulation.py"),
 )
 """Their frames say nothing about what the function did."""
+
+_OF_PYTEST = re.compile(r"/(_pytest|pluggy|multiprocess/pytest_plugin)/\w+\.py$")
+"""What calls the tests on a rank."""
 
 # Of the torchrun that runs the parent: a function that reads MASTER_ADDR
 # (`init_method="env://"`) would join the parent's job and not this world.
@@ -107,10 +112,11 @@ def main(
     sys.stderr = _text_stream(2)
     # Both write the stacks from C, without the interpreter's lock: of a crash, and on a
     # signal of the parent, also where native code holds the lock.
-    faulthandler.enable(file=stacks_fd)
+    trace_crashes = partial(faulthandler.enable, file=stacks_fd)
+    trace_crashes()
     faulthandler.register(linux.STACKS_SIGNAL, file=stacks_fd, chain=False)
     with socket.socket(fileno=sock_fd) as sock:
-        rank = _Rank(store_fd, records_fd)
+        rank = _Rank(store_fd, records_fd, trace_crashes)
         while (message := messages.receive(sock)) is not None:
             messages.send(sock, rank.answer(message))
     return 0
@@ -138,13 +144,17 @@ def _text_stream(fd: int) -> Any:
 class _Rank:
     """One rank's state between messages."""
 
-    def __init__(self, store_fd: int, records_fd: int) -> None:
+    def __init__(
+        self, store_fd: int, records_fd: int, trace_crashes: Callable[[], None]
+    ) -> None:
+        self._trace_crashes = trace_crashes
         self._store_fd = store_fd
         self._records_fd = records_fd
         self._pid = os.getpid()
         self._groups_made = 0
         self._runs = 0
         self._in_call = False
+        self._context: Context | None = None
         sys.breakpointhook = _breakpoint
         signal.signal(linux.END_SIGNAL, self._end_call)
 
@@ -184,6 +194,8 @@ class _Rank:
                 spec, message.rank if rendezvous is None else rendezvous.local_rank
             ),
             _make_store=lambda: self._open_store(f"run{self._runs}"),
+            _begin=self._begin_call,
+            _trace_crashes=self._trace_crashes,
         )
         world_module._set_current(self._world)  # noqa: SLF001  # its own world
         self._records = flight_records.RecordWriter(
@@ -194,15 +206,25 @@ class _Rank:
 
     def _take(self, context: Context) -> None:
         """Be, from now on, where the parent is: folder, paths, environment."""
-        os.chdir(context.cwd)
-        sys.path[:] = context.path
-        # Cleared first: a variable that the parent has removed must go here, too.
-        os.environ.clear()
-        os.environ.update(
-            (name, value)
+        env = {
+            name: value
             for name, value in context.env.items()
             if not name.startswith(_FOREIGN_ENVIRONMENT)
-        )
+        }
+        context = dataclasses.replace(context, env=env)
+        before, self._context = self._context, context
+        if before is None or before.cwd != context.cwd:
+            os.chdir(context.cwd)
+        if before is None or before.path != context.path:
+            sys.path[:] = context.path
+        if before is None:
+            os.environ.clear()
+            changed = env
+        else:  # what a session on this rank has set itself stays
+            changed = {k: v for k, v in env.items() if before.env.get(k) != v}
+            for name in before.env.keys() - env.keys():
+                os.environ.pop(name, None)
+        os.environ.update(changed)
         os.environ.update(_rank_environment(self._spec, self._rank, self._rendezvous))
         assert_rewrite.import_rewritten(context.modules)
 
@@ -258,15 +280,15 @@ class _Rank:
         self._runs = message.number
         self._records.clear()
         flight_recorder.unwaited()
-        threads = left_behind.threads()
+        left_behind.allow_present(only=True)
         self._world._new_call()  # noqa: SLF001  # its own world
         with restored_settings():
             seed_everything(self._spec.seed)
             try:
                 fn, args, kwargs = pickle.loads(message.payload)
-                threads |= left_behind.threads()  # of modules that are imported now
+                left_behind.allow_present()  # of modules that are imported now
                 self._in_call = True
-                reply = made_reply(Kind.OK, value=pickled_result(fn(*args, **kwargs)))
+                reply = _returned(fn(*args, **kwargs))
             except BaseException as error:
                 # SystemExit, too: the reply has its traceback, an exit code would not.
                 reply = raised(error, reusable=True)
@@ -274,7 +296,7 @@ class _Rank:
                 self._in_call = False
         if os.getpid() != self._pid:
             _end_child()
-        left = left_behind.describe(threads) if message.leaves_nothing else ""
+        left = left_behind.describe() if message.leaves_nothing else ""
         if left:
             text = f"gradparity: the test has left {left}: new ranks take over\n"
             os.write(2, text.encode())  # the function may have closed sys.stderr
@@ -288,6 +310,15 @@ class _Rank:
             )
         )
         return dataclasses.replace(reply, reusable=reusable)
+
+    def _begin_call(self) -> None:
+        from . import left_behind
+        from .global_state import keep_settings, seed_everything
+
+        seed_everything(self._spec.seed)  # imports may have drawn
+        keep_settings()
+        left_behind.allow_present()
+        self._records.begin(self._runs)
 
     def _end_call(self, number: int, frame: FrameType | None) -> None:
         """Leave the function; once, since teardown is to run undisturbed."""
@@ -336,6 +367,19 @@ def pickled_result(value: object) -> bytes:
         ) from error
 
 
+def _returned(value: object) -> Reply:
+    """Return the answer of a rank whose function has returned."""
+    if not isinstance(value, Failed):
+        return made_reply(Kind.OK, value=pickled_result(value))
+    reply = raised(value.error, reusable=True)
+    return dataclasses.replace(
+        reply,
+        value=pickled_result(value.value),
+        traceback=_encodable(value.traceback) or reply.traceback,
+        left_a_wait=value.followed or reply.left_a_wait,
+    )
+
+
 def made_reply(kind: Kind, **fields: Any) -> Reply:
     """Return an answer of now."""
     return Reply(kind=kind, ended_at_s=linux.now_s(), **fields)
@@ -379,7 +423,7 @@ def _encodable(text: str) -> str:
 
 def _of_a_harness(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
-    if file in _OUR_FILES or "__unittest" in frame.f_globals:
+    if file in _OUR_FILES or _OF_PYTEST.search(file) or "__unittest" in frame.f_globals:
         return True
     return "/torch/testing/_internal/" in file and "/common_" in file
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from ..messages import pickled
 from ..outcomes import Place
 
 if TYPE_CHECKING:  # the parent must not pay for torch
@@ -16,8 +17,10 @@ if TYPE_CHECKING:  # the parent must not pay for torch
     from torch.distributed import Store
     from torch.distributed.device_mesh import DeviceMesh
 
+T = TypeVar("T")
 
-@dataclass(eq=False, kw_only=True)
+
+@dataclass(eq=False, kw_only=True, repr=False)
 class World:
     """One rank's view of its world."""
 
@@ -33,11 +36,25 @@ class World:
     device: torch.device
     """Where this rank keeps its tensors."""
 
-    _make_store: Callable[[], Store] = field(repr=False)
+    _make_store: Callable[[], Store]
     """Opens the store of the current call."""
 
-    _meshes: dict[object, DeviceMesh] = field(default_factory=dict, repr=False)
-    _store: Store | None = field(default=None, repr=False)
+    _begin: Callable[[], None]
+    """Called once the current call is prepared: its clock starts, and what imports have
+    changed since its start counts as there before."""
+
+    _trace_crashes: Callable[[], None]
+    """Has faulthandler write the stacks of a crash where the parent reads them."""
+
+    _meshes: dict[object, DeviceMesh] = field(default_factory=dict)
+    _store: Store | None = None
+    _onces: int = 0
+
+    def __repr__(self) -> str:
+        return f"World(rank={self.rank}, world_size={self.world_size})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # hypothesis would show all fields
 
     @property
     def store(self) -> Store:
@@ -45,6 +62,36 @@ class World:
         if self._store is None:
             self._store = self._make_store()
         return self._store
+
+    def once(self, make: Callable[[], T]) -> T:
+        """Return what ``make`` returns on rank 0; no other rank calls it.
+
+        A collective call: every rank must ask for the same things in the same order.
+        The value travels by pickle. If ``make`` raises, all ranks raise.
+
+        Args:
+            make: Called on rank 0, with no arguments.
+
+        Example:
+            >>> folder = world.once(lambda: tmp_path)
+        """
+        key = f"once/{self._onces}"
+        self._onces += 1
+        if self.rank == 0:
+            store: Any = self.store  # takes bytes, which its stub does not say
+            try:
+                value = make()
+                store.set(key, pickled((True, value)))
+            except BaseException as error:
+                store.set(key, pickled((False, f"{type(error).__name__}: {error}")))
+                raise
+            return value
+        made, value = pickle.loads(self.store.get(key))
+        if not made:
+            from torch.distributed import DistError  # the fault of another rank
+
+            raise DistError(f"rank 0 could not make the value: {value}")
+        return cast("T", value)
 
     def mesh(
         self, shape: tuple[int, ...], names: tuple[str, ...] | None = None
@@ -80,14 +127,13 @@ class World:
 
     def _new_call(self) -> None:
         self._store = None
+        self._onces = 0
 
     def _new_group(self) -> None:
         self._meshes.clear()
 
 
 _current: World | None = None
-_of_thread = threading.local()
-"""``world``: of a rank that is a thread."""
 
 
 def current_world() -> World:
@@ -96,13 +142,12 @@ def current_world() -> World:
     Raises:
         RuntimeError: Outside a rank.
     """
-    current = getattr(_of_thread, "world", _current)
-    if current is None:
+    if _current is None:
         raise RuntimeError(
             "no world is active: current_world() works inside a function that "
             "Cluster.run calls, or in a test marked with @pytest.mark.world"
         )
-    return current
+    return _current
 
 
 def _set_current(world: World | None) -> None:

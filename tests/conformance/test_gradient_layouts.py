@@ -152,7 +152,7 @@ def test_wrong_gradients_fail_however_they_are_laid_out(
     assert "departs from the fp64 truth" in told["parity.gradient"], found.problem
 
 
-@pytest.mark.world(world_size=4, backend="simulated")
+@pytest.mark.world(world_size=4)
 def test_a_partial_sum_over_one_axis_may_be_a_mean_over_the_other() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
     for placements, divisor in (

@@ -131,42 +131,6 @@ unittest.main()
     assert "FAILED (errors=1)" in done.stderr
 
 
-def test_fixtures_of_every_scope(session: Session) -> None:
-    done = session("""
-made = []
-
-def parent(scope):
-    @pytest.fixture(scope=scope)
-    def fixture():
-        made.append(scope)
-        return scope, os.getpid(), len(made)
-    return fixture
-
-one, two, three, four, five = map(
-    parent, ["session", "package", "module", "class", "function"]
-)
-
-@pytest.fixture
-def on_rank(world, three):
-    return os.getpid(), three
-
-class TestIt:
-    @pytest.mark.world(world_size=2)
-    @pytest.mark.parametrize("turn", [0, 1])
-    def test_it(self, world, turn, one, two, three, four, five, on_rank):
-        pids = {value[1] for value in (one, two, three, four, five)}
-        assert len(pids) == 1
-        assert on_rank[0] == os.getpid() not in pids and on_rank[1] == three
-        # Made once for its scope, in the parent: the second test finds the same.
-        assert [v[2] for v in (one, two, three, four)] == [1, 2, 3, 4]
-        assert five[2] == 5 + turn
-
-def test_in_the_parent():
-    assert made == ["session", "package", "module", "class", "function", "function"]
-""")
-    assert "3 passed" in done.stdout, done.stdout
-
-
 TORCHS = """
 import sys, unittest
 import torch.testing._internal.common_distributed as common

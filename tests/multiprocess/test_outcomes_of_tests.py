@@ -63,7 +63,7 @@ def test_kinds_differ(world):
     )
     assert "26 failed in" in done.stdout, done.stdout
     assert done.stdout.count("ValueError: the failure") >= 16
-    assert "rank 1: raised unittest.case.SkipTest: away" in done.stdout
+    assert "rank 1: raised Skipped: away" in done.stdout
 
 
 def test_what_all_ranks_skip_is_skipped(session: Session) -> None:
@@ -123,9 +123,10 @@ def test_no_fixture_swallows_it(hiding):
     fail()
 """
     )
-    assert "22 failed in" in done.stdout, done.stdout
+    # As in one process, the call and the teardown of a test are two results.
+    says = "8 failed, 7 passed, 5 skipped, 2 xfailed, 21 errors"
+    assert says in done.stdout, done.stdout
     assert done.stdout.count("ValueError: the failure") >= 15
-    assert "also the teardown of torn_down: Skipped: away" in done.stdout
     assert done.stdout.count("still torn down") >= 21
 
 
@@ -303,14 +304,16 @@ class TestSetUp(TestCase):
         pass
 """
     )
-    assert "13 failed, 1 passed" in done.stdout, done.stdout
+    assert "12 failed, 1 passed, 1 error" in done.stdout, done.stdout
     assert "the test returned a coroutine, which nothing awaits" in done.stdout
     assert "an async generator, which nothing awaits" in done.stdout
     assert "the test returned a map, over which nothing iterates" in done.stdout
-    assert "the fixture `later` returned a coroutine" in done.stdout
+    # pytest's own words since 8.4, and ours before.
+    refused = "requested an async fixture 'later'", "fixture `later` returned a corou"
+    assert any(words in done.stdout for words in refused)
     assert "test_generator returned a generator" in done.stdout
     assert "setUp returned a coroutine" in done.stdout
-    assert "never awaited" not in done.stdout
+    assert "'test_coroutine' was never awaited" not in done.stdout
 
 
 @pytest.mark.parametrize(("body", "kind"), [("pass", "coroutine"), ("yield", "async")])

@@ -79,26 +79,26 @@ def test_killed(world):
 def test_assert(world):
     assert [world.rank, 5] == [0, 5]
 
+def test_changes_the_environment_of_the_session(tmp_path):
+    os.environ["OMP_BEFORE"] = os.getcwd()
+    os.chdir(tmp_path)
+    os.environ["OMP_CHANGED"] = os.environ["SECRET_CHANGED"] = str(tmp_path)
+
 @pytest.fixture(scope="session")
 def token():
     return os.urandom(8)
 
-@pytest.fixture
-def changed(tmp_path):
-    before = os.getcwd()
-    os.chdir(tmp_path)
-    os.environ["OMP_CHANGED"] = os.environ["SECRET_CHANGED"] = "1"
-    yield tmp_path
-    os.chdir(before)
-    del os.environ["OMP_CHANGED"], os.environ["SECRET_CHANGED"]
-
 @pytest.mark.world(world_size=2)
-def test_fixtures_run_once_in_the_parent(world, token, changed):
-    assert os.environ["OMP_CHANGED"] == "1" and os.getcwd() == str(changed)
+def test_changes_of_the_environment_reach_ranks(world, token):
+    assert os.environ["OMP_CHANGED"] == os.getcwd()
     assert "SECRET_CHANGED" not in os.environ  # on no rank: it would be in the store
     found = [None, None]
-    dist.all_gather_object(found, token)
-    assert found == [token, token]
+    dist.all_gather_object(found, world.once(lambda: token))
+    assert found[0] == found[1]
+
+def test_changes_back():
+    os.chdir(os.environ["OMP_BEFORE"])
+    del os.environ["OMP_CHANGED"], os.environ["SECRET_CHANGED"]
 
 @pytest.mark.world(world_size=2)
 def test_changes_of_the_environment_are_undone(world):
@@ -172,7 +172,7 @@ def test_a_session_on_torchruns_ranks(tmp_path: Path) -> None:
     arguments = ("-m", "pytest", "-p", "no:cacheprovider", "-q", "--junitxml=j.xml")
     done = torchrun(tmp_path, *arguments, "test_it.py")
     assert done.returncode != 0
-    assert done.stdout.count("5 failed, 8 passed, 2 skipped") == 1, done.stdout
+    assert done.stdout.count("5 failed, 10 passed, 2 skipped") == 1, done.stdout
     assert "root cause: rank 1: raised ValueError: boo" in done.stdout
     assert "root cause: rank 1: hung, still running" in done.stdout
     assert "root cause: rank 1: hung, waiting in a collective" in done.stdout

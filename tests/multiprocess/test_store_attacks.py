@@ -31,13 +31,12 @@ import torch.distributed as dist
 import torch.testing._internal.common_distributed as common
 from gradparity.multiprocess import TestCase
 
-@pytest.fixture
-def told(monkeypatch):
-    monkeypatch.setenv("PASSWORD_OF_THE_TEST", os.environ["PASSWORD"][::-1])
-    monkeypatch.setenv("OMP_SCHEDULE", "static,7")
+def test_changes_the_environment_of_the_session():
+    os.environ["PASSWORD_OF_THE_TEST"] = os.environ["PASSWORD"][::-1]
+    os.environ["OMP_SCHEDULE"] = "static,7"
 
 @pytest.mark.world(world_size=2)
-def test_marked(world, told):
+def test_marked(world):
     assert os.environ["OMP_SCHEDULE"] == "static,7"
     assert "GRADPARITY_SECRET" not in os.environ
     assert os.environ["PASSWORD"]  # torchrun's own, on every host
@@ -134,7 +133,7 @@ def test_no_secret_can_be_read_in_the_store(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     session = ("-m", "pytest", "-p", "no:cacheprovider", "-q", "--gradparity-adopt")
     done = torchrun(tmp_path, *session, "test_it.py")
-    assert done.stdout.count("3 passed") == 1, done.stdout + done.stderr
+    assert done.stdout.count("4 passed") == 1, done.stdout + done.stderr
     read = b"".join(file.read_bytes() for file in tmp_path.glob("recorded-?"))
     assert b"test_sum" in read and b"static,7" in read  # all of it was recorded
     for hidden in (SECRET, PASSWORD, PASSWORD[::-1]):

@@ -1,0 +1,65 @@
+"""Private names of pytest, all that the plugin uses, and one of hypothesis.
+
+A worker of pytest-xdist uses the same ones; pytest has no public names for them.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from _pytest._code.code import (
+    ExceptionChainRepr,
+    ReprEntryNative,
+    ReprFileLocation,
+    ReprTraceback,
+)
+from _pytest._io import TerminalWriter
+from _pytest.runner import runtestprotocol
+
+SETTINGS = "_hypothesis_internal_use_settings"
+"""Attribute of a test with its settings; hypothesis has no public name for it."""
+
+
+def configure(config: pytest.Config) -> None:
+    """Begin a session's life: plugins are configured."""
+    config._do_configure()
+
+
+def write_nowhere(config: pytest.Config) -> None:
+    """Give a session without a reporter the writer that some of pytest's code wants."""
+    writer = TerminalWriter(io.StringIO())
+    setattr(config, "get_terminal_writer", lambda: writer)  # noqa: B010  # of this object only
+
+
+def unconfigure(config: pytest.Config) -> None:
+    """End it."""
+    config._ensure_unconfigure()
+
+
+def protocol(item: pytest.Item, following: pytest.Item | None) -> list[Any]:
+    """Run setup, call and teardown of a test; return their reports."""
+    return list(runtestprotocol(item, log=False, nextitem=following))
+
+
+def tear_down_to(session: pytest.Session, following: pytest.Item | None) -> None:
+    """End the fixtures of all nodes that the next test does not need."""
+    session._setupstate.teardown_exact(following)
+
+
+def temporary_folder(config: pytest.Config) -> str | None:
+    """Return the folder above all ``tmp_path`` of a session, if there is one."""
+    factory = getattr(config, "_tmp_path_factory", None)
+    try:
+        return None if factory is None else str(factory.getbasetemp())
+    except OSError:  # a full disk matters to tests that use it, and those say so
+        return None
+
+
+def chain_of(text: str, item: pytest.Item, headline: str) -> ExceptionChainRepr:
+    """Return a failure shown as ``text``, and in the summary as ``headline``."""
+    path, line, _ = item.location
+    where = ReprFileLocation(path, (line or 0) + 1, headline)
+    trace = ReprTraceback([ReprEntryNative([text + "\n"])], None, style="native")
+    return ExceptionChainRepr([(trace, where, None)])

@@ -1,0 +1,404 @@
+"""The pytest session of a rank: it runs the tests that the parent names.
+
+A worker of pytest-xdist has one of the same kind. The session lives as long as the
+rank, so fixtures keep their scopes; pytest itself runs setup, call and teardown.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from .. import messages
+from ..errors import CallEnded, HarnessError
+from ..outcomes import Failed, Left
+from ..rank.endings import early_end, refuse_unrun
+from ..rank.world import current_world
+from . import internals
+
+FAIL = "fail"
+"""Kind of a phase that failed; the others are those of ``Left``, and "" for passed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionOrder:
+    """Settings of the parent's session, which those of the ranks have, too."""
+
+    options: Mapping[str, Any]
+    args: tuple[str, ...]
+    folder: str
+    """Where the parent was started: paths are relative to it."""
+
+    temporary: str | None
+    """A folder for the ``tmp_path`` of all ranks."""
+
+    terminal: str | None
+    """Where a rank that failed is debugged, under ``--pdb``."""
+
+    worker: Mapping[str, Any]
+    """``config.workerinput``, by which plugins know that another session reports."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemOrder:
+    """A test to run."""
+
+    session: SessionOrder
+    file: str
+    name: str
+    """Node id."""
+
+    following: tuple[str, str] | None
+    """File and node id of the next test on these ranks, whose fixtures stay."""
+
+    draw_seed: int
+    """Seed of what hypothesis draws, on all ranks alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Setup, call or teardown of a test on one rank."""
+
+    when: str
+    kind: str
+    name: str
+    """Qualified name of the exception's type."""
+
+    reason: str
+    """The exception's text."""
+
+    report: Mapping[str, Any]
+    """pytest's report, serialised by pytest."""
+
+
+@dataclass(frozen=True)
+class ItemResult(Left):
+    """Result of a test on one rank, as it travels to the parent."""
+
+    phases: tuple[Phase, ...] = ()
+    subtests: tuple[Mapping[str, Any], ...] = ()
+    """Reports of subtests, serialised by pytest."""
+
+    warnings: tuple[Mapping[str, Any], ...] = ()
+    """Arguments of ``pytest_warning_recorded``."""
+
+    properties: tuple[tuple[str, object], ...] = ()
+    """``item.user_properties``."""
+
+    def phase(self, when: str) -> Phase | None:
+        """Return one phase, if the test got there."""
+        return next((p for p in self.phases if p.when == when), None)
+
+    @property
+    def failed(self) -> str | None:
+        """Name of the first phase that failed."""
+        return next((p.when for p in self.phases if p.kind == FAIL), None)
+
+
+_session: RankSession | None = None
+
+
+def run_item(order: ItemOrder) -> ItemResult | Failed:
+    """On a rank: run a test, and the fixtures that the next one does not need down."""
+    global _session
+    if _session is None:
+        _session = RankSession(order.session)
+    session = _session
+    item = session.item(order.file, order.name)
+    following = None if order.following is None else session.item(*order.following)
+    session.plugin.draw_seed = order.draw_seed
+    current_world()._begin()  # noqa: SLF001  # its own world
+    return session.run(item, following)
+
+
+def end_session() -> None:
+    """On a rank: end the fixtures that are left, and the session."""
+    global _session
+    session, _session = _session, None
+    if session is not None:
+        session.end()
+
+
+class RankSession:
+    """A pytest session with the parent's settings, and no reporter of its own."""
+
+    def __init__(self, order: SessionOrder) -> None:
+        options = dict(order.options)
+        rank = current_world().rank
+        if order.temporary is not None:
+            os.makedirs(order.temporary, exist_ok=True)
+            folder = os.path.join(order.temporary, f"rank{rank}-{os.getpid()}")
+            options["basetemp"] = folder
+        here = os.getcwd()
+        os.chdir(order.folder)
+        try:
+            self.config = pytest.Config.fromdictargs(options, list(order.args))
+        finally:
+            os.chdir(here)
+        self.config.workerinput = dict(order.worker)  # type: ignore[attr-defined]  # pytest-xdist's name
+        self.config.workeroutput = {}  # type: ignore[attr-defined]  # as above
+        self.plugin = _RankPlugin(order.terminal)
+        self.config.pluginmanager.register(self.plugin, "gradparity-rank")
+        internals.write_nowhere(self.config)
+        internals.configure(self.config)
+        current_world()._trace_crashes()  # noqa: SLF001  # its own world; pytest's faulthandler has taken them
+        self.session = pytest.Session.from_config(self.config)
+        self.config.hook.pytest_sessionstart(session=self.session)
+        self._items: dict[str, pytest.Item] = {}
+        self._files: set[str] = set()
+        self._kept: pytest.Item | None = None
+
+    def item(self, file: str, name: str) -> pytest.Item:
+        """Return a test; its file is collected the first time."""
+        if file not in self._files:
+            self.plugin.collect_errors.clear()
+            self.session.perform_collect([file])
+            if self.plugin.collect_errors:
+                raise HarnessError(
+                    f"{file} cannot be collected on this rank, and could in the "
+                    "parent:\n" + "\n".join(self.plugin.collect_errors)
+                )
+            self._items.update((item.nodeid, item) for item in self.session.items)
+            self._files.add(file)
+        if name not in self._items:
+            raise HarnessError(
+                f"{name} is not among the {len(self.session.items)} tests that this "
+                f"rank found in {file}, and was in the parent: parameters must be the "
+                "same in every process, so no sets, times or random values"
+            )
+        return self._items[name]
+
+    def run(
+        self, item: pytest.Item, following: pytest.Item | None
+    ) -> ItemResult | Failed:
+        """Run a test; return its ``ItemResult``, in a ``Failed`` if it failed."""
+        plugin = self.plugin
+        plugin.begin()
+        if self._kept is not None and self._kept is not item:
+            # The parent has promised another test, and then left it out.
+            internals.tear_down_to(self.session, item)
+        self._kept = following
+        properties = len(item.user_properties)
+        try:
+            self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        finally:
+            added = item.user_properties[properties:]
+            del item.user_properties[properties:]
+        phases = [plugin.phase(self.config, report) for report in plugin.reports]
+        early = next((p for p in phases if p.kind not in ("", FAIL)), None)
+        failed = next((p for p in phases if p.kind == FAIL), None)
+        result = ItemResult(
+            "" if early is None or failed is not None else early.kind,
+            "" if early is None else early.name,
+            "" if early is None else early.reason,
+            tuple(phases),
+            tuple(self._serialised(report) for report in plugin.subtests),
+            tuple(plugin.warnings),
+            tuple((name, _travelling(value)) for name, value in added),
+        )
+        if failed is None:
+            return result
+        report = next(r for r in plugin.reports if r.when == failed.when)
+        error = plugin.error(report)
+        followed = getattr(error, "_gradparity_followed", False)
+        # The failure of another rank has its traceback there.
+        text = str(error) if followed else report.longreprtext
+        return Failed(error, result, traceback=text, followed=followed)
+
+    def _serialised(self, report: Any) -> Mapping[str, Any]:
+        return serialised(self.config, report)
+
+    def end(self) -> None:
+        """End fixtures, session and plugins."""
+        internals.tear_down_to(self.session, None)
+        code = self.session.exitstatus = pytest.ExitCode.OK  # plugins read it there
+        self.config.hook.pytest_sessionfinish(session=self.session, exitstatus=code)
+        internals.unconfigure(self.config)
+
+
+def serialised(config: pytest.Config, report: Any) -> Mapping[str, Any]:
+    """Return a report as pytest serialises it, with values that can travel."""
+    report.user_properties = []  # they travel apart
+    data = config.hook.pytest_report_to_serializable(config=config, report=report)
+    return {key: _travelling(value) for key, value in data.items()}
+
+
+def _travelling(value: Any) -> Any:
+    try:
+        pickle.loads(messages.pickled(value))
+    except Exception:
+        return repr(value)
+    return value
+
+
+def _without_hidden(error: BaseException | None) -> None:
+    """Leave out of a failure's causes what only ended hypothesis's search."""
+    while error is not None:
+        if getattr(error.__context__, "_gradparity_hidden", False):
+            error.__context__ = None
+        error = error.__context__
+
+
+class _RankPlugin:
+    """Hooks of the session on a rank."""
+
+    def __init__(self, terminal: str | None) -> None:
+        self._terminal = terminal
+        self.draw_seed = 0
+        self.reports: list[pytest.TestReport] = []
+        self.subtests: list[Any] = []
+        self.warnings: list[Mapping[str, Any]] = []
+        self.collect_errors: list[str] = []
+        # The reports, too: a new one could have the id of one that is gone.
+        self._errors: dict[int, tuple[object, BaseException]] = {}
+        self._wide: dict[int, list[Any]] = {}
+
+    def begin(self) -> None:
+        """Forget the test before."""
+        for kept in (self.reports, self.subtests, self.warnings):
+            kept.clear()
+        self._errors.clear()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> bool:
+        """Run the test once: the parent reruns."""
+        # Wrappers of this hook, such as of warnings and asserts, are pytest's own.
+        self.reports = internals.protocol(item, nextitem)
+        return True
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Keep the exception: the parent decides what it means for all ranks."""
+        if call.excinfo is not None:
+            _without_hidden(call.excinfo.value)
+        report = yield
+        if call.excinfo is not None:
+            self._errors[id(report)] = report, call.excinfo.value
+        return report
+
+    def pytest_exception_interact(
+        self, call: pytest.CallInfo[None], report: Any
+    ) -> None:
+        """Debug a failure of this rank in the terminal of the parent, under --pdb."""
+        error = None if call.excinfo is None else call.excinfo.value
+        if self._terminal is None or isinstance(error, CallEnded):
+            return
+        from ..rank.debugger import debug
+
+        debug(self._terminal, error, report.longreprtext)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Keep a report of a subtest: those of the test are not logged here."""
+        self.subtests.append(report)
+
+    def pytest_warning_recorded(
+        self, warning_message: Any, when: str, nodeid: str, location: object
+    ) -> None:
+        """Keep a warning for the parent's summary."""
+        if when != "runtest":
+            return  # the parent has imported the same modules
+        # Its source, a file for example, cannot travel.
+        plain = type(warning_message)(
+            message=_travelling(warning_message.message),
+            category=_travelling(warning_message.category),
+            filename=warning_message.filename,
+            lineno=warning_message.lineno,
+        )
+        self.warnings.append(
+            {"warning_message": plain, "when": when, "location": location}
+        )
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep what went wrong in the collection."""
+        if report.failed:
+            self.collect_errors.append(report.longreprtext)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Keep the examples of hypothesis in step on all ranks."""
+        __tracebackhide__ = True
+        test = getattr(item, "obj", None)
+        if not hasattr(test, "hypothesis"):
+            return (yield)
+        from .hypothesis import in_step
+
+        with in_step(test, self.draw_seed):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(
+        self, pyfuncitem: pytest.Function
+    ) -> Generator[None, object, object]:
+        """Fail a test whose code has yet to run when it returns."""
+        fn = pyfuncitem.obj
+        if hasattr(fn, "hypothesis"):  # each example is checked
+            return (yield)
+
+        @functools.wraps(fn)
+        def checked(*args: Any, **kwargs: Any) -> None:
+            __tracebackhide__ = True
+            refuse_unrun("the test", fn(*args, **kwargs))
+
+        pyfuncitem.obj = checked
+        try:
+            return (yield)
+        finally:
+            pyfuncitem.obj = fn
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[Any]
+    ) -> Generator[None, object, object]:
+        """Let what a wider fixture sets and starts last as long as the fixture."""
+        value = yield
+        if not isinstance(value, list | tuple | dict) and hasattr(value, "__await__"):
+            refuse_unrun(f"the fixture `{fixturedef.argname}`", value)
+        if fixturedef.scope != "function":
+            from ..rank import global_state, left_behind
+
+            self._wide[id(fixturedef)] = global_state.keep_settings()
+            left_behind.allow_present()
+        return value
+
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
+        """Give back what was before a wider fixture."""
+        before = self._wide.pop(id(fixturedef), None)
+        if before is not None:
+            from ..rank import global_state
+
+            global_state.keep_settings(before)
+
+    def error(self, report: Any) -> BaseException:
+        """Return the exception of a report that failed."""
+        if id(report) in self._errors:
+            return self._errors[id(report)][1]
+        return pytest.fail.Exception(report.longreprtext, pytrace=False)
+
+    def phase(self, config: pytest.Config, report: pytest.TestReport) -> Phase:
+        """Return one phase by the exception that it raised."""
+        # Not by the report's outcome: a mark that expects a failure counts for all
+        # ranks together, and the parent applies it.
+        _, error = self._errors.get(id(report), (None, None))
+        kind = name = reason = ""
+        if error is not None:
+            left = early_end(error)
+            kind = FAIL if left is None else left.kind
+            name = "" if left is None else left.name
+            reason = "" if left is None else left.reason
+        return Phase(
+            when=report.when,
+            kind=kind,
+            name=name,
+            reason=reason,
+            report=serialised(config, report),
+        )
