@@ -119,7 +119,7 @@ mutants: setup  ## judge the judge: every faulty scaler against every law
 survey-scalers: setup-all  ## judge known scalers and write docs/known-scalers.md
 	$(BIN)/python -m gradparity.benchmarks.survey_scalers --preset $(or $(PRESET),quick)
 
-torch-versions: setup  ## one baseline over the torch of VENVS="DIR ...": docs/gate.md
+torch-versions: setup  ## one baseline over the torch of VENVS="DIR ...": docs/gate-tests.md
 	$(BIN)/python -m gradparity.benchmarks.torch_versions $(addprefix --venv ,$(VENVS))
 
 dist:  ## sdist and wheel in dist/, each installed into an empty environment and tried

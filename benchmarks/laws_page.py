@@ -22,17 +22,16 @@ __all__ = ["main", "render"]
 
 WIDTH = 100
 _HEAD = """\
-# Laws
+# Checks
 
-The rules that every right scaler and every right stack keeps, by chapter. A law that
-compared nothing is `inconclusive`, never a pass.
+Rules that right training and a right scaler keep, by group. `gradparity explain ID` shows one in
+the terminal. In code and reports a check is called a law.
 
-`gradparity explain LAW` shows one law in the terminal. The calls that a judged scaler
-must have are in [judged-scaler.md](judged-scaler.md). `make docs` writes this page from
-`conformance/judge/laws/`: edit the texts there.
+Each verdict says how many comparisons were made, and how many were impossible. A check that
+compared too little is `inconclusive`, never a pass. It needs half of its comparisons, unless
+another share is named.
 
-Each verdict says how much was compared and how much of what was due could not be. Below
-the least share of a law, one half unless it is named here, the law is inconclusive.
+`make docs` writes this page from `conformance/judge/laws/`.
 """
 
 
@@ -80,12 +79,12 @@ def _lines(law: Law) -> Iterator[str]:
     yield _filled(law.text)
     yield _filled(f"*Why:* {law.reason}")
     if law.least != MOST:
-        share = f"{law.least:.0%} of what was due" if law.least else "one comparison"
-        yield _filled(f"*A pass rests on at least* {share}.")
+        share = f"{law.least:.0%} of its comparisons" if law.least else "one comparison"
+        yield _filled(f"*A pass needs at least* {share}.")
     every = FAULTY | FAULTY_STACKS | FAULTY_TRAINERS | FAULTY_STEPS
     faulty = [f"`{made.__name__}`" for made, how in every.items() if how.law == law.id]
     if faulty:
-        yield _filled(f"*Broken on purpose by:* {', '.join(faulty)}")
+        yield _filled(f"*Faulty versions that it finds:* {', '.join(faulty)}")
 
 
 def _filled(text: str) -> str:

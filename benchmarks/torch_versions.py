@@ -9,7 +9,7 @@ says: what is right must pass, each fault must close it. A faulty stack or scale
 renamed to its right twin before it is gated, as if its source had been edited.
 
 The record goes to ``benchmarks/results/torch_versions.json``, its table
-to docs/gate.md.
+to docs/gate-tests.md.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from gradparity.conformance.report.records import (
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "torch_versions.json"
 SPECIMENS = Path(__file__).parent / "results" / "specimens.json"
-PAGE = ROOT / "docs" / "gate.md"
+PAGE = ROOT / "docs" / "gate-tests.md"
 PLAIN = "gradparity.fixtures.faulty:PlainScaler"
 OWN = "gradparity.examples.workload:Stack"
 TIMEOUT_S = 30.0

@@ -24,6 +24,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "decisions").glob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
 ]
 COMMANDS = tuple(
