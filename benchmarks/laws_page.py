@@ -24,12 +24,12 @@ WIDTH = 100
 _HEAD = """\
 # Checks
 
-Rules that right training and a right scaler keep, by group. `gradparity explain ID` shows one in
-the terminal. In code and reports a check is called a law.
+Rules that right training and a right scaler keep, by group. `gradparity explain ID`
+shows one in the terminal. In code and reports a check is called a law.
 
-Each verdict says how many comparisons were made, and how many were impossible. A check that
-compared too little is `inconclusive`, never a pass. It needs half of its comparisons, unless
-another share is named.
+Each verdict says how many comparisons were made, and how many were impossible. A check
+that compared too little is `inconclusive`, never a pass. It needs half of its
+comparisons, unless another share is named.
 
 `make docs` writes this page from `conformance/judge/laws/`.
 """

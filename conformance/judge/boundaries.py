@@ -51,10 +51,11 @@ from ..space.scenario import Scenario
 from ..status import rank_list
 from .bounds import HALF, SAFETY_FACTOR
 from .compare import Doubles, Pair, compare, multiple_of, relative_floor, sizes
-from .jumps import JumpLog, moves_of
+from .noise.sides import JumpLog, sides_of
+from .noise.weights import jittered
 from .one_rank import watched_on_one_rank
 from .reference import ReferenceRun, Schedule, reference_before, rows_apart
-from .variants import TRUTH, Variant, jittered
+from .variants import PLAIN, TRUTH
 
 __all__ = ["BACKWARD", "FORWARD", "Boundaries", "Direction"]
 
@@ -563,7 +564,7 @@ class _OnOneProcess:
     def __init__(self, scenario: Scenario, schedule: Schedule, step: int) -> None:
         self.scenario = scenario
         self.truth = reference_before(scenario, schedule, TRUTH, step)
-        self.plain = reference_before(scenario, schedule, Variant(), step)
+        self.plain = reference_before(scenario, schedule, PLAIN, step)
         self.whole = scenario.workload.batch(step, scenario.seed)
         self.of_whole = False
         precision = scenario.parsed_precision
@@ -582,8 +583,8 @@ class _OnOneProcess:
         with jittered(self.plain.parameters.values(), self.roundoff, generator):
             noisy.append(self._watched(self.plain, batches))
         sides = []
-        for moves in moves_of([due.inputs], [had.inputs]):
-            with JumpLog(moves):
+        for side in sides_of([due.inputs], [had.inputs]):
+            with JumpLog(side):
                 sides.append(self._watched(self.plain, batches))
         return _bounded(truth, noisy, sides, self.roundoff), truth
 

@@ -37,7 +37,7 @@ bound, that is, rounding alone. Under SGD all weights are 1.
 Where rounding decides between two results that are far apart, five noisy runs may all
 have the same one. So two further runs have the other one, each in half of the places:
 
-- the derivative of a function that jumps, at an input near the jump (:mod:`.jumps`);
+- the derivative of a function that jumps, at an input near the jump;
 - the direction of a step that divides by the gradient, as above. It changes later
   gradients by far more than rounding: one weight that moves in the opposite direction
   changes those of its neighbours by some percent. In half precision the noise of a
@@ -90,8 +90,8 @@ from ..rank.elementwise import not_elementwise
 from ..rank.routing import MASKED, Choices
 from ..space.scenario import Scenario
 from .compare import Doubles, Pair, relative_floor, sizes
-from .jumps import moves_of
 from .kept import Kept, bytes_of
+from .noise.sides import Limits, sides_of
 from .one_rank import one_rank_references
 from .reference import (
     Reference,
@@ -99,7 +99,7 @@ from .reference import (
     check_equal_start,
     train_reference,
 )
-from .variants import NOISY, TRUTH, Limits, Variant
+from .variants import NOISY, TRUTH, in_shards, longer, on_sides
 
 __all__ = [
     "HALF",
@@ -263,14 +263,14 @@ def _noisy_runs(
     has = scenario.workload.has
     if adaptive and not scenario.in_half and OfWorkload.LOOP not in has:
         # see [Note: Bias corrections]
-        other = Variant(double=True, bias_errors=1 / SAFETY_FACTOR)
+        other = longer(1 / SAFETY_FACTOR)
         runs.append(train_reference(scenario, schedule, other))
     unseen = {n for step in truth.gradients for n in step}.difference(
         dict(schedule.shards)
     )
     if scenario.workload.rounds_state and unseen:  # see [Note: Rounded state]
         for shards in SHARDS:
-            runs.append(train_reference(scenario, schedule, Variant(shards=shards)))
+            runs.append(train_reference(scenario, schedule, in_shards(shards)))
     starts = [run.initial for run in runs]
     check_equal_start(scenario.model, "two references", truth.initial, starts)
     return runs
@@ -300,8 +300,8 @@ def _sides(
         signs = _noise(_bound(truth.gradients, gradients, (), precision, skipped))
     seen = (truth.inputs, runs[0].inputs) if inputs else ((), ())
     return [
-        train_reference(scenario, schedule, Variant(moves=moves))
-        for moves in moves_of(*seen, signs)
+        train_reference(scenario, schedule, on_sides(sides))
+        for sides in sides_of(*seen, signs)
     ]
 
 

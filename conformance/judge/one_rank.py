@@ -55,11 +55,10 @@ from ..rank.scaler_spec import NO_SCALER
 from ..rank.trace import RankTrace, StepTrace
 from ..rank.variation import Alone, Variation
 from ..space.scenario import Scenario
-from .jumps import Inputs, JumpLog, moves_of
 from .kept import Kept
+from .noise.sides import STAY, Inputs, JumpLog, Sides, sides_of
 from .reference import Reference, Schedule
 from .settings import INITIAL_RATE
-from .variants import STAY, Moves
 
 __all__ = ["OneRank", "one_rank_references", "watched_on_one_rank"]
 
@@ -91,7 +90,7 @@ class OneRank:
     truth: Reference
     noisy: Sequence[Reference]
     sides: Sequence[Reference]
-    """Runs with other inputs where derivatives jump; see :mod:`.jumps`."""
+    """Runs with other inputs where derivatives jump; see ``noise/sides.py``."""
     text: str
     """The runs in words."""
     undecided: str = ""
@@ -139,16 +138,16 @@ def watched_on_one_rank(
     found: list[Watched] = []
     alone = partial(Alone, skipped=schedule.skipped, scales=schedule.scales)
 
-    def trained(variation: Variation, moves: Moves = STAY) -> Reference:
+    def trained(variation: Variation, sides: Sides = STAY) -> Reference:
         this = alone(variation=variation)
-        return _train(scenario, this, step + 1, watched=found, moves=moves)
+        return _train(scenario, this, step + 1, watched=found, sides=sides)
 
     in_fp64 = _in_fp64(scenario, alone(variation=TRUTH), step + 1, found)
     wide = None if in_fp64 is None else found[-1].log
     found.clear()
     plain, moved = trained(PLAIN), trained(SHIFTED)
-    for moves in moves_of((in_fp64 or moved).inputs, plain.inputs):
-        trained(PLAIN, moves)
+    for sides in sides_of((in_fp64 or moved).inputs, plain.inputs):
+        trained(PLAIN, sides)
     logs = [each.log for each in found]
     return wide or logs[0], logs[:2], logs[2:]
 
@@ -159,9 +158,9 @@ def _references(
     skipped: tuple[frozenset[str], ...],
     scales: tuple[float, ...],
 ) -> OneRank:
-    def trained(variation: Variation, moves: Moves = STAY) -> Reference:
+    def trained(variation: Variation, sides: Sides = STAY) -> Reference:
         alone = Alone(variation=variation, skipped=skipped, scales=scales)
-        return _train(scenario, alone, scenario.steps, moves=moves)
+        return _train(scenario, alone, scenario.steps, sides=sides)
 
     plain = trained(PLAIN)
     in_fp64 = Alone(variation=TRUTH, skipped=skipped, scales=scales)
@@ -197,8 +196,8 @@ def _references(
     if scenario.reduced_in is not None:
         words["gradients changed by a unit roundoff of what they are reduced in"] = None
     # without fp64 all runs are in order
-    moves = moves_of((truth or noisy[1]).inputs, plain.inputs)
-    sides = [trained(PLAIN, each) for each in moves]
+    other_sides = sides_of((truth or noisy[1]).inputs, plain.inputs)
+    sides = [trained(PLAIN, each) for each in other_sides]
     where = "in fp64" if truth is not None else f"in {scenario.precision} (no fp64)"
     text = f"one rank, {where}; noise of {len(noisy)} runs: {', '.join(words)}"
     return OneRank(
@@ -252,7 +251,7 @@ def _train(
     steps: int,
     dtype: torch.dtype | None = None,
     watched: list[Watched] | None = None,
-    moves: Moves = STAY,
+    sides: Sides = STAY,
 ) -> Reference:
     """Train on this rank.
 
@@ -262,7 +261,7 @@ def _train(
         steps: how many.
         dtype: in which all parameters and gradients must be.
         watched: gets what modules did in the last step.
-        moves: how inputs of functions move whose derivative jumps.
+        sides: how inputs of functions move whose derivative jumps.
     """
     # imported where it runs: judging needs none of what makes a run
     from ..rank.watched_step import watched_step
@@ -281,7 +280,7 @@ def _train(
             else nullcontext()
         )
         new_tensors = alone.variation.new_tensors()
-        with watching, new_tensors, JumpLog(moves, step) as jumps:
+        with watching, new_tensors, JumpLog(sides, step) as jumps:
             yield
         inputs.append(jumps.inputs)
         generators.append(digest(torch.get_rng_state()))

@@ -4,14 +4,14 @@ References train on a separate rank (``Place.alone``), not in the judge's proces
 
 A reference follows the skip decisions that the *rule* demands (any non-finite gradient
 anywhere skips the step), never those that the judged scaler took. Variants take rows in
-another order and round otherwise; their distance from the fp64 run is the noise that a
-correct run may show, and the bounds of ``parity`` are made of it.
+another order and round otherwise (``noise/``); their distance from the fp64 run is the
+noise that a correct run may show, and the bounds of ``parity`` are made of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -30,8 +30,7 @@ from ...fixtures import (
     local,
     resolve_workload,
 )
-from ..formulas import FP32_UNIT, bias_error, equal_but_for_rounding
-from ..rank.elementwise import HalfNoise, not_elementwise
+from ..formulas import equal_but_for_rounding
 from ..rank.engine import digest_of_weights, initial_model
 from ..rank.routing import ChoiceLog, Choices, chooses_in_forward
 from ..rank.trace import Setting
@@ -43,22 +42,14 @@ from ..space.facts import (
 )
 from ..space.recipes import LR_DECAY, Training
 from ..space.scenario import Scenario
-from ..space.workload_checks import ROUNDING, coarseness
-from .jumps import Inputs, JumpLog
+from ..space.workload_checks import ROUNDING
 from .kept import Kept, bytes_of
+from .noise.optimizers import EvenShards
+from .noise.rows import Rows
+from .noise.sides import BOTH, Inputs, JumpLog, Sides
 from .settings import Planned, Settings
 from .shards import InShards, Shards
-from .variants import (
-    CODES,
-    MOVED,
-    NOISY,
-    SIDES,
-    TRUTH,
-    Variant,
-    jittered,
-    near_one,
-    of_ties,
-)
+from .variants import NOISY, PLAIN, TRUTH, Variant
 
 __all__ = [
     "Idle",
@@ -148,7 +139,7 @@ class Reference:
         return held + sum(some.nbytes for step in self.inputs for some in step)
 
 
-LEAST = len(NOISY) + 3 + len(SIDES)
+LEAST = len(NOISY) + 3 + len(BOTH)
 """Number of references kept, of whatever size: those of one scenario."""
 
 
@@ -296,7 +287,6 @@ class ReferenceRun:
     def __init__(self, key: _Key, precision: str, variant: Variant) -> None:
         self.key = key
         self.variant = variant
-        self.plain = variant in (TRUTH, Variant())
         self.precision: Precision = PRECISIONS[precision]
         dtype = torch.float64 if variant.double else torch.float32
         self.workload = resolve_workload(key.model)
@@ -308,9 +298,9 @@ class ReferenceRun:
         # not .to(dtype), which also casts complex buffers to real
         self.model = model.double() if dtype == torch.float64 else model.float()
         self.parameters = {n: self.model.get_parameter(n) for n in names}
-        seen = dict(key.shards)
+        seen, even = dict(key.shards), variant.source(EvenShards)
         self.sharded = {
-            name: InShards(parameter, seen.get(name, ()), variant.shards)
+            name: InShards(parameter, seen.get(name, ()), even.count if even else 1)
             for name, parameter in self.parameters.items()
             if parameter.requires_grad  # an optimizer may leave frozen ones out
         }
@@ -328,8 +318,9 @@ class ReferenceRun:
         self.counts: list[float | None] = []
         self.rows_apart: bool | None = None
         self.steps_made = dict.fromkeys(self.optimizers, 0)
-        # unequal for all variants that draw from it
-        seed = 2 * variant.parts + variant.reverse_rows
+        rows = variant.source(Rows) or Rows()
+        # another one for each order of rows
+        seed = 2 * rows.parts + rows.reverse
         self.generator = torch.Generator().manual_seed(seed)
         self.replayed: tuple[dict[str, Choices], ...] = ()
         """Per step: the choices that routers must make; empty: their own."""
@@ -354,16 +345,19 @@ class ReferenceRun:
         log = ChoiceLog(self.replayed[step] if self.replayed else None)
         # in backward a forward may run again
         chooses = chooses_in_forward(self.key.model)
-        rounded = jittered(named.values(), self._jitter(), self.generator)
-        moves = self.variant.moves
-        jumps = JumpLog(moves, step)
-        noted = jumps if self.plain or moves.distances else nullcontext()
-        with log if chooses else nullcontext(), self._new_tensors(), rounded, noted:
+        notes = JumpLog() if self.variant in (TRUTH, PLAIN) else None
+        with ExitStack() as contexts:
+            contexts.enter_context(log if chooses else nullcontext())
+            contexts.enter_context(self._new_tensors())
+            for each in self.variant.noise:
+                contexts.enter_context(each.passes(self, step))
+            contexts.enter_context(notes or nullcontext())
             passes, weights = self._cast(lambda: self._passes(batch, parts, scale))
-        self.inputs.append(jumps.inputs)
+        self.inputs.append(notes.inputs if notes else ())
         self.choices.append(log.choices)
+        sides = self.variant.source(Sides)
         # scores that were moved are no noise of scores
-        self.errors.append({} if moves.distances else log.errors)
+        self.errors.append({} if sides and sides.distances else log.errors)
         self._unscale(scale)
         self.norms.append(self._norm())
         self._clip()
@@ -374,9 +368,9 @@ class ReferenceRun:
         self.gradients.append(
             self._flat({n: p.grad for n, p in named.items() if p.grad is not None})
         )
-        # after recording: the gradients of this step are compared unflipped
-        self._flip_signs(named, step)
-        self._pass_ties(named)
+        # after recording: the gradients of this step are compared as they are
+        for each in self.variant.noise:
+            each.gradients(self, step)
         if self.planned is not None:
             settings = self.planned.settings()
             self.settings.append(settings)
@@ -388,11 +382,13 @@ class ReferenceRun:
                     group[key] = _in_the_form_of(group[key], setting)
         for name, optimizer in self.optimizers.items():
             if name not in skipped:
-                again = self._rounded_again(name)
-                sharded = self.sharded[name].stepped()
-                longer = self._longer_step(name, optimizer, named[name])
-                with self.workload.calling("optimizer"), again, longer, sharded:
+                with ExitStack() as contexts:
+                    contexts.enter_context(self.workload.calling("optimizer"))
+                    for each in self.variant.noise:
+                        contexts.enter_context(each.optimizer(self, name))
+                    contexts.enter_context(self.sharded[name].stepped())
                     optimizer.step()
+                self.steps_made[name] += 1
             if self.key.training.decay:  # as ExponentialLR, also after a skip
                 for group in optimizer.param_groups:
                     group["lr"] *= LR_DECAY
@@ -400,21 +396,6 @@ class ReferenceRun:
             self.planned.advance()
         now = self._flat(named)
         self.updates.append({n: now[n] - self.start[n] for n in now})
-
-    def _jitter(self) -> float:
-        """The relative size of the noise that is added to the weights of a pass."""
-        rounds_to = self.workload.rounds_to
-        if self.variant.double or (self.variant.in_order and rounds_to is None):
-            return 0.0
-        # each row is rounded alike in any order of rows; weights are stored in fp32,
-        # where nothing smaller would move them
-        size = max(MOVED * self.precision.roundoff, FP32_UNIT)
-        if rounds_to is None:
-            return size
-        # a weight beside a tie of 8 bits is rounded to the other side by any noise,
-        # which five runs may all miss: so some weights are, in each of them
-        count = sum(p.numel() for p in self.parameters.values())
-        return max(size, of_ties(coarseness(rounds_to), count))
 
     def _passes(
         self, batch: Batch, parts: list[Batch], scale: float
@@ -453,50 +434,6 @@ class ReferenceRun:
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 parameter.grad.copy_(parameter.grad.to(dtype))
-
-    def _flip_signs(self, named: dict[str, nn.Parameter], step: int) -> None:
-        moves = self.variant.moves
-        for name, limit in moves.signs[step] if moves.signs else ():
-            gradient = named[name].grad
-            if gradient is not None:
-                # alike in both runs, so that each element is flipped in one of them
-                order = torch.Generator().manual_seed(step)
-                part = torch.randint(len(SIDES), gradient.shape, generator=order)
-                here = part == SIDES.index(moves.side)
-                gradient[here & (gradient.abs() <= limit)] *= -1
-
-    def _rounded_again(self, name: str) -> AbstractContextManager[Any]:
-        """The context in which an optimizer of whole matrices steps one."""
-        model, optimizer = self.key.model, self.key.optimizer
-        if self.plain or name not in not_elementwise(model, optimizer):
-            return nullcontext()
-        return HalfNoise(self.generator)
-
-    @contextmanager
-    def _longer_step(
-        self, name: str, optimizer: torch.optim.Optimizer, parameter: nn.Parameter
-    ) -> Iterator[None]:
-        """Lengthen the step that is taken inside, in the variant that does so."""
-        betas = optimizer.param_groups[0].get("betas", ())
-        if not (self.variant.bias_errors and betas):
-            yield
-            return
-        before = parameter.detach().clone()
-        yield
-        self.steps_made[name] += 1
-        share = self.variant.bias_errors * bias_error(betas, self.steps_made[name])
-        with torch.no_grad():
-            parameter.add_(parameter - before, alpha=share)
-
-    def _pass_ties(self, named: dict[str, nn.Parameter]) -> None:
-        """Move some elements of a rounded state to the other side of a tie."""
-        if self.variant == TRUTH or not self.workload.rounds_state:
-            return
-        gradients = [named[name].grad for name in self.sharded]
-        size = of_ties(CODES, sum(named[name].numel() for name in self.sharded))
-        for gradient in gradients:
-            if gradient is not None:
-                gradient *= near_one(gradient, size, self.generator)
 
     def _idle(self, named: dict[str, nn.Parameter], idle: Idle) -> None:
         for name in idle.zeros | idle.absent:
@@ -555,11 +492,17 @@ class ReferenceRun:
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """The micro-batches of one step."""
-        own, variant = self.workload.micro_batches, self.variant
+        own = self.workload.micro_batches
         parts = [batch] if own is None else own(batch)
+        for each in self.variant.noise:
+            parts = each.rows(parts, self)
+        return parts
+
+    def rows_may_be_cut(self) -> bool:
+        """True if gradients are sums over rows."""
         if self.rows_apart is None:
-            self.rows_apart = variant.in_order or rows_apart(self.key.model)
-        return variant.in_rows(parts) if self.rows_apart else variant.shuffled(parts)
+            self.rows_apart = rows_apart(self.key.model)
+        return self.rows_apart
 
     def _weights(
         self, batch: Batch, parts: list[Batch], counts: list[float | None]
@@ -642,7 +585,8 @@ def rows_apart(model: str) -> bool:
     workload = resolve_workload(model)
     if workload.rounds_to is not None and workload.micro_batches is None:
         return True  # declared: scales alone join the rows, and are noise
-    for variant in (TRUTH, Variant(double=True, reverse_rows=True, parts=4)):
+    cut = Variant(double=True, noise=(Rows(parts=4, reverse=True),))
+    for variant in (TRUTH, cut):
         key = _Key(
             model=model, optimizer=next(iter(workload.optimizers)), steps=1, seed=0
         )

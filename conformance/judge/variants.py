@@ -1,157 +1,82 @@
-"""How correct runs of a reference differ from the truth: in the order of reductions.
-
-A variant takes the rows in another order or cuts them into parts, and then also moves
-weights within their rounding; or it takes what rounding decides to the other side.
-"""
+"""Variants: the reference runs, each as a list of its perturbations."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
-import torch
-from torch import Tensor
-
-from ...fixtures import Batch
+from .noise.optimizers import EvenShards, LongerSteps, RoundedMatrices
+from .noise.perturbation import Perturbation
+from .noise.rows import Rows
+from .noise.sides import Sides
+from .noise.ties import StateTies
+from .noise.weights import RoundedWeights
 
 __all__ = [
-    "CODES",
-    "FLIPPED",
-    "MOVED",
     "NOISY",
-    "SIDES",
-    "STAY",
+    "PLAIN",
     "TRUTH",
-    "Distances",
-    "Limits",
-    "Moves",
     "Variant",
-    "jittered",
-    "near_one",
-    "of_ties",
+    "in_shards",
+    "longer",
+    "on_sides",
+    "reordered",
 ]
 
-SIDES = (1, -1)
-"""Runs that take what rounding decides to the other side, each another half of it."""
-Distances = tuple[tuple[tuple[float, bool], ...], ...]
-"""Per step, input by input of functions whose derivative jumps, in the order of calls:
-how far it moves, and whether elements that are zero move; see :mod:`.jumps`."""
-Limits = tuple[tuple[tuple[str, float], ...], ...]
-"""Per step: (parameter, size of a gradient's element); hashable, as runs are cached."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moves:
-    """Inputs that a run takes to the other side; see [Note: Sides] in bounds."""
-
-    side: int = SIDES[0]
-    """One of two runs, in each of which another half is on the other side."""
-    distances: Distances = ()
-    """Inputs of functions whose derivative jumps; empty: none moves."""
-    signs: Limits = ()
-    """The signs of gradient elements that are no larger than this; empty: of none."""
-
-
-STAY = Moves()
-"""Nothing is on the other side."""
+P = TypeVar("P", bound=Perturbation)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """How a reference run differs from the plain fp64 one."""
+    """One reference run."""
 
     double: bool = False
     """Compute in fp64; else in the scenario's precision."""
-    reverse_rows: bool = False
-    """Reverse the rows of each batch, and the order of a workload's own micro-batches:
-    another order of reduction."""
-    parts: int = 1
-    """Number of accumulated parts of each batch."""
-    bias_errors: float = 0.0
-    """Steps are longer by this multiple of what errors of bias corrections explain."""
-    shards: int = 1
-    """Number of parts, along dim 0, in which the optimizer gets each parameter of which
-    no shards were seen."""
-    moves: Moves = STAY
-    """Inputs on the other side."""
+    noise: tuple[Perturbation, ...] = ()
+    """Changes of this run. Contexts are entered in this order."""
 
-    @property
-    def in_order(self) -> bool:
-        """True if rows are taken in the order of the truth."""
-        return self.parts == 1 and not self.reverse_rows
+    def source(self, kind: type[P]) -> P | None:
+        """Return the perturbation of one kind, if the run has it."""
+        return next((each for each in self.noise if isinstance(each, kind)), None)
 
-    def in_rows(self, parts: list[Batch]) -> list[Batch]:
-        """Micro-batches, with their rows reversed and cut."""
-        if self.reverse_rows:
-            parts = [part.map(lambda t: t.flip(0)) for part in parts[::-1]]
-        return [rows for part in parts for rows in part.in_parts(self.parts)]
 
-    def shuffled(self, parts: list[Batch]) -> list[Batch]:
-        """Whole micro-batches, in another order for each variant."""
-        if self.reverse_rows:
-            parts = parts[::-1]
-        return [
-            part for first in range(self.parts) for part in parts[first :: self.parts]
-        ]
+def _in_order(*noise: Perturbation) -> tuple[Perturbation, ...]:
+    """Return the noise of a run that takes rows in the order of the truth."""
+    return RoundedWeights(only_ties=True), RoundedMatrices(), *noise, StateTies()
+
+
+def reordered(*, parts: int = 1, reverse: bool = False) -> Variant:
+    """Return the run that takes rows in another order, or in parts."""
+    rows = Rows(parts=parts, reverse=reverse)
+    noise = (rows, RoundedWeights(), RoundedMatrices(), StateTies())
+    return Variant(noise=noise)
 
 
 TRUTH = Variant(double=True)
+PLAIN = Variant(noise=(RoundedWeights(only_ties=True), StateTies()))
+"""The run as it is; its noise acts only where a workload rounds to 8 bits."""
 NOISY = (
-    Variant(),
-    Variant(reverse_rows=True),
-    Variant(parts=2),
-    Variant(parts=2, reverse_rows=True),
-    Variant(parts=4),
+    PLAIN,
+    reordered(reverse=True),
+    reordered(parts=2),
+    reordered(parts=2, reverse=True),
+    reordered(parts=4),
 )
 """Correct runs whose error against the truth is the noise of the scenario."""
-MOVED = 1 / 8
-"""Share of a unit roundoff by which weights move before they are rounded to 16 bits.
-One of 32 is then rounded to its other neighbour, and none is off by more than 9/8 of a
-roundoff: such a run errs as much as the plain one, in its own way (docs/parity.md)."""
-FLIPPED = 4
-"""Values that noise takes to the other side in each run, on average, so that runs show
-what that does: the probability that a run has none is exp(-4), and that all five have
-none exp(-20)."""
-CODES = 2.0**-4
-"""Half a spacing of codes of 4 bits, one of which is the sign: the coarsest state."""
 
 
-def of_ties(roundoff: float, count: int) -> float:
-    """The relative noise that takes ``FLIPPED`` of ``count`` values past a tie.
-
-    Ties are two roundoffs apart, and the noise is half of its size on average.
-    """
-    return 4 * FLIPPED * roundoff / count
-
-
-def near_one(like: Tensor, size: float, generator: torch.Generator) -> Tensor:
-    """A random factor for each element, up to ``size`` away from 1."""
-    random = torch.empty(like.shape)
-    return random.uniform_(-size, size, generator=generator).add_(1)
+def longer(share: float) -> Variant:
+    """Return the run whose steps are longer by a share of a bias correction's error."""
+    return Variant(
+        double=True, noise=(RoundedMatrices(), LongerSteps(share), StateTies())
+    )
 
 
-@contextmanager
-def jittered(
-    weights: Collection[Tensor], size: float, generator: torch.Generator
-) -> Iterator[None]:
-    """Change every weight inside by a random part of its rounding.
+def in_shards(count: int) -> Variant:
+    """Return the run whose optimizers get parameters in ``count`` parts."""
+    return Variant(noise=_in_order(EvenShards(count)))
 
-    Args:
-        weights: those of a model; they have their values back afterwards.
-        size: largest relative change; 0 changes nothing.
-        generator: of the random numbers.
-    """
-    if not size:
-        yield
-        return
-    before = [p.detach().clone() for p in weights]
-    with torch.no_grad():
-        for p in weights:
-            p.mul_(near_one(p, size, generator))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for p, old in zip(weights, before, strict=True):
-                p.copy_(old)
+
+def on_sides(sides: Sides) -> Variant:
+    """Return a run with what rounding decides on the other side."""
+    return Variant(noise=_in_order(sides))

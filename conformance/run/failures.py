@@ -14,7 +14,7 @@ from ...fixtures import CannotError, OfWorkload, WorkloadError
 from ...multiprocess import RankOutcome, RankState, WorldError
 from ..judge.one_rank import one_rank_references
 from ..judge.reference import Schedule, reference_before
-from ..judge.variants import Variant
+from ..judge.variants import PLAIN
 from ..rank.fold import fold
 from ..rank.scaler_spec import NO_SCALER
 from ..rank.trace import RankTrace
@@ -183,7 +183,7 @@ def why_not_alone(scenario: Scenario) -> str:
         if scenario.workload.one_rank:
             one_rank_references(replace(scenario, steps=1), schedule)
             return ""
-        reference_before(scenario, schedule, Variant(), 1)
+        reference_before(scenario, schedule, PLAIN, 1)
     except WorkloadError as error:
         text = " ".join(str(error).split())[:600]
         return f"one process cannot run in {scenario.precision} either: {text}"

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.judge import bounds, reference
 from gradparity.conformance.judge.bounds import make_parity_bounds
-from gradparity.conformance.judge.jumps import JumpLog, moves_of
+from gradparity.conformance.judge.noise.sides import JumpLog, Sides, sides_of
+from gradparity.conformance.judge.noise.ties import FLIPPED
 from gradparity.conformance.judge.reference import Schedule
-from gradparity.conformance.judge.variants import FLIPPED, Moves, Variant
+from gradparity.conformance.judge.variants import on_sides
 from gradparity.tests.conformance.test_routing import failed
 from gradparity.tests.stacks import AtZero
 
@@ -52,7 +53,7 @@ def test_an_input_at_zero_is_not_accused(
 
 
 def test_without_the_moves_it_is_accused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "moves_of", lambda *_: ())
+    monkeypatch.setattr(bounds, "sides_of", lambda *_: ())
     with Runner(folder=".", timeout_s=60) as other:
         # here, where what is patched is patched
         monkeypatch.setattr(other.place, "alone", lambda call, *args, **_: call(*args))
@@ -128,8 +129,8 @@ ELEMENTWISE: dict[str, tuple[Function, float]] = {
 }
 
 
-def moves(side: int, *, zeros: bool = True) -> Moves:
-    return Moves(distances=(((MOVED, zeros),),), side=side)
+def moves(side: int, *, zeros: bool = True) -> Sides:
+    return Sides(distances=(((MOVED, zeros),),), side=side)
 
 
 def derivative(function: Function, x: Tensor, log: JumpLog) -> Tensor:
@@ -219,13 +220,13 @@ def test_inputs_move_by_what_a_run_is_off() -> None:
     true = np.array([1.0, -2.0, 3.0e38])
     with_zero = np.array([0.0, 1.0])
     off = np.array([0.25, -0.5, 1e38])
-    first, second = moves_of([(true, with_zero)], [(true + off, with_zero)])
+    first, second = sides_of([(true, with_zero)], [(true + off, with_zero)])
     assert first.distances == (((0.75, True), (0.0, False)),)
     assert (first.side, second.side) == (1, -1)
-    assert not moves_of([(true,)], [(true,)])  # exact
-    assert not moves_of([(), ()], [(), ()])
+    assert not sides_of([(true,)], [(true,)])  # exact
+    assert not sides_of([(), ()], [(), ()])
     # another shape: other calls from there on
-    (one, _) = moves_of([(true, true)], [(true + 1.0, true[:1])])
+    (one, _) = sides_of([(true, true)], [(true + 1.0, true[:1])])
     assert len(one.distances[0]) == 1
 
 
@@ -265,6 +266,6 @@ def test_scores_that_were_moved_are_no_noise_of_scores() -> None:
     key = reference._Key(
         model="gradparity.tests.routed_stacks:TopOne", optimizer="own", steps=1, seed=0
     )
-    run = reference.ReferenceRun(key, "fp32", Variant(moves=moves(1)))
+    run = reference.ReferenceRun(key, "fp32", on_sides(moves(1)))
     run.step(0, frozenset(), 1.0, reference.Idle())
     assert run.errors == [{}]

@@ -15,6 +15,7 @@ from gradparity.conformance.judge.bounds import (
     SAFETY_FACTOR,
     make_parity_bounds,
 )
+from gradparity.conformance.judge.noise.sides import BOTH, Sides
 from gradparity.conformance.judge.parity import demanded_schedule, measure_parity
 from gradparity.conformance.judge.reference import (
     LEAST,
@@ -25,11 +26,11 @@ from gradparity.conformance.judge.reference import (
 )
 from gradparity.conformance.judge.variants import (
     NOISY,
-    SIDES,
-    STAY,
+    PLAIN,
     TRUTH,
-    Moves,
     Variant,
+    on_sides,
+    reordered,
 )
 from gradparity.conformance.rank.trace import Decision, RankTrace, StepTrace
 from gradparity.fixtures.models import DigitsMLP
@@ -39,7 +40,7 @@ TEXT = Scenario.parse("single/1/fp32/adamw/none/model=text,steps=4")
 NONE: frozenset[str] = frozenset()
 PARAMETERS = [name for name, _ in DigitsMLP().named_parameters()]
 # another order of reduction than any of the references that make the bounds
-UNSEEN = Variant(parts=8, reverse_rows=True)
+UNSEEN = reordered(parts=8, reverse=True)
 
 
 def traces_of(
@@ -270,7 +271,7 @@ def test_an_update_is_seen_through_the_rounding_of_its_parameter() -> None:
     (trace,) = traces_of(scenario)
     name = "blocks.1.attention.key.bias"
     schedule = Schedule(skipped=(NONE, NONE), scales=(1.0, 1.0))
-    start = train_reference(scenario, schedule, Variant()).start[name]
+    start = train_reference(scenario, schedule, PLAIN).start[name]
     trace.start[name] = start.astype(np.float32)
     for seen in trace.steps:
         seen.parameters[name] = np.nextafter(trace.start[name], np.float32(1))
@@ -287,14 +288,14 @@ TURNED = "blocks.1.feed_forward.down.weight"
 def test_sides_flip_the_sign_of_each_small_element_once() -> None:
     scenario = Scenario.parse("single/1/fp32/sgd/none/steps=2")
     schedule = Schedule(skipped=(NONE, NONE), scales=(1.0, 1.0))
-    plain = train_reference(scenario, schedule, Variant())
+    plain = train_reference(scenario, schedule, PLAIN)
     gradient = plain.gradients[0]["up.weight"]
     limit = float(np.median(np.abs(gradient)))
     step = (("up.weight", limit),)
     moved, small = plain.updates[0], np.abs(gradient) <= limit
     flips = np.zeros(gradient.shape, int)
-    for side in SIDES:
-        variant = Variant(moves=Moves(side=side, signs=(step, ())))
+    for side in BOTH:
+        variant = on_sides(Sides(side=side, signs=(step, ())))
         run = train_reference(scenario, schedule, variant)
         assert np.array_equal(run.gradients[0]["up.weight"], gradient)
         other = run.updates[0]
@@ -311,8 +312,8 @@ def test_sides_flip_the_sign_of_each_small_element_once() -> None:
 @pytest.mark.parametrize(
     ("precision", "optimizer", "sides"),
     [
-        ("fp16-autocast", "adamw", SIDES),
-        pytest.param("bf16-autocast", "adagrad", SIDES, marks=pytest.mark.slow),
+        ("fp16-autocast", "adamw", BOTH),
+        pytest.param("bf16-autocast", "adagrad", BOTH, marks=pytest.mark.slow),
         pytest.param("fp16-autocast", "sgd-momentum", (), marks=pytest.mark.slow),
         ("fp32", "adamw", ()),
     ],
@@ -332,7 +333,7 @@ def test_signs_of_adaptive_optimizers_in_half_precision_have_both_sides(
     monkeypatch.setattr(bounds, "train_reference", noted)
     text = f"single/1/{precision}/{optimizer}/none/steps=4"
     make_parity_bounds(Scenario.parse(text), WHOLE)
-    found = [v.moves for v in variants if v.moves != STAY]
+    found = [each for v in variants if (each := v.source(Sides))]
     assert tuple(moves.side for moves in found) == sides
     for moves in found:
         assert len(moves.signs) == 4
@@ -348,7 +349,8 @@ def test_half_of_what_a_side_changes_is_noise(
 
     def noted(scenario: Scenario, schedule: Schedule, variant: Variant) -> Reference:
         run = train_reference(scenario, schedule, variant)
-        if overflows and variant.moves.signs and variant.moves.side == SIDES[0]:
+        sides = variant.source(Sides)
+        if overflows and sides and sides.side == BOTH[0]:
             bad = {n: np.full(g.shape, np.inf) for n, g in run.gradients[3].items()}
             run = replace(run, gradients=(*run.gradients[:3], bad))
         return runs.setdefault(variant, run)
@@ -356,8 +358,8 @@ def test_half_of_what_a_side_changes_is_noise(
     monkeypatch.setattr(bounds, "train_reference", noted)
     scenario = Scenario.parse("single/1/fp16-autocast/adamw/none/steps=4")
     found = make_parity_bounds(scenario, WHOLE).gradient[3]
-    plain = runs[Variant()].gradients
-    sides = [run.gradients for variant, run in runs.items() if variant.moves.signs]
+    plain = runs[PLAIN].gradients
+    sides = [run.gradients for variant, run in runs.items() if variant.source(Sides)]
     shares = []
     for name, (_, largest) in found.items():
         changes = [np.abs(s[k][name] - plain[k][name]) for s in sides for k in range(4)]
@@ -370,12 +372,12 @@ def test_half_of_what_a_side_changes_is_noise(
 def test_one_flipped_weight_accuses_no_scaler() -> None:
     """As in fsdp+tp/4/fp16-reduce/adagrad on the text, whose scaler was right."""
     scenario = Scenario.parse("single/1/fp16-autocast/adagrad/none/model=text,steps=4")
-    truth = train_reference(scenario, WHOLE, Variant(double=True))
+    truth = train_reference(scenario, WHOLE, TRUTH)
     size = np.abs(truth.gradients[0][TURNED])
     limit = float(np.sort(size)[3])  # some ten thousandth of the largest
     assert limit < 1e-3 * size.max()
     signs = (((TURNED, limit),), (), (), ())
-    turned = Variant(moves=Moves(side=1, signs=signs))
+    turned = on_sides(Sides(side=1, signs=signs))
     (trace,) = traces_of(scenario, turned, WHOLE)
     assert measure_parity(scenario, [trace]).first_bad == {}
     trace.steps[0].gradients[TURNED] *= np.float32(1.02)

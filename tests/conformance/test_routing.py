@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.judge import bounds, reference
 from gradparity.conformance.judge.bounds import HALF, expected_choices
+from gradparity.conformance.judge.noise.sides import BOTH, Sides
 from gradparity.conformance.judge.reference import Reference, Schedule
-from gradparity.conformance.judge.variants import SIDES, Variant
+from gradparity.conformance.judge.variants import Variant
 from gradparity.conformance.rank.routing import ChoiceLog, Choices, chooses_in_forward
 from gradparity.conformance.run import runner
 from gradparity.tests import routed_stacks as stacks
@@ -124,7 +125,7 @@ def test_noise_of_scores_contains_half_of_what_flipped_signs_change(
 
     def noted(scenario: Scenario, schedule: Schedule, variant: Variant) -> Reference:
         run = reference.train_reference(scenario, schedule, variant)
-        if not variant.moves.signs:
+        if variant.source(Sides) is None:
             return run
         # as if their scores had moved by more
         errors = tuple({kind: 8.0 * e for kind, e in at.items()} for at in run.errors)
@@ -135,7 +136,7 @@ def test_noise_of_scores_contains_half_of_what_flipped_signs_change(
     text = f"dp2/2/bf16-autocast/own/none/model={MODULE}:SteppedByAdam,steps=2"
     schedule = Schedule(skipped=(frozenset(),) * 2, scales=(1.0,) * 2)
     known = expected_choices(Scenario.parse(text), schedule)
-    assert len(sides) == len(SIDES)
+    assert len(sides) == len(BOTH)
     for kind, choices in known[1].items():
         largest = max(at[kind] for run in sides for at in run.errors)
         assert choices.noise == HALF * largest

@@ -20,7 +20,7 @@ from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.conformance.judge.law import Evidence
 from gradparity.conformance.judge.measured import Parity
 from gradparity.conformance.judge.reference import Schedule, train_reference
-from gradparity.conformance.judge.variants import Variant
+from gradparity.conformance.judge.variants import PLAIN
 from gradparity.conformance.rank.elementwise import not_elementwise
 from gradparity.conformance.rank.trace import Decision, RankTrace, StepTrace
 from gradparity.conformance.script.standalone import standalone_script
@@ -506,7 +506,7 @@ def test_a_reference_that_raises_is_not_the_judges_fault() -> None:
     scenario = Scenario.parse(where)
     schedule = Schedule(skipped=(frozenset(),), scales=(1.0,))
     with pytest.raises(WorkloadError, match="forward: raised RuntimeError: expected"):
-        train_reference(scenario, schedule, Variant())
+        train_reference(scenario, schedule, PLAIN)
 
 
 def test_a_precision_that_one_process_refuses_too_is_not_tried(runner: Runner) -> None:

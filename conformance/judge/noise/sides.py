@@ -1,4 +1,4 @@
-"""Functions whose derivative jumps: rounding decides on which side an input is.
+"""Sides: where rounding decides between two results that are far apart.
 
 The gradient through a ReLU is there or not, after the sign of its input. Of some
 million inputs a few are no further from zero than their error, so a right run takes the
@@ -11,13 +11,18 @@ largest error that a run shows there: half of them up and half down, and in the 
 run each the other way. Each is then on the other side in one of both. Of a call with
 more than a few of them, such as most in half precision, a few are moved, at random:
 there every noisy run has some on the other side by itself.
+
+The direction of a step that divides by a gradient is such a side, too: both runs flip
+signs of small gradients, each of another half. See [Note: Sides] in bounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,13 +31,24 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from ...fixtures import local
-from ..rank.routing import MASKED
-from ..space.facts import writes
-from .variants import FLIPPED, SIDES, STAY, Distances, Limits, Moves
+from ....fixtures import local
+from ...rank.routing import MASKED
+from ...space.facts import writes
+from .perturbation import Perturbation
+from .ties import FLIPPED
 
-__all__ = ["Inputs", "JumpLog", "moves_of"]
+if TYPE_CHECKING:
+    from ..reference import ReferenceRun
 
+__all__ = ["BOTH", "STAY", "Inputs", "JumpLog", "Limits", "Sides", "sides_of"]
+
+BOTH = (1, -1)
+"""Runs that take what rounding decides to the other side, each another half of it."""
+Distances = tuple[tuple[tuple[float, bool], ...], ...]
+"""Per step, input by input of functions whose derivative jumps, in the order of calls:
+how far it moves, and whether elements that are zero move."""
+Limits = tuple[tuple[tuple[str, float], ...], ...]
+"""Per step: (parameter, size of a gradient's element); hashable, as runs are cached."""
 Inputs = tuple[NDArray[np.float64], ...]
 """Some elements of the inputs of each call."""
 SAMPLE = 1024
@@ -63,14 +79,45 @@ _JUMPS = frozenset(
 """Names of functions, as torch has them in several places and forms."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sides(Perturbation):
+    """Takes inputs and gradients to the other side; see [Note: Sides] in bounds."""
+
+    side: int = BOTH[0]
+    """One of two runs, in each of which another half is on the other side."""
+    distances: Distances = ()
+    """Inputs of functions whose derivative jumps; empty: none moves."""
+    signs: Limits = ()
+    """The signs of gradient elements that are no larger than this; empty: of none."""
+
+    def passes(self, run: ReferenceRun, step: int) -> AbstractContextManager[object]:
+        """Move inputs near a jump."""
+        return JumpLog(self, step) if self.distances else nullcontext()
+
+    def gradients(self, run: ReferenceRun, step: int) -> None:
+        """Flip the signs of small elements."""
+        for name, limit in self.signs[step] if self.signs else ():
+            gradient = run.parameters[name].grad
+            if gradient is not None:
+                # alike in both runs, so that each element is flipped in one of them
+                order = torch.Generator().manual_seed(step)
+                part = torch.randint(len(BOTH), gradient.shape, generator=order)
+                here = part == BOTH.index(self.side)
+                gradient[here & (gradient.abs() <= limit)] *= -1
+
+
+STAY = Sides()
+"""Nothing is on the other side."""
+
+
 class JumpLog(TorchFunctionMode):
     """Notes inputs of functions whose derivative jumps, and moves them if told to."""
 
-    def __init__(self, moves: Moves = STAY, step: int = 0) -> None:
+    def __init__(self, sides: Sides = STAY, step: int = 0) -> None:
         """Take how inputs move in which step; by default they stay."""
         super().__init__()
-        self._distances = moves.distances[step] if moves.distances else ()
-        self._side = moves.side
+        self._distances = sides.distances[step] if sides.distances else ()
+        self._side = sides.side
         self._inputs: list[NDArray[np.float64]] = []
         # alike in both runs
         self._generator = torch.Generator().manual_seed(0)
@@ -179,9 +226,9 @@ def _derivative(value: Tensor, called: Callable[[Tensor], Any]) -> Tensor:
     return first.to(value.dtype) if alike else torch.zeros_like(value)
 
 
-def moves_of(
+def sides_of(
     truth: Sequence[Inputs], plain: Sequence[Inputs], signs: Limits = ()
-) -> Sequence[Moves]:
+) -> Sequence[Sides]:
     """Find what both runs take to the other side; none where rounding decides nothing.
 
     Args:
@@ -194,7 +241,7 @@ def moves_of(
         distances = ()  # no run has an error there
     if not (distances or signs):
         return ()
-    return [Moves(side=side, distances=distances, signs=signs) for side in SIDES]
+    return [Sides(side=side, distances=distances, signs=signs) for side in BOTH]
 
 
 def _distances(truth: Inputs, plain: Inputs) -> tuple[tuple[float, bool], ...]:

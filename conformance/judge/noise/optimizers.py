@@ -1,0 +1,68 @@
+"""Optimizers: roundings of their own, in the shards that ranks have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...formulas import bias_error
+from ...rank.elementwise import HalfNoise, not_elementwise
+from .perturbation import Perturbation
+
+if TYPE_CHECKING:
+    from ..reference import ReferenceRun
+
+__all__ = ["EvenShards", "LongerSteps", "RoundedMatrices"]
+
+
+@dataclass(frozen=True)
+class RoundedMatrices(Perturbation):
+    """Rounds half-precision results of optimizers of whole matrices once more.
+
+    See [Note: Whole matrices] in bounds.
+    """
+
+    def optimizer(self, run: ReferenceRun, name: str) -> AbstractContextManager[object]:
+        """Round at random, by up to a unit roundoff, if the matrix is used whole."""
+        if name not in not_elementwise(run.key.model, run.key.optimizer):
+            return nullcontext()
+        return HalfNoise(run.generator)
+
+
+@dataclass(frozen=True)
+class LongerSteps(Perturbation):
+    """Makes steps longer, as Adam's bias corrections in fp32 may.
+
+    See [Note: Bias corrections] in bounds.
+    """
+
+    share: float
+    """Multiple of the largest error of a bias correction."""
+
+    @contextmanager
+    def optimizer(self, run: ReferenceRun, name: str) -> Iterator[None]:
+        """Lengthen the step that is taken inside."""
+        betas = run.optimizers[name].param_groups[0].get("betas", ())
+        if not betas:
+            yield
+            return
+        parameter = run.parameters[name]
+        before = parameter.detach().clone()
+        yield
+        share = self.share * bias_error(betas, run.steps_made[name] + 1)
+        with torch.no_grad():
+            parameter.add_(parameter - before, alpha=share)
+
+
+@dataclass(frozen=True)
+class EvenShards(Perturbation):
+    """Gives optimizers each parameter in equal parts along dim 0.
+
+    For a rounded state whose shards nobody saw; see [Note: Rounded state] in bounds.
+    """
+
+    count: int

@@ -1,0 +1,58 @@
+"""Ties: values beside one are rounded to their other side by any noise.
+
+A right run may round a few of many values to the other side, and a sample of five runs
+may show none of them. So each run takes ``FLIPPED`` values there, on average.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .perturbation import Perturbation
+
+if TYPE_CHECKING:
+    from ..reference import ReferenceRun
+
+__all__ = ["CODES", "FLIPPED", "StateTies", "near_one", "of_ties"]
+
+FLIPPED = 4
+"""Values that noise takes to the other side in each run, on average. The probability
+that a run has none is exp(-4), and that all five have none exp(-20)."""
+CODES = 2.0**-4
+"""Half a spacing of codes of 4 bits, one of which is the sign: the coarsest state."""
+
+
+@dataclass(frozen=True)
+class StateTies(Perturbation):
+    """Moves some elements of an optimizer's rounded state past a tie.
+
+    Only if a workload declares ``rounds_state``; see [Note: Rounded state] in bounds.
+    """
+
+    def gradients(self, run: ReferenceRun, step: int) -> None:
+        """Change gradients by as little as takes ``FLIPPED`` codes past a tie."""
+        if not run.workload.rounds_state:
+            return
+        trained = [run.parameters[name] for name in run.optimizers]
+        size = of_ties(CODES, sum(parameter.numel() for parameter in trained))
+        for parameter in trained:
+            if parameter.grad is not None:
+                parameter.grad *= near_one(parameter.grad, size, run.generator)
+
+
+def of_ties(roundoff: float, count: int) -> float:
+    """Return the relative noise that takes ``FLIPPED`` of ``count`` values past a tie.
+
+    Ties are two roundoffs apart, and the noise is half of its size on average.
+    """
+    return 4 * FLIPPED * roundoff / count
+
+
+def near_one(like: Tensor, size: float, generator: torch.Generator) -> Tensor:
+    """Return a random factor for each element, up to ``size`` away from 1."""
+    random = torch.empty(like.shape)
+    return random.uniform_(-size, size, generator=generator).add_(1)
