@@ -31,7 +31,7 @@ from ...fixtures import (
     resolve_workload,
 )
 from ..formulas import equal_but_for_rounding
-from ..rank.engine import digest_of_weights, initial_model
+from ..rank.layout import digest_of_weights, initial_model
 from ..rank.routing import ChoiceLog, Choices, chooses_in_forward
 from ..rank.trace import Setting
 from ..space.facts import (

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ...fixtures import CannotError, OfWorkload, WorkloadError
 from ..space.recipes import CLIP_NORM, MANUAL_STEP
 from .engine import Engine
+from .layout import remake_optimizers
 from .observe import digest
 from .recording import digests_of, local_gradients, next_batch
 from .reshard import optimizer_states, restore
@@ -82,7 +83,7 @@ class Judged:
             restore(self.engine, saved)
             self._load_scaler(saved.scaler)
             return
-        self.engine.remake_optimizers()
+        remake_optimizers(self.engine)
         if self.scaler is not None:
             state = self._saved_scaler()
             self.construct(self.factory)

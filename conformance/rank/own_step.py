@@ -38,6 +38,7 @@ from .engine import Engine
 from .events import Events
 from .fold import steps_again
 from .judged import Judged, JudgedError
+from .layout import replace_stack
 from .local_parts import by_full_name, read_local_parts
 from .observe import CallLog, digest, partial_ranks
 from .recording import (
@@ -288,7 +289,7 @@ class OwnStep:
         try:
             with self._checkpoint() as load:
                 saved = self._weights()
-                engine.replace_stack()
+                replace_stack(engine)
                 made = self._weights()
                 if judged.scaler is not None:
                     judged.construct(judged.factory)

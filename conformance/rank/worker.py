@@ -31,9 +31,10 @@ from ...multiprocess import current_world
 from ..space.facts import WorkloadFacts, remember
 from ..space.scenario import Scenario
 from .devices import narrows_products, set_deterministic
-from .engine import Engine, build_engine, shard_id
+from .engine import Engine
 from .events import groups_of
 from .judged import Judged, JudgedError
+from .layout import build_engine, shard_id
 from .observe import CallLog
 from .own_step import OwnStep, clip_norm_handed
 from .recording import (

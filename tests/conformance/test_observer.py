@@ -9,7 +9,7 @@ import torch
 from gradparity.conformance import Scenario
 from gradparity.conformance.judge.bounds import expected_choices
 from gradparity.conformance.judge.reference import Schedule
-from gradparity.conformance.rank.engine import build_engine
+from gradparity.conformance.rank.layout import build_engine, remake_optimizers
 from gradparity.conformance.rank.observe import digest
 from gradparity.conformance.rank.recording import next_batch
 from gradparity.conformance.rank.routing import Choices
@@ -173,7 +173,7 @@ def decayed(scenario: Scenario, *, again: bool) -> float:
             optimizer.step()
             scheduler.step()
         if again and not step:
-            engine.remake_optimizers()
+            remake_optimizers(engine)
     return float(engine.optimizers[0].param_groups[0]["lr"])
 
 
