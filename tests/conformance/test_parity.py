@@ -214,6 +214,7 @@ def test_topologies_share_the_bounds_of_equal_references() -> None:
         assert different.gradient != made.gradient
 
 
+@pytest.mark.slow
 def test_adam_leaves_elements_out_whose_sign_rounding_decides() -> None:
     half = Scenario.parse("single/1/fp16-autocast/adamw/none/model=text,steps=2")
     plain = Scenario.parse("single/1/fp16-autocast/sgd/none/model=text,steps=2")
@@ -229,6 +230,7 @@ def test_adam_leaves_elements_out_whose_sign_rounding_decides() -> None:
     assert left_out[1] == 0
 
 
+@pytest.mark.slow
 def test_adam_errs_more_where_gradients_are_small() -> None:
     """A jump in a small gradient is a large one in its update: no accusation for it."""
     scenario = Scenario.parse("single/1/fp16-autocast/adam/none/steps=3")

@@ -53,7 +53,10 @@ def scenario(eight_bits: str, seed: int = 0) -> Scenario:
     return Scenario.parse(f"ddp/2/{eight_bits}/sgd/none/steps=2,seed={seed}")
 
 
-@pytest.mark.parametrize("seed", range(5))
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_right_run_is_within_the_bounds(eight_bits: str, seed: int) -> None:
     of = scenario(eight_bits, seed)
     assert measure_parity(of, traces_of(of)).first_bad == {}

@@ -184,6 +184,7 @@ def test_a_run_is_itself_bit_for_bit(
     assert code == 2  # a link is not followed
 
 
+@pytest.mark.slow
 def test_a_step_that_raised_is_recorded_when_it_is_tried_again(
     one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,7 +255,8 @@ def test_a_resumed_job_is_compared_bit_for_bit(
     assert found == 1 or "--first N for a job that goes on" in told
 
 
-@pytest.mark.parametrize("job", ["plain", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["plain", "fsdp"])
 def test_a_job_begins_from_the_weights_of_another(
     one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], job: str
 ) -> None:
@@ -328,6 +330,7 @@ def test_the_exit_code_is_that_of_the_command(tmp_path: Path) -> None:
     assert "the command ended with 7 before an optimizer's step was" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_job_that_is_killed_leaves_a_recording_that_says_so(
     one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
