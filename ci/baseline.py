@@ -133,10 +133,10 @@ def make_baseline(reports: Sequence[Report], without: Sequence[str] = ()) -> Bas
                 f"report {number} holds other cases than report 1: repeated reports "
                 "come from the same command"
             )
-    made = [_case([run[key] for run in cases], without) for key in sorted(cases[0])]
+    cases_ = [_case([run[key] for run in cases], without) for key in sorted(cases[0])]
     return Baseline(
-        provenance=_provenance(first.header, len(reports), len(made)),
-        cases=tuple(made),
+        provenance=_provenance(first.header, len(reports), len(cases_)),
+        cases=tuple(cases_),
     )
 
 

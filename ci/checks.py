@@ -48,9 +48,9 @@ class Checked:
 
 def check_cases(report: Report, baseline: Baseline | None) -> Iterator[Checked]:
     """Judge every verdict of ``report``, and its sequences and ratios."""
-    known = {c.key: c for c in baseline.cases} if baseline else {}
+    recorded = {c.key: c for c in baseline.cases} if baseline else {}
     for case in report.cases:
-        old = known.get(case.key)
+        old = recorded.get(case.key)
         for verdict in case.verdicts:
             yield _verdict(case, verdict, old)
         if old is not None:
@@ -125,8 +125,8 @@ def _decides(case: CaseRecord) -> Iterator[Checked]:
 def _step(verdict: Verdict) -> str:
     """The step, where the message does not begin with it."""
     words = f"step {verdict.step}: "
-    said = verdict.step is None or verdict.message.startswith(words)
-    return "" if said else words
+    is_said = verdict.step is None or verdict.message.startswith(words)
+    return "" if is_said else words
 
 
 def _numbers(case: CaseRecord, old: BaselineCase) -> Iterator[Checked]:

@@ -90,8 +90,8 @@ def decide(report: Report, terms: Terms) -> Decision:
     checked.sort(key=lambda c: (at(c.case), c.verdict.law))
     reasons, notes = _excuse(checked, live)
     notes += folded(_better(c) for c in checked if c.better)
-    known = [c for c in checked if c.known]
-    notes += folded(_known(c) for c in known)
+    expected_failures = [c for c in checked if c.known]
+    notes += folded(_known(c) for c in expected_failures)
     left = [*_expired(terms, report), *_idle(live, checked)]
     if terms.strict:
         reasons += [Reason(kind="expectation", text=text) for text in left]
@@ -105,7 +105,9 @@ def decide(report: Report, terms: Terms) -> Decision:
     reasons += check_whole(
         report, terms.baseline, terms.min_cases, any_torch=terms.any_torch
     )
-    failures = len({c.case.key for c in known if c.verdict.status in FAILURES})
+    failures = len(
+        {c.case.key for c in expected_failures if c.verdict.status in FAILURES}
+    )
     return _decision(report, reasons, notes, len(checked), failures)
 
 
@@ -198,10 +200,10 @@ def _unexpected(
 
 
 def _unknown(report: Report, baseline: Baseline) -> Iterator[str]:
-    known = {c.key: c for c in baseline.cases}
+    recorded = {c.key: c for c in baseline.cases}
     new: list[tuple[object, str]] = []
     for case in sorted(report.cases, key=at):
-        old = known.get(case.key)
+        old = recorded.get(case.key)
         if old is None:
             new.append(((), f"new: {at(case)} is not in the baseline"))
             continue

@@ -179,8 +179,8 @@ def _unreadable(error: ReportError) -> Decision:
 def _say(decision: Decision) -> None:
     word = decision.outcome.word.upper()
     if decision.known_failures:
-        known = counted(decision.known_failures, "known failure")
-        word += f", with {known} in the baseline"
+        failures_text = counted(decision.known_failures, "known failure")
+        word += f", with {failures_text} in the baseline"
     counts = (
         counted(len(decision.causes), "cause"),
         counted(len(decision.reasons), "reason"),

@@ -87,12 +87,12 @@ def _parser() -> Parser:
 
 
 def _address(text: str) -> Address:
-    found = parse_address(text)
-    if found is None:
+    address = parse_address(text)
+    if address is None:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no repository, such as https://github.com/OWNER/gradparity"
         )
-    return found
+    return address
 
 
 def _init(parsed: argparse.Namespace) -> int:
@@ -159,14 +159,14 @@ def _write_workload(source: Source, out: Path, workload: str) -> int:
     from ..conformance.draft.text import refusal, workload_text
 
     module = workload.partition(":")[0]
-    found = probe(source)
-    text = workload_text(source, found, module)
-    refused = "" if found.problem else refusal(text)
-    _write(out, workload_text(source, found, module, refused))
-    for line in found.lines:
+    probed = probe(source)
+    text = workload_text(source, probed, module)
+    refused = "" if probed.problem else refusal(text)
+    _write(out, workload_text(source, probed, module, refused))
+    for line in probed.lines:
         say(plain(line))
     run = f"gradparity run --quick --workload {workload} --scaler none"
-    if problem := found.problem or refused:
+    if problem := probed.problem or refused:
         say(plain(f"{out} has a TODO: {problem}"))
         say(f"then: {run}")
         return EXIT_CODES["inconclusive"]

@@ -19,18 +19,18 @@ __all__ = ["contradictions"]
 
 def contradictions(report: Report) -> list[str]:
     """Why ``report`` cannot be believed; empty for a sound and complete one."""
-    found = [report.incomplete] if report.incomplete else []
+    faults = [report.incomplete] if report.incomplete else []
     broken = [case for case in report.cases if case.problem]
     if broken and not report.incomplete:
         first = broken[0]
-        found.append(
+        faults.append(
             f"it says that it is complete, but {counted(len(broken), 'case')} of "
             f"{len(report.cases)} have no verdict; first "
             f"{first.whose or HARNESS}: {first.problem}"
         )
     for case in report.cases:
-        found += [f"{text} in {at(case)}" for rule in _RULES for text in rule(case)]
-    return found
+        faults += [f"{text} in {at(case)}" for rule in _RULES for text in rule(case)]
+    return faults
 
 
 def _one_verdict_a_law(case: CaseRecord) -> Iterator[str]:
@@ -40,10 +40,10 @@ def _one_verdict_a_law(case: CaseRecord) -> Iterator[str]:
 
 
 def _status_follows(case: CaseRecord) -> Iterator[str]:
-    found = {v.status for v in case.findings}
-    expected = case_status(found)
+    statuses = {v.status for v in case.findings}
+    expected = case_status(statuses)
     # a stack that cannot run a scenario: every law is skipped, with the reason
-    not_run = case.status == Status.SKIPPED and found <= {Status.SKIPPED}
+    not_run = case.status == Status.SKIPPED and statuses <= {Status.SKIPPED}
     if case.status != expected and not not_run:
         yield f"the case says {case.status}, its verdicts come to {expected}"
 

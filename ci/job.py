@@ -58,8 +58,8 @@ def parse_address(text: str) -> Address | None:
     if not re.fullmatch(r"[\w./-]*", revision):
         return None
     port = f":{parts.port}" if parts.port and parts.scheme != "ssh" else ""
-    found = Address(host=f"{parts.hostname}{port}", path=path)
-    return replace(found, revision=revision) if revision else found
+    address = Address(host=f"{parts.hostname}{port}", path=path)
+    return replace(address, revision=revision) if revision else address
 
 
 def address_of_gradparity() -> Address:
@@ -83,8 +83,8 @@ def address_of_gradparity() -> Address:
     folder = url2pathname(urlsplit(url).path)
     asked = ["git", "-C", folder, "remote", "get-url", "origin"]
     with suppress(OSError, subprocess.SubprocessError):
-        told = subprocess.run(asked, capture_output=True, text=True, check=True)
-        return parse_address(told.stdout.strip()) or UNKNOWN
+        answer = subprocess.run(asked, capture_output=True, text=True, check=True)
+        return parse_address(answer.stdout.strip()) or UNKNOWN
     return UNKNOWN
 
 

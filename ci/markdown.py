@@ -47,25 +47,27 @@ def _headline(report: Report) -> Iterator[str]:
 
 def _stories(report: Report) -> Iterator[str]:
     """One paragraph a cause, the worst first."""
-    found = {
+    verdict_by_key = {
         (case.scaler, case.scenario, verdict.law): (case, verdict)
         for case in report.cases
         for verdict in _open(case)
     }
-    reasons = [_reason(case, verdict) for case, verdict in found.values()]
+    reasons = [_reason(case, verdict) for case, verdict in verdict_by_key.values()]
     for cause in causes_of(reasons, report.header.laws):
         reason = cause.reason
-        case, verdict = found[reason.scaler, reason.scenario, reason.law]
+        case, verdict = verdict_by_key[reason.scaler, reason.scenario, reason.law]
         yield "\n".join(_story(case, verdict, cause.counts, cause.where))
 
 
 def _open(case: CaseRecord) -> list[Verdict]:
     """The verdicts for which a case is not conformant."""
-    found = [v for v in case.findings if v.status in _KINDS]
-    if not found and case.status == "inconclusive":
+    verdicts = [v for v in case.findings if v.status in _KINDS]
+    if not verdicts and case.status == "inconclusive":
         why = case.verdicts[0].message if case.verdicts else "it has no verdicts"
-        found = [Verdict(law="", status="inconclusive", message=f"nothing held: {why}")]
-    return found
+        verdicts = [
+            Verdict(law="", status="inconclusive", message=f"nothing held: {why}")
+        ]
+    return verdicts
 
 
 def _reason(case: CaseRecord, verdict: Verdict) -> Reason:
@@ -87,8 +89,8 @@ def _story(
 ) -> Iterator[str]:
     more = f" ({counts})" if counts else ""
     yield f"\n### {verdict.status}{more}: {escape(at(case))}\n"
-    found = "; ".join(facts(verdict))
-    extra = f" ({escape(found)})" if found else ""
+    facts_text = "; ".join(facts(verdict))
+    extra = f" ({escape(facts_text)})" if facts_text else ""
     law = f"**{escape(verdict.law)}** " if verdict.law else ""
     yield f"- {law}{escape(verdict.message)}{extra}"
     if where:
@@ -99,16 +101,16 @@ def _story(
 
 def _fitting(stories: Sequence[str], room: int) -> str:
     """Return as many stories as there is room for, and how many are left out."""
-    kept: list[str] = []
+    shown: list[str] = []
     # reserved first: the line that counts what is left out must always fit
     spare = room - len(_left_out(len(stories)))
     for story in stories:
         spare -= len(story.encode()) + 1
         if spare < 0:
             break
-        kept.append(story)
-    missing = len(stories) - len(kept)
-    return "\n".join([*kept, _left_out(missing) if missing else ""])
+        shown.append(story)
+    missing = len(stories) - len(shown)
+    return "\n".join([*shown, _left_out(missing) if missing else ""])
 
 
 def _left_out(count: int) -> str:

@@ -39,8 +39,8 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 def spread_of(values: Iterable[float]) -> Spread:
     """From the least to the largest of ``values``."""
-    found = sorted(values)
-    return Spread(low=as_number(found[0]), high=as_number(found[-1]))
+    ordered = sorted(values)
+    return Spread(low=as_number(ordered[0]), high=as_number(ordered[-1]))
 
 
 def limit(spread: Spread) -> float:

@@ -206,5 +206,5 @@ def at(case: CaseRecord) -> str:
 
 def outcome_of(reasons: Iterable[Reason]) -> Outcome:
     """The outcome of ``reasons``: invalid before regression before inconclusive."""
-    found = {KINDS[reason.kind] for reason in reasons}
-    return next((each for each in _FIRST if each in found), Outcome.PASS)
+    outcomes = {KINDS[reason.kind] for reason in reasons}
+    return next((each for each in _FIRST if each in outcomes), Outcome.PASS)

@@ -70,8 +70,11 @@ def update(
     # read although it will be replaced: a file that is no baseline is kept
     old = read_baseline(path) if path.exists() else None
     terms = Terms(today=date.today(), baseline=old, expectations=expectations)
-    found = decide(reports[0], terms)
-    lines = [*(c.line for c in found.causes), *(f"note: {n}" for n in found.notes)]
+    decision = decide(reports[0], terms)
+    lines = [
+        *(c.line for c in decision.causes),
+        *(f"note: {n}" for n in decision.notes),
+    ]
     for line in lines:
         show(plain(line))
     show(f"{len(lines)} differences")
@@ -86,8 +89,8 @@ def _refuse_failures(report: Report, expectations: Sequence[Expectation]) -> Non
 
     Else the gate would be green over failures that its reader has not seen.
     """
-    found = decide(report, Terms(today=date.today(), expectations=expectations))
-    causes = [c for c in found.causes if KINDS[c.reason.kind] is Outcome.REGRESSION]
+    decision = decide(report, Terms(today=date.today(), expectations=expectations))
+    causes = [c for c in decision.causes if KINDS[c.reason.kind] is Outcome.REGRESSION]
     if causes:
         first, *others = causes
         more = f" (and {counted(len(others), 'more cause')})" if others else ""

@@ -103,15 +103,15 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UsageError: names the option.
         """
-        known = [name for name in self._option_string_actions if name[:2] == "--"]
+        options = [name for name in self._option_string_actions if name[:2] == "--"]
         for word in arguments:
             name = word.partition("=")[0]
             if word == "--":
                 return
-            if word.startswith("--") and name not in known:
+            if word.startswith("--") and name not in options:
                 others = f"; {self.prog} --help lists those there are"
                 raise UsageError(
-                    f"unknown option {name}{did_you_mean(name, known) or others}"
+                    f"unknown option {name}{did_you_mean(name, options) or others}"
                 )
 
 
@@ -204,9 +204,9 @@ _REPORT: dict[str, Any] = {
 def _command(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
     """A command whose own help begins with the sentence of the list of commands."""
     sentence = f"{text[0].upper()}{text[1:]}."
-    made: argparse.ArgumentParser
-    made = commands.add_parser(name, help=text, description=sentence)
-    return made
+    command: argparse.ArgumentParser
+    command = commands.add_parser(name, help=text, description=sentence)
+    return command
 
 
 def _add_run(commands: Commands) -> None:
@@ -277,14 +277,14 @@ def _seconds(text: str) -> float:
     """``60s``, ``5m`` or ``1h`` in seconds."""
     number, unit = text[:-1], text[-1:]
     try:
-        found = float(number) * _UNITS[unit]
+        seconds = float(number) * _UNITS[unit]
     except (KeyError, ValueError):
-        found = 0.0
-    if not 0 < found < float("inf"):
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(
             f"{text!r} is no positive time such as 60s, 5m or 1h"
         )
-    return found
+    return seconds
 
 
 def _add_small(commands: Commands) -> None:
@@ -387,9 +387,9 @@ def _range(text: str) -> tuple[int | None, int]:
     """``3`` as (None, 3), which is a number of steps; ``100:104`` as (100, 104)."""
     start, colon, stop = text.rpartition(":")
     if stop.isdecimal() and (start.isdecimal() if colon else True):
-        found = int(start) if colon else None, int(stop)
-        if found[1] > (found[0] or 0):
-            return found
+        steps = int(start) if colon else None, int(stop)
+        if steps[1] > (steps[0] or 0):
+            return steps
     raise argparse.ArgumentTypeError(
         f"{text!r} is neither a number of steps nor a range such as 100:104"
     )
@@ -486,10 +486,10 @@ def _positive(text: str) -> float:
 
 def _names(text: str) -> list[str]:
     """``a,b`` as two names."""
-    found = [name.strip() for name in text.split(",") if name.strip()]
-    if not found:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
         raise argparse.ArgumentTypeError(f"needs a name, got {text!r}")
-    return found
+    return names
 
 
 def _specs(text: str) -> list[str]:

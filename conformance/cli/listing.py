@@ -81,9 +81,9 @@ def explain(what: str) -> str:
             (``values.check_values``).
     """
     # laws before scenarios: only an id has a slash
-    found = [law for law in LAWS.values() if what in (law.id, law.chapter)]
-    if found:
-        return "\n\n".join(f"{x.id}\n\n{x.text}\n\nWhy: {x.reason}" for x in found)
+    laws = [law for law in LAWS.values() if what in (law.id, law.chapter)]
+    if laws:
+        return "\n\n".join(f"{x.id}\n\n{x.text}\n\nWhy: {x.reason}" for x in laws)
     return _explain_scenario(Scenario.parse(what))
 
 

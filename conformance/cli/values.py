@@ -62,9 +62,9 @@ def _keys(table: ast.expr | None) -> Iterator[str]:
         nodes = list(table.keys)
     else:
         assert isinstance(table, ast.DictComp)
-        (made,) = (generator.iter for generator in table.generators)
-        assert isinstance(made, ast.Tuple)
-        calls = [each for each in made.elts if isinstance(each, ast.Call)]
+        (items,) = (generator.iter for generator in table.generators)
+        assert isinstance(items, ast.Tuple)
+        calls = [each for each in items.elts if isinstance(each, ast.Call)]
         words = [word for call in calls for word in call.keywords]
         nodes = [word.value for word in words if word.arg == "name"]
     for node in nodes:
@@ -84,9 +84,9 @@ def check_values(parsed: argparse.Namespace) -> None:
     """
     workload = getattr(parsed, "workload", "")
     for what in TABLES:
-        given = getattr(parsed, what, None) or ()
+        values = getattr(parsed, what, None) or ()
         if not (workload and what in _OF_A_WORKLOAD):
-            _check(what, [given] if isinstance(given, str) else list(given))
+            _check(what, [values] if isinstance(values, str) else list(values))
     for text in getattr(parsed, "scenario", ()):
         _check_id(text)
     if parsed.command == "explain" and "/" not in parsed.what:
@@ -97,10 +97,10 @@ def check_values(parsed: argparse.Namespace) -> None:
 
 
 def _check(what: str, given: list[str]) -> None:
-    known = names_of(what) if given else []
+    names = names_of(what) if given else []
     for name in given:
-        if name not in known:
-            raise UsageError(unknown(what, name, known))
+        if name not in names:
+            raise UsageError(unknown(what, name, names))
 
 
 def _check_law(name: str) -> None:
@@ -134,16 +134,16 @@ def check_spec(spec: str) -> None:
     module, _, attribute = spec.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), attribute]):
         return
-    found, here = _find(module), Path.cwd()
-    if found is None:
+    module_spec, here = _find(module), Path.cwd()
+    if module_spec is None:
         top = module.partition(".")[0]
         if _find(top) is None:
             near = did_you_mean(top, [path.stem for path in here.glob("*.py")])
             raise UsageError(f"cannot import {spec}: there is no module {top}{near}")
         return  # a package may create modules when it is imported
-    if not found.origin or not found.origin.endswith(".py"):
+    if not module_spec.origin or not module_spec.origin.endswith(".py"):
         return
-    source = Path(found.origin).read_text(encoding="utf-8", errors="replace")
+    source = Path(module_spec.origin).read_text(encoding="utf-8", errors="replace")
     words = set(re.findall(r"\w+", source))
     # a module may define names dynamically
     if attribute in words or words & _DYNAMIC or "import *" in source:
@@ -160,13 +160,13 @@ _DYNAMIC = {"__getattr__", "__dict__", "exec", "globals", "modules", "setattr", 
 def _find(module: str) -> ModuleSpec | None:
     """The spec of a module, found without importing its packages."""
     top, *inner = module.split(".")
-    found = PathFinder.find_spec(top, [os.getcwd()])
+    module_spec = PathFinder.find_spec(top, [os.getcwd()])
     with suppress(ValueError):  # __main__ has no spec
-        found = found or find_spec(top)
+        module_spec = module_spec or find_spec(top)
     for part in inner:
-        if found is None or found.submodule_search_locations is None:
+        if module_spec is None or module_spec.submodule_search_locations is None:
             return None
         # by its last name alone: with its whole name, a namespace package would be
         # looked up in sys.modules, where it is not yet
-        found = PathFinder.find_spec(part, found.submodule_search_locations)
-    return found
+        module_spec = PathFinder.find_spec(part, module_spec.submodule_search_locations)
+    return module_spec

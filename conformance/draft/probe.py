@@ -120,8 +120,8 @@ def probe(source: Source) -> Found:
             except Exception as error:  # a user's code may raise any
                 shapes = ", ".join(f"{n} {list(t.shape)}" for n, t in drawn.items())
                 text = " ".join(str(error).split())[:200]
-                told = f"with {shapes} it raised {type(error).__name__}: {text}"
-                problem = problem or told
+                refusal = f"with {shapes} it raised {type(error).__name__}: {text}"
+                problem = problem or refusal
                 continue
             path, value = next(_differentiable(output), ("", None))
             if value is None:
@@ -182,8 +182,8 @@ def _chosen(model: nn.Module, parameters: Sequence[Parameter]) -> Iterator[list[
         return
     main = getattr(model, "main_input_name", None)  # transformers has it
     if main not in names:
-        known = (n for n in names if _IDS.fullmatch(n) or _IMAGES.fullmatch(n))
-        main = next(known, names[0])
+        usual = (n for n in names if _IDS.fullmatch(n) or _IMAGES.fullmatch(n))
+        main = next(usual, names[0])
     yield [main]
     for other in _BESIDE:
         if other in names and other != main:

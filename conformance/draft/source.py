@@ -88,30 +88,30 @@ def find_source(spec: str) -> Source:
         UsageError: if it names neither, or if the model cannot be made; says what to
             write.
     """
-    found = load(spec)
+    target = load(spec)
     way = f"write a function without arguments, {_way(spec)}"
-    if names_workload(found):
+    if names_workload(target):
         raise UsageError(f"{spec} is a workload already: add --ci for its CI job")
-    if isinstance(found, nn.Module):
+    if isinstance(target, nn.Module):
         raise UsageError(f"{spec} is a model already; each rank makes its own: {way}")
-    if not callable(found):
-        got = type(found).__name__
+    if not callable(target):
+        got = type(target).__name__
         raise UsageError(f"{spec} is of type {got}, expected a function: {way}")
     module, _, attribute = spec.partition(":")
     imported = (importable(module), attribute.partition(".")[0])
-    needed = list(_needed(found))
+    needed = list(_needed(target))
     if not needed:
-        source = Source(spec=spec, imports=(imported,), call=attribute, make=found)
+        source = Source(spec=spec, imports=(imported,), call=attribute, make=target)
         if problem := _problem(source):
             raise UsageError(f"{spec} {problem}: {way}")
         return source
-    told = f"{spec} needs {', '.join(needed)}"
-    for kind in _configurations(found, needed):
+    message = f"{spec} needs {', '.join(needed)}"
+    for kind in _configurations(target, needed):
         settings = _small(kind)
         name = kind.__qualname__
         # the configuration may be an attribute of the model's class
         inside = (kind.__module__, name.partition(".")[0]) == (
-            getattr(found, "__module__", ""),
+            getattr(target, "__module__", ""),
             imported[1],
         )
         more = () if inside else ((_home(kind, module), name.partition(".")[0]),)
@@ -121,7 +121,7 @@ def find_source(spec: str) -> Source:
             call=attribute,
             configuration=name,
             settings=settings,
-            make=partial(_configured, found, kind, settings),
+            make=partial(_configured, target, kind, settings),
         )
         # first without memory: a default may have billions of elements
         with torch.device("meta"):
@@ -129,26 +129,26 @@ def find_source(spec: str) -> Source:
         problem = problem or _problem(source)
         if not problem:
             return source
-        told += f", and with {name}() it {problem}"
-    raise UsageError(f"{told}: {way}")
+        message += f", and with {name}() it {problem}"
+    raise UsageError(f"{message}: {way}")
 
 
 def _configured(found: Any, kind: Any, settings: Mapping[str, Any]) -> nn.Module:
-    made: nn.Module = found(kind(**settings))
-    return made
+    model: nn.Module = found(kind(**settings))
+    return model
 
 
 def _problem(source: Source) -> str:
     """Why the model cannot be made, or is too large; a verb and what follows."""
     try:
-        made = source.make()
+        model = source.make()
     except (Exception, SystemExit) as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{os.path.basename(frame.filename)} line {frame.lineno}"
         return f"raised {type(error).__name__}: {error} ({where})"
-    if not isinstance(made, nn.Module):
-        return f"gave a {type(made).__name__}, expected an nn.Module"
-    elements = sum(p.numel() for p in made.parameters() if not is_lazy(p))
+    if not isinstance(model, nn.Module):
+        return f"gave a {type(model).__name__}, expected an nn.Module"
+    elements = sum(p.numel() for p in model.parameters() if not is_lazy(p))
     if elements > MOST_ELEMENTS:
         return f"has {elements:,} elements, at most {MOST_ELEMENTS:,} are allowed"
     return ""

@@ -148,10 +148,10 @@ class Boundaries:
         """True if the reference's objective is normalised alike for all ranks."""
         self.factors = self._factors()
         self.found = {
-            (rank, boundary): found
+            (rank, boundary): tensor
             for rank, each in self.ranks.items()
             for boundary in each.log.passed
-            if (found := self._judged(rank, boundary)) is not None
+            if (tensor := self._judged(rank, boundary)) is not None
         }
 
     @property
@@ -236,8 +236,8 @@ class Boundaries:
         return None
 
     def _state(self, rank: int, boundary: Boundary) -> State | None:
-        found = self.found.get((rank, boundary))
-        return None if found is None else found.state
+        tensor = self.found.get((rank, boundary))
+        return None if tensor is None else tensor.state
 
     def _counts(self, rank: int, boundary: Boundary, way: Direction) -> bool:
         """True if an output of a call departs and no enclosing call corrects it."""
@@ -284,15 +284,15 @@ class Boundaries:
             left = self.sides.get((faulty, way.leaves), ())
             wrong = [b for b in left if self._state(rank, b) == "wrong"]
             boundary = wrong[0] if wrong and faulty != first.of else first
-        found = self.found[rank, boundary]
+        tensor = self.found[rank, boundary]
         micro_batch, module, _ = faulty
         subject = module or "the model"
         inside = "" if first.of == faulty else first.module
         at_step = f"step {self.step}, micro-batch {micro_batch}"
-        departs = f"departs by {found.error:.2g} (bound {found.bound:.1g})"
-        if not np.isfinite(found.error):
+        departs = f"departs by {tensor.error:.2g} (bound {tensor.bound:.1g})"
+        if not np.isfinite(tensor.error):
             departs = "is not finite"
-        if found.state == "partial":
+        if tensor.state == "partial":
             departs = f"is a partial sum that nothing adds up ({departs})"
         what = f"{self._came_in(rank, faulty, way)}, the {boundary.kind} {departs}"
         if inside and boundary is first:
@@ -320,8 +320,8 @@ class Boundaries:
             inside=inside,
             ranks=tuple(ranks),
             micro_batch=micro_batch,
-            error=found.error,
-            bound=found.bound,
+            error=tensor.error,
+            bound=tensor.bound,
             collective=collective,
             text="; ".join(parts),
         )
@@ -351,20 +351,20 @@ class Boundaries:
         if self.coupled:
             return None
         each = self.ranks[rank]
-        known = self.known[each.rows].get(boundary)
-        if known is None or not np.isfinite(known.bound).all():
+        bounded = self.known[each.rows].get(boundary)
+        if bounded is None or not np.isfinite(bounded.bound).all():
             return None
         factor = 1.0
         if boundary.kind in (OUTPUT_GRADIENT, INPUT_GRADIENT):
             factor = self.factors[rank, boundary.micro_batch]
-        best = self._best(rank, boundary, known, factor)
+        best = self._best(rank, boundary, bounded, factor)
         if best is None or best.state == "right":
             return best
         # A plain tensor does not say whether it is a partial sum. Sums are tried only
         # for one that is wrong: a sum of right replicas is a multiple of the truth.
         for group in self.groups:
             if rank in group:
-                summed = self._best(rank, boundary, known, factor, group)
+                summed = self._best(rank, boundary, bounded, factor, group)
                 if summed is not None and summed.state == "right":
                     return replace(best, state="partial")
         return best
@@ -381,11 +381,11 @@ class Boundaries:
         values = self._values(rank, boundary, group)
         if values is None:
             return None
-        found = [
+        differences = [
             _compared(values, factor * part, known, abs(factor))
             for part in self._parts(rank, boundary, known.truth)
         ]
-        return min(found, key=lambda f: f.error / (f.bound or 1.0), default=None)
+        return min(differences, key=lambda f: f.error / (f.bound or 1.0), default=None)
 
     def _values(
         self, rank: int, boundary: Boundary, group: Sequence[int]
@@ -440,16 +440,16 @@ class Boundaries:
         comes_out = boundary.kind in (OUTPUT, OUTPUT_GRADIENT)
         for leaf, dim in (("bias", 0), ("weight", 0), ("weight", 1)):
             name = f"{boundary.module}.{leaf}".removeprefix(".")
-            shape, held = self.shapes.get(name, ()), index.get(name)
-            if held is None or len(shape) <= dim or shape[dim] != whole:
+            shape, places_held = self.shapes.get(name, ()), index.get(name)
+            if places_held is None or len(shape) <= dim or shape[dim] != whole:
                 continue
             places: NDArray[np.int64]
             rest = int(np.prod(shape[1:]))
-            if dim == 0 and comes_out and len(held) == size * rest:
-                places = held.reshape(size, rest)[:, 0] // rest
+            if dim == 0 and comes_out and len(places_held) == size * rest:
+                places = places_held.reshape(size, rest)[:, 0] // rest
                 return places
-            if dim == 1 and len(shape) == 2 and len(held) == size * shape[0]:
-                places = held.reshape(shape[0], size)[0] % whole
+            if dim == 1 and len(shape) == 2 and len(places_held) == size * shape[0]:
+                places = places_held.reshape(shape[0], size)[0] % whole
                 return places
         return None
 
@@ -477,17 +477,17 @@ class Boundaries:
         }
 
     def _factor(self, rank: int, boundary: Boundary) -> float | None:
-        known = self.known[self.ranks[rank].rows].get(boundary)
-        if known is None or boundary not in self.ranks[rank].log.passed:
+        bounded = self.known[self.ranks[rank].rows].get(boundary)
+        if bounded is None or boundary not in self.ranks[rank].log.passed:
             return None
         values = self._values(rank, boundary, ())
         if values is None:
             return None
-        found = [
+        ratios = [
             multiple_of(values, part)
-            for part in self._parts(rank, boundary, known.truth)
+            for part in self._parts(rank, boundary, bounded.truth)
         ]
-        ratio, rest = min(found, key=lambda f: f[1], default=(0.0, 1.0))
+        ratio, rest = min(ratios, key=lambda f: f[1], default=(0.0, 1.0))
         return ratio if rest < MULTIPLE else None
 
 
@@ -514,11 +514,11 @@ def _cuts(
         if size == whole:
             yield places
         return
-    found = False
+    divides = False
     for count in range(1, len(axes) + 1):
-        for some in combinations(axes, count):
+        for axes_of_cut in combinations(axes, count):
             parts, at = 1, 0
-            for axis in some:
+            for axis in axes_of_cut:
                 parts *= axes[axis]
                 at = at * axes[axis] + coordinate[axis]
             step = -(-whole // parts)  # as torch.chunk cuts
@@ -528,10 +528,10 @@ def _cuts(
                 places[at::parts] if parts > 1 else places[:0],
             ):
                 if len(cut) == size:
-                    found = True
+                    divides = True
                     yield cut
     # no mesh axis gives this size: try every equal part
-    if (any_ or not found) and whole % size == 0:
+    if (any_ or not divides) and whole % size == 0:
         yield from np.split(places, whole // size)
 
 
@@ -547,10 +547,10 @@ def _groups(watched: Sequence[Watched]) -> Iterator[list[int]]:
     """Groups over which a tensor may be a partial sum: ranks that saw the same rows."""
     axes = list(watched[0].coordinate)
     for count in range(1, len(axes) + 1):
-        for some in combinations(axes, count):
+        for crossed in combinations(axes, count):
             lines: dict[Any, list[int]] = {}
             for each in watched:
-                rest = [i for a, i in each.coordinate.items() if a not in some]
+                rest = [i for a, i in each.coordinate.items() if a not in crossed]
                 lines.setdefault((each.rows, *rest), []).append(each.rank)
             yield from (line for line in lines.values() if len(line) > 1)
 
@@ -652,20 +652,20 @@ def _bounded(
         plain = noisy[0].passed.get(boundary)
         if plain is not None:
             changed[boundary] = _largest_distance(sides, boundary, plain.values)
-    known = {}
+    bounds = {}
     # activations and gradients are rounded differently: a median noise for each
     for kinds in ((INPUT, OUTPUT), (INPUT_GRADIENT, OUTPUT_GRADIENT)):
-        some = [b for b in values if b.kind in kinds]
-        own = {b: sizes(values[b]) for b in some}
-        floor = relative_floor({b: noise[b] for b in some}, own, roundoff)
-        for b in some:
+        alike = [b for b in values if b.kind in kinds]
+        own = {b: sizes(values[b]) for b in alike}
+        floor = relative_floor({b: noise[b] for b in alike}, own, roundoff)
+        for b in alike:
             side = changed.get(b, (0.0, 0.0))
             norm, largest = (
                 SAFETY_FACTOR * max(noise[b][i], floor[i] * own[b][i], HALF * side[i])
                 for i in (0, 1)
             )
-            known[b] = _Known(values[b], (norm, largest))
-    return known
+            bounds[b] = _Known(values[b], (norm, largest))
+    return bounds
 
 
 def _largest_distance(

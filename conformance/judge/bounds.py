@@ -159,10 +159,10 @@ def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
     if scenario.workload.one_rank:
         alone = one_rank_references(scenario, schedule)
         truth, runs, sides = alone.truth, alone.noisy, alone.sides
-        found = _derived(
+        bounds = _derived(
             truth, (*runs,), (*sides,), precision, skipped, frozenset(), adaptive
         )
-        return replace(found, reference=alone.text, undecided=alone.undecided)
+        return replace(bounds, reference=alone.text, undecided=alone.undecided)
     truth = train_reference(scenario, schedule, TRUTH)
     runs = _noisy_runs(scenario, schedule, truth)
     sides = _sides(scenario, schedule, truth, runs)
@@ -191,7 +191,9 @@ def _derived(
         unused: Sequence[frozenset[str]],
         hidden: Sequence[Tensors] | None = None,
     ) -> list[dict[str, Pair]]:
-        noisy, moved = ([values(run) for run in some] for some in (runs, sides))
+        noisy, moved = (
+            [values(run) for run in references] for references in (runs, sides)
+        )
         return _bound(values(truth), noisy, moved, precision, unused, hidden)
 
     gradient = bound(lambda run: run.gradients, skipped)
@@ -235,20 +237,24 @@ def expected_choices(
     worst: dict[str, float] = {}
     expected = []
     for step, choices in enumerate(truth.choices):
-        for kind, known in choices.items():
+        for kind, expected_choice in choices.items():
             errors = [run.errors[step].get(kind, 0.0) for run in runs]
             errors += [HALF * side.errors[step].get(kind, 0.0) for side in sides]
             # scores near 0 have the rounding of the sums that they are made of
-            scored = known.scores > MASKED
-            largest = float(np.abs(known.scores).max(initial=0.0, where=scored))
+            scored = expected_choice.scores > MASKED
+            largest = float(
+                np.abs(expected_choice.scores).max(initial=0.0, where=scored)
+            )
             floor = scenario.parsed_precision.roundoff * largest
             worst[kind] = max(worst.get(kind, 0.0), floor, *errors)
         expected.append(
             {
                 kind: replace(
-                    known, noise=worst[kind], limit=SAFETY_FACTOR * worst[kind]
+                    expected_choice,
+                    noise=worst[kind],
+                    limit=SAFETY_FACTOR * worst[kind],
                 )
-                for kind, known in choices.items()
+                for kind, expected_choice in choices.items()
             }
         )
     return tuple(expected)
@@ -333,11 +339,11 @@ def _hidden(truth: Reference, moved: Sequence[Tensors]) -> list[Tensors]:
 def _moves(truth: Reference) -> list[dict[str, NDArray[np.bool_]]]:
     """Elements that a step moves by at least what a stored fp32 parameter can show."""
     before = {n: np.zeros(t.shape) for n, t in truth.start.items()}
-    found = []
+    moving = []
     for now, least in zip(truth.updates, _spacings(truth, truth.updates), strict=True):
-        found.append({n: np.abs(now[n] - before[n]) >= least[n] for n in now})
+        moving.append({n: np.abs(now[n] - before[n]) >= least[n] for n in now})
         before = now
-    return found
+    return moving
 
 
 def _losses(run: Reference) -> list[Tensors]:
@@ -419,8 +425,8 @@ def _bound(
                 values = [v for v in values if np.isfinite(v).all()]
                 errors = _noise_of(values, tensor, precision)
                 finite = [e for e in errors if np.isfinite(e).all()]
-                known = worst.get(name, (0.0, 0.0))
-                worst[name] = _larger(known, *(finite or [_UNKNOWN]))
+                before = worst.get(name, (0.0, 0.0))
+                worst[name] = _larger(before, *(finite or [_UNKNOWN]))
                 effects = [
                     sizes(side[step][name] - runs[0][step][name])
                     for side in sides

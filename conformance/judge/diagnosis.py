@@ -41,13 +41,13 @@ def causes_of(factor: float, off: float, facts: Facts) -> str:
     Returns:
         The causes in words, joined by "or"; the empty string if none is known.
     """
-    found = {
+    texts = {
         words: None
         for expected, words in _known(facts)
         # a cause whose factor is 1 explains no departure
         if abs(expected - 1) > 2 * off and abs(factor - expected) <= off * expected
     }
-    return ", or ".join(found)
+    return ", or ".join(texts)
 
 
 def _known(facts: Facts) -> Iterator[tuple[float, str]]:

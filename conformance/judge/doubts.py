@@ -40,7 +40,7 @@ def doubts_of(
     )
     # the two together are refused
     line = REFERENCE_LINE + " in place of scheduler" * bool(scenario.workload.scheduler)
-    found = [*_drawn(steps, text), *_chose(steps), *_stepped_late(steps, line)]
+    doubts = [*_drawn(steps, text), *_chose(steps), *_stepped_late(steps, line)]
     if _cuts_rows(scenario) and not rows_apart(scenario.model):
         text = (
             "gradients are no sums over rows here: where the batch is cut the "
@@ -49,7 +49,7 @@ def doubts_of(
             "what the whole does, or, if train_step gathers what it needs of other "
             f"ranks: {line}"
         )
-        found.append(Doubt(since_step=0, text=text))
+        doubts.append(Doubt(since_step=0, text=text))
     if unclear:
         text = (
             f"the stack moves {unclear} for copies of the parameters, with other "
@@ -57,8 +57,8 @@ def doubts_of(
             "optimizers(stack) give the param group of each name"
         )
         # settings change nothing before the first step of an optimizer
-        found.append(Doubt(since_step=0, since="update", text=text))
-    return found
+        doubts.append(Doubt(since_step=0, since="update", text=text))
+    return doubts
 
 
 def _drawn(steps: Sequence[Seen], way_out: str) -> Iterator[Doubt]:

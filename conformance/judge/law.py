@@ -189,20 +189,20 @@ def _over_parts(law: Law, evidence: Evidence) -> Finding:
         return finding
     if law.chapter == "parity":  # measured over both phases together
         return finding
-    there = _finding(law, evidence.before)
-    if there == finding and not finding.compared:  # not due in either
+    earlier = _finding(law, evidence.before)
+    if earlier == finding and not finding.compared:  # not due in either
         return finding
-    compared = there.compared + finding.compared
-    missed = there.not_compared + finding.not_compared
+    compared = earlier.compared + finding.compared
+    missed = earlier.not_compared + finding.not_compared
     # the last phase is what the scenario names, so its finding needs no place
-    if worst_of([there.status, finding.status]) != there.status:
+    if worst_of([earlier.status, finding.status]) != earlier.status:
         return replace(finding, compared=compared, not_compared=missed)
     # the first phase is worse, or as bad, and then it is the cause
     first = evidence.scenario.phases[0]
-    message = f"{there.message} ({first.topology}/{first.world_size}, where it began)"
-    if finding.status == there.status == Status.PASS:
+    message = f"{earlier.message} ({first.topology}/{first.world_size}, where it began)"
+    if finding.status == earlier.status == Status.PASS:
         message += f", then {finding.message}"
-    return replace(there, message=message, compared=compared, not_compared=missed)
+    return replace(earlier, message=message, compared=compared, not_compared=missed)
 
 
 _REFERENCE = ("parity", "norm")
@@ -229,11 +229,11 @@ def _finding(law: Law, evidence: Evidence) -> Finding:
 
 def _if_enough(law: Law, finding: Finding, evidence: Evidence) -> Finding:
     """A pass, unless it rests on nothing or on less than the law's least share."""
-    made, due = finding.compared, finding.compared + finding.not_compared
-    if finding.status != Status.PASS or (made and made >= law.least * due):
+    n_compared, due = finding.compared, finding.compared + finding.not_compared
+    if finding.status != Status.PASS or (n_compared and n_compared >= law.least * due):
         return finding
-    needed = f", and a pass needs {law.least:.0%} of them" if made else ""
-    message = f"{made} of {due} comparisons that were due could be made{needed}: "
+    needed = f", and a pass needs {law.least:.0%} of them" if n_compared else ""
+    message = f"{n_compared} of {due} comparisons that were due could be made{needed}: "
     message += law.hidden
     if not due and law.hidden == STOPPED and not evidence.unseen:
         message = "nothing of it was due in this run"

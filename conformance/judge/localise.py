@@ -76,12 +76,12 @@ def locate(
         ways = ((way, after) for after in parts for way in (FORWARD, BACKWARD))
         inside = (boundaries.first_departure(*each) for each in ways)
         inner = next(filter(None, inside), None)
-        told = f"; {boundaries.agreed}"
+        ending = f"; {boundaries.agreed}"
         if inner is not None:
-            told = f", though a tensor inside does: {inner.text}"
+            ending = f", though a tensor inside does: {inner.text}"
         return Location(
             where="nowhere",
-            text=f"nothing departs at step {step}{told}",
+            text=f"nothing departs at step {step}{ending}",
             step=step,
             compared=boundaries.compared,
             not_compared=boundaries.not_compared,
@@ -89,26 +89,26 @@ def locate(
     # forward, loss, backward, gradients, update: the order in which a fault spreads. A
     # step of an optimizer inside of this one carries it to the passes after it
     for after in parts:
-        found = boundaries.first_departure(FORWARD, after)
-        if found is None and after == parts[-1]:
+        location = boundaries.first_departure(FORWARD, after)
+        if location is None and after == parts[-1]:
             if gradients.departed["loss"]:
-                found = gradients.loss()
+                location = gradients.loss()
             elif gradients.departed["gradient"]:
-                found = boundaries.uneven()
-        found = found or boundaries.first_departure(BACKWARD, after)
-        if found is not None:
+                location = boundaries.uneven()
+        location = location or boundaries.first_departure(BACKWARD, after)
+        if location is not None:
             break
-    if found is None and gradients.departed["gradient"]:
-        found = gradients.own()
-    if found is None and gradients.departed["update"]:
-        found = gradients.update()
-    if found is None:
-        found = gradients.average()
-    within = found.where in ("forward", "backward")
-    text = f"{found.text}; {gradients.also if within else boundaries.agreed}"
-    text += gradients.circumstances(found.where) + gradients.way_out(found)
+    if location is None and gradients.departed["gradient"]:
+        location = gradients.own()
+    if location is None and gradients.departed["update"]:
+        location = gradients.update()
+    if location is None:
+        location = gradients.average()
+    within = location.where in ("forward", "backward")
+    text = f"{location.text}; {gradients.also if within else boundaries.agreed}"
+    text += gradients.circumstances(location.where) + gradients.way_out(location)
     return msgspec.structs.replace(
-        found,
+        location,
         step=step,
         text=text,
         parameters=tuple(gradients.names),
@@ -249,20 +249,20 @@ class _Gradients:
         Args:
             where: the kind of place that was found, as in ``Location``.
         """
-        scenario, found = self.scenario, []
+        scenario, texts = self.scenario, []
         if scenario.parsed_recipe.resume and self.step == scenario.resume_step:
-            found.append("a checkpoint was loaded just before this step")
+            texts.append("a checkpoint was loaded just before this step")
         if where == "gradient" and not self.departed["loss"] and self._is_rounded():
-            found.append(
+            texts.append(
                 "the errors are as small as those of sums in 16 bits: if gradients are "
                 "meant to be reduced so, promise it with reduce_dtype"
             )
         if scenario.parsed_recipe.training.frozen:
-            found.append(
+            texts.append(
                 "half of the model is frozen here: judge the scenario without "
                 "recipe=frozen first, which compares all gradients"
             )
-        return "".join(f"; {text}" for text in found)
+        return "".join(f"; {text}" for text in texts)
 
     def _is_rounded(self) -> bool:
         """Return whether the errors look like sums over ranks in 16 bits.
@@ -288,13 +288,13 @@ class _Gradients:
         """
         workload = self.scenario.workload
         may = not (workload.one_rank or workload.scheduler)  # refused beside it
-        known = self.setting or self.kept or self.of_ranks
-        if workload.train_step is None or not may or known:
+        is_explained = self.setting or self.kept or self.of_ranks
+        if workload.train_step is None or not may or is_explained:
             return ""
         rows = self.departed["gradient"] or self.departed["update"]
         if found.where in ("gradient", "update"):
-            held = {t.rank for t, _ in self.seen if {*self.names} & t.index.keys()}
-            odd = held != {row.rank for row in rows}  # a fault of some ranks
+            holders = {t.rank for t, _ in self.seen if {*self.names} & t.index.keys()}
+            odd = holders != {row.rank for row in rows}  # a fault of some ranks
             missing = found.where == "gradient" and not self.departed["gradient"]
             reduced = not self._unreduced(rows[0].parameter) if rows else True
             explained = odd or missing or not reduced
@@ -366,9 +366,9 @@ class _Gradients:
             departs = f"is {_times(factor)}"
         look = "look at the optimizer, and at what comes between it and the gradients"
         seen = any(at.gradients for _, at in self.seen)
-        known = f"of step {self.step} are right" if seen else "are out of sight"
+        which = f"of step {self.step} are right" if seen else "are out of sight"
         if seen and self.missed:
-            known = f"of step {self.step} that were compared are right"
+            which = f"of step {self.step} that were compared are right"
         return Location(
             where="update",
             module=row.parameter.rpartition(".")[0],
@@ -376,7 +376,7 @@ class _Gradients:
             factor=factor,
             error=row.error,
             bound=row.bound,
-            text=f"all gradients {known}, the update of "
+            text=f"all gradients {which}, the update of "
             f"{_some(self.names)} {departs}: {self.setting or look}",
         )
 
@@ -436,13 +436,13 @@ class _Gradients:
 
     def _factor(self, of: Mapping[str, Doubles], without: str = "") -> float | None:
         """The one factor of departing gradients over others on all ranks, or None."""
-        found = (
+        factors = (
             multiple_of(mine, whole)
             for name in self.names
             for _, mine, whole in self._values(name, of)
             if whole.any() and name != without
         )
-        return _common(found, self.rest)
+        return _common(factors, self.rest)
 
     def _pass_kept(self, boundaries: Boundaries) -> str:
         """The micro-batch whose gradients the departing ones are, in words."""
@@ -467,17 +467,24 @@ class _Gradients:
             for rank, of in pairs.items()
             if sum(whole.size for _, whole in of) > 1  # else any is a multiple
         }
-        known = {rank: f for rank, f in factors.items() if f is not None}
-        if len(known) < max(2, len(pairs)):
+        factor_by_rank = {rank: f for rank, f in factors.items() if f is not None}
+        if len(factor_by_rank) < max(2, len(pairs)):
             return ""
-        rank = max(known, key=lambda each: abs(known[each] - 1))
-        text = f": each rank has its own multiple, rank {rank} {_times(known[rank])}"
+        rank = max(factor_by_rank, key=lambda each: abs(factor_by_rank[each] - 1))
+        times = _times(factor_by_rank[rank])
+        text = f": each rank has its own multiple, rank {rank} {times}"
         if self.facts.clip_norm is None or not self.facts.norm:
             return text
         due = clip_factor(self.facts.norm, self.facts.clip_norm)
-        norms = {r: math.hypot(*(_size(w) for _, w in pairs[r])) / due for r in known}
+        norms = {
+            r: math.hypot(*(_size(w) for _, w in pairs[r])) / due
+            for r in factor_by_rank
+        }
         own = {r: clip_factor(n, self.facts.clip_norm) for r, n in norms.items()}
-        if any(abs(known[r] * due - own[r]) > self.rest * own[r] for r in known):
+        if any(
+            abs(factor_by_rank[r] * due - own[r]) > self.rest * own[r]
+            for r in factor_by_rank
+        ):
             return text
         return f"{text}: it clips by {norms[rank]:.6g}, the norm of its own part"
 

@@ -72,9 +72,9 @@ class Doubt:
         """
         if step != self.since_step:
             return step > self.since_step
-        known = kind == "loss" or parameter is None or parameter in self.parameters
+        applies = kind == "loss" or parameter is None or parameter in self.parameters
         return ORDER.index(kind) >= ORDER.index(self.since) and (
-            known or not self.parameters
+            applies or not self.parameters
         )
 
 
@@ -128,12 +128,12 @@ class Parity:
             elements: number of elements compared, if any measure compares.
             left_out: number of elements that were due and are in no measure.
         """
-        known = [row for row in rows if row.compares]
-        if known:
+        comparable = [row for row in rows if row.compares]
+        if comparable:
             self.compared[kind] += elements
-        if lacking := left_out + (0 if known else elements):
+        if lacking := left_out + (0 if comparable else elements):
             self.not_compared[kind] += lacking
-        for row in known:
+        for row in comparable:
             self._keep(row)
 
     def _keep(self, row: ParityRow) -> None:
@@ -176,11 +176,11 @@ def gradient_of(
         return at.gradients[name]
     places = trace.places(at, name)
     parts = [
-        there.gradients[name].astype(np.float64)
-        for other, there in seen
+        their_step.gradients[name].astype(np.float64)
+        for other, their_step in seen
         if other.rank in ranks
-        and name in there.gradients
-        and np.array_equal(other.places(there, name), places)
+        and name in their_step.gradients
+        and np.array_equal(other.places(their_step, name), places)
     ]
     total: Doubles = np.sum(parts, axis=0)
     return total

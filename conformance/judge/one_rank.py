@@ -135,20 +135,20 @@ def watched_on_one_rank(
         The log of the truth, those of noisy runs, the plain one first, and those of
         runs with other inputs where derivatives jump; see [Note: Truth on one rank].
     """
-    found: list[Watched] = []
+    watched: list[Watched] = []
     alone = partial(Alone, skipped=schedule.skipped, scales=schedule.scales)
 
     def trained(variation: Variation, sides: Sides = STAY) -> Reference:
         this = alone(variation=variation)
-        return _train(scenario, this, step + 1, watched=found, sides=sides)
+        return _train(scenario, this, step + 1, watched=watched, sides=sides)
 
-    in_fp64 = _in_fp64(scenario, alone(variation=TRUTH), step + 1, found)
-    wide = None if in_fp64 is None else found[-1].log
-    found.clear()
+    in_fp64 = _in_fp64(scenario, alone(variation=TRUTH), step + 1, watched)
+    wide = None if in_fp64 is None else watched[-1].log
+    watched.clear()
     plain, moved = trained(PLAIN), trained(SHIFTED)
     for sides in sides_of((in_fp64 or moved).inputs, plain.inputs):
         trained(PLAIN, sides)
-    logs = [each.log for each in found]
+    logs = [each.log for each in watched]
     return wide or logs[0], logs[:2], logs[2:]
 
 
@@ -300,15 +300,15 @@ def _train(
             )
         except WorkloadError as error:
             text = f"the reference, on one rank: {error}"
-            told = WorkloadError(text)
-            told.call = error.call
-            raise told from error
+            named_error = WorkloadError(text)
+            named_error.call = error.call
+            raise named_error from error
     (trace,) = fold([seen])
-    found = [
+    arrays = [
         *trace.start.values(),
         *(g for s in trace.steps for g in s.gradients.values()),
     ]
-    if dtype is torch.float64 and any(values.dtype != np.float64 for values in found):
+    if dtype is torch.float64 and any(values.dtype != np.float64 for values in arrays):
         raise CannotError("the stack keeps another dtype than fp64")
     return replace(
         _as_reference(scenario, trace),

@@ -108,13 +108,17 @@ def _shards(phases: Sequence[Sequence[RankTrace]]) -> Shards:
     if any(event.groups and not event.names for event in events):
         return ()  # one of copies: it may step these parameters, too
     stepped = {name for event in events for name in event.names}
-    found: dict[str, dict[bytes, None]] = {}
+    parts_by_name: dict[str, dict[bytes, None]] = {}
     for trace in ranks:
         for name, places in trace.index.items():
             if name in stepped and len(places):  # an empty shard is none
-                found.setdefault(name, {})[places.astype(np.int64).tobytes()] = None
+                parts_by_name.setdefault(name, {})[
+                    places.astype(np.int64).tobytes()
+                ] = None
     return tuple(
-        (name, (*parts,)) for name, parts in sorted(found.items()) if _apart(parts)
+        (name, (*parts,))
+        for name, parts in sorted(parts_by_name.items())
+        if _apart(parts)
     )
 
 
@@ -191,9 +195,9 @@ def _still(
     ):
         for trace, at in seen:
             for number, names in enumerate(trace.owned[: len(at.decisions)]):
-                held = [n for n in names if n in trace.index]
-                if skipped.isdisjoint(held) and not any(
-                    moves[n][trace.index[n]].any() for n in held
+                own_names = [n for n in names if n in trace.index]
+                if skipped.isdisjoint(own_names) and not any(
+                    moves[n][trace.index[n]].any() for n in own_names
                 ):
                     yield at.step, trace.rank, number
 
@@ -203,12 +207,12 @@ def _idle(seen: Seen) -> Idle:
     names = dict.fromkeys(name for trace, _ in seen for name in trace.index)
     zeros, absent = set(), set()
     for name in names:
-        held = [pair for pair in seen if len(pair[0].index.get(name, ()))]
-        held = [pair for pair in held if name not in pair[0].left]
-        had = [at.gradients[name] for _, at in held if name in at.gradients]
+        holders = [pair for pair in seen if len(pair[0].index.get(name, ()))]
+        holders = [pair for pair in holders if name not in pair[0].left]
+        had = [at.gradients[name] for _, at in holders if name in at.gradients]
         if not had:
             absent.add(name)
-        elif len(had) == len(held) and not any(values.any() for values in had):
+        elif len(had) == len(holders) and not any(values.any() for values in had):
             zeros.add(name)
     return Idle(zeros=frozenset(zeros), absent=frozenset(absent))
 
@@ -392,16 +396,20 @@ def mean_loss(seen: Iterable[StepTrace]) -> float | None:
         if at.loss is not None
     ]
     # the mean of a rank without tokens is 0 / 0
-    known = [(loss, weight) for loss, weight in weighted if weight]
-    total = sum(weight for _, weight in known)
-    return sum(loss * weight for loss, weight in known) / total if total else None
+    weighted_losses = [(loss, weight) for loss, weight in weighted if weight]
+    total = sum(weight for _, weight in weighted_losses)
+    return (
+        sum(loss * weight for loss, weight in weighted_losses) / total
+        if total
+        else None
+    )
 
 
 def moved(trace: RankTrace, at: StepTrace, name: str) -> Doubles:
     """A rank's elements of a parameter minus their initial values."""
     start = trace.start[name].astype(np.float64)
-    found: Doubles = at.parameters[name].astype(np.float64) - start
-    return found
+    update: Doubles = at.parameters[name].astype(np.float64) - start
+    return update
 
 
 def _loss(step: int, seen: Seen, parity_bounds: ParityBounds) -> Iterator[_Measured]:
@@ -431,6 +439,6 @@ def _compare(
     if not len(index) or values is None or not all(np.isfinite(bounds)):
         return []
     return [
-        ParityRow(kind=kind, step=step, parameter=name, rank=rank, **vars(found))
-        for found in compare(values, whole[index], bounds, sizes(whole))
+        ParityRow(kind=kind, step=step, parameter=name, rank=rank, **vars(measured))
+        for measured in compare(values, whole[index], bounds, sizes(whole))
     ]

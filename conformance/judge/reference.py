@@ -135,8 +135,8 @@ class Reference:
     @property
     def nbytes(self) -> int:
         """Bytes of all values."""
-        held = bytes_of((*self.gradients, *self.updates, *self.averages, self.start))
-        return held + sum(some.nbytes for step in self.inputs for some in step)
+        n_bytes = bytes_of((*self.gradients, *self.updates, *self.averages, self.start))
+        return n_bytes + sum(inputs.nbytes for step in self.inputs for inputs in step)
 
 
 LEAST = len(NOISY) + 3 + len(BOTH)
@@ -419,8 +419,8 @@ class ReferenceRun:
         if dtype is None:
             return passes()
         narrow = {f"model.{n}": p.to(dtype) for n, p in self.parameters.items()}
-        found: T = functional_call(_Calls(self.model), narrow, (passes,))
-        return found
+        result: T = functional_call(_Calls(self.model), narrow, (passes,))
+        return result
 
     def _new_tensors(self) -> AbstractContextManager[Any]:
         wide = self.variant.double
@@ -486,9 +486,9 @@ class ReferenceRun:
             # a loss with a count is a sum over elements, any other loss is a mean
             self.one_pass(part, 1.0 if counted else part.elements)
         named = self.parameters.items()
-        found = self._flat({n: p.grad for n, p in named if p.grad is not None})
+        gradients = self._flat({n: p.grad for n, p in named if p.grad is not None})
         self._zero_grad()
-        return found
+        return gradients
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """The micro-batches of one step."""
@@ -508,14 +508,14 @@ class ReferenceRun:
         self, batch: Batch, parts: list[Batch], counts: list[float | None]
     ) -> list[float]:
         """Weight of each part's loss in the loss of the step."""
-        known = [count for count in counts if count is not None]
-        self.counts.append(sum(known) if known else None)
-        if not known:
+        totals = [count for count in counts if count is not None]
+        self.counts.append(sum(totals) if totals else None)
+        if not totals:
             return [part.elements / batch.elements for part in parts]
-        if not sum(known):
+        if not sum(totals):
             text = f"the counts of the batch add up to 0 at step {len(self.counts) - 1}"
             raise self.workload.refuse("loss", text)
-        return [1.0 / sum(known)] * len(parts)
+        return [1.0 / sum(totals)] * len(parts)
 
     def _objective(self, part: Batch) -> tuple[Tensor, float | None]:
         with self.precision.autocast("cpu"):

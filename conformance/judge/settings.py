@@ -65,34 +65,44 @@ def stack_schedule(
     Where ranks differ, which no schedule explains, the reference follows the first of
     them, and the others depart.
     """
-    known: dict[tuple[str, str], _Values] = {}
+    values_by_setting: dict[tuple[str, str], _Values] = {}
     for step, seen in enumerate(steps):
         for trace, at in seen:
             for name, settings in at.settings.items():
                 for key, value in settings.items():
-                    values = known.setdefault((name, key), {})
+                    values = values_by_setting.setdefault((name, key), {})
                     values.setdefault(step, {})[trace.rank] = value
     shared, unclear = _of_copies(steps)
-    named = {name for name, _ in known}
-    held = dict.fromkeys(n for seen in steps for trace, _ in seen for n in trace.index)
+    named = {name for name, _ in values_by_setting}
+    all_names = dict.fromkeys(
+        n for seen in steps for trace, _ in seen for n in trace.index
+    )
     for key, values in shared.items():
-        known |= {(name, key): values for name in held if name not in named}
-    found: list[list[tuple[str, str, Setting]]] = [[] for _ in steps]
+        values_by_setting |= {
+            (name, key): values for name in all_names if name not in named
+        }
+    settings_by_step: list[list[tuple[str, str, Setting]]] = [[] for _ in steps]
     words: dict[str, str] = {}
-    for (name, key), values in known.items():
+    for (name, key), values in values_by_setting.items():
         led = {step: at[min(at)] for step, at in values.items()}
-        began = [*known.get((name, INITIAL_RATE), {}).values()] if key == "lr" else []
+        began = (
+            [*values_by_setting.get((name, INITIAL_RATE), {}).values()]
+            if key == "lr"
+            else []
+        )
         before = [at[min(at)] for at in began[:1]]
         if key == INITIAL_RATE or len({*before, *led.values()}) == 1:
             continue
         words.setdefault(key, f"{key} ({name}: {_told(led, before)})")
         for step, value in led.items():
             if _finite(value):
-                found[step].append((name, key, value))
+                settings_by_step[step].append((name, key, value))
     return StackSchedule(
-        settings=tuple(map(tuple, found)) if words else (),
+        settings=tuple(map(tuple, settings_by_step)) if words else (),
         followed=", ".join(words.values()),
-        differs=min(_differences(known), key=lambda found: found[0], default=None),
+        differs=min(
+            _differences(values_by_setting), key=lambda each: each[0], default=None
+        ),
         unclear=unclear,
     )
 
@@ -181,11 +191,11 @@ def other_setting(at: StepTrace, whole: StepTrace) -> tuple[int, str]:
         The number of equal settings; and the first that is another one in words, or
         the empty string.
     """
-    compared, there = 0, _stepped_with(whole)
+    compared, settings_there = 0, _stepped_with(whole)
     for (name, key), value in _stepped_with(at).items():
-        if (name, key) not in there:
+        if (name, key) not in settings_there:
             continue
-        want = there[name, key]
+        want = settings_there[name, key]
         if not _equal(value, want):
             return compared, f"{key} of {name} is {_plain(value)}, and {_plain(want)}"
         compared += 1

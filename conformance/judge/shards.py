@@ -36,8 +36,8 @@ class InShards:
     ) -> None:
         places: list[Tensor] = []
         if seen:
-            known = [torch.frombuffer(bytearray(p), dtype=torch.int64) for p in seen]
-            places = [_in_shape(each, parameter.shape) for each in known]
+            indices = [torch.frombuffer(bytearray(p), dtype=torch.int64) for p in seen]
+            places = [_in_shape(each, parameter.shape) for each in indices]
         elif even > 1:
             numbers = torch.arange(parameter.numel()).view(parameter.shape)
             places = [*numbers.chunk(even)]

@@ -98,16 +98,16 @@ class Devices:
         if ranks <= gpus:
             return
         noun = "GPU" if gpus == 1 else "GPUs"
-        there = f"--device cuda: {ranks} ranks and {gpus} {noun}, and"
+        start = f"--device cuda: {ranks} ranks and {gpus} {noun}, and"
         if not self.share:
             raise UsageError(
-                f"{there} NCCL takes one rank a GPU: {way_out}, or let ranks share "
+                f"{start} NCCL takes one rank a GPU: {way_out}, or let ranks share "
                 "with --share-gpus"
             )
         if (found := nccl_version()) < SHARES:
             mine, least = (".".join(map(str, version)) for version in (found, SHARES))
             raise UsageError(
-                f"{there} NCCL {mine} lets no ranks share one, {least} and later do: "
+                f"{start} NCCL {mine} lets no ranks share one, {least} and later do: "
                 f"{way_out}, or pip install 'nvidia-nccl-cu13>={least}' (cu12 where "
                 "torch is built for CUDA 12)"
             )
@@ -125,9 +125,9 @@ def nccl_version() -> tuple[int, int]:
     except OSError:  # it is a part of torch's own library
         major, minor = torch.cuda.nccl.version()[:2]
         return major, minor
-    found = ctypes.c_int()
-    library.ncclGetVersion(ctypes.byref(found))
-    return found.value // 10000, found.value // 100 % 100
+    number = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(number))
+    return number.value // 10000, number.value // 100 % 100
 
 
 def device_names() -> list[str]:
@@ -143,9 +143,11 @@ def narrows_products(device: torch.device) -> bool:
     matrix product and a convolution with the identity, which are exact in fp32.
     """
     one = torch.eye(64, device=device)
-    given = torch.full_like(one, 1.0 + 2.0**-20)
-    products = given @ one, F.conv2d(given[..., None, None], one[..., None, None])
-    return any(bool((made.flatten() != given.flatten()).any()) for made in products)
+    value = torch.full_like(one, 1.0 + 2.0**-20)
+    products = value @ one, F.conv2d(value[..., None, None], one[..., None, None])
+    return any(
+        bool((product.flatten() != value.flatten()).any()) for product in products
+    )
 
 
 def set_deterministic(device: torch.device) -> None:

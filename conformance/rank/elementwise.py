@@ -48,14 +48,14 @@ def not_elementwise(spec: str, optimizer: str) -> frozenset[str]:
         # zeros, so that weight decay, which no permutation of gradients moves, adds
         # nothing
         parameter = nn.Parameter(torch.zeros_like(gradients[0]))
-        made = workload.optimizers[optimizer]([(name, parameter)])
+        probed = workload.optimizers[optimizer]([(name, parameter)])
         for gradient in gradients:
             parameter.grad = gradient.clone()
             with workload.calling("optimizer"):
-                made.step()
+                probed.step()
         return parameter.detach().flatten()
 
-    found = set()
+    names = set()
     eager = torch.compiler.set_stance("force_eager")  # as references run
     with eager, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -76,8 +76,8 @@ def not_elementwise(spec: str, optimizer: str) -> frozenset[str]:
                 off = (moved[order] - update(name, permuted)).norm()
                 coupled = bool(off > EQUAL * moved.norm())
             if coupled:
-                found.add(name)
-    return frozenset(found)
+                names.add(name)
+    return frozenset(names)
 
 
 class HalfNoise(TorchDispatchMode):
@@ -95,13 +95,13 @@ class HalfNoise(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run ``func`` and change half-precision results by up to a unit roundoff."""
-        found = func(*args, **(kwargs or {}))
-        half = isinstance(found, Tensor) and found.dtype in _HALF
+        result = func(*args, **(kwargs or {}))
+        half = isinstance(result, Tensor) and result.dtype in _HALF
         if half and not makes_view(func):
-            noise = torch.rand(found.shape, generator=self.generator, dtype=_WIDE)
-            unit = torch.finfo(found.dtype).eps / 2
-            found.copy_(found.to(_WIDE) * (1 + unit * (2 * noise - 1)))
-        return found
+            noise = torch.rand(result.shape, generator=self.generator, dtype=_WIDE)
+            unit = torch.finfo(result.dtype).eps / 2
+            result.copy_(result.to(_WIDE) * (1 + unit * (2 * noise - 1)))
+        return result
 
 
 _HALF = (torch.bfloat16, torch.float16)

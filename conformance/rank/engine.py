@@ -98,11 +98,13 @@ class Engine:
 
     def __post_init__(self) -> None:
         decayed = self.optimizers if self.scenario.parsed_recipe.training.decay else []
-        for group in [group for made in decayed for group in made.param_groups]:
+        for group in [
+            group for optimizer in decayed for group in optimizer.param_groups
+        ]:
             if not isinstance(group.get("lr"), int | float | Tensor):
                 text = f"the optimizer has the learning rate {group.get('lr')}"
                 raise CannotError(f"{text}, which a scheduler cannot change")
-        self.schedulers = [ExponentialLR(made, LR_DECAY) for made in decayed]
+        self.schedulers = [ExponentialLR(optimizer, LR_DECAY) for optimizer in decayed]
 
     def take_optimizers(self, made: list[torch.optim.Optimizer]) -> None:
         """Train with other optimizers; their schedulers go on as the old ones."""
@@ -267,15 +269,15 @@ class Engine:
 
     def find_parameters(self) -> None:
         """Find the stack's parameters again, which a load may have replaced."""
-        found: dict[str, Any]
+        parameters: dict[str, Any]
         if self.gives_weights:
-            found = {n: part.tensor for n, part in self._given_weights().items()}
+            parameters = {n: part.tensor for n, part in self._given_weights().items()}
         else:
-            found = {**parameters_of(self.module, self.whole)}
-        if found.keys() != self.parameters.keys():
-            text = f"left {len(found)} parameters of {len(self.parameters)}"
+            parameters = {**parameters_of(self.module, self.whole)}
+        if parameters.keys() != self.parameters.keys():
+            text = f"left {len(parameters)} parameters of {len(self.parameters)}"
             raise self.scenario.workload.refuse("load_checkpoint", text)
-        self.parameters = {name: found[name] for name in self.parameters}
+        self.parameters = {name: parameters[name] for name in self.parameters}
 
     def _given_weights(self) -> dict[str, LocalPart]:
         """Return the current ``weights(stack)`` of the workload."""
@@ -322,8 +324,8 @@ class Engine:
 
     def _losses(self, first: Tensor, output: Any) -> list[Tensor]:
         training = self.scenario.parsed_recipe.training
-        found = training.losses_of(first, output)
-        return [x * self.scenario.loss_factor for x in found]
+        losses = training.losses_of(first, output)
+        return [x * self.scenario.loss_factor for x in losses]
 
     def _objective(self, part: Batch) -> tuple[list[Tensor], float | None]:
         """The losses of a micro-batch, and its count if they are sums."""

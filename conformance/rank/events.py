@@ -80,21 +80,21 @@ class Events:
         if isinstance(optimizer, NoOptimizer):
             return {}
         names = {n for group in groups_of(self.engine, optimizer) for n in group.names}
-        found = local_gradients(self.engine)
-        found = {n: g for n, g in found.items() if n not in self._read}
+        gradients = local_gradients(self.engine)
+        gradients = {n: g for n, g in gradients.items() if n not in self._read}
         if names:
-            found = {n: g for n, g in found.items() if n in names}
-            self._read.update(found)
-        return found
+            gradients = {n: g for n, g in gradients.items() if n in names}
+            self._read.update(gradients)
+        return gradients
 
     def _number(self, optimizer: Any) -> int | None:
-        known = enumerate(self.engine.optimizers)
-        return next((n for n, each in known if each is optimizer), None)
+        numbered = enumerate(self.engine.optimizers)
+        return next((n for n, each in numbered if each is optimizer), None)
 
     def _written(self, names: list[str]) -> frozenset[str]:
         """Return which gradients were made or written since the first use."""
-        found = local_gradients(self.engine)
-        now = {n: (g, version_of(local_part(g))) for n, g in found.items()}
+        gradients = local_gradients(self.engine)
+        now = {n: (g, version_of(local_part(g))) for n, g in gradients.items()}
         if self._first_use is None:
             self._first_use = now
         was = self._first_use
@@ -124,15 +124,15 @@ def groups_of(engine: Engine, optimizer: Any) -> Iterator[Group]:
     parameters, workload = engine.parameters, engine.scenario.workload
     declared: dict[str, Any] | None = None
     if workload.owners is not None:
-        given = workload.owners(engine.module)
-        declared = by_full_name(workload, "optimizers", given, engine.whole)
+        declared_owners = workload.owners(engine.module)
+        declared = by_full_name(workload, "optimizers", declared_owners, engine.whole)
     # what a scaler is handed need not be an optimizer of torch
     own = isinstance(optimizer, Optimizer)
     for group in getattr(optimizer, "param_groups", ()):
         if declared is not None:
             names = [name for name, owner in declared.items() if owner is group]
         else:
-            held = {id(p) for p in group["params"]}
-            names = [name for name, p in parameters.items() if id(p) in held]
+            ids = {id(p) for p in group["params"]}
+            names = [name for name, p in parameters.items() if id(p) in ids]
         if group["params"]:
             yield Group(tuple(names), scheduled(group) if own else {})

@@ -127,18 +127,18 @@ class _Groups:
     @classmethod
     def of(cls, ranks: Sequence[RankTrace]) -> _Groups:
         parts, unjoined = _parts(ranks)
-        known = [part for part in parts if any(isinstance(m, str) for m in part)]
+        named_parts = [part for part in parts if any(isinstance(m, str) for m in part)]
         order = dict.fromkeys(name for trace in ranks for name in trace.index)
-        rest = set[Member](order).difference(*known)
+        rest = set[Member](order).difference(*named_parts)
         if rest:
-            beside = [part for part in parts if part not in known]
-            known.append(rest.union(*beside))
-        known.sort(key=_first_place)
+            beside = [part for part in parts if part not in named_parts]
+            named_parts.append(rest.union(*beside))
+        named_parts.sort(key=_first_place)
         return cls(
-            names=[[name for name in order if name in part] for part in known],
+            names=[[name for name in order if name in part] for part in named_parts],
             of_optimizer={
                 member: number
-                for number, part in enumerate(known)
+                for number, part in enumerate(named_parts)
                 for member in part
                 if isinstance(member, tuple)
             },
@@ -181,12 +181,12 @@ def _together(trace: RankTrace) -> Iterator[set[Member]]:
 
 def _components(sets: Iterable[set[Member]]) -> list[set[Member]]:
     """The sets, joined where they share a member."""
-    found: list[set[Member]] = []
+    components: list[set[Member]] = []
     for members in sets:
-        apart = [part for part in found if part.isdisjoint(members)]
-        touched = [part for part in found if not part.isdisjoint(members)]
-        found = [*apart, members.union(*touched)]
-    return found
+        apart = [part for part in components if part.isdisjoint(members)]
+        touched = [part for part in components if not part.isdisjoint(members)]
+        components = [*apart, members.union(*touched)]
+    return components
 
 
 def _first_place(part: set[Member]) -> float:
@@ -238,10 +238,10 @@ def _folded(
             handed.add(event.optimizer)
         elif event.kind is not Kind.USES or event.optimizer in handed:
             continue
-        held = [group for group in event.groups if group.settings]
-        if held and not event.names:
-            copies[event.optimizer] = [group.settings for group in held]
-        for group in held:
+        set_groups = [group for group in event.groups if group.settings]
+        if set_groups and not event.names:
+            copies[event.optimizer] = [group.settings for group in set_groups]
+        for group in set_groups:
             for name in group.names:
                 # an optimizer whose parameters have no grad keeps its own gradients
                 if name in event.with_grad or not event.with_grad:
@@ -290,14 +290,14 @@ def _decisions(seen: StepTrace, trace: RankTrace, groups: _Groups) -> list[Decis
         for event in seen.events
         if event.kind is Kind.CHANGED
     }
-    found = []
+    decisions = []
     for number, names in enumerate(groups.names):
         training = trace.trains.intersection(names)
-        found.append(
+        decisions.append(
             Decision(
                 non_finite=[name for name in names if name in bad],
                 parameters_changed=bool(training & seen.changed) if training else None,
                 state_changed=number in moved,
             )
         )
-    return found
+    return decisions

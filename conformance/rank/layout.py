@@ -151,10 +151,13 @@ def build_engine(
         _check_trainable(scenario, module, parts)
     else:
         assert places is not None
-        found = parameters_of(module, values)
-        if found.keys() != places.keys():
+        parameters_found = parameters_of(module, values)
+        if parameters_found.keys() != places.keys():
             raise workload.refuse("parallelize", OTHERWISE)
-        parts = {name: LocalPart(found[name], places[name]) for name in found}
+        parts = {
+            name: LocalPart(parameters_found[name], places[name])
+            for name in parameters_found
+        }
     check_values(workload, parts, values)
     parameters: dict[str, nn.Parameter]
     parameters = {n: part.tensor for n, part in parts.items()}  # type: ignore[misc]  # checked where it matters
@@ -181,8 +184,8 @@ def build_engine(
         variation=variation,
     )
     if variation is not None and variation.seed and scenario.reduced_in:
-        held = [p for p in parameters.values() if p.requires_grad and p.is_leaf]
-        engine.reduction = Reduction(held, scenario.reduced_in, variation.seed)
+        reduced = [p for p in parameters.values() if p.requires_grad and p.is_leaf]
+        engine.reduction = Reduction(reduced, scenario.reduced_in, variation.seed)
     if scenario.parsed_topology.pipelined:
         engine.schedule = _pipeline(engine)
     return engine
@@ -265,8 +268,8 @@ def _read_places(
         _fill_with_element_numbers(model)
         module, _ = _laid_out(scenario, model, mesh, variation)
     check_layout(scenario.workload, module, whole, tied)
-    held = parameters_of(module, whole)
-    flat = {name: local(p.detach()).reshape(-1) for name, p in held.items()}
+    parameters = parameters_of(module, whole)
+    flat = {name: local(p.detach()).reshape(-1) for name, p in parameters.items()}
     return {name: part.to(torch.int64).cpu().numpy() for name, part in flat.items()}
 
 
@@ -291,14 +294,14 @@ def _check_trainable(
 def _recompute_anew(stack: Any, recomputed: Recomputed) -> None:
     """Find the parts that recompute by name, if a layout has replaced all of them."""
     names, parts = {*recomputed.parts}, {*recomputed.parts.values()}
-    found = [
+    named_modules = [
         (full_name(name, names), module)
         for root in modules_in(stack)
         for name, module in root.named_modules()
     ]
     # no part survived the layout: the replaced forwards are gone, too
-    if parts.isdisjoint(module for _, module in found):
-        for name, module in found:
+    if parts.isdisjoint(module for _, module in named_modules):
+        for name, module in named_modules:
             if name in names:
                 recomputed.add(name, module)
 

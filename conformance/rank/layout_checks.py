@@ -78,8 +78,8 @@ def check_layout(
         if OfWorkload.LOOP not in workload.has:
             text += ": a stack of another type needs weights(stack)"
         raise workload.refuse("parallelize", text)
-    held = parameters_of(module, whole)
-    unknown = [n for n in held if n not in whole]
+    parameters = parameters_of(module, whole)
+    unknown = [n for n in parameters if n not in whole]
     # first the likely cause: a plan that replaces one of two tied parameters
     if unknown and full_name(unknown[0], tied) in tied:
         name = full_name(unknown[0], tied)
@@ -94,7 +94,7 @@ def check_layout(
             f"gave the parameter {unknown[0]!r}, which the model has not: parameters "
             f"keep their names (it has {', '.join([*whole][:8])})",
         )
-    for name, parameter in held.items():
+    for name, parameter in parameters.items():
         _check_numbers(workload, name, parameter, whole[name])
 
 
@@ -133,11 +133,11 @@ def check_share(
     Raises:
         WorkloadError: on every rank, if elements are missing or occur twice.
     """
-    found = torch.tensor([share.elements, _content(share)])
+    totals = torch.tensor([share.elements, _content(share)])
     for group in groups:
         # integers wrap around, so the sum of digests does not depend on the order
-        dist.all_reduce(found, group=group)
-    count, content = found.tolist()
+        dist.all_reduce(totals, group=group)
+    count, content = totals.tolist()
     if count != batch.elements:
         what = "leave a hole" if count < batch.elements else "overlap"
         raise workload.refuse(
@@ -182,7 +182,7 @@ def check_whole(workload: ResolvedWorkload, traces: Sequence[RankTrace]) -> None
         return
     for name, parameter in judged_parameters(workload.model()).items():
         parts = [t.index[name] for t in traces if name in t.index]
-        held = distinct(np.concatenate(parts)) if parts else 0
-        if held < parameter.numel():
-            text = f"no rank holds {parameter.numel() - held} of {parameter.numel()}"
+        n_held = distinct(np.concatenate(parts)) if parts else 0
+        if n_held < parameter.numel():
+            text = f"no rank holds {parameter.numel() - n_held} of {parameter.numel()}"
             raise workload.refuse("parallelize", f"{text} elements of {name}")

@@ -76,9 +76,9 @@ def full_name(name: str, whole: Container[str]) -> str:
     wrapped = [place for place, part in enumerate(parts) if part in WRAPPERS]
     for count in range(len(wrapped) + 1):
         for out in combinations(wrapped, count):
-            found = ".".join(p for place, p in enumerate(parts) if place not in out)
-            if found in whole:
-                return found
+            name_left = ".".join(p for place, p in enumerate(parts) if place not in out)
+            if name_left in whole:
+                return name_left
     return name
 
 
@@ -107,14 +107,14 @@ def read_local_parts(
         WorkloadError: for unknown names, and for tensors whose shape does not fit their
             slices.
     """
-    found: dict[str, LocalPart] = {}
+    parts: dict[str, LocalPart] = {}
     for name, value in by_full_name(workload, call, given, whole).items():
         pair = isinstance(value, tuple | list) and len(value) == 2
         if call == "gradients" and pair and value[0] is None:
             continue  # no gradient, of these slices
         if value is not None:
-            found[name] = _local_part(workload, call, name, value, whole[name].shape)
-    return found
+            parts[name] = _local_part(workload, call, name, value, whole[name].shape)
+    return parts
 
 
 def by_full_name(
@@ -128,17 +128,17 @@ def by_full_name(
     if not isinstance(given, Mapping):
         text = f"returned {type(given).__name__}, expected a dict of name -> tensor"
         raise workload.refuse(call, text)
-    found: dict[str, Any] = {}
+    value_by_name: dict[str, Any] = {}
     for key, value in given.items():
         name = full_name(str(key), whole)
         if name not in whole:
             raise workload.refuse(
                 call, f"gave {key!r}, {_unknown(workload, name, whole, given)}"
             )
-        if name in found:
+        if name in value_by_name:
             raise workload.refuse(call, f"gave {name} twice")
-        found[name] = value
-    return found
+        value_by_name[name] = value
+    return value_by_name
 
 
 def _unknown(
@@ -149,9 +149,9 @@ def _unknown(
 ) -> str:
     with torch.random.fork_rng(devices=[]):
         model = workload.model()
-    held = dict(model.named_parameters(remove_duplicate=False))
+    parameter_by_name = dict(model.named_parameters(remove_duplicate=False))
     first = {p: n for n, p in model.named_parameters()}
-    if (tied := held.get(full_name(name, held))) is not None:
+    if (tied := parameter_by_name.get(full_name(name, parameter_by_name))) is not None:
         text = f"which is tied to {first[tied]} in model()"
         if first[tied] not in {full_name(str(key), whole) for key in given}:
             return f"{text}: give it by that name, on every rank"
@@ -172,11 +172,11 @@ def _local_part(
         if value.shape != shape:
             text = f"gave {name} with shape {list(value.shape)}, {expected}"
             raise workload.refuse(call, text)
-        places, held = numbers_laid_out_as(value), local(value).numel()
-        if len(places) != held:
+        places, n_local = numbers_laid_out_as(value), local(value).numel()
+        if len(places) != n_local:
             raise workload.refuse(
                 call,
-                f"gave {name} as a DTensor with {held} local elements, where its "
+                f"gave {name} as a DTensor with {n_local} local elements, where its "
                 f"placements give {len(places)}, so they do not say which: for "
                 "an uneven layout of your own give (its local tensor, slices of the "
                 "whole)",

@@ -164,7 +164,7 @@ def modules_in(stack: object) -> list[nn.Module]:
     Returns:
         The outermost modules; empty if none is found.
     """
-    found: dict[int, nn.Module] = {}
+    modules: dict[int, nn.Module] = {}
     seen: set[int] = set()
     level: list[Any] = [stack]
     for _ in range(DEPTH):
@@ -174,7 +174,7 @@ def modules_in(stack: object) -> list[nn.Module]:
                 continue
             seen.add(id(each))
             if isinstance(each, nn.Module):
-                found[id(each)] = each
+                modules[id(each)] = each
             elif isinstance(each, Mapping):
                 below.extend(each.values())
             elif isinstance(each, list | tuple | set):
@@ -182,8 +182,8 @@ def modules_in(stack: object) -> list[nn.Module]:
             elif not isinstance(each, Tensor | type):
                 below.extend(getattr(each, "__dict__", {}).values())
         level = below
-    parts = {id(p) for m in found.values() for p in m.modules() if p is not m}
-    return [module for key, module in found.items() if key not in parts]
+    parts = {id(p) for m in modules.values() for p in m.modules() if p is not m}
+    return [module for key, module in modules.items() if key not in parts]
 
 
 def _names(module: nn.Module) -> set[str]:
@@ -206,38 +206,41 @@ def names_of(
     """
     whole = _names(model)
     # a stack may give its weights as tensors that share their memory
-    known = {_memory(p): name.rpartition(".")[0] for name, p in parameters.items()}
+    module_by_memory = {
+        _memory(p): name.rpartition(".")[0] for name, p in parameters.items()
+    }
     local_names = {name: m for name, m in root.named_modules()}
-    found: dict[str, str] = {}
+    name_by_module: dict[str, str] = {}
     for name, module in local_names.items():
         owners = {
-            known[_memory(p)]
+            module_by_memory[_memory(p)]
             for p in module.parameters(recurse=False)
-            if known.get(_memory(p)) in whole
+            if module_by_memory.get(_memory(p)) in whole
         }
         if len(owners) == 1:
-            found[name] = owners.pop()
+            name_by_module[name] = owners.pop()
     # a stage that numbers layers from 0 has names that belong to other layers
-    renamed = any(full_name(n, whole) != f for n, f in found.items())
+    renamed = any(full_name(n, whole) != f for n, f in name_by_module.items())
     for name in reversed(local_names):  # children first
-        if name in found:
+        if name in name_by_module:
             continue
         if not renamed:
             plain = full_name(name, whole)
             if plain in whole:
-                found[name] = plain
+                name_by_module[name] = plain
             continue
         prefix = f"{name}." if name else ""
         parents = {
-            found[prefix + child].removesuffix(child).removesuffix(".")
+            name_by_module[prefix + child].removesuffix(child).removesuffix(".")
             for child, _ in local_names[name].named_children()
-            if prefix + child in found and found[prefix + child].endswith(f".{child}")
+            if prefix + child in name_by_module
+            and name_by_module[prefix + child].endswith(f".{child}")
         }
         if len(parents) == 1 and parents <= whole:
-            found[name] = parents.pop()
+            name_by_module[name] = parents.pop()
     # a wrapper and its wrapped module have one name: the wrapped module counts
-    inner = {full: name for name, full in found.items()}
-    for name, full in found.items():
+    inner = {full: name for name, full in name_by_module.items()}
+    for name, full in name_by_module.items():
         if len(name) > len(inner[full]):
             inner[full] = name
     return {local_names[name]: full for full, name in inner.items()}
@@ -310,18 +313,18 @@ class _Watch:
         begin = module.register_forward_pre_hook(
             self._begin, prepend=True, with_kwargs=True
         )
-        found: list[Any] = [begin]
+        handles: list[Any] = [begin]
         if name is not None:
             self.log.modules += 1
             # registered after the hooks of the layout: they have cast and laid out what
             # a module is given, and what it returns, when these see it
             enter, leave = partial(self._enter, name), partial(self._leave, name)
-            found += [
+            handles += [
                 module.register_forward_pre_hook(enter, with_kwargs=True),
                 module.register_forward_hook(leave, with_kwargs=True),
             ]
         # always_call: if forward raises, depth must still return to 0
-        return [*found, module.register_forward_hook(self._end, always_call=True)]
+        return [*handles, module.register_forward_hook(self._end, always_call=True)]
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._ignored():
@@ -421,18 +424,18 @@ class _Watch:
                 return
             # numpy has no bf16
             wide = part.double() if part.dtype == torch.float64 else part.float()
-            known: dict[str, Any] = {}
+            layout: dict[str, Any] = {}
             if isinstance(tensor, DTensor):
-                known["whole"] = tuple(tensor.shape)
-                known["places"] = self._laid_out_as(tensor)
-                known["summed_over"], known["divided_by"] = partial_ranks(tensor)
+                layout["whole"] = tuple(tensor.shape)
+                layout["places"] = self._laid_out_as(tensor)
+                layout["summed_over"], layout["divided_by"] = partial_ranks(tensor)
         issued = len(self.calls.collectives) - (self.first or 0) if self.calls else 0
         self.log.passed[boundary] = Passed(
             values=wide.cpu().numpy(),
             collectives=issued,
             after=self.stepped,
             dtype=part.dtype,
-            **known,
+            **layout,
         )
 
     def _laid_out_as(self, tensor: DTensor) -> NDArray[np.int64]:

@@ -76,10 +76,10 @@ def optimizer_digest(optimizer: object) -> str:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in enumerate(parameters):
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-            for held in _held(value):
-                if not _is_zero(held):
+            for values in _held(value):
+                if not _is_zero(values):
                     parts.append(f"{number} {key}".encode())
-                    parts.append(_bits(held))
+                    parts.append(_bits(values))
     return _hash(parts)
 
 
@@ -104,7 +104,7 @@ _SCHEDULED = ("lr", "initial_lr", "betas", "momentum", "weight_decay")
 
 def scheduled(group: Mapping[str, Any]) -> dict[str, Setting]:
     """Return the settings of a param group that schedules move, as numbers."""
-    found: dict[str, Setting] = {}
+    settings: dict[str, Setting] = {}
     for key in _SCHEDULED:
         value = group.get(key)
         values: list[Any] = [*value] if isinstance(value, tuple | list) else [value]
@@ -113,8 +113,8 @@ def scheduled(group: Mapping[str, Any]) -> dict[str, Setting]:
             for v in values
         ):
             numbers = tuple(map(float, values))
-            found[key] = numbers if isinstance(value, tuple | list) else numbers[0]
-    return found
+            settings[key] = numbers if isinstance(value, tuple | list) else numbers[0]
+    return settings
 
 
 def _is_zero(value: object) -> bool:
@@ -333,7 +333,7 @@ def _is_of_parameter(shape: tuple[int, ...]) -> bool:
     node = current_node()
     if node is None or hasattr(node, "variable"):
         return True
-    given = input_shapes(node)
+    input_shape = input_shapes(node)
     parameters: list[tuple[int, ...]] = []
     others: list[tuple[int, ...]] = []
     for onward, place in node.next_functions:
@@ -345,7 +345,7 @@ def _is_of_parameter(shape: tuple[int, ...]) -> bool:
     alike = [h for h in parameters if len(h) == len(shape)]
     if any(math.prod(handed) == math.prod(shape) for handed in alike):
         return True
-    return bool(given) and given == others
+    return bool(input_shape) and input_shape == others
 
 
 def _ends_in_parameter(node: Any) -> bool:

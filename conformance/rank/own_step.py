@@ -200,8 +200,8 @@ class OwnStep:
         """
         engine, frozen = self.engine, self.engine.scenario.parsed_recipe.training.frozen
         for name in engine.index if frozen and engine.gives_weights else ():
-            found = [s.gradients[name] for s in trace.steps if name in s.gradients]
-            if name not in engine.trained and any(g.any() for g in found):
+            gradients = [s.gradients[name] for s in trace.steps if name in s.gradients]
+            if name not in engine.trained and any(g.any() for g in gradients):
                 text = "frozen parameters train again once parallelize is done"
                 raise CannotError(f"{text}: {name}")
 
@@ -246,10 +246,10 @@ class OwnStep:
         schedule = workload.lr_schedule and by_value(workload.lr_schedule(stack))
         average = None
         if workload.ema is not None:
-            given = by_full_name(
+            averages = by_full_name(
                 workload, "ema", workload.ema(stack), self.engine.whole
             )
-            parts = {n: local(p.detach()) for n, p in given.items()}
+            parts = {n: local(p.detach()) for n, p in averages.items()}
             average = {n: (part.numel(), digest(part)) for n, part in parts.items()}
             seen.averages = {
                 name: floats(part)
@@ -285,12 +285,12 @@ class OwnStep:
             WorkloadError: if saving has changed the weights.
         """
         engine, judged = self.engine, self.judged
-        held = self._weights()
+        before = self._weights()
         try:
             with self._checkpoint() as load:
                 saved = self._weights()
                 replace_stack(engine)
-                made = self._weights()
+                new = self._weights()
                 if judged.scaler is not None:
                     judged.construct(judged.factory)
                 load()
@@ -301,11 +301,11 @@ class OwnStep:
         engine.find_parameters()
         loaded = self._weights()
         # moved: weights that training had changed; back: those that the load restored
-        moved = [name for name in held if held[name] != made[name]]
-        back = [name for name in moved if loaded[name] != made[name]]
+        moved = [name for name in before if before[name] != new[name]]
+        back = [name for name in moved if loaded[name] != new[name]]
         # over all ranks: one may hold nothing, and all must raise together
         counts = torch.tensor(
-            [len(moved), len(back), int(saved != held)], device=engine.device
+            [len(moved), len(back), int(saved != before)], device=engine.device
         )
         dist.all_reduce(counts)
         if counts[2]:
@@ -331,8 +331,10 @@ class OwnStep:
         assert save is not None and load is not None
         first = dist.get_rank() == 0
         # one folder for all: its name is random, so rank 0 chooses it
-        made = tempfile.mkdtemp(prefix="gradparity-", dir=self.files) if first else ""
-        folder = [made]
+        folder_name = (
+            tempfile.mkdtemp(prefix="gradparity-", dir=self.files) if first else ""
+        )
+        folder = [folder_name]
         dist.broadcast_object_list(folder)
 
         def loads() -> None:
@@ -393,9 +395,9 @@ class OwnStep:
     def _keep_given_gradients(self, seen: StepTrace) -> None:
         engine = self.engine
         assert self.workload.gradients is not None
-        given = self.workload.gradients(engine.module)
+        own_gradients = self.workload.gradients(engine.module)
         for name, part in read_local_parts(
-            self.workload, "gradients", given, engine.whole
+            self.workload, "gradients", own_gradients, engine.whole
         ).items():
             seen.places[name] = part.places
             seen.partial[name], parts = partial_ranks(part.tensor)

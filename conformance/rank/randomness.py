@@ -111,9 +111,9 @@ class DrawLog:
         again = in_backward()
         call = _Call(module=module, states=self._last, recomputed=again)
         if next(module.parameters(), None) is None:
-            given = [*_floating((args, kwargs))]
-            call.applied, call.varied = _applied(given)
-            call.given = given[0].detach().clone() if given else None
+            inputs = [*_floating((args, kwargs))]
+            call.applied, call.varied = _applied(inputs)
+            call.given = inputs[0].detach().clone() if inputs else None
         self._open.append(call)
 
     @contextmanager
@@ -153,12 +153,14 @@ class DrawLog:
 
     def _meet(self, module: nn.Module) -> None:
         """Add the generators that a module has made in its call."""
-        for made in _held_by(module):
-            if not any(made is known for known in self._generators):
+        for generator in _held_by(module):
+            if not any(generator is known for known in self._generators):
                 # its state before the first number that it drew
-                fresh = torch.Generator(made.device).manual_seed(made.initial_seed())
+                fresh = torch.Generator(generator.device).manual_seed(
+                    generator.initial_seed()
+                )
                 state = (digest(fresh.get_state()),)
-                self._generators.append(made)
+                self._generators.append(generator)
                 self._last += state
                 for call in self._open:
                     call.states += state
@@ -233,8 +235,8 @@ def _dropped(given: Tensor | None, output: Tensor | None) -> dict[str, Any]:
     if given is None or output is None or output.shape != given.shape or not given.ndim:
         return {}
     dropped = (output == 0) & (given != 0)
-    kept = (output != 0) & (given != 0)
-    factors = output.detach()[kept].double() / given[kept].double()
+    both = (output != 0) & (given != 0)
+    factors = output.detach()[both].double() / given[both].double()
     alike = None
     if len(factors):
         middle = factors.median()

@@ -172,10 +172,10 @@ def record_effect(
     engine: Engine, seen: StepTrace, before: tuple[dict[str, str], Sequence[str]]
 ) -> None:
     """See what has changed since ``before``, as :func:`digests_of` gives it."""
-    held = engine.local_tensors()
-    seen.digests = {name: digest(part) for name, part in held.items()}
+    parts = engine.local_tensors()
+    seen.digests = {name: digest(part) for name, part in parts.items()}
     seen.changed = frozenset(n for n, d in seen.digests.items() if d != before[0][n])
-    seen.parameters = {name: floats(part) for name, part in held.items()}
+    seen.parameters = {name: floats(part) for name, part in parts.items()}
     for number, (optimizer, was) in enumerate(
         zip(engine.optimizers, before[1], strict=True)
     ):

@@ -45,19 +45,21 @@ def _flat(value: Any) -> Any:
 
 def gathered(traces: Sequence[RankTrace]) -> Saved:
     """The whole state, of what every rank has kept of it."""
-    kept = [(t, t.saved) for t in traces if t.saved is not None]
+    saved = [(t, t.saved) for t in traces if t.saved is not None]
     names = dict.fromkeys(name for t in traces for name in t.index)
     states: dict[str, dict[str, Any]] = {}
     for name in names:
         mine = [
-            (t.index[name], s.optimizers[name]) for t, s in kept if name in s.optimizers
+            (t.index[name], s.optimizers[name])
+            for t, s in saved
+            if name in s.optimizers
         ]
         keys = dict.fromkeys(key for _, state in mine for key in state)
         states[name] = {
             key: _whole([(index, state[key]) for index, state in mine]) for key in keys
         }
     return Saved(
-        scaler=kept[0][1].scaler,
+        scaler=saved[0][1].scaler,
         optimizers={name: state for name, state in states.items() if state},
         parameters={
             name: _joined(
@@ -78,10 +80,10 @@ def _whole(parts: list[tuple[NDArray[np.int64], Any]]) -> Any:
 def _joined(parts: Iterable[Part]) -> NDArray[Any]:
     # ranks with empty shards do not know the dtype, and replicas overwrite each other
     # with equal values
-    held = [(index, values) for index, values in parts if len(index)]
-    size = 1 + max(int(index.max()) for index, _ in held)
-    full = np.empty(size, held[0][1].dtype)
-    for index, values in held:
+    nonempty = [(index, values) for index, values in parts if len(index)]
+    size = 1 + max(int(index.max()) for index, _ in nonempty)
+    full = np.empty(size, nonempty[0][1].dtype)
+    for index, values in nonempty:
         full[index] = values
     return full
 

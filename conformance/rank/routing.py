@@ -95,28 +95,28 @@ class ChoiceLog(Observer):
         """Run ``func``; choose as the reference did."""
         if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
             return NotImplemented  # its inner calls, on local tensors, come here
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func not in _CHOOSE:
-            return found
-        given = _arguments(func, args, kwargs or {})
-        scores, dim = given["self"], given.get("dim")
-        indices = found if isinstance(found, Tensor) else found[1]
+            return result
+        named = _arguments(func, args, kwargs or {})
+        scores, dim = named["self"], named.get("dim")
+        indices = result if isinstance(result, Tensor) else result[1]
         of_numbers = scores.is_floating_point() and set(types) <= {Tensor}
         if dim is None or not of_numbers or not 1 < scores.shape[dim] <= MAX_CHOICES:
-            return found
+            return result
         # topk keeps the dim, max and argmax may drop it
         keeps = indices.ndim == scores.ndim
         wide = indices if keeps else indices.unsqueeze(dim)
         rows = scores.detach().movedim(dim, -1)
         chosen = wide.movedim(dim, -1)
-        kind = f"{func} {rows.shape[-1]} {chosen.shape[-1]} {given.get('largest')}"
+        kind = f"{func} {rows.shape[-1]} {chosen.shape[-1]} {named.get('largest')}"
         mine = chosen.reshape(-1, chosen.shape[-1]).cpu()
         due = self._choose(kind, _numbers(rows.reshape(-1, rows.shape[-1])), mine)
         if torch.equal(due, mine):
-            return found
+            return result
         wide = due.to(wide.device).view(chosen.shape).movedim(-1, dim)
         taken = wide if keeps else wide.squeeze(dim)
-        if isinstance(found, Tensor):
+        if isinstance(result, Tensor):
             return taken
         values = scores.gather(dim, wide)
         return values if keeps else values.squeeze(dim), taken
@@ -143,8 +143,8 @@ class ChoiceLog(Observer):
         row, near = (apart <= reference.noise).nonzero(as_tuple=True)
         differs = (theirs[near] != theirs[nearest[row]]).any(-1)
         self.unclear += row[differs].unique().numel()
-        known = (error <= reference.limit).unsqueeze(1)
-        return torch.where(known, theirs[nearest], mine)
+        matches = (error <= reference.limit).unsqueeze(1)
+        return torch.where(matches, theirs[nearest], mine)
 
 
 def _numbers(scores: Tensor) -> Tensor:

@@ -94,18 +94,18 @@ def load_scaler(spec: str, folder: str) -> Any:
     look_in(folder)
     if spec == NO_SCALER:
         return None
-    found = named("scaler", spec, "torch.amp:GradScaler")
-    if not callable(found):
-        raise UsageError(f"scaler {spec!r} is not callable: {found!r}")
+    factory = named("scaler", spec, "torch.amp:GradScaler")
+    if not callable(factory):
+        raise UsageError(f"scaler {spec!r} is not callable: {factory!r}")
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(factory)
     except ValueError:  # of some functions in C it is not known
-        return found
+        return factory
     try:
         signature.bind(**CONSTRUCTOR)
     except TypeError as error:
         raise _unfit(spec, f"takes {signature}: {error}") from None
-    return found
+    return factory
 
 
 def _unfit(spec: str, text: str) -> UsageError:

@@ -64,8 +64,8 @@ def current_node() -> Any:
 
 def nodes_made() -> int:
     """Number of autograd nodes that this thread has created so far."""
-    made: int = torch._C._autograd._get_sequence_nr()
-    return made
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
 
 
 def version_of(tensor: Tensor) -> int:

@@ -276,12 +276,12 @@ class StepTrace:
     @property
     def parameters_changed(self) -> bool | None:
         """True if any local element changed; None where nothing trains here."""
-        known = [
+        changes = [
             d.parameters_changed
             for d in self.decisions
             if d.parameters_changed is not None
         ]
-        return any(known) if known else None
+        return any(changes) if changes else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,8 +37,8 @@ def by_value(value: object, around: tuple[int, ...] = ()) -> str:
         value = torch.as_tensor(value)
     if isinstance(value, Tensor):
         few = value.numel() <= SHOWN
-        held = value.detach().tolist() if few else digest(value)
-        return f"tensor({held}, {value.dtype}, {list(value.shape)})"
+        content = value.detach().tolist() if few else digest(value)
+        return f"tensor({content}, {value.dtype}, {list(value.shape)})"
     if isinstance(value, FunctionType | BuiltinFunctionType | MethodType | type):
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, Mapping):
@@ -54,12 +54,12 @@ def by_value(value: object, around: tuple[int, ...] = ()) -> str:
 
 
 def _state(value: Any) -> Mapping[str, Any]:
-    given = getattr(value, "state_dict", None)
-    if callable(given):
-        found: Mapping[str, Any] = given()
-        return found
+    state_dict = getattr(value, "state_dict", None)
+    if callable(state_dict):
+        state: Mapping[str, Any] = state_dict()
+        return state
     slots = [
         name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())
     ]
-    held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return held | getattr(value, "__dict__", {})
+    slot_values = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return slot_values | getattr(value, "__dict__", {})

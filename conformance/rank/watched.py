@@ -48,9 +48,9 @@ def watching_optimizers(note: Callable[[Kind, Optimizer], None]) -> Iterator[Non
             return None
 
         def observed() -> Any:
-            found = closure()
+            result = closure()
             note(Kind.USES, optimizer)
-            return found
+            return result
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": observed}
@@ -169,13 +169,13 @@ class WatchedScaler:
 
     def _optimizers(self, name: str, given: Sequence[Any]) -> list[Any]:
         """The optimizers among the arguments of a method."""
-        found = [each for value in given for each in _flat(value)]
-        found = [each for each in found if hasattr(each, "param_groups")]
+        optimizers = [each for value in given for each in _flat(value)]
+        optimizers = [each for each in optimizers if hasattr(each, "param_groups")]
         lacks = name in TAKES_AN_OPTIMIZER and given[:1] == [None]
-        if lacks and not found:
-            found.append(lacking(self._lacked[name]))
+        if lacks and not optimizers:
+            optimizers.append(lacking(self._lacked[name]))
             self._lacked[name] += 1
-        return found
+        return optimizers
 
 
 def _flat(value: Any) -> Sequence[Any]:

@@ -38,10 +38,10 @@ def observe_modules(
         facts: of the workload.
         files: a folder for checkpoints.
     """
-    found: list[Watched] = []
+    watched: list[Watched] = []
 
     def around(engine: Engine, at: int) -> AbstractContextManager[None]:
-        return watched_step(engine, at, found) if at == step else nullcontext()
+        return watched_step(engine, at, watched) if at == step else nullcontext()
 
     trace = observe_rank(
         scenario,
@@ -53,7 +53,7 @@ def observe_modules(
         facts=facts,
         files=files,
     )
-    return replace(found[0], rank=trace.rank, coordinate=trace.coordinate)
+    return replace(watched[0], rank=trace.rank, coordinate=trace.coordinate)
 
 
 @contextmanager
@@ -115,8 +115,8 @@ def _as_called(batches: Sequence[Batch], log: ModuleLog) -> list[Batch]:
     other rows than the batches, and are more, nothing says which call is of which rows.
     """
     called = next(iter(log.rows), [])
-    given = [batch.tensors[0].shape[0] for batch in batches]
-    due = sum(given)
+    row_counts = [batch.tensors[0].shape[0] for batch in batches]
+    due = sum(row_counts)
     if not any(sum(called[n:]) == due for n in range(len(called))):
         if len(called) > len(batches):
             log.without_calls(len(called))
@@ -127,7 +127,7 @@ def _as_called(batches: Sequence[Batch], log: ModuleLog) -> list[Batch]:
     # a pipeline's first call infers shapes: it belongs to no micro-batch
     log.without_calls(extra)
     rows = called[extra:]
-    if rows == given:
+    if rows == row_counts:
         return list(batches)
     cut: list[Batch] = []
     left = list(batches)

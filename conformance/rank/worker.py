@@ -168,13 +168,13 @@ def observe_rank(
 
 def _resolved_faults(engine: Engine, trace: RankTrace) -> tuple[ResolvedFault, ...]:
     """Exchange which elements each rank holds, and resolve the faults."""
-    held = {n: s for n, s in trace.shards.items() if engine.trains(n)}
+    shard_by_name = {n: s for n, s in trace.shards.items() if engine.trains(n)}
     holdings: list[Any] = [None] * dist.get_world_size()
     # ranks with the same rows share a loss: a fault of the loss hits all of them
-    dist.all_gather_object(holdings, held | {LOSS: engine.rows})
+    dist.all_gather_object(holdings, shard_by_name | {LOSS: engine.rows})
     engine.replicas = {
         name: sum(other.get(name) == shard for other in holdings)
-        for name, shard in held.items()
+        for name, shard in shard_by_name.items()
     }
     return resolve_faults(parse_faults(engine.scenario.faults), holdings)
 
@@ -282,8 +282,8 @@ def _one_says_wrong(step: int) -> bool:
     """True if a rank has said that its checked sum of this step is wrong."""
     world = current_world()
     keys = [f"checked/{step}/{rank}" for rank in range(world.world_size)]
-    said = [key for key in keys if world.store.check([key])]
-    return any(world.store.get(key).decode() == WRONG for key in said)
+    answered = [key for key in keys if world.store.check([key])]
+    return any(world.store.get(key).decode() == WRONG for key in answered)
 
 
 def all_say_right(seen: StepTrace) -> bool:
@@ -299,4 +299,4 @@ def all_say_right(seen: StepTrace) -> bool:
     world.store.set(f"checked/{seen.step}/{world.rank}", RIGHT if right else WRONG)
     keys = [f"checked/{seen.step}/{rank}" for rank in range(world.world_size)]
     world.store.wait(keys, UNLIMITED)
-    return all(said.decode() == RIGHT for said in world.store.multi_get(keys))
+    return all(answer.decode() == RIGHT for answer in world.store.multi_get(keys))

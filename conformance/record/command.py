@@ -176,22 +176,22 @@ def compare(
     from .exact import compare_exactly
 
     one, other = _side(a, say), _side(b, say)
-    found = (compare_exactly if exact else compare)(one, other)
-    for line in found.lines:
+    comparison = (compare_exactly if exact else compare)(one, other)
+    for line in comparison.lines:
         say(plain(line))
     if json is not None:
         rows, blocks = (
             [{**vars(row), "ratio": row.ratio, "differs": row.differs} for row in rows]
-            for rows in (found.rows, found.blocks)
+            for rows in (comparison.rows, comparison.blocks)
         )
-        content = {"code": found.code, "lines": found.lines, "rows": rows}
+        content = {"code": comparison.code, "lines": comparison.lines, "rows": rows}
         content |= {"blocks": blocks} if blocks else {}
         write_whole(json, msgspec.json.format(msgspec.json.encode(content)))
     if html is not None:
         from .page import write_page
 
-        say(f"page: {write_page(html, one, other, found)}")
-    return found.code
+        say(f"page: {write_page(html, one, other, comparison)}")
+    return comparison.code
 
 
 def _side(path: Path, say: Say) -> Side:
@@ -199,14 +199,14 @@ def _side(path: Path, say: Say) -> Side:
     from .merge import read_merged
 
     folders = [path] if path.exists() else [Path(p) for p in str(path).split(",")]
-    made = [_manifest(folder) for folder in folders]
-    if not all(each.complete for each in made):
-        say(plain(f"{path}: ended early, with the runs {', '.join(made[0].runs)}"))
+    manifests = [_manifest(folder) for folder in folders]
+    if not all(each.complete for each in manifests):
+        say(plain(f"{path}: ended early, with the runs {', '.join(manifests[0].runs)}"))
     try:
         first, *noisy = [
             read_merged(*(folder / Path(name).name for folder in folders))
-            for name in made[0].runs
-            if all(name in each.runs for each in made)
+            for name in manifests[0].runs
+            if all(name in each.runs for each in manifests)
         ]
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: {error}") from error
@@ -216,13 +216,13 @@ def _side(path: Path, say: Say) -> Side:
 def _manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError as error:
         text = f"{folder}: is no recording: it has no {MANIFEST}"
         raise UsageError(text) from error
     except (OSError, msgspec.MsgspecError) as error:
         raise UsageError(f"{path}: {error}") from error
-    if found.version != VERSION:
-        text = f"has version {found.version}, expected {VERSION}: record it again"
+    if manifest.version != VERSION:
+        text = f"has version {manifest.version}, expected {VERSION}: record it again"
         raise UsageError(f"{path}: {text}")
-    return found
+    return manifest

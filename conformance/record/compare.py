@@ -102,57 +102,60 @@ def compare(one: Side, other: Side) -> Comparison:
     """
     names, start = _names(one.run, other.run)
     steps = sorted({*one.run.steps} & {*other.run.steps})
-    found = Comparison(code=SAME, lines=[start])
+    comparison = Comparison(code=SAME, lines=[start])
     if not names or not steps:
-        found.code = NOT_COMPARABLE
+        comparison.code = NOT_COMPARABLE
         if not steps:
-            found.lines.insert(0, NO_STEP)
-        return found
+            comparison.lines.insert(0, NO_STEP)
+        return comparison
     first = _first_difference(one.run, other.run, names, steps)
-    found.lines += first.same
+    comparison.lines += first.same
     if first.text:
-        found.code, found.lines = NOT_COMPARABLE, [first.text, *found.lines]
-        return found
+        comparison.code, comparison.lines = (
+            NOT_COMPARABLE,
+            [first.text, *comparison.lines],
+        )
+        return comparison
     if text := _lacking(one, other, names, steps):
-        found.code, found.lines = DIFFERENT, [text, *found.lines]
-        return found
+        comparison.code, comparison.lines = DIFFERENT, [text, *comparison.lines]
+        return comparison
     if drew := one.run.drew | other.run.drew:
         where = f": {', '.join(other.run.drops[:4])}" if other.run.drops else ""
-        found.code = UNDECIDED
-        found.lines.insert(
+        comparison.code = UNDECIDED
+        comparison.lines.insert(
             0,
             f"random numbers were drawn in forward at step {min(drew)}{where}. Set all "
             "dropout to 0 and record both sides again",
         )
-        return found
+        return comparison
     elements = {
         n: one.run.tensors[min(steps), "weight", n].size
         for n in one.run.names("weight", min(steps))
     }
     proved = sum(elements[n] for n in names)
     if proved < sum(elements.values()) / 2:
-        found.code = UNDECIDED
-        found.lines.insert(
+        comparison.code = UNDECIDED
+        comparison.lines.insert(
             0,
             f"too little was compared: {len(names)} of {len(elements)} tensors have "
             "a partner on the other side. Begin both from one checkpoint",
         )
-        return found
+        return comparison
     if not one.noisy:
-        found.code = UNDECIDED
-        found.lines.insert(
+        comparison.code = UNDECIDED
+        comparison.lines.insert(
             0, f"{one.name} has no noise: record it with --noise 2, or compare --exact"
         )
-        return found
-    found.rows = list(_rows(one, other, names, steps))
-    _decide(found, steps)
-    if found.code == DIFFERENT:
-        at = min((row.step for row in found.rows if row.differs), default=steps[0])
-        found.blocks, where = _where(one, other, at)
-        found.lines[1:1] = [where] if where else []
-    found.lines += _losses(one.run, other.run, steps)
-    found.lines += _left_out(one.run, other.run, names, found.rows, steps)
-    return found
+        return comparison
+    comparison.rows = list(_rows(one, other, names, steps))
+    _decide(comparison, steps)
+    if comparison.code == DIFFERENT:
+        at = min((row.step for row in comparison.rows if row.differs), default=steps[0])
+        comparison.blocks, where = _where(one, other, at)
+        comparison.lines[1:1] = [where] if where else []
+    comparison.lines += _losses(one.run, other.run, steps)
+    comparison.lines += _left_out(one.run, other.run, names, comparison.rows, steps)
+    return comparison
 
 
 def _losses(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
@@ -200,8 +203,8 @@ def _decide(found: Comparison, steps: Sequence[int]) -> None:
             f"difference {largest.ratio:.2f} of its bound ({largest.kind} of "
             f"{largest.name}, step {largest.step})",
         )
-    told = ", ".join(f"{spread[step]:.1f} at step {step}" for step in steps)
-    found.lines.append(f"median difference over noise (at most {WHOLE:g}): {told}")
+    spreads = ", ".join(f"{spread[step]:.1f} at step {step}" for step in steps)
+    found.lines.append(f"median difference over noise (at most {WHOLE:g}): {spreads}")
 
 
 def _sentence(row: Row, count: int, of: int) -> str:
@@ -281,7 +284,7 @@ class _Exact:
 def _first_difference(
     one: Run, other: Run, names: Mapping[str, str], steps: Sequence[int]
 ) -> _Exact:
-    found = _Exact()
+    exact = _Exact()
     seen = [step for step in steps if step in one.rows and step in other.rows]
     cut = 0
     for step in seen:
@@ -290,16 +293,16 @@ def _first_difference(
                 cut += 1
                 continue
             shared = len(one.rows[step] & other.rows[step])
-            found.text = (
+            exact.text = (
                 f"other rows: at step {step} {shared} of {len(one.rows[step])} rows of "
                 f"the model's inputs are on both sides. Give both the same data in the "
                 "same order, such as without shuffling"
             )
-            return found
+            return exact
     rows = f"rows: equal at {len(seen)} of {len(steps)} steps"
     if cut:
         rows += f"; at {cut} their tokens are, in other pieces"
-    found.same.append(rows if seen else "rows: not seen, no model was called as one")
+    exact.same.append(rows if seen else "rows: not seen, no model was called as one")
     compared = set[int]()
     for step in steps:
         for mine, its in names.items():
@@ -309,14 +312,14 @@ def _first_difference(
                 compared.add(step)
                 if key in _FREE or values[key] == theirs[key]:
                     continue
-                found.text = (
+                exact.text = (
                     f"other settings: {key} of {mine} is {values[key]} and "
                     f"{theirs[key]} at step {step}"
                 )
-                return found
+                return exact
     settings = f"settings: equal at {len(compared)} of {len(steps)} steps"
-    found.same.append(settings if compared else "settings: not seen")
-    return found
+    exact.same.append(settings if compared else "settings: not seen")
+    return exact
 
 
 def _lacking(

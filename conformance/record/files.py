@@ -208,17 +208,17 @@ def read_run(*folders: Path) -> Iterator[tuple[int, Recording]]:
         raise ValueError(
             f"{listed}: holds no recording: no optimizer of torch was seen"
         )
-    found: dict[int, Recording] = {}
+    recordings: dict[int, Recording] = {}
     for path in paths:
-        if _rank_of(path) in found:
+        if _rank_of(path) in recordings:
             raise ValueError(f"{path}: another folder has this rank, too")
-        found[_rank_of(path)] = _read(path)
-    size = max(recording.world_size for recording in found.values())
-    missing = sorted({*range(size)} - {*found})
+        recordings[_rank_of(path)] = _read(path)
+    size = max(recording.world_size for recording in recordings.values())
+    missing = sorted({*range(size)} - {*recordings})
     if missing:
         ranks = ", ".join(map(str, missing))
         raise ValueError(f"{listed}: of {size} ranks these wrote nothing: {ranks}")
-    yield from sorted(found.items())
+    yield from sorted(recordings.items())
 
 
 def _rank_of(path: Path) -> int:

@@ -139,14 +139,14 @@ def places_of(box: Box, start: int, stop: int, device: torch.device) -> Tensor:
     at = torch.arange(start, stop, dtype=torch.int64, device=device)
     if box.is_flat:
         return at + box.offsets[0]
-    found = torch.zeros_like(at)
+    places = torch.zeros_like(at)
     inner, stride = 1, 1
     for local, whole, offset in zip(
         reversed(box.local), reversed(box.shape), reversed(box.offsets), strict=True
     ):
-        found += ((at // inner) % local + offset) * stride
+        places += ((at // inner) % local + offset) * stride
         inner, stride = inner * local, stride * whole
-    return found
+    return places
 
 
 def _keys_of_rows(box: Box, start: int, stop: int, rows: Tensor) -> Keys:
@@ -190,15 +190,15 @@ def keys_of(box: Box, start: int, device: torch.device) -> Keys:
     """Keys of one chunk of a part; those used last are kept."""
     stop = min(start + CHUNKS.get(device.type, CHUNK), box.size)
     which = (box, start, str(device))
-    found = _known.pop(which, None)
-    if found is None:
-        found = _keys(box, start, stop, device)
+    keys = _known.pop(which, None)
+    if keys is None:
+        keys = _keys(box, start, stop, device)
         _room[0] -= 20 * (stop - start)
         while _known and _room[0] < 0:
             _, oldest = _known.popitem(last=False)
             _room[0] += 20 * len(oldest.words)
-    _known[which] = found
-    return found
+    _known[which] = keys
+    return keys
 
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -91,10 +91,10 @@ def merge(parts: Iterable[tuple[int, Stored]]) -> Whole:
     Args:
         parts: (rank, what it stored); see [Note: Parts by box].
     """
-    found = sorted(parts, key=lambda part: part[0])
+    by_rank = sorted(parts, key=lambda part: part[0])
     boxes: dict[tuple[Any, ...], Stored] = {}
     unlike = []
-    for rank, part in found:
+    for rank, part in by_rank:
         where = part.place
         if not math.prod(where.local):
             continue
@@ -102,9 +102,11 @@ def merge(parts: Iterable[tuple[int, Stored]]) -> Whole:
         first = boxes.setdefault(key, part)
         if first.digest != part.digest:
             unlike.append(rank)
-    counted = [*boxes.values()] or [found[0][1]]
+    counted = [*boxes.values()] or [by_rank[0][1]]
     summed = not any(part.place.summand for part in counted)
-    held = {(p.place.offsets, p.place.local): math.prod(p.place.local) for p in counted}
+    elements_by_box = {
+        (p.place.offsets, p.place.local): math.prod(p.place.local) for p in counted
+    }
     return Whole(
         shape=counted[0].place.shape,
         digest=sum(p.digest for p in counted) % WORD if summed else None,
@@ -113,7 +115,7 @@ def merge(parts: Iterable[tuple[int, Stored]]) -> Whole:
         square=sum(p.square for p in counted) if summed else math.nan,
         largest=max(p.largest for p in counted) if summed else math.nan,
         bad=sum(p.bad for p in counted),
-        held=sum(held.values()),
+        held=sum(elements_by_box.values()),
         unlike=tuple(unlike),
     )
 
@@ -137,9 +139,9 @@ def _merge_outputs(
     every = frozenset[int]().union(*rows.values())
     wholes = [merge(each) for each in of_rows.values()]
     shapes = {whole.shape[1:] for whole in wholes}
-    known = len(shapes) == 1 and sum(map(len, of_rows)) == len(every)
-    known &= frozenset[int]().union(*of_rows) == every
-    known &= all(whole.is_whole and not whole.unlike for whole in wholes)
+    is_covered = len(shapes) == 1 and sum(map(len, of_rows)) == len(every)
+    is_covered &= frozenset[int]().union(*of_rows) == every
+    is_covered &= all(whole.is_whole and not whole.unlike for whole in wholes)
     shape = (sum(whole.shape[0] for whole in wholes), *wholes[0].shape[1:])
     return Whole(
         shape=shape,
@@ -149,17 +151,19 @@ def _merge_outputs(
         square=sum(whole.square for whole in wholes),
         largest=max(whole.largest for whole in wholes),
         bad=sum(whole.bad for whole in wholes),
-        held=math.prod(shape) if known else 0,
+        held=math.prod(shape) if is_covered else 0,
     )
 
 
 def _added(
     sketches: Iterable[NDArray[np.float32] | None],
 ) -> NDArray[np.float32] | None:
-    known = [sketch for sketch in sketches if sketch is not None]
-    if len(known) < 2:
-        return known[0] if known else None
-    return np.asarray(np.sum(known, axis=0, dtype=np.float64), dtype=np.float32)
+    sketches_there = [sketch for sketch in sketches if sketch is not None]
+    if len(sketches_there) < 2:
+        return sketches_there[0] if sketches_there else None
+    return np.asarray(
+        np.sum(sketches_there, axis=0, dtype=np.float64), dtype=np.float32
+    )
 
 
 Key = tuple[int, str, str]
@@ -266,40 +270,44 @@ def read_merged(*folders: Path) -> Run:
 
 
 def _rows(ranks: Collection[Recording]) -> dict[int, frozenset[int]]:
-    found: dict[int, set[int]] = {}
+    rows_by_step: dict[int, set[int]] = {}
     tokens = any(recording.rows for recording in ranks)
     for recording in ranks:
         rows_of_steps = recording.rows if tokens else recording.rows_of_floats
         for step, inputs in rows_of_steps.items():
             for rows in inputs:
-                found.setdefault(step, set()).update(rows)
-    return {step: frozenset(rows) for step, rows in found.items()}
+                rows_by_step.setdefault(step, set()).update(rows)
+    return {step: frozenset(rows) for step, rows in rows_by_step.items()}
 
 
 def _rows_of_blocks(
     ranks: Mapping[int, Recording], step: int
 ) -> dict[int, frozenset[int]]:
     """Rank -> its rows. Numbers with a point count only where no rank has tokens."""
-    found = {
+    rows_by_rank = {
         rank: frozenset(r for rows in each.rows_of_blocks.get(step, ()) for r in rows)
         for rank, each in ranks.items()
     }
     tokens = {rank for rank, each in ranks.items() if each.rows.get(step)}
-    return {rank: rows for rank, rows in found.items() if rank in tokens or not tokens}
+    return {
+        rank: rows
+        for rank, rows in rows_by_rank.items()
+        if rank in tokens or not tokens
+    }
 
 
 def _bags(ranks: Iterable[Recording]) -> dict[int, int]:
-    found: dict[int, dict[frozenset[int], int]] = {}
+    bags_by_step: dict[int, dict[frozenset[int], int]] = {}
     for recording in ranks:
         for step, bags in recording.bags.items():
             rows = frozenset(r for rows in recording.rows.get(step, ()) for r in rows)
-            found.setdefault(step, {})[rows] = sum(bags)
-    return {step: sum(of.values()) % WORD for step, of in found.items()}
+            bags_by_step.setdefault(step, {})[rows] = sum(bags)
+    return {step: sum(of.values()) % WORD for step, of in bags_by_step.items()}
 
 
 def _losses(ranks: Iterable[Recording]) -> dict[int, float]:
-    found: dict[int, list[float]] = {}
+    losses_by_step: dict[int, list[float]] = {}
     for recording in ranks:
         for step, losses in recording.losses.items():
-            found.setdefault(step, []).extend(losses)
-    return {step: sum(each) / len(each) for step, each in found.items()}
+            losses_by_step.setdefault(step, []).extend(losses)
+    return {step: sum(each) / len(each) for step, each in losses_by_step.items()}

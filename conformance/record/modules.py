@@ -122,11 +122,11 @@ class Blocks:
             tokens = box.shape[0] % len(rows) == 0 and len(box.shape) == 2
             if not part.numel() or (box.shape[0] != len(rows) and not tokens):
                 return
-            kept, key = keep_values(part, box, rows=rows), (step, kind, name)
+            sums_here, key = keep_values(part, box, rows=rows), (step, kind, name)
             if key in self.kept:
                 before, sums = self.kept[key]
-                box, kept = _longer(before, box), sums.plus(kept)
-            self.kept[key] = box, kept
+                box, sums_here = _longer(before, box), sums.plus(sums_here)
+            self.kept[key] = box, sums_here
 
 
 def _longer(one: Box, other: Box) -> Box:

@@ -119,9 +119,11 @@ class Roots:
         if all(id(p) in self.names for p in wanted):
             return
         # not isinstance: a lazy proxy would be made
-        found = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
-        held = {id(child) for m in found for child in m.__dict__["_modules"].values()}
-        roots = [m for m in found if id(m) not in held and trains(m)]
+        modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+        children = {
+            id(child) for m in modules for child in m.__dict__["_modules"].values()
+        }
+        roots = [m for m in modules if id(m) not in children and trains(m)]
         self.modules = []
         for module in sorted(roots, key=_count):  # the largest one names last
             self.add(module)
@@ -161,9 +163,9 @@ def parts_of(optimizer: Any, roots: Roots) -> Iterator[Part]:
     own = [p for group in optimizer.param_groups for p in group["params"]]
     roots.find(own)
     for adapter in (_of_deepspeed, _of_fsdp1):
-        found = list(adapter(own, roots))
-        if found:
-            yield from found
+        adapted = list(adapter(own, roots))
+        if adapted:
+            yield from adapted
             return
     for parameter in own:
         name = roots.names.get(id(parameter))
@@ -191,10 +193,10 @@ def _of_deepspeed(own: Sequence[Any], roots: Roots) -> Iterator[Part]:
     """ZeRO 1 to 3: ranges of the flat fp32 tensors that the optimizer steps."""
     for module in roots.modules:
         for name, parameter in module.named_parameters():
-            found = fp32_range_of(parameter)
-            if found is None:
+            range_of_parameter = fp32_range_of(parameter)
+            if range_of_parameter is None:
                 continue
-            fragment, box = found
+            fragment, box = range_of_parameter
             for flat in own:
                 # the fragment is a view of it
                 first = (fragment.data_ptr() - flat.data_ptr()) // flat.element_size()

@@ -65,9 +65,9 @@ class _Step:
     def stored(self) -> Iterator[tuple[str, Stored]]:
         """Yield key and numbers of each tensor, read from its device."""
         start = f"{self.call.optimizer}/{self.call.step}"
-        for (kind, name), (box, kept) in self.kept.items():
+        for (kind, name), (box, sums) in self.kept.items():
             if kind not in ("before", "after"):
-                yield f"{start}/{kind}/{name}", Stored.of(box, kept)
+                yield f"{start}/{kind}/{name}", Stored.of(box, sums)
         units = {p.name: torch.finfo(p.weight.dtype).eps for p in self.parts}
         for name, again in self.again.items():
             (box, before), (_, after) = (
@@ -169,9 +169,12 @@ class Recorder:
                     out.bags.setdefault(self._next(), []).append(bag)
                 if self.blocks is not None:
                     self.blocks.begin(self._next(), tokens or floats)
-                for kept, rows in ((out.rows, tokens), (out.rows_of_floats, floats)):
+                for rows_by_call, rows in (
+                    (out.rows, tokens),
+                    (out.rows_of_floats, floats),
+                ):
                     if rows:
-                        kept.setdefault(self._next(), []).extend(rows)
+                        rows_by_call.setdefault(self._next(), []).extend(rows)
             self.generators[id(module)] = _generators(module)
 
     def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -216,9 +219,9 @@ class Recorder:
             return None
 
         def evaluated() -> Any:  # a trainer may make the gradients in it
-            found = closure()
+            loss = closure()
             self._before(optimizer)
-            return found
+            return loss
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": evaluated}
@@ -279,12 +282,12 @@ class Recorder:
         def step(*args: Any, **kwargs: Any) -> Any:
             self._before(optimizer)
             try:
-                found = run(*args, **kwargs)
+                result = run(*args, **kwargs)
             except BaseException:
                 self.running.pop(id(optimizer), None)
                 raise
             self._ended(optimizer)
-            return found
+            return result
 
         optimizer.step = step
 
@@ -303,11 +306,11 @@ class Recorder:
     def _read(self, optimizer: Any, number: int) -> _Step:
         parts = list(parts_of(optimizer, self.roots))
         groups = optimizer.param_groups
-        known: dict[int, list[str]] = {}
+        names_by_id: dict[int, list[str]] = {}
         for part in parts:
-            known.setdefault(id(part.stepped), []).append(part.name)
+            names_by_id.setdefault(id(part.stepped), []).append(part.name)
         of_group = [
-            [name for p in group["params"] for name in known.get(id(p), ())]
+            [name for p in group["params"] for name in names_by_id.get(id(p), ())]
             for group in groups
         ]
         call = Call(
@@ -320,17 +323,17 @@ class Recorder:
             ],
             scale=_number_of(getattr(optimizer, "grad_scale", None)),
             found_inf=_number_of(getattr(optimizer, "found_inf", None)),
-            unnamed=sum(id(p) not in known for g in groups for p in g["params"]),
+            unnamed=sum(id(p) not in names_by_id for g in groups for p in g["params"]),
         )
         step = _Step(call, parts)
         for part in parts:
             step.kept |= _bits_of(optimizer, part)
-            found = part.gradient()
-            if found is None:
+            gradient_and_box = part.gradient()
+            if gradient_and_box is None:
                 call.without_gradient.append(part.name)
                 continue
-            gradient, box = found
-            step.gradients[part.name] = found
+            gradient, box = gradient_and_box
+            step.gradients[part.name] = gradient_and_box
             step.kept["gradient", part.name] = box, keep_values(gradient, box)
             if box == part.box:
                 product = keep_values(part.weight, box, weight=gradient)
@@ -339,21 +342,21 @@ class Recorder:
 
     def _read_after(self, step: _Step) -> None:
         for part in step.parts:
-            found = step.gradients.get(part.name)
-            if found is None or ("before", part.name) not in step.kept:
+            read_before = step.gradients.get(part.name)
+            if read_before is None or ("before", part.name) not in step.kept:
                 continue
-            product = keep_values(part.weight, part.box, weight=found[0])
+            product = keep_values(part.weight, part.box, weight=read_before[0])
             step.kept["after", part.name] = part.box, product
             # a kernel that divides gradients leaves others than it was given
-            step.again[part.name] = keep_bits(found[0], found[1]).digest
+            step.again[part.name] = keep_bits(read_before[0], read_before[1]).digest
         step.gradients.clear()
 
     def _read_final(self) -> None:
         for number, optimizer, _ in self.optimizers.values():
             for part in parts_of(optimizer, self.roots):
-                for (kind, _), (box, kept) in _bits_of(optimizer, part).items():
+                for (kind, _), (box, sums) in _bits_of(optimizer, part).items():
                     key = f"{number}/{self.steps.stop}/{kind}/{part.name}"
-                    self.final.append((key, box, kept))
+                    self.final.append((key, box, sums))
 
     # - The end
 
@@ -391,10 +394,10 @@ class Recorder:
             out.tensors.update(step.stored())
         if self.blocks is not None:
             out.rows_of_blocks = {**self.blocks.rows}
-            for (at, kind, name), (box, kept) in self.blocks.kept.items():
-                self.final.append((f"0/{at}/{kind}/{name}", box, kept))
-        for key, box, kept in self.final:
-            out.tensors[key] = Stored.of(box, kept)
+            for (at, kind, name), (box, sums) in self.blocks.kept.items():
+                self.final.append((f"0/{at}/{kind}/{name}", box, sums))
+        for key, box, sums in self.final:
+            out.tensors[key] = Stored.of(box, sums)
         out.bags = {step: list(map(int, each)) for step, each in out.bags.items()}
         out.losses = {step: list(map(float, each)) for step, each in out.losses.items()}
 
@@ -420,7 +423,7 @@ class Recorder:
 def _bits_of(optimizer: Any, part: Part) -> dict[tuple[str, str], tuple[Box, Kept]]:
     """Digests of a weight and of what the optimizer has stored for it."""
     weight = keep_bits(part.weight, part.box, rounded=True)
-    found = {("weight", part.name): (part.box, weight)}
+    bits = {("weight", part.name): (part.box, weight)}
     state = getattr(optimizer, "state", None) or {}
     for key, value in state.get(part.parameter, {}).items():
         if not isinstance(value, Tensor):
@@ -428,8 +431,8 @@ def _bits_of(optimizer: Any, part: Part) -> dict[tuple[str, str], tuple[Box, Kep
         local, box = place(value)
         if local.shape == part.weight.shape:  # flat ranges know no other place
             box = part.box
-        found[f"state.{key}", part.name] = box, keep_bits(local, box)
-    return found
+        bits[f"state.{key}", part.name] = box, keep_bits(local, box)
+    return bits
 
 
 def _generators(module: nn.Module) -> list[Tensor]:
@@ -451,16 +454,16 @@ def _height() -> int:
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """Every number of a param group; a tensor is read at the end."""
     kinds = (bool, int, float)
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in group.items():
         if value is None or isinstance(value, kinds) or _is_number(value):
-            found[key] = _number_of(value)
+            settings[key] = _number_of(value)
         elif isinstance(value, tuple | list) and all(
             isinstance(v, kinds) or _is_number(v) for v in value
         ):
-            found[key] = [_number_of(v) for v in value] if key != "params" else None
-    found.pop("params", None)
-    return found
+            settings[key] = [_number_of(v) for v in value] if key != "params" else None
+    settings.pop("params", None)
+    return settings
 
 
 def _is_number(value: Any) -> bool:
@@ -485,8 +488,8 @@ def _keywords_of_caller() -> dict[str, Any]:
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code.co_name not in ("inner", "_call_impl"):
         frame = frame.f_back
-    found = {} if frame is None else frame.f_locals.get("kwargs", {})
-    return found if isinstance(found, dict) else {}
+    keywords = {} if frame is None else frame.f_locals.get("kwargs", {})
+    return keywords if isinstance(keywords, dict) else {}
 
 
 @contextmanager

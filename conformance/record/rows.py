@@ -41,12 +41,12 @@ def rows_of(values: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]]:
     Returns:
         Those of inputs that hold integers, and those of the others.
     """
-    found: tuple[list[Tensor], list[Tensor]] = [], []
+    digests_by_kind: tuple[list[Tensor], list[Tensor]] = [], []
     for tensor in (t for value in values for t in tensors_in(value)):
         if tensor.ndim > 1 and len(tensor):
             digests = _digests(tensor.detach()[:MOST])
-            found[tensor.is_floating_point()].append(digests)
-    return found
+            digests_by_kind[tensor.is_floating_point()].append(digests)
+    return digests_by_kind
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -95,7 +95,7 @@ def begin_from(folder: Path, module: nn.Module, roots: Roots) -> str:
         A note on parameters that keep their values, if there are any.
     """
     wanted = {name: box.shape for name, _, box in _weights(module, roots)}
-    found: dict[str, Tensor] = {}
+    whole_by_name: dict[str, Tensor] = {}
     for path in sorted(folder.glob("start-*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
@@ -103,13 +103,15 @@ def begin_from(folder: Path, module: nn.Module, roots: Roots) -> str:
                 boxes = msgspec.json.decode(raw, type=dict[str, Box])
                 for name in boxes.keys() & wanted.keys():
                     box, part = boxes[name], file.get_tensor(name)
-                    whole = found.setdefault(name, part.new_full(box.shape, torch.nan))
+                    whole = whole_by_name.setdefault(
+                        name, part.new_full(box.shape, torch.nan)
+                    )
                     _range(whole, box).copy_(part)
         except (SafetensorError, msgspec.DecodeError) as error:
             raise ValueError(f"{path}: holds no weights: {error}") from error
     left = dict[str, None]()
     for name, part, box in _weights(module, roots):
-        whole = found.get(name, torch.empty(0))
+        whole = whole_by_name.get(name, torch.empty(0))
         if whole.shape != torch.Size(box.shape) or whole.isnan().any():
             left[name] = None
         else:

@@ -115,8 +115,8 @@ def _printable(value: object) -> object:
 
 def _lines(text: str) -> Markup:
     """Escaped text that keeps its lines and their indentation: a script, a table."""
-    kept = (c if c.isprintable() or c == "\n" else " " for c in text)
-    return escape("".join(kept))
+    printable = (c if c.isprintable() or c == "\n" else " " for c in text)
+    return escape("".join(printable))
 
 
 def _subject(report: Report) -> str:
@@ -158,8 +158,8 @@ def _tallies(report: Report) -> dict[str, dict[str, int]]:
     """Scaler -> number of its cases by status, the worst first."""
     tallies = {}
     for scaler in report.scalers:
-        found = Counter(c.status for c in report.cases if c.scaler == scaler)
-        tallies[scaler] = {s: found[s] for s in reversed(RANKING) if found[s]}
+        counts = Counter(c.status for c in report.cases if c.scaler == scaler)
+        tallies[scaler] = {s: counts[s] for s in reversed(RANKING) if counts[s]}
     return tallies
 
 
@@ -204,20 +204,20 @@ def _rows(report: Report, chapters: Sequence[str]) -> list[Row]:
 
 
 def _mark(chapter: str, records: Sequence[CaseRecord]) -> Mark:
-    found = [
+    findings = [
         (v.status, record)
         for record in records
         for v in record.findings
         # a case that broke has no verdicts: every chapter is marked
         if record.problem or v.law.partition(".")[0] == chapter
     ]
-    status = worst_of(s for s, _ in found)
+    status = worst_of(s for s, _ in findings)
     if status == "skipped":
         return Mark(
             status=status, link=_anchor(records[0]), words=f"{chapter} does not apply"
         )
-    hits = [record for s, record in found if s == status]
-    words = f"{chapter} {status}: {len(hits)} of {len(found)} verdicts"
+    hits = [record for s, record in findings if s == status]
+    words = f"{chapter} {status}: {len(hits)} of {len(findings)} verdicts"
     return Mark(status=status, link=_anchor(hits[0]), words=words)
 
 
@@ -251,7 +251,7 @@ def _stories(report: Report) -> list[Story]:
 
 def _capped(stories: Sequence[Story]) -> list[Story]:
     """The stories in their order; plots and scripts beyond the caps are left out."""
-    plot_bytes, script_bytes, kept = MAX_PLOT_BYTES, MAX_SCRIPT_BYTES, {}
+    plot_bytes, script_bytes, story_by_id = MAX_PLOT_BYTES, MAX_SCRIPT_BYTES, {}
     # failing stories first, so that they keep their plots when the caps are reached
     for story in sorted(stories, key=lambda s: s.status == "pass"):
         own = [plot for _, plots in story.records for plot in plots]
@@ -259,8 +259,8 @@ def _capped(stories: Sequence[Story]) -> list[Story]:
         script_bytes -= sum(map(len, story.scripts.values()))
         if script_bytes < 0:
             story = replace(story, scripts={})
-        kept[story.id] = story if plot_bytes > 0 else _without_plots(story)
-    return [kept[story.id] for story in stories]
+        story_by_id[story.id] = story if plot_bytes > 0 else _without_plots(story)
+    return [story_by_id[story.id] for story in stories]
 
 
 def _groups(stories: Sequence[Story]) -> dict[str, list[Story]]:
@@ -305,12 +305,12 @@ def _plots(record: CaseRecord) -> list[Markup]:
     curves, broken = record.curves, _broken([record])
     if curves is None:
         return []
-    found = []
+    plots = []
     if broken & _DECISIONS:
-        found += [scale_chart(record, curves), skip_strip(record, curves)]
+        plots += [scale_chart(record, curves), skip_strip(record, curves)]
     if broken & _VALUES:
-        found.append(error_bars(record, curves))
-    return _drawn(*found)
+        plots.append(error_bars(record, curves))
+    return _drawn(*plots)
 
 
 def _drawn(*plots: Markup) -> list[Markup]:
@@ -338,7 +338,7 @@ def _filters(stories: Sequence[Story]) -> dict[str, list[Filter]]:
         trait: list(_values(trait, stories))
         for trait in ("verdict", "topology", "precision", "model")
     }
-    return {trait: found for trait, found in filters.items() if len(found) > 1}
+    return {trait: values for trait, values in filters.items() if len(values) > 1}
 
 
 def _values(trait: str, stories: Sequence[Story]) -> Iterator[Filter]:

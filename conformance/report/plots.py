@@ -49,11 +49,11 @@ class Series:
 
 def distance_chart(records: Sequence[CaseRecord]) -> Markup:
     """How far the loss of every scaler is from the reference, as powers of ten."""
-    known = [r for r in records if r.curves is not None]
-    losses = (r.curves.reference_loss for r in known if r.curves is not None)
+    drawn = [r for r in records if r.curves is not None]
+    losses = (r.curves.reference_loss for r in drawn if r.curves is not None)
     truth = floats(next((each for each in losses if each), []))
     lines = []
-    for number, record in enumerate(known):
+    for number, record in enumerate(drawn):
         assert record.curves is not None
         pairs = zip_longest(floats(record.curves.loss), truth, fillvalue=NAN)
         distances = [_log(abs(loss - true), 10) for loss, true in pairs]
@@ -276,8 +276,8 @@ def _badness(item: tuple[str, float]) -> float:
 
 def floats(values: Sequence[Number | None]) -> list[float]:
     """Numbers of a record; None and infinities become nan, which is not drawn."""
-    found = [NAN if v is None else float(v) for v in values]
-    return [v if math.isfinite(v) else NAN for v in found]
+    numbers = [NAN if v is None else float(v) for v in values]
+    return [v if math.isfinite(v) else NAN for v in numbers]
 
 
 def _short(text: str, most: int) -> str:

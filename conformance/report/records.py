@@ -271,8 +271,8 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
         of two at one step the one that stands first in the list of checks. A check
         without a step, such as a count, follows from those with one.
         """
-        found = [v for v in self.findings if v.status in ("fail", "error")]
-        return tuple(sorted(found, key=_precedence))
+        failures = [v for v in self.findings if v.status in ("fail", "error")]
+        return tuple(sorted(failures, key=_precedence))
 
     @property
     def is_located(self) -> bool:
@@ -469,8 +469,8 @@ def append_footer(path: Path, reason: str) -> None:
         reason=reason,
     )
     # cut off a line that the writer did not finish
-    kept = whole[: whole.rfind(b"\n") + 1]
-    write_whole(path, kept + _ENCODER.encode(footer) + b"\n")
+    complete_lines = whole[: whole.rfind(b"\n") + 1]
+    write_whole(path, complete_lines + _ENCODER.encode(footer) + b"\n")
 
 
 def read_report(path: Path) -> Report:

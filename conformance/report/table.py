@@ -105,8 +105,8 @@ def _shown(groups: Sequence[list[CaseRecord]]) -> list[list[CaseRecord]]:
     order = ("error", "fail", "inconclusive", "pass", "skipped")
     ranked = sorted(groups, key=lambda cases: order.index(_status(cases)))
     # by identity: the rows stay in the order of the report
-    kept = [id(cases) for cases in ranked[:_MAX_ROWS]]
-    return [cases for cases in groups if id(cases) in kept]
+    shown = [id(cases) for cases in ranked[:_MAX_ROWS]]
+    return [cases for cases in groups if id(cases) in shown]
 
 
 def _status(cases: Sequence[CaseRecord]) -> str:
@@ -125,11 +125,11 @@ def _cells(cases: Sequence[CaseRecord]) -> Iterator[str]:
     yield str(first.world_size)
     yield escape(first.precision)
     yield _verdict(cases)
-    found = [comparison for case in cases for comparison in case.worst]
-    if not found:
+    comparisons = [comparison for case in cases for comparison in case.worst]
+    if not comparisons:
         yield from ("-",) * 4
         return
-    worst = max(found, key=lambda comparison: comparison.ratio)
+    worst = max(comparisons, key=lambda comparison: comparison.ratio)
     yield escape(_short(_tensor(worst), _CELL))
     yield _number(worst.error)
     yield _number(worst.absolute)

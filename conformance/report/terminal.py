@@ -210,10 +210,10 @@ def _cause(record: CaseRecord) -> tuple[str, str, str]:
 
 def facts(verdict: Verdict) -> list[str]:
     """Step, ranks, parameter and numbers of a verdict, in words."""
-    found = [] if verdict.step is None else [f"step {verdict.step}"]
-    found += [rank_list(verdict.ranks)] if verdict.ranks else []
-    found += [verdict.parameter] if verdict.parameter else []
-    return found + [f"{name} = {_number(x)}" for name, x in verdict.numbers.items()]
+    words = [] if verdict.step is None else [f"step {verdict.step}"]
+    words += [rank_list(verdict.ranks)] if verdict.ranks else []
+    words += [verdict.parameter] if verdict.parameter else []
+    return words + [f"{name} = {_number(x)}" for name, x in verdict.numbers.items()]
 
 
 def _number(value: Number) -> str:
@@ -226,20 +226,20 @@ def coverage(report: Report) -> dict[str, str]:
     Elements where a law compares tensors with the reference. Laws that applied to no
     run are left out.
     """
-    made, due = Counter[str](), Counter[str]()
+    n_compared, due = Counter[str](), Counter[str]()
     for verdict in (v for case in report.cases for v in case.verdicts):
         if verdict.status != "skipped":
-            made[verdict.law] += verdict.compared
+            n_compared[verdict.law] += verdict.compared
             due[verdict.law] += verdict.compared + verdict.not_compared
-    return {law: f"{made[law]:,} of {count:,}" for law, count in due.items()}
+    return {law: f"{n_compared[law]:,} of {count:,}" for law, count in due.items()}
 
 
 def _left_out(report: Report) -> str:
     """Say in one line how much each law could compare, where it was not all."""
-    told = coverage(report)
-    part = {law: text for law, text in told.items() if len({*text.split(" of ")}) > 1}
+    shares = coverage(report)
+    part = {law: text for law, text in shares.items() if len({*text.split(" of ")}) > 1}
     words = [f"{law} {text}" for law, text in part.items()]
-    if len(part) < len(told):
+    if len(part) < len(shares):
         words.append(f"{'all other' if part else 'all'} laws all that was due")
     return f"compared: {', '.join(words)}" if words else ""
 
@@ -251,15 +251,15 @@ def print_report(console: Console, report: Report) -> None:
         console.print(Text(f"reference: {plain(report.header.reference)}"))
     if text := _left_out(report):
         console.print(Text(plain(text), style="dim"), soft_wrap=True)
-    found = places(report)
-    for first, *others in found[:PLACES]:
+    all_places = places(report)
+    for first, *others in all_places[:PLACES]:
         assert first.location is not None
         where = Text(f"where {plain(first.scenario)}: ", style="bold")
         text = plain(first.location.text)
         text += f" (and in {counted(len(others), 'more run')})" if others else ""
         console.print(where.append(text, style="not bold"), soft_wrap=True)
-    if len(found) > PLACES:
-        console.print(f"where: {len(found) - PLACES} more are on the page")
+    if len(all_places) > PLACES:
+        console.print(f"where: {len(all_places) - PLACES} more are on the page")
     if report.incomplete:
         line = f"INCOMPLETE: {plain(report.incomplete)}"
         console.print(Text(line, style="bold magenta"), soft_wrap=True)
@@ -292,9 +292,15 @@ def places(report: Report) -> list[list[CaseRecord]]:
     """
     grouped: dict[tuple[str, ...], list[CaseRecord]] = {}
     for case in report.cases:
-        if case.is_located and (found := case.location) is not None:
-            factor = "" if found.factor is None else f"{float(found.factor):.3g}"
-            place = (case.scaler, found.where, found.module, found.inside, factor)
+        if case.is_located and (location := case.location) is not None:
+            factor = "" if location.factor is None else f"{float(location.factor):.3g}"
+            place = (
+                case.scaler,
+                location.where,
+                location.module,
+                location.inside,
+                factor,
+            )
             grouped.setdefault(place, []).append(case)
     return list(grouped.values())
 

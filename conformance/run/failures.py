@@ -165,8 +165,8 @@ def why_not_run(
     tried = frozen or (narrowed and own_step) or unknown
     trained = error.call == "train_step" and tried and bool(error.raised)
     deferred = recipe.defer_sync and error.call in ("forward", "backward")
-    known = laid_out or trained or deferred
-    if known:
+    is_tried = laid_out or trained or deferred
+    if is_tried:
         return text
     return alone(why_not_alone, scenario, in_group=scenario.workload.one_rank)
 

@@ -128,24 +128,24 @@ def hunt(settings_: HuntSettings, console: Console) -> int:
     Returns:
         0 nothing found, 1 a violation, 3 nothing could be judged.
     """
-    found = Found()
+    finding = Found()
     with Runner(folder=settings_.folder, timeout_s=settings_.timeout_s) as runner:
         refuse_unfit(runner.place.ranks(1), settings_.scaler, settings_.folder)
         end = time.monotonic() + settings_.budget_s
-        search = _search(settings_, runner, found)
+        search = _search(settings_, runner, finding)
         try:
             while time.monotonic() < end:
                 search()  # one round: hypothesis has no time budget
         except _Violation:
             pass  # the violation is in ``found``, shrunk
-    return _print_found(settings_, found, console)
+    return _print_found(settings_, finding, console)
 
 
 def _search(
     settings_: HuntSettings, runner: Runner, found: Found
 ) -> Callable[[], None]:
     end = time.monotonic() + 2 * settings_.budget_s
-    known: dict[Scenario, Status] = {}
+    status_by_scenario: dict[Scenario, Status] = {}
 
     @settings(
         max_examples=ROUND,
@@ -159,15 +159,15 @@ def _search(
     )
     @given(scenarios(settings_.selection))
     def search(scenario: Scenario) -> None:
-        if scenario not in known:
+        if scenario not in status_by_scenario:
             if time.monotonic() > end:
                 # out of time: unknown scenarios count as passing, which ends shrinking
                 return
             case = runner.run(settings_.scaler, scenario)
             found.tried += 1
-            known[scenario] = case.status
+            status_by_scenario[scenario] = case.status
             _note(case, found)
-        if known[scenario] is Status.FAIL:
+        if status_by_scenario[scenario] is Status.FAIL:
             raise _Violation
 
     return search

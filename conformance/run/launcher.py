@@ -101,13 +101,13 @@ class Place:
         if in_group not in self._alone:
             self._alone[in_group] = self._one(default_group=in_group)
         try:
-            (found,) = self._alone[in_group].run(function, *args)
+            (result,) = self._alone[in_group].run(function, *args)
         except WorldError as failure:
             if failure.root.exception is None:
                 text = f"on one process, without other ranks: {root_cause(failure)}"
                 raise AloneError(text) from failure
             raise failure.root.exception from failure
-        return found
+        return result
 
     def gpu_names(self) -> list[str]:
         """Names of the GPUs of this machine; empty if none is used."""
@@ -194,10 +194,10 @@ class Torchrun(Place):
 
     def not_runnable(self, world: int) -> str:
         """See :meth:`Place.not_runnable`."""
-        made = self.agent.size
-        if world <= made:
+        n_ranks = self.agent.size
+        if world <= n_ranks:
             return ""
-        return f"not runnable here: needs {world} ranks, torchrun made {made}"
+        return f"not runnable here: needs {world} ranks, torchrun made {n_ranks}"
 
     def launcher(self) -> Launcher:
         """See :meth:`Place.launcher`."""
@@ -232,5 +232,5 @@ def root_cause(failure: WorldError) -> str:
     text = " ".join((str(root.exception) if own else root.headline).split())[:600]
     # a library that aborts says why: gloo, that ranks send unequal sizes
     last = root.output.split("\n") if root.state in LOST else []
-    said = [" ".join(line.split()) for line in last if line.strip()]
-    return f"{text}; its last line: {said[-1][:300]}" if said else text
+    last_words = [" ".join(line.split()) for line in last if line.strip()]
+    return f"{text}; its last line: {last_words[-1][:300]}" if last_words else text

@@ -374,15 +374,17 @@ class Runner:
         phases = [*before, evidence.ranks]
         try:
             watched = self._watched(case.scaler, scenario, step)
-            given = phases, evidence.parity, step, watched
-            found = self._with_references(locate, scenario, *given)
+            evidence_there = phases, evidence.parity, step, watched
+            location = self._with_references(locate, scenario, *evidence_there)
         # the verdict does not depend on localisation
         except Exception as error:
             _LOGGER.info("not localised: %s", scenario.id, exc_info=True)
             why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            found = Location(where="unknown", text=f"it could not be found out: {why}")
+            location = Location(
+                where="unknown", text=f"it could not be found out: {why}"
+            )
         return msgspec.structs.replace(
-            found, seconds=round(time.monotonic() - start, 3)
+            location, seconds=round(time.monotonic() - start, 3)
         )
 
     def _with_references(
@@ -444,8 +446,8 @@ class Runner:
         """
         topology = scenario.parsed_topology
         if topology.narrowed:  # of a mesh that the workload has declared
-            made = scenario.workload.topologies.values()
-            topology = next(t for t in made if t.parallel and not t.narrowed)
+            layouts = scenario.workload.topologies.values()
+            topology = next(t for t in layouts if t.parallel and not t.narrowed)
         key = scenario.model, topology.name
         if key not in self._laid_out:
             size = topology.default_world_size
@@ -462,10 +464,10 @@ class Runner:
     def _control_of(self, scenario: Scenario) -> _Control:
         key = _without_scaler(scenario)
         if key not in self._controls:
-            made = _Control(phases=tuple(self._followed(NO_SCALER, key)))
+            control = _Control(phases=tuple(self._followed(NO_SCALER, key)))
             while len(self._controls) >= CONTROLS:
                 self._controls.pop(next(iter(self._controls)))
-            self._controls[key] = made
+            self._controls[key] = control
         return self._controls[key]
 
     def _compare_controls(self, scenario: Scenario) -> str:
@@ -513,11 +515,11 @@ class Runner:
         for _ in range(TRIES):
             choices = self.place.alone(expected_choices, scenario, schedule)
             phases = tuple(self._phases(spec, scenario, choices))
-            found = followed_schedule(scenario, *phases)
-            if replace(found, scales=schedule.scales) == schedule:
+            followed = followed_schedule(scenario, *phases)
+            if replace(followed, scales=schedule.scales) == schedule:
                 break
             # with other choices it may skip other steps, so it is compared again
-            schedule = found
+            schedule = followed
         return phases
 
     def _found_out(self, model: str) -> tuple[WorkloadFacts, bool]:
@@ -563,14 +565,14 @@ class Runner:
         saved: Saved | None = None
         facts, _ = self._found_out(scenario.model)
         for phase in scenario.phases:
-            ranks, given = (
+            ranks, arguments = (
                 self.place.ranks(phase.world_size),
                 (phase, spec, self.folder, saved),
             )
             if step < phase.steps:
                 files = self._files(phase)
-                return ranks.run(observe_modules, *given, step, facts, files)
-            saved = gathered(ranks.run(observe_rank, *given, True, facts=facts))
+                return ranks.run(observe_modules, *arguments, step, facts, files)
+            saved = gathered(ranks.run(observe_rank, *arguments, True, facts=facts))
         raise AssertionError(f"no phase makes step {step}")
 
 

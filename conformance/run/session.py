@@ -329,9 +329,9 @@ def _earlier_attempt(path: Path, launcher: Launcher, command: str) -> _Earlier:
         text = f"{this}: nothing taken over: {path} is the report of another run"
         return _Earlier(restarts=(text,))
     # a case with evidence has curves
-    kept = tuple(case for case in report.cases if case.curves is not None)
-    text = _restart_text(this, report, kept)
-    return _Earlier(kept=kept, restarts=(*before.restarts, text))
+    cases_to_keep = tuple(case for case in report.cases if case.curves is not None)
+    text = _restart_text(this, report, cases_to_keep)
+    return _Earlier(kept=cases_to_keep, restarts=(*before.restarts, text))
 
 
 def _restart_text(this: str, report: Report, kept: tuple[CaseRecord, ...]) -> str:

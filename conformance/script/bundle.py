@@ -85,9 +85,9 @@ class Bundle:
                 if isinstance(each, ast.Name) and each.id in source:
                     if home := self.need(module, each.id):
                         self._uses[module][home] = None
-        known, _ = self._sources[name]
-        if known != module:
-            raise UsageError(f"no script: {name} is in {known} and in {module}")
+        module_there, _ = self._sources[name]
+        if module_there != module:
+            raise UsageError(f"no script: {name} is in {module_there} and in {module}")
         return module
 
     def expression(self, value: Any, indent: int = 0) -> str:
@@ -127,9 +127,9 @@ class Bundle:
         if dataclasses.is_dataclass(value):
             fields = dataclasses.fields(value)
             parts = [
-                (f"{f.name}=", found)
+                (f"{f.name}=", source)
                 for f in fields
-                if (found := getattr(value, f.name)) != f.default
+                if (source := getattr(value, f.name)) != f.default
             ]
             return self._listed(f"{self.expression(type(value))}(", parts, ")", indent)
         return repr(value).replace("'", '"')
@@ -219,8 +219,8 @@ class _Module:
         first = min(each.lineno for each in (node, *decorators)) - 1
         while self.lines[first - 1].startswith("# "):
             first -= 1
-        found = self.lines[first : node.end_lineno]
-        return "\n".join(line.partition("  # type: ignore")[0] for line in found)
+        source_lines = self.lines[first : node.end_lineno]
+        return "\n".join(line.partition("  # type: ignore")[0] for line in source_lines)
 
     def __contains__(self, name: str) -> bool:
         return name in self.definitions or name in self.imports
@@ -242,15 +242,17 @@ def _import_lines(imports: set[tuple[str, str, str]]) -> list[str]:
     modules, names = set(), dict[str, list[str]]()
     for module, attribute, alias in sorted(imports):
         if attribute:
-            known = attribute if attribute == alias else f"{attribute} as {alias}"
-            names.setdefault(module, []).append(known)
+            name_or_alias = (
+                attribute if attribute == alias else f"{attribute} as {alias}"
+            )
+            names.setdefault(module, []).append(name_or_alias)
         else:
             modules.add(module if module == alias else f"{module} as {alias}")
     lines = [f"import {module}" for module in sorted(modules)]
-    for module, found in names.items():
-        line = f"from {module} import {', '.join(found)}"
+    for module, imported in names.items():
+        line = f"from {module} import {', '.join(imported)}"
         if len(line) > WIDTH:
-            listed = "".join(f"    {name},\n" for name in found)
+            listed = "".join(f"    {name},\n" for name in imported)
             line = f"from {module} import (\n{listed})"
         lines.append(line)
     return lines

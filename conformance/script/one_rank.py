@@ -31,13 +31,13 @@ class OneRank:
 
     def __init__(self, folder: str, run: Run, work: Any) -> None:
         path = Path(folder, "one-rank")
-        given = path, run, work
-        mp.start_processes(train_alone, given, 1, start_method="fork")  # type: ignore[attr-defined,no-untyped-call]
+        arguments = path, run, work
+        mp.start_processes(train_alone, arguments, 1, start_method="fork")  # type: ignore[attr-defined,no-untyped-call]
         self.truth, *self.noisy = torch.load(path, weights_only=True)
 
     def expected(self, number: int, weights: Any) -> Expected:
         """Return the results of a step, with the noise up to it."""
-        found = {}
+        expected = {}
         for key, true in self.truth[number].items():
             errors = [
                 float((run[step][key] - self.truth[step][key]).norm())
@@ -45,8 +45,8 @@ class OneRank:
                 for step in range(number + 1)
                 if key in run[step] and key in self.truth[step]
             ]
-            found[key] = true, max(errors, default=0.0)
-        return found
+            expected[key] = true, max(errors, default=0.0)
+        return expected
 
 
 def plain(model: Any) -> Any:
@@ -104,11 +104,11 @@ class Alone(Training):
     def values(self, step: int) -> dict[Key, Tensor]:
         """All that a step makes, whole."""
         self.handed.clear()
-        found = {}
+        whole_values = {}
         for key, (values, places) in self.made(self.step(step)).items():
-            found[key] = torch.zeros(len(values), dtype=values.dtype)
-            found[key][places] = values
-        return found
+            whole_values[key] = torch.zeros(len(values), dtype=values.dtype)
+            whole_values[key][places] = values
+        return whole_values
 
 
 def joined(parts: tuple[Any, ...]) -> Any:

@@ -86,17 +86,17 @@ def three_unequal(batch: Any) -> list[Any]:
 
 def _third(rows: Tensor, number: int) -> Tensor:
     first, last = (len(rows) + 1) // 2, max(1, len(rows) // 6)
-    found: Tensor = rows.split([first, len(rows) - first - last, last])[number]
-    return found
+    rows_of_third: Tensor = rows.split([first, len(rows) - first - last, last])[number]
+    return rows_of_third
 
 
 def elements(pair: Any) -> float:
     """Count the targets, or else the inputs, over which a mean is taken."""
-    found: list[int] = []
+    counts: list[int] = []
     for tree in pair[::-1]:
-        if not found:
-            mapped(tree, lambda t: found.append(t.numel()))
-    return float(sum(found))
+        if not counts:
+            mapped(tree, lambda t: counts.append(t.numel()))
+    return float(sum(counts))
 
 
 def micro_batches(
@@ -161,7 +161,7 @@ def placed(
     values: Mapping[str, Any], shapes: Mapping[str, torch.Size]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """The values of ``weights`` or ``gradients``, with the places of elements."""
-    found = {}
+    values_by_name = {}
     for key, value in values.items():
         name = full_name(key, shapes)
         numbers = torch.arange(shapes[name].numel())
@@ -173,5 +173,5 @@ def placed(
                 numbers = numbers.view(shapes[name])
             numbers = numbers[at].flatten()
         if value is not None:
-            found[name] = value, numbers
-    return found
+            values_by_name[name] = value, numbers
+    return values_by_name

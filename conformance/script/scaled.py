@@ -96,53 +96,53 @@ class Scaled:
     def effects(self, training: Training) -> int:
         """Checksum of this rank's weights and of the optimizer's state."""
         states = [s for p in training.optimizer.state.values() for s in p.values()]
-        kept = [s for s in states if torch.is_tensor(s) and local(s).count_nonzero()]
-        return bits([*training.params.values(), *kept])
+        tensors = [s for s in states if torch.is_tensor(s) and local(s).count_nonzero()]
+        return bits([*training.params.values(), *tensors])
 
     def due(self, me: int, step: int) -> Iterator[tuple[Fault, str]]:
         """Planted faults of this rank; replicas of a tensor overflow together."""
         for fault in self.faults:
             ranks = range(len(self.holdings)) if fault.rank is None else [fault.rank]
-            for held in [
+            for holding in [
                 self.holdings[rank] for rank in ranks if fault.step in (None, step)
             ]:
-                names = [name for name in held if name != LOSS]
+                names = [name for name in holding if name != LOSS]
                 name = fault.parameter
                 if name in PLACES and names:
                     name = names[PLACES[name](len(names))]
-                same = name in held and held[name] == self.holdings[me].get(name)
-                if same and (held is self.holdings[me] or not fault.alone):
+                same = name in holding and holding[name] == self.holdings[me].get(name)
+                if same and (holding is self.holdings[me] or not fault.alone):
                     yield fault, name
 
     def violations(self, step: int, ranks: list[dict[str, Any]]) -> list[str]:
         """Name what the ranks did otherwise than documented."""
         bad = {rank: row["bad"][0] for rank, row in enumerate(ranks) if row["bad"]}
         begin, end = f"step {step}: ", f"; not finite: {bad or 'nothing'}"
-        self.skips, found = bool(bad), []
+        self.skips, wrong = bool(bad), []
         after = dict(enumerate(row["after"] for row in ranks))
         if len({*after.values()}) > 1:
-            found.append(f"ranks disagree on (scale, growth tracker): {after}")
+            wrong.append(f"ranks disagree on (scale, growth tracker): {after}")
         moved = {
             r: row["moved"] for r, row in enumerate(ranks) if row["moved"] is not None
         }
         if any(moved.values()) if bad else not all(moved.values()):
-            found.append(f"each rank stepped or not: {moved}")
+            wrong.append(f"each rank stepped or not: {moved}")
         scale, good = self.ruled(ranks[0]["start"][0], bool(bad))
         for rank, row in enumerate(ranks):
             if self.left and row["start"] != self.left[rank]:
                 text = f"starts with {row['start']}, {self.left[rank]} was left"
-                found.append(f"rank {rank}: {text}")
+                wrong.append(f"rank {rank}: {text}")
             if not 0 < row["after"][0] < float("inf"):
-                found.append(f"rank {rank}: scale {row['after'][0]}")
+                wrong.append(f"rank {rank}: scale {row['after'][0]}")
             # below the smallest normal number there may be a floor
             elif scale >= 2.0**-126 and row["after"] not in (
                 (scale, good),
                 (scale, None),
             ):
                 text = f"scale, growth tracker {row['after']}"
-                found.append(f"rank {rank}: {text}, the rule says {(scale, good)}")
+                wrong.append(f"rank {rank}: {text}, the rule says {(scale, good)}")
         self.left = [row["after"] for row in ranks]
-        return [begin + text + end for text in found]
+        return [begin + text + end for text in wrong]
 
     def ruled(self, scale: float, bad: bool) -> tuple[float, int]:
         """Update the state as documented."""

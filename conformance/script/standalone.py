@@ -182,7 +182,7 @@ def _run(scenario: Scenario) -> Run:
         passes = partial(passes, unsynced=without_gradient_sync)
     if facts_of(workload.name).counted:
         passes = partial(passes, counted=True)
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "parts": _PARTS[recipe.parts] if not workload.micro_batches else None,
         "placed": pieces.placed if workload.weights or workload.gradients else None,
         "clip_norm": CLIP_NORM if recipe.training.clip else None,
@@ -202,7 +202,7 @@ def _run(scenario: Scenario) -> Run:
         loss_factor=scenario.loss_factor,
         autocast=precision.autocast_dtype,
         order=PARAM_ORDERS[scenario.param_order],
-        **{name: value for name, value in given.items() if value is not None},
+        **{name: value for name, value in options.items() if value is not None},
     )
 
 
@@ -213,9 +213,9 @@ _PARTS = {1: None, 2: pieces.halves, 3: pieces.three_unequal}
 def _own(spec: str) -> Code:
     """The user's workload."""
     module, _, name = spec.partition(":")
-    found = named("workload", spec, "mypackage.stack:Workload")
-    made = f"{name}()" if isinstance(found, type) else name
-    return Code(importable(module), made, late=True)
+    workload = named("workload", spec, "mypackage.stack:Workload")
+    code = f"{name}()" if isinstance(workload, type) else name
+    return Code(importable(module), code, late=True)
 
 
 def _built_in(scenario: Scenario) -> pieces.BuiltIn:

@@ -312,9 +312,9 @@ def to_scenario(row: Row, selection: Selection, **settings: Any) -> Scenario:
     """The scenario of a complete row."""
     topology, model = selection.resolved.topologies[row["topology"]], row["model"]
     world_size = selection.world_size or _world_size(topology, model)
-    made: dict[str, Any] = {"steps": 5, "init_scale": 1024.0, "growth_interval": 2}
+    defaults: dict[str, Any] = {"steps": 5, "init_scale": 1024.0, "growth_interval": 2}
     if row["when"] == "natural":
-        made = OVERFLOWS_OF_ITSELF[bool(selection.workload)]
+        defaults = OVERFLOWS_OF_ITSELF[bool(selection.workload)]
     return Scenario(
         topology=topology.name,
         world_size=world_size,
@@ -325,7 +325,7 @@ def to_scenario(row: Row, selection: Selection, **settings: Any) -> Scenario:
         faults=_faults(row, topology, world_size),
         model=model,
         loss_factor=LOSS_FACTORS[row["loss_factor"]],
-        **{"seed": selection.seed} | made | settings,
+        **{"seed": selection.seed} | defaults | settings,
     )
 
 
@@ -455,11 +455,11 @@ def not_tried(selection: Selection) -> list[str]:
                 {"topology": topology, "recipe": recipe, "model": selection.workload},
             )
             recipes.setdefault(text.partition(": ")[2], {})[recipe] = None
-    told = [f"{', '.join(of)}: {why}" for why, of in recipes.items() if why]
+    lines = [f"{', '.join(of)}: {why}" for why, of in recipes.items() if why]
     if narrowed:
         text = f"in fp32 with {', '.join(('plain', *WITH_EVERY_MESH))} at most"
-        told.append(f"{', '.join(narrowed)}: an axis at size 1 is tried {text}")
-    return told
+        lines.append(f"{', '.join(narrowed)}: an axis at size 1 is tried {text}")
+    return lines
 
 
 def _limits(selection: Selection, usual: Sequence[str]) -> Iterator[Scenario]:
@@ -558,7 +558,7 @@ def select(preset: str, selection: Selection) -> list[Scenario]:
     with as_usage(WorkloadError):
         if selection.workload:
             check_workload(selection.workload)
-    found = [s for s in PRESETS[preset](selection) if selection.keeps(s)]
-    if not found:
+    scenarios = [s for s in PRESETS[preset](selection) if selection.keeps(s)]
+    if not scenarios:
         raise UsageError(f"the selection leaves no scenario of preset {preset!r}")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(scenarios))

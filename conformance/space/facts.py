@@ -144,7 +144,7 @@ def objective_of(
     workload: ResolvedWorkload, model: nn.Module, parts: Iterable[Batch]
 ) -> tuple[Tensor, float | None]:
     """The mean of means, weighted by rows, and None; or sum and count of them all."""
-    found, parts = [], [*parts]
+    objectives, parts = [], [*parts]
     for part in parts:
         try:
             with workload.calling("forward"):
@@ -158,12 +158,12 @@ def objective_of(
                 f"one argument, here a {type(part.inputs).__name__}: let forward "
                 "unpack it",
             ) from error
-        found.append(workload.objective(output, part.targets))
-    counts = [count for _, count in found if count is not None]
+        objectives.append(workload.objective(output, part.targets))
+    counts = [count for _, count in objectives if count is not None]
     if counts:
-        return torch.stack([value for value, _ in found]).sum(), sum(counts)
+        return torch.stack([value for value, _ in objectives]).sum(), sum(counts)
     weights = [part.elements for part in parts]
-    values = [v * w for (v, _), w in zip(found, weights, strict=True)]
+    values = [v * w for (v, _), w in zip(objectives, weights, strict=True)]
     return torch.stack(values).sum() / sum(weights), None
 
 
@@ -226,18 +226,20 @@ class NewTensorsInFp64(TorchFunctionMode):
         """Run ``func``, and widen what it made, or what it was given."""
         kwargs = kwargs or {}
         try:
-            found = func(*args, **kwargs)
+            result = func(*args, **kwargs)
         except RuntimeError:
-            given = Batch(inputs=args, targets=kwargs)
-            mixed = {torch.float32, torch.float64} <= {t.dtype for t in given.tensors}
+            arguments = Batch(inputs=args, targets=kwargs)
+            mixed = {torch.float32, torch.float64} <= {
+                t.dtype for t in arguments.tensors
+            }
             # what writes into a tensor would write into the copy
             if not mixed or writes(func, kwargs):
                 raise
-            args, kwargs = given.map(_widened).pair
-            found = func(*args, **kwargs)
+            args, kwargs = arguments.map(_widened).pair
+            result = func(*args, **kwargs)
         if func not in _CREATE or kwargs.get("dtype") is not None:
-            return found
-        return _widened(found)
+            return result
+        return _widened(result)
 
 
 def _widened(tensor: Tensor) -> Tensor:
@@ -356,7 +358,9 @@ def _why_not_recomputed(workload: ResolvedWorkload) -> str:
     part, model = _first_pass(workload)
     counted = recompute_in_backward(model)
     try:
-        found = _gradients(workload, model, objective_of(workload, model, [part])[0])
+        gradients = _gradients(
+            workload, model, objective_of(workload, model, [part])[0]
+        )
     except WorkloadError as error:
         return f"on one process its model cannot run again in backward: {error}"
     if not counted.again:
@@ -364,7 +368,7 @@ def _why_not_recomputed(workload: ResolvedWorkload) -> str:
     sizes = (float(g.abs().max()) for g in plain.values() if g.numel())
     largest = max(sizes, default=0.0)
     for parameter, gradient in plain.items():
-        again = found.get(parameter)
+        again = gradients.get(parameter)
         off = gradient if again is None else gradient - again
         if not bool((off.abs() <= FP32_INSIDE * largest).all()):
             return (

@@ -33,8 +33,8 @@ def turn_off_random_layers(stack: object) -> None:
         stack: a module, or an object that holds modules.
     """
     # an engine or a trainer has its module as an attribute
-    held = [stack, *getattr(stack, "__dict__", {}).values()]
-    for root in [h for h in held if isinstance(h, nn.Module)]:
+    objects = [stack, *getattr(stack, "__dict__", {}).values()]
+    for root in [h for h in objects if isinstance(h, nn.Module)]:
         for module in root.modules():
             if isinstance(module, _DROPOUTS):
                 module.p = 0.0
@@ -47,11 +47,11 @@ def turn_off_random_layers(stack: object) -> None:
 
 
 def _attributes(module: nn.Module) -> dict[str, object]:
-    found: dict[str, object] = {}
+    attributes: dict[str, object] = {}
     for kind in reversed(type(module).__mro__):
         if kind is not nn.Module:  # which has a hundred
-            found |= vars(kind)
-    return found | vars(module)
+            attributes |= vars(kind)
+    return attributes | vars(module)
 
 
 def equal_outputs(one: Any, other: Any) -> bool:

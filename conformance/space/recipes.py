@@ -128,20 +128,20 @@ class Recipe:
     @property
     def needs_of_topology(self) -> frozenset[OfTopology]:
         """Needs of a topology."""
-        known = {
+        is_met_by_need = {
             OfTopology.CLIPPING: self.training.clip,
             OfTopology.COMPILATION: self.compile,
             OfTopology.PASSES: self.parts > 1 or self.training.losses > 1,
             OfTopology.NO_SYNC: self.defer_sync,
         }
-        return frozenset(need for need, there in known.items() if there)
+        return frozenset(need for need, is_met in is_met_by_need.items() if is_met)
 
     @property
     def needs(self) -> frozenset[OfWorkload]:
         """Needs of a workload."""
         training = self.training
         of_norm = training.clip == "norm" and not self.clips_and_steps
-        known = {
+        is_met_by_need = {
             OfWorkload.LOGITS: training.losses > 1,
             OfWorkload.COMPILED: self.compile,
             OfWorkload.OTHER_WORLDS: self.resharded,
@@ -161,7 +161,7 @@ class Recipe:
             OfWorkload.ROWS: self.parts > 1 and not self.defer_sync,
             OfWorkload.TWO_KINDS: self.optimizers > 1,
         }
-        return frozenset(need for need, there in known.items() if there)
+        return frozenset(need for need, is_met in is_met_by_need.items() if is_met)
 
 
 RECIPES: dict[str, Recipe] = {

@@ -260,8 +260,8 @@ class Scenario:
 def _faults_before(faults: tuple[Fault, ...], resume_step: int, world_size: int) -> str:
     """The faults of the first phase; rank numbers wrap around if it has fewer ranks."""
     due = [f for f in faults if f.step is None or f.step < resume_step]
-    there = [replace(f, rank=f.rank and f.rank % world_size) for f in due]
-    return ";".join(map(str, there)) or "none"
+    wrapped = [replace(f, rank=f.rank and f.rank % world_size) for f in due]
+    return ";".join(map(str, wrapped)) or "none"
 
 
 def _plain(value: object) -> str:
@@ -296,14 +296,14 @@ def _parse_settings(text: str) -> dict[str, Any]:
 
 def _check_faults(faults: tuple[Fault, ...], scenario: Scenario) -> None:
     for fault in faults:
-        known = (*PLACES, LOSS)
+        names = (*PLACES, LOSS)
         # the model is made only for a fault that names a parameter
-        if fault.parameter not in known:
-            known += _parameters(scenario.model)
-        if fault.parameter not in known:
+        if fault.parameter not in names:
+            names += _parameters(scenario.model)
+        if fault.parameter not in names:
             raise UsageError(
                 f"fault {fault} names no parameter of {scenario.model}: choose one of "
-                f"{', '.join(known)}"
+                f"{', '.join(names)}"
             )
         if fault.rank is not None and fault.rank >= scenario.world_size:
             raise UsageError(

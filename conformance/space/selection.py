@@ -91,12 +91,12 @@ class Selection:
         """
         if self.topologies:
             return list(self.topologies)
-        made = self.resolved.topologies
+        layouts = self.resolved.topologies
         # narrowed meshes come with their own runs, see ``catalogue._narrowed``
-        usual = [name for name in usual if not made[name].narrowed]
+        usual = [name for name in usual if not layouts[name].narrowed]
         if self.world_size is None:
             return usual
-        return [name for name in usual if made[name].mesh_takes(self.world_size)]
+        return [name for name in usual if layouts[name].mesh_takes(self.world_size)]
 
     def trains(self, model: str) -> bool:
         """True if a model was chosen."""

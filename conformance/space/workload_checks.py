@@ -286,21 +286,21 @@ def _check_made_up(
     try:
         with new_tensors_in_fp64(workload.name):
             value, count = objective_of(workload, model, [whole])
-            made, of_parts = objective_of(workload, model, parts)
+            joined, of_parts = objective_of(workload, model, parts)
     except WorkloadError as error:
         raise workload.refuse(
             error.call,
             f"{error.text}; in fp64, in which the reference trains, and not in fp32: "
             "make new tensors in the dtype of the inputs or of the parameters",
         ) from error
-    largest = max(abs(value.item()), abs(made.item()))
+    largest = max(abs(value.item()), abs(joined.item()))
     # logits.float() before the cross entropy: the loss is then a mean within fp32
     rounding = ROUNDING if value.dtype == torch.float64 else FP32_INSIDE
     if workload.rounds_to is not None:
         rounding = max(rounding, coarseness(workload.rounds_to))
     rounding *= largest * (1 if count is None else len(parts))
     adds_up = count is None or (of_parts is not None and counts_equal(count, of_parts))
-    if adds_up and abs(value - made) <= rounding:
+    if adds_up and abs(value - joined) <= rounding:
         return
     with new_tensors_in_fp64(workload.name):
         again, _ = objective_of(workload, model, [whole])
@@ -311,18 +311,19 @@ def _check_made_up(
         raise workload.refuse(
             call,
             f"the batch has the sum {value.item():.9g} and the count {count:g}, "
-            f"its {len(parts)} parts together {made.item():.9g} and {of_parts or 0:g}, "
+            f"its {len(parts)} parts together {joined.item():.9g} and "
+            f"{of_parts or 0:g}, "
             "in fp64: sums and counts of parts must add up",
         )
     way = f"If a train_step gathers what it needs of other ranks, {REFERENCE_LINE}"
-    if abs(value - made) < coarseness(torch.float8_e4m3fn) * largest:
+    if abs(value - joined) < coarseness(torch.float8_e4m3fn) * largest:
         way = (
             "If the model rounds to 8 bits by a scale that all rows share, declare "
             "rounds_to = torch.float8_e4m3fn"
         )
     raise workload.refuse(
         call,
-        f"is {value.item():.9g} for the batch and {made.item():.9g} on average "
+        f"is {value.item():.9g} for the batch and {joined.item():.9g} on average "
         f"over its {len(parts)} parts, in fp64: data parallel training averages "
         "over rows, so the loss must be a mean over them (no sum, no batch norm, "
         "no fp32 inside the model), or (sum, count). If it couples rows on "
@@ -356,15 +357,19 @@ def counts_equal(one: float, other: float) -> bool:
 def _check_optimizer(workload: ResolvedWorkload, model: nn.Module) -> None:
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     # with all parameters and with one, as the reference makes one optimizer for each
-    for some in (named, named[:1]):
+    for pairs in (named, named[:1]):
         for make in workload.optimizers.values():
-            made = make(some) if some is named else _made_alone(workload, make, some)
-            if not isinstance(made, torch.optim.Optimizer):
-                text = f"returned {type(made).__name__}, expected torch's Optimizer"
+            optimizer = (
+                make(pairs) if pairs is named else _made_alone(workload, make, pairs)
+            )
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                text = (
+                    f"returned {type(optimizer).__name__}, expected torch's Optimizer"
+                )
                 raise workload.refuse("optimizer", text)
-            _check_step(workload, made)
-            held = {id(p) for group in made.param_groups for p in group["params"]}
-            lost = [n for n, p in some if id(p) not in held]
+            _check_step(workload, optimizer)
+            ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            lost = [n for n, p in pairs if id(p) not in ids]
             if lost:
                 raise workload.refuse(
                     "optimizer", f"was given {lost[0]} and left it out"
@@ -428,22 +433,22 @@ def _check_alone(
             nonlocal seen
             seen += 1
 
-        some = {
+        chosen = {
             n: nn.Parameter(torch.ones(sizes[n], dtype=torch.float64)) for n in names
         }
         eager = torch.compiler.set_stance("force_eager")  # as references run
         with workload.calling("optimizer"), eager, torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            made = workload.optimizers[OWN]([*some.items()])
+            optimizer = workload.optimizers[OWN]([*chosen.items()])
             with suppress(AttributeError):  # no torch optimizer made it
-                made.register_step_pre_hook(see)
+                optimizer.register_step_pre_hook(see)
             for gradients in steps:
-                for name, parameter in some.items():
+                for name, parameter in chosen.items():
                     parameter.grad = gradients[name].clone()
                 state = torch.get_rng_state()
-                made.step()
+                optimizer.step()
                 drew |= not torch.equal(state, torch.get_rng_state())
-        return {name: p.detach() - 1 for name, p in some.items()}
+        return {name: p.detach() - 1 for name, p in chosen.items()}
 
     for name, beside in moved(sizes).items():
         if not seen and OfWorkload.LOOP in workload.has:

@@ -15,7 +15,7 @@ from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.conformance.judge import reference
 from gradparity.conformance.judge.bounds import make_parity_bounds
 from gradparity.conformance.judge.reference import Schedule
-from gradparity.conformance.rank import engine
+from gradparity.conformance.rank import layout
 from gradparity.fixtures import WorkloadError
 from gradparity.multiprocess import current_world
 from gradparity.tests.stacks import Right
@@ -105,7 +105,7 @@ def test_any_reference_of_a_case_may_be_the_one_that_begins_elsewhere(
 ) -> None:
     for cached in (reference._train, reference.rows_apart):
         cached.cache_clear()
-    made, right = itertools.count(), engine.initial_model
+    made, right = itertools.count(), layout.initial_model
 
     def initial_model(*args: object) -> nn.Module:
         model = right(*args)  # type: ignore[arg-type]  # passed on as they are

@@ -51,12 +51,12 @@ def _first_split(
             value = read(trace)
             if value is not None:
                 groups[value].append(rank.rank)
-        known = sum(map(len, groups.values()))
-        compared += known if known > 1 else 0  # one rank agrees with itself
-        alone += len(seen) - (known if known > 1 else 0)
+        n_agreeing = sum(map(len, groups.values()))
+        compared += n_agreeing if n_agreeing > 1 else 0  # one rank agrees with itself
+        alone += len(seen) - (n_agreeing if n_agreeing > 1 else 0)
         if len(groups) > 1:
-            found = _split(step, what, groups, bad_gradient(evidence, seen))
-            return replace(found, compared=compared, not_compared=alone)
+            split = _split(step, what, groups, bad_gradient(evidence, seen))
+            return replace(split, compared=compared, not_compared=alone)
     if alone and not compared:
         return skipped(f"no two ranks have a {what}")
     return count_or_inconclusive(

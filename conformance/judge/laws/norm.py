@@ -76,11 +76,11 @@ def reported(evidence: Evidence) -> Finding:
         compared += len(reported)
         if wrong and _is_of_its_gradients(evidence, step, seen, wrong):
             text = "and the reported norm is that of these"
-            found = inconclusive(f"step {step}: {_DEPART} (parity.gradient), {text}")
-            return replace(found, compared=compared, not_compared=missed)
+            finding = inconclusive(f"step {step}: {_DEPART} (parity.gradient), {text}")
+            return replace(finding, compared=compared, not_compared=missed)
         if wrong:
-            found = _misreported(step, wrong, reported, (due, bound))
-            return replace(found, compared=compared, not_compared=missed)
+            finding = _misreported(step, wrong, reported, (due, bound))
+            return replace(finding, compared=compared, not_compared=missed)
     if not compared and all(any(s.non_finite for s in x) for _, x in evidence.steps()):
         return skipped("every step had a bad gradient, so no norm is known")
     return count_or_inconclusive(compared, "norms within their bound", missed)
@@ -150,15 +150,15 @@ def _is_of_its_gradients(
 def _used_norm(evidence: Evidence, seen: Sequence[StepTrace]) -> float:
     """Norm of the whole gradient that the optimizers used, each element once."""
     at_ranks = list(zip(evidence.ranks, seen, strict=True))
-    square, known = 0.0, dict[str, NDArray[np.int64]]()
+    square, counted_places = 0.0, dict[str, NDArray[np.int64]]()
     for trace, at in at_ranks:
         for name in at.gradients:
             places = trace.places(at, name)
-            before = known.get(name, places[:0])
+            before = counted_places.get(name, places[:0])
             # what an earlier rank holds, too, is a replica
             values = gradient_of(at_ranks, trace, at, name)[~np.isin(places, before)]
             square += float(np.square(values, dtype=np.float64).sum())
-            known[name] = np.union1d(before, places)
+            counted_places[name] = np.union1d(before, places)
     return math.sqrt(square)
 
 
@@ -194,17 +194,17 @@ def factor(evidence: Evidence) -> Finding:
     compared, missed = 0, 0
     for step, seen in evidence.steps():
         rows = [row for row in parity.clipped if row.step == step]
-        known = [row for row in rows if row.above_noise]
-        wrong = [row for row in known if not abs(row.factor - row.due) <= row.bound]
-        missed += len(rows) - len(known)
+        clear = [row for row in rows if row.above_noise]
+        wrong = [row for row in clear if not abs(row.factor - row.due) <= row.bound]
+        missed += len(rows) - len(clear)
         lost = _has_departed(parity, step)
-        if lost or (wrong and not _is_clipping(evidence, seen, known)):
-            missed += len(known)
+        if lost or (wrong and not _is_clipping(evidence, seen, clear)):
+            missed += len(clear)
             continue
-        compared += len(known)
+        compared += len(clear)
         if wrong:
-            found = _clipped_otherwise(evidence, known, wrong)
-            return replace(found, compared=compared, not_compared=missed)
+            finding = _clipped_otherwise(evidence, clear, wrong)
+            return replace(finding, compared=compared, not_compared=missed)
     if not compared and not missed:
         return skipped("every step had a bad gradient: none was clipped")
     return count_or_inconclusive(compared, "gradients clipped by their factor", missed)

@@ -37,32 +37,32 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
         where = f"{worst.parameter}, step {worst.step}, rank {worst.rank}"
         message = f"worst {kind} at {worst.ratio:.2g} of its bound "
         message += f"({where}, {worst.measure})"
-    found = Finding(status=status, message=message)
+    finding = Finding(status=status, message=message)
     if first is not None:
-        found = _departed(first)
+        finding = _departed(first)
         if parity.reference:
             # the words of the law's text: what the plain reference is
-            said = found.message.replace("the fp64 truth", "the same train_step")
-            found = replace(found, message=said)
+            said = finding.message.replace("the fp64 truth", "the same train_step")
+            finding = replace(finding, message=said)
     schedule = parity.stack_schedule
     differs = schedule.differs
     # updates that agree so closely show nothing
     if differs is not None and (
         differs[0] <= first.step if first is not None else kind == "update"
     ):
-        found = replace(found, message=f"{found.message}; {differs[1]}")
+        finding = replace(finding, message=f"{finding.message}; {differs[1]}")
     if kind == "update" and schedule.followed:
         text = f"the reference follows the stack's schedule of {schedule.followed}"
-        found = replace(found, message=f"{found.message}; {text}")
+        finding = replace(finding, message=f"{finding.message}; {text}")
     own = [at.step for at in evidence.ranks[0].steps if at.own_skip]
     if kind == "update" and own and not parity.reference:
         text = f"the reference skips {_steps(own)}, as the stack decided on all ranks"
-        found = replace(found, message=f"{found.message}; {text}")
+        finding = replace(finding, message=f"{finding.message}; {text}")
     if parity.reference:
-        text = f"{found.message} (reference: {parity.reference})"
-        found = replace(found, message=text)
+        text = f"{finding.message} (reference: {parity.reference})"
+        finding = replace(finding, message=text)
     return replace(
-        found,
+        finding,
         compared=parity.compared[kind],
         not_compared=parity.not_compared[kind],
     )

@@ -107,9 +107,9 @@ def replicas(evidence: Evidence) -> Finding:
                 # different numbers of draws cannot be paired
                 if other is trace or len(theirs) != len(draws):
                     continue
-                for draw, there in zip(draws, theirs, strict=True):
+                for draw, their_draw in zip(draws, theirs, strict=True):
                     compared += 1
-                    if draw.state != there.state:
+                    if draw.state != their_draw.state:
                         text = (
                             f"applied to one activation, rank {trace.rank} drew other "
                             f"numbers than rank {other.rank}, which sees the same data"
@@ -139,7 +139,7 @@ def data(evidence: Evidence) -> Finding:
     if undecided is not None:
         return undecided
     compared = missed = 0
-    known: dict[object, list[tuple[int, RankTrace, Draw]]] = defaultdict(list)
+    places_by_draw: dict[object, list[tuple[int, RankTrace, Draw]]] = defaultdict(list)
     for step, seen in evidence.steps():
         for trace, s in zip(evidence.ranks, seen, strict=True):
             missed += s.drawn_outside
@@ -149,7 +149,7 @@ def data(evidence: Evidence) -> Finding:
                     continue
                 compared += 1
                 # over all steps: a rank must not repeat its numbers either
-                alike = known[draw.module, draw.state]
+                alike = places_by_draw[draw.module, draw.state]
                 for before, other, theirs in alike:
                     if theirs.applied == draw.applied or not _apart(
                         evidence, trace, other

@@ -95,17 +95,17 @@ def rule(evidence: Evidence) -> Finding:
         for s, trace in zip(seen, evidence.ranks, strict=True):
             if scenario.parsed_recipe.resume and step == scenario.resume_step:
                 counts[trace.rank] = None
-            known = s.growth_before is not None
-            growth = s.growth_before if known else counts[trace.rank]
+            is_counted = s.growth_before is not None
+            growth = s.growth_before if is_counted else counts[trace.rank]
             permitted = _permitted(scenario, s, growth, bad=bad)
             compared += 1
             if not _is_kept(s, permitted, bad=bad):
-                found = _broken(trace.rank, s, permitted[0], bad)
-                return replace(found, compared=compared)
+                finding = _broken(trace.rank, s, permitted[0], bad)
+                return replace(finding, compared=compared)
             # growth and backoff both reset the count, so a new scale makes it known
             # again
-            known = growth is not None or s.scale_after != s.scale_before
-            counts[trace.rank] = permitted[-1][1] if known else None
+            is_counted = growth is not None or s.scale_after != s.scale_before
+            counts[trace.rank] = permitted[-1][1] if is_counted else None
     return count_or_inconclusive(compared, "updates equal to the rule", evidence.unseen)
 
 
@@ -169,17 +169,17 @@ def continuity(evidence: Evidence) -> Finding:
         steps = [*saved, *trace.steps[: trace.completed]]
         for before, after in itertools.pairwise(steps):
             left = (before.scale_after, before.growth_after)
-            found = (after.scale_before, after.growth_before)
+            start = (after.scale_before, after.growth_before)
             compared += 1
-            if found != left:
+            if start != left:
                 return Finding(
                     status=Status.FAIL,
                     message=f"step {after.step}: rank {trace.rank} left step "
                     f"{before.step} with scale {left[0]:g}, tracker {_text(left[1])}, "
-                    f"and starts with {found[0]:g}, {_text(found[1])}",
+                    f"and starts with {start[0]:g}, {_text(start[1])}",
                     step=after.step,
                     ranks=(trace.rank,),
-                    numbers={"got": found[0], "expected": left[0]},
+                    numbers={"got": start[0], "expected": left[0]},
                     compared=compared,
                 )
     if not compared and any(True for _ in evidence.steps()):

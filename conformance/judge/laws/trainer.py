@@ -64,13 +64,13 @@ def _beside(evidence: Evidence, what: str) -> Iterator[_Beside]:
             continue
         why = f"({bad_gradient(evidence, seen)})" if bad else ""
         for s, trace in zip(seen, evidence.ranks, strict=True):
-            said = getattr(s, what)
-            if said is not None:
+            values = getattr(s, what)
+            if values is not None:
                 yield _Beside(
                     step=step,
                     rank=trace.rank,
-                    before=said[0],
-                    after=said[1],
+                    before=values[0],
+                    after=values[1],
                     taken=not bad,
                     why=why,
                 )
@@ -91,12 +91,12 @@ class _Loads:
         if self.compared or self.missed:
             what += f", with {self.compared} loads from a checkpoint"
         total, missed = self.compared + others, self.missed + unseen
-        found = count_or_inconclusive(total, what, missed)
+        finding = count_or_inconclusive(total, what, missed)
         # the law is on steps and on a load: steps alone are half of it
         if total and self.stopped and not self.compared:
-            text = f"{found.message}: the run stopped before one"
-            return replace(found, status=Status.INCONCLUSIVE, message=text)
-        return found
+            text = f"{finding.message}: the run stopped before one"
+            return replace(finding, status=Status.INCONCLUSIVE, message=text)
+        return finding
 
 
 def _loads(evidence: Evidence, what: str, subject: str) -> _Loads:
@@ -242,18 +242,20 @@ def _as_in_plain_steps(evidence: Evidence) -> tuple[int, Finding | None]:
     compared = 0
     apart: dict[tuple[int, str], float] = {}
     for trace, beside in zip(evidence.ranks, evidence.plain or (), strict=False):
-        for at, there in zip(trace.steps, beside.steps, strict=False):
+        for at, plain in zip(trace.steps, beside.steps, strict=False):
             for name, values in at.averages.items():
-                other = there.averages.get(name)
-                here, known = at.parameters.get(name), there.parameters.get(name)
-                if other is None or here is None or known is None:
+                other = plain.averages.get(name)
+                here, there_now = at.parameters.get(name), plain.parameters.get(name)
+                if other is None or here is None or there_now is None:
                     continue
                 if not np.array_equal(trace.index[name], beside.index.get(name, ())):
                     continue
                 wide = values.astype(np.float64)
                 if _is_narrow(values):
                     continue
-                far = max(apart.get((trace.rank, name), 0.0), _distance(here, known))
+                far = max(
+                    apart.get((trace.rank, name), 0.0), _distance(here, there_now)
+                )
                 apart[trace.rank, name] = far
                 rounding = (at.step + 1) * SAFETY * EPS * float(np.linalg.norm(wide))
                 bound, error = SAFETY * far + rounding, _distance(values, other)
@@ -300,7 +302,7 @@ def _torn(evidence: Evidence) -> tuple[int, Finding | None]:
     """
     compared = 0
     for step, seen in evidence.steps():
-        known: dict[tuple[str, str, str, str], tuple[int, str]] = {}
+        first_by_key: dict[tuple[str, str, str, str], tuple[int, str]] = {}
         for s, trace in zip(seen, evidence.ranks, strict=True):
             before, after = s.average or ({}, {})
             for name, (elements, was) in before.items():
@@ -310,7 +312,7 @@ def _torn(evidence: Evidence) -> tuple[int, Finding | None]:
                 if not moved or elements != len(trace.index[name]):
                     continue
                 key = (name, trace.shards[name], s.digests.get(name, ""), was)
-                rank, now = known.setdefault(key, (trace.rank, after[name][1]))
+                rank, now = first_by_key.setdefault(key, (trace.rank, after[name][1]))
                 compared += rank != trace.rank
                 if now != after[name][1]:
                     return compared, Finding(
@@ -364,12 +366,16 @@ def skips(evidence: Evidence) -> Finding:
 )
 def checkpoint(evidence: Evidence) -> Finding:
     """Compare the scaler's state before the save with that after the load."""
-    found = {t.rank: t.restored for t in evidence.ranks if t.restored is not None}
-    if not found and evidence.scenario.workload.save_checkpoint is None:
+    restored_by_rank = {
+        t.rank: t.restored for t in evidence.ranks if t.restored is not None
+    }
+    if not restored_by_rank and evidence.scenario.workload.save_checkpoint is None:
         return skipped("the workload has no save_checkpoint and load_checkpoint")
-    if found and all(each.saved == each.new for each in found.values()):
+    if restored_by_rank and all(
+        each.saved == each.new for each in restored_by_rank.values()
+    ):
         return skipped("the state that was saved is that of a new scaler")
-    for rank, each in found.items():
+    for rank, each in restored_by_rank.items():
         if each.loaded != each.saved:
             lost = "that of a new scaler" if each.loaded == each.new else "another one"
             return Finding(
@@ -379,10 +385,12 @@ def checkpoint(evidence: Evidence) -> Finding:
                 ranks=(rank,),
                 numbers={"saved": each.saved[0], "loaded": each.loaded[0]},
                 cause="not saved" if each.loaded == each.new else "saved wrong",
-                compared=len(found),
+                compared=len(restored_by_rank),
             )
     return count_or_inconclusive(
-        len(found), "states saved and loaded", len(evidence.ranks) - len(found)
+        len(restored_by_rank),
+        "states saved and loaded",
+        len(evidence.ranks) - len(restored_by_rank),
     )
 
 
@@ -406,8 +414,8 @@ def settings(evidence: Evidence) -> Finding:
         if missed or [s.non_finite for s in seen] != [s.non_finite for s in other]:
             missed += len(seen)
             continue
-        for at, there, trace in zip(seen, other, evidence.ranks, strict=True):
-            equal, differs = other_setting(at, there)
+        for at, uninterrupted, trace in zip(seen, other, evidence.ranks, strict=True):
+            equal, differs = other_setting(at, uninterrupted)
             compared += equal if step >= loaded else 0
             if differs and step < loaded:
                 text = f"{differs} in a second run, before anything was loaded"
@@ -438,13 +446,13 @@ def settings(evidence: Evidence) -> Finding:
 def weights(evidence: Evidence) -> Finding:
     """Compare the weights before the save with those after the load."""
     scenario, compared = evidence.scenario, 0
-    found = {t.rank: t.loaded for t in evidence.ranks if t.loaded is not None}
+    loaded_by_rank = {t.rank: t.loaded for t in evidence.ranks if t.loaded is not None}
     loads_own = scenario.parsed_recipe.resume and (
         OfWorkload.LOOP not in scenario.workload.has
     )
-    if not found and not loads_own:
+    if not loaded_by_rank and not loads_own:
         return skipped("no stack goes on from its own checkpoint")
-    for rank, (same, lost) in found.items():
+    for rank, (same, lost) in loaded_by_rank.items():
         compared += same
         if lost:
             return Finding(
@@ -458,7 +466,7 @@ def weights(evidence: Evidence) -> Finding:
                 cause="lost in the checkpoint",
                 compared=compared + 1,
             )
-    if found and not compared:
+    if loaded_by_rank and not compared:
         return inconclusive("training had moved no weight before the load")
     return count_or_inconclusive(compared, "weights loaded as they were saved")
 

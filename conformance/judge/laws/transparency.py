@@ -72,8 +72,8 @@ def first_difference(
             for s, t in zip(trace.steps, twin.steps, strict=True):
                 where = f"on rank {trace.rank} at step {s.step}"
                 for name, values in s.gradients.items():
-                    found = t.gradients.get(name)
-                    if found is None or values.tobytes() != found.tobytes():
+                    theirs = t.gradients.get(name)
+                    if theirs is None or values.tobytes() != theirs.tobytes():
                         return f"the gradient of {name} {where}"
                 for name, digest in s.digests.items():
                     if digest != t.digests.get(name):

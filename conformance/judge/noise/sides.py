@@ -166,12 +166,12 @@ class JumpLog(TorchFunctionMode):
         """
         number = len(self._inputs)
         try:
-            some = _some_of(value)
+            elements = _some_of(value)
         except RuntimeError:
             return None  # without values, as inside torch.func or on the meta device
-        self._inputs.append(some)
-        known = number < len(self._distances)
-        distance, zeros = self._distances[number] if known else (0.0, False)
+        self._inputs.append(elements)
+        is_noted = number < len(self._distances)
+        distance, zeros = self._distances[number] if is_noted else (0.0, False)
         if not distance:
             return None
         mine = local(value.detach())
@@ -179,9 +179,9 @@ class JumpLog(TorchFunctionMode):
         steps = (self._side * distance * signs).to(mine)
         steps[((mine == 0) & (not zeros)) | (mine.abs() > -MASKED)] = 0.0
         moved = value.detach() + _as_part_of(value, steps)
-        here, there = (local(_derivative(v, called)) for v in (value.detach(), moved))
-        least = JUMP * torch.stack([here, there]).abs().max()
-        places = ((here - there).abs() > least).reshape(-1).nonzero().view(-1)
+        here, beyond = (local(_derivative(v, called)) for v in (value.detach(), moved))
+        least = JUMP * torch.stack([here, beyond]).abs().max()
+        places = ((here - beyond).abs() > least).reshape(-1).nonzero().view(-1)
         if not len(places):
             return None
         chosen = torch.randperm(len(places), generator=self._generator)[:FLIPPED]
@@ -193,8 +193,8 @@ class JumpLog(TorchFunctionMode):
 def _some_of(value: Tensor) -> NDArray[np.float64]:
     """At most ``2 * SAMPLE`` elements of what this rank holds of a tensor."""
     flat = local(value.detach()).reshape(-1)
-    some = flat[:: max(1, len(flat) // SAMPLE)].double().cpu().numpy()
-    return some.copy()  # the function may write into it
+    elements = flat[:: max(1, len(flat) // SAMPLE)].double().cpu().numpy()
+    return elements.copy()  # the function may write into it
 
 
 def _as_part_of(value: Tensor, part: Tensor) -> Tensor:
@@ -215,8 +215,8 @@ def _derivative(value: Tensor, called: Callable[[Tensor], Any]) -> Tensor:
     """Derivative of the sum of all results, or the result of a comparison."""
     with torch.enable_grad():
         leaf = value.clone().requires_grad_()
-        found = called(leaf * 1)  # what works in place must not get a leaf
-        first: Tensor = found if isinstance(found, Tensor) else found[0]
+        result = called(leaf * 1)  # what works in place must not get a leaf
+        first: Tensor = result if isinstance(result, Tensor) else result[0]
         if first.requires_grad:
             (derivative,) = torch.autograd.grad(
                 first.sum(), leaf, allow_unused=True, materialize_grads=True
@@ -245,13 +245,13 @@ def sides_of(
 
 
 def _distances(truth: Inputs, plain: Inputs) -> tuple[tuple[float, bool], ...]:
-    found = []
+    distances = []
     for true, mine in zip(truth, plain, strict=False):
         if true.shape != mine.shape:  # other calls: nothing says which belong together
             break
-        known = (np.abs(true) < -MASKED) & (np.abs(mine) < -MASKED)
-        largest = np.abs(true - mine).max(initial=0.0, where=known)
+        unmasked = (np.abs(true) < -MASKED) & (np.abs(mine) < -MASKED)
+        largest = np.abs(true - mine).max(initial=0.0, where=unmasked)
         # where the truth has zeros, such as what another ReLU cut off, they are no
         # chance and are zeros in all runs
-        found.append((FURTHER * float(largest), bool(true.all())))
-    return tuple(found)
+        distances.append((FURTHER * float(largest), bool(true.all())))
+    return tuple(distances)
