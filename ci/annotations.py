@@ -29,7 +29,7 @@ def render(report: Report) -> str:
     if len(lines) > SHOWN:
         # one of the lines that GitHub shows is this one
         more = len(lines) - SHOWN + 1
-        lines[SHOWN - 1 :] = [_whole(f"{more} more broken laws are in the report")]
+        lines[SHOWN - 1 :] = [_whole(f"{more} more failed checks are in the report")]
     return "".join(f"{line}\n" for line in lines)
 
 

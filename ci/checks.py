@@ -115,7 +115,7 @@ def _decides(case: CaseRecord) -> Iterator[Checked]:
     """
     if case.status != "skipped" and {v.status for v in case.verdicts} <= {"skipped"}:
         why = case.verdicts[0].message if case.verdicts else "it has no verdicts"
-        text = f"no law was decided: {why}"
+        text = f"no check was decided: {why}"
         verdict = Verdict(law=DECIDED, status=Status.INCONCLUSIVE, message=text)
         yield Checked(
             case=case, verdict=verdict, reason=_broken(case, "undecided", verdict)
@@ -243,7 +243,7 @@ def check_vanished(report: Report, baseline: Baseline) -> Iterator[Reason]:
             continue
         for law in old.exact.laws:
             if case.verdict(law) is None:
-                yield _vanished(old, f"law {law} is not judged in {where}", law)
+                yield _vanished(old, f"check {law} is not judged in {where}", law)
 
 
 def _vanished(old: BaselineCase, text: str, law: str = "") -> Reason:
@@ -269,7 +269,7 @@ def check_whole(
     """
     decided = [c for c in report.cases if _decided(c)]
     if not decided:
-        text = f"nothing was compared: {len(report.cases)} cases, no law decided"
+        text = f"nothing was compared: {len(report.cases)} cases, no check decided"
         yield Reason(kind="nothing", text=text)
     if len(decided) < min_cases:
         text = f"{len(decided)} cases were judged, at least {min_cases} were promised"

@@ -210,7 +210,7 @@ def _unknown(report: Report, baseline: Baseline) -> Iterator[str]:
         for verdict in sorted(case.verdicts, key=lambda v: v.law):
             if verdict.law not in old.exact.laws:
                 law, now = verdict.law, verdict.status
-                text = f"new: law {law} is not in the baseline: it is {now} in "
+                text = f"new: check {law} is not in the baseline: it is {now} in "
                 text += f"{at(case)}: --update-baseline makes it a promise"
                 new.append(((law, now), text))
     yield from folded(new)

@@ -77,7 +77,7 @@ def _parser() -> Parser:
         "--expect",
         type=Path,
         metavar="FILE",
-        help="TOML file of violations that are known and excused",
+        help="TOML file of known failures",
     )
     add(
         "--strict",

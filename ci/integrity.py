@@ -36,7 +36,7 @@ def contradictions(report: Report) -> list[str]:
 def _one_verdict_a_law(case: CaseRecord) -> Iterator[str]:
     for law, count in Counter(v.law for v in case.verdicts).items():
         if count > 1:
-            yield f"law {law} has {count} verdicts"
+            yield f"check {law} has {count} verdicts"
 
 
 def _status_follows(case: CaseRecord) -> Iterator[str]:

@@ -87,7 +87,7 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     replay: str = ""
     """The command that shows it again."""
     where: str = ""
-    """Where the run first departs and what explains it, in words, if it was found."""
+    """Where the run first differs and what explains it, in words, if it was found."""
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, f"a reason of kind {self.kind!r}"
@@ -108,7 +108,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     consequences: int
     """Further reasons in the same cases."""
     where: str = ""
-    """Where one of the cases first departs, with the case if it is not the reason's."""
+    """Where one of the cases first differs, with the case if it is not the reason's."""
 
     @property
     def line(self) -> str:

@@ -209,7 +209,7 @@ def _localise(parsed: argparse.Namespace) -> int:
         return EXIT_CODES[case.status] or EXIT_CODES["inconclusive"]
     say(plain(found.text))
     for name in found.parameters:
-        say(f"  departs: {plain(name)}")
+        say(f"  differs: {plain(name)}")
     say(f"run {case.seconds:.1f} s, second run {found.seconds:.1f} s")
     if found.where == "unknown":
         return EXIT_CODES["error"]

@@ -1,7 +1,7 @@
 """Workloads whose parts are compiled; those of ``Wrong`` compile with a wrong backend.
 
 ``one_percent`` makes every output of what it compiles 1 % too large: a run that does
-compile departs from the reference, and one that quietly runs eager code does not.
+compile differs from the reference, and one that quietly runs eager code does not.
 """
 
 import time

@@ -51,7 +51,7 @@ TOOLS = {"mutants": "mutants"}
 """Command -> the tool that parses its own arguments."""
 _TOOLS_HELP = {
     "bench": "time scaler or harness",
-    "mutants": "check the judge: is each faulty scaler caught by its law",
+    "mutants": "test gradparity itself: is each faulty scaler caught by its check",
 }
 
 DEFAULT_SCALER = "gradparity.scaler:GradScaler"
@@ -228,7 +228,7 @@ def _add_replay(commands: Commands) -> None:
 
 def _add_localise(commands: Commands) -> None:
     localise = _command(
-        commands, "localise", "find the first module that departs from the reference"
+        commands, "localise", "find the first module that differs from the reference"
     )
     localise.add_argument("scenario", nargs=1, metavar="ID", help="a scenario id")
     localise.add_argument(
@@ -254,9 +254,9 @@ def _add_hunt(commands: Commands) -> None:
     hunt.add_argument(
         "--script",
         type=file,
-        default=Path("violation.py"),
+        default=Path("failure.py"),
         metavar="FILE",
-        help="where to write a violation as a script that needs only torch",
+        help="where to write a failure as a script that needs only torch",
     )
 
 
@@ -289,7 +289,7 @@ def _seconds(text: str) -> float:
 
 def _add_small(commands: Commands) -> None:
     listing = _command(
-        commands, "list", "list laws, topologies, models and what else can be chosen"
+        commands, "list", "list checks, topologies, models and what else can be chosen"
     )
     listing.add_argument(
         "what",
@@ -301,7 +301,7 @@ def _add_small(commands: Commands) -> None:
     explain = _command(
         commands,
         "explain",
-        "explain a law, a chapter, a scenario or the schema of a report in words",
+        "explain a check, a group of checks, a scenario or the schema of a report",
     )
     explain.add_argument(
         "what",
@@ -604,7 +604,7 @@ _RUN: Options = {
     "require": repeated("SPEC", "scalers that decide the exit code (all)", _specs),
     "fail-fast": {
         "action": "store_true",
-        "help": "stop at the first violation or error",
+        "help": "stop at the first failed check or error",
     },
     "layouts": repeated(
         "NAME", "each of these topologies against one process, three steps in fp32"

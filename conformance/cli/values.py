@@ -108,7 +108,7 @@ def _check_law(name: str) -> None:
     chapters = list(dict.fromkeys(law.partition(".")[0] for law in laws))
     if name not in (*laws, *chapters, "report.jsonl"):
         raise UsageError(
-            f"{name!r} is neither a law (see gradparity list laws), a chapter of them "
+            f"{name!r} is neither a check (see gradparity list laws), a group of them "
             f"({', '.join(chapters)}), a scenario id nor report.jsonl"
             f"{did_you_mean(name, [*laws, *chapters])}"
         )

@@ -7,13 +7,13 @@ suggests. Rows need no such search, because the reference runs on the rank's own
 If no part has its shape, the tensor is not compared.
 
 [Note: Whose fault]
-The first tensor that departs decides, in the order of the reference and over all ranks,
+The first tensor that differs decides, in the order of the reference and over all ranks,
 because a collective carries a fault from one rank to others. A wrong output is the
 fault of its module; a wrong input is the fault of the enclosing module, which computed
 it. In forward inputs come in and outputs come out; in backward gradients of outputs
 come in and gradients of inputs come out. Inside a module with right outputs a tensor
 may have any value, such as a partial sum that is reduced before the module returns: it
-does not count. If no activation departs, the fault is in the loss, the gradients of the
+does not count. If no activation differs, the fault is in the loss, the gradients of the
 parameters, or the optimizer.
 
 [Note: Factors]
@@ -240,7 +240,7 @@ class Boundaries:
         return None if tensor is None else tensor.state
 
     def _counts(self, rank: int, boundary: Boundary, way: Direction) -> bool:
-        """True if an output of a call departs and no enclosing call corrects it."""
+        """True if an output of a call differs and no enclosing call corrects it."""
         state = self._state(rank, boundary)
         if state in (None, "right"):
             return False
@@ -275,7 +275,7 @@ class Boundaries:
         return call == other or other in self._around(call)
 
     def _describe(self, way: Direction, first: Boundary, rank: int) -> Location:
-        """The description of the first tensor that departs."""
+        """The description of the first tensor that differs."""
         state = self._state(rank, first)
         ranks = [r for r in self.ranks if self._state(r, first) == state]
         faulty, boundary = first.of, first
@@ -289,18 +289,18 @@ class Boundaries:
         subject = module or "the model"
         inside = "" if first.of == faulty else first.module
         at_step = f"step {self.step}, micro-batch {micro_batch}"
-        departs = f"departs by {tensor.error:.2g} (bound {tensor.bound:.1g})"
+        differs = f"differs by {tensor.error:.2g} (bound {tensor.bound:.1g})"
         if not np.isfinite(tensor.error):
-            departs = "is not finite"
+            differs = "is not finite"
         if tensor.state == "partial":
-            departs = f"is a partial sum that nothing adds up ({departs})"
-        what = f"{self._came_in(rank, faulty, way)}, the {boundary.kind} {departs}"
+            differs = f"is a partial sum that nothing adds up ({differs})"
+        what = f"{self._came_in(rank, faulty, way)}, the {boundary.kind} {differs}"
         if inside and boundary is first:
-            what = f"inside it, at {inside}, the {first.kind} {departs}"
+            what = f"inside it, at {inside}, the {first.kind} {differs}"
         elif inside:
-            what += f"; inside it, at {inside}, the {first.kind} departs first"
+            what += f"; inside it, at {inside}, the {first.kind} differs first"
         elif first.kind == way.enters:
-            what = f"the {first.kind} {departs}"
+            what = f"the {first.kind} {differs}"
         parts = [f"{way.name} of {subject} on {rank_list(ranks)}, {at_step}: {what}"]
         log = self.ranks[rank].log
         dtype = log.passed[first].dtype
@@ -310,7 +310,7 @@ class Boundaries:
         if self.after[first]:
             parts.append(
                 "an optimizer has stepped before it in this step: weights may be what "
-                "departs"
+                "differs"
             )
         collective = log.last_collective(first)
         parts.append(f"last collective before it: {collective}")

@@ -44,7 +44,7 @@ def doubts_of(
     if _cuts_rows(scenario) and not rows_apart(scenario.model):
         text = (
             "gradients are no sums over rows here: where the batch is cut the "
-            "reference departs from itself, in fp64, too. A layer that looks at all "
+            "reference differs from itself, in fp64, too. A layer that looks at all "
             "rows at once does that. Write shard or micro_batches if parts are to give "
             "what the whole does, or, if train_step gathers what it needs of other "
             f"ranks: {line}"

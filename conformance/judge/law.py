@@ -156,7 +156,7 @@ def law(
     """Register the decorated function in :data:`LAWS`; see the fields of Law."""
 
     def enter(judge: Judge) -> Judge:
-        assert id not in LAWS, f"two laws are called {id}"
+        assert id not in LAWS, f"two checks are called {id}"
         LAWS[id] = Law(
             id=id,
             text=text,
@@ -214,7 +214,7 @@ def _finding(law: Law, evidence: Evidence) -> Finding:
     if random and law.chapter in _REFERENCE:
         return skipped("random layers are on: every other recipe turns them off")
     if not (evidence.scaler or law.of_stack):
-        return skipped("a law of scalers, and this run has none")
+        return skipped("a check of scalers, and this run has none")
     finding = law.judge(evidence)
     doubt = ""
     if finding.status == Status.FAIL and law.chapter in _REFERENCE:
@@ -233,7 +233,7 @@ def _if_enough(law: Law, finding: Finding, evidence: Evidence) -> Finding:
     if finding.status != Status.PASS or (n_compared and n_compared >= law.least * due):
         return finding
     needed = f", and a pass needs {law.least:.0%} of them" if n_compared else ""
-    message = f"{n_compared} of {due} comparisons that were due could be made{needed}: "
+    message = f"{n_compared} of {due} comparisons could be made{needed}: "
     message += law.hidden
     if not due and law.hidden == STOPPED and not evidence.unseen:
         message = "nothing of it was due in this run"

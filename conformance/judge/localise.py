@@ -1,9 +1,9 @@
-"""Localise: the first module whose output or gradient departs from the reference.
+"""Localise: the first module whose output or gradient differs from the reference.
 
 Steps: run the scenario once more up to the first bad step, with every module watched
 (:mod:`..rank.watched_step`); run the reference, watched in the same way, in fp64 and in
 the scenario's precision; compare every tensor at a module boundary; find the first
-module that departs (:func:`locate`).
+module that differs (:func:`locate`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NAMED = 4
 
 
 def first_bad_step(parity: Parity) -> int | None:
-    """The first step at which anything that is compared departs, or None."""
+    """The first step at which anything that is compared differs, or None."""
     return min((row.step for row in parity.first_bad.values()), default=None)
 
 
@@ -59,7 +59,7 @@ def locate(
     step: int,
     watched: Sequence[Watched],
 ) -> Location:
-    """Find where the run first departs from the truth.
+    """Find where the run first differs from the truth.
 
     Args:
         scenario: what was trained.
@@ -81,7 +81,7 @@ def locate(
             ending = f", though a tensor inside does: {inner.text}"
         return Location(
             where="nowhere",
-            text=f"nothing departs at step {step}{ending}",
+            text=f"nothing differs at step {step}{ending}",
             step=step,
             compared=boundaries.compared,
             not_compared=boundaries.not_compared,
@@ -167,7 +167,7 @@ class _Gradients:
             if at.step == step
         ]
         rows = self.departed["gradient"] or self.departed["update"]
-        # those that depart most come first
+        # those that differ most come first
         rows = sorted(rows, key=lambda row: row.ratio, reverse=True)
         self.names = list(dict.fromkeys(row.parameter for row in rows))
         wrong = bool(self.departed["gradient"])
@@ -180,32 +180,32 @@ class _Gradients:
     def also(self) -> str:
         """The departures of the parameters' gradients, in words."""
         if not self.departed["gradient"]:
-            return "no gradient of a parameter departs"
+            return "no gradient of a parameter differs"
         return self._all_of_them()
 
     def loss(self) -> Location:
         row = self.departed["loss"][0]
         mean = mean_loss(at for _, at in self.seen)
-        assert mean is not None  # one departs
+        assert mean is not None  # one differs
         factor = mean / (self.truth_loss or 1.0)
         finite = bool(np.isfinite(factor))
         size = _times(factor) if finite else "not finite"
         size += self._share(factor)
         return Location(
             where="loss",
-            text=f"the loss of step {self.step} departs: it is {size}; {self.also}",
+            text=f"the loss of step {self.step} differs: it is {size}; {self.also}",
             factor=factor if finite else None,
             error=row.error,
             bound=row.bound,
         )
 
     def average(self) -> Location:
-        """The location if the running average of the weights alone departs."""
+        """The location if the running average of the weights alone differs."""
         rows = self.departed["average"]
         first = max(rows, key=lambda row: row.ratio)
         return Location(
             where="average",
-            text=f"the running average of {first.parameter} departs, and no weight "
+            text=f"the running average of {first.parameter} differs, and no weight "
             "does: it moves by another rule than on one rank, or more or less often",
             ranks=tuple(
                 sorted({r.rank for r in rows if r.parameter == first.parameter})
@@ -283,7 +283,7 @@ class _Gradients:
     def way_out(self, found: Location) -> str:
         """The line to add for training that is no single step.
 
-        Only where nothing else explains what departs, and the workload may have it: a
+        Only where nothing else explains what differs, and the workload may have it: a
         fault that the one rank has, too, would be hidden.
         """
         workload = self.scenario.workload
@@ -299,7 +299,7 @@ class _Gradients:
             reduced = not self._unreduced(rows[0].parameter) if rows else True
             explained = odd or missing or not reduced
         else:
-            # A second forward at other weights (SAM) departs under a right loss.
+            # A second forward at other weights (SAM) differs under a right loss.
             explained = found.where != "forward" or bool(self.departed["loss"])
         if explained or found.factor is not None or not rows:
             return ""
@@ -309,7 +309,7 @@ class _Gradients:
         )
 
     def own(self) -> Location:
-        """The location if gradients depart and no activation does."""
+        """The location if gradients differ and no activation does."""
         rows = self.departed["gradient"]
         first = max(rows, key=lambda row: row.ratio)
         same = [row for row in rows if row.parameter == first.parameter]
@@ -328,7 +328,7 @@ class _Gradients:
             ranks, module = tuple(sorted({row.rank for row in rows})), ""
         if not (everything and (self.kept or self.factor is not None)):
             text = (
-                f"the gradient of {first.parameter} itself departs on "
+                f"the gradient of {first.parameter} itself differs on "
                 f"{rank_list(ranks)}, step {self.step}, by {first.error:.2g} (bound "
                 f"{first.bound:.1g}){self._unreduced(first.parameter)}; {text}"
             )
@@ -359,11 +359,11 @@ class _Gradients:
             )
         moves = (pair for name in self.names for pair in self._moves(name))
         factor = _common((multiple_of(*pair) for pair in moves), self.rest)
-        departs = f"departs by {row.error:.2g} (bound {row.bound:.1g})"
+        differs = f"differs by {row.error:.2g} (bound {row.bound:.1g})"
         if not np.isfinite(row.error):
-            departs = "is not finite"
+            differs = "is not finite"
         elif factor is not None:
-            departs = f"is {_times(factor)}"
+            differs = f"is {_times(factor)}"
         look = "look at the optimizer, and at what comes between it and the gradients"
         seen = any(at.gradients for _, at in self.seen)
         which = f"of step {self.step} are right" if seen else "are out of sight"
@@ -377,7 +377,7 @@ class _Gradients:
             error=row.error,
             bound=row.bound,
             text=f"all gradients {which}, the update of "
-            f"{_some(self.names)} {departs}: {self.setting or look}",
+            f"{_some(self.names)} {differs}: {self.setting or look}",
         )
 
     def _never_trained(self, name: str) -> bool:
@@ -419,7 +419,7 @@ class _Gradients:
             of_all = f"of the {self.facts.passes} micro-batches of this step"
             return f"{which}{listed} are those of {self.kept} alone, {of_all}"
         if self.factor is None:
-            return f"{which}{listed} depart{self.of_ranks}"
+            return f"{which}{listed} differ{self.of_ranks}"
         causes = causes_of(self.factor, self.rest, self.facts)
         why = f", as if {causes}" if causes else ""
         return f"{which}{listed} are {_times(self.factor)}{why}"

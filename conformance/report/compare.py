@@ -54,11 +54,11 @@ def _verdicts(old: CaseRecord, new: CaseRecord) -> list[Change]:
     before = {v.law: v for v in old.verdicts}
     after = {v.law: v for v in new.verdicts}
     changes = [
-        Change(kind="gone", text=f"gone: law {law} in {where}")
+        Change(kind="gone", text=f"gone: check {law} in {where}")
         for law in before.keys() - after.keys()
     ]
     changes += [
-        Change(kind="new", text=f"new: law {law} in {where}")
+        Change(kind="new", text=f"new: check {law} in {where}")
         for law in after.keys() - before.keys()
     ]
     for law in before.keys() & after.keys():

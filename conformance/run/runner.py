@@ -177,8 +177,10 @@ class _Seen:
             self.problem, self.error = root_cause(failure), failure
         # a fault of the judge: reported, and the run continues
         except Exception as error:
-            _LOGGER.exception("the judge broke in %s", self.scenario.id)
-            self.problem = f"the judge broke: {type(error).__name__}: {error}"[:400]
+            _LOGGER.exception("gradparity itself failed in %s", self.scenario.id)
+            self.problem = f"gradparity itself failed: {type(error).__name__}: {error}"[
+                :400
+            ]
             self.error = error
 
 

@@ -250,7 +250,9 @@ def _incomplete(records: Sequence[CaseRecord], planned: int) -> str:
             f"{first.scenario}: {first.problem}"
         )
     if len(records) < planned:
-        return f"stopped at the first violation: {len(records)} of {planned} cases ran"
+        return (
+            f"stopped at the first failed check: {len(records)} of {planned} cases ran"
+        )
     return ""
 
 

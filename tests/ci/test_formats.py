@@ -67,12 +67,12 @@ def hostile_report(text: str) -> Report:
 
 
 # regression: N24
-DIAGNOSIS = "the loss of step 0 departs: it is 0.500 x the truth: a share of it"
+DIAGNOSIS = "the loss of step 0 differs: it is 0.500 x the truth: a share of it"
 
 
 def located_report() -> Report:
     """One law fails in three cases, and the second one was localised."""
-    broken = verdict("parity.loss", "fail", "step 0: the loss departs")
+    broken = verdict("parity.loss", "fail", "step 0: the loss differs")
     cases = [
         replace(c, verdicts=(*c.verdicts, broken), status="fail")
         for c in sample().cases
@@ -85,7 +85,7 @@ def located_report() -> Report:
 @pytest.mark.parametrize("name", ["annotations", "junit", "markdown"])
 def test_every_format_has_the_diagnosis_beside_the_finding(name: str) -> None:
     made = unescape(RENDERERS[name](located_report()))
-    found = made.index("step 0: the loss departs")
+    found = made.index("step 0: the loss differs")
     assert found < made.index(f"where it begins: {'(in ' * (name != 'junit')}")
     assert DIAGNOSIS in made
     if name == "annotations":
@@ -303,5 +303,5 @@ def test_annotations_stop_where_github_does() -> None:
     ]
     lines = annotations.render(report_of(bad)).splitlines()
     assert len(lines) == annotations.SHOWN
-    assert "21 more broken laws" in lines[-1]
+    assert "21 more failed checks" in lines[-1]
     assert annotations.render(sample()) == ""

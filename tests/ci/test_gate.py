@@ -103,7 +103,7 @@ WORSE: dict[str, tuple[Edit, int, str]] = {
         1,
         "too-few: parity.gradient could not make 3 comparisons, was 0",
     ),
-    "a law is gone": (first(drop_law), 1, "vanished: law scale.rule is not judged"),
+    "a law is gone": (first(drop_law), 1, "vanished: check scale.rule is not judged"),
     "a scenario is gone": (
         lambda r: report_of(r.cases[1:]),
         1,
@@ -245,7 +245,7 @@ def test_a_law_that_the_baseline_lacks_is_reported(
     new = report_of(new_law(c) for c in sample().cases)
     code, told = gate(new, tmp_path, capsys, "--baseline", str(baseline))
     assert code == 0
-    line = "note: new: law new.law is not in the baseline: it is pass in fsdp/2/"
+    line = "note: new: check new.law is not in the baseline: it is pass in fsdp/2/"
     (note,) = [x for x in told.splitlines() if x.startswith(line)]
     assert note.endswith("--update-baseline makes it a promise (and 2 more)")
 
@@ -477,7 +477,7 @@ def test_a_case_that_could_not_run_is_no_pass(
     skipped = tuple(verdict(v.law, "skipped", words) for v in large.verdicts)
     large = replace(large, verdicts=skipped, status="inconclusive", curves=None)
     report = report_of([*sample().cases, large])
-    line = f"undecided: no law was decided: {words} in hsdp+tp/8/fp32/sgd/none"
+    line = f"undecided: no check was decided: {words} in hsdp+tp/8/fp32/sgd/none"
     for options in ((), ("--baseline", str(baseline))):
         code, told = gate(report, tmp_path, capsys, *options)
         assert code == 4 and line in told

@@ -168,7 +168,7 @@ def test_a_failing_run_tells_its_story(failing: Path, visit: Visitor) -> None:
     assert tallies[1].startswith("torch.amp:GradScaler fails on tp: 1 of 2 runs.")
     assert tallies[1].endswith("1 fail, 1 pass")
     headings = page.locator("main h2").all_inner_texts()
-    assert headings[:2] == ["First evidence", "Topology, precision and law"]
+    assert headings[:2] == ["Results by topology", "Topology, precision and check"]
     story = page.locator(".story[data-verdict=fail]")
     assert story.count() == 1
     told = story.inner_text()
@@ -221,10 +221,10 @@ def test_where_it_begins_comes_first(
     real: Report, tmp_path: Path, visit: Visitor
 ) -> None:
     """With a link to the run; equal places are one."""
-    text = "forward of up departs on rank 1"
+    text = "forward of up differs on rank 1"
     (bad,) = (c for c in real.cases if c.status == "fail")
     where = Location(where="forward", module="up", text=text)
-    apart = (Verdict(law="parity.gradient", status="fail", message="departs"),)
+    apart = (Verdict(law="parity.gradient", status="fail", message="differs"),)
     cases = [
         replace(bad, verdicts=apart, location=where, scenario=name)
         for name in (bad.scenario, "x")

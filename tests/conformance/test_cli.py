@@ -65,7 +65,7 @@ FAULTY_CASE = "fsdp/2/fp32/sgd/inf@r1s1:up.weight/steps=3"
         (["rnu"], "did you mean run?"),
         (["run", "--topology", "ddp,fspd"], "did you mean fsdp?"),
         (["explain", "agreement.scales"], "did you mean agreement.scale?"),
-        (["explain", "agreement.nosuch"], "neither a law"),
+        (["explain", "agreement.nosuch"], "neither a check"),
         (["run", "--out", "/dev/null/x"], "is a file, expected a folder"),
         (["report", "nosuch.jsonl", "--html", "/dev/null"], "expected a folder"),
         (["replay", FAULTY_CASE, "--script", "/dev"], "expected a file"),
@@ -304,7 +304,7 @@ def test_a_scaler_of_the_current_folder_and_fail_fast(
     assert code == 1, capsys.readouterr().err
     report = read_report(tmp_path / "r.jsonl")
     assert report.cases[-1].status == "fail"
-    assert "stopped at the first violation" in report.incomplete or (
+    assert "stopped at the first failed check" in report.incomplete or (
         len(report.cases) == report.header.planned
     )
 

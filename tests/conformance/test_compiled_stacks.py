@@ -125,7 +125,7 @@ def test_draws_in_compiled_code_are_counted_and_not_compared(runner: Runner) -> 
 @pytest.mark.parametrize(
     ("stack", "words"),
     [
-        (stacks.WrongFullyShard, "what came in is right, the output departs by"),
+        (stacks.WrongFullyShard, "what came in is right, the output differs by"),
         (stacks.WrongCompiled, "they are compiled as a whole"),
     ],
 )

@@ -301,7 +301,7 @@ def parity_of(of: Evidence, *rows: tuple[str, float]) -> Evidence:
 
 def test_a_parity_failure_names_parameter_rank_and_bound() -> None:
     of = parity_of(evidence(), ("gradient", 2.0), ("update", 3.0), ("loss", 4.0))
-    bound = "departs from the fp64 truth: relative norm of the error"
+    bound = "differs from the fp64 truth: relative norm of the error"
     for law, subject, error in (
         ("gradient", "the gradient of w on rank 1", 2),
         ("update", "the update of w on rank 1", 3),
@@ -346,7 +346,7 @@ def test_parity_over_less_than_its_least_share_is_no_pass(
     if status != "pass":
         least = "10" if kind == "update" else "50"
         assert found.message.startswith(
-            f"3 of {3 + missed} comparisons that were due could be made, and a pass "
+            f"3 of {3 + missed} comparisons could be made, and a pass "
             f"needs {least}% of them: "
         )
 

@@ -149,7 +149,7 @@ def test_wrong_gradients_fail_however_they_are_laid_out(
 ) -> None:
     found = case(runner, stack)
     told = {v.law: v.message for v in found.verdicts if v.status == "fail"}
-    assert "departs from the fp64 truth" in told["parity.gradient"], found.problem
+    assert "differs from the fp64 truth" in told["parity.gradient"], found.problem
 
 
 @pytest.mark.world(world_size=4)

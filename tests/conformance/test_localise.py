@@ -156,7 +156,7 @@ def test_the_report_on_a_wrong_forward(runner: Runner) -> None:
     found = located(runner, own(misplaced.MaskOnRank1))
     assert found.text.startswith(
         "forward of blocks.0.attention on rank 1, step 0, micro-batch 0: what came in "
-        "is right, the output departs by 0.0"
+        "is right, the output differs by 0.0"
     )
     assert found.inside == "blocks.0.attention.out"
     assert "36 of 36 gradients" not in found.text  # those of the head's input are right
@@ -167,7 +167,7 @@ def test_the_report_on_a_wrong_forward(runner: Runner) -> None:
 
 def test_a_step_inside_of_a_step_is_told(runner: Runner) -> None:
     found = located(runner, own(misplaced.NeverAveragedTwice, "dp2/2/fp32"))
-    assert "micro-batch 1: what came in is right, the output departs" in found.text
+    assert "micro-batch 1: what came in is right, the output differs" in found.text
     assert "an optimizer has stepped before it in this step" in found.text
     first = located(runner, own(misplaced.NoSumInBackwardTwice))
     assert "an optimizer has stepped" not in first.text
@@ -362,9 +362,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["localise", own(misplaced.NoSum)]) == 1
     out = capsys.readouterr().out
     assert out.startswith("forward of blocks.1.attention.out on ranks 0, 1, step 0")
-    assert "  departs: embed.weight\n" in out
+    assert "  differs: embed.weight\n" in out
     assert main(["localise", "single/1/fp32/sgd/none/steps=2"]) == 0
-    assert capsys.readouterr().out.startswith("nothing departs at step 0")
+    assert capsys.readouterr().out.startswith("nothing differs at step 0")
     assert main(["localise", "pp/2/fp32/sgd/inf@r0s0:first/steps=2"]) == 2
     assert "cannot be trained without a scaler" in capsys.readouterr().err
 
@@ -386,7 +386,7 @@ def test_the_verdict_and_not_the_place_decides_the_exit_code(
 def test_what_is_not_compared_is_not_called_right(runner: Runner) -> None:
     found = located(runner, own(misplaced.WrongTokens, "dp2/2/fp32"))
     assert (found.where, found.module) == ("forward", "embed")
-    assert "what came in could not be compared, the output departs" in found.text
+    assert "what came in could not be compared, the output differs" in found.text
 
 
 def test_the_gradient_that_departs_most_is_named(runner: Runner) -> None:
@@ -394,7 +394,7 @@ def test_the_gradient_that_departs_most_is_named(runner: Runner) -> None:
     found = located(runner, own(misplaced.ClippedAfterAFault, "dp2/2/fp32"))
     assert found.parameters[0] == "embed.weight"
     assert (found.where, found.module) == ("gradient", "embed")
-    assert "the gradient of embed.weight itself departs" in found.text
+    assert "the gradient of embed.weight itself differs" in found.text
     assert "x the truth, as clipping by a norm with it in makes them" in found.text
 
 

@@ -59,7 +59,7 @@ def test_an_error_of_the_judge_is_reported_and_ends_no_run(
             patch.setattr(runner, "judge", broken)
             case = judging.run(scaler, scenario)
         assert case.status is Status.ERROR
-        assert case.problem == "the judge broke: KeyError: 'some parameter'"
+        assert case.problem == "gradparity itself failed: KeyError: 'some parameter'"
         assert judging.run(scaler, scenario).status is Status.PASS
 
 

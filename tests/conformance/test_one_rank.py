@@ -543,7 +543,7 @@ class RateOfRanks(Trains):
     ("stack", "words"),
     [
         (HalvesGradients, "all 4 gradients are 0.500 x the truth"),
-        (WrongOnOneRank, "departs on rank 1"),
+        (WrongOnOneRank, "differs on rank 1"),
         (RateOfRanks, ": lr of 0.weight is 0.02 on rank 0 at step 0, and 0.01 by the"),
     ],
 )

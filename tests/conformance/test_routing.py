@@ -285,7 +285,7 @@ def test_a_departure_after_an_unclear_routing_choice_is_inconclusive() -> None:
     assert of.parity is not None
     add(of.parity, row("gradient", error=1.5))
     assert finding(of, "parity.gradient").status == "fail"
-    of.ranks[0].steps[3].unclear_choices = 1  # after the step that departs
+    of.ranks[0].steps[3].unclear_choices = 1  # after the step that differs
     of.parity.doubts = doubts_in(of)
     assert finding(of, "parity.gradient").status == "fail"
     of.ranks[0].steps[0].unclear_choices = 1

@@ -108,7 +108,7 @@ def test_fail_fast_stops_at_the_first_violation_and_at_nothing_less(
     judge += ["inconclusive", "fail", "pass"]
     assert run("--fail-fast") == 1
     assert [case.status for case in report().cases] == ["inconclusive", "fail"]
-    assert report().incomplete == "stopped at the first violation: 2 of 3 cases ran"
+    assert report().incomplete == "stopped at the first failed check: 2 of 3 cases ran"
 
 
 def test_an_exception_of_the_workload_that_comes_twice_ends_the_run(

@@ -287,7 +287,7 @@ def test_each_scaler_is_hunted(
     assert code == 1, output
     assert "tried with gradparity.fixtures.faulty:PlainScaler" in output
     assert "script: violation-2.py" in output.replace("\n", "")
-    assert not (tmp_path / "violation.py").exists()
+    assert not (tmp_path / "failure.py").exists()
     compile((tmp_path / "violation-2.py").read_text(), "violation-2.py", "exec")
 
 

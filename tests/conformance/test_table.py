@@ -36,7 +36,7 @@ def compared(**changes: object) -> Comparison:
 
 
 def failed(scenario: str) -> CaseRecord:
-    law = Verdict(law="parity.gradient", status="fail", message="it departs")
+    law = Verdict(law="parity.gradient", status="fail", message="it differs")
     where = Location(where="forward", text="forward of q_norm")
     bad = with_verdict(case(scenario), law)
     return replace(
@@ -59,7 +59,7 @@ def test_a_row_has_verdict_worst_tensor_errors_and_bound() -> None:
     assert second[:4] == ["tp", "2", "fp32", "**FAIL** (1 of 2): parity.gradient"]
     # of all tensors the one furthest beyond its bound
     assert second[4:] == [tensor, "0.5", "0.004", "1e-06"]
-    assert "- tp: it departs Where: forward of q_norm" in table
+    assert "- tp: it differs Where: forward of q_norm" in table
     assert table.startswith("**gradparity: violations**, 3 cases\n")
 
 

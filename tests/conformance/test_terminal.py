@@ -104,7 +104,7 @@ def test_a_cell_counts_each_cause() -> None:
 # regression: N26
 def test_a_cell_shows_the_whole_first_cause_and_counts_the_others() -> None:
     clue = "lr of 0.weight is 0.02 on rank 0, and 0.01 by the workload's scheduler"
-    long = f"step 0: the update of {'a.' * 120}weight departs from the truth; {clue}"
+    long = f"step 0: the update of {'a.' * 120}weight differs from the truth; {clue}"
     one = case("a:B", "fail")
     (broken,) = [v for v in one.verdicts if v.status == "fail"]
     causes = [
@@ -146,7 +146,7 @@ def test_facts_are_step_ranks_parameter_and_numbers() -> None:
 
 
 def test_the_first_places_are_shown_and_the_others_counted() -> None:
-    places = [f"the gradient of w{i} departs" for i in range(PLACES + 2)]
+    places = [f"the gradient of w{i} differs" for i in range(PLACES + 2)]
     wrong = case("a:B", "fail")
     verdicts = tuple(replace(v, law="parity.gradient") for v in wrong.verdicts)
     cases = [
@@ -172,7 +172,7 @@ def test_a_place_is_shown_only_if_it_is_that_of_the_cause() -> None:
     wrong = case("a:B", "fail")
     (law,) = wrong.verdicts
     text = "the update of w is 0.88 off: look at the optimizer"
-    later = replace(law, law="parity.update", message="the update departs")
+    later = replace(law, law="parity.update", message="the update differs")
     both = replace(
         wrong,
         verdicts=(law, later),
@@ -207,11 +207,11 @@ def test_the_report_shows_how_much_each_law_compared() -> None:
     }
     made, file = console(terminal=False)
     print_report(made, report)
-    line = "compared: parity.update 10 of 40, all other laws all that was due\n"
+    line = "compared: parity.update 10 of 40, all other checks all they could\n"
     assert line in file.getvalue()
     laws = {"parity.update": LawText(text="t", reason="r")}
     page = render_page(replace(report, header=replace(report.header, laws=laws)))
-    assert "Compared here: 10 of 40 that were due." in page
+    assert "Compared here: 10 of 40." in page
 
 
 def test_cases_skipped_for_one_exception_are_one_line() -> None:

@@ -61,7 +61,7 @@ def test_a_right_stack_passes(
     assert {"parity.gradient", "parity.update", "parity.loss"} <= compared
     if scaler == "none":
         reasons = {v.message for v in found.verdicts if v.law == "scale.rule"}
-        assert reasons == {"a law of scalers, and this run has none"}
+        assert reasons == {"a check of scalers, and this run has none"}
         assert not any(law.startswith(("scale", "transparency")) for law in compared)
 
 
@@ -77,7 +77,7 @@ def test_a_wrong_scaler_is_caught_on_a_right_stack(runner: Runner) -> None:
     [
         (stacks.ForgetsAllReduce, "agreement.replicas", "differs from its replica"),
         (stacks.ForgetsOneBias, "agreement.replicas", "2.bias"),
-        (stacks.SumsForMean, "parity.gradient", "departs from the fp64 truth"),
+        (stacks.SumsForMean, "parity.gradient", "differs from the fp64 truth"),
         (stacks.SlightlyOff, "parity.gradient", "0.weight"),
         (stacks.BiasOnOneRank, "agreement.replicas", "2.bias on rank 1"),
         pytest.param(

@@ -555,7 +555,7 @@ def test_a_scaler_is_judged_on_counted_losses(runner: Runner) -> None:
 )
 def test_a_wrong_stack_is_caught(runner: Runner, stack: type, recipe: str) -> None:
     found = case(runner, stack, recipe)
-    assert "departs from the fp64 truth" in failed(found)["parity.gradient"]
+    assert "differs from the fp64 truth" in failed(found)["parity.gradient"]
     if recipe != "plain":
         assert case(runner, stack).status == "pass"
 

@@ -743,7 +743,7 @@ def test_a_step_that_clips_scaled_gradients_fails_with_any_scaler(
 ) -> None:
     assert case(runner, ScalesLate).status == "pass"
     found = case(runner, ScalesLate, PLAIN)
-    assert "departs from the fp64 truth" in failed(found)["parity.gradient"]
+    assert "differs from the fp64 truth" in failed(found)["parity.gradient"]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from ..law import (
 from ..measured import ClipRow, Parity, gradient_of
 
 _STOPPED = "the run stopped before its norms could be compared"
-_DEPART = "the gradients themselves depart from the fp64 truth"
+_DEPART = "the gradients themselves differ from the fp64 truth"
 _ADVICE = (
     "Count a sharded tensor once over the ranks that hold its shards, a replicated "
     "one once in all and not once per rank, and experts over their groups. Leave "
@@ -40,7 +40,7 @@ _ADVICE = (
     "A norm that lacks a shard or counts a replica twice gives a wrong clipping factor "
     f"and hides divergence in the logs. {_ADVICE}",
     of_stack=True,
-    hidden="elsewhere the references are not finite, or the weights already depart "
+    hidden="elsewhere the references are not finite, or the weights already differ "
     "from the truth",
 )
 def reported(evidence: Evidence) -> Finding:

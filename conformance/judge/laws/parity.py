@@ -80,7 +80,7 @@ def _all_bad(evidence: Evidence) -> bool:
 def _departed(row: ParityRow) -> Finding:
     return Finding(
         status=Status.FAIL,
-        message=f"step {row.step}: {_subject(row)} departs from the fp64 truth: "
+        message=f"step {row.step}: {_subject(row)} differs from the fp64 truth: "
         + _by_how_much(row),
         step=row.step,
         # the loss that is compared is the mean of all ranks

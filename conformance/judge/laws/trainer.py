@@ -196,14 +196,14 @@ def average(evidence: Evidence) -> Finding:
         return Finding(
             status=Status.FAIL if doubt is None else Status.INCONCLUSIVE,
             message=f"step {row.step}: the running average of {row.parameter} on rank "
-            f"{row.rank} departs from that of the same train_step: relative "
+            f"{row.rank} differs from that of the same train_step: relative "
             f"{row.measure} of the error {row.error:.3g}, bound {row.bound:.3g} "
             f"(reference: {parity.reference}){text}",
             step=row.step,
             ranks=(row.rank,),
             parameter=row.parameter,
             numbers={"error": row.error, "bound": row.bound},
-            cause="departs from one rank",
+            cause="differs from one rank",
             compared=compared + parity.compared["average"],
         )
     alike = 0 if parity is None else parity.compared["average"]
