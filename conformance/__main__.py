@@ -277,7 +277,7 @@ def _selection(parsed: argparse.Namespace) -> Selection:
 def _list(parsed: argparse.Namespace) -> int:
     from .cli.listing import listing
 
-    for line in listing(parsed.what, parsed.preset, _selection(parsed)):
+    for line in listing(parsed.what, Chosen.of(vars(parsed))):
         say(line)
     return 0
 

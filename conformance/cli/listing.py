@@ -1,93 +1,107 @@
-"""The output of ``gradparity list`` and ``gradparity explain``."""
+"""The output of ``gradparity list`` and ``gradparity explain``.
+
+Torch is imported only for what is made: scenarios, and the meshes of a workload.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ...fixtures import KINDS, MODELS, OPTIMIZERS, PRECISIONS, TOPOLOGIES, dataset_of
-from ...fixtures.peers import PEERS
-from ..judge import laws as laws
-from ..judge.law import LAWS
-from ..space.catalogue import PRESETS, Selection, select
-from ..space.recipes import RECIPES
-from ..space.scenario import Scenario
+from ..chosen import Chosen
+from .tables import law_texts, names_of, rows_of
 
 __all__ = ["explain", "listing"]
 
 
-def listing(what: str, preset: str, selection: Selection) -> Iterator[str]:
-    """Lines of ``gradparity list what``.
+def listing(what: str, chosen: Chosen) -> Iterator[str]:
+    """Yield the lines of ``gradparity list what``.
+
+    Args:
+        what: the kind of names.
+        chosen: options that narrow them.
 
     Raises:
         UsageError: if the selection names something unknown.
     """
-    if what == "scenarios":
-        yield from (scenario.id for scenario in select(preset, selection))
+    if what == "scenarios" or (what == "topologies" and chosen.workload):
+        yield from _made(what, chosen)
     else:
         yield from _TABLES[what]()
 
 
-def _laws() -> Iterator[str]:
-    return (f"{law.id:28} {law.text}" for law in LAWS.values())
+def _made(what: str, chosen: Chosen) -> Iterator[str]:
+    from ..space.catalogue import Selection, select
+
+    selection = Selection.of(chosen)
+    if what == "scenarios":
+        yield from (scenario.id for scenario in select(chosen.preset, selection))
+    else:
+        for t in selection.resolved.topologies.values():
+            yield f"{t.name:10} {t.default_world_size} ranks; {t.text}"
 
 
 def _topologies() -> Iterator[str]:
-    for t in TOPOLOGIES.values():
-        yield f"{t.name:10} {t.default_world_size} ranks; {t.text}"
+    for name, row in rows_of("topology").items():
+        yield f"{name:10} {row['default_world_size']} ranks; {row['text']}"
 
 
-def _precisions() -> Iterator[str]:
-    return (f"{p.name:14} {p.text}" for p in PRECISIONS.values())
+def _with_text(what: str, width: int) -> Callable[[], Iterator[str]]:
+    """Return a listing of names, each with its text."""
+    return lambda: (f"{n:{width}} {row['text']}" for n, row in rows_of(what).items())
+
+
+def _laws() -> Iterator[str]:
+    return (f"{law.id:28} {law.text}" for law in law_texts())
 
 
 def _models() -> Iterator[str]:
-    for name in MODELS:
-        yield f"{name:15} trained on {dataset_of(name)}"
-
-
-def _recipes() -> Iterator[str]:
-    return (f"{name:18} {recipe.text}" for name, recipe in RECIPES.items())
+    for name, row in rows_of("model").items():
+        yield f"{name:15} trained on {row['dataset']}"
 
 
 def _faults() -> Iterator[str]:
-    yield f"KIND@rRANKsSTEP:PARAMETER, joined by ';'; KIND is {', '.join(KINDS)};"
+    kinds = ", ".join(names_of("fault"))
+    yield f"KIND@rRANKsSTEP:PARAMETER, joined by ';'; KIND is {kinds};"
     yield "RANK and STEP may be *, PARAMETER first or last; ! spares the replicas"
 
 
 def _scalers() -> Iterator[str]:
     yield "gradparity.scaler:GradScaler"
     yield "gradparity.scaler:ShardedGradScaler"
-    yield from (peer.spec for peer in PEERS.values())
+    yield from (str(row["spec"]) for row in rows_of("scaler").values())
 
 
 _TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "laws": _laws,
     "topologies": _topologies,
-    "precisions": _precisions,
-    "optimizers": lambda: iter(OPTIMIZERS),
+    "precisions": _with_text("precision", 14),
+    "optimizers": lambda: iter(names_of("optimizer")),
     "models": _models,
-    "recipes": _recipes,
-    "presets": lambda: iter(PRESETS),
+    "recipes": _with_text("recipe", 18),
+    "presets": _with_text("preset", 8),
     "faults": _faults,
     "scalers": _scalers,
 }
 
 
 def explain(what: str) -> str:
-    """A law, a chapter of laws or a scenario in words.
+    """Return a check, a group of checks or a scenario in words.
 
     Raises:
-        UsageError: if ``what`` is none of them: names of laws are checked before
+        UsageError: if ``what`` is none of them: names of checks are checked before
             (``values.check_values``).
     """
-    # laws before scenarios: only an id has a slash
-    laws = [law for law in LAWS.values() if what in (law.id, law.chapter)]
+    # checks before scenarios: only an id has a slash
+    laws = [law for law in law_texts() if what in (law.id, law.id.partition(".")[0])]
     if laws:
         return "\n\n".join(f"{x.id}\n\n{x.text}\n\nWhy: {x.reason}" for x in laws)
-    return _explain_scenario(Scenario.parse(what))
+    return _explain_scenario(what)
 
 
-def _explain_scenario(s: Scenario) -> str:
+def _explain_scenario(text: str) -> str:
+    from ..space.scenario import Scenario
+
+    s = Scenario.parse(text)
     shape = " x ".join(
         f"{axis} {size}"
         for axis, size in s.parsed_topology.mesh_shape(s.world_size).items()

@@ -1,79 +1,27 @@
 """Values that are checked before torch is imported, which takes seconds.
 
-The names are read from the sources of their tables, since importing those imports
-torch. What cannot be read there is checked later, by the tables themselves.
+What cannot be read from the sources of tables is checked later, by the tables.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
 from ..status import UsageError, did_you_mean, id_parts, unknown
+from .tables import law_texts, names_of
 
-__all__ = ["TABLES", "check_spec", "check_values", "names_of"]
+__all__ = ["check_spec", "check_values"]
 
-_ROOT = Path(__file__).parents[2]
-TABLES = {
-    "topology": ("fixtures/topologies.py", "TOPOLOGIES"),
-    "model": ("fixtures/models.py", "MODELS"),
-    "precision": ("fixtures/precisions.py", "PRECISIONS"),
-    "optimizer": ("fixtures/optimizers.py", "OPTIMIZERS"),
-    "preset": ("conformance/space/catalogue.py", "PRESETS"),
-}
-"""Option -> the file and the table of its values."""
-_LAWS = _ROOT / "conformance" / "judge" / "laws"
+_OPTIONS = ("topology", "model", "precision", "optimizer", "preset")
+"""Options whose values are names of a table."""
 _OF_A_WORKLOAD = ("topology", "optimizer")
 """Options whose values come from the workload, if one is given."""
-
-
-def names_of(what: str) -> list[str]:
-    """The keys of a table as its source states them."""
-    file, table = TABLES[what]
-    tree = ast.parse((_ROOT / file).read_text(encoding="utf-8"))
-    (value,) = (
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.AnnAssign)
-        and isinstance(node.target, ast.Name)
-        and node.target.id == table
-    )
-    added = [  # TABLE["name"] = ...
-        node.targets[0].slice
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Subscript)
-        and isinstance(node.targets[0].value, ast.Name)
-        and node.targets[0].value.id == table
-    ]
-    return [*_keys(value), *map(_text, added)]
-
-
-def _keys(table: ast.expr | None) -> Iterator[str]:
-    """The keys of ``{"a": ...}``, the names of ``{t.name: t for t in (T(...),)}``."""
-    if isinstance(table, ast.Dict):
-        nodes = list(table.keys)
-    else:
-        assert isinstance(table, ast.DictComp)
-        (items,) = (generator.iter for generator in table.generators)
-        assert isinstance(items, ast.Tuple)
-        calls = [each for each in items.elts if isinstance(each, ast.Call)]
-        words = [word for call in calls for word in call.keywords]
-        nodes = [word.value for word in words if word.arg == "name"]
-    for node in nodes:
-        yield _text(node)
-
-
-def _text(node: ast.expr | None) -> str:
-    assert isinstance(node, ast.Constant)
-    return str(node.value)
 
 
 def check_values(parsed: argparse.Namespace) -> None:
@@ -83,7 +31,7 @@ def check_values(parsed: argparse.Namespace) -> None:
         UsageError: names the value and the known ones.
     """
     workload = getattr(parsed, "workload", "")
-    for what in TABLES:
+    for what in _OPTIONS:
         values = getattr(parsed, what, None) or ()
         if not (workload and what in _OF_A_WORKLOAD):
             _check(what, [values] if isinstance(values, str) else list(values))
@@ -104,7 +52,7 @@ def _check(what: str, given: list[str]) -> None:
 
 
 def _check_law(name: str) -> None:
-    laws = [law for chapter in sorted(_LAWS.glob("*.py")) for law in _laws_of(chapter)]
+    laws = [law.id for law in law_texts()]
     chapters = list(dict.fromkeys(law.partition(".")[0] for law in laws))
     if name not in (*laws, *chapters, "report.jsonl"):
         raise UsageError(
@@ -112,11 +60,6 @@ def _check_law(name: str) -> None:
             f"({', '.join(chapters)}), a scenario id nor report.jsonl"
             f"{did_you_mean(name, [*laws, *chapters])}"
         )
-
-
-def _laws_of(chapter: Path) -> list[str]:
-    """The first arguments of the decorators ``@law("chapter.name", ...)``."""
-    return re.findall(r'^@law\(\s*"([^"]+)"', chapter.read_text(encoding="utf-8"), re.M)
 
 
 def _check_id(text: str) -> None:

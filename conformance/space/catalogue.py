@@ -102,6 +102,7 @@ LIMITS: dict[str, tuple[str, dict[str, float]]] = {
 
 
 def _parity(selection: Selection) -> Iterator[Scenario]:
+    """Three runs of each layout: the main job."""
     for model in (
         [selection.workload] if selection.workload else selection.models or DATASETS
     ):

@@ -16,11 +16,15 @@ from gradparity import __version__, fixtures
 from gradparity.ci import gate
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.cli import listing
-from gradparity.conformance.cli.values import TABLES, check_values, names_of
+from gradparity.conformance.cli.arguments import LISTS
+from gradparity.conformance.cli.tables import TABLES, law_texts, names_of, rows_of
+from gradparity.conformance.cli.values import check_values
 from gradparity.conformance.judge.law import LAWS
 from gradparity.conformance.report.records import ReportWriter, read_report
 from gradparity.conformance.space.catalogue import PRESETS
+from gradparity.conformance.space.recipes import RECIPES
 from gradparity.conformance.status import UsageError
+from gradparity.fixtures.peers import PEERS
 from gradparity.tests.conformance.test_report import case, header, write
 
 PROGRAM = [sys.executable, "-m", "gradparity.conformance"]
@@ -128,14 +132,47 @@ def test_the_names_that_are_read_without_torch_are_those_of_the_tables() -> None
         "precision": fixtures.PRECISIONS,
         "optimizer": fixtures.OPTIMIZERS,
         "preset": PRESETS,
+        "recipe": RECIPES,
+        "fault": fixtures.KINDS,
+        "scaler": PEERS,
     }
     assert {what: names_of(what) for what in TABLES} == {
         what: list(table) for what, table in tables.items()
     }
 
 
+def test_the_texts_that_are_read_without_torch_are_those_of_the_tables() -> None:
+    for what, table in (
+        ("topology", fixtures.TOPOLOGIES),
+        ("precision", fixtures.PRECISIONS),
+        ("recipe", RECIPES),
+    ):
+        texts = {name: row["text"] for name, row in rows_of(what).items()}
+        assert texts == {name: entry.text for name, entry in table.items()}
+    assert [*law_texts()] == [(x.id, x.text, x.reason) for x in LAWS.values()]
+
+
+def test_names_are_listed_and_explained_without_torch() -> None:
+    words = [["list", what] for what in LISTS if what != "scenarios"]
+    program = (
+        "import sys; from gradparity.conformance.__main__ import main\n"
+        f"for words in {[*words, ['explain', 'scale']]}:\n"
+        "    assert main(words) == 0 and 'torch' not in sys.modules, words"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True)
+    assert done.returncode == 0 and done.stdout, done.stderr.decode()
+
+
+def test_the_meshes_of_a_workload_are_listed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["list", "topologies", "--workload", "examples.workload:Stack"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert {"single", "dp2", "dp2-tp2"} <= {*names} and "fsdp" not in names
+
+
 def test_the_laws_that_are_read_without_torch_are_those_there_are() -> None:
-    with pytest.raises(UsageError, match="a chapter of them"):
+    with pytest.raises(UsageError, match="a group of them"):
         explained("nosuch")
     for name in (*LAWS, *(law.chapter for law in LAWS.values())):
         explained(name)
