@@ -75,8 +75,9 @@ def _check_id(text: str) -> None:
 def check_spec(spec: str) -> None:
     """Refuse a missing module, or an attribute that its source never mentions."""
     module, _, attribute = spec.partition(":")
-    if not all(part.isidentifier() for part in [*module.split("."), attribute]):
-        return
+    parts = [*module.split("."), attribute]
+    if parts[-2:-1] == ["py"] or not all(part.isidentifier() for part in parts):
+        return  # a file, which is refused where it would be imported
     module_spec, here = _find(module), Path.cwd()
     if module_spec is None:
         top = module.partition(".")[0]

@@ -39,6 +39,8 @@ FAULTY_CASE = "fsdp/2/fp32/sgd/inf@r1s1:up.weight/steps=3"
         (["run", "--scaler", "nosuch:Thing"], "cannot import"),
         (["run", "--scaler", "torch.amp:Nope"], "has no attribute 'Nope'"),
         (["run", "--scaler", "torch"], "is no module:attribute"),
+        (["run", "--scaler", "../mine.py:Scaler"], "name its module, mine:Scaler"),
+        (["list", "topologies", "--workload", "s.py:W"], "name its module, s:W"),
         (["run", "--scaler", "math:pi"], "is not callable"),
         (["run", "--topology", "ring"], "unknown topology 'ring'"),
         (["run", "--model", "mnist"], "unknown model 'mnist'"),

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from gradparity.conformance.__main__ import main
+from gradparity.conformance.cli.arguments import LISTS
 from gradparity.fixtures.peers import PEERS
 from gradparity.tests.docs_blocks import PAGES, ROOT, Block, blocks, inline_commands
 from gradparity.tests.extras import needs
@@ -128,6 +129,8 @@ def check_options(words: list[str]) -> None:
     for option in re.findall(r"--[a-z-]+", " ".join(words)):
         known = re.search(rf"{option}(?![\w-])", told)
         assert known, f"{words[1]} has no {option}"
+    if words[1] == "list":
+        assert words[2] in LISTS, f"list has no {words[2]}"
 
 
 def help_of(command: str) -> str:
