@@ -263,8 +263,7 @@ def _started(spec: WorldSpec, context: Context) -> RankProcesses:
     try:
         # To all before the first answer is awaited: they join a process group together.
         for rank in ranks.ranks:
-            start = Start(spec=spec, rank=rank.rank, context=context)
-            rank.send(start, spec.start_timeout_s)
+            rank.send(Start(spec=spec, rank=rank.rank, context=context))
         _outcomes(ranks, spec.start_timeout_s)
     except BaseException:
         ranks.kill()  # also on ctrl-C: nothing else knows of them yet
@@ -287,8 +286,7 @@ def _call(
         leaves_nothing=options.leaves_nothing,
         prepares=options.prepares,
     )
-    for rank in ranks.ranks:
-        rank.send(run, options.timeout_s)
+    ranks.send(run)
     return _outcomes(ranks, options.timeout_s, prepares=options.prepares)
 
 

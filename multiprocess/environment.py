@@ -11,6 +11,10 @@ AGENT_VARIABLE = "GRADPARITY_AGENT"
 so in all its children, none of which is an agent again."""
 
 
+WORLD_VARIABLE = "GRADPARITY_WORLD"
+"""Environment variable: set on every rank, and so in all its children."""
+
+
 def on_torchrun() -> bool:
     """True if torchrun made this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ

@@ -12,6 +12,7 @@ import enum
 import pickle
 import socket
 import struct
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,9 +116,14 @@ def pickled(value: object) -> bytes:
     return bytes(cloudpickle.dumps(value))
 
 
+def packed(message: object) -> bytes:
+    """Pickle a message of this module."""
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+
+
 def send(sock: socket.socket, message: object) -> None:
-    """Send one message; blocks as long as the socket's own timeout allows."""
-    payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    """Send one message; waits until the other side has taken it."""
+    payload = packed(message)
     sock.sendall(_LENGTH.pack(len(payload)))
     sock.sendall(payload)  # apart: joined, a large one would be copied
 
@@ -140,6 +146,38 @@ def _read(sock: socket.socket, count: int) -> bytearray | None:
             return None
         parts += part
     return parts
+
+
+class Outbox:
+    """Sends messages over a socket without ever waiting for it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._parts: deque[memoryview] = deque()
+
+    @property
+    def pending(self) -> bool:
+        """True if the socket has not taken everything yet."""
+        return bool(self._parts)
+
+    def put(self, payload: bytes) -> None:
+        """Add a packed message, and send what the socket takes at once."""
+        self._parts += memoryview(_LENGTH.pack(len(payload))), memoryview(payload)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the socket takes now; forget the rest if the other side is gone."""
+        while self._parts:
+            try:
+                count = self._sock.send(self._parts[0], socket.MSG_DONTWAIT)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                self._parts.clear()  # its exit pipe tells why
+                return
+            self._parts[0] = self._parts[0][count:]
+            if not self._parts[0]:
+                self._parts.popleft()
 
 
 class Inbox:

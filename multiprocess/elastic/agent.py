@@ -23,11 +23,11 @@ import functools
 import itertools
 import os
 import signal
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+from .. import linux
 from ..cluster import BaseCluster, pickled_call
 from ..environment import AGENT_VARIABLE
 from ..errors import HarnessError, WorldError
@@ -219,9 +219,9 @@ class Agent:
         except Ended:
             return  # before all had joined
         # torchrun ends all when the first has failed, and would report -15 for these.
-        until = time.monotonic() + ANSWER_S
+        until = linux.now_s() + ANSWER_S
         for rank in range(1, self.size):
-            self._meeting.wait(f"bye/{rank}", max(0.0, until - time.monotonic()))
+            self._meeting.wait(f"bye/{rank}", max(0.0, until - linux.now_s()))
 
     def note(self, name: str, text: str) -> None:
         """Leave a note for an agent that may replace the leader."""
@@ -238,7 +238,7 @@ class Agent:
                 f"{what}/{rank}",
                 self._calls,
                 limit_s,
-                functools.partial(self._check_rank, rank, time.monotonic()),
+                functools.partial(self._check_rank, rank, linux.now_s()),
                 author=rank,
             )
             if found is None:
@@ -254,7 +254,7 @@ class Agent:
         self.check()
         # Whether its process is gone is read from the store and /proc: too much for
         # each look at a rank that answers at once.
-        late = time.monotonic() - since_s > _LATENESS_S
+        late = linux.now_s() - since_s > _LATENESS_S
         if late and self._membership.is_gone(rank):
             raise HarnessError(f"rank {rank}: {self._membership.state(rank)}")
 

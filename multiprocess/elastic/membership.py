@@ -23,7 +23,6 @@ import os
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -87,7 +86,7 @@ class Membership:
         self._size = size
         self._known: dict[int, Member] = {}
         self._run: SignedStore | None = None
-        self._meet_until = time.monotonic() + MEET_S
+        self._meet_until = linux.now_s() + MEET_S
 
     def join(self, gpus: int, local_size: int) -> None:
         """Leave this agent's record."""
@@ -111,7 +110,7 @@ class Membership:
         """
         found = []
         for rank in range(self._size):
-            left_s = max(ANSWER_S, self._meet_until - time.monotonic())
+            left_s = max(ANSWER_S, self._meet_until - linux.now_s())
             member = self._member(rank, left_s, check)
             if member is None:
                 raise HarnessError(
@@ -139,11 +138,11 @@ class Membership:
         torchrun has asked this process to end, as it does when another one has ended.
         """
         self._store.set_flag(f"here/{self._rank}")
-        until = self._meet_until = time.monotonic() + ANSWER_S
+        until = self._meet_until = linux.now_s() + ANSWER_S
         silent = [
             rank
             for rank in range(self._size)
-            if not self._is_here(rank, max(0.0, until - time.monotonic()))
+            if not self._is_here(rank, max(0.0, until - linux.now_s()))
         ]
         if not silent:
             return "ended by torchrun (SIGTERM) on all ranks"
@@ -160,7 +159,7 @@ class Membership:
     def report_error(self, cause: str) -> None:
         """Leave the reason why this agent ends."""
         # Those that have not joined by now do not wait for this one.
-        self._meet_until = min(self._meet_until, time.monotonic() + ANSWER_S)
+        self._meet_until = min(self._meet_until, linux.now_s() + ANSWER_S)
         with suppress(HarnessError):
             store = self.run_store(lambda: None)
             store.put(f"cause/{self._rank}", cause.encode())
@@ -262,7 +261,7 @@ class HeartbeatMonitor:
         self._keys = [f"heartbeat/{rank}" for rank in range(1, size)]
         self._heard: list[bytes] = []
         self._silent_s = [0.0] * len(self._keys)
-        self._looked = time.monotonic()
+        self._looked = linux.now_s()
 
     @answering()
     def silent(self) -> list[int]:
@@ -270,7 +269,7 @@ class HeartbeatMonitor:
 
         None yet, while another is about to join them: one cause is reported once.
         """
-        since = time.monotonic() - self._looked
+        since = linux.now_s() - self._looked
         if self._keys and since >= _INTERVAL_S and self._store.check(self._keys):
             # Asked often, looked once a second: a look is a request to the store.
             self._looked += since

@@ -20,7 +20,6 @@ import hmac
 import os
 import secrets
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import torch.distributed as dist
 
+from .. import linux
 from ..environment import cache_folder
 from ..errors import HarnessError
 from ..rank.worker import connect
@@ -183,9 +183,13 @@ class SignedStore:
         return value
 
     @answering()
-    def set_flag(self, key: str) -> None:
-        """Store a flag, which says that it is there, and is not signed."""
-        self.raw.set(key, "")
+    def set_flag(self, key: str) -> int:
+        """Store a flag, which says that it is there, and is not signed.
+
+        Returns:
+            How often it has been set, this time included.
+        """
+        return self.raw.add(key, 1)
 
     @answering()
     def wait(
@@ -195,13 +199,13 @@ class SignedStore:
 
         Polled, because a thread in the store's own ``wait`` handles no signal.
         """
-        until = time.monotonic() + limit_s
+        until = linux.now_s() + limit_s
         sleep_s = _MIN_SLEEP_S
         while not self.raw.check([key]):
             check()
-            if time.monotonic() >= until:
+            if linux.now_s() >= until:
                 return False
-            time.sleep(sleep_s)
+            linux.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, _MAX_SLEEP_S)
         return True
 

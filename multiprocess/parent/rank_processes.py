@@ -132,6 +132,7 @@ class RankProcess:
             self.sock = kept.enter_context(ours)
             handed.enter_context(theirs)
             self.inbox = messages.Inbox(ours)
+            self.outbox = messages.Outbox(ours)
             self.exit_fd, exit_w = pipe()
             output_r, output_w = pipe()
             stacks_r, stacks_w = pipe()
@@ -148,15 +149,9 @@ class RankProcess:
         """True if the end of the process was not observed yet."""
         return self.exit_code is None
 
-    def send(self, message: object, limit_s: float) -> None:
-        """Send a message; a rank that is gone or does not listen is found out later."""
-        self.sock.settimeout(limit_s)
-        try:
-            messages.send(self.sock, message)
-        except (OSError, TimeoutError):
-            pass  # its exit pipe, or the deadline, says so
-        finally:
-            self.sock.settimeout(None)
+    def send(self, message: object) -> None:
+        """Send a message; the ``Watch`` sends what the rank does not take at once."""
+        self.outbox.put(messages.packed(message))
 
     def read_exit(self) -> None:
         """Take the exit status from the exit pipe, which has something to read."""
@@ -231,6 +226,15 @@ class RankProcesses:
     def pids(self) -> tuple[int, ...]:
         """Process ids in rank order."""
         return tuple(rank.pid for rank in self.ranks)
+
+    def send(self, message: object) -> None:
+        """Send every rank the same message, packed once.
+
+        It waits for no rank: the limit of the call holds for all ranks together.
+        """
+        payload = messages.packed(message)
+        for rank in self.ranks:
+            rank.outbox.put(payload)
 
     def collectives(self, rank: int) -> tuple[Collective, ...]:
         """Return the last collectives of one rank, oldest first."""

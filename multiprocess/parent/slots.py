@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from .. import linux
-from ..environment import cache_folder
+from ..environment import WORLD_VARIABLE, cache_folder
 from ..errors import HarnessError
 
 # A file lock can be tried or waited for, but not waited for with a limit.
@@ -52,6 +51,8 @@ class SlotPool:
     def hold(self, wanted: int, limit_s: float = 600.0) -> Iterator[tuple[str, ...]]:
         """Hold ``wanted`` slots, or all where there are fewer.
 
+        A world that a rank starts takes none: it runs on those of the rank's own world.
+
         Args:
             wanted: How many.
             limit_s: How long to wait for them.
@@ -64,6 +65,10 @@ class SlotPool:
         """
         # More than there are: a larger world takes all of them, and so runs alone.
         count = min(wanted, len(self.names))
+        if WORLD_VARIABLE in os.environ:
+            # The outer world waits for this one, so its slots would never be free.
+            yield tuple(self.names[:count])
+            return
         with contextlib.ExitStack() as held:
             try:
                 names = self._take(held, count, limit_s) if count else ()
@@ -99,7 +104,7 @@ class SlotPool:
                     return tuple(taken)
                 if linux.now_s() > deadline:
                     raise self._starved(count, limit_s)
-                time.sleep(_POLL_S)
+                linux.sleep(_POLL_S)
 
     def _starved(self, count: int, limit_s: float) -> HarnessError:
         return HarnessError(

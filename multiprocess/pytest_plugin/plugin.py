@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from .. import linux
 from ..environment import needs_agent
 from ..spec import WorldSpec
 
@@ -231,8 +232,7 @@ def _lead_or_follow(config: pytest.Config) -> None:
         config.stash[_AGENT] = lead()
         return
     code = follow()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    linux.flush_standard_streams()
     os._exit(code)  # no hook of this process ends a session: reports are rank 0's
 
 

@@ -104,6 +104,7 @@ _SETTINGS: tuple[tuple[Callable[[], object], Callable[..., object]], ...] = (
     (_products, _set_products),
     (_determinism, _set_determinism),
     (_autocast, _set_autocast),
+    (lambda: _CUDNN.benchmark, lambda value: setattr(_CUDNN, "benchmark", value)),
     (_flushes_denormals, torch.set_flush_denormal),
     (sys.getrecursionlimit, sys.setrecursionlimit),
     (gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),

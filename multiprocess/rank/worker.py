@@ -22,6 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .. import linux, messages
+from ..environment import WORLD_VARIABLE
 from ..messages import Context, Kind, Rendezvous, Reply, Run, Start
 from ..outcomes import Failed
 from . import assert_rewrite, flight_records
@@ -169,11 +170,7 @@ class _Rank:
         except BaseException as error:
             reply = raised(error, reusable=False)
         finally:
-            for stream in (sys.stdout, sys.stderr):
-                try:
-                    stream.flush()
-                except (ValueError, OSError):
-                    pass  # the function closed it
+            linux.flush_standard_streams()
         return reply
 
     def _join(self, message: Start) -> None:
@@ -445,6 +442,7 @@ def _rank_environment(
 ) -> dict[str, str]:
     local_rank = rank if rendezvous is None else rendezvous.local_rank
     found = {
+        WORLD_VARIABLE: "1",
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(spec.world_size),
