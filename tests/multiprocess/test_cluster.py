@@ -220,7 +220,7 @@ def test_settings_do_not_leak_into_the_next_call(
         torch.set_autocast_enabled("cpu", True)
         torch.set_autocast_dtype("cpu", torch.float16)
         torch.set_flush_denormal(True)
-        torch.backends.cudnn.benchmark = True
+        torch._C._set_cudnn_benchmark(True)  # the public one cannot travel
         multiply_in_tf32()
         sys.setrecursionlimit(5000)
         gc.disable()
@@ -240,7 +240,7 @@ def test_settings_do_not_leak_into_the_next_call(
             torch.is_autocast_enabled("cpu"),
             torch.get_autocast_dtype("cpu"),
             torch.full((), 1e-40).mul(1.0).item(),
-            torch.backends.cudnn.benchmark,
+            torch._C._get_cudnn_benchmark(),
             *precisions(),
             sys.getrecursionlimit(),
             gc.isenabled(),
