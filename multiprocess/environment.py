@@ -41,6 +41,12 @@ def unsupported() -> str:
     )
 
 
+def cores() -> int:
+    """Return how many CPU cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 def cache_folder() -> Path:
     """Return this user's folder for files that stay: slots, and the store's key."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -18,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from .. import linux
-from ..environment import WORLD_VARIABLE, cache_folder
+from ..environment import WORLD_VARIABLE, cache_folder, cores
 from ..errors import HarnessError
 
 # A file lock can be tried or waited for, but not waited for with a limit.
@@ -126,9 +126,7 @@ def cpu_slots() -> SlotPool:
     They only make runs faster: with a full disk or a home that cannot be written there
     are no slots, and no test fails.
     """
-    count = int(
-        os.environ.get(SLOTS_VARIABLE, len(os.sched_getaffinity(0)) * _RANKS_PER_CORE)
-    )
+    count = int(os.environ.get(SLOTS_VARIABLE, cores() * _RANKS_PER_CORE))
     return SlotPool(
         names=[f"cpu{index}" for index in range(count)],
         optional=True,

@@ -7,11 +7,10 @@ the code that runs worlds is imported with the first test that needs one.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import sys
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Generator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,26 +18,28 @@ import pytest
 from .. import linux
 from ..environment import needs_agent
 from ..spec import WorldSpec
+from .settings import (
+    MARKER_HELP,
+    Wanted,
+    add_options,
+    defaults_of,
+    sizes_of,
+    spec_of,
+    world_of,
+)
 
 if TYPE_CHECKING:
     from ..elastic.agent import Agent
     from .adopt import Adoption
     from .runner import Runner
 
-MARKER_HELP = (
-    "world(world_size=2, backend='gloo', device='cpu', isolation='pool', "
-    "timeout_s=60): run the test's body on every rank; world_size may be a list"
-)
-
-DEFAULT_SIZE = 2
-
 _MARK = "world"
 _PDB = "pdbinvoke"
 """pytest's plugin for ``--pdb``."""
 
-_ALLOWED = frozenset(field.name for field in fields(WorldSpec))
 _RUNNER = pytest.StashKey["Runner"]()
-_SPEC = pytest.StashKey["WorldSpec"]()
+_WANTED = pytest.StashKey[Wanted]()
+_DEFAULTS = pytest.StashKey[dict[str, Any]]()
 _AGENT: pytest.StashKey[Agent] = pytest.StashKey()
 _EXIT_CODE = pytest.StashKey[int]()
 _AFTER = pytest.StashKey[dict[pytest.Item, pytest.Item]]()
@@ -53,12 +54,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run tests of torch's multi-process classes on ranks that stay warm",
     )
+    add_options(parser, group)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker."""
     config.addinivalue_line("markers", MARKER_HELP)
+    config.stash[_DEFAULTS] = defaults_of(config)
     if needs_agent() and config.getoption("dist", "no") != "no":
         raise pytest.UsageError(
             "under torchrun leave out -n: each of torchrun's processes would run all "
@@ -102,7 +105,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     try:
         sizes = sizes_of(marker.args, marker.kwargs)
         for size in sizes:
-            spec_of(size, marker.kwargs)
+            spec_of(size, marker.kwargs, metafunc.config.stash[_DEFAULTS])
     except (TypeError, ValueError) as error:
         raise pytest.fail.Exception(f"{name}: {error}", pytrace=False) from None
     if "world" not in metafunc.fixturenames:
@@ -183,9 +186,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         refuse(item)
         try:
-            _spec(item)
+            too_small = _wanted(item).too_small
         except (TypeError, ValueError) as error:  # of a marker added after collection
             pytest.fail(f"{item.nodeid}: {error}", pytrace=False)
+        if too_small:
+            pytest.skip(too_small)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -300,12 +305,10 @@ def _kind(spec: WorldSpec) -> WorldSpec:
     return replace(spec, timeout_s=60.0, isolation="pool")
 
 
-def _size(item: pytest.Item) -> int:
-    marker = item.get_closest_marker(_MARK)
-    assert marker is not None
+def _size(item: pytest.Item, marker: pytest.Mark) -> Any:
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     if _MARK in parameters:
-        return int(parameters[_MARK])
+        return parameters[_MARK]
     # The marker was added after collection, as by a conftest.
     sizes = sizes_of(marker.args, marker.kwargs)
     if len(sizes) > 1:
@@ -325,41 +328,18 @@ def _size_or_0(item: pytest.Item) -> int:
 
 
 def _spec(item: pytest.Item) -> WorldSpec:
-    if _SPEC not in item.stash:
-        marker = item.get_closest_marker(_MARK)
+    return _wanted(item).spec
+
+
+def _wanted(item: pytest.Item) -> Wanted:
+    if _WANTED not in item.stash:
+        config, marker = item.config, item.get_closest_marker(_MARK)
         assert marker is not None
-        item.stash[_SPEC] = spec_of(_size(item), marker.kwargs)
-    return item.stash[_SPEC]
-
-
-def sizes_of(args: Sequence[Any], settings: Mapping[str, Any]) -> list[int]:
-    """Return the world sizes that a marker asks for.
-
-    Raises:
-        TypeError: More than one positional argument.
-    """
-    if len(args) > 1 or (args and "world_size" in settings):
-        raise TypeError(
-            f"@pytest.mark.world takes one size, got {args} {dict(settings)}: name the "
-            "other settings, as in world(2, timeout_s=60)"
+        agent = config.stash.get(_AGENT, None)
+        item.stash[_WANTED] = world_of(
+            _size(item, marker),
+            marker.kwargs,
+            config.stash[_DEFAULTS],
+            None if agent is None else agent.size,
         )
-    size = args[0] if args else settings.get("world_size", DEFAULT_SIZE)
-    return list(size) if isinstance(size, list | tuple) else [size]
-
-
-def spec_of(size: int, settings: Mapping[str, Any]) -> WorldSpec:
-    """Return what a marker asks for at one size.
-
-    Raises:
-        TypeError: A setting that does not exist.
-        ValueError: A setting with a wrong value.
-    """
-    unknown = sorted(set(settings) - _ALLOWED)
-    if unknown:
-        close = difflib.get_close_matches(unknown[0], _ALLOWED, n=1)
-        raise TypeError(
-            f"@pytest.mark.world has no setting {', '.join(unknown)}; "
-            + "".join(f"did you mean {name}? " for name in close)
-            + f"It has {', '.join(sorted(_ALLOWED))}"
-        )
-    return WorldSpec(**{**settings, "world_size": size})
+    return item.stash[_WANTED]
