@@ -264,7 +264,7 @@ def _started(spec: WorldSpec, context: Context) -> RankProcesses:
         # To all before the first answer is awaited: they join a process group together.
         for rank in ranks.ranks:
             rank.send(Start(spec=spec, rank=rank.rank, context=context))
-        _outcomes(ranks, spec.start_timeout_s)
+        _outcomes(ranks, CallOptions(timeout_s=spec.start_timeout_s))
     except BaseException:
         ranks.kill()  # also on ctrl-C: nothing else knows of them yet
         raise
@@ -287,13 +287,11 @@ def _call(
         prepares=options.prepares,
     )
     ranks.send(run)
-    return _outcomes(ranks, options.timeout_s, prepares=options.prepares)
+    return _outcomes(ranks, options)
 
 
-def _outcomes(
-    ranks: RankProcesses, limit_s: float, *, prepares: bool = False
-) -> tuple[RankOutcome, ...]:
-    facts = Watch(ranks, limit_s, ranks.spec.grace_s, prepares=prepares).facts()
+def _outcomes(ranks: RankProcesses, options: CallOptions) -> tuple[RankOutcome, ...]:
+    facts = Watch(ranks, options).facts()
     ranks.reusable = all(fact.reply and fact.reply.reusable for fact in facts)
     outcomes = outcomes_or_raise(facts)
     return outcomes

@@ -96,6 +96,9 @@ class CallOptions:
     """Replace the ranks if the call leaves a thread running, or a collective that it
     never waited for. Meant for tests, which must not affect the next one."""
 
+    live: bool = False
+    """Show the ranks' output on stdout while they run, each line with its rank."""
+
     prepares: bool = False
     """The function prepares first, as by imports: the limit counts from where all ranks
     have called ``World._begin``, and ``start_timeout_s`` limits the time before."""

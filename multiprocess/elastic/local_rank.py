@@ -151,7 +151,8 @@ class LocalRanks:
             ),
         )
         processes.send(start)
-        return self._watched(processes, spec.start_timeout_s, others)
+        options = CallOptions(timeout_s=spec.start_timeout_s)
+        return self._watched(processes, options, others)
 
     def run(self, request: CallRequest, others: OtherRanks) -> Fact:
         """Run the request on the rank; return the observed fact."""
@@ -168,11 +169,8 @@ class LocalRanks:
             prepares=request.options.prepares,
         )
         world.context = context
-        options = request.options
         processes.send(run)
-        return self._watched(
-            processes, options.timeout_s, others, prepares=options.prepares
-        )
+        return self._watched(processes, request.options, others)
 
     def _context(self, request: CallRequest) -> Context:
         own = replace(current_context(), env=self._env)
@@ -192,14 +190,10 @@ class LocalRanks:
     def _watched(
         self,
         processes: RankProcesses,
-        limit_s: float,
+        options: CallOptions,
         others: OtherRanks,
-        *,
-        prepares: bool = False,
     ) -> Fact:
-        grace_s = processes.spec.grace_s
-        watch = Watch(processes, limit_s, grace_s, others, prepares=prepares)
-        (fact,) = watch.facts()
+        (fact,) = Watch(processes, options, others).facts()
         if fact.reply is None:
             self.end(processes.spec)  # a rank that hangs is not used again
         return fact

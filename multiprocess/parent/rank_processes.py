@@ -13,6 +13,7 @@ import resource
 import selectors
 import signal
 import socket
+import sys
 from collections.abc import Callable, Sequence
 
 from .. import linux, messages
@@ -54,6 +55,30 @@ def current_context() -> Context:
     )
 
 
+class _LiveOutput:
+    """Output that is shown while it comes, each line with a front of its own."""
+
+    def __init__(self, front: str) -> None:
+        self._front = front
+        self._line = b""
+
+    def add(self, part: bytes) -> None:
+        """Show what is complete."""
+        *lines, self._line = (self._line + part).split(b"\n")
+        if len(self._line) > _CHUNK:  # a line may have no end
+            lines.append(self._line)
+            self._line = b""
+        if lines and sys.stdout is not None:
+            texts = (line.decode("utf-8", "backslashreplace") for line in lines)
+            sys.stdout.write("".join(f"{self._front}{text}\n" for text in texts))
+            sys.stdout.flush()
+
+    def end(self) -> None:
+        """Show a line that has no end."""
+        if self._line:
+            self.add(b"\n")
+
+
 class Capture:
     """A rank's output, read from a pipe, bounded in memory: its head and its tail.
 
@@ -67,6 +92,11 @@ class Capture:
         self._head = bytearray()
         self._tail = bytearray()
         self._dropped = 0
+        self._live: _LiveOutput | None = None
+
+    def show(self, front: str | None) -> None:
+        """Show what is read from now on, each line behind ``front``; None: nothing."""
+        self._live = None if front is None else _LiveOutput(front)
 
     def drain(self, most: int = 1 << 24) -> bool:
         """Read what is there, about ``most`` bytes at most; False at the end."""
@@ -78,6 +108,8 @@ class Capture:
             if not part:
                 return False
             most -= len(part)
+            if self._live is not None:
+                self._live.add(part)
             room = self._limit - len(self._head)
             self._head += part[:room]
             self._tail += part[room:]
@@ -89,6 +121,8 @@ class Capture:
 
     def take(self) -> str:
         """Return what was kept and forget it."""
+        if self._live is not None:
+            self._live.end()
         middle = b""
         if self._dropped:
             middle = f"\n[... {self._dropped} bytes left out ...]\n".encode()

@@ -18,6 +18,7 @@ from .. import linux
 from ..messages import Kind, Reply
 from ..outcomes import Collective, Place
 from ..report import ended_without
+from ..spec import CallOptions
 from .rank_processes import RankProcess, RankProcesses
 
 _CRASH_GRACE_S = 0.25
@@ -83,26 +84,26 @@ class Watch:
     def __init__(
         self,
         processes: RankProcesses,
-        limit_s: float,
-        grace_s: float,
+        options: CallOptions,
         others: OtherRanks | None = None,
-        *,
-        prepares: bool = False,
     ) -> None:
+        spec = processes.spec
         self._processes = processes
         self._others = others
-        self._limit_s = limit_s
-        self._prepares = prepares
+        self._limit_s = options.timeout_s
+        self._prepares = options.prepares
         self._began = linux.now_s()
-        spec = processes.spec
-        self._until = self._began + (spec.start_timeout_s if prepares else limit_s)
-        self._grace_s = grace_s
+        self._until = self._began + (
+            spec.start_timeout_s if self._prepares else self._limit_s
+        )
+        self._grace_s = spec.grace_s
         self._replies: dict[int, Reply] = {}
         self._stopped: set[int] = set()
         self._order = 0
         self._left_by: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         for rank in processes.ranks:
+            rank.output.show(f"rank {rank.rank}: " if options.live else None)
             writes = selectors.EVENT_WRITE if rank.outbox.pending else 0
             self._selector.register(rank.sock, selectors.EVENT_READ | writes, rank)
             # Output, too: a rank that has filled its pipe waits for a reader, and looks

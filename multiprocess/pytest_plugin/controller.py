@@ -170,7 +170,7 @@ class ItemRun:
     def runtest(self) -> None:
         """End as the call on the ranks ended."""
         __tracebackhide__ = True
-        if self.failure is None:
+        if self.failure is None and not self._runner.live:
             # Into pytest's own capture, as the output of a test in one process.
             sys.stdout.write(render_output(self._outcomes))
         self._enter("call")
@@ -201,6 +201,7 @@ class ItemRun:
             timeout_s=self._spec.timeout_s,
             isolation=self._spec.isolation,
             leaves_nothing=True,
+            live=self._runner.live,
             prepares=True,
         )
         return self._runner.run(self._spec, options, run_item, order)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ _PDB = "pdbinvoke"
 
 _RUNNER = pytest.StashKey["Runner"]()
 _WANTED = pytest.StashKey[Wanted]()
-_DEFAULTS = pytest.StashKey[dict[str, Any]]()
+_DEFAULTS = pytest.StashKey[Mapping[str, Any]]()
 _AGENT: pytest.StashKey[Agent] = pytest.StashKey()
 _EXIT_CODE = pytest.StashKey[int]()
 _AFTER = pytest.StashKey[dict[pytest.Item, pytest.Item]]()
@@ -264,7 +264,10 @@ def _runner(config: pytest.Config) -> Runner:
         from .runner import AgentRunner, PoolRunner
 
         agent = config.stash.get(_AGENT, None)
-        config.stash[_RUNNER] = PoolRunner() if agent is None else AgentRunner(agent)
+        # Else pytest captures the output, and shows it with the test's report.
+        live = config.getoption("capture", "fd") in ("no", "tee-sys")
+        runner = PoolRunner(live) if agent is None else AgentRunner(agent, live)
+        config.stash[_RUNNER] = runner
     return config.stash[_RUNNER]
 
 

@@ -33,6 +33,9 @@ class UnsuitableWorld(Exception):
 class Runner(Protocol):
     """Runs a function on every rank of a world like ``spec``."""
 
+    live: bool
+    """True if the ranks' output is shown while they run."""
+
     def run(
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
     ) -> tuple[RankOutcome, ...]:
@@ -48,7 +51,8 @@ class Runner(Protocol):
 class AgentRunner:
     """Runs on the ranks that torchrun's agents have; larger worlds are skipped."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Agent, live: bool) -> None:
+        self.live = live
         self._agent = agent
         self._clusters: dict[WorldSpec, AgentCluster] = {}
 
@@ -78,13 +82,14 @@ class AgentRunner:
         """End the sessions of the ranks; the ranks end with their agents."""
         with contextlib.suppress(Exception):
             for cluster in self._clusters.values():
-                _end_session(cluster)
+                _end_session(cluster, self.live)
 
 
 class PoolRunner:
     """Keeps one warm cluster for each kind of world, the latest used ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, live: bool) -> None:
+        self.live = live
         self._clusters: dict[WorldSpec, Cluster] = {}
 
     def run(
@@ -106,7 +111,7 @@ class PoolRunner:
     def close(self) -> None:
         """End all ranks."""
         for cluster in self._clusters.values():
-            _close(cluster)
+            self._close(cluster)
         self._clusters.clear()
 
     def _cluster(self, kind: WorldSpec) -> Cluster:
@@ -117,22 +122,22 @@ class PoolRunner:
         for other in list(self._clusters.values()):
             if other is not cluster and idle + kind.world_size > _MAX_IDLE_RANKS:
                 idle -= len(other.pids)
-                _close(other)
+                self._close(other)
         return cluster
 
+    def _close(self, cluster: Cluster) -> None:
+        if cluster.pids:
+            _end_session(cluster, self.live)
+        cluster.close()
 
-def _close(cluster: Cluster) -> None:
-    if cluster.pids:
-        _end_session(cluster)
-    cluster.close()
 
-
-def _end_session(cluster: BaseCluster) -> None:
+def _end_session(cluster: BaseCluster, live: bool) -> None:
     """End the fixtures that still live on the ranks; show what goes wrong there."""
     from .rank_session import end_session
 
     try:
-        cluster.outcomes(end_session)
+        options = CallOptions(timeout_s=cluster.spec.timeout_s, live=live)
+        cluster.submit(options, end_session)
     except WorldError as failure:
         print(
             f"gradparity: a session on ranks did not end:\n{failure}", file=sys.stderr
