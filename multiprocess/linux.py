@@ -208,7 +208,7 @@ def sockets() -> frozenset[str]:
     return frozenset(name for _, name in _open_sockets())
 
 
-def give_up_silent(limit_s: float, kept: frozenset[str]) -> None:
+def give_up_silent(limit_s: float, except_for: frozenset[str]) -> None:
     """Make TCP connections fail if the other host acknowledges nothing within a limit.
 
     A connection that only awaits an answer has nothing left to be acknowledged: there
@@ -217,7 +217,7 @@ def give_up_silent(limit_s: float, kept: frozenset[str]) -> None:
     Args:
         limit_s: The kernel's own limit is about a quarter of an hour for sent data; it
             has none for an answer.
-        kept: Sockets that are left as they are.
+        except_for: Sockets that are left as they are.
     """
     between_s = max(1, int(limit_s / 3))
     options = (
@@ -227,7 +227,7 @@ def give_up_silent(limit_s: float, kept: frozenset[str]) -> None:
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, between_s),
     )
     for fd, name in _open_sockets():
-        if name in kept:
+        if name in except_for:
             continue
         try:
             # A copy, which the object may close: the descriptor itself is torch's.

@@ -42,7 +42,7 @@ class Rendezvous:
     host: str
     port: int
     prefix: str
-    """Of every key of this world in the store at that port."""
+    """Prefix of every key of this world in the store at that port."""
 
     local_rank: int
     """Position among the ranks of this machine: its device."""
@@ -78,7 +78,7 @@ class Run:
     """True if the default process group is made anew first."""
 
     context: Context | None
-    """What changed in the parent since the last message."""
+    """Changes in the parent since the last message."""
 
     leaves_nothing: bool = False
     prepares: bool = False
@@ -86,7 +86,7 @@ class Run:
 
 
 class Kind(enum.Enum):
-    """What a reply reports."""
+    """Content of a reply."""
 
     READY = "ready"
     OK = "ok"
@@ -202,11 +202,11 @@ class Inbox:
                 part = b""
             self.closed = not part
             self._buffer += part
-        found = []
+        complete = []
         while len(self._buffer) >= _LENGTH.size:
             end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
             if len(self._buffer) < end:
                 break
-            found.append(pickle.loads(self._buffer[_LENGTH.size : end]))
+            complete.append(pickle.loads(self._buffer[_LENGTH.size : end]))
             del self._buffer[:end]
-        return found
+        return complete

@@ -90,7 +90,7 @@ class _World:
     number: int
     processes: RankProcesses
     context: Context
-    """What the rank was sent last."""
+    """Settings that the rank was sent last."""
 
 
 class LocalRanks:

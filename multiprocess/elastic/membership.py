@@ -84,7 +84,7 @@ class Membership:
         self._store = store
         self._rank = store.rank
         self._size = size
-        self._known: dict[int, Member] = {}
+        self._member_by_rank: dict[int, Member] = {}
         self._run: SignedStore | None = None
         self._meet_until = linux.now_s() + MEET_S
 
@@ -99,7 +99,8 @@ class Membership:
             host=f"{node} ({socket.gethostname()})",
             nonce=secrets.token_hex(16),
         )
-        self._known[self._rank] = member  # not read again: it makes this run the latest
+        # Not read again: it makes this run the latest.
+        self._member_by_rank[self._rank] = member
         self._store.put(f"member/{self._rank}", pack(member))
 
     def members(self, check: Callable[[], None]) -> list[Member]:
@@ -108,7 +109,7 @@ class Membership:
         Raises:
             HarnessError: One did not come.
         """
-        found = []
+        members = []
         for rank in range(self._size):
             left_s = max(ANSWER_S, self._meet_until - linux.now_s())
             member = self._member(rank, left_s, check)
@@ -118,8 +119,8 @@ class Membership:
                     "ended, runs another program, or cannot reach torchrun's store; "
                     "see its own output"
                 )
-            found.append(member)
-        return found
+            members.append(member)
+        return members
 
     def run_store(self, check: Callable[[], None]) -> SignedStore:
         """The store for values of this run; waits for every agent's record.
@@ -148,8 +149,8 @@ class Membership:
             return "ended by torchrun (SIGTERM) on all ranks"
         # Agents known to be gone come first: a silent one may be on a host that gets
         # SIGTERM later.
-        found = sorted(silent, key=lambda rank: not self.is_gone(rank))
-        causes = [f"rank {rank}: {self.state(rank)}" for rank in found]
+        gone_first = sorted(silent, key=lambda rank: not self.is_gone(rank))
+        causes = [f"rank {rank}: {self.state(rank)}" for rank in gone_first]
         return f"{'; '.join(causes[:4])} (torchrun then ended the others)"
 
     def first_left(self) -> int:
@@ -166,10 +167,10 @@ class Membership:
 
     def read_note(self, name: str) -> str:
         """The leader's note, or the empty string."""
-        found = None
+        note = None
         if self._run is not None:
-            found = self._run.read(f"note/{name}", 0.0, author=0)
-        return "" if found is None else found.decode()
+            note = self._run.read(f"note/{name}", 0.0, author=0)
+        return "" if note is None else note.decode()
 
     def state(self, rank: int) -> str:
         """The state of the agent of ``rank``, in words."""
@@ -209,13 +210,13 @@ class Membership:
     def _member(
         self, rank: int, limit_s: float, check: Callable[[], None] = lambda: None
     ) -> Member | None:
-        if rank not in self._known:
+        if rank not in self._member_by_rank:
             key = f"member/{rank}"
-            found = self._store.read(key, limit_s, check, author=rank)
-            if found is None:
+            packed_member = self._store.read(key, limit_s, check, author=rank)
+            if packed_member is None:
                 return None
-            self._known[rank] = unpack(found, Member)
-        return self._known[rank]
+            self._member_by_rank[rank] = unpack(packed_member, Member)
+        return self._member_by_rank[rank]
 
 
 def _place() -> str:

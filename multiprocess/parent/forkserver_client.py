@@ -76,7 +76,7 @@ def _started(fd: int, errors_fd: int, *, fork: bool) -> subprocess.Popen[bytes]:
 
 
 def _serve_in_fork(fd: int) -> NoReturn:
-    """In a fork of the parent, before anything has begun there: be its server."""
+    """Be the parent's server, in a fork of it in which nothing has begun yet."""
     global _client, _client_lock
     try:
         # Popen's own pipe among them: the parent waits until it is closed.
@@ -163,10 +163,10 @@ class ForkserverClient:
         with self._lock:
             self._await_import(limit_s)
             serial = self._send("fork", fds)
-            answer, found = self._answer(serial, limit_s, "forking a rank")
+            answer, pidfds = self._answer(serial, limit_s, "forking a rank")
         if "error" in answer:
             raise ForkserverError(answer["error"])
-        return int(answer["pid"]), next(iter(found), None)
+        return int(answer["pid"]), next(iter(pidfds), None)
 
     def close(self) -> None:
         """End the server and with it every rank."""

@@ -154,17 +154,17 @@ class RankProcess:
         # End of file says that the last writer is gone, so every process that forks
         # closes the copies that are not its own (here, and in
         # `ForkServer._become_rank`).
-        with contextlib.ExitStack() as kept, contextlib.ExitStack() as handed:
+        with contextlib.ExitStack() as own_ends, contextlib.ExitStack() as rank_ends:
 
             def pipe() -> tuple[int, int]:
                 ends = os.pipe()
-                kept.callback(os.close, ends[0])
-                handed.callback(os.close, ends[1])
+                own_ends.callback(os.close, ends[0])
+                rank_ends.callback(os.close, ends[1])
                 return ends
 
             ours, theirs = socket.socketpair()
-            self.sock = kept.enter_context(ours)
-            handed.enter_context(theirs)
+            self.sock = own_ends.enter_context(ours)
+            rank_ends.enter_context(theirs)
             self.inbox = messages.Inbox(ours)
             self.outbox = messages.Outbox(ours)
             self.exit_fd, exit_w = pipe()
@@ -175,8 +175,8 @@ class RankProcess:
             fds = [exit_w, theirs.fileno(), output_w, stacks_w, *shared]
             self.pid, self.pidfd = server.fork(fds, spec.start_timeout_s)
             if self.pidfd is not None:
-                kept.callback(os.close, self.pidfd)
-            self._kept = kept.pop_all()
+                own_ends.callback(os.close, self.pidfd)
+            self._own_ends = own_ends.pop_all()
 
     @property
     def alive(self) -> bool:
@@ -207,7 +207,7 @@ class RankProcess:
 
     def close(self) -> None:
         """Close the parent's descriptors."""
-        self._kept.close()
+        self._own_ends.close()
 
 
 def _too_few_descriptors(size: int) -> str:

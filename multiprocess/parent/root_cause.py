@@ -44,9 +44,9 @@ def outcomes_of(facts: Sequence[Fact]) -> tuple[tuple[RankOutcome, ...], int | N
         return tuple(first), None
     # All ranks that hang wait for others: find the odd one by their collectives.
     if _waits(first[root]):
-        found = find_odd_rank({o.rank: o.collectives for o in first})
-        if found is not None and first[found[0]].state is RankState.HUNG:
-            root, how = found
+        odd = find_odd_rank({o.rank: o.collectives for o in first})
+        if odd is not None and first[odd[0]].state is RankState.HUNG:
+            root, how = odd
             message = f"{first[root].message}: {how}"
             first[root] = replace(first[root], message=message)
     top = first[root]

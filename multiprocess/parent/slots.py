@@ -45,7 +45,7 @@ class SlotPool:
     """True if to do without slots where no lock file can be made."""
 
     way_out: str = "run again later"
-    """What else the caller can do when other runs keep the slots."""
+    """Advice to the caller when other runs keep the slots."""
 
     @contextlib.contextmanager
     def hold(self, wanted: int, limit_s: float = 600.0) -> Iterator[tuple[str, ...]]:
@@ -69,9 +69,9 @@ class SlotPool:
             # The outer world waits for this one, so its slots would never be free.
             yield tuple(self.names[:count])
             return
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as locks:
             try:
-                names = self._take(held, count, limit_s) if count else ()
+                names = self._take(locks, count, limit_s) if count else ()
             except OSError as error:
                 if not self.optional:
                     raise self._unwritable(error) from error
@@ -79,7 +79,7 @@ class SlotPool:
             yield names
 
     def _take(
-        self, held: contextlib.ExitStack, count: int, limit_s: float
+        self, locks: contextlib.ExitStack, count: int, limit_s: float
     ) -> tuple[str, ...]:
         deadline = linux.now_s() + limit_s
         taken: list[str] = []
@@ -98,7 +98,7 @@ class SlotPool:
                         continue
                     lock = FileLock(self.folder / f"{name}.lock")
                     with contextlib.suppress(Timeout):  # another world has it
-                        held.enter_context(lock.acquire(timeout=0))
+                        locks.enter_context(lock.acquire(timeout=0))
                         taken.append(name)
                 if len(taken) == count:
                     return tuple(taken)

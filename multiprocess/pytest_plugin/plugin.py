@@ -10,7 +10,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Generator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -243,14 +242,14 @@ def _lead_or_follow(config: pytest.Config) -> None:
 
 def _has_classes(session: pytest.Session) -> bool:
     """True if there are unittest classes whose tests run on ranks."""
-    found = False
+    has_classes = False
     if _ADOPTION in session.config.stash:
-        found = session.config.stash[_ADOPTION].adopts(session.items)
+        has_classes = session.config.stash[_ADOPTION].adopts(session.items)
     if "gradparity.multiprocess.testcase" in sys.modules:
         from .adopt import uses_our_class
 
-        found = uses_our_class(session.items) or found
-    return found
+        has_classes = uses_our_class(session.items) or has_classes
+    return has_classes
 
 
 def _close_runner(config: pytest.Config) -> None:
@@ -293,7 +292,7 @@ def _following(item: pytest.Item) -> pytest.Item | None:
             if each.get_closest_marker(_MARK) is None:
                 continue
             try:
-                kind = _kind(_spec(each))
+                kind = _spec(each).kind
             except (TypeError, ValueError):
                 continue
             if kind in last:
@@ -302,10 +301,6 @@ def _following(item: pytest.Item) -> pytest.Item | None:
                 last[kind] = each
         stash[_AFTER] = after
     return stash[_AFTER].get(item)
-
-
-def _kind(spec: WorldSpec) -> WorldSpec:
-    return replace(spec, timeout_s=60.0, isolation="pool")
 
 
 def _size(item: pytest.Item, marker: pytest.Mark) -> Any:

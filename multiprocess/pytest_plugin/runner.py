@@ -60,14 +60,14 @@ class AgentRunner:
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
     ) -> tuple[RankOutcome, ...]:
         """Return one outcome per rank, or raise ``WorldError``."""
-        made = self._agent.size
-        if spec.world_size > made:
+        torchrun_size = self._agent.size
+        if spec.world_size > torchrun_size:
             raise UnsuitableWorld(
-                f"needs {spec.world_size} ranks, torchrun made {made}"
+                f"needs {spec.world_size} ranks, torchrun made {torchrun_size}"
             )
         from ..elastic.agent import AgentCluster, Ended
 
-        kind = _kind_of(spec)
+        kind = spec.kind
         if kind not in self._clusters:
             self._clusters[kind] = AgentCluster(self._agent, kind)
         try:
@@ -96,12 +96,12 @@ class PoolRunner:
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
     ) -> tuple[RankOutcome, ...]:
         """Return one outcome per rank, or raise ``WorldError``."""
-        with contextlib.ExitStack() as held:
-            held.enter_context(cpu_slots().hold(spec.world_size))
+        with contextlib.ExitStack() as slots:
+            slots.enter_context(cpu_slots().hold(spec.world_size))
             if spec.device == "cuda":
-                names = held.enter_context(_gpus(spec))
+                names = slots.enter_context(_gpus(spec))
                 spec = replace(spec, visible_devices=names)
-            return self._cluster(_kind_of(spec)).submit(options, fn, *args)
+            return self._cluster(spec.kind).submit(options, fn, *args)
 
     def expect(self) -> None:
         """Have the forkserver import torch while the session goes on."""
@@ -150,11 +150,6 @@ def _gpus(spec: WorldSpec) -> AbstractContextManager[tuple[str, ...]]:
     if len(visible) < wanted:
         raise UnsuitableWorld(f"needs {wanted} CUDA devices, {len(visible)} visible")
     return gpu_slots(visible).hold(wanted)
-
-
-def _kind_of(spec: WorldSpec) -> WorldSpec:
-    """Return the spec without what may differ between calls on one cluster."""
-    return replace(spec, timeout_s=60.0, isolation="pool")
 
 
 def lead() -> Agent:

@@ -31,7 +31,7 @@ RANK_FDS = 5
 stacks, store, flight records."""
 
 EXIT_STATUS = struct.Struct("!i")
-"""What is written on an exit pipe: exit code, or minus the signal."""
+"""Content of an exit pipe: exit code, or minus the signal."""
 
 # The socket keeps messages apart and cuts one that is longer than the buffer: what may
 # be long comes in memory, and an error is cut.
@@ -105,19 +105,19 @@ class ForkServer:
         if not message:
             self._end()
         request = json.loads(message)
-        found: list[int] = []
+        pidfds: list[int] = []
         if request["do"] == "fork":
             answer = self._fork(fds)
             if "pid" in answer:
-                found = linux.open_process(answer["pid"])
+                pidfds = linux.open_process(answer["pid"])
         else:
             answer = self._import(*fds)
         answer["serial"] = request["serial"]
         try:
-            socket.send_fds(self._sock, [json.dumps(answer).encode()], found)
+            socket.send_fds(self._sock, [json.dumps(answer).encode()], pidfds)
         except ConnectionError:
             self._end()
-        _close(found)
+        _close(pidfds)
 
     def _import(self, fd: int) -> dict[str, Any]:
         with open(fd) as file:

@@ -1,4 +1,4 @@
-"""What runs in a rank: join, run, answer, until the parent is gone.
+"""Main loop of a rank: join, run, answer, until the parent is gone.
 
 Imports the least: the forkserver loads this module before torch; what needs torch is
 imported when a rank has been forked, from what the forkserver has preloaded.
@@ -41,7 +41,7 @@ PRELOAD = (
     f"{__package__}.left_behind",
     f"{__package__}.world",
 )
-"""What every rank needs: the forkserver imports it once."""
+"""Modules that every rank needs: the forkserver imports them once."""
 
 COSTLY = (
     "_pytest.assertion.rewrite",
@@ -57,7 +57,8 @@ COSTLY = (
     "torch.testing._internal.common_fsdp",
     "torch.testing._internal.distributed._tensor.common_dtensor",
 )
-"""What some ranks need and takes long to import: preloaded when the parent has it."""
+"""Modules that some ranks need and that take long to import: preloaded when the
+parent has them."""
 
 ACKNOWLEDGED_S = 15.0
 """So long the host of the store may acknowledge nothing before it counts as cut off."""
@@ -84,7 +85,7 @@ _OUR_FILES = (
 """Their frames say nothing about what the function did."""
 
 _OF_PYTEST = re.compile(r"/(_pytest|pluggy|multiprocess/pytest_plugin)/\w+\.py$")
-"""What calls the tests on a rank."""
+"""Files whose code calls the tests on a rank."""
 
 # Of the torchrun that runs the parent: a function that reads MASTER_ADDR
 # (`init_method="env://"`) would join the parent's job and not this world.
@@ -132,7 +133,7 @@ def connect(host: str, port: int, prefix: str, *, serves: bool = False) -> Store
     # there before.
     before = linux.sockets()
     store = TCPStore(host, port, is_master=serves, timeout=limit)
-    linux.give_up_silent(ACKNOWLEDGED_S, kept=before)
+    linux.give_up_silent(ACKNOWLEDGED_S, except_for=before)
     return PrefixStore(prefix, store)
 
 
@@ -441,7 +442,7 @@ def _rank_environment(
     spec: WorldSpec, rank: int, rendezvous: Rendezvous | None
 ) -> dict[str, str]:
     local_rank = rank if rendezvous is None else rendezvous.local_rank
-    found = {
+    env = {
         WORLD_VARIABLE: "1",
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
@@ -451,15 +452,15 @@ def _rank_environment(
         ),
     }
     if spec.visible_devices:
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(spec.visible_devices)
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(spec.visible_devices)
     if spec.share_devices:
-        found["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # since 2.31; else NCCL refuses
+        env["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # since 2.31; else NCCL refuses
     # With several hosts gloo must listen on an address that the others reach.
     if rendezvous is None or rendezvous.one_host:
         loopback = any(name == "lo" for _, name in socket.if_nameindex())
         if loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
-            found["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
-    return found
+            env["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
+    return env
 
 
 def _device(spec: WorldSpec, local_rank: int) -> Any:

@@ -246,30 +246,6 @@ def test_it(world, wide):
     assert "ScopeMismatch" in done.stdout
 
 
-@pytest.mark.parametrize("option", ["-s", "--capture=tee-sys"])
-def test_output_that_is_not_captured_has_the_rank_in_front(
-    session: Session, option: str
-) -> None:
-    done = session(
-        """
-@pytest.fixture(scope="module")
-def wide():
-    yield
-    print("the end")
-
-@pytest.mark.world(world_size=2)
-def test_speaks(world, wide):
-    print("here")
-""",
-        option,
-        "-rN",
-    )
-    assert "1 passed" in done.stdout
-    for line in "rank 0: here", "rank 1: here", "rank 0: the end", "rank 1: the end":
-        assert done.stdout.count(line) == 1, done.stdout
-    assert "--- rank" not in done.stdout
-
-
 def test_pytest_timeout_ends_the_call(session: Session) -> None:
     done = session("""
 @pytest.mark.world(world_size=2)
