@@ -22,7 +22,7 @@ from ..spec import CallOptions, WorldSpec
 if TYPE_CHECKING:
     from ..elastic.agent import Agent, AgentCluster
 
-# Each keeps 5 to 13 MiB that it does not share (docs/harness.md).
+# Each keeps 5 to 13 MiB that it does not share (docs/harness-inside.md).
 _MAX_IDLE_RANKS = 16
 
 

@@ -1,4 +1,4 @@
-"""What docs/harness.md says of speed is what was recorded, and what was promised."""
+"""What docs/harness-inside.md says of speed is what was recorded, and what was promised."""
 
 import json
 from pathlib import Path
