@@ -233,11 +233,12 @@ class Agent:
 
     def _gather(self, what: str, own: Fact, size: int, limit_s: float) -> list[Fact]:
         facts = [own]
+        until = linux.now_s() + limit_s  # for all ranks together
         for rank in range(1, size):
             packed_fact = self._store.take(
                 f"{what}/{rank}",
                 self._calls,
-                limit_s,
+                max(0.0, until - linux.now_s()),
                 functools.partial(self._check_rank, rank, linux.now_s()),
                 author=rank,
             )
