@@ -34,7 +34,7 @@ def _submit_to_own_ranks(
         _clusters[spec] = Cluster.of(spec)
     with cpu_slots().hold(spec.world_size):
         outcomes = _clusters[spec].submit(options, fn, *args)
-    sys.stdout.write(render_output(outcomes))
+    print(render_output(outcomes), end="")
     return outcomes
 
 

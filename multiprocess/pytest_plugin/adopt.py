@@ -261,7 +261,7 @@ def submit_by(runner: Callable[[], Runner]) -> None:
         except UnsuitableWorld as reason:
             raise unittest.SkipTest(str(reason)) from None
         if not live:
-            sys.stdout.write(render_output(outcomes))
+            print(render_output(outcomes), end="")
         return outcomes
 
     use(submit)

@@ -172,7 +172,7 @@ class ItemRun:
         __tracebackhide__ = True
         if self.failure is None and not self._runner.live:
             # Into pytest's own capture, as the output of a test in one process.
-            sys.stdout.write(render_output(self._outcomes))
+            print(render_output(self._outcomes), end="")
         self._enter("call")
 
     def teardown(self) -> None:

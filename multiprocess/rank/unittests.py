@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 from unittest import mock
 
+from .. import linux
 from ..environment import on_torchrun
 from ..outcomes import Left
 from .endings import SKIP, XFAIL, conclude, early_end, refuse_unrun
@@ -271,8 +272,7 @@ def _leave_process(run: Callable[[], object]) -> Left | None:
         # The others are to see what they would see of a process that is gone.
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        linux.flush_standard_streams()
         os._exit(error.code if isinstance(error.code, int) else 1)
     return None
 
