@@ -45,10 +45,14 @@ def render_failure(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> str:
 def render_output(outcomes: tuple[RankOutcome, ...]) -> str:
     """Return what the ranks of a call wrote, rank by rank."""
     return "".join(
-        f"--- rank {outcome.rank} ---\n{outcome.output}"
+        f"--- rank {outcome.rank} ---\n{_ended(outcome.output)}"
         for outcome in outcomes
         if outcome.output
     )
+
+
+def _ended(text: str) -> str:
+    return text if text.endswith("\n") else f"{text}\n"
 
 
 def _lines(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> Iterator[str]:

@@ -27,6 +27,7 @@ from gradparity.multiprocess import (
     WorldSpec,
     current_world,
 )
+from gradparity.multiprocess.report import render_output
 from gradparity.multiprocess.spec import CallOptions
 
 
@@ -309,6 +310,8 @@ def test_live_output_is_shown_while_the_ranks_run(
     live = CallOptions(timeout_s=60, live=True)
     outcomes = cluster.submit(live, speak)
     assert [o.output for o in outcomes] == ["ready\nand"] * 2
+    shown_later = "--- rank {} ---\nready\nand\n"
+    assert render_output(outcomes) == shown_later.format(0) + shown_later.format(1)
     cluster.run(print, "not live")
     lines = sorted(terminal.getvalue().splitlines())
     assert lines == [f"rank {r}: {text}" for r in (0, 1) for text in ("and", "ready")]
