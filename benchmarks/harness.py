@@ -12,8 +12,8 @@
    adopted. ``--cost`` measures these alone.
 
 ``gradparity bench harness`` writes ``results/harness.json`` and, from it, the tables of
-``docs/harness.md``; ``--out FILE`` writes that file alone. The peers need the package
-``expecttest``; without it they are left out.
+``docs/harness-inside.md``; ``--out FILE`` writes that file alone. The peers need the
+package ``expecttest``; without it they are left out.
 """
 
 from __future__ import annotations

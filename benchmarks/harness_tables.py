@@ -1,4 +1,4 @@
-"""Tables of docs/harness.md from the record of ``harness.py``."""
+"""Tables of docs/harness-inside.md from the record of ``harness.py``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from gradparity.benchmarks.tables import row, write_between
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "harness.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "harness-inside.md"
 _SIZES = ("size_2", "size_4")
 _GOALS_MS = {"pool": "5, 10", "group": "80 at 4", "process": "250 at 4"}
 _GOALS = {"MultiProcContinuousTest": 4, "MultiProcessTestCase": 50}

@@ -263,9 +263,8 @@ def _started(spec: WorldSpec, context: Context) -> RankProcesses:
     try:
         # To all before the first answer is awaited: they join a process group together.
         for rank in ranks.ranks:
-            start = Start(spec=spec, rank=rank.rank, context=context)
-            rank.send(start, spec.start_timeout_s)
-        _outcomes(ranks, spec.start_timeout_s)
+            rank.send(Start(spec=spec, rank=rank.rank, context=context))
+        _outcomes(ranks, CallOptions(timeout_s=spec.start_timeout_s))
     except BaseException:
         ranks.kill()  # also on ctrl-C: nothing else knows of them yet
         raise
@@ -287,15 +286,12 @@ def _call(
         leaves_nothing=options.leaves_nothing,
         prepares=options.prepares,
     )
-    for rank in ranks.ranks:
-        rank.send(run, options.timeout_s)
-    return _outcomes(ranks, options.timeout_s, prepares=options.prepares)
+    ranks.send(run)
+    return _outcomes(ranks, options)
 
 
-def _outcomes(
-    ranks: RankProcesses, limit_s: float, *, prepares: bool = False
-) -> tuple[RankOutcome, ...]:
-    facts = Watch(ranks, limit_s, ranks.spec.grace_s, prepares=prepares).facts()
+def _outcomes(ranks: RankProcesses, options: CallOptions) -> tuple[RankOutcome, ...]:
+    facts = Watch(ranks, options).facts()
     ranks.reusable = all(fact.reply and fact.reply.reusable for fact in facts)
     outcomes = outcomes_or_raise(facts)
     return outcomes

@@ -11,6 +11,10 @@ AGENT_VARIABLE = "GRADPARITY_AGENT"
 so in all its children, none of which is an agent again."""
 
 
+WORLD_VARIABLE = "GRADPARITY_WORLD"
+"""Environment variable: set on every rank, and so in all its children."""
+
+
 def on_torchrun() -> bool:
     """True if torchrun made this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
@@ -35,6 +39,12 @@ def unsupported() -> str:
         f"ranks need Linux, and this is {sys.platform}: run the tests with "
         "@pytest.mark.world in a container or a virtual machine"
     )
+
+
+def cores() -> int:
+    """Return how many CPU cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def cache_folder() -> Path:

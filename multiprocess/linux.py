@@ -7,8 +7,10 @@ import os
 import select
 import signal
 import socket
-import time
+import sys
+import time  # noqa: TID251  # the one place
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -31,6 +33,18 @@ def now_s() -> float:
     return time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
+sleep = time.sleep
+"""Python's own, also where a test has replaced ``time.sleep``."""
+
+
+def flush_standard_streams() -> None:
+    """Flush stdout and stderr, where a program has them and can write to them."""
+    for stream in (sys.stdout, sys.stderr):
+        # None in a process without a terminal, such as a daemon; closed or full else.
+        with suppress(AttributeError, ValueError, OSError):
+            stream.flush()
+
+
 def fill_standard_descriptors() -> None:
     """Open the null device as stdin, stdout and stderr where they are closed.
 
@@ -39,6 +53,19 @@ def fill_standard_descriptors() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
+
+
+@contextmanager
+def in_memory(content: bytes) -> Iterator[int]:
+    """Open a file in memory for another process to read from its start.
+
+    Yields:
+        A descriptor, for the other process to inherit or be sent.
+    """
+    with open(os.memfd_create("gradparity", os.MFD_CLOEXEC), "wb") as file:
+        file.write(content)
+        file.seek(0)
+        yield file.fileno()
 
 
 def die_with_parent(parent: int) -> None:
@@ -181,7 +208,7 @@ def sockets() -> frozenset[str]:
     return frozenset(name for _, name in _open_sockets())
 
 
-def give_up_silent(limit_s: float, kept: frozenset[str]) -> None:
+def give_up_silent(limit_s: float, except_for: frozenset[str]) -> None:
     """Make TCP connections fail if the other host acknowledges nothing within a limit.
 
     A connection that only awaits an answer has nothing left to be acknowledged: there
@@ -190,7 +217,7 @@ def give_up_silent(limit_s: float, kept: frozenset[str]) -> None:
     Args:
         limit_s: The kernel's own limit is about a quarter of an hour for sent data; it
             has none for an answer.
-        kept: Sockets that are left as they are.
+        except_for: Sockets that are left as they are.
     """
     between_s = max(1, int(limit_s / 3))
     options = (
@@ -200,7 +227,7 @@ def give_up_silent(limit_s: float, kept: frozenset[str]) -> None:
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, between_s),
     )
     for fd, name in _open_sockets():
-        if name in kept:
+        if name in except_for:
             continue
         try:
             # A copy, which the object may close: the descriptor itself is torch's.

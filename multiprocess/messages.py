@@ -12,6 +12,7 @@ import enum
 import pickle
 import socket
 import struct
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +42,7 @@ class Rendezvous:
     host: str
     port: int
     prefix: str
-    """Of every key of this world in the store at that port."""
+    """Prefix of every key of this world in the store at that port."""
 
     local_rank: int
     """Position among the ranks of this machine: its device."""
@@ -77,7 +78,7 @@ class Run:
     """True if the default process group is made anew first."""
 
     context: Context | None
-    """What changed in the parent since the last message."""
+    """Changes in the parent since the last message."""
 
     leaves_nothing: bool = False
     prepares: bool = False
@@ -85,7 +86,7 @@ class Run:
 
 
 class Kind(enum.Enum):
-    """What a reply reports."""
+    """Content of a reply."""
 
     READY = "ready"
     OK = "ok"
@@ -115,9 +116,14 @@ def pickled(value: object) -> bytes:
     return bytes(cloudpickle.dumps(value))
 
 
+def packed(message: object) -> bytes:
+    """Pickle a message of this module."""
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+
+
 def send(sock: socket.socket, message: object) -> None:
-    """Send one message; blocks as long as the socket's own timeout allows."""
-    payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    """Send one message; waits until the other side has taken it."""
+    payload = packed(message)
     sock.sendall(_LENGTH.pack(len(payload)))
     sock.sendall(payload)  # apart: joined, a large one would be copied
 
@@ -142,6 +148,38 @@ def _read(sock: socket.socket, count: int) -> bytearray | None:
     return parts
 
 
+class Outbox:
+    """Sends messages over a socket without ever waiting for it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._parts: deque[memoryview] = deque()
+
+    @property
+    def pending(self) -> bool:
+        """True if the socket has not taken everything yet."""
+        return bool(self._parts)
+
+    def put(self, payload: bytes) -> None:
+        """Add a packed message, and send what the socket takes at once."""
+        self._parts += memoryview(_LENGTH.pack(len(payload))), memoryview(payload)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the socket takes now; forget the rest if the other side is gone."""
+        while self._parts:
+            try:
+                count = self._sock.send(self._parts[0], socket.MSG_DONTWAIT)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                self._parts.clear()  # its exit pipe tells why
+                return
+            self._parts[0] = self._parts[0][count:]
+            if not self._parts[0]:
+                self._parts.popleft()
+
+
 class Inbox:
     """Collects messages from a socket without ever waiting for it."""
 
@@ -164,11 +202,11 @@ class Inbox:
                 part = b""
             self.closed = not part
             self._buffer += part
-        found = []
+        complete = []
         while len(self._buffer) >= _LENGTH.size:
             end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
             if len(self._buffer) < end:
                 break
-            found.append(pickle.loads(self._buffer[_LENGTH.size : end]))
+            complete.append(pickle.loads(self._buffer[_LENGTH.size : end]))
             del self._buffer[:end]
-        return found
+        return complete

@@ -41,13 +41,13 @@ class Place(enum.Enum):
     """Where the main thread of a rank is, as the rank itself notes it."""
 
     BODY = 0
-    """In the function; also before its first wait and after its last."""
+    """The function; also before its first wait and after its last."""
 
     COLLECTIVE = 1
-    """In a collective, or waiting for one that was issued before."""
+    """A collective, or a wait for one that was issued before."""
 
     JOINING = 2
-    """In the making of a process group, which waits for its other ranks."""
+    """The making of a process group, which waits for its other ranks."""
 
     STORE = 3
     """Waiting for a key of a store."""
@@ -56,7 +56,7 @@ class Place(enum.Enum):
     """Done with its test, and waiting until the others are."""
 
     DEBUGGER = 5
-    """In a debugger, which waits for its user."""
+    """A debugger, which waits for its user."""
 
     @property
     def waits(self) -> bool:
@@ -72,7 +72,7 @@ class Left:
     """
 
     kind: str
-    """What pytest makes of the exception: see ``rank.endings``."""
+    """Meaning of the exception for pytest: see ``rank.endings``."""
 
     name: str
     """Qualified name of the exception's type."""
@@ -131,8 +131,8 @@ class RankOutcome:
     """How the call ended."""
 
     value: Any = None
-    """What the function returned (``OK`` only), a ``Left``, or what it reports of its
-    failure by ``Failed``."""
+    """Value that the function returned (``OK`` only), a ``Left``, or the ``value`` of
+    its ``Failed``."""
 
     exception: BaseException | None = None
     """The exception itself, where it could be pickled."""
@@ -153,7 +153,7 @@ class RankOutcome:
     """Name of the signal that ended or stopped the process."""
 
     output: str = ""
-    """What the rank wrote to stdout and stderr in this call."""
+    """Text that the rank wrote to stdout and stderr in this call."""
 
     place: Place = Place.BODY
     """Where the rank was when the call ended."""

@@ -45,10 +45,14 @@ def render_failure(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> str:
 def render_output(outcomes: tuple[RankOutcome, ...]) -> str:
     """Return what the ranks of a call wrote, rank by rank."""
     return "".join(
-        f"--- rank {outcome.rank} ---\n{outcome.output}"
+        f"--- rank {outcome.rank} ---\n{_ended(outcome.output)}"
         for outcome in outcomes
         if outcome.output
     )
+
+
+def _ended(text: str) -> str:
+    return text if text.endswith("\n") else f"{text}\n"
 
 
 def _lines(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> Iterator[str]:
@@ -214,8 +218,8 @@ def ended_without(call: Collective, ended: Records) -> int | None:
             if c.group == call.group and c.op not in TWO_SIDED
         ]
         # Without one, its oldest records must be there: else it is not known.
-        known = numbers or not ended[rank] or ended[rank][0].position == 0
-        if known and max(numbers, default=0) < call.number:
+        is_recorded = numbers or not ended[rank] or ended[rank][0].position == 0
+        if is_recorded and max(numbers, default=0) < call.number:
             return rank
     return None
 
@@ -228,12 +232,12 @@ def _first_difference(records: Records) -> dict[int, Collective]:
 
 
 def _by_position(records: Records) -> dict[tuple[str, int], dict[int, Collective]]:
-    found: dict[tuple[str, int], dict[int, Collective]] = defaultdict(dict)
+    by_position: dict[tuple[str, int], dict[int, Collective]] = defaultdict(dict)
     for rank, issued in records.items():
         for call in issued:
             if call.op not in TWO_SIDED:
-                found[call.group, call.number][rank] = call
-    return found
+                by_position[call.group, call.number][rank] = call
+    return by_position
 
 
 def _signature(call: Collective) -> tuple[str, str]:

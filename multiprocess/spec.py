@@ -1,8 +1,8 @@
-"""What a world is asked to be: size, backend, device, isolation, limits."""
+"""Settings of a world and of a call: size, backend, device, isolation, limits."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 Isolation = Literal["pool", "group", "process"]
@@ -31,7 +31,7 @@ class WorldSpec:
     """Limit of one call for the whole world; the clock starts when it is ready."""
 
     isolation: Isolation = "pool"
-    """What a call shares with earlier ones: the process group, the ranks, nothing."""
+    """Things that a call shares with earlier ones: process group, ranks, nothing."""
 
     start_timeout_s: float = 120.0
     """Limit for the forkserver to import what the ranks need, and for the ranks to join
@@ -63,6 +63,11 @@ class WorldSpec:
     preload: tuple[str, ...] = ()
     """Modules that the forkserver imports once, before ranks are forked from it."""
 
+    @property
+    def kind(self) -> WorldSpec:
+        """The same settings, without those that a call may change."""
+        return replace(self, timeout_s=60.0, isolation="pool")
+
     def __post_init__(self) -> None:
         size = self.world_size
         if isinstance(size, bool) or not isinstance(size, int):
@@ -84,17 +89,20 @@ class WorldSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class CallOptions:
-    """What may differ from one call on a cluster to the next."""
+    """Options that may differ from one call on a cluster to the next."""
 
     timeout_s: float
     """Limit of the call for the whole world."""
 
     isolation: Isolation = "pool"
-    """What the call shares with earlier ones."""
+    """Things that the call shares with earlier ones."""
 
     leaves_nothing: bool = False
     """Replace the ranks if the call leaves a thread running, or a collective that it
     never waited for. Meant for tests, which must not affect the next one."""
+
+    live: bool = False
+    """Show the ranks' output on stdout while they run, each line with its rank."""
 
     prepares: bool = False
     """The function prepares first, as by imports: the limit counts from where all ranks

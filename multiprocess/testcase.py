@@ -21,7 +21,7 @@ from .report import render_output
 from .spec import Backend, CallOptions, Device, Isolation, WorldSpec
 
 Submit = Callable[..., tuple[RankOutcome, ...]]
-"""``submit(spec, options, fn, *args)``, as a runner of the pytest plugin has it."""
+"""``submit(spec, options, fn, *args)`` runs a test, and shows its output if it ends."""
 
 _clusters: dict[WorldSpec, Cluster] = {}
 
@@ -33,7 +33,9 @@ def _submit_to_own_ranks(
     if spec not in _clusters:
         _clusters[spec] = Cluster.of(spec)
     with cpu_slots().hold(spec.world_size):
-        return _clusters[spec].submit(options, fn, *args)
+        outcomes = _clusters[spec].submit(options, fn, *args)
+    print(render_output(outcomes), end="")
+    return outcomes
 
 
 _submit: Submit = _submit_to_own_ranks
@@ -62,7 +64,6 @@ def run_on_ranks(spec: WorldSpec, fn: Callable[..., Any], *args: Any) -> None:
         timeout_s=spec.timeout_s, isolation=spec.isolation, leaves_nothing=True
     )
     outcomes = _submit(spec, options, fn, *args)
-    sys.stdout.write(render_output(outcomes))
     left = outcomes[0].value  # alike on all ranks
     if isinstance(left, Left) and left.kind == SKIP:
         raise unittest.SkipTest(left.reason)
@@ -103,7 +104,7 @@ class TestCase(unittest.TestCase):
     one, with ``current_world().store`` for its store, and destroys it."""
 
     isolation: Isolation = "pool"
-    """What a test shares with earlier ones: see ``WorldSpec``."""
+    """Things that a test shares with earlier ones: see ``WorldSpec``."""
 
     timeout_s = 60.0
     """Limit of one test for the whole world."""

@@ -23,11 +23,11 @@ import functools
 import itertools
 import os
 import signal
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+from .. import linux
 from ..cluster import BaseCluster, pickled_call
 from ..environment import AGENT_VARIABLE
 from ..errors import HarnessError, WorldError
@@ -55,10 +55,10 @@ _LATENESS_S = 0.3
 _GO, _NO = b"go", b"no"
 
 Message = CallRequest | int
-"""What the leader posts: a call; as its last message every agent's exit code."""
+"""Message of the leader: a call, or at last the exit code of every agent."""
 
 _numbers = itertools.count()
-"""Of the agents that this process has been, one after the other: the same in all."""
+"""Numbers of the agents that this process has been in turn, alike in all processes."""
 
 
 class Ended(BaseException):
@@ -219,9 +219,9 @@ class Agent:
         except Ended:
             return  # before all had joined
         # torchrun ends all when the first has failed, and would report -15 for these.
-        until = time.monotonic() + ANSWER_S
+        until = linux.now_s() + ANSWER_S
         for rank in range(1, self.size):
-            self._meeting.wait(f"bye/{rank}", max(0.0, until - time.monotonic()))
+            self._meeting.wait(f"bye/{rank}", max(0.0, until - linux.now_s()))
 
     def note(self, name: str, text: str) -> None:
         """Leave a note for an agent that may replace the leader."""
@@ -233,20 +233,21 @@ class Agent:
 
     def _gather(self, what: str, own: Fact, size: int, limit_s: float) -> list[Fact]:
         facts = [own]
+        until = linux.now_s() + limit_s  # for all ranks together
         for rank in range(1, size):
-            found = self._store.take(
+            packed_fact = self._store.take(
                 f"{what}/{rank}",
                 self._calls,
-                limit_s,
-                functools.partial(self._check_rank, rank, time.monotonic()),
+                max(0.0, until - linux.now_s()),
+                functools.partial(self._check_rank, rank, linux.now_s()),
                 author=rank,
             )
-            if found is None:
+            if packed_fact is None:
                 raise HarnessError(
                     f"rank {rank}: {self._membership.state(rank)}; its agent sent "
                     f"nothing for {limit_s:g} s ({what} of call {self._calls})"
                 )
-            facts.append(unpack(found, Fact))
+            facts.append(unpack(packed_fact, Fact))
         return facts
 
     def _check_rank(self, rank: int, since_s: float) -> None:
@@ -254,7 +255,7 @@ class Agent:
         self.check()
         # Whether its process is gone is read from the store and /proc: too much for
         # each look at a rank that answers at once.
-        late = time.monotonic() - since_s > _LATENESS_S
+        late = linux.now_s() - since_s > _LATENESS_S
         if late and self._membership.is_gone(rank):
             raise HarnessError(f"rank {rank}: {self._membership.state(rank)}")
 
@@ -305,24 +306,24 @@ class Agent:
         self._calls += 1
         while True:
             try:
-                found = self._read_message(MEET_S, self.check)
+                message = self._read_message(MEET_S, self.check)
             except Ended:
                 # The leader's last message may have come just before SIGTERM did.
-                found = self._read_message(0.0)
-                if not isinstance(found, int):
+                message = self._read_message(0.0)
+                if not isinstance(message, int):
                     raise
-            if found is not None:
-                return found
+            if message is not None:
+                return message
 
     def _read_message(
         self, limit_s: float, check: Callable[[], None] = lambda: None
     ) -> Message | None:
-        found = self._store.take(
+        packed_message = self._store.take(
             "message", self._calls, limit_s, check, author=0, readers=self.size - 1
         )
-        if found is None:
+        if packed_message is None:
             return None
-        message: Message = unpack(found, Message)  # type: ignore[arg-type]
+        message: Message = unpack(packed_message, Message)  # type: ignore[arg-type]
         return message
 
     def _serve(self, request: CallRequest) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+from .. import linux
 from ..messages import Context, Kind, Rendezvous, Reply, Run, Start
 from ..parent.rank_processes import LOST, RankProcesses, current_context
 from ..parent.watch import Fact, OtherRanks, Watch
@@ -90,7 +90,7 @@ class _World:
     number: int
     processes: RankProcesses
     context: Context
-    """What the rank was sent last."""
+    """Settings that the rank was sent last."""
 
 
 class LocalRanks:
@@ -124,7 +124,7 @@ class LocalRanks:
         if world is not None and world.number == request.world:
             self._worlds[spec] = world  # last in order: latest used
             if world.processes.intact():
-                ready = Reply(kind=Kind.READY, ended_at_s=time.time())
+                ready = Reply(kind=Kind.READY, ended_at_s=linux.now_s())
                 return Fact(rank=self._rank, reply=ready)
             code = world.processes.ranks[0].exit_code
             return Fact(rank=self._rank, exit_code=code or LOST)
@@ -150,8 +150,9 @@ class LocalRanks:
                 one_host=self._one_host,
             ),
         )
-        processes.ranks[0].send(start, spec.start_timeout_s)
-        return self._watched(processes, spec.start_timeout_s, others)
+        processes.send(start)
+        options = CallOptions(timeout_s=spec.start_timeout_s)
+        return self._watched(processes, options, others)
 
     def run(self, request: CallRequest, others: OtherRanks) -> Fact:
         """Run the request on the rank; return the observed fact."""
@@ -168,11 +169,8 @@ class LocalRanks:
             prepares=request.options.prepares,
         )
         world.context = context
-        options = request.options
-        processes.ranks[0].send(run, options.timeout_s)
-        return self._watched(
-            processes, options.timeout_s, others, prepares=options.prepares
-        )
+        processes.send(run)
+        return self._watched(processes, request.options, others)
 
     def _context(self, request: CallRequest) -> Context:
         own = replace(current_context(), env=self._env)
@@ -192,22 +190,13 @@ class LocalRanks:
     def _watched(
         self,
         processes: RankProcesses,
-        limit_s: float,
+        options: CallOptions,
         others: OtherRanks,
-        *,
-        prepares: bool = False,
     ) -> Fact:
-        grace_s = processes.spec.grace_s
-        watch = Watch(processes, limit_s, grace_s, others, prepares=prepares)
-        (fact,) = watch.facts()
-        # The ranks may be on several machines: wall time is their only common clock.
-        ahead_s = time.time() - time.monotonic()
-        reply = fact.reply
-        if reply is None:
+        (fact,) = Watch(processes, options, others).facts()
+        if fact.reply is None:
             self.end(processes.spec)  # a rank that hangs is not used again
-        else:
-            reply = replace(reply, ended_at_s=reply.ended_at_s + ahead_s)
-        return replace(fact, reply=reply, ended_at_s=fact.ended_at_s + ahead_s)
+        return fact
 
 
 class RemoteRanks:
@@ -225,7 +214,7 @@ class RemoteRanks:
         self._failed = self._failed or self._store.wait(self._key, 0.0)
         return self._failed
 
-    def report_fault(self) -> None:
+    def report_fault(self) -> int:
         """Let their agents know that one of ours has failed."""
         self._failed = True
-        self._store.set_flag(self._key)
+        return self._store.set_flag(self._key)

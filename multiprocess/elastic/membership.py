@@ -23,7 +23,6 @@ import os
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -85,9 +84,9 @@ class Membership:
         self._store = store
         self._rank = store.rank
         self._size = size
-        self._known: dict[int, Member] = {}
+        self._member_by_rank: dict[int, Member] = {}
         self._run: SignedStore | None = None
-        self._meet_until = time.monotonic() + MEET_S
+        self._meet_until = linux.now_s() + MEET_S
 
     def join(self, gpus: int, local_size: int) -> None:
         """Leave this agent's record."""
@@ -100,7 +99,8 @@ class Membership:
             host=f"{node} ({socket.gethostname()})",
             nonce=secrets.token_hex(16),
         )
-        self._known[self._rank] = member  # not read again: it makes this run the latest
+        # Not read again: it makes this run the latest.
+        self._member_by_rank[self._rank] = member
         self._store.put(f"member/{self._rank}", pack(member))
 
     def members(self, check: Callable[[], None]) -> list[Member]:
@@ -109,9 +109,9 @@ class Membership:
         Raises:
             HarnessError: One did not come.
         """
-        found = []
+        members = []
         for rank in range(self._size):
-            left_s = max(ANSWER_S, self._meet_until - time.monotonic())
+            left_s = max(ANSWER_S, self._meet_until - linux.now_s())
             member = self._member(rank, left_s, check)
             if member is None:
                 raise HarnessError(
@@ -119,8 +119,8 @@ class Membership:
                     "ended, runs another program, or cannot reach torchrun's store; "
                     "see its own output"
                 )
-            found.append(member)
-        return found
+            members.append(member)
+        return members
 
     def run_store(self, check: Callable[[], None]) -> SignedStore:
         """The store for values of this run; waits for every agent's record.
@@ -139,18 +139,18 @@ class Membership:
         torchrun has asked this process to end, as it does when another one has ended.
         """
         self._store.set_flag(f"here/{self._rank}")
-        until = self._meet_until = time.monotonic() + ANSWER_S
+        until = self._meet_until = linux.now_s() + ANSWER_S
         silent = [
             rank
             for rank in range(self._size)
-            if not self._is_here(rank, max(0.0, until - time.monotonic()))
+            if not self._is_here(rank, max(0.0, until - linux.now_s()))
         ]
         if not silent:
             return "ended by torchrun (SIGTERM) on all ranks"
         # Agents known to be gone come first: a silent one may be on a host that gets
         # SIGTERM later.
-        found = sorted(silent, key=lambda rank: not self.is_gone(rank))
-        causes = [f"rank {rank}: {self.state(rank)}" for rank in found]
+        gone_first = sorted(silent, key=lambda rank: not self.is_gone(rank))
+        causes = [f"rank {rank}: {self.state(rank)}" for rank in gone_first]
         return f"{'; '.join(causes[:4])} (torchrun then ended the others)"
 
     def first_left(self) -> int:
@@ -160,17 +160,17 @@ class Membership:
     def report_error(self, cause: str) -> None:
         """Leave the reason why this agent ends."""
         # Those that have not joined by now do not wait for this one.
-        self._meet_until = min(self._meet_until, time.monotonic() + ANSWER_S)
+        self._meet_until = min(self._meet_until, linux.now_s() + ANSWER_S)
         with suppress(HarnessError):
             store = self.run_store(lambda: None)
             store.put(f"cause/{self._rank}", cause.encode())
 
     def read_note(self, name: str) -> str:
         """The leader's note, or the empty string."""
-        found = None
+        note = None
         if self._run is not None:
-            found = self._run.read(f"note/{name}", 0.0, author=0)
-        return "" if found is None else found.decode()
+            note = self._run.read(f"note/{name}", 0.0, author=0)
+        return "" if note is None else note.decode()
 
     def state(self, rank: int) -> str:
         """The state of the agent of ``rank``, in words."""
@@ -210,13 +210,13 @@ class Membership:
     def _member(
         self, rank: int, limit_s: float, check: Callable[[], None] = lambda: None
     ) -> Member | None:
-        if rank not in self._known:
+        if rank not in self._member_by_rank:
             key = f"member/{rank}"
-            found = self._store.read(key, limit_s, check, author=rank)
-            if found is None:
+            packed_member = self._store.read(key, limit_s, check, author=rank)
+            if packed_member is None:
                 return None
-            self._known[rank] = unpack(found, Member)
-        return self._known[rank]
+            self._member_by_rank[rank] = unpack(packed_member, Member)
+        return self._member_by_rank[rank]
 
 
 def _place() -> str:
@@ -262,7 +262,7 @@ class HeartbeatMonitor:
         self._keys = [f"heartbeat/{rank}" for rank in range(1, size)]
         self._heard: list[bytes] = []
         self._silent_s = [0.0] * len(self._keys)
-        self._looked = time.monotonic()
+        self._looked = linux.now_s()
 
     @answering()
     def silent(self) -> list[int]:
@@ -270,7 +270,7 @@ class HeartbeatMonitor:
 
         None yet, while another is about to join them: one cause is reported once.
         """
-        since = time.monotonic() - self._looked
+        since = linux.now_s() - self._looked
         if self._keys and since >= _INTERVAL_S and self._store.check(self._keys):
             # Asked often, looked once a second: a look is a request to the store.
             self._looked += since

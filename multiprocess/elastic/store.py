@@ -20,7 +20,6 @@ import hmac
 import os
 import secrets
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import torch.distributed as dist
 
+from .. import linux
 from ..environment import cache_folder
 from ..errors import HarnessError
 from ..rank.worker import connect
@@ -142,8 +142,8 @@ class SignedStore:
         Raises:
             HarnessError: That rank did not sign it, in this run and under this key.
         """
-        found = self._verified(key, limit_s, check, author)
-        return None if found is None else found[0]
+        value_and_parts = self._verified(key, limit_s, check, author)
+        return None if value_and_parts is None else value_and_parts[0]
 
     @answering()
     def take(
@@ -172,10 +172,10 @@ class SignedStore:
         if number <= self._taken.get(stream, -1):
             raise HarnessError(f"{stream}/{number} was taken before, and is taken once")
         key = f"{stream}/{number}"
-        found = self._verified(key, limit_s, check, author)
-        if found is None:
+        value_and_parts = self._verified(key, limit_s, check, author)
+        if value_and_parts is None:
             return None
-        value, parts = found
+        value, parts = value_and_parts
         self._taken[stream] = number
         if self.raw.add(f"{key}/readers", 1) == readers:
             for name in (*parts, key, f"{key}/readers"):
@@ -183,9 +183,13 @@ class SignedStore:
         return value
 
     @answering()
-    def set_flag(self, key: str) -> None:
-        """Store a flag, which says that it is there, and is not signed."""
-        self.raw.set(key, "")
+    def set_flag(self, key: str) -> int:
+        """Store a flag, which says that it is there, and is not signed.
+
+        Returns:
+            How often it has been set, this time included.
+        """
+        return self.raw.add(key, 1)
 
     @answering()
     def wait(
@@ -195,13 +199,13 @@ class SignedStore:
 
         Polled, because a thread in the store's own ``wait`` handles no signal.
         """
-        until = time.monotonic() + limit_s
+        until = linux.now_s() + limit_s
         sleep_s = _MIN_SLEEP_S
         while not self.raw.check([key]):
             check()
-            if time.monotonic() >= until:
+            if linux.now_s() >= until:
                 return False
-            time.sleep(sleep_s)
+            linux.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, _MAX_SLEEP_S)
         return True
 
@@ -217,8 +221,8 @@ class SignedStore:
         head = self.raw.get(key).split(b" ", 2)
         count, signature, value = (*head, b"", b"")[:3]
         # Four digits are 40 GB; the signature shows whether the count is true.
-        known = int(count) if count.isdigit() and len(count) <= 4 else 0
-        parts = [f"{key}/{number}" for number in range(known)]
+        n_parts = int(count) if count.isdigit() and len(count) <= 4 else 0
+        parts = [f"{key}/{number}" for number in range(n_parts)]
         value += b"".join(self.raw.get(part) for part in parts)
         expected = self._signature(author, key, value).encode()
         if not hmac.compare_digest(signature, expected):
@@ -258,14 +262,14 @@ def unpack(packed: bytes, kind: type[T]) -> T:
 
 @functools.cache
 def _secret() -> bytes:
-    given = os.environ.get(SECRET_VARIABLE)
-    if given is not None:
-        if len(given) < _SHORTEST_SECRET:
+    secret = os.environ.get(SECRET_VARIABLE)
+    if secret is not None:
+        if len(secret) < _SHORTEST_SECRET:
             raise HarnessError(
                 f"{SECRET_VARIABLE} must have at least {_SHORTEST_SECRET} characters; "
                 "`openssl rand -hex 32` makes one"
             )
-        return given.encode()
+        return secret.encode()
     path = _secret_file()
     try:
         if not path.exists():

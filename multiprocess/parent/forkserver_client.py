@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -26,11 +26,16 @@ from ..errors import ForkserverError
 from ..rank import forkserver as server
 from ..rank.worker import COSTLY, PRELOAD
 
-# The import path comes first: the parent may find this package by it alone.
+_LONGEST = 30_000
+"""Characters of a variable for a new process; the kernel takes 128 KiB."""
+
+# The import path comes first: the parent may find this package by it alone. It comes in
+# memory, because it may be longer than an argument.
 _BOOT = """
 import json, sys
-fd = int(sys.argv.pop())
-sys.path[:] = json.loads(sys.argv.pop())
+path_fd, fd = map(int, sys.argv[1:])
+with open(path_fd) as file:
+    sys.path[:] = json.load(file)
 sys.argv[:] = ["gradparity-rank"]
 from {module} import main
 main(fd)
@@ -50,26 +55,28 @@ def import_path() -> list[str]:
 def _started(fd: int, errors_fd: int, *, fork: bool) -> subprocess.Popen[bytes]:
     """Start a server at the other end of socket ``fd``; its stderr is ``errors_fd``."""
     boot = _BOOT.format(module=server.__name__)
-    sys.stdout.flush()  # a fork would have what is left in the buffer, too
-    sys.stderr.flush()
-    # -P: the current folder must not hide installed packages from the server.
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", boot, json.dumps(import_path()), str(fd)],
-        pass_fds=(fd,),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=errors_fd,
-        # One thread while preloading: a server with threads cannot be forked safely.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        start_new_session=True,  # ctrl-C is for the parent alone
-        # Never returns, so there is no exec: the child is a fork of this process.
-        preexec_fn=partial(_serve_in_fork, fd) if fork else None,
-        restore_signals=not fork,  # Python ignores SIGPIPE, and would not again
-    )
+    linux.flush_standard_streams()  # a fork would have what is left in the buffer
+    # One thread while preloading: a server with threads cannot be forked safely.
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    with linux.in_memory(json.dumps(import_path()).encode()) as path_fd:
+        return subprocess.Popen(
+            # -P: the current folder must not hide installed packages from the server.
+            [sys.executable, "-P", "-c", boot, str(path_fd), str(fd)],
+            pass_fds=(path_fd, fd),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors_fd,
+            # The ranks get all variables, by a message.
+            env={n: v for n, v in env.items() if len(n) + len(v) < _LONGEST},
+            start_new_session=True,  # ctrl-C is for the parent alone
+            # Never returns, so there is no exec: the child is a fork of this process.
+            preexec_fn=partial(_serve_in_fork, fd) if fork else None,
+            restore_signals=not fork,  # Python ignores SIGPIPE, and would not again
+        )
 
 
 def _serve_in_fork(fd: int) -> NoReturn:
-    """In a fork of the parent, before anything has begun there: be its server."""
+    """Be the parent's server, in a fork of it in which nothing has begun yet."""
     global _client, _client_lock
     try:
         # Popen's own pipe among them: the parent waits until it is closed.
@@ -155,11 +162,11 @@ class ForkserverClient:
         """
         with self._lock:
             self._await_import(limit_s)
-            serial = self._send({"do": "fork"}, fds)
-            answer, found = self._answer(serial, limit_s, "forking a rank")
+            serial = self._send("fork", fds)
+            answer, pidfds = self._answer(serial, limit_s, "forking a rank")
         if "error" in answer:
             raise ForkserverError(answer["error"])
-        return int(answer["pid"]), next(iter(found), None)
+        return int(answer["pid"]), next(iter(pidfds), None)
 
     def close(self) -> None:
         """End the server and with it every rank."""
@@ -184,8 +191,9 @@ class ForkserverClient:
 
     def _send_import(self, modules: Iterable[str]) -> None:
         names = list(modules)
-        request = {"do": "import", "path": import_path(), "modules": names}
-        self._pending = self._send(request), names
+        request = json.dumps({"path": import_path(), "modules": names}).encode()
+        with linux.in_memory(request) as fd:  # longer than a message may be
+            self._pending = self._send("import", [fd]), names
         # Counted from the request on, so that no module is asked for twice; a failed
         # import takes them back.
         self._imported.update(names)
@@ -201,9 +209,9 @@ class ForkserverClient:
             self._imported.difference_update(names)
             raise ForkserverError(answer["error"])
 
-    def _send(self, request: Mapping[str, Any], fds: Sequence[int] = ()) -> int:
+    def _send(self, do: str, fds: Sequence[int]) -> int:
         self._serial += 1
-        message = json.dumps({**request, "serial": self._serial}).encode()
+        message = json.dumps({"do": do, "serial": self._serial}).encode()
         try:
             socket.send_fds(self._sock, [message], list(fds))
         except OSError as error:

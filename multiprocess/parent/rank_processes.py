@@ -13,6 +13,7 @@ import resource
 import selectors
 import signal
 import socket
+import sys
 from collections.abc import Callable, Sequence
 
 from .. import linux, messages
@@ -54,6 +55,30 @@ def current_context() -> Context:
     )
 
 
+class _LiveOutput:
+    """Output that is shown while it comes, each line with a front of its own."""
+
+    def __init__(self, front: str) -> None:
+        self._front = front
+        self._line = b""
+
+    def add(self, part: bytes) -> None:
+        """Show what is complete."""
+        *lines, self._line = (self._line + part).split(b"\n")
+        if len(self._line) > _CHUNK:  # a line may have no end
+            lines.append(self._line)
+            self._line = b""
+        if lines and sys.stdout is not None:
+            texts = (line.decode("utf-8", "backslashreplace") for line in lines)
+            sys.stdout.write("".join(f"{self._front}{text}\n" for text in texts))
+            sys.stdout.flush()
+
+    def end(self) -> None:
+        """Show a line that has no end."""
+        if self._line:
+            self.add(b"\n")
+
+
 class Capture:
     """A rank's output, read from a pipe, bounded in memory: its head and its tail.
 
@@ -67,6 +92,11 @@ class Capture:
         self._head = bytearray()
         self._tail = bytearray()
         self._dropped = 0
+        self._live: _LiveOutput | None = None
+
+    def show(self, front: str | None) -> None:
+        """Show what is read from now on, each line behind ``front``; None: nothing."""
+        self._live = None if front is None else _LiveOutput(front)
 
     def drain(self, most: int = 1 << 24) -> bool:
         """Read what is there, about ``most`` bytes at most; False at the end."""
@@ -78,6 +108,8 @@ class Capture:
             if not part:
                 return False
             most -= len(part)
+            if self._live is not None:
+                self._live.add(part)
             room = self._limit - len(self._head)
             self._head += part[:room]
             self._tail += part[room:]
@@ -89,6 +121,8 @@ class Capture:
 
     def take(self) -> str:
         """Return what was kept and forget it."""
+        if self._live is not None:
+            self._live.end()
         middle = b""
         if self._dropped:
             middle = f"\n[... {self._dropped} bytes left out ...]\n".encode()
@@ -120,18 +154,19 @@ class RankProcess:
         # End of file says that the last writer is gone, so every process that forks
         # closes the copies that are not its own (here, and in
         # `ForkServer._become_rank`).
-        with contextlib.ExitStack() as kept, contextlib.ExitStack() as handed:
+        with contextlib.ExitStack() as own_ends, contextlib.ExitStack() as rank_ends:
 
             def pipe() -> tuple[int, int]:
                 ends = os.pipe()
-                kept.callback(os.close, ends[0])
-                handed.callback(os.close, ends[1])
+                own_ends.callback(os.close, ends[0])
+                rank_ends.callback(os.close, ends[1])
                 return ends
 
             ours, theirs = socket.socketpair()
-            self.sock = kept.enter_context(ours)
-            handed.enter_context(theirs)
+            self.sock = own_ends.enter_context(ours)
+            rank_ends.enter_context(theirs)
             self.inbox = messages.Inbox(ours)
+            self.outbox = messages.Outbox(ours)
             self.exit_fd, exit_w = pipe()
             output_r, output_w = pipe()
             stacks_r, stacks_w = pipe()
@@ -140,23 +175,17 @@ class RankProcess:
             fds = [exit_w, theirs.fileno(), output_w, stacks_w, *shared]
             self.pid, self.pidfd = server.fork(fds, spec.start_timeout_s)
             if self.pidfd is not None:
-                kept.callback(os.close, self.pidfd)
-            self._kept = kept.pop_all()
+                own_ends.callback(os.close, self.pidfd)
+            self._own_ends = own_ends.pop_all()
 
     @property
     def alive(self) -> bool:
         """True if the end of the process was not observed yet."""
         return self.exit_code is None
 
-    def send(self, message: object, limit_s: float) -> None:
-        """Send a message; a rank that is gone or does not listen is found out later."""
-        self.sock.settimeout(limit_s)
-        try:
-            messages.send(self.sock, message)
-        except (OSError, TimeoutError):
-            pass  # its exit pipe, or the deadline, says so
-        finally:
-            self.sock.settimeout(None)
+    def send(self, message: object) -> None:
+        """Send a message; the ``Watch`` sends what the rank does not take at once."""
+        self.outbox.put(messages.packed(message))
 
     def read_exit(self) -> None:
         """Take the exit status from the exit pipe, which has something to read."""
@@ -178,7 +207,7 @@ class RankProcess:
 
     def close(self) -> None:
         """Close the parent's descriptors."""
-        self._kept.close()
+        self._own_ends.close()
 
 
 def _too_few_descriptors(size: int) -> str:
@@ -231,6 +260,15 @@ class RankProcesses:
     def pids(self) -> tuple[int, ...]:
         """Process ids in rank order."""
         return tuple(rank.pid for rank in self.ranks)
+
+    def send(self, message: object) -> None:
+        """Send every rank the same message, packed once.
+
+        It waits for no rank: the limit of the call holds for all ranks together.
+        """
+        payload = messages.packed(message)
+        for rank in self.ranks:
+            rank.outbox.put(payload)
 
     def collectives(self, rank: int) -> tuple[Collective, ...]:
         """Return the last collectives of one rank, oldest first."""

@@ -35,18 +35,18 @@ def outcomes_of(facts: Sequence[Fact]) -> tuple[tuple[RankOutcome, ...], int | N
         One outcome per rank, and the rank that failed first (None: all returned).
     """
     first = [_outcome(fact) for fact in facts]
-    lost = [bool(fact.reply and fact.reply.left_a_wait) for fact in facts]
-    root = _root(first, lost)
+    lost = [_left_a_wait(fact) for fact in facts]
+    root = _root(first, facts)
     if (root is None or _waits(first[root])) and _divided(first):
         first = [_as_raised(outcome) for outcome in first]
-        root = _root(first, lost)
+        root = _root(first, facts)
     if root is None:
         return tuple(first), None
     # All ranks that hang wait for others: find the odd one by their collectives.
     if _waits(first[root]):
-        found = find_odd_rank({o.rank: o.collectives for o in first})
-        if found is not None and first[found[0]].state is RankState.HUNG:
-            root, how = found
+        odd = find_odd_rank({o.rank: o.collectives for o in first})
+        if odd is not None and first[odd[0]].state is RankState.HUNG:
+            root, how = odd
             message = f"{first[root].message}: {how}"
             first[root] = replace(first[root], message=message)
     top = first[root]
@@ -153,7 +153,11 @@ def _answered(blank: RankOutcome, reply: Reply) -> RankOutcome:
     return replace(blank, value=value)
 
 
-def _root(outcomes: Sequence[RankOutcome], lost: Sequence[bool]) -> int | None:
+def _left_a_wait(fact: Fact) -> bool:
+    return fact.reply is not None and fact.reply.left_a_wait
+
+
+def _root(outcomes: Sequence[RankOutcome], facts: Sequence[Fact]) -> int | None:
     failed = [o for o in outcomes if not o.ok]
     hung = [o for o in failed if o.state is RankState.HUNG]
     ended = [o for o in failed if o.state is not RankState.HUNG]
@@ -165,7 +169,7 @@ def _root(outcomes: Sequence[RankOutcome], lost: Sequence[bool]) -> int | None:
         #    another may be that it has waited long enough for this one;
         [o for o in hung if _stopped(o)],
         # 2. raised in its own code, exited or killed: explains those that wait for it;
-        [o for o in ended if not lost[o.rank]],
+        [o for o in ended if not _left_a_wait(facts[o.rank])],
         # 3. its wait for other ranks failed: an observed fault, while a rank that is
         #    still in its body was only ended with the call;
         ended,
@@ -178,7 +182,8 @@ def _root(outcomes: Sequence[RankOutcome], lost: Sequence[bool]) -> int | None:
     )
     for group in groups:
         if group:
-            return min(group, key=lambda o: o.ended_at_s).rank
+            first = min(group, key=lambda o: (facts[o.rank].order, o.ended_at_s))
+            return first.rank
     return None
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from .. import linux
-from ..environment import cache_folder
+from ..environment import WORLD_VARIABLE, cache_folder, cores
 from ..errors import HarnessError
 
 # A file lock can be tried or waited for, but not waited for with a limit.
@@ -46,11 +45,13 @@ class SlotPool:
     """True if to do without slots where no lock file can be made."""
 
     way_out: str = "run again later"
-    """What else the caller can do when other runs keep the slots."""
+    """Advice to the caller when other runs keep the slots."""
 
     @contextlib.contextmanager
     def hold(self, wanted: int, limit_s: float = 600.0) -> Iterator[tuple[str, ...]]:
         """Hold ``wanted`` slots, or all where there are fewer.
+
+        A world that a rank starts takes none: it runs on those of the rank's own world.
 
         Args:
             wanted: How many.
@@ -64,9 +65,13 @@ class SlotPool:
         """
         # More than there are: a larger world takes all of them, and so runs alone.
         count = min(wanted, len(self.names))
-        with contextlib.ExitStack() as held:
+        if WORLD_VARIABLE in os.environ:
+            # The outer world waits for this one, so its slots would never be free.
+            yield tuple(self.names[:count])
+            return
+        with contextlib.ExitStack() as locks:
             try:
-                names = self._take(held, count, limit_s) if count else ()
+                names = self._take(locks, count, limit_s) if count else ()
             except OSError as error:
                 if not self.optional:
                     raise self._unwritable(error) from error
@@ -74,7 +79,7 @@ class SlotPool:
             yield names
 
     def _take(
-        self, held: contextlib.ExitStack, count: int, limit_s: float
+        self, locks: contextlib.ExitStack, count: int, limit_s: float
     ) -> tuple[str, ...]:
         deadline = linux.now_s() + limit_s
         taken: list[str] = []
@@ -93,13 +98,13 @@ class SlotPool:
                         continue
                     lock = FileLock(self.folder / f"{name}.lock")
                     with contextlib.suppress(Timeout):  # another world has it
-                        held.enter_context(lock.acquire(timeout=0))
+                        locks.enter_context(lock.acquire(timeout=0))
                         taken.append(name)
                 if len(taken) == count:
                     return tuple(taken)
                 if linux.now_s() > deadline:
                     raise self._starved(count, limit_s)
-                time.sleep(_POLL_S)
+                linux.sleep(_POLL_S)
 
     def _starved(self, count: int, limit_s: float) -> HarnessError:
         return HarnessError(
@@ -121,9 +126,7 @@ def cpu_slots() -> SlotPool:
     They only make runs faster: with a full disk or a home that cannot be written there
     are no slots, and no test fails.
     """
-    count = int(
-        os.environ.get(SLOTS_VARIABLE, len(os.sched_getaffinity(0)) * _RANKS_PER_CORE)
-    )
+    count = int(os.environ.get(SLOTS_VARIABLE, cores() * _RANKS_PER_CORE))
     return SlotPool(
         names=[f"cpu{index}" for index in range(count)],
         optional=True,

@@ -1,6 +1,7 @@
 """Watch a world until every rank has answered or one certainly will not.
 
-The parent waits on the ranks' messages, exits and output at once. The first fault
+The parent sends the call to all ranks, and waits on their messages, exits and output
+at once. The first fault
 starts a short grace in which the others may end by themselves; one deadline holds for
 the whole world. The ranks that are left are made to dump their stacks.
 Nothing is judged here.
@@ -17,6 +18,7 @@ from .. import linux
 from ..messages import Kind, Reply
 from ..outcomes import Collective, Place
 from ..report import ended_without
+from ..spec import CallOptions
 from .rank_processes import RankProcess, RankProcesses
 
 _CRASH_GRACE_S = 0.25
@@ -47,6 +49,10 @@ class Fact:
     reply: Reply | None = None
     exit_code: int | None = None
     ended_at_s: float = 0.0
+    order: int = 0
+    """Number of its fault among those that several parents have reported, from 1: the
+    clocks of several machines cannot be compared."""
+
     stopped: bool = False
     waited_s: float = 0.0
     place: Place = Place.BODY
@@ -64,8 +70,12 @@ class OtherRanks(Protocol):
     def failed(self) -> bool:
         """True if one of them has failed."""
 
-    def report_fault(self) -> None:
-        """Report to them that one of our ranks has failed."""
+    def report_fault(self) -> int:
+        """Report to them that one of our ranks has failed.
+
+        Returns:
+            Number of this fault among those of all ranks, from 1.
+        """
 
 
 class Watch:
@@ -74,28 +84,31 @@ class Watch:
     def __init__(
         self,
         processes: RankProcesses,
-        limit_s: float,
-        grace_s: float,
+        options: CallOptions,
         others: OtherRanks | None = None,
-        *,
-        prepares: bool = False,
     ) -> None:
+        spec = processes.spec
         self._processes = processes
         self._others = others
-        self._limit_s = limit_s
-        self._prepares = prepares
+        self._limit_s = options.timeout_s
+        self._prepares = options.prepares
         self._began = linux.now_s()
-        spec = processes.spec
-        self._until = self._began + (spec.start_timeout_s if prepares else limit_s)
-        self._grace_s = grace_s
+        self._until = self._began + (
+            spec.start_timeout_s if self._prepares else self._limit_s
+        )
+        self._grace_s = spec.grace_s
         self._replies: dict[int, Reply] = {}
         self._stopped: set[int] = set()
+        self._order = 0
         self._left_by: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         for rank in processes.ranks:
+            rank.output.show(f"rank {rank.rank}: " if options.live else None)
+            writes = selectors.EVENT_WRITE if rank.outbox.pending else 0
+            self._selector.register(rank.sock, selectors.EVENT_READ | writes, rank)
             # Output, too: a rank that has filled its pipe waits for a reader, and looks
             # hung.
-            for fd in (rank.sock.fileno(), rank.exit_fd, rank.output.fd):
+            for fd in (rank.exit_fd, rank.output.fd):
                 self._selector.register(fd, selectors.EVENT_READ, rank)
 
     def facts(self) -> tuple[Fact, ...]:
@@ -142,11 +155,20 @@ class Watch:
                 self._look_for_waits_without_end()
             if self._others is not None:  # no descriptor becomes ready for their faults
                 left_s = min(left_s, _POLL_S)
-            for key, _ in self._selector.select(left_s):
-                self._take(key)
+            for key, events in self._selector.select(left_s):
+                if events & selectors.EVENT_WRITE:
+                    self._send(key)
+                if events & selectors.EVENT_READ:
+                    self._take(key)
             # A fault elsewhere gives our ranks the same grace as one here.
             if self._others is not None and self._others.failed():
                 self._end_by(self._grace_s)
+
+    def _send(self, key: selectors.SelectorKey) -> None:
+        rank: RankProcess = key.data
+        rank.outbox.flush()
+        if not rank.outbox.pending:
+            self._selector.modify(rank.sock, selectors.EVENT_READ, rank)
 
     def _take(self, key: selectors.SelectorKey) -> None:
         rank: RankProcess = key.data
@@ -191,7 +213,7 @@ class Watch:
     def _fault(self, grace_s: float) -> None:
         self._end_by(grace_s)
         if self._others is not None:
-            self._others.report_fault()
+            self._order = self._order or self._others.report_fault()
 
     def _end_by(self, grace_s: float) -> None:
         self._until = min(self._until, linux.now_s() + grace_s)
@@ -215,6 +237,7 @@ class Watch:
             reply=self._replies.get(rank.rank),
             exit_code=rank.exit_code,
             ended_at_s=rank.ended_at_s,
+            order=self._order,
             stopped=rank.rank in self._stopped,
             waited_s=linux.now_s() - self._began,
             place=self._places[rank.rank],

@@ -16,6 +16,7 @@ import tempfile
 import types
 import unittest
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from ..rank.unittests import (
     run_process_test,
     run_threaded_test,
 )
+from ..report import render_output
 from ..spec import CallOptions, WorldSpec
 from ..testcase import TestCase, run_on_ranks, use
 from .controller import show
@@ -253,9 +255,13 @@ def submit_by(runner: Callable[[], Runner]) -> None:
     def submit(
         spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
     ) -> tuple[RankOutcome, ...]:
+        live = runner().live
         try:
-            return runner().run(spec, options, fn, *args)
+            outcomes = runner().run(spec, replace(options, live=live), fn, *args)
         except UnsuitableWorld as reason:
             raise unittest.SkipTest(str(reason)) from None
+        if not live:
+            print(render_output(outcomes), end="")
+        return outcomes
 
     use(submit)

@@ -170,9 +170,9 @@ class ItemRun:
     def runtest(self) -> None:
         """End as the call on the ranks ended."""
         __tracebackhide__ = True
-        if self.failure is None:
+        if self.failure is None and not self._runner.live:
             # Into pytest's own capture, as the output of a test in one process.
-            sys.stdout.write(render_output(self._outcomes))
+            print(render_output(self._outcomes), end="")
         self._enter("call")
 
     def teardown(self) -> None:
@@ -201,6 +201,7 @@ class ItemRun:
             timeout_s=self._spec.timeout_s,
             isolation=self._spec.isolation,
             leaves_nothing=True,
+            live=self._runner.live,
             prepares=True,
         )
         return self._runner.run(self._spec, options, run_item, order)
@@ -215,8 +216,10 @@ class ItemRun:
         self._take_subtests([(o.rank, r) for o, r in results])
         self._take_warnings([result for _, result in results])
         for _, result in results:
-            known = self._item.user_properties
-            known.extend(each for each in result.properties if each not in known)
+            properties = self._item.user_properties
+            properties.extend(
+                each for each in result.properties if each not in properties
+            )
         if self.failure is not None:
             self.failed_in = self._place_of_failure()
         for when in ("setup", "call", "teardown"):
@@ -270,8 +273,8 @@ class ItemRun:
                 report = _deserialised(config, data)
                 name = repr(getattr(report, "context", None))
                 seen[name] = seen.get(name, 0) + 1
-                known = merged.get((name, seen[name]))
-                if known is None or (report.failed and not known.failed):
+                other = merged.get((name, seen[name]))
+                if other is None or (report.failed and not other.failed):
                     report.sections.append(("Rank", str(rank)))
                     merged[name, seen[name]] = report
         for report in merged.values():

@@ -7,37 +7,38 @@ the code that runs worlds is imported with the first test that needs one.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import sys
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from .. import linux
 from ..environment import needs_agent
 from ..spec import WorldSpec
+from .settings import (
+    MARKER_HELP,
+    Wanted,
+    add_options,
+    defaults_of,
+    sizes_of,
+    spec_of,
+    world_of,
+)
 
 if TYPE_CHECKING:
     from ..elastic.agent import Agent
     from .adopt import Adoption
     from .runner import Runner
 
-MARKER_HELP = (
-    "world(world_size=2, backend='gloo', device='cpu', isolation='pool', "
-    "timeout_s=60): run the test's body on every rank; world_size may be a list"
-)
-
-DEFAULT_SIZE = 2
-
 _MARK = "world"
 _PDB = "pdbinvoke"
 """pytest's plugin for ``--pdb``."""
 
-_ALLOWED = frozenset(field.name for field in fields(WorldSpec))
 _RUNNER = pytest.StashKey["Runner"]()
-_SPEC = pytest.StashKey["WorldSpec"]()
+_WANTED = pytest.StashKey[Wanted]()
+_DEFAULTS = pytest.StashKey[Mapping[str, Any]]()
 _AGENT: pytest.StashKey[Agent] = pytest.StashKey()
 _EXIT_CODE = pytest.StashKey[int]()
 _AFTER = pytest.StashKey[dict[pytest.Item, pytest.Item]]()
@@ -52,12 +53,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run tests of torch's multi-process classes on ranks that stay warm",
     )
+    add_options(parser, group)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker."""
     config.addinivalue_line("markers", MARKER_HELP)
+    config.stash[_DEFAULTS] = defaults_of(config)
     if needs_agent() and config.getoption("dist", "no") != "no":
         raise pytest.UsageError(
             "under torchrun leave out -n: each of torchrun's processes would run all "
@@ -101,7 +104,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     try:
         sizes = sizes_of(marker.args, marker.kwargs)
         for size in sizes:
-            spec_of(size, marker.kwargs)
+            spec_of(size, marker.kwargs, metafunc.config.stash[_DEFAULTS])
     except (TypeError, ValueError) as error:
         raise pytest.fail.Exception(f"{name}: {error}", pytrace=False) from None
     if "world" not in metafunc.fixturenames:
@@ -182,9 +185,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         refuse(item)
         try:
-            _spec(item)
+            too_small = _wanted(item).too_small
         except (TypeError, ValueError) as error:  # of a marker added after collection
             pytest.fail(f"{item.nodeid}: {error}", pytrace=False)
+        if too_small:
+            pytest.skip(too_small)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -231,21 +236,20 @@ def _lead_or_follow(config: pytest.Config) -> None:
         config.stash[_AGENT] = lead()
         return
     code = follow()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    linux.flush_standard_streams()
     os._exit(code)  # no hook of this process ends a session: reports are rank 0's
 
 
 def _has_classes(session: pytest.Session) -> bool:
     """True if there are unittest classes whose tests run on ranks."""
-    found = False
+    has_classes = False
     if _ADOPTION in session.config.stash:
-        found = session.config.stash[_ADOPTION].adopts(session.items)
+        has_classes = session.config.stash[_ADOPTION].adopts(session.items)
     if "gradparity.multiprocess.testcase" in sys.modules:
         from .adopt import uses_our_class
 
-        found = uses_our_class(session.items) or found
-    return found
+        has_classes = uses_our_class(session.items) or has_classes
+    return has_classes
 
 
 def _close_runner(config: pytest.Config) -> None:
@@ -259,7 +263,10 @@ def _runner(config: pytest.Config) -> Runner:
         from .runner import AgentRunner, PoolRunner
 
         agent = config.stash.get(_AGENT, None)
-        config.stash[_RUNNER] = PoolRunner() if agent is None else AgentRunner(agent)
+        # Else pytest captures the output, and shows it with the test's report.
+        live = config.getoption("capture", "fd") in ("no", "tee-sys")
+        runner = PoolRunner(live) if agent is None else AgentRunner(agent, live)
+        config.stash[_RUNNER] = runner
     return config.stash[_RUNNER]
 
 
@@ -285,7 +292,7 @@ def _following(item: pytest.Item) -> pytest.Item | None:
             if each.get_closest_marker(_MARK) is None:
                 continue
             try:
-                kind = _kind(_spec(each))
+                kind = _spec(each).kind
             except (TypeError, ValueError):
                 continue
             if kind in last:
@@ -296,16 +303,10 @@ def _following(item: pytest.Item) -> pytest.Item | None:
     return stash[_AFTER].get(item)
 
 
-def _kind(spec: WorldSpec) -> WorldSpec:
-    return replace(spec, timeout_s=60.0, isolation="pool")
-
-
-def _size(item: pytest.Item) -> int:
-    marker = item.get_closest_marker(_MARK)
-    assert marker is not None
+def _size(item: pytest.Item, marker: pytest.Mark) -> Any:
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     if _MARK in parameters:
-        return int(parameters[_MARK])
+        return parameters[_MARK]
     # The marker was added after collection, as by a conftest.
     sizes = sizes_of(marker.args, marker.kwargs)
     if len(sizes) > 1:
@@ -325,41 +326,18 @@ def _size_or_0(item: pytest.Item) -> int:
 
 
 def _spec(item: pytest.Item) -> WorldSpec:
-    if _SPEC not in item.stash:
-        marker = item.get_closest_marker(_MARK)
+    return _wanted(item).spec
+
+
+def _wanted(item: pytest.Item) -> Wanted:
+    if _WANTED not in item.stash:
+        config, marker = item.config, item.get_closest_marker(_MARK)
         assert marker is not None
-        item.stash[_SPEC] = spec_of(_size(item), marker.kwargs)
-    return item.stash[_SPEC]
-
-
-def sizes_of(args: Sequence[Any], settings: Mapping[str, Any]) -> list[int]:
-    """Return the world sizes that a marker asks for.
-
-    Raises:
-        TypeError: More than one positional argument.
-    """
-    if len(args) > 1 or (args and "world_size" in settings):
-        raise TypeError(
-            f"@pytest.mark.world takes one size, got {args} {dict(settings)}: name the "
-            "other settings, as in world(2, timeout_s=60)"
+        agent = config.stash.get(_AGENT, None)
+        item.stash[_WANTED] = world_of(
+            _size(item, marker),
+            marker.kwargs,
+            config.stash[_DEFAULTS],
+            None if agent is None else agent.size,
         )
-    size = args[0] if args else settings.get("world_size", DEFAULT_SIZE)
-    return list(size) if isinstance(size, list | tuple) else [size]
-
-
-def spec_of(size: int, settings: Mapping[str, Any]) -> WorldSpec:
-    """Return what a marker asks for at one size.
-
-    Raises:
-        TypeError: A setting that does not exist.
-        ValueError: A setting with a wrong value.
-    """
-    unknown = sorted(set(settings) - _ALLOWED)
-    if unknown:
-        close = difflib.get_close_matches(unknown[0], _ALLOWED, n=1)
-        raise TypeError(
-            f"@pytest.mark.world has no setting {', '.join(unknown)}; "
-            + "".join(f"did you mean {name}? " for name in close)
-            + f"It has {', '.join(sorted(_ALLOWED))}"
-        )
-    return WorldSpec(**{**settings, "world_size": size})
+    return item.stash[_WANTED]

@@ -152,7 +152,7 @@ class RankSession:
         self.config.hook.pytest_sessionstart(session=self.session)
         self._items: dict[str, pytest.Item] = {}
         self._files: set[str] = set()
-        self._kept: pytest.Item | None = None
+        self._expected: pytest.Item | None = None
 
     def item(self, file: str, name: str) -> pytest.Item:
         """Return a test; its file is collected the first time."""
@@ -180,10 +180,10 @@ class RankSession:
         """Run a test; return its ``ItemResult``, in a ``Failed`` if it failed."""
         plugin = self.plugin
         plugin.begin()
-        if self._kept is not None and self._kept is not item:
+        if self._expected is not None and self._expected is not item:
             # The parent has promised another test, and then left it out.
             internals.tear_down_to(self.session, item)
-        self._kept = following
+        self._expected = following
         properties = len(item.user_properties)
         try:
             self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -261,8 +261,8 @@ class _RankPlugin:
 
     def begin(self) -> None:
         """Forget the test before."""
-        for kept in (self.reports, self.subtests, self.warnings):
-            kept.clear()
+        for reports in (self.reports, self.subtests, self.warnings):
+            reports.clear()
         self._errors.clear()
 
     @pytest.hookimpl(tryfirst=True)

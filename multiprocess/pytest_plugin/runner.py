@@ -22,7 +22,7 @@ from ..spec import CallOptions, WorldSpec
 if TYPE_CHECKING:
     from ..elastic.agent import Agent, AgentCluster
 
-# Each keeps 5 to 13 MiB that it does not share (docs/harness.md).
+# Each keeps 5 to 13 MiB that it does not share (docs/harness-inside.md).
 _MAX_IDLE_RANKS = 16
 
 
@@ -32,6 +32,9 @@ class UnsuitableWorld(Exception):
 
 class Runner(Protocol):
     """Runs a function on every rank of a world like ``spec``."""
+
+    live: bool
+    """True if the ranks' output is shown while they run."""
 
     def run(
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
@@ -48,7 +51,8 @@ class Runner(Protocol):
 class AgentRunner:
     """Runs on the ranks that torchrun's agents have; larger worlds are skipped."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Agent, live: bool) -> None:
+        self.live = live
         self._agent = agent
         self._clusters: dict[WorldSpec, AgentCluster] = {}
 
@@ -56,14 +60,14 @@ class AgentRunner:
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
     ) -> tuple[RankOutcome, ...]:
         """Return one outcome per rank, or raise ``WorldError``."""
-        made = self._agent.size
-        if spec.world_size > made:
+        torchrun_size = self._agent.size
+        if spec.world_size > torchrun_size:
             raise UnsuitableWorld(
-                f"needs {spec.world_size} ranks, torchrun made {made}"
+                f"needs {spec.world_size} ranks, torchrun made {torchrun_size}"
             )
         from ..elastic.agent import AgentCluster, Ended
 
-        kind = _kind_of(spec)
+        kind = spec.kind
         if kind not in self._clusters:
             self._clusters[kind] = AgentCluster(self._agent, kind)
         try:
@@ -78,25 +82,26 @@ class AgentRunner:
         """End the sessions of the ranks; the ranks end with their agents."""
         with contextlib.suppress(Exception):
             for cluster in self._clusters.values():
-                _end_session(cluster)
+                _end_session(cluster, self.live)
 
 
 class PoolRunner:
     """Keeps one warm cluster for each kind of world, the latest used ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, live: bool) -> None:
+        self.live = live
         self._clusters: dict[WorldSpec, Cluster] = {}
 
     def run(
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
     ) -> tuple[RankOutcome, ...]:
         """Return one outcome per rank, or raise ``WorldError``."""
-        with contextlib.ExitStack() as held:
-            held.enter_context(cpu_slots().hold(spec.world_size))
+        with contextlib.ExitStack() as slots:
+            slots.enter_context(cpu_slots().hold(spec.world_size))
             if spec.device == "cuda":
-                names = held.enter_context(_gpus(spec))
+                names = slots.enter_context(_gpus(spec))
                 spec = replace(spec, visible_devices=names)
-            return self._cluster(_kind_of(spec)).submit(options, fn, *args)
+            return self._cluster(spec.kind).submit(options, fn, *args)
 
     def expect(self) -> None:
         """Have the forkserver import torch while the session goes on."""
@@ -106,7 +111,7 @@ class PoolRunner:
     def close(self) -> None:
         """End all ranks."""
         for cluster in self._clusters.values():
-            _close(cluster)
+            self._close(cluster)
         self._clusters.clear()
 
     def _cluster(self, kind: WorldSpec) -> Cluster:
@@ -117,22 +122,22 @@ class PoolRunner:
         for other in list(self._clusters.values()):
             if other is not cluster and idle + kind.world_size > _MAX_IDLE_RANKS:
                 idle -= len(other.pids)
-                _close(other)
+                self._close(other)
         return cluster
 
+    def _close(self, cluster: Cluster) -> None:
+        if cluster.pids:
+            _end_session(cluster, self.live)
+        cluster.close()
 
-def _close(cluster: Cluster) -> None:
-    if cluster.pids:
-        _end_session(cluster)
-    cluster.close()
 
-
-def _end_session(cluster: BaseCluster) -> None:
+def _end_session(cluster: BaseCluster, live: bool) -> None:
     """End the fixtures that still live on the ranks; show what goes wrong there."""
     from .rank_session import end_session
 
     try:
-        cluster.outcomes(end_session)
+        options = CallOptions(timeout_s=cluster.spec.timeout_s, live=live)
+        cluster.submit(options, end_session)
     except WorldError as failure:
         print(
             f"gradparity: a session on ranks did not end:\n{failure}", file=sys.stderr
@@ -145,11 +150,6 @@ def _gpus(spec: WorldSpec) -> AbstractContextManager[tuple[str, ...]]:
     if len(visible) < wanted:
         raise UnsuitableWorld(f"needs {wanted} CUDA devices, {len(visible)} visible")
     return gpu_slots(visible).hold(wanted)
-
-
-def _kind_of(spec: WorldSpec) -> WorldSpec:
-    """Return the spec without what may differ between calls on one cluster."""
-    return replace(spec, timeout_s=60.0, isolation="pool")
 
 
 def lead() -> Agent:

@@ -59,7 +59,7 @@ _finder = _Finder()
 
 
 def import_rewritten(files: Mapping[str, str]) -> None:
-    """In a rank: import these modules from these files, with pytest's assert."""
+    """Import these modules from these files, with pytest's assert; on a rank."""
     _finder.files = files
     if files and _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
@@ -71,7 +71,7 @@ _seen_modules: tuple[object, ...] = ()
 
 
 def rewritten_modules() -> dict[str, str]:
-    """In the parent: return the modules that pytest has rewritten, name to file."""
+    """Return the modules that pytest has rewritten in this process, name to file."""
     global _seen_modules, _rewritten
     # Asked before each call: looking through some thousand modules takes longer than a
     # call, so they are only when one has been added.
@@ -100,9 +100,9 @@ def _packages_only_here(name: str) -> Iterator[tuple[str, str]]:
     while package:
         module = sys.modules.get(package)
         file = getattr(module, "__file__", None)
-        found = [file] if file else list(getattr(module, "__path__", ()))
-        if found:
-            yield package, found[0]
+        places = [file] if file else list(getattr(module, "__path__", ()))
+        if places:
+            yield package, places[0]
         package = package.rpartition(".")[0]
 
 

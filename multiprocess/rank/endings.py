@@ -1,6 +1,6 @@
 """How a test's code ends on a rank: passed, failed, skipped, or never run.
 
-pytest, unittest and hypothesis read some exceptions as no failure. Such an exception
+pytest and unittest read some exceptions as no failure. Such an exception
 must not hide a failure of the same test: of its teardown, or of another rank.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from ..outcomes import Left
 from .worker import name_of
 
-SKIP, XFAIL, REJECT = "skip", "xfail", "reject"
+SKIP, XFAIL = "skip", "xfail"
 """Values of ``Left.kind``."""
 
 ALTERNATIVE = "make it a plain function, which may call asyncio.run(...)"
@@ -35,8 +35,6 @@ def _early() -> Iterator[tuple[str, type[BaseException]]]:
     if (pytest := sys.modules.get("pytest")) is not None:
         yield SKIP, pytest.skip.Exception
         yield XFAIL, pytest.xfail.Exception
-    if (errors := sys.modules.get("hypothesis.errors")) is not None:
-        yield REJECT, errors.UnsatisfiedAssumption
 
 
 def conclude(

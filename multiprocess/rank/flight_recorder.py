@@ -54,7 +54,7 @@ METHODS = (
     "scatter",
     "send",
 )
-"""Of process groups; a group need not have all."""
+"""Methods of process groups that are recorded; a group need not have all."""
 
 _FUNCTIONS = (
     "all_gather_single",
@@ -152,9 +152,9 @@ def unwaited() -> list[tuple[str, str]]:
 
     Forgets them.
     """
-    found = [(op, caller) for op, caller, _ in _unwaited.values()]
+    unwaited_ops = [(op, caller) for op, caller, _ in _unwaited.values()]
     _unwaited.clear()
-    return found
+    return unwaited_ops
 
 
 def _forget_unwaited(record: tuple[int, int] | None, storage: int) -> None:
@@ -336,11 +336,11 @@ def _ranks(group: Any) -> list[int]:
 
 
 def _tensors(args: tuple[Any, ...]) -> str:
-    found = _flat(args)
-    if not found:
+    tensors = _flat(args)
+    if not tensors:
         return "-"
-    first = f"{str(found[0].dtype).removeprefix('torch.')}{list(found[0].shape)}"
-    return first if len(found) == 1 else f"{first} and {len(found) - 1} more"
+    first = f"{str(tensors[0].dtype).removeprefix('torch.')}{list(tensors[0].shape)}"
+    return first if len(tensors) == 1 else f"{first} and {len(tensors) - 1} more"
 
 
 def _flat(value: Any) -> list[torch.Tensor]:

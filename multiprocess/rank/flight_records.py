@@ -77,8 +77,8 @@ class RecordWriter:
             Where it was, for :meth:`leave`.
         """
         before = self._now
-        known = record is not None and record[0] == self._calls
-        index = record[1] if record is not None and known else _NO_RECORD
+        is_of_this_call = record is not None and record[0] == self._calls
+        index = record[1] if record is not None and is_of_this_call else _NO_RECORD
         self._put((place.value, index))
         return before
 
@@ -124,14 +124,14 @@ def read(fd: int, rank: int) -> tuple[Collective, ...]:
     # A copy: a rank that is alive goes on writing.
     region = os.pread(fd, REGION, rank * REGION)
     (count,) = _COUNT.unpack_from(region)
-    found = []
+    collectives = []
     for index in range(max(0, count - SLOTS), count):
         at = _HEAD + index % SLOTS * _SLOT
         try:
-            found.append(_collective(region[at : at + _SLOT], index))
+            collectives.append(_collective(region[at : at + _SLOT], index))
         except (ValueError, TypeError):
             continue  # the rank is writing just now
-    return tuple(found)
+    return tuple(collectives)
 
 
 def read_place(fd: int, rank: int) -> tuple[Place, int | None]:
@@ -151,14 +151,14 @@ def read_begun(fd: int, rank: int) -> int:
 def read_current(fd: int, rank: int) -> Collective | None:
     """Return the collective that a rank is in, if it is in one."""
     _, position = read_place(fd, rank)
-    found = () if position is None else read(fd, rank)
-    return next((call for call in found if call.position == position), None)
+    collectives = () if position is None else read(fd, rank)
+    return next((call for call in collectives if call.position == position), None)
 
 
 def _collective(slot: bytes, position: int) -> Collective:
     group, number, op, tensors, where, ranks = json.loads(slot)
-    known = tuple(range(*ranks) if ranks[2:] else ranks[0]) if ranks else ()
-    return Collective(group, number, op, tensors, where, known, position)
+    members = tuple(range(*ranks) if ranks[2:] else ranks[0]) if ranks else ()
+    return Collective(group, number, op, tensors, where, members, position)
 
 
 def _as_range(ranks: Sequence[int]) -> Sequence[object]:

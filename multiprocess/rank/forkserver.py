@@ -20,7 +20,6 @@ import signal
 import socket
 import struct
 import sys
-import time
 import traceback
 from typing import Any, NoReturn
 
@@ -32,11 +31,12 @@ RANK_FDS = 5
 stacks, store, flight records."""
 
 EXIT_STATUS = struct.Struct("!i")
-"""What is written on an exit pipe: exit code, or minus the signal."""
+"""Content of an exit pipe: exit code, or minus the signal."""
 
-# The socket keeps messages apart and cuts one that is longer than the buffer. The
-# longest request is an import path with the names of modules.
-LARGEST_REQUEST = 1 << 17
+# The socket keeps messages apart and cuts one that is longer than the buffer: what may
+# be long comes in memory, and an error is cut.
+_LARGEST_REQUEST = 1 << 10
+_LONGEST_ERROR = 1 << 15
 
 # For the rare client whose end the socket does not show; see `serve`.
 _CLIENT_CHECK_S = 2.0
@@ -98,36 +98,39 @@ class ForkServer:
     def _request(self) -> None:
         try:
             message, fds, _, _ = socket.recv_fds(
-                self._sock, LARGEST_REQUEST, RANK_FDS + 1
+                self._sock, _LARGEST_REQUEST, RANK_FDS + 1
             )
         except ConnectionError:
             self._end()
         if not message:
             self._end()
         request = json.loads(message)
-        found: list[int] = []
+        pidfds: list[int] = []
         if request["do"] == "fork":
             answer = self._fork(fds)
             if "pid" in answer:
-                found = linux.open_process(answer["pid"])
+                pidfds = linux.open_process(answer["pid"])
         else:
-            answer = self._import(request["path"], request["modules"])
+            answer = self._import(*fds)
         answer["serial"] = request["serial"]
         try:
-            socket.send_fds(self._sock, [json.dumps(answer).encode()], found)
+            socket.send_fds(self._sock, [json.dumps(answer).encode()], pidfds)
         except ConnectionError:
             self._end()
-        _close(found)
+        _close(pidfds)
 
-    def _import(self, path: list[str], modules: list[str]) -> dict[str, Any]:
-        sys.path[:] = path
+    def _import(self, fd: int) -> dict[str, Any]:
+        with open(fd) as file:
+            request = json.load(file)
+        sys.path[:], modules = request["path"], request["modules"]
         # Looking for garbage takes a fifth of the time, and finds 7 of 310 MB.
         gc.disable()
         try:
             for name in modules:
                 importlib.import_module(name)
         except Exception:
-            return {"error": f"cannot preload {name}\n{traceback.format_exc()}"}
+            trace = traceback.format_exc()[-_LONGEST_ERROR:]
+            return {"error": f"cannot preload {name}\n{trace}"}
         finally:
             gc.freeze()  # shared by all ranks: leave its pages alone
             gc.enable()
@@ -207,7 +210,7 @@ class ForkServer:
             _kill_strays()
             try:
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                    time.sleep(0.002)
+                    linux.sleep(0.002)
             except ChildProcessError:
                 break
         # Not os._exit: coverage.py, where it measures, would write a file of this

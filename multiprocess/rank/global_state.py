@@ -93,7 +93,7 @@ def _set_folder(folder: str) -> None:
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Those that programs handle; reading the handlers of all 64 costs 10 us."""
+"""Signals that programs handle; reading the handlers of all 64 costs 10 us."""
 
 # Typed loosely: each setter takes what its getter gave.
 _SETTINGS: tuple[tuple[Callable[[], object], Callable[..., object]], ...] = (
@@ -104,6 +104,7 @@ _SETTINGS: tuple[tuple[Callable[[], object], Callable[..., object]], ...] = (
     (_products, _set_products),
     (_determinism, _set_determinism),
     (_autocast, _set_autocast),
+    (lambda: _CUDNN.benchmark, lambda value: setattr(_CUDNN, "benchmark", value)),
     (_flushes_denormals, torch.set_flush_denormal),
     (sys.getrecursionlimit, sys.setrecursionlimit),
     (gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
@@ -115,7 +116,7 @@ _SETTINGS: tuple[tuple[Callable[[], object], Callable[..., object]], ...] = (
 )
 
 
-_kept: list[Any] = []
+_given_back: list[Any] = []
 """Values of the settings that the current call gives back when it ends."""
 
 
@@ -128,8 +129,8 @@ def keep_settings(values: Sequence[object] | None = None) -> list[Any]:
     Returns:
         The values that it would have given back.
     """
-    before = list(_kept)
-    _kept[:] = [get() for get, _ in _SETTINGS] if values is None else values
+    before = list(_given_back)
+    _given_back[:] = [get() for get, _ in _SETTINGS] if values is None else values
     return before
 
 
@@ -144,7 +145,7 @@ def restored_settings() -> Iterator[None]:
             # An alarm that the call has set would strike in the next one.
             signal.alarm(0)
             torch.set_default_device(None)
-            for (get, put), value in zip(_SETTINGS, _kept, strict=True):
+            for (get, put), value in zip(_SETTINGS, _given_back, strict=True):
                 if get() != value:  # some setters cost more than a whole call
                     put(value)
 

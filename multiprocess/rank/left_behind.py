@@ -75,8 +75,8 @@ def _issues_nothing(frame: FrameType) -> bool:
     owner = next((f for f in reversed(files) if f != threading.__file__), "")
     if owner == _POOL:  # waiting for work, and not at work
         return files[0] == _POOL and frame.f_code.co_name == "_worker"
-    kept = any(each in owner for each in _KEPT)
-    return kept and not owner.startswith(_DISTRIBUTED)
+    is_harmless = any(each in owner for each in _KEPT)
+    return is_harmless and not owner.startswith(_DISTRIBUTED)
 
 
 def _place(frame: FrameType) -> str:

@@ -20,17 +20,18 @@ from types import TracebackType
 from typing import Any
 from unittest import mock
 
+from .. import linux
 from ..environment import on_torchrun
 from ..outcomes import Left
 from .endings import SKIP, XFAIL, conclude, early_end, refuse_unrun
 from .world import current_world
 
 EXIT_0 = Left("exit", "SystemExit", "0")
-"""Of a process of torch's classes that ends with ``sys.exit(0)``, and so has passed."""
+"""End of a process of torch's classes by ``sys.exit(0)``, which passes."""
 
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OF_TORCHRUN = ("MASTER_ADDR", "MASTER_PORT")
-"""What a rank has of its own, or not at all, in place of its parent's."""
+"""Variables that a rank has of its own, or does not have, unlike its parent."""
 
 ExcInfo = (
     tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
@@ -47,7 +48,7 @@ class CaseRef:
 
     method: str
     env: Mapping[str, str]
-    """Of the parent's environment what a rank replaces; under torchrun nothing."""
+    """Variables of the parent that a rank replaces; none under torchrun."""
 
     @classmethod
     def of(cls, test: unittest.TestCase) -> CaseRef:
@@ -56,15 +57,15 @@ class CaseRef:
         home = vars(sys.modules[kind.__module__])
         # Classes are also made by functions: what counts is where the module has them.
         names = [kind.__qualname__, *(n for n, v in home.items() if v is kind)]
-        found = next((n for n in names if home.get(n) is kind), None)
+        name = next((n for n in names if home.get(n) is kind), None)
         if kind.__module__ == "__main__":
-            found = None  # the ranks have another
-        kept = () if on_torchrun() else (*_OF_RANKS, *_OF_TORCHRUN)
+            name = None  # the ranks have another
+        passed_on = () if on_torchrun() else (*_OF_RANKS, *_OF_TORCHRUN)
         return cls(
             module=kind.__module__,
-            cls=found or kind,
+            cls=name or kind,
             method=test._testMethodName,
-            env={k: os.environ[k] for k in kept if k in os.environ},
+            env={k: os.environ[k] for k in passed_on if k in os.environ},
         )
 
     def find(self) -> Any:
@@ -271,8 +272,7 @@ def _leave_process(run: Callable[[], object]) -> Left | None:
         # The others are to see what they would see of a process that is gone.
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        linux.flush_standard_streams()
         os._exit(error.code if isinstance(error.code, int) else 1)
     return None
 

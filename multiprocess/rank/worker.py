@@ -1,4 +1,4 @@
-"""What runs in a rank: join, run, answer, until the parent is gone.
+"""Main loop of a rank: join, run, answer, until the parent is gone.
 
 Imports the least: the forkserver loads this module before torch; what needs torch is
 imported when a rank has been forked, from what the forkserver has preloaded.
@@ -22,6 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .. import linux, messages
+from ..environment import WORLD_VARIABLE
 from ..messages import Context, Kind, Rendezvous, Reply, Run, Start
 from ..outcomes import Failed
 from . import assert_rewrite, flight_records
@@ -40,7 +41,7 @@ PRELOAD = (
     f"{__package__}.left_behind",
     f"{__package__}.world",
 )
-"""What every rank needs: the forkserver imports it once."""
+"""Modules that every rank needs: the forkserver imports them once."""
 
 COSTLY = (
     "_pytest.assertion.rewrite",
@@ -56,7 +57,8 @@ COSTLY = (
     "torch.testing._internal.common_fsdp",
     "torch.testing._internal.distributed._tensor.common_dtensor",
 )
-"""What some ranks need and takes long to import: preloaded when the parent has it."""
+"""Modules that some ranks need and that take long to import: preloaded when the
+parent has them."""
 
 ACKNOWLEDGED_S = 15.0
 """So long the host of the store may acknowledge nothing before it counts as cut off."""
@@ -83,7 +85,7 @@ _OUR_FILES = (
 """Their frames say nothing about what the function did."""
 
 _OF_PYTEST = re.compile(r"/(_pytest|pluggy|multiprocess/pytest_plugin)/\w+\.py$")
-"""What calls the tests on a rank."""
+"""Files whose code calls the tests on a rank."""
 
 # Of the torchrun that runs the parent: a function that reads MASTER_ADDR
 # (`init_method="env://"`) would join the parent's job and not this world.
@@ -131,7 +133,7 @@ def connect(host: str, port: int, prefix: str, *, serves: bool = False) -> Store
     # there before.
     before = linux.sockets()
     store = TCPStore(host, port, is_master=serves, timeout=limit)
-    linux.give_up_silent(ACKNOWLEDGED_S, kept=before)
+    linux.give_up_silent(ACKNOWLEDGED_S, except_for=before)
     return PrefixStore(prefix, store)
 
 
@@ -169,11 +171,7 @@ class _Rank:
         except BaseException as error:
             reply = raised(error, reusable=False)
         finally:
-            for stream in (sys.stdout, sys.stderr):
-                try:
-                    stream.flush()
-                except (ValueError, OSError):
-                    pass  # the function closed it
+            linux.flush_standard_streams()
         return reply
 
     def _join(self, message: Start) -> None:
@@ -444,7 +442,8 @@ def _rank_environment(
     spec: WorldSpec, rank: int, rendezvous: Rendezvous | None
 ) -> dict[str, str]:
     local_rank = rank if rendezvous is None else rendezvous.local_rank
-    found = {
+    env = {
+        WORLD_VARIABLE: "1",
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(spec.world_size),
@@ -453,15 +452,15 @@ def _rank_environment(
         ),
     }
     if spec.visible_devices:
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(spec.visible_devices)
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(spec.visible_devices)
     if spec.share_devices:
-        found["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # since 2.31; else NCCL refuses
+        env["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # since 2.31; else NCCL refuses
     # With several hosts gloo must listen on an address that the others reach.
     if rendezvous is None or rendezvous.one_host:
         loopback = any(name == "lo" for _, name in socket.if_nameindex())
         if loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
-            found["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
-    return found
+            env["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
+    return env
 
 
 def _device(spec: WorldSpec, local_rank: int) -> Any:

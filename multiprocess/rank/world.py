@@ -1,4 +1,4 @@
-"""What a function on a rank can know about its world."""
+"""World of a rank, as the function on it sees it."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class World:
                 store.set(key, pickled((False, f"{type(error).__name__}: {error}")))
                 raise
             return value
-        made, value = pickle.loads(self.store.get(key))
-        if not made:
+        is_made, value = pickle.loads(self.store.get(key))
+        if not is_made:
             from torch.distributed import DistError  # the fault of another rank
 
             raise DistError(f"rank 0 could not make the value: {value}")

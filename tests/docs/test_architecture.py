@@ -167,7 +167,10 @@ def test_a_distributed_test(tmp_path: Path) -> None:
         [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line.split(" ", 2) for line in done.stdout.splitlines()]
+    # With -s each line of a rank has the rank in front.
+    lines = [
+        line.removeprefix("rank 0: ").split(" ", 2) for line in done.stdout.splitlines()
+    ]
     for kind, walk in (("parent", walks()[4]), ("rank", walks()[5])):
         found = [(ours(x[1]), x[2]) for x in lines if x[0] == kind and len(x) == 3]
         ran = found if kind == "parent" else found[::-1]

@@ -1,12 +1,14 @@
 """What a cluster promises when nothing goes wrong."""
 
 import gc
+import io
 import os
 import random
 import signal
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ from gradparity.multiprocess import (
     WorldSpec,
     current_world,
 )
+from gradparity.multiprocess.report import render_output
+from gradparity.multiprocess.spec import CallOptions
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +224,7 @@ def test_settings_do_not_leak_into_the_next_call(
         torch.set_autocast_enabled("cpu", True)
         torch.set_autocast_dtype("cpu", torch.float16)
         torch.set_flush_denormal(True)
+        torch._C._set_cudnn_benchmark(True)  # the public one cannot travel
         multiply_in_tf32()
         sys.setrecursionlimit(5000)
         gc.disable()
@@ -239,6 +244,7 @@ def test_settings_do_not_leak_into_the_next_call(
             torch.is_autocast_enabled("cpu"),
             torch.get_autocast_dtype("cpu"),
             torch.full((), 1e-40).mul(1.0).item(),
+            torch._C._get_cudnn_benchmark(),
             *precisions(),
             sys.getrecursionlimit(),
             gc.isenabled(),
@@ -274,6 +280,41 @@ def test_output_is_kept_rank_by_rank(cluster: Cluster) -> None:
 
     outcomes = cluster.outcomes(speak)
     assert [o.output for o in outcomes] == ["out 0\nerr\n", "out 1\nerr\n"]
+
+
+class Terminal(io.StringIO):
+    """A stdout that makes a file when it shows a text."""
+
+    def __init__(self, text: str, file: Path) -> None:
+        super().__init__()
+        self._text, self._file = text, file
+
+    def write(self, text: str) -> int:
+        if self._text in text:
+            self._file.touch()
+        return super().write(text)
+
+
+def test_live_output_is_shown_while_the_ranks_run(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shown = tmp_path / "shown"
+
+    def speak() -> None:
+        print("ready\nand", end="")
+        while not shown.exists():
+            time.sleep(0.01)
+
+    terminal = Terminal("rank 1: ready\n", shown)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    live = CallOptions(timeout_s=60, live=True)
+    outcomes = cluster.submit(live, speak)
+    assert [o.output for o in outcomes] == ["ready\nand"] * 2
+    shown_later = "--- rank {} ---\nready\nand\n"
+    assert render_output(outcomes) == shown_later.format(0) + shown_later.format(1)
+    cluster.run(print, "not live")
+    lines = sorted(terminal.getvalue().splitlines())
+    assert lines == [f"rank {r}: {text}" for r in (0, 1) for text in ("and", "ready")]
 
 
 def test_a_call_that_cannot_be_pickled_is_refused_before_any_rank_runs(

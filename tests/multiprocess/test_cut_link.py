@@ -13,7 +13,7 @@ subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 server = socket.create_server(("127.0.0.1", 0))
 before = linux.sockets()
 client = socket.create_connection(server.getsockname())
-linux.give_up_silent(2.0, kept=before)
+linux.give_up_silent(2.0, except_for=before)
 other, _ = server.accept()
 client.sendall(b"request")
 assert other.recv(100) == b"request"

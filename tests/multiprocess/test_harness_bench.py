@@ -1,4 +1,4 @@
-"""What docs/harness.md says of speed is what was recorded, and what was promised."""
+"""The speed that docs/harness-inside.md shows is what was recorded, and promised."""
 
 import json
 from pathlib import Path

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -242,6 +243,55 @@ def test_a_hang_ends_while_the_parents_clocks_stand_still(
     monkeypatch.setattr(time, "time", lambda: 1.0)
     with pytest.raises(WorldError, match="still running"):
         cluster.with_options(timeout_s=1).run(time.sleep, 100)
+
+
+def test_a_rank_that_does_not_listen_delays_no_other(tmp_path: Path) -> None:
+    # regression: M9, each rank that did not listen took the whole limit
+    def body(argument: bytes) -> int:
+        (tmp_path / str(rank())).touch()
+        return len(argument)
+
+    def wake() -> None:
+        while not all((tmp_path / str(other)).exists() for other in (1, 2)):
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGCONT)
+
+    with Cluster(3, timeout_s=60) as cluster:
+        pid = cluster.pids[0]
+        os.kill(pid, signal.SIGSTOP)
+        waker = threading.Thread(target=wake, daemon=True)
+        waker.start()
+        assert cluster.run(body, b"x" * (1 << 24)) == [1 << 24] * 3
+        waker.join()
+
+
+def test_the_program_may_have_no_output(tmp_path: Path) -> None:
+    # regression: M19, as in a daemon: sys.stdout is None
+    script = tmp_path / "script.py"
+    script.write_text("""
+import pathlib, sys
+from gradparity.multiprocess import Cluster
+assert sys.stdout is None
+with Cluster(1) as cluster:
+    pathlib.Path(sys.argv[1]).write_text(str(cluster.run(lambda: 1)))
+""")
+    closed = 'exec "$@" >&- 2>&-'
+    command = [sys.executable, str(script), str(tmp_path / "done")]
+    subprocess.run(["sh", "-c", closed, "sh", *command], timeout=RUN_S, check=True)
+    assert (tmp_path / "done").read_text() == "[1]"
+
+
+def test_the_import_path_and_the_environment_may_be_long() -> None:
+    # regression: M15, the kernel takes no argument above 128 KiB
+    done = program("""
+import os, sys
+from gradparity.multiprocess import Cluster
+sys.path += [f"/nowhere/{number}" + "x" * 1000 for number in range(300)]
+os.environ["LONG"] = "x" * (1 << 18)
+with Cluster(1, preload=("wave",)) as cluster:
+    print(cluster.run(lambda: (len(sys.path) > 300, len(os.environ["LONG"]))))
+""")
+    assert done.stdout == "[(True, 262144)]\n", done.stderr
 
 
 def test_a_child_that_returns_from_a_call_is_ended(cluster: Cluster) -> None:

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from gradparity.multiprocess import linux
 from gradparity.multiprocess.elastic.membership import (
     SILENCE_S,
     Heartbeat,
@@ -31,7 +32,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(linux, "now_s", lambda: self.now)
         self.store = Store()
         self.monitor = HeartbeatMonitor(cast(Any, self.store), 3)
 

@@ -79,6 +79,24 @@ def test_it(world, end):
     assert "5 skipped, 2 xfailed" in done.stdout, done.stdout
 
 
+def test_an_assumption_outside_of_hypothesis_fails(session: Session) -> None:
+    # regression: all ranks raised it, and the test passed
+    done = session("""
+from hypothesis.errors import UnsatisfiedAssumption
+
+@pytest.mark.world(world_size=2)
+def test_it(world):
+    raise UnsatisfiedAssumption
+
+from gradparity.multiprocess import TestCase
+
+class TestOurs(TestCase):
+    def test_it(self):
+        raise UnsatisfiedAssumption
+""")
+    assert "2 failed" in done.stdout, done.stdout
+
+
 def test_a_skip_hides_no_failure_of_setup_or_teardown(session: Session) -> None:
     done = session(
         SKIPS

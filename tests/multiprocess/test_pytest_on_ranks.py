@@ -352,6 +352,37 @@ def test_flaky(world, counted):
     assert "1 passed in" in done.stdout, done.stdout
 
 
+@pytest.mark.parametrize("option", ["-s", "--capture=tee-sys"])
+def test_output_that_is_not_captured_has_the_rank_in_front(
+    session: Session, option: str
+) -> None:
+    done = session(
+        """
+@pytest.fixture(scope="module")
+def wide():
+    yield
+    print("the end")
+
+@pytest.mark.world(world_size=2)
+def test_speaks(world, wide):
+    print("here")
+
+from gradparity.multiprocess import TestCase
+
+class TestOurs(TestCase):
+    def test_it(self):
+        print("in a class")
+""",
+        option,
+        "-rN",
+    )
+    assert "2 passed" in done.stdout
+    for text in "here", "in a class", "the end":
+        for rank in 0, 1:
+            assert done.stdout.count(f"rank {rank}: {text}\n") == 1, done.stdout
+    assert "--- rank" not in done.stdout
+
+
 def test_each_feature_of_the_page_has_a_test() -> None:
     rows = re.findall(r"^\|.*\| `(test_\w+)` \|$", PAGE.read_text(), re.MULTILINE)
     here = Path(__file__).read_text()

@@ -44,10 +44,21 @@ def hung(rank: int, place: Place = ELSEWHERE, stopped: bool = False) -> Fact:
     return Fact(rank=rank, place=place, stopped=stopped)
 
 
+def reported(fact: Fact, order: int) -> Fact:
+    return replace(fact, order=order)
+
+
 @pytest.mark.parametrize(
     ("facts", "states", "root"),
     [
         ([ok(0), ok(1)], [OK, OK], None),
+        # regression: M18, clocks of two hosts have no common zero
+        ([reported(raised(0, 9.0), 1), reported(raised(1, 1.0), 2)], [RAISED] * 2, 0),
+        (
+            [reported(ended(0, 1.0, 3), 2), reported(raised(1, 9.0), 1)],
+            [EXITED, RAISED],
+            1,
+        ),
         ([ok(0), raised(1, 1.0)], [OK, RAISED], 1),
         ([raised(0, 2.0), raised(1, 1.0)], [RAISED, RAISED], 1),
         ([raised(0, 1.0, waited=True), raised(1, 2.0)], [VICTIM, RAISED], 1),

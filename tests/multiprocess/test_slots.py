@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gradparity.multiprocess import HarnessError
+from gradparity.multiprocess import Cluster, HarnessError
 from gradparity.multiprocess.parent.slots import (
     SLOTS_VARIABLE,
     SlotPool,
@@ -115,6 +115,21 @@ def test_a_timeout_for_slots_names_the_way_out(
                 pass
         assert f"fuser -v {tmp_path}/gradparity/slots/one/*.lock" in str(caught.value)
         assert str(caught.value).endswith(f"{way_out}.")
+
+
+def test_a_world_that_a_rank_starts_runs_on_the_slots_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # regression: M10, a session inside of a world waited for the slots of that world
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(SLOTS_VARIABLE, "1")
+
+    def nested() -> tuple[str, ...]:
+        with cpu_slots().hold(2, 0.1) as cpu, gpu_slots(["3"]).hold(1, 0.1) as gpu:
+            return *cpu, *gpu
+
+    with cpu_slots().hold(1), gpu_slots(["3"]).hold(1), Cluster(1) as cluster:
+        assert cluster.run(nested) == [("cpu0", "gpu-3")]
 
 
 def test_zero_cpu_slots_hold_nothing(

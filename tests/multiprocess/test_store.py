@@ -1,8 +1,10 @@
 """What crosses torchrun's store is plain data, or signed before it is unpickled."""
 
+import itertools
 import os
 import pickle
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,27 @@ def own_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
 
 
 SCOPE = "run", "gradparity/0/2/agent0"
+
+
+def test_a_wait_ends_while_pythons_clocks_stand_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # regression: M16
+    monkeypatch.setattr(time, "monotonic", lambda: 1.0)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    looks = itertools.count()
+
+    def check() -> None:
+        assert next(looks) < 10_000, "it waits for ever"
+
+    store = SignedStore(HashStore(), rank=0, scope=SCOPE)
+    assert not store.wait("never", 0.05, check)
+
+
+def test_a_flag_counts_how_often_it_was_set() -> None:
+    store = SignedStore(HashStore(), rank=0, scope=SCOPE)
+    assert [store.set_flag("fault"), store.set_flag("fault")] == [1, 2]
+    assert store.wait("fault", 0.0)
 
 
 def stores(raw: Any, agreed: str = "met") -> tuple[SignedStore, SignedStore]:

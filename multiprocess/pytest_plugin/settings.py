@@ -1,0 +1,163 @@
+"""Settings of a marked test: its marker, then the command line, then the ini file."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pytest
+
+from ..environment import cores
+from ..spec import WorldSpec
+
+MARKER_HELP = (
+    "world(world_size=2, backend='gloo', device='cpu', isolation='pool', "
+    "timeout_s=60): run the test's body on every rank; world_size may be a list, or "
+    "'all' for as many ranks as there are GPUs or cores"
+)
+
+ALL = "all"
+"""World size: as many ranks as there are devices, or cores, or ranks of torchrun."""
+
+DEFAULT_SIZE = 2
+
+_MIN_SIZE = "min_size"
+_ALLOWED = frozenset((*(field.name for field in fields(WorldSpec)), _MIN_SIZE))
+
+_DEFAULTS = {
+    "timeout_s": "limit of a test on ranks, in seconds",
+    "backend": "backend of the default process group; with nccl the device is cuda",
+    "isolation": "isolation of tests on ranks: pool, group or process",
+}
+"""Settings that the command line and the ini file can give to markers without them."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """World of one test."""
+
+    spec: WorldSpec
+    too_small: str = ""
+    """Why there are fewer ranks here than the test needs."""
+
+
+def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
+    """Add an option and an entry of the ini file for each default."""
+    for name, text in _DEFAULTS.items():
+        text = f"{text}, where a marker does not say"
+        parser.addini(f"world_{name}", text, default=None)
+        option = f"--world-{name.replace('_', '-')}"
+        group.addoption(option, metavar=name.upper(), help=text)
+
+
+def defaults_of(config: pytest.Config) -> dict[str, Any]:
+    """Return what the command line and the ini file say.
+
+    Raises:
+        UsageError: One of them has a wrong value.
+    """
+    defaults: dict[str, Any] = {}
+    for name in _DEFAULTS:
+        option = f"world_{name}"
+        value = config.getoption(option, None) or config.getini(option)
+        if value:
+            defaults[name] = value
+    try:
+        if "timeout_s" in defaults:
+            defaults["timeout_s"] = float(defaults["timeout_s"])
+        spec_of(1, {}, defaults)
+    except ValueError as error:
+        raise pytest.UsageError(
+            f"world_{', world_'.join(defaults)} of the command line or the "
+            f"ini file: {error}"
+        ) from None
+    return defaults
+
+
+def sizes_of(args: Sequence[Any], settings: Mapping[str, Any]) -> list[Any]:
+    """Return the world sizes that a marker asks for.
+
+    Raises:
+        TypeError: More than one positional argument.
+        ValueError: A least size for worlds whose size is known.
+    """
+    if len(args) > 1 or (args and "world_size" in settings):
+        raise TypeError(
+            f"@pytest.mark.world takes one size, got {args} {dict(settings)}: name the "
+            "other settings, as in world(2, timeout_s=60)"
+        )
+    size = args[0] if args else settings.get("world_size", DEFAULT_SIZE)
+    sizes = list(size) if isinstance(size, list | tuple) else [size]
+    if _MIN_SIZE in settings:
+        least = settings[_MIN_SIZE]
+        if isinstance(least, bool) or not isinstance(least, int) or least < 1:
+            raise ValueError(f"min_size must be an int of at least 1, got {least!r}")
+        if ALL not in sizes:
+            raise ValueError(
+                f'min_size is for world_size="all", got world_size={size!r}'
+            )
+    return sizes
+
+
+def spec_of(
+    size: Any, settings: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> WorldSpec:
+    """Return what a marker asks for at one size; ``ALL`` counts as one rank.
+
+    Raises:
+        TypeError: A setting that does not exist.
+        ValueError: A setting with a wrong value.
+    """
+    unknown = sorted(set(settings) - _ALLOWED)
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], _ALLOWED, n=1)
+        raise TypeError(
+            f"@pytest.mark.world has no setting {', '.join(unknown)}; "
+            + "".join(f"did you mean {name}? " for name in close)
+            + f"It has {', '.join(sorted(_ALLOWED))}"
+        )
+    if isinstance(size, str) and size != ALL:
+        raise ValueError(f'world_size must be an int or "{ALL}", got {size!r}')
+    merged = {**defaults, **settings, "world_size": 1 if size == ALL else size}
+    merged.pop(_MIN_SIZE, None)
+    if "device" not in settings and merged.get("backend") == "nccl":
+        merged["device"] = "cuda"
+    return WorldSpec(**merged)
+
+
+def world_of(
+    size: Any,
+    settings: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    torchrun_size: int | None,
+) -> Wanted:
+    """Return the world of a test, with as many ranks as there are for ``ALL``.
+
+    Args:
+        size: One of ``sizes_of``.
+        settings: Those of the marker.
+        defaults: Those of ``defaults_of``.
+        torchrun_size: How many ranks torchrun has made, if it has.
+
+    Raises:
+        TypeError: As ``spec_of``.
+        ValueError: As ``spec_of``.
+    """
+    if size != ALL:
+        return Wanted(spec_of(size, settings, defaults))
+    device = spec_of(size, settings, defaults).device
+    if torchrun_size is not None:
+        count, counted = torchrun_size, "ranks of torchrun"
+    elif device == "cuda":
+        from ..parent.slots import visible_gpus
+
+        count, counted = len(visible_gpus()), "visible CUDA devices"
+    else:
+        count, counted = cores(), "CPU cores"
+    least = settings.get(_MIN_SIZE, 1)
+    if count < least:
+        reason = f"needs at least {least} {counted}, and there are {count}"
+        return Wanted(spec_of(least, settings, defaults), reason)
+    return Wanted(spec_of(count, settings, defaults))

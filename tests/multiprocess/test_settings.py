@@ -1,0 +1,112 @@
+"""Marker, command line and ini file say what world a test gets."""
+
+import pytest
+
+from gradparity.multiprocess.pytest_plugin import settings
+from gradparity.multiprocess.pytest_plugin.settings import defaults_of, world_of
+from gradparity.tests.multiprocess.test_pytest_plugin import Session, session
+
+pytest_plugins = ["pytester"]
+__all__ = ["session"]
+
+
+def test_a_marker_wins_over_an_option_and_an_option_over_the_ini_file(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makeini("""
+[pytest]
+world_timeout_s = 7.5
+world_backend = nccl
+world_isolation = group
+""")
+    config = pytester.parseconfig("--world-isolation=process")
+    defaults = defaults_of(config)
+    spec = world_of(2, {}, defaults, None).spec
+    assert (spec.timeout_s, spec.backend, spec.device) == (7.5, "nccl", "cuda")
+    assert spec.isolation == "process"
+    marked = {"timeout_s": 3, "backend": "gloo", "isolation": "pool"}
+    spec = world_of(2, marked, defaults, None).spec
+    assert (spec.timeout_s, spec.backend, spec.device) == (3, "gloo", "cpu")
+    assert spec.isolation == "pool"
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("timeout-s=soon", "world_timeout_s of the command line or the ini file"),
+        ("timeout-s=0", "timeout_s must be above 0"),
+        ("backend=glo", "backend must be one of gloo, nccl; got 'glo'"),
+    ],
+)
+def test_a_wrong_default_ends_the_session(
+    session: Session, option: str, says: str
+) -> None:
+    done = session("", f"--world-{option}")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert says in done.stderr
+
+
+def test_a_default_reaches_the_ranks(session: Session) -> None:
+    done = session(
+        """
+@pytest.mark.world(world_size=2)
+def test_slow(world):
+    time.sleep(1000)
+""",
+        "--world-timeout-s=0.5",
+    )
+    assert "1 failed" in done.stdout
+    assert "hung, still running" in done.stdout
+
+
+def test_a_world_may_have_as_many_ranks_as_there_are_cores(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "cores", lambda: 3)
+    done = session("""
+@pytest.mark.world("all")
+def test_all():
+    assert dist.get_world_size() == 3
+
+@pytest.mark.world(world_size=["all", 2], min_size=3)
+def test_enough(world):
+    assert world.world_size in (2, 3)
+
+@pytest.mark.world("all", min_size=4)
+def test_too_many():
+    raise AssertionError
+""")
+    assert "3 passed, 1 skipped" in done.stdout, done.stdout
+    assert "needs at least 4 CPU cores, and there are 3" in done.stdout
+
+
+def test_a_world_may_have_as_many_ranks_as_there_are_gpus_or_agents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    on_gpus = {"device": "cuda", "backend": "nccl"}
+    none = world_of("all", on_gpus, {}, None)
+    assert none.too_small == "needs at least 1 visible CUDA devices, and there are 0"
+    assert world_of("all", on_gpus, {}, 6).spec.world_size == 6
+    few = world_of("all", {"min_size": 7}, {}, 6)
+    assert few.too_small == "needs at least 7 ranks of torchrun, and there are 6"
+
+
+@pytest.mark.parametrize(
+    ("marker", "says"),
+    [
+        ("2, min_size=2", 'min_size is for world_size="all", got world_size=2'),
+        ('"all", min_size=0', "min_size must be an int of at least 1, got 0"),
+        ('"most"', 'world_size must be an int or "all"'),
+    ],
+)
+def test_a_wrong_size_is_a_collection_error(
+    session: Session, marker: str, says: str
+) -> None:
+    done = session(f"""
+@pytest.mark.world({marker})
+def test_it(world):
+    pass
+""")
+    assert done.returncode == 2
+    assert says in done.stdout
