@@ -122,3 +122,12 @@ def norm_tensor(norm: Number, device: torch.device) -> torch.Tensor:
     is_large = isinstance(norm, float) and HIGHEST_SCALE < norm < math.inf
     dtype = torch.float64 if is_large else torch.float32
     return torch.as_tensor(norm, dtype=dtype, device=device)
+
+
+def not_finite(norm: torch.Tensor, norm_type: float) -> RuntimeError:
+    """Return what a clip raises that refuses a norm which is not finite."""
+    return RuntimeError(
+        f"The total norm of order {norm_type} of the gradients is {float(norm)}, so "
+        "they cannot be clipped. Pass error_if_nonfinite=False to let step() skip "
+        "instead."
+    )

@@ -1,6 +1,8 @@
 """Limits of ``clip_grad_norm_``: what it counts, what overflows, who takes part."""
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -245,3 +247,30 @@ def test_a_rank_without_parameters_clips_as_often_as_its_peers(
     first, second = two.with_options(timeout_s=SOON_S).run(run)
     assert first == ([0.5, 0.75] * 2, [0.5, 0.25] * 2, 4.0)
     assert second == ([0.5, 0.75] * 2, [], 4.0)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_a_disabled_scaler_is_copied_after_a_clip(copied: Any) -> None:
+    """It keeps a class of its own for clips, which is nobody else's business."""
+    scaler = GradScaler("cpu", enabled=False)
+    for each in (scaler, copied(scaler)):
+        p = with_gradient(torch.full((1,), 4.0))
+        for _ in range(2):
+            assert each.clip_and_step(torch.optim.SGD([p], lr=1.0), 2.0) > 1.9
+        assert type(each) is GradScaler
+        assert (each.is_enabled(), each.state_dict()) == (False, {})
+        scaler = each
+    assert copied(scaler).get_scale() == 1.0
+
+
+def test_a_scaler_that_is_switched_off_clips_without_its_scale() -> None:
+    """As torch's class reads `_enabled` in each call."""
+    p = with_gradient(torch.full((1,), 4.0))
+    scaler = scaled_once(GradScaler("cpu", init_scale=8.0))
+    scaler._enabled = False
+    assert scaler.clip_grad_norm_(torch.optim.SGD([p]), 1.0) == 4.0
+    scaler._enabled = True
+    p.grad = torch.full((1,), 4.0)
+    assert scaler.clip_grad_norm_(torch.optim.SGD([p]), 1.0) == 0.5
