@@ -1,6 +1,5 @@
 """Programs of one process, beside torch's class or the expected numbers."""
 
-import pickle
 import sys
 import warnings
 from collections import defaultdict
@@ -19,7 +18,6 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from gradparity import scaler as ours
 from gradparity.scaler import GradScaler
-from gradparity.scaler.integrations.schedule import wait_for_steps
 from gradparity.tests.beside_torch import (
     CLASSES,
     PAIRS,
@@ -27,7 +25,6 @@ from gradparity.tests.beside_torch import (
     Pair,
     ours_plain,
     ours_sharded,
-    outcome,
     scaled_once,
     torch_plain,
     torch_sharded,
@@ -599,17 +596,3 @@ def test_gradients_are_what_the_call_says(
 
 
 # - G21: a scheduler can be pickled
-
-
-def test_a_scheduler_that_waits_can_be_pickled() -> None:
-    p = with_gradient(INF)
-    optimizer, scaler = sgd(p), scaled_once(ours_plain(init_scale=4.0))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    wait_for_steps(scheduler, scaler)
-    scaler.step(optimizer)
-    scaler.update()
-    scheduler.step()
-    assert scheduler.last_epoch == 0
-    again = pickle.loads(pickle.dumps(scheduler))
-    assert outcome(again.state_dict) == outcome(scheduler.state_dict)
-    assert isinstance(again, torch.optim.lr_scheduler.StepLR)
