@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from dataclasses import replace
@@ -83,13 +84,19 @@ class _Follower:
         # whether the scaler clipped: it may add its norm in another order than torch
         self.own_clip = False
         self.late = ""  # the ranks that do not return, in words
-        self.crossed = False  # whether ranks made calls in different orders
+        # whether ranks made calls in different orders, or a scaler knows of no others
+        self.crossed = "lone" in history.words
         # largest element that each parameter has had: tolerances are relative to it
         self.moved: dict[str, float] = {}
 
     def _construct(self, factory: Any) -> Any:
+        lone: dict[str, Any] = {}
+        if "lone" in self.history.words:
+            if "sync_over" in inspect.signature(factory).parameters:
+                lone["sync_over"] = "local"
         try:
             return factory(
+                **lone,
                 device="cpu",
                 init_scale=first_scale(self.history),
                 growth_factor=GROWTH,

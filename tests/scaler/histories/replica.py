@@ -95,6 +95,18 @@ class Ring(Wrapper):
         optim.wrapper = self
 
 
+class Marked(torch.Tensor):
+    """A tensor of another class, as memory estimators and quantizers make them."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.tolist:
+            raise RuntimeError("this class has no storage to read from")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 class BareGroup:
     """A parameter group with ``[]`` and nothing else."""
 
@@ -410,6 +422,9 @@ class Replica:
             buffer = torch.cat([p.grad for p in new] or [torch.zeros(0)])
             for parameter, view in zip(new, buffer.split(3), strict=False):
                 parameter.grad = view
+        if "subclass" in self.words and self.world is not None:
+            for name in held:
+                self.params[name].grad = self.params[name].grad.as_subclass(Marked)
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         scaled: torch.Tensor = self.scaler.scale(loss)
@@ -628,6 +643,12 @@ class Replica:
         self.scaler = self._constructed()
         self.scaler.load_state_dict(state)
 
+    def _load(self, call: Call) -> None:
+        """Give an optimizer new groups, of which a wrapper keeps the old ones."""
+        if not self.lacks(call.which):
+            optimizer = self.real[call.which]
+            optimizer.load_state_dict(optimizer.state_dict())
+
     def _regroup(self, call: Call) -> None:
         if self.world is not None:
             self._leave()
@@ -719,4 +740,4 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     """A dense copy in double precision."""
     dense = tensor.to_dense() if tensor.is_sparse else tensor
     kind = torch.complex128 if dense.is_complex() else torch.float64
-    return dense.to(kind, copy=True).flatten()
+    return dense.to(kind, copy=True).flatten().as_subclass(torch.Tensor)
