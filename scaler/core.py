@@ -239,8 +239,8 @@ class ScalerCore(_TorchGradScaler):
                     part, found, group, method, entries, **clip
                 )
                 norm = norm_over(self._sync, result, part, norm_type, carried)
-            if result.is_known:  # else no rank hears of another one's wish
-                refuses = result.read().any("refuses")
+            if result.known is not None:  # else no rank hears of another one's wish
+                refuses = result.known.any("refuses")
             if isinstance(norm, torch.Tensor):
                 norm = norm.to(scale.device)
         part.found = found
@@ -280,7 +280,7 @@ class ScalerCore(_TorchGradScaler):
     ) -> Any:
         part = self._iteration.parts.get(id(optimizer))
         result = None if part is None else part.result
-        if result is not None and not result.is_known:
+        if result is not None and result.known is None:
             # The rows have been on their way to the host since the sync.
             skips = (rows := result.read()).any("found_inf")
             if self._must_have_gradients and not rows.any("has_gradients"):
@@ -307,7 +307,7 @@ class ScalerCore(_TorchGradScaler):
                 return
             with one_at_a_time(group):
                 found, result = self._synced(part, {}, group, method, None, **fields)
-                rows = result.read() if result.is_known else None
+                rows = result.known
                 if rows is not None and (norm_type := rows.value("norm_type")):
                     norm = norm_over(self._sync, result, part, norm_type, 1.0)
                     if rows.any("refuses") and not math.isfinite(norm):
@@ -495,10 +495,9 @@ class ScalerCore(_TorchGradScaler):
         part.result = result
         flags = found or {scale.device: torch.zeros_like(scale)}
         self._was_scaled = True
-        if not result.is_known:
+        if (rows := result.known) is None:
             any_found = result.found_inf
             return {place: any_found.to(flag) for place, flag in flags.items()}, result
-        rows = result.read()
         if rows.any("found_inf"):
             flags = {place: torch.ones_like(flag) for place, flag in flags.items()}
         if self._must_have_gradients and not rows.any("has_gradients"):
