@@ -72,6 +72,12 @@ FOLLOWED = [
     "dtensor+lone@2/back:2,clip",
     # found_inf of gradients whose class is not torch's
     "subclass@1/back:2,inf,clip-and-step,update,zero,back:2,inf,step,update,back,step",
+    # divided by a smaller scale than the loss had: an infinity that torch steps with
+    "@1/set:126,back:2,set:-4,step",
+    # new gradients, in an iteration that has begun anew
+    "@2/back:2,back:2,step,fail:1@1,zero,back:2,step",
+    # what another optimizer's failure has multiplied by the scale again
+    "wrapped@1/back:2,unscale:1,retry,unscale:1",
     # a wrapper whose optimizer has new groups
     "wrapped@1/back,step,update,load,zero,back,unscale,step",
     # a step that one rank alone could not take, and a scale that the user chooses
