@@ -112,7 +112,7 @@ def test_plain_tensors_beside_dtensors(
         if bad is not None and (bad == "replicated" or dist.get_rank() == 1):
             spoiled = gradients[bad]
             getattr(spoiled, "_local_tensor", spoiled)[0] = INF
-        params = []
+        params: list[Any] = []
         for gradient in gradients.values():
             params.append(nn.Parameter(torch.ones_like(gradient)))
             params[-1].grad = gradient

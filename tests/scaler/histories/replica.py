@@ -104,7 +104,8 @@ class Marked(torch.Tensor):
     ) -> Any:
         if func is torch.Tensor.tolist:
             raise RuntimeError("this class has no storage to read from")
-        return super().__torch_function__(func, types, args, kwargs)
+        plain: Any = super().__torch_function__
+        return plain(func, types, args, kwargs)
 
 
 class BareGroup:
