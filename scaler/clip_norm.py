@@ -89,7 +89,7 @@ def _told_apart(
     carried: Number,
 ) -> list[list[float]]:
     # The entries once more, with replicas told apart by parameter.
-    (rank,), ranks = ranks_of(None), ranks_of(result.group)
+    rank, ranks = ranks_of(result.group)
     table, error = None, None
     try:
         table = gradient_table(part.optimizer, rank)
@@ -110,11 +110,15 @@ def _told_apart(
     return told
 
 
-def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """Return ranks of the default process group in ascending order; None: this one."""
-    if group is not None:
-        return tuple(sorted(dist.get_process_group_ranks(group)))
-    return (dist.get_rank() if dist.is_initialized() else 0,)
+def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, tuple[int, ...]]:
+    """Return this rank and, in ascending order, those of a group (None: this one).
+
+    They count as ranks of the default process group.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if group is None:
+        return rank, (rank,)
+    return rank, tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 def norm_tensor(norm: Number, device: torch.device) -> torch.Tensor:

@@ -210,14 +210,14 @@ class ScalerCore(_TorchGradScaler):
         found: FoundInf = {}
         if part.stage is OptState.UNSCALED:  # of an earlier unscale_
             found = {**part.found}
-        grads, ranks = GradsByMesh(), ranks_of(group)
+        grads = GradsByMesh()
         max_norm = check_number("max_norm", max_norm)
         norm_type = check_number("norm_type", norm_type)
         if part.record is not None:
             if part.stage is OptState.READY and self._is_below_one():
                 found = self._unscale_here(part)
             allow_fp16 = self._fp16_gradients == "in_place"
-            (rank,) = ranks_of(None)
+            rank, ranks = ranks_of(group)
             grads = grads_by_mesh(
                 part.optimizer, part.record, rank, ranks, allow_fp16=allow_fp16
             )
