@@ -142,6 +142,22 @@ def test_a_step_that_raises_leaves_no_attributes() -> None:
     assert not hasattr(optimizer, "found_inf")
 
 
+def test_overflows_on_two_devices_are_one_for_a_kernel() -> None:
+    def moved(scaler: Any) -> bool:
+        p = weight(4.0)
+        optimizer = sgd(p, fused=True)
+        scaler.unscale_(optimizer)
+        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        found.update({"one": torch.ones(()), "other": torch.ones(())})
+        scaler.step(optimizer)
+        return p.tolist() != [1.0, 1.0]
+
+    theirs = torch.amp.GradScaler("cpu", init_scale=4.0)
+    theirs.scale(torch.ones(()))
+    assert moved(theirs)
+    assert not moved(patched())
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_skip_is_known_for_each_optimizer_also_after_the_update(fused: bool) -> None:
     scaler, first, second = patched(), weight(4.0), weight(INF)
