@@ -283,7 +283,7 @@ class ScalerCore(_TorchGradScaler):
         if result is not None and result.known is None:
             # The rows have been on their way to the host since the sync.
             skips = (rows := result.read()).any("found_inf")
-            if self._must_have_gradients and not rows.any("has_gradients"):
+            if not (self._steps_without_gradients or rows.any("has_gradients")):
                 raise AssertionError("No inf checks were recorded for this optimizer.")
         else:
             skips = False
@@ -500,13 +500,9 @@ class ScalerCore(_TorchGradScaler):
             return {place: any_found.to(flag) for place, flag in flags.items()}, result
         if rows.any("found_inf"):
             flags = {place: torch.ones_like(flag) for place, flag in flags.items()}
-        if self._must_have_gradients and not rows.any("has_gradients"):
+        if not (self._steps_without_gradients or rows.any("has_gradients")):
             flags = {}  # as in one process, where only an unfused step refuses it
         return flags, result
-
-    @property
-    def _must_have_gradients(self) -> bool:
-        return not self._steps_without_gradients
 
     def _note(self, result: SyncResult, rows: Rows) -> None:
         # Called when the host has read the rows, at once or at the next sync.
