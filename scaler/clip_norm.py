@@ -71,9 +71,9 @@ def norm_over(
 
     If replicas must be told apart first, all ranks see that in the rows, and do.
     """
-    if result.known is None:
+    if result.host_rows is None:
         return global_norm(result.rows[:, FIELDS:], norm_type)
-    norm = norm_on_host(result.known.norms(), norm_type)
+    norm = norm_on_host(result.host_rows.norms(), norm_type)
     if norm is None:
         entries = _told_apart(sync, result, part, norm_type, carried)
         norm = norm_on_host(entries, norm_type, is_told=True)

@@ -239,8 +239,8 @@ class ScalerCore(_TorchGradScaler):
                     part, found, group, method, entries, **clip
                 )
                 norm = norm_over(self._sync, result, part, norm_type, carried)
-            if result.known is not None:  # else no rank hears of another one's wish
-                refuses = result.known.any("refuses")
+            if result.host_rows is not None:  # else no rank hears of another one's wish
+                refuses = result.host_rows.any("refuses")
             if isinstance(norm, torch.Tensor):
                 norm = norm.to(scale.device)
         part.found = found
@@ -280,7 +280,7 @@ class ScalerCore(_TorchGradScaler):
     ) -> Any:
         part = self._iteration.parts.get(id(optimizer))
         result = None if part is None else part.result
-        if result is not None and result.known is None:
+        if result is not None and result.host_rows is None:
             # The rows have been on their way to the host since the sync.
             skips = (rows := result.read()).any("found_inf")
             if not (self._steps_without_gradients or rows.any("has_gradients")):
@@ -307,7 +307,7 @@ class ScalerCore(_TorchGradScaler):
                 return
             with one_at_a_time(group):
                 found, result = self._synced(part, {}, group, method, None, **fields)
-                rows = result.known
+                rows = result.host_rows
                 if rows is not None and (norm_type := rows.value("norm_type")):
                     norm = norm_over(self._sync, result, part, norm_type, 1.0)
                     if rows.any("refuses") and not math.isfinite(norm):
@@ -495,7 +495,7 @@ class ScalerCore(_TorchGradScaler):
         part.result = result
         flags = found or {scale.device: torch.zeros_like(scale)}
         self._was_scaled = True
-        if (rows := result.known) is None:
+        if (rows := result.host_rows) is None:
             any_found = result.found_inf
             return {place: any_found.to(flag) for place, flag in flags.items()}, result
         if rows.any("found_inf"):

@@ -95,7 +95,7 @@ class SyncResult:
         on_read: called with the rows when the host has read them.
         record: of the optimizer, None without one.
         copy: on its way to the host, and the event of its arrival.
-        known: the rows on the host, if it has read them and they raised nothing.
+        host_rows: rows that the host has read and that raised nothing, or None.
         was_read: the host has read the rows, or has raised what they say.
         is_late: the host reads them at the next sync.
         ends: the last sync of an iteration that must have had a gradient.
@@ -111,7 +111,7 @@ class SyncResult:
     was_read: bool = False
     is_late: bool = False
     ends: bool = False
-    known: Rows | None = None
+    host_rows: Rows | None = None
 
     @property
     def found_inf(self) -> torch.Tensor:
@@ -128,7 +128,7 @@ class SyncResult:
             RanksDisagreeError: a field that must be equal differs between ranks.
             AssertionError: no rank has scaled a loss.
         """
-        if self.known is None:
+        if self.host_rows is None:
             table = self.rows
             if self.copy is not None:
                 table, event = self.copy
@@ -136,9 +136,9 @@ class SyncResult:
             self.was_read = True
             rows = Rows(table.cpu())
             rows.check(self.method, self.group.rank(), self.row)
-            self.known = rows
+            self.host_rows = rows
             self.on_read(self, rows)
-        return self.known
+        return self.host_rows
 
 
 @dataclass
@@ -287,11 +287,11 @@ class OverflowSync:
                 self._begin_anew()
         elif is_read:
             try:
-                rows_here = result.read()
+                rows_read = result.read()
             except (PeerFailedError, RanksDisagreeError):
                 self._begin_anew()
                 raise
-            self._learn(result, rows_here, of_group)
+            self._learn(result, rows_read, of_group)
         else:
             self._unread.append(_on_its_way(result))  # for the next sync of all ranks
         if late is not None:
@@ -350,7 +350,7 @@ class OverflowSync:
         return next(filter(None, map(self._late_error_of, results)), None)
 
     def _late_error_of(self, result: SyncResult) -> Exception | None:
-        if result.was_read and result.known is None:
+        if result.was_read and result.host_rows is None:
             return None  # it was raised where it was read
         try:
             self._learn(result, result.read(), _of(result.group))
