@@ -46,13 +46,12 @@ def share_scaler(optimizer: Any, scaler: GradScaler) -> None:
         # It copies gradients to the main ones; check and division are ours.
         each._unscale_main_grads_and_check_for_nan = lambda: False
     prepare = optimizer.prepare_grads
+    # All gradients as one optimizer, whose step is taken later.
+    whole: Any = SimpleNamespace(step=lambda: True)
 
     def prepare_grads() -> bool:
         prepare()
-        # All gradients as one optimizer, whose step is taken later.
-        whole: Any = SimpleNamespace(
-            param_groups=optimizer.param_groups, step=lambda: True
-        )
+        whole.param_groups = optimizer.param_groups
         has_stepped = scaler.step(whole)
         scaler.update()
         return not has_stepped
