@@ -61,7 +61,7 @@ def scaler_of(arm: str) -> Any:
 
 
 def _use(accelerator: Any, arm: str) -> Any:
-    from gradparity.scaler.integrations.accelerate import use_scaler
+    from gradparity.examples.integrations.use_in_accelerate import use_scaler
 
     scaler = scaler_of(arm)
     if arm == "ours":
@@ -131,7 +131,9 @@ def lightning_loop(arm: str, batches: Batches) -> Any:
     from pytorch_lightning.plugins.precision import MixedPrecision
     from pytorch_lightning.strategies import ModelParallelStrategy
 
-    from gradparity.scaler.integrations import lightning as ours
+    from gradparity.examples.integrations.use_in_lightning import (
+        MixedPrecision as OurPrecision,
+    )
 
     class Module(LightningModule):  # type: ignore[misc]  # its types are not followed
         def __init__(self) -> None:
@@ -152,7 +154,7 @@ def lightning_loop(arm: str, batches: Batches) -> Any:
 
     scaler = scaler_of(arm)
     if arm == "ours":
-        plugin: Any = ours.MixedPrecision(scaler, device="cpu")
+        plugin: Any = OurPrecision(scaler, device="cpu")
     else:
         plugin = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
     plugin.precision = "bf16-mixed"  # of autocast alone

@@ -71,9 +71,9 @@ def norm_over(
 
     If replicas must be told apart first, all ranks see that in the rows, and do.
     """
-    if not result.is_known:
+    if result.host_rows is None:
         return global_norm(result.rows[:, FIELDS:], norm_type)
-    norm = norm_on_host(result.read().norms(), norm_type)
+    norm = norm_on_host(result.host_rows.norms(), norm_type)
     if norm is None:
         entries = _told_apart(sync, result, part, norm_type, carried)
         norm = norm_on_host(entries, norm_type, is_told=True)
@@ -89,7 +89,7 @@ def _told_apart(
     carried: Number,
 ) -> list[list[float]]:
     # The entries once more, with replicas told apart by parameter.
-    (rank,), ranks = ranks_of(None), ranks_of(result.group)
+    rank, ranks = ranks_of(result.group)
     table, error = None, None
     try:
         table = gradient_table(part.optimizer, rank)
@@ -110,11 +110,15 @@ def _told_apart(
     return told
 
 
-def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """Return ranks of the default process group in ascending order; None: this one."""
-    if group is not None:
-        return tuple(sorted(dist.get_process_group_ranks(group)))
-    return (dist.get_rank() if dist.is_initialized() else 0,)
+def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, tuple[int, ...]]:
+    """Return this rank and, in ascending order, those of a group (None: this one).
+
+    They count as ranks of the default process group.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if group is None:
+        return rank, (rank,)
+    return rank, tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 def norm_tensor(norm: Number, device: torch.device) -> torch.Tensor:
@@ -122,3 +126,12 @@ def norm_tensor(norm: Number, device: torch.device) -> torch.Tensor:
     is_large = isinstance(norm, float) and HIGHEST_SCALE < norm < math.inf
     dtype = torch.float64 if is_large else torch.float32
     return torch.as_tensor(norm, dtype=dtype, device=device)
+
+
+def not_finite(norm: torch.Tensor, norm_type: float) -> RuntimeError:
+    """Return what a clip raises that refuses a norm which is not finite."""
+    return RuntimeError(
+        f"The total norm of order {norm_type} of the gradients is {float(norm)}, so "
+        "they cannot be clipped. Pass error_if_nonfinite=False to let step() skip "
+        "instead."
+    )

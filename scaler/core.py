@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler as _TorchGradScaler
 from torch.amp.grad_scaler import OptState
 
-from .clip_norm import Measured, norm_over, norm_tensor, ranks_of
+from .clip_norm import Measured, norm_over, norm_tensor, not_finite, ranks_of
 from .config import FP16Gradients, Policy, check_number
 from .errors import PeerFailedError, RanksDisagreeError
 from .fused import is_fused, step_fused, takes_scaler
@@ -46,6 +46,7 @@ from .optimizer_record import OptimizerRecords
 from .row import CHECK, CLIP, Row, Rows
 from .scale_update import advance
 from .sync import OverflowSync, SyncResult, one_at_a_time
+from .sync_group import SyncGroup
 
 
 class ScalerCore(_TorchGradScaler):
@@ -66,6 +67,24 @@ class ScalerCore(_TorchGradScaler):
     _iteration: Iteration
     _per_optimizer_states: dict[int, State]
     _sync: OverflowSync
+
+    def _begin(
+        self,
+        device: str,
+        group: SyncGroup,
+        history: History,
+        fp16_gradients: FP16Gradients,
+        policy: Policy,
+    ) -> None:
+        self._device, self._history, self._policy = device, history, policy
+        self._fp16_gradients = fp16_gradients
+        self._init_growth_tracker = 0
+        self._init_hysteresis_left = policy.hysteresis
+        self._scale = self._growth_tracker = self._hysteresis_left = None
+        self._was_scaled = False
+        self._records = OptimizerRecords()
+        self._end_iteration()
+        self._sync = OverflowSync(group, device, self._note)
 
     # - The scale
 
@@ -101,7 +120,7 @@ class ScalerCore(_TorchGradScaler):
             )
 
     def _scale_or_one(self) -> torch.Tensor:
-        # A disabled scaler clips by the same norm; its gradients carry no scale.
+        # One where there is none yet, or never (`Disabled`).
         if self._scale is not None:
             return self._scale
         has_device = self._device != "cuda" or torch.cuda.is_available()
@@ -139,7 +158,7 @@ class ScalerCore(_TorchGradScaler):
                 one = torch.ones((), dtype=torch.float32, device=norm.device)
                 part.found, part.result = {norm.device: one}, None
             divisor, kwargs = None, {}
-            if steps and self._enabled and is_fused(optimizer):
+            if steps and is_fused(optimizer):
                 if takes_scaler(optimizer, stacklevel=4):
                     kwargs["grad_scaler"] = self
                 elif part.stage is OptState.READY:
@@ -152,33 +171,26 @@ class ScalerCore(_TorchGradScaler):
                 part.stage = OptState.UNSCALED
             if not steps:
                 part.is_clipped = True
-            elif part.optimizer is not None and (self._enabled or not is_refused):
+            elif part.optimizer is not None:
                 self._step_checked(part, divisor, (), kwargs)
             if part.optimizer is None:
                 self._iteration.looked_at(part, is_over=steps)
         except BaseException as error:
             self._fail(error, part, method, CLIP, exchanges)
             raise
-        if not self._enabled:
-            self._end_iteration()  # nothing lasts until an update
         if is_refused and error_if_nonfinite:
-            raise RuntimeError(
-                f"The total norm of order {norm_type} of the gradients is "
-                f"{float(norm)}, so they cannot be clipped. Pass "
-                "error_if_nonfinite=False to let step() skip instead."
-            )
+            raise not_finite(norm, norm_type)
         return norm
 
     def _part_to_clip(self, optimizer: Any, method: str) -> Part:
-        if self._enabled:
-            self._check_scale_growth_tracker(method)
+        self._check_scale_growth_tracker(method)
         if optimizer is None:
             return self._iteration.part_to_clip(self._per_optimizer_states)
         part = self._part_of(optimizer)
         if part.has_stepped():
             message = f"{method}() is being called after step()."
             raise self._refused(message, part, method, CLIP)
-        if part.is_clipped and self._enabled:
+        if part.is_clipped:
             message = f"{method}() was called twice since update()."
             raise self._refused(message, part, method, CLIP)
         return part
@@ -198,14 +210,14 @@ class ScalerCore(_TorchGradScaler):
         found: FoundInf = {}
         if part.stage is OptState.UNSCALED:  # of an earlier unscale_
             found = {**part.found}
-        grads, ranks = GradsByMesh(), ranks_of(group)
+        grads = GradsByMesh()
         max_norm = check_number("max_norm", max_norm)
         norm_type = check_number("norm_type", norm_type)
         if part.record is not None:
             if part.stage is OptState.READY and self._is_below_one():
                 found = self._unscale_here(part)
-            allow_fp16 = not self._enabled or self._fp16_gradients == "in_place"
-            (rank,) = ranks_of(None)
+            allow_fp16 = self._fp16_gradients == "in_place"
+            rank, ranks = ranks_of(group)
             grads = grads_by_mesh(
                 part.optimizer, part.record, rank, ranks, allow_fp16=allow_fp16
             )
@@ -227,12 +239,12 @@ class ScalerCore(_TorchGradScaler):
                     part, found, group, method, entries, **clip
                 )
                 norm = norm_over(self._sync, result, part, norm_type, carried)
-            if result.is_known:  # else no rank hears of another one's wish
-                refuses = result.read().any("refuses")
+            if result.host_rows is not None:  # else no rank hears of another one's wish
+                refuses = result.host_rows.any("refuses")
             if isinstance(norm, torch.Tensor):
                 norm = norm.to(scale.device)
         part.found = found
-        overflows = self._enabled and is_true(any_of(found.values(), scale.device))
+        overflows = is_true(any_of(found.values(), scale.device))
         factor = clip_factor(norm, max_norm)
         is_refused = refuses and not math.isfinite(norm)
         return Measured(norm, grads, carried, factor, not overflows, is_refused)
@@ -249,7 +261,7 @@ class ScalerCore(_TorchGradScaler):
         # Steps or skips; ``grad_scale`` is what a kernel is still to divide by.
         optimizer, record = part.optimizer, part.record
         assert record is not None
-        if not self._enabled or "grad_scaler" in kwargs:
+        if "grad_scaler" in kwargs:
             result = optimizer.step(*args, **kwargs)
         elif is_fused(optimizer):
             device = self._scale_or_one().device
@@ -268,10 +280,10 @@ class ScalerCore(_TorchGradScaler):
     ) -> Any:
         part = self._iteration.parts.get(id(optimizer))
         result = None if part is None else part.result
-        if result is not None and not result.is_known:
+        if result is not None and result.host_rows is None:
             # The rows have been on their way to the host since the sync.
             skips = (rows := result.read()).any("found_inf")
-            if self._must_have_gradients and not rows.any("has_gradients"):
+            if not (self._steps_without_gradients or rows.any("has_gradients")):
                 raise AssertionError("No inf checks were recorded for this optimizer.")
         else:
             skips = False
@@ -295,7 +307,7 @@ class ScalerCore(_TorchGradScaler):
                 return
             with one_at_a_time(group):
                 found, result = self._synced(part, {}, group, method, None, **fields)
-                rows = result.read() if result.is_known else None
+                rows = result.host_rows
                 if rows is not None and (norm_type := rows.value("norm_type")):
                     norm = norm_over(self._sync, result, part, norm_type, 1.0)
                     if rows.any("refuses") and not math.isfinite(norm):
@@ -400,10 +412,8 @@ class ScalerCore(_TorchGradScaler):
     def _begin_anew(
         self, error: BaseException, part: Part | None, *, is_told: bool
     ) -> None:
-        scale = self._scale_or_one() if self._enabled else None
+        scale = self._scale_or_one()
         self._iteration.begin_anew(error, part, self._sync, scale, is_told=is_told)
-        if not self._enabled:
-            self._end_iteration()
 
     def _refused(
         self, message: str, part: Part | None, method: str, call: int = CHECK
@@ -458,7 +468,7 @@ class ScalerCore(_TorchGradScaler):
             backoff_factor=self._backoff_factor,
             growth_interval=self._growth_interval,
             hysteresis_left=0.0 if left is None else number_in(left),
-            was_scaled=float(self._was_scaled or not self._enabled),
+            was_scaled=float(self._was_scaled),
             **self._policy.fields(),
         )
 
@@ -484,20 +494,15 @@ class ScalerCore(_TorchGradScaler):
         result = self._sync.exchange(group, method, row, norms or (), record)
         part.result = result
         flags = found or {scale.device: torch.zeros_like(scale)}
-        self._was_scaled = self._was_scaled or self._enabled
-        if not result.is_known:
+        self._was_scaled = True
+        if (rows := result.host_rows) is None:
             any_found = result.found_inf
             return {place: any_found.to(flag) for place, flag in flags.items()}, result
-        rows = result.read()
         if rows.any("found_inf"):
             flags = {place: torch.ones_like(flag) for place, flag in flags.items()}
-        if self._must_have_gradients and not rows.any("has_gradients"):
+        if not (self._steps_without_gradients or rows.any("has_gradients")):
             flags = {}  # as in one process, where only an unfused step refuses it
         return flags, result
-
-    @property
-    def _must_have_gradients(self) -> bool:
-        return self._enabled and not self._steps_without_gradients
 
     def _note(self, result: SyncResult, rows: Rows) -> None:
         # Called when the host has read the rows, at once or at the next sync.

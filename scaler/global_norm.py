@@ -307,14 +307,18 @@ def _joined(each: Norms, norm_type: float) -> Number:
         return scaled_norm(each, norm_type)
     if norm_type == 2.0 and math.isfinite(norm := math.hypot(*each)):
         return norm
-    # As amax: nan is higher than any.
-    largest = math.nan if any(map(math.isnan, each)) else max(each, default=0.0)
+    largest = _largest(each)
     if math.isinf(norm_type) or not math.isfinite(largest) or len(each) < 2:
         return largest
     if largest == 0.0:
         return 0.0
     powers = math.fsum((part / largest) ** norm_type for part in each)
     return float(largest * powers ** (1.0 / norm_type))
+
+
+def _largest(norms: Sequence[float]) -> float:
+    # As amax: nan is higher than any.
+    return math.nan if any(map(math.isnan, norms)) else max(norms, default=0.0)
 
 
 # - Replicas by parameter; see `replicas.py`
@@ -398,8 +402,7 @@ def norm_on_host(
     """
     used = [entry for entry in entries if entry[0]]
     norms = [norm for _, _, norm in used]
-    # As amax: nan is higher than any.
-    largest = math.nan if any(map(math.isnan, norms)) else max(norms, default=0.0)
+    largest = _largest(norms)
     if math.isinf(norm_type) or not math.isfinite(largest) or largest == 0.0:
         return largest
     powers: dict[float, list[float]] = defaultdict(list)

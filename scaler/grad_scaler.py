@@ -23,8 +23,8 @@ order are raised before anything has happened; the other ranks hear of them, too
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -40,16 +40,15 @@ from .config import (
     check_state,
 )
 from .core import ScalerCore
+from .disabled import Disabled
 from .errors import TooManySkipsError
 from .fused import is_fused, takes_scaler
 from .grads import any_of, number_in
 from .history import Counters, History, Overflow
-from .iteration import Iteration
 from .iteration import _refresh_per_optimizer_state as _refresh_per_optimizer_state
-from .optimizer_record import OptimizerRecords
 from .row import CHECK, LOAD, UPDATE
 from .scale_update import checked_scale
-from .sync import NOTHING_CHECKED, OverflowSync
+from .sync import NOTHING_CHECKED
 from .sync_group import SyncGroup, SyncOver
 from .torch_internals import no_compile
 
@@ -96,7 +95,6 @@ class GradScaler(ScalerCore):
         fp16_gradients: FP16Gradients = "refuse",
         policy: Policy | None = None,
     ) -> None:
-        self._device = device
         self._enabled = enabled
         if enabled and device == "cuda":
             if torch.cuda.amp.common.amp_definitely_not_available():
@@ -106,30 +104,25 @@ class GradScaler(ScalerCore):
                     stacklevel=2,
                 )
                 self._enabled = False
-        self._policy = policy or Policy()
+        policy = policy or Policy()
         if self._enabled:
             growth_factor = check_number("The growth factor", growth_factor)
             backoff_factor = check_number("The backoff factor", backoff_factor)
             growth_interval = check_count("The growth interval", growth_interval)
             init_scale = check_number("init_scale", init_scale)
-            self._policy.check_start(init_scale)
+            policy.check_start(init_scale)
         check_choice("fp16_gradients", fp16_gradients, get_args(FP16Gradients))
         # A disabled scaler has them too, so that its getters work.
         self._init_scale = init_scale
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
-        self._init_growth_tracker = 0
-        self._init_hysteresis_left = self._policy.hysteresis
-        self._scale = self._growth_tracker = self._hysteresis_left = None
-        self._fp16_gradients = fp16_gradients
-        self._was_scaled = False
-        self._history = History()
-        self._records = OptimizerRecords()
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._iteration = Iteration()
         self._has_warned = False
-        self._sync = OverflowSync(SyncGroup(sync_over), device, self._note)
+        self._begin(device, SyncGroup(sync_over), History(), fp16_gradients, policy)
+
+    @cached_property
+    def _disabled(self) -> Disabled:
+        return Disabled(self)
 
     # - The scale
 
@@ -243,7 +236,8 @@ class GradScaler(ScalerCore):
             RanksDisagreeError: the ranks hold different state, or clip differently.
             PeerFailedError: another rank raised.
         """
-        return self._clip(
+        clipper = self if self._enabled else self._disabled
+        return clipper._clip(
             optimizer, max_norm, norm_type, error_if_nonfinite, steps=False
         )
 
@@ -280,7 +274,8 @@ class GradScaler(ScalerCore):
                 and ``error_if_nonfinite`` is set.
             Exception: what `clip_grad_norm_` and ``optimizer.step`` raise.
         """
-        return self._clip(
+        clipper = self if self._enabled else self._disabled
+        return clipper._clip(
             optimizer, max_norm, norm_type, error_if_nonfinite, steps=True
         )
 
@@ -552,6 +547,7 @@ class GradScaler(ScalerCore):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
+        state.pop("_disabled", None)
         if self._enabled:
             state["_init_hysteresis_left"] = self._get_hysteresis_left()
             state["_hysteresis_left"] = None

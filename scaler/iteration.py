@@ -168,7 +168,7 @@ class Iteration:
         error: BaseException,
         part: Part | None,
         sync: OverflowSync,
-        scale: torch.Tensor | None,
+        scale: torch.Tensor,
         *,
         is_told: bool,
     ) -> None:
@@ -179,7 +179,7 @@ class Iteration:
             part: of its optimizer, which is dropped; None in an update. The other
                 parts keep what was found in them.
             sync: counts failures that other ranks do not hear of.
-            scale: of gradients that are multiplied again; None if disabled.
+            scale: of gradients that are multiplied again.
             is_told: the other ranks know of it.
         """
         self.has_failed = True
@@ -192,9 +192,8 @@ class Iteration:
             sync.failures += 1
         if part is not None:
             part.found = {}
-        if scale is not None:
-            for each in list(self.parts.values()):
-                each.begin_anew(scale)
+        for each in list(self.parts.values()):
+            each.begin_anew(scale)
 
     def warns_of_shared_parameters(self) -> bool:
         """Warn, of the line that called `update`, if two optimizers share a parameter.

@@ -56,21 +56,20 @@ def norms(tensors: list[torch.Tensor], norm_type: float) -> Norms:
         raise NotImplementedError(
             f"Complex gradients ({dtype}) cannot be scaled, and have no norm here."
         )
-    is_wide = dtype is torch.float64
-    if kind == "cuda":
-        if is_wide or norm_type not in (2.0, math.inf):
-            return torch.stack([scaled_norm(tensor, norm_type) for tensor in tensors])
-        # fp64 sums of fp32 squares cannot overflow: no second read.
-        return torch.stack(foreach_norm(tensors, norm_type, torch.float64))
-    if kind == "cpu" and not {*map(type, tensors)} <= {torch.Tensor}:
-        return _norms_of_subclasses(tensors, norm_type)
-    if kind != "cpu":
+    if kind not in ("cpu", "cuda"):
         raise NotImplementedError(
             f"clip_grad_norm_ reads gradients on CPU and CUDA, got {kind}. Use "
             "unscale_() and torch.nn.utils.clip_grad_norm_() instead."
         )
-    if norm_type not in (2.0, math.inf):
-        return [_listed(scaled_norm(tensor, norm_type)) for tensor in tensors]
+    is_fast = norm_type in (2.0, math.inf)
+    if kind == "cuda":
+        if is_fast and dtype is not torch.float64:
+            # fp64 sums of fp32 squares cannot overflow: no second read.
+            return torch.stack(foreach_norm(tensors, norm_type, torch.float64))
+        return _in_fp64(tensors, norm_type)
+    # Subclasses need not know the kernels for lists.
+    if not is_fast or not {*map(type, tensors)} <= {torch.Tensor}:
+        return _in_fp64(tensors, norm_type)
     found = _norms_cpu(tensors, norm_type)
     if math.isfinite(sum(found)):
         return found
@@ -100,12 +99,14 @@ def scaled_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     return torch.where(is_usable, norm, largest)
 
 
-def _norms_of_subclasses(tensors: list[torch.Tensor], norm_type: float) -> Norms:
-    # They need not know the kernels for lists. One may hold nothing (FakeTensor).
+def _in_fp64(tensors: list[torch.Tensor], norm_type: float) -> Norms:
+    # Of any order and every class of tensors.
     each = [scaled_norm(tensor, norm_type) for tensor in tensors]
+    if {*map(type, each)} == {torch.Tensor}:
+        return _listed(torch.stack(each)) if each[0].is_cpu else torch.stack(each)
     try:
         return [float(norm.item()) for norm in each]
-    except RuntimeError:
+    except RuntimeError:  # one may hold nothing (FakeTensor)
         return torch.stack(each)
 
 

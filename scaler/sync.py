@@ -95,6 +95,7 @@ class SyncResult:
         on_read: called with the rows when the host has read them.
         record: of the optimizer, None without one.
         copy: on its way to the host, and the event of its arrival.
+        host_rows: rows that the host has read and that raised nothing, or None.
         was_read: the host has read the rows, or has raised what they say.
         is_late: the host reads them at the next sync.
         ends: the last sync of an iteration that must have had a gradient.
@@ -110,12 +111,7 @@ class SyncResult:
     was_read: bool = False
     is_late: bool = False
     ends: bool = False
-    _on_host: Rows | None = None
-
-    @property
-    def is_known(self) -> bool:
-        """True if the host has read the rows, and they raised nothing."""
-        return self._on_host is not None
+    host_rows: Rows | None = None
 
     @property
     def found_inf(self) -> torch.Tensor:
@@ -132,7 +128,7 @@ class SyncResult:
             RanksDisagreeError: a field that must be equal differs between ranks.
             AssertionError: no rank has scaled a loss.
         """
-        if self._on_host is None:
+        if self.host_rows is None:
             table = self.rows
             if self.copy is not None:
                 table, event = self.copy
@@ -140,9 +136,9 @@ class SyncResult:
             self.was_read = True
             rows = Rows(table.cpu())
             rows.check(self.method, self.group.rank(), self.row)
-            self._on_host = rows
+            self.host_rows = rows
             self.on_read(self, rows)
-        return self._on_host
+        return self.host_rows
 
 
 @dataclass
@@ -259,11 +255,13 @@ class OverflowSync:
             RanksDisagreeError: the ranks hold different state.
             AssertionError: no rank has scaled a loss, or had a gradient.
         """
-        with _of(group).turn:
-            return self._exchange(group, method, row, norms, record)
+        of_group = _of(group)
+        with of_group.turn:
+            return self._exchange(of_group, group, method, row, norms, record)
 
     def _exchange(
         self,
+        of_group: _OfGroup,
         group: dist.ProcessGroup,
         method: str,
         row: Row,
@@ -271,7 +269,7 @@ class OverflowSync:
         record: Any,
     ) -> SyncResult:
         self.told = 0
-        late, of_group = self._late_error(), _of(group)
+        late = self._late_error() if self._unread else None
         row = self._numbered(row, of_group, record, failed=late is not None)
         device = torch.device("cpu")
         if self._cpu_group is not group:
@@ -289,11 +287,11 @@ class OverflowSync:
                 self._begin_anew()
         elif is_read:
             try:
-                result.read()
+                rows_read = result.read()
             except (PeerFailedError, RanksDisagreeError):
                 self._begin_anew()
                 raise
-            self._learn(result)
+            self._learn(result, rows_read, of_group)
         else:
             self._unread.append(_on_its_way(result))  # for the next sync of all ranks
         if late is not None:
@@ -346,17 +344,16 @@ class OverflowSync:
 
     def _late_error(self) -> Exception | None:
         # See [Note: When the host reads] and [Note: An error on one rank].
-        if not self._unread or _is_captured(self._unread[0].rows):
+        if _is_captured(self._unread[0].rows):
             return None
         results, self._unread = self._unread, []
         return next(filter(None, map(self._late_error_of, results)), None)
 
     def _late_error_of(self, result: SyncResult) -> Exception | None:
-        if result.was_read and not result.is_known:
+        if result.was_read and result.host_rows is None:
             return None  # it was raised where it was read
         try:
-            result.read()
-            self._learn(result)
+            self._learn(result, result.read(), _of(result.group))
         except (PeerFailedError, RanksDisagreeError, AssertionError) as error:
             return error
         if result.ends:
@@ -367,9 +364,8 @@ class OverflowSync:
                 )
         return None
 
-    def _learn(self, result: SyncResult) -> None:
+    def _learn(self, result: SyncResult, rows: Rows, of_group: _OfGroup) -> None:
         # On all ranks alike, those without an optimizer too.
-        rows, of_group = result.read(), _of(result.group)
         if self._made not in of_group.numbers:
             number = rows.value("scaler")
             of_group.scalers += number is None

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradparity.scaler import GradScaler, ShardedGradScaler
 from gradparity.scaler.grads import Host
@@ -19,6 +20,29 @@ INF = float("inf")
 
 def parameter(value: float = 1.0, dtype: Any = torch.float32) -> Tensor:
     return torch.full((2,), value, dtype=dtype, requires_grad=True)
+
+
+def scalar_weight(
+    value: float = 1.0, gradient: float | None = None, dtype: Any = torch.float32
+) -> nn.Parameter:
+    p = nn.Parameter(torch.tensor([value], dtype=dtype))
+    p.grad = None if gradient is None else torch.tensor([gradient], dtype=dtype)
+    return p
+
+
+class Kernels(TorchDispatchMode):
+    """Notes each kernel that is called, and whether it was told not to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self.called: list[tuple[str, bool]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.called.append((func.name(), kwargs.get("non_blocking", False)))
+        return func(*args, **kwargs)
 
 
 def scaled(make: Any = GradScaler, scale: float = 4.0, **settings: Any) -> Any:

@@ -20,10 +20,9 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradparity.scaler.integrations.accelerate import use_scaler
-
 from ..stacks.on_cpu import accelerate_takes_fsdp
 from .shared import Pair, Place, Stepped, weighted
+from .use_in_accelerate import use_scaler
 
 
 class Ddp(Stepped):

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from gradparity.scaler.integrations import lightning as ours
-
 from .shared import Pair, Place, Stepped, lay_out, weighted
+from .use_in_lightning import MixedPrecision as OurPrecision
 
 Meshes = tuple[dict[str, int], ...]
 
@@ -142,7 +141,7 @@ class DdpOurs(Ddp):
     """The same with our plugin."""
 
     def plugin(self, place: Place) -> Any:
-        return ours.MixedPrecision(place, device="cpu")  # type: ignore[arg-type]  # it stands for a scaler
+        return OurPrecision(place, device="cpu")  # type: ignore[arg-type]  # it stands for a scaler
 
 
 class ModelParallelOurs(ModelParallel):

@@ -31,9 +31,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.scaler import GradScaler
-from gradparity.scaler.integrations.megatron import share_scaler
 
 from .shared import Pair, Stepped, weighted
+from .use_in_megatron import share_scaler
 
 # Megatron makes its tensors on CUDA: patched to the CPU where it does.
 make_tensor = torch.tensor

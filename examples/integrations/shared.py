@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from gradparity.scaler import GradScaler
-from gradparity.scaler.integrations.schedule import wait_for_steps
 
 from ..stacks.shared import Named, Pair, Regression, weighted
+from .wait_for_steps import wait_for_steps
 
 __all__ = ["Named", "Pair", "Place", "Sharded", "Stepped", "weighted"]
 

@@ -18,8 +18,8 @@ import torch
 from accelerate import Accelerator
 from shared import batch_of, leave, parse, report_step
 
+from gradparity.examples.integrations.use_in_accelerate import use_scaler
 from gradparity.fixtures import MODELS, loss
-from gradparity.scaler.integrations.accelerate import use_scaler
 
 
 class Count:

@@ -22,8 +22,8 @@ from shared import Options, batch_of, leave, parse, report_step
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from gradparity.examples.integrations.use_in_lightning import MixedPrecision
 from gradparity.fixtures import MODELS, loss
-from gradparity.scaler.integrations.lightning import MixedPrecision
 
 EPOCH = 3
 """Steps in an epoch; Lightning resumes at the start of one."""

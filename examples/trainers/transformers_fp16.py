@@ -23,8 +23,8 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from gradparity.examples.integrations.use_in_accelerate import use_scaler
 from gradparity.fixtures import DATASETS, MODELS, loss
-from gradparity.scaler.integrations.accelerate import use_scaler
 
 ROWS = DATASETS["text"].batch_size
 

@@ -46,9 +46,12 @@ class ClipsAndSteps(Steep):
             return super().train_step(stack, micro_batches, scaler)
         stack.optimizer.zero_grad()
         loss = self.backward(stack, micro_batches, scaler)
-        norm = scaler.clip_and_step(stack.optimizer, self.clip_norm)
+        norm = self.clip_and_step(scaler, stack.optimizer)
         scaler.update()
         return loss, norm
+
+    def clip_and_step(self, scaler: Any, optimizer: Any) -> Any:
+        return scaler.clip_and_step(optimizer, self.clip_norm)
 
 
 class ClipsAndStepsFused(ClipsAndSteps):
@@ -64,25 +67,16 @@ class ClipsAndStepsOneRank(ClipsAndSteps):
     reference = "one rank"
 
 
-class ClipsByTheScaler(Steep):
+class ClipsByTheScaler(ClipsAndStepsOneRank):
     """No fault: the scaler clips; other methods of the scaler are asked, too."""
 
-    reference = "one rank"
-
-    def train_step(
-        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
-    ) -> Any:
-        if scaler is None:
-            return super().train_step(stack, micro_batches, scaler)
-        stack.optimizer.zero_grad()
-        loss = self.backward(stack, micro_batches, scaler)
-        norm = scaler.clip_grad_norm_(stack.optimizer, self.clip_norm)
-        scaler.step(stack.optimizer)
-        assert scaler.step_was_skipped(stack.optimizer) in (True, False)
+    def clip_and_step(self, scaler: Any, optimizer: Any) -> Any:
+        norm = scaler.clip_grad_norm_(optimizer, self.clip_norm)
+        scaler.step(optimizer)
+        assert scaler.step_was_skipped(optimizer) in (True, False)
         assert scaler.get_growth_factor() >= 1.0 > scaler.get_backoff_factor()
         assert scaler.get_growth_interval() > 0
-        scaler.update()
-        return loss, norm
+        return norm
 
 
 class ScaledGan(Gan):

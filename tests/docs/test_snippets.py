@@ -75,7 +75,9 @@ def project(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_blocks_are_found_and_few_are_left_out() -> None:
     assert len(SHELL) >= 8 and len(PYTHON) >= 3 and len(TESTS) >= 2
-    assert all(b.language in ("python", "sh", "text", "yaml", *DATA) for b in BLOCKS)
+    assert all(
+        b.language in ("python", "sh", "text", "yaml", "diff", *DATA) for b in BLOCKS
+    )
     left_out = [f"{b}: {b.not_run}" for b in BLOCKS if b.not_run]
     assert len(left_out) <= NOT_RUN_AT_MOST, left_out
     for block in BLOCKS:

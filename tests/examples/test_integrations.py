@@ -3,8 +3,11 @@
 Packages that are in no extra skip their tests: see docs/integrations.
 """
 
+import ast
 import importlib
+import importlib.util
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ import torch
 
 import gradparity
 from gradparity.conformance import Case, Runner, Scenario, Status
+from gradparity.examples.integrations.wait_for_steps import wait_for_steps
 from gradparity.scaler import GradScaler
 from gradparity.tests.extras import needs
 
@@ -76,6 +80,52 @@ def test_with_our_scaler_no_law_is_broken(
     if package not in SAVES_NO_SCALER:
         due.add("trainer.checkpoint")
     assert {v.law for v in found.verdicts if v.status is Status.PASS} >= due
+
+
+COPIED = {
+    "use_in_accelerate": "accelerate",
+    "use_in_lightning": "pytorch_lightning",
+    "use_in_megatron": "megatron",
+    "wait_for_steps": "torch",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=needs(p)) for n, p in COPIED.items()]
+)
+def test_a_file_to_copy_stands_alone(name: str, tmp_path: Path) -> None:
+    """It imports the package, torch and the scaler by name, and nothing beside it."""
+    text = (ROOT / HERE.replace(".", "/") / f"{name}.py").read_text()
+    copy = tmp_path / f"{name}.py"
+    copy.write_text(text)
+    spec = importlib.util.spec_from_file_location(f"copied_{name}", copy)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    ours = [
+        node.module
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom) and "gradparity" in str(node.module)
+    ]
+    assert ours == ["gradparity.scaler"]
+    code = [x for x in text.split('"""', 2)[2].splitlines() if x.strip()]
+    assert len(code) <= 45
+
+
+def test_a_schedule_waits_and_can_be_pickled() -> None:
+    p = torch.nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([p]), GradScaler("cpu", init_scale=4.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    wait_for_steps(scheduler, scaler)
+    for loss in (p.sum() * torch.inf, p.sum()):
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+    assert scheduler.last_epoch == 1
+    again = pickle.loads(pickle.dumps(scheduler))
+    assert again.state_dict() == scheduler.state_dict()
+    assert isinstance(again, torch.optim.lr_scheduler.StepLR)
 
 
 def test_a_scaler_survives_a_file_of_safetensors(tmp_path: Path) -> None:

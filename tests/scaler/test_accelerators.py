@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import (
@@ -21,7 +20,7 @@ from gradparity.scaler import (
 )
 from gradparity.scaler.grads import moved_to
 from gradparity.tests.agreeing import give_gradient, parameter, sgd
-from gradparity.tests.stepping import FUSED, INF, exchanged, scaled
+from gradparity.tests.stepping import FUSED, INF, Kernels, exchanged, scaled
 
 
 @FUSED
@@ -232,24 +231,12 @@ def test_replicas_beside_own_parameters_on_an_accelerator(
 # regression: S13
 def test_a_copy_to_the_host_is_waited_for() -> None:
     """Pinned memory is read by the CPU in the next line."""
-    waits: list[Any] = []
-
-    class Copies(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if "copy" in func.name():
-                waits.append((kwargs or {}).get("non_blocking", False))
-            return func(*args, **(kwargs or {}))
-
-    with FakeTensorMode(), Copies():
+    with FakeTensorMode(), Kernels() as to_host:
         moved_to(torch.ones((), device="cuda"), torch.device("cpu"))
-    with Copies():
+    with Kernels() as from_host:
         moved_to(torch.ones(()), torch.device("meta"))
-    assert waits == [False, True]
+    copies = [*to_host.called, *from_host.called]
+    assert [waits for name, waits in copies if "copy" in name] == [False, True]
 
 
 # regression: S14

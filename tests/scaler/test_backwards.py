@@ -21,7 +21,7 @@ from gradparity.tests.beside_torch import (
     torch_plain,
     torch_sharded,
 )
-from gradparity.tests.stepping import sgd
+from gradparity.tests.stepping import scalar_weight, sgd
 
 # torch's own, of graphs that break
 pytestmark = [
@@ -30,17 +30,13 @@ pytestmark = [
 ]
 
 
-def parameter(value: float = 1.0) -> nn.Parameter:
-    return nn.Parameter(torch.tensor([value]))
-
-
 # - F52: scale() unseen
 
 
 @CLASSES
 @pytest.mark.parametrize("how", ["compiled", "needs no gradient"])
 def test_an_eager_iteration_then_others(make: Any, how: str) -> None:
-    p = parameter()
+    p = scalar_weight()
     optimizer, scaler = sgd(p), make(init_scale=4.0, growth_interval=1)
     torch._dynamo.reset()
 
@@ -74,7 +70,7 @@ def twice(scaler: Any, p: Any, between: Callable[[], Any]) -> None:
 
 
 def in_two_optimizers(scaler: Any) -> Any:
-    p, q = parameter(), parameter()
+    p, q = scalar_weight(), scalar_weight()
     first, second = sgd(p), sgd(p, q)
     for optimizer in (first, second):  # both are known
         scaler.scale((p * 0.0 + q * 0.0).sum()).backward()
@@ -87,7 +83,7 @@ def in_two_optimizers(scaler: Any) -> Any:
 
 
 def in_a_discarded_optimizer(scaler: Any) -> Any:
-    p = parameter()
+    p = scalar_weight()
     old, new = sgd(p), sgd(p)
     scaler.scale((p * 0.0).sum()).backward()
     scaler.step(old)
@@ -99,7 +95,7 @@ def in_a_discarded_optimizer(scaler: Any) -> Any:
 
 
 def unscaled_and_never_stepped(scaler: Any) -> Any:
-    p = parameter()
+    p = scalar_weight()
     optimizer = sgd(p)
 
     def between() -> None:
@@ -113,7 +109,7 @@ def unscaled_and_never_stepped(scaler: Any) -> Any:
 
 
 def not_yet_stepped(scaler: Any) -> Any:
-    p = parameter()
+    p = scalar_weight()
     optimizer = sgd(p)
     twice(scaler, p, lambda: scaler.update(16.0))
     scaler.step(optimizer)
@@ -122,7 +118,7 @@ def not_yet_stepped(scaler: Any) -> Any:
 
 
 def moved_before_the_step(scaler: Any) -> Any:
-    p = parameter()
+    p = scalar_weight()
     optimizer = sgd(p)
     scaler.scale((p * 0.5).sum()).backward()
     scaler.update(16.0)
@@ -132,7 +128,7 @@ def moved_before_the_step(scaler: Any) -> Any:
 
 
 def loaded_before_the_step(scaler: Any) -> Any:
-    p = parameter()
+    p = scalar_weight()
     optimizer = sgd(p)
     scaler.scale((p * 0.5).sum()).backward()
     scaler.load_state_dict({**scaler.state_dict(), "scale": 16.0})
@@ -141,7 +137,7 @@ def loaded_before_the_step(scaler: Any) -> Any:
 
 
 def added_after_unscale(scaler: Any) -> Any:
-    p = parameter()
+    p = scalar_weight()
     optimizer = sgd(p)
     twice(scaler, p, lambda: scaler.unscale_(optimizer))
     scaler.step(optimizer)
@@ -172,7 +168,7 @@ def test_accumulation_while_the_scale_moves(
 
 
 def added_after_clip(scaler: Any, clip: Callable[[Any], None]) -> Any:
-    p = parameter()
+    p = scalar_weight()
     optimizer = sgd(p, fused=True)
 
     def between() -> None:
@@ -185,7 +181,7 @@ def added_after_clip(scaler: Any, clip: Callable[[Any], None]) -> Any:
 
 
 def cleared_after_clip(scaler: Any, clip: Callable[[Any], None]) -> Any:
-    p = parameter()
+    p = scalar_weight()
     optimizer = sgd(p, fused=True)
 
     def between() -> None:
@@ -223,7 +219,7 @@ def test_a_clip_for_a_kernel_that_never_ran(
 @CLASSES
 @pytest.mark.parametrize("moved", [True, False])
 def test_a_dropped_batch(make: Any, moved: bool) -> None:
-    p, q = parameter(), parameter()
+    p, q = scalar_weight(), scalar_weight()
     optimizer, other = sgd(p), sgd(q)
     scaler = make(init_scale=4.0, growth_interval=1)
     scaler.scale((p * 8.0 + q * 0.5).sum()).backward()
@@ -241,7 +237,7 @@ def test_a_dropped_batch(make: Any, moved: bool) -> None:
 
 @CLASSES
 def test_a_dropped_first_batch(make: Any) -> None:
-    p = parameter()
+    p = scalar_weight()
     optimizer, scaler = sgd(p), make(init_scale=4.0)
     scaler.scale((p * 8.0).sum()).backward()
     scaler.update(16.0)
@@ -262,7 +258,7 @@ def test_a_dropped_first_batch(make: Any) -> None:
 def test_clipping_after_a_backward_that_made_a_graph(
     make: Any, max_norm: float
 ) -> None:
-    p, q = parameter(3.0), parameter(4.0)
+    p, q = scalar_weight(3.0), scalar_weight(4.0)
     optimizer, scaler = sgd(p, q), make(init_scale=4.0)
     scaler.scale(((p * p + q * q) / 8).sum()).backward(create_graph=True)
     if make in (torch_plain, torch_sharded):
@@ -284,7 +280,7 @@ def test_clipping_after_a_backward_that_made_a_graph(
 def test_compiled_autograd_of_another_model_after_unscale(make: Any) -> None:
     from torch._dynamo import compiled_autograd
 
-    p, q = parameter(), parameter()
+    p, q = scalar_weight(), scalar_weight()
     first, second = sgd(p), sgd(q)
     scaler = make(init_scale=4.0)
     torch._dynamo.reset()

@@ -13,13 +13,17 @@ from torch import nn
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, PeerFailedError, RanksDisagreeError
 from gradparity.tests.beside_torch import scaled_once, torch_plain
-from gradparity.tests.stepping import FUSED, HOW, INF, acting, exchanged, sgd
+from gradparity.tests.stepping import (
+    FUSED,
+    HOW,
+    INF,
+    acting,
+    exchanged,
+    scalar_weight,
+    sgd,
+)
 
 SOON_S = 20.0  # a hang fails long before the harness's own limit
-
-
-def parameter(value: float = 1.0, dtype: Any = torch.float32) -> nn.Parameter:
-    return nn.Parameter(torch.tensor([value], dtype=dtype))
 
 
 def give(p: nn.Parameter, value: float) -> None:
@@ -129,7 +133,7 @@ def test_two_scalers_in_another_order(
     two: Cluster, call: Call, at: int, bad: bool
 ) -> None:
     def run() -> tuple[str, list[float]]:
-        scalers, params = [ready(), ready()], [parameter(), parameter()]
+        scalers, params = [ready(), ready()], [scalar_weight(), scalar_weight()]
         optimizers = [sgd(p) for p in params]
         for iteration in range(at + 1):
             order = [0, 1]
@@ -156,7 +160,7 @@ def test_two_scalers_in_another_order(
 
 def test_two_scalers_in_one_order_are_no_disagreement(two: Cluster) -> None:
     def run() -> list[float]:
-        scalers, params = [ready(4.0), ready(8.0)], [parameter(), parameter()]
+        scalers, params = [ready(4.0), ready(8.0)], [scalar_weight(), scalar_weight()]
         for _ in range(3):
             for scaler, p, value in zip(scalers, params, (1.0, 2.0), strict=True):
                 give(p, value)
@@ -186,7 +190,7 @@ def test_calls_that_do_not_belong_together(
     two: Cluster, pair: tuple[Call, Call], settled: bool, how: str
 ) -> None:
     def run() -> tuple[str, float]:
-        scaler, p = ready(), parameter()
+        scaler, p = ready(), scalar_weight()
         optimizer = sgd(p)
         if settled:
             give(p, 4.0)
@@ -212,7 +216,7 @@ def test_calls_that_belong_together(
 ) -> None:
     def run() -> tuple[list[bool], list[float]]:
         call = pair[(dist.get_rank() + first) % 2]
-        scaler, p, good, scales = ready(), parameter(), [], []
+        scaler, p, good, scales = ready(), scalar_weight(), [], []
         optimizer = sgd(p)
         for gradient in (1.0, INF, 2.0, 1.0):
             give(p, 1.0)
@@ -238,7 +242,7 @@ def test_a_forgotten_call(
     two: Cluster, call: Call, settled: bool, forgets: int, how: str
 ) -> None:
     def run() -> str:
-        scaler, params = ready(), [parameter(), parameter()]
+        scaler, params = ready(), [scalar_weight(), scalar_weight()]
         optimizers = [sgd(p) for p in params]
         for iteration in range(1 + settled):
             for p, optimizer in zip(params, optimizers, strict=True):
@@ -285,7 +289,7 @@ def test_the_batch_after_an_exception(
     """Caught, dropped, and on: as if the batch had not been, on every rank."""
 
     def run() -> tuple[list[str], float, dict[str, Any]]:
-        p, narrow = parameter(), parameter(dtype=torch.float16)
+        p, narrow = scalar_weight(), scalar_weight(dtype=torch.float16)
         optimizer = sgd(p, narrow, fused=fused)
         scaler = Failing("cpu", init_scale=1024.0, growth_interval=100)
         odd, seen = dist.get_rank() == 1, []
@@ -329,7 +333,11 @@ def test_the_second_of_two_optimizers_fails(
     two: Cluster, fused: bool, call: Call
 ) -> None:
     def run() -> tuple[list[str], list[float], dict[str, Any]]:
-        a, b, narrow = parameter(), parameter(), parameter(dtype=torch.float16)
+        a, b, narrow = (
+            scalar_weight(),
+            scalar_weight(),
+            scalar_weight(dtype=torch.float16),
+        )
         first, second = sgd(a, fused=fused), sgd(b, narrow, fused=fused)
         scaler, seen = Failing("cpu", init_scale=1024.0), []
         for iteration in range(4):
@@ -377,7 +385,7 @@ def test_a_rank_lacks_one_of_two_optimizers(
     """``idle``: not lacking, but an expert without tokens in that iteration."""
 
     def run() -> tuple[list[float], float]:
-        scaler, params = ready(1024.0), [parameter(), parameter()]
+        scaler, params = ready(1024.0), [scalar_weight(), scalar_weight()]
         optimizers = [sgd(p) for p in params]
         for iteration in range(4):
             for index, (p, optimizer) in enumerate(
@@ -446,7 +454,7 @@ def test_calls_in_inference_mode(
     two: Cluster, fused: bool, call: str, bad_rank: int | None
 ) -> None:
     def run() -> tuple[float, float]:
-        p, scaler = parameter(), ready()
+        p, scaler = scalar_weight(), ready()
         optimizer = sgd(p, fused=fused)
         for iteration in range(2):
             bad = iteration == 1 and bad_rank == dist.get_rank()
@@ -487,7 +495,7 @@ def test_threads_that_train_with_groups_of_their_own(
 
         def train(index: int) -> None:
             settings = {"sync_over": groups[index]} if own else {}
-            p, scaler = parameter(), ready(1024.0, **settings)
+            p, scaler = scalar_weight(), ready(1024.0, **settings)
             optimizer = sgd(p)
             try:
                 for _ in range(40):
@@ -519,7 +527,7 @@ def test_threads_that_clip_over_one_group_are_right_or_refused(two: Cluster) -> 
         seen = ["", ""]
 
         def train(index: int) -> None:
-            shared, own, scaler = parameter(), parameter(), ready(1024.0)
+            shared, own, scaler = scalar_weight(), scalar_weight(), ready(1024.0)
             optimizer = sgd(shared, own)
             try:
                 for _ in range(10):
@@ -549,7 +557,7 @@ def test_threads_that_clip_over_one_group_are_right_or_refused(two: Cluster) -> 
 def test_ranks_stay_together_after_an_error_that_one_caught(two: Cluster) -> None:
     def run() -> tuple[int, float, float]:
         with exchanged("settled"):
-            p, scaler = parameter(), Failing("cpu", init_scale=1024.0)
+            p, scaler = scalar_weight(), Failing("cpu", init_scale=1024.0)
             optimizer, errors = sgd(p), 0
             for iteration in range(8):
                 optimizer.zero_grad()
@@ -575,7 +583,7 @@ def test_ranks_stay_together_after_an_error_that_one_caught(two: Cluster) -> Non
 
 def test_a_swallowed_error_is_raised_again_by_the_step(two: Cluster) -> None:
     def run() -> tuple[list[str], float]:
-        p, narrow = parameter(), parameter(dtype=torch.float16)
+        p, narrow = scalar_weight(), scalar_weight(dtype=torch.float16)
         scaler, optimizer, seen = ready(1024.0), sgd(p, narrow), []
         for iteration in range(3):
             optimizer.zero_grad()
@@ -605,7 +613,7 @@ def test_a_swallowed_error_is_raised_again_by_the_step(two: Cluster) -> None:
 
 def test_torch_after_an_exception() -> None:
     """One process: the numbers of the tests of G14 are torch's."""
-    p, narrow = parameter(), parameter(dtype=torch.float16)
+    p, narrow = scalar_weight(), scalar_weight(dtype=torch.float16)
     optimizer, scaler = sgd(p, narrow), torch_plain(init_scale=1024.0)
     for iteration in range(4):
         optimizer.zero_grad()

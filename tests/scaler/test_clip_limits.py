@@ -1,6 +1,8 @@
 """Limits of ``clip_grad_norm_``: what it counts, what overflows, who takes part."""
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from gradparity.multiprocess import Cluster
-from gradparity.scaler import GradScaler
+from gradparity.scaler import GradScaler, PeerFailedError, RanksDisagreeError
 from gradparity.tests.beside_torch import (
     ours_plain,
     ours_sharded,
@@ -245,3 +247,84 @@ def test_a_rank_without_parameters_clips_as_often_as_its_peers(
     first, second = two.with_options(timeout_s=SOON_S).run(run)
     assert first == ([0.5, 0.75] * 2, [0.5, 0.25] * 2, 4.0)
     assert second == ([0.5, 0.75] * 2, [], 4.0)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_a_disabled_scaler_is_copied_after_a_clip(copied: Any) -> None:
+    """It keeps a class of its own for clips, which is nobody else's business."""
+    scaler = GradScaler("cpu", enabled=False)
+    for each in (scaler, copied(scaler)):
+        p = with_gradient(torch.full((1,), 4.0))
+        for _ in range(2):
+            assert each.clip_and_step(torch.optim.SGD([p], lr=1.0), 2.0) > 1.9
+        assert type(each) is GradScaler
+        assert (each.is_enabled(), each.state_dict()) == (False, {})
+        scaler = each
+    assert copied(scaler).get_scale() == 1.0
+
+
+def test_a_scaler_that_is_switched_off_clips_without_its_scale() -> None:
+    """As torch's class reads `_enabled` in each call."""
+    p = with_gradient(torch.full((1,), 4.0))
+    scaler = scaled_once(GradScaler("cpu", init_scale=8.0))
+    scaler._enabled = False
+    assert scaler.clip_grad_norm_(torch.optim.SGD([p]), 1.0) == 4.0
+    scaler._enabled = True
+    p.grad = torch.full((1,), 4.0)
+    assert scaler.clip_grad_norm_(torch.optim.SGD([p]), 1.0) == 0.5
+
+
+# - Bound and order
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(
+    ("max_norm", "order", "name"),
+    [
+        (math.nan, 2.0, "max_norm"),
+        (-1.0, 2.0, "max_norm"),
+        (1.0, 0.0, "norm_type"),
+        (1.0, -math.inf, "norm_type"),
+        (1.0, math.nan, "norm_type"),
+    ],
+)
+def test_what_is_no_bound_or_no_norm_is_refused(
+    enabled: bool, max_norm: float, order: float, name: str
+) -> None:
+    gradient = torch.ones(3)
+    p = with_gradient(gradient.clone())
+    scaler = scaled_once(GradScaler("cpu", enabled=enabled))
+    with pytest.raises(ValueError, match=name):
+        scaler.clip_grad_norm_(sgd(p), max_norm, order)
+    assert p.grad is not None
+    assert torch.equal(p.grad, gradient)
+
+
+@pytest.mark.parametrize("what", ["max_norm", "norm_type"])
+def test_ranks_that_clip_differently_all_raise(four: Cluster, what: str) -> None:
+    def clip() -> str:
+        asked = {"max_norm": 1.0, what: 1.0 + dist.get_rank() % 2}
+        p = with_gradient(torch.full((3,), 4.0))
+        scaler = scaled_once(GradScaler("cpu", init_scale=4.0))
+        with pytest.raises(RanksDisagreeError) as caught:
+            scaler.clip_grad_norm_(sgd(p), **asked)
+        return str(caught.value)
+
+    for message in four.run(clip):
+        assert "max_norm and norm_type" in message
+
+
+def test_a_bad_bound_on_one_rank_leaves_no_rank_waiting(four: Cluster) -> None:
+    def clip() -> str:
+        max_norm = math.nan if dist.get_rank() == 1 else 1.0
+        p = with_gradient(torch.full((3,), 4.0))
+        scaler = scaled_once(GradScaler("cpu", init_scale=4.0))
+        with pytest.raises((ValueError, PeerFailedError)) as caught:
+            scaler.clip_grad_norm_(sgd(p), max_norm)
+        return type(caught.value).__name__
+
+    raised = four.with_options(timeout_s=30).run(clip)
+    others = ["PeerFailedError"] * 2
+    assert raised == [others[0], "InvalidSettingError", *others]

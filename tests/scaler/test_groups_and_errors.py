@@ -28,15 +28,9 @@ from gradparity.scaler import (
 from gradparity.scaler.local_norms import norms
 from gradparity.scaler.sync_group import message_device
 from gradparity.tests.beside_torch import GroupOfOne, scaled_once
-from gradparity.tests.stepping import INF, sgd
+from gradparity.tests.stepping import INF, scalar_weight, sgd
 
 SOON_S = 20.0  # a hang fails long before the harness's own limit
-
-
-def with_gradient(value: float) -> nn.Parameter:
-    p = nn.Parameter(torch.ones(1))
-    p.grad = torch.tensor([value])
-    return p
 
 
 # - Which ranks agree
@@ -110,7 +104,7 @@ def test_ranks_that_step_in_another_order_raise(
 ) -> None:
     def run() -> tuple[str, list[float]]:
         scaler = scaled_once(GradScaler("cpu", init_scale=4.0))
-        a, b = with_gradient(4.0), with_gradient(4.0)
+        a, b = scalar_weight(gradient=4.0), scalar_weight(gradient=4.0)
         optimizers = [sgd(a, fused=fused), sgd(b, fused=fused)]
         for optimizer in optimizers:  # the order in which they become known
             scaler.step(optimizer)
@@ -136,7 +130,7 @@ def test_ranks_that_step_in_another_order_raise(
 def warm(scaler: GradScaler) -> GradScaler:
     scaled_once(scaler)
     for _ in range(2):
-        scaler.step(sgd(with_gradient(4.0)))
+        scaler.step(sgd(scalar_weight(gradient=4.0)))
         scaler.update()
     return scaler
 
@@ -157,7 +151,7 @@ def test_a_scaler_that_lived_longer_loads_what_the_others_load(
                 with mock.patch.object(dist, "is_initialized", return_value=False):
                     warm(scaler)
         scaler.load_state_dict(state)
-        p = with_gradient(8.0)
+        p = scalar_weight(gradient=8.0)
         scaled_once(scaler)
         scaler.step(sgd(p))
         scaler.update()
@@ -200,7 +194,7 @@ def test_an_error_reaches_the_parent_as_itself(two: Cluster) -> None:
         scaler = GradScaler("cpu", init_scale=4.0 * (1 + dist.get_rank()))
         scaled_once(scaler)
         try:
-            scaler.step(sgd(with_gradient(4.0)))
+            scaler.step(sgd(scalar_weight(gradient=4.0)))
         except RanksDisagreeError as error:
             return pickle.dumps(error)
         return b""
@@ -248,7 +242,7 @@ def told(two: Cluster, fused: bool, clip: bool) -> list[tuple[str, str, list[str
         rank = dist.get_rank()
         scale = 4.0 if clip else 4.0 * (1 + rank)
         scaler = scaled_once(GradScaler("cpu", init_scale=scale))
-        optimizer = sgd(with_gradient(4.0), fused=fused)
+        optimizer = sgd(scalar_weight(gradient=4.0), fused=fused)
         try:
             if clip:
                 scaler.clip_grad_norm_(optimizer, 1.5 + rank)

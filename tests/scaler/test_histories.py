@@ -68,6 +68,20 @@ FOLLOWED = [
     "@2/back:2,step,fail:1@1,back:2,step",
     # one tensor of the user as grad_scale of each step
     "fused@1/back,unscale,user-scale,step,update,zero,back,unscale,user-scale,step",
+    # refused, where the norm would be that of a part
+    "dtensor+lone@2/back:2,clip",
+    # found_inf of gradients whose class is not torch's
+    "subclass@1/back:2,inf,clip-and-step,update,zero,back:2,inf,step,update,back,step",
+    # divided by a smaller scale than the loss had: an infinity that torch steps with
+    "@1/set:126,back:2,set:-4,step",
+    # new gradients, in an iteration that has begun anew
+    "@2/back:2,back:2,step,fail:1@1,zero,back:2,step",
+    # what another optimizer's failure has multiplied by the scale again
+    "wrapped@1/back:2,unscale:1,retry,unscale:1",
+    # a wrapper whose optimizer has new groups
+    "wrapped@1/back,step,update,load,zero,back,unscale,step",
+    # a step that one rank alone could not take, and a scale that the user chooses
+    "@2/back:2,step,fail:1@1,set:6,back:2,step,step:1,update",
 ]
 # torch's kernel leaves a shared gradient as it is only if it skips
 SKIPPED_KERNEL = "fused+shared@1/back:2,inf,step,step:1"

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
 from gradparity.scaler import GradScaler
 from gradparity.tests.beside_torch import (
@@ -18,13 +17,9 @@ from gradparity.tests.beside_torch import (
     scaled_once,
     torch_sharded,
 )
-from gradparity.tests.stepping import FUSED, INF, sgd
+from gradparity.tests.stepping import FUSED, INF, Kernels, scalar_weight, sgd
 
 OURS = pytest.mark.parametrize("make", [ours_plain, ours_sharded])
-
-
-def parameter(value: float = 1.0) -> nn.Parameter:
-    return nn.Parameter(torch.tensor([value]))
 
 
 def value(p: Any) -> float:
@@ -33,7 +28,7 @@ def value(p: Any) -> float:
 
 @CLASSES
 def test_inv_scale_of_one_element_on_the_cpu(make: Any) -> None:
-    p = parameter()
+    p = scalar_weight()
     p.grad = torch.tensor([8.0])
     inv_scale, found_inf = torch.full((1,), 0.25), torch.zeros(1)
     scaler = scaled_once(make())
@@ -55,7 +50,7 @@ def test_a_shared_parameter_with_a_fresh_gradient(
 ) -> None:
     if make is torch_sharded and any(fused):
         pytest.skip("torch's sharded class: findings of two shapes, which raise (B09)")
-    e, a, b = parameter(), parameter(), parameter()
+    e, a, b = scalar_weight(), scalar_weight(), scalar_weight()
     first, second = sgd(e, a, fused=bool(fused[0])), sgd(e, b, fused=bool(fused[1]))
     scaler = make(init_scale=1024.0)
     scaler.scale((e * a / 8).sum()).backward()
@@ -71,7 +66,7 @@ def test_a_shared_parameter_with_a_fresh_gradient(
 
 @OURS
 def test_clipping_after_an_overflow_divides_nothing(make: Any) -> None:
-    e, a, b = parameter(), parameter(), parameter()
+    e, a, b = scalar_weight(), scalar_weight(), scalar_weight()
     first, second = sgd(e, a), sgd(e, b)
     scaler = make(init_scale=1024.0)
     scaler.scale(((e + a + b) / 8).sum()).backward()
@@ -94,7 +89,7 @@ def test_grad_scale_of_the_user_means_what_it_means_in_torch(
         pytest.skip("torch's sharded class: unscale_, then a fused step, raises (B09)")
 
     def run(make: Any) -> list[Any]:
-        p = parameter()
+        p = scalar_weight()
         optimizer, scaler = sgd(p, fused=True), make(init_scale=4.0)
         seen = []
         for own in (4.0, None, 2.0):
@@ -130,7 +125,7 @@ def test_one_grad_scale_of_the_user_before_each_step(
         pytest.skip("torch's sharded class: unscale_, then a fused step, raises (B09)")
 
     def run(make: Any) -> list[float]:
-        p = parameter()
+        p = scalar_weight()
         optimizer, scaler = sgd(p, fused=True), make(init_scale=4.0)
         seen, own = [], torch.tensor(2.0)
         for _ in range(4):
@@ -153,7 +148,7 @@ def test_one_grad_scale_of_the_user_before_each_step(
 
 @OURS
 def test_grad_scale_of_the_user_after_a_clip(make: Any) -> None:
-    p = parameter()
+    p = scalar_weight()
     optimizer, scaler = sgd(p, fused=True), make(init_scale=4.0)
     scaler.scale(p.sum()).backward()
     optimizer.grad_scale = torch.tensor(4.0)
@@ -167,7 +162,7 @@ def test_grad_scale_of_the_user_after_a_clip(make: Any) -> None:
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_gradients_made_after_a_check_of_none(clips: bool, kind: Any) -> None:
     """torch raises: nothing has divided them, and the kernel gets no grad_scale."""
-    p = parameter()
+    p = scalar_weight()
     optimizer, scaler = kind([p], lr=1.0, fused=True), scaled_once(ours_plain())
     if clips:
         scaler.clip_grad_norm_(optimizer, 1e9)
@@ -193,7 +188,7 @@ def test_a_subclass_that_changes_inv_scale_changes_its_own() -> None:
 
     results = []
     for kind in (Harsher, GradScaler, GradScaler):
-        p = parameter()
+        p = scalar_weight()
         scaler = kind("cpu", init_scale=4.0)
         scaler.scale((p / 2).sum()).backward()
         scaler.step(sgd(p))
@@ -205,7 +200,7 @@ def test_a_subclass_that_changes_inv_scale_changes_its_own() -> None:
 @FUSED
 def test_a_first_step_under_another_default_device(make: Any, fused: bool) -> None:
     for scale in (2.0**9, 2.0**21):  # scales that no other test has
-        p = parameter()
+        p = scalar_weight()
         optimizer, scaler = sgd(p, fused=fused), make(init_scale=scale)
         scaler.scale((p / 2).sum()).backward()
         with torch.device("meta"):
@@ -243,7 +238,7 @@ class BaseWrapper:
 @OURS
 @pytest.mark.parametrize("wrap", [OptimWrapper, BaseWrapper])
 def test_a_wrapper_and_the_optimizer_inside_are_one(make: Any, wrap: Any) -> None:
-    p = parameter()
+    p = scalar_weight()
     inner, scaler = sgd(p), make(init_scale=4.0)
     wrapper = wrap(inner)
     for gradient, skipped in ((2.0, False), (INF, True)):
@@ -314,7 +309,7 @@ class Stateless(Duck):
 @pytest.mark.parametrize("kind", [Unhashable, Slotted, Stateless])
 @pytest.mark.parametrize("explicit", [False, True])
 def test_duck_typed_optimizers(make: Any, kind: Any, explicit: bool) -> None:
-    p = parameter()
+    p = scalar_weight()
     optimizer, scaler = kind(p), make(init_scale=4.0)
     expected = 1.0
     for factor in (0.25, INF, 0.25):
@@ -333,7 +328,7 @@ def test_duck_typed_optimizers(make: Any, kind: Any, explicit: bool) -> None:
 @OURS
 @pytest.mark.parametrize("kind", [Unhashable, Slotted, Stateless])
 def test_duck_typed_optimizers_are_clipped(make: Any, kind: Any) -> None:
-    p = parameter()
+    p = scalar_weight()
     optimizer, scaler = kind(p), make(init_scale=4.0)
     scaler.scale((p * 0.25).sum()).backward()
     assert float(scaler.clip_grad_norm_(optimizer, 1e9)) == 0.25
@@ -342,34 +337,19 @@ def test_duck_typed_optimizers_are_clipped(make: Any, kind: Any) -> None:
     assert value(p) == 0.75
 
 
-class Counting(TorchDispatchMode):
-    """Counts the kernels that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.calls += 1
-        return func(*args, **(kwargs or {}))
-
-
 @CLASSES
 def test_a_skipped_step_calls_no_kernel_for_each_parameter(make: Any) -> None:
     def kernels(count: int) -> int:
-        params = [parameter() for _ in range(count)]
+        params = [scalar_weight() for _ in range(count)]
         for p in params:
             p.grad = torch.ones(1)
         assert params[-1].grad is not None
         params[-1].grad.fill_(INF)
         scaler, optimizer = scaled_once(make()), sgd(*params)
-        counting = Counting()
-        with counting:
+        with Kernels() as kernels_called:
             scaler.step(optimizer)
         assert value(params[0]) == 1.0
-        return counting.calls
+        return len(kernels_called.called)
 
     few, many = kernels(16), kernels(256)
     assert many - few <= 16

@@ -1,6 +1,5 @@
 """Programs of one process, beside torch's class or the expected numbers."""
 
-import pickle
 import sys
 import warnings
 from collections import defaultdict
@@ -19,7 +18,6 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from gradparity import scaler as ours
 from gradparity.scaler import GradScaler
-from gradparity.scaler.integrations.schedule import wait_for_steps
 from gradparity.tests.beside_torch import (
     CLASSES,
     PAIRS,
@@ -27,24 +25,13 @@ from gradparity.tests.beside_torch import (
     Pair,
     ours_plain,
     ours_sharded,
-    outcome,
     scaled_once,
     torch_plain,
     torch_sharded,
 )
-from gradparity.tests.stepping import FUSED, INF, sgd
+from gradparity.tests.stepping import FUSED, INF, scalar_weight, sgd
 
 OURS = pytest.mark.parametrize("make", [ours_plain, ours_sharded])
-
-
-def parameter(value: float = 1.0) -> nn.Parameter:
-    return nn.Parameter(torch.tensor([value]))
-
-
-def with_gradient(value: float) -> nn.Parameter:
-    p = parameter()
-    p.grad = torch.tensor([value])
-    return p
 
 
 def gradient_of(p: nn.Parameter) -> torch.Tensor:
@@ -98,7 +85,7 @@ def test_a_shared_gradient_is_divided_as_torch_divides_it(
     pair: Pair, write: Callable[[nn.Parameter, float], None], explicit: bool
 ) -> None:
     def run(make: Any) -> list[float]:
-        shared, own = parameter(), parameter()
+        shared, own = scalar_weight(), scalar_weight()
         first, second = sgd(shared), sgd(shared, own)
         scaler, seen = make(init_scale=1024.0), []
         for _ in range(3):
@@ -135,7 +122,7 @@ def test_a_shared_parameter_is_warned_about_once(make: Any, fused: bool) -> None
                 scaler.update()
         return [warning.category for warning in caught]
 
-    shared, own, other = parameter(), parameter(), parameter()
+    shared, own, other = scalar_weight(), scalar_weight(), scalar_weight()
     kinds = {"fused": fused}
     assert steps(sgd(shared, **kinds), sgd(own, other, **kinds)) == []
     assert steps(sgd(shared, own, **kinds), sgd(other, shared, **kinds)) == [
@@ -173,7 +160,7 @@ def test_found_inf_of_one_element_is_no_skip() -> None:
     weights: list[list[float]] = []
     for kind in (TorchOneElement, OneElement):
         scaler: Any = kind("cpu", init_scale=4.0)
-        p, seen = parameter(), []
+        p, seen = scalar_weight(), []
         optimizer = sgd(p)
         for gradient in (1.0, INF, 2.0):
             p.grad = torch.tensor([gradient])
@@ -214,7 +201,7 @@ class Refusing:
 @CLASSES
 @pytest.mark.parametrize("outer", [False, True])
 def test_an_inner_optimizer_that_knows_its_wrapper(make: Any, outer: bool) -> None:
-    p = with_gradient(2.0)
+    p = scalar_weight(gradient=2.0)
     inner, scaler = sgd(p), scaled_once(make(init_scale=4.0))
     wrapper = Wrapper(inner)
     optimizer: Any = wrapper if outer else inner
@@ -226,7 +213,7 @@ def test_an_inner_optimizer_that_knows_its_wrapper(make: Any, outer: bool) -> No
 
 @CLASSES
 def test_an_attribute_that_raises_is_no_inner_optimizer(make: Any) -> None:
-    p = with_gradient(2.0)
+    p = scalar_weight(gradient=2.0)
     optimizer, scaler = sgd(p), scaled_once(make(init_scale=4.0))
     optimizer.other = Refusing()
     scaler.step(optimizer)
@@ -252,7 +239,7 @@ class TheirStates(GradScaler):
 @FUSED
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_subclass_that_assigns_torch_s_states(fused: bool, explicit: bool) -> None:
-    p = parameter()
+    p = scalar_weight()
     optimizer, scaler = sgd(p, fused=fused), TheirStates("cpu", init_scale=4.0)
     for gradient in (2.0, INF, 2.0):
         p.grad = torch.tensor([gradient])
@@ -266,7 +253,7 @@ def test_a_subclass_that_assigns_torch_s_states(fused: bool, explicit: bool) -> 
 
 @CLASSES
 def test_the_state_of_a_wrapper_lies_under_its_own_id(make: Any) -> None:
-    p = with_gradient(INF)
+    p = scalar_weight(gradient=INF)
     wrapper, scaler = Wrapper(sgd(p)), scaled_once(make(init_scale=4.0))
     del wrapper.inner.wrapper
     scaler.unscale_(wrapper)
@@ -295,7 +282,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def test_another_default_dtype(
     make: Any, fused: bool, dtype: torch.dtype, call: str
 ) -> None:
-    p = parameter()
+    p = scalar_weight()
     optimizer, scaler = sgd(p, fused=fused), make(init_scale=4.0)
     scaled_once(scaler)
     with default_dtype(dtype):
@@ -325,7 +312,7 @@ def test_another_default_dtype(
 @pytest.mark.parametrize("interval", [2**31, 10**10, sys.maxsize])
 def test_a_growth_interval_beyond_int32(make: Any, interval: int) -> None:
     scaler = scaled_once(make(init_scale=4.0, growth_interval=interval))
-    scaler.step(sgd(with_gradient(1.0)))
+    scaler.step(sgd(scalar_weight(gradient=1.0)))
     scaler.update()
     assert scaler.get_scale() == 4.0
     state = scaler.state_dict()
@@ -340,7 +327,7 @@ def test_a_growth_interval_beyond_int32(make: Any, interval: int) -> None:
 def test_a_growth_factor_of_one_can_be_set_and_loaded(make: Any) -> None:
     scaler = scaled_once(make(init_scale=4.0, growth_interval=1))
     scaler.set_growth_factor(1.0)
-    scaler.step(sgd(with_gradient(1.0)))
+    scaler.step(sgd(scalar_weight(gradient=1.0)))
     scaler.update()
     assert scaler.get_scale() == 4.0
     other = make()
@@ -387,7 +374,7 @@ class TakesScaler(OwnFused):
 
 @CLASSES
 def test_an_int_in_the_state_of_a_fused_optimizer(make: Any) -> None:
-    p = parameter()
+    p = scalar_weight()
     optimizer, scaler = OwnFused(p), make(init_scale=4.0)
     for gradient in (2.0, INF, 2.0):
         p.grad = torch.tensor([gradient])
@@ -400,7 +387,7 @@ def test_an_int_in_the_state_of_a_fused_optimizer(make: Any) -> None:
 @PLAIN
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_an_argument_called_grad_scaler_is_replaced(make: Any) -> None:
-    p = with_gradient(2.0)
+    p = scalar_weight(gradient=2.0)
     optimizer, scaler = TakesScaler(p), scaled_once(make(init_scale=4.0))
     scaler.step(optimizer, grad_scaler=None)
     scaler.update()
@@ -438,7 +425,7 @@ class Unfused(OddGroups):
 @CLASSES
 @pytest.mark.parametrize("kind", [OddGroups, Unfused])
 def test_groups_without_get(make: Any, kind: Any) -> None:
-    p = parameter()
+    p = scalar_weight()
     optimizer, scaler = kind(p), make(init_scale=4.0)
     for gradient in (2.0, INF, 2.0):
         p.grad = torch.tensor([gradient])
@@ -532,7 +519,7 @@ def test_the_work_is_linear_in_the_number_of_optimizers(
     make: Any, fused: bool, call: str
 ) -> None:
     def iteration(count: int) -> list[int]:
-        params = [parameter() for _ in range(count)]
+        params = [scalar_weight() for _ in range(count)]
         optimizers = [sgd(p, fused=fused) for p in params]
         scaler = scaled_once(make(init_scale=4.0))
 
@@ -572,7 +559,7 @@ def test_gradients_are_what_the_call_says(
     make: Any, fused: bool, call: str, is_view: bool, other: bool
 ) -> None:
     """In every iteration; what is written to them then counts."""
-    a, b, c = parameter(), parameter(), parameter()
+    a, b, c = scalar_weight(), scalar_weight(), scalar_weight()
     optimizer, scaler = sgd(a, b, fused=fused), make(init_scale=1024.0)
     second = sgd(c, fused=fused)
     expected = 1.0
@@ -599,17 +586,3 @@ def test_gradients_are_what_the_call_says(
 
 
 # - G21: a scheduler can be pickled
-
-
-def test_a_scheduler_that_waits_can_be_pickled() -> None:
-    p = with_gradient(INF)
-    optimizer, scaler = sgd(p), scaled_once(ours_plain(init_scale=4.0))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    wait_for_steps(scheduler, scaler)
-    scaler.step(optimizer)
-    scaler.update()
-    scheduler.step()
-    assert scheduler.last_epoch == 0
-    again = pickle.loads(pickle.dumps(scheduler))
-    assert outcome(again.state_dict) == outcome(scheduler.state_dict)
-    assert isinstance(again, torch.optim.lr_scheduler.StepLR)

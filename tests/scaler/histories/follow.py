@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from dataclasses import replace
@@ -83,13 +84,19 @@ class _Follower:
         # whether the scaler clipped: it may add its norm in another order than torch
         self.own_clip = False
         self.late = ""  # the ranks that do not return, in words
-        self.crossed = False  # whether ranks made calls in different orders
+        # whether ranks made calls in different orders, or a scaler knows of no others
+        self.crossed = "lone" in history.words
         # largest element that each parameter has had: tolerances are relative to it
         self.moved: dict[str, float] = {}
 
     def _construct(self, factory: Any) -> Any:
+        lone: dict[str, Any] = {}
+        if "lone" in self.history.words:
+            if "sync_over" in inspect.signature(factory).parameters:
+                lone["sync_over"] = "local"
         try:
             return factory(
+                **lone,
                 device="cpu",
                 init_scale=first_scale(self.history),
                 growth_factor=GROWTH,
@@ -209,17 +216,19 @@ class _Follower:
             for each in torchs
             for m, t in zip(mathematics, each, strict=True)
         )
+        want = torchs[0][rank]
         # torch is wrong, or right by chance: this call is judged by what either does,
         # and then its state has nothing to say about later calls
         if not is_right:
             if got.raised:
                 return self._changed(before, got), True
+            if not (_is_finite(want.state) or self._changed(before, got)):
+                return "", True  # skipped, where torch steps with an infinity
             choices = [each[rank] for each in wanted]
             kind = self.history.calls[place].kind
             if kind in CLIPS and self._is_mixed_norm(got.value, CLIPS[kind][1]):
                 choices = [replace(each, value=got.value) for each in choices]
             return self._differ(got, choices, True), True
-        want = torchs[0][rank]
         if got.raised and not want.raised:
             if self.crossed or self._torch_departs_later(place):
                 return self._changed(before, got), True
@@ -312,6 +321,11 @@ class _Follower:
 def _same_where_finite(want: torch.Tensor, got: torch.Tensor, slack: float) -> bool:
     finite = want.isfinite() & got.isfinite()
     return bool(((want - got).abs() <= slack * want.abs())[finite].all())
+
+
+def _is_finite(state: dict[str, Any]) -> bool:
+    values = [x for x in state.values() if isinstance(x, torch.Tensor)]
+    return all(bool(value.isfinite().all()) for value in values)
 
 
 def _same(got: Any, want: Any, slack: float) -> bool:

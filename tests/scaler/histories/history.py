@@ -41,6 +41,8 @@ WORDS = {
     "inference": "unscale_ is called in inference mode",
     "interval": "growth_interval is 10^10",
     "second-scaler": "a second scaler, with a parameter of its own",
+    "subclass": "gradients are of a subclass of torch.Tensor",
+    "lone": "the scaler syncs with no other rank, if it can be told so",
 }
 """Words of a set-up."""
 
@@ -60,7 +62,7 @@ NUMBERS = {
     **dict.fromkeys(("unscale", "handclip", "clip", "clip-loose", "clip-tiny"), (0, 1)),
     **dict.fromkeys(("clip-order", "clip-inner", "clip-and-step"), (0, 1)),
     **dict.fromkeys(("step", "retry", "fail", "closure", "lone-clip"), (0, 1)),
-    **dict.fromkeys(("user-scale", "skipped", "scheduler"), (0, 1)),
+    **dict.fromkeys(("user-scale", "skipped", "scheduler", "load"), (0, 1)),
 }
 """Kind of call -> its numbers: of an optimizer, 2 for both, or log2 of a scale.
 
@@ -266,7 +268,7 @@ FAMILIES: Mapping[str, Family] = {
         kinds=f"{_CORE} inf", always="own-kernel", shapes=("zero,back,step,update",)
     ),
     "wrapped": Family(
-        kinds=f"{_CORE} unscale clip clip-inner inf retry",
+        kinds=f"{_CORE} unscale clip clip-inner inf retry load",
         always="wrapped",
         maybe="fused",
     ),
@@ -281,10 +283,14 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "failures": Family(
         start="back:2",
-        kinds="step back fail:0@1 update zero inf",
+        kinds="step back fail:0@1 update zero inf set",
         maybe="fused",
         world_size=2,
-        shapes=("zero,back:2,fail@1,back:2,step,update", "fail:1@1,back:2,step,step:1"),
+        shapes=(
+            "zero,back:2,fail@1,back:2,step,update",
+            "fail:1@1,back:2,step,step:1",
+            "back:2,step,fail:1@1,set:6,back:2,step,step:1",
+        ),
     ),
     "other-calls": Family(
         start="back:2",
@@ -321,6 +327,18 @@ FAMILIES: Mapping[str, Family] = {
         maybe="shared",
         world_size=2,
         shapes=(_ACTOR_CRITIC, _ITERATION, _CLIPPED),
+    ),
+    "lone": Family(  # no infinities: the ranks are told to skip alone
+        kinds=f"{_CORE} clip clip-loose clip-and-step",
+        always="dtensor lone",
+        world_size=2,
+        shapes=(_ITERATION, _CLIPPED),
+    ),
+    "subclass": Family(
+        kinds=f"{_CORE} clip clip-and-step unscale inf set",
+        always="subclass",
+        maybe="fused shared",
+        shapes=(_ITERATION, _CLIPPED),
     ),
     "idle": Family(
         kinds="step clip update inf:0@0",

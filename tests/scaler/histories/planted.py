@@ -159,6 +159,37 @@ class TakesTheNormHere(PlainScaler):
         return norm
 
 
+class TakesTheNormOfItsGroup(TakesTheNormHere):
+    """Does as it is told, and clips by a part of the norm without a word."""
+
+    def __init__(self, sync_over: Any = None, **settings: Any) -> None:
+        super().__init__(**settings)
+
+
+class KnowsOneClass(torch.amp.GradScaler):
+    """Asks what the gradients of an optimizer are."""
+
+    def _unscale_grads_(self, optimizer: Any, *rest: Any) -> Any:
+        grads = [p.grad for g in optimizer.param_groups for p in g["params"]]
+        if any(type(g) is not torch.Tensor for g in grads if g is not None):
+            raise TypeError("expected tensors")
+        return super()._unscale_grads_(optimizer, *rest)
+
+
+class KeepsGroups(torch.amp.GradScaler):
+    """Steps an optimizer whose groups are those of its first step."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.groups: dict[int, Any] = {}
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = self.groups.setdefault(id(optimizer), optimizer.param_groups)
+        if kept is not optimizer.param_groups:
+            raise RuntimeError("another optimizer")
+        return super().step(optimizer, *args, **kwargs)
+
+
 class HangsOnOneRank(PlainScaler):
     """Its first rank asks twice after an overflow of its own."""
 
@@ -297,6 +328,9 @@ PLANTED = {
     "WantsToHash": "duck@1/back,step",
     "ForgetsOnRegroup": "@2/elder@1",
     "TakesTheNormHere": "dtensor@2/back,clip",
+    "TakesTheNormOfItsGroup": "dtensor+lone@2/back,clip",
+    "KnowsOneClass": "subclass@1/back,step",
+    "KeepsGroups": "@1/back,step,update,load,zero,back,step",
     "HangsOnOneRank": "@2/back:2,inf,step",
 }
 """Wrong scaler -> a history in which it departs."""

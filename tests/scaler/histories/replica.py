@@ -95,6 +95,19 @@ class Ring(Wrapper):
         optim.wrapper = self
 
 
+class Marked(torch.Tensor):
+    """A tensor of another class, as memory estimators and quantizers make them."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.tolist:
+            raise RuntimeError("this class has no storage to read from")
+        plain: Any = super().__torch_function__
+        return plain(func, types, args, kwargs)
+
+
 class BareGroup:
     """A parameter group with ``[]`` and nothing else."""
 
@@ -178,6 +191,8 @@ class Replica:
         self.idle = "idle" in self.words and self.is_last
         self.mesh = None if world is None else self._mesh(world)
         self.failed = False  # in this iteration
+        self.begun_anew = False  # a step of it raised
+        self.renewed: set[int] = set()  # zeroed since
         self.fresh: set[int] = set()  # optimizers with a backward since their step
         self.looked: set[int] = set()  # divided by unscale_ or a clip, not stepped
         self.clipped: set[int] = set()
@@ -305,6 +320,14 @@ class Replica:
             return False  # there was no order yet
         if call.kind in STEPS and which not in self.fresh | self.stepped:
             return False
+        if self.begun_anew:
+            # new gradients may be stepped on, and what was divided is scaled again:
+            # neither is torch's
+            if call.kind in STEPS and which in self.stepped & self.renewed:
+                return False
+            after_division = ("unscale", "handclip", "look", "replace")
+            if call.kind in after_division and which in self.looked:
+                return False
         if call.kind == "replace":  # before a division they would have to be scaled
             return which in self.looked
         if call.kind == "elder":  # its update ends the rank's iteration
@@ -373,7 +396,8 @@ class Replica:
             # divided, and never stepped with; what is shared is of both optimizers
             both = {0, 1} if self.looked and "shared" in self.words else self.looked
             self.fresh -= both
-            self.clipped, self.stepped = set(), set()
+            self.clipped, self.stepped, self.renewed = set(), set(), set()
+            self.begun_anew = False
             if kind in ("reload", "elder"):
                 self.ordered = set()
             if kind != "reload":  # the old scaler may have left a division pending
@@ -410,6 +434,9 @@ class Replica:
             buffer = torch.cat([p.grad for p in new] or [torch.zeros(0)])
             for parameter, view in zip(new, buffer.split(3), strict=False):
                 parameter.grad = view
+        if "subclass" in self.words and self.world is not None:
+            for name in held:
+                self.params[name].grad = self.params[name].grad.as_subclass(Marked)
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         scaled: torch.Tensor = self.scaler.scale(loss)
@@ -439,6 +466,7 @@ class Replica:
     def _zero(self, call: Call) -> None:
         self.fresh -= {call.which}
         self.looked -= {call.which}
+        self.renewed |= {call.which} if call.kind != "clear" else set()
         if not self.lacks(call.which):
             to_none = call.kind != "clear"
             self.optimizers[call.which].zero_grad(set_to_none=to_none)
@@ -552,13 +580,14 @@ class Replica:
         try:
             return self._step(call)
         except _Interrupted:
+            self.begun_anew = True
             return self._step(call)
         finally:
             handle.remove()
 
     def _fail(self, call: Call) -> bool:
         """Whether it raised, on this rank."""
-        self.failed = True
+        self.failed = self.begun_anew = True
         raised = True  # in the oracle it is as if the batch had not been
         if self.world is not None:
             params = self.real[call.which].param_groups[0]["params"]
@@ -622,11 +651,18 @@ class Replica:
 
     def _set(self, call: Call) -> None:
         self.scaler.update(2.0**call.which)
+        self.failed = False
 
     def _reload(self, call: Call) -> None:
         state = self.scaler.state_dict()
         self.scaler = self._constructed()
         self.scaler.load_state_dict(state)
+
+    def _load(self, call: Call) -> None:
+        """Give an optimizer new groups, of which a wrapper keeps the old ones."""
+        if not self.lacks(call.which):
+            optimizer = self.real[call.which]
+            optimizer.load_state_dict(optimizer.state_dict())
 
     def _regroup(self, call: Call) -> None:
         if self.world is not None:
@@ -719,4 +755,4 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     """A dense copy in double precision."""
     dense = tensor.to_dense() if tensor.is_sparse else tensor
     kind = torch.complex128 if dense.is_complex() else torch.float64
-    return dense.to(kind, copy=True).flatten()
+    return dense.to(kind, copy=True).flatten().as_subclass(torch.Tensor)

@@ -1,4 +1,9 @@
-"""Accelerate, and with it transformers' Trainer: what ``accelerator.scaler`` leaves."""
+"""Our scaler in Accelerate, and with it in transformers' Trainer: copy this file.
+
+    use_scaler(accelerator, GradScaler("cuda"))  # before accelerator.prepare
+
+Needs no more than gradparity; ``accelerate_step.py`` beside it runs it in a minute.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from ..grad_scaler import GradScaler
+from gradparity.scaler import GradScaler
 
 
 def use_scaler(accelerator: Any, scaler: GradScaler) -> None:
@@ -15,31 +20,26 @@ def use_scaler(accelerator: Any, scaler: GradScaler) -> None:
     Under FSDP2 both give an optimizer without state one, by a step of the prepared
     optimizer with gradients of zero. That step moves the scaler that is being saved or
     has just been loaded, so both run without it.
-    On a CPU, where Accelerate has no fp16, its calls to the scaler are switched on.
-
-    Args:
-        accelerator: made with ``mixed_precision="fp16"``, before ``prepare``.
-        scaler: of the accelerator's device.
     """
     accelerator.scaler = scaler
-    accelerator.native_amp = True
+    accelerator.native_amp = True  # also on a CPU, where Accelerate has no fp16
     for name in ("save_state", "load_state"):
-        own = getattr(accelerator, name)
-        setattr(accelerator, name, _with_bare_optimizers(accelerator, own))
+        bare = without_scaler(accelerator, getattr(accelerator, name))
+        setattr(accelerator, name, bare)
 
 
-def _with_bare_optimizers(
-    accelerator: Any, call: Callable[..., Any]
-) -> Callable[..., Any]:
+def without_scaler(accelerator: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``call`` with the scaler taken out of each prepared optimizer."""
+
     @wraps(call)
     def bare(*args: Any, **settings: Any) -> Any:
-        held = [(optimizer, optimizer.scaler) for optimizer in accelerator._optimizers]
-        for optimizer, _ in held:
+        scalers = [(each, each.scaler) for each in accelerator._optimizers]
+        for optimizer, _ in scalers:
             optimizer.scaler = None
         try:
             return call(*args, **settings)
         finally:
-            for optimizer, scaler in held:
+            for optimizer, scaler in scalers:
                 optimizer.scaler = scaler
 
     return bare

@@ -1,10 +1,15 @@
-"""Schedules of trainers that step them whether the optimizer has stepped or not."""
+"""Schedules that wait in a trainer that steps them anyway: copy this file.
+
+    wait_for_steps(scheduler, scaler)  # before the trainer wraps the scheduler
+
+A loop of your own calls ``scaler.step_scheduler(scheduler)`` and needs none of this.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..grad_scaler import GradScaler
+from gradparity.scaler import GradScaler
 
 
 def wait_for_steps(scheduler: Any, scaler: GradScaler) -> None:

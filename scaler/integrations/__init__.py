@@ -1,1 +1,0 @@
-"""Our scaler in other people's trainers; each module imports its trainer."""
