@@ -36,7 +36,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[CaseRecord], CaseRecord], str]] = {
     ),
     "a second verdict": (
         lambda c: replace(c, verdicts=(*c.verdicts, c.verdicts[0])),
-        "law liveness.completes has 2 verdicts",
+        "check liveness.completes has 2 verdicts",
     ),
     "no verdict": (lambda c: replace(c, verdicts=()), "come to inconclusive"),
     "another world than its id": (

@@ -295,7 +295,7 @@ def test_laws_that_apply_to_no_run_have_no_column() -> None:
     page = render_page(report_of(record))
     assert '<th scope="col" class="chapter">agreement</th>' in page
     assert '<th scope="col" class="chapter">dtype</th>' not in page
-    assert "Laws on dtype apply to no run here." in page
+    assert "Checks of dtype apply to no run here." in page
 
 
 def test_a_page_shows_what_is_wrong_first() -> None:

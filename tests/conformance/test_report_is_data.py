@@ -105,7 +105,7 @@ def test_nothing_is_imported_to_show_a_report(status: str, folder: Path) -> None
 
 
 def test_the_folder_would_notice_an_import(folder: Path) -> None:
-    done, after = run_all(folder, [("list", "laws"), ("explain", "report.jsonl")])
+    done, after = run_all(folder, [("list", "scenarios"), ("explain", "report.jsonl")])
     assert "imported" in done.said
     assert (after.code, "imported" in after.said) == (0, False)
 

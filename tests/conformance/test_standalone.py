@@ -286,9 +286,9 @@ def test_each_scaler_is_hunted(
     output = capsys.readouterr().out
     assert code == 1, output
     assert "tried with gradparity.fixtures.faulty:PlainScaler" in output
-    assert "script: violation-2.py" in output.replace("\n", "")
+    assert "script: failure-2.py" in output.replace("\n", "")
     assert not (tmp_path / "failure.py").exists()
-    compile((tmp_path / "violation-2.py").read_text(), "violation-2.py", "exec")
+    compile((tmp_path / "failure-2.py").read_text(), "failure-2.py", "exec")
 
 
 def test_what_no_script_can_hold_is_an_error_of_the_script_alone() -> None:
