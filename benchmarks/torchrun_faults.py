@@ -3,7 +3,7 @@
     python -m gradparity.benchmarks.torchrun_faults [FAULT ...]
 
 All faults together are recorded in results/torchrun_faults.json, and the table of
-docs/clusters.md is written from the record; chosen ones are printed only. In each way
+docs/decisions/harness.md is written from the record; chosen ones are printed only. In each way
 two ranks run three cases, and rank 1 has its fault in the second. With agents all
 faults come in one run of torchrun. Without, each has its own, with what torchrun gives
 for it: ``@record``, a limit on
@@ -35,7 +35,7 @@ from torch.distributed.elastic.multiprocessing.errors import record as recorded
 from gradparity.benchmarks.tables import row, write_between
 
 RESULTS = Path(__file__).parent / "results" / "torchrun_faults.json"
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "clusters.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "decisions" / "harness.md"
 
 LIMIT_S = 10.0
 """Seconds for a case with agents."""

@@ -106,8 +106,8 @@ def _told_apart(
         grads = grads_by_mesh(part.optimizer, part.record, rank, ranks, allow_fp16=True)
     entries, _ = local_norms(grads, norm_type, carried)
     rows = sync.rows_of(result, tensor_of(entries, result.rows.device))
-    told: list[list[float]] = rows.reshape(-1, 3).tolist()
-    return told
+    numbers: list[list[float]] = rows.reshape(-1, 3).tolist()
+    return numbers
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, tuple[int, ...]]:

@@ -207,15 +207,15 @@ class ScalerCore(_TorchGradScaler):
         # The global norm. Gradients are only read, unless they must be divided first.
         scale, group = self._scale_or_one(), self._find_group(part)
         carried = number_in(scale)
-        found: FoundInf = {}
+        infs: FoundInf = {}
         if part.stage is OptState.UNSCALED:  # of an earlier unscale_
-            found = {**part.found}
+            infs = {**part.found}
         grads = GradsByMesh()
         max_norm = check_number("max_norm", max_norm)
         norm_type = check_number("norm_type", norm_type)
         if part.record is not None:
             if part.stage is OptState.READY and self._is_below_one():
-                found = self._unscale_here(part)
+                infs = self._unscale_here(part)
             allow_fp16 = self._fp16_gradients == "in_place"
             rank, ranks = ranks_of(group)
             grads = grads_by_mesh(
@@ -225,26 +225,24 @@ class ScalerCore(_TorchGradScaler):
             carried = carried / carried  # one, on the device of the scale
         entries, flag = local_norms(grads, norm_type, carried)
         if flag is not None:
-            found = {scale.device: any_of([flag, *found.values()], scale.device)}
-        elif not found and self._steps_without_gradients:
-            found = {scale.device: torch.zeros_like(scale)}
+            infs = {scale.device: any_of([flag, *infs.values()], scale.device)}
+        elif not infs and self._steps_without_gradients:
+            infs = {scale.device: torch.zeros_like(scale)}
         if group is None:
-            self._remember_overflow(part, found)
+            self._remember_overflow(part, infs)
             norm = norm_alone(entries, norm_type)
         else:
             clip: Any = {"call": CLIP, "max_norm": max_norm, "norm_type": norm_type}
             clip["refuses"] = float(refuses)
             with one_at_a_time(group):
-                found, result = self._synced(
-                    part, found, group, method, entries, **clip
-                )
+                infs, result = self._synced(part, infs, group, method, entries, **clip)
                 norm = norm_over(self._sync, result, part, norm_type, carried)
             if result.host_rows is not None:  # else no rank hears of another one's wish
                 refuses = result.host_rows.any("refuses")
             if isinstance(norm, torch.Tensor):
                 norm = norm.to(scale.device)
-        part.found = found
-        overflows = is_true(any_of(found.values(), scale.device))
+        part.found = infs
+        overflows = is_true(any_of(infs.values(), scale.device))
         factor = clip_factor(norm, max_norm)
         is_refused = refuses and not math.isfinite(norm)
         return Measured(norm, grads, carried, factor, not overflows, is_refused)
@@ -306,13 +304,13 @@ class ScalerCore(_TorchGradScaler):
             if (group := self._find_group(part)) is None:
                 return
             with one_at_a_time(group):
-                found, result = self._synced(part, {}, group, method, None, **fields)
+                infs, result = self._synced(part, {}, group, method, None, **fields)
                 rows = result.host_rows
                 if rows is not None and (norm_type := rows.value("norm_type")):
                     norm = norm_over(self._sync, result, part, norm_type, 1.0)
                     if rows.any("refuses") and not math.isfinite(norm):
-                        found = {key: torch.ones_like(x) for key, x in found.items()}
-            part.found = found
+                        infs = {key: torch.ones_like(x) for key, x in infs.items()}
+            part.found = infs
         except BaseException as error:
             call = fields.get("call", math.nan)
             self._fail(error, part, method, call, exchanges)
@@ -334,28 +332,28 @@ class ScalerCore(_TorchGradScaler):
         if only_check:
             scale = self._scale_or_one()
             one, zero = torch.ones_like(scale), torch.zeros_like(scale)
-            found = self._unscale_grads_(part.optimizer, one, zero, True)
+            infs = self._unscale_grads_(part.optimizer, one, zero, True)
         else:
-            found = self._unscale_here(part, allow_fp16)
+            infs = self._unscale_here(part, allow_fp16)
         if group is not None:
-            found, _ = self._synced(part, found, group, method, call=CHECK)
+            infs, _ = self._synced(part, infs, group, method, call=CHECK)
         else:
-            self._remember_overflow(part, found)
-            if len(found) > 1:
-                any_found = any_of(found.values(), self._scale_or_one().device)
-                found = {place: any_found.to(flag) for place, flag in found.items()}
-        part.found = found
+            self._remember_overflow(part, infs)
+            if len(infs) > 1:
+                any_found = any_of(infs.values(), self._scale_or_one().device)
+                infs = {place: any_found.to(flag) for place, flag in infs.items()}
+        part.found = infs
 
     def _unscale_here(self, part: Part, allow_fp16: bool | None = None) -> FoundInf:
         # Divides this rank's gradients; returns what this rank found.
         scale = self._scale_or_one()
         if allow_fp16 is None:
             allow_fp16 = self._fp16_gradients == "in_place"
-        found: FoundInf = self._unscale_grads_(
+        infs: FoundInf = self._unscale_grads_(
             part.optimizer, _reciprocal(scale), torch.zeros_like(scale), allow_fp16
         )
         part.stage = OptState.UNSCALED
-        return found
+        return infs
 
     def _unscale_grads_(
         self,
@@ -365,10 +363,10 @@ class ScalerCore(_TorchGradScaler):
         allow_fp16: bool = True,
     ) -> FoundInf:
         gradients = local_gradients(optimizer, allow_fp16=allow_fp16)
-        found = check_and_unscale_(gradients, inv_scale, found_inf)
-        if not found and self._steps_without_gradients:
-            found[found_inf.device] = found_inf
-        return found
+        infs = check_and_unscale_(gradients, inv_scale, found_inf)
+        if not infs and self._steps_without_gradients:
+            infs[found_inf.device] = found_inf
+        return infs
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         # For optimizers that unscale by themselves: check only, change nothing.

@@ -70,21 +70,21 @@ def takes_scaler(optimizer: Any, *, stacklevel: int) -> bool:
     """
     step: Any = getattr(optimizer.step, "__func__", optimizer.step)
     try:
-        known = _TAKES_SCALER.get(step)
+        takes_it = _TAKES_SCALER.get(step)
     except TypeError:  # a callable that cannot be a key
-        known = None
-    if known is None:  # reading a signature takes longer than a small step
-        known = "grad_scaler" in inspect.signature(step).parameters
+        takes_it = None
+    if takes_it is None:  # reading a signature takes longer than a small step
+        takes_it = "grad_scaler" in inspect.signature(step).parameters
         with contextlib.suppress(TypeError):
-            _TAKES_SCALER[step] = known
-    if known:
+            _TAKES_SCALER[step] = takes_it
+    if takes_it:
         warnings.warn(
             "GradScaler is going to stop passing itself as a keyword argument to the "
             "passed optimizer. It sets `grad_scale` and `found_inf` on it instead.",
             FutureWarning,
             stacklevel=stacklevel,
         )
-    return known
+    return takes_it
 
 
 _TAKES_SCALER: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()

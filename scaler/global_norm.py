@@ -144,20 +144,20 @@ def grads_by_mesh(
         by_mesh[alone] = by_device_and_dtype(gradients, allow_fp16=allow_fp16)
         by_mesh.kinds = _kinds(by_mesh, {alone.mesh: sum(map(torch.numel, gradients))})
         return by_mesh
-    found, places = specs(gradients), record.places
+    layouts_now, places = specs(gradients), record.places
     # fully_shard gives the same spec to a parameter's gradient in every step.
     if (
         locals_ is None
         or places is None
-        or len(places.specs) != len(found)
-        or not all(map(is_, places.specs, found))
+        or len(places.specs) != len(layouts_now)
+        or not all(map(is_, places.specs, layouts_now))
     ):
-        if locals_ is None or any(map(_is_partial, found)):
-            gradients, locals_ = _one_by_one(optimizer, found)
-            found = specs(gradients)
-        places = _places(found, locals_, alone)
+        if locals_ is None or any(map(_is_partial, layouts_now)):
+            gradients, locals_ = _one_by_one(optimizer, layouts_now)
+            layouts_now = specs(gradients)
+        places = _places(layouts_now, locals_, alone)
         # Neither the rank of a plain tensor nor its size follows from a spec.
-        is_plain = any(spec is None for spec in found)
+        is_plain = any(spec is None for spec in layouts_now)
         record.places = None if is_plain else places
     if holders is not None:
         places = _told_apart(places, locals_, holders.of(_with_gradients(optimizer)))
@@ -165,10 +165,10 @@ def grads_by_mesh(
     for layout, indices in places.members.items():
         if layout.ranks != ranks and not set(layout.ranks) <= set(ranks):
             raise ValueError(_not_covered(layout, ranks))
-        some = locals_
+        locals_of_it = locals_
         if len(indices) < len(locals_):
-            some = [locals_[index] for index in indices]
-        by_mesh[layout] = by_device_and_dtype(some, allow_fp16=allow_fp16)
+            locals_of_it = [locals_[index] for index in indices]
+        by_mesh[layout] = by_device_and_dtype(locals_of_it, allow_fp16=allow_fp16)
     return by_mesh
 
 
@@ -192,12 +192,12 @@ def _told_apart(
         by_set: dict[float | None, list[int]] = defaultdict(list)
         for index in indices:
             by_set[sets[index]].append(index)
-        for meshes, some in by_set.items():
-            part, detail = layout, f"{sum(locals_[i].numel() for i in some)}"
+        for meshes, indices_of_set in by_set.items():
+            part, detail = layout, f"{sum(locals_[i].numel() for i in indices_of_set)}"
             if meshes is not None:
                 detail = f"held by {meshes}"
                 part = layout._replace(mesh=hashed(f"{layout.mesh} {meshes}"))
-            members[part] = some
+            members[part] = indices_of_set
             kinds[part.mesh] = _kind_of(layout.kind, detail)
     return Places(places.specs, members, kinds)
 
@@ -284,21 +284,24 @@ def local_norms(
     device = next((x.device for x in tensors_here if x.is_cpu), None)
     device = scale.device if isinstance(scale, torch.Tensor) else device
     if device is not None:
-        each = [tensor_of(some, device) for some in parts.values()]
+        each = [tensor_of(values_of_part, device) for values_of_part in parts.values()]
         scale = torch.as_tensor(scale, dtype=torch.float64, device=device)
-        values = [_joined(some, norm_type) for some in each]
-        found = 1.0 - torch.stack(values).isfinite().all().float()
+        values = [_joined(values_of_part, norm_type) for values_of_part in each]
+        is_bad = 1.0 - torch.stack(values).isfinite().all().float()
     else:
-        values = [_joined(list(map(float, some)), norm_type) for some in parts.values()]
+        values = [
+            _joined(list(map(float, values_of_part)), norm_type)
+            for values_of_part in parts.values()
+        ]
         bad = not all(map(math.isfinite, values))
         if bad:  # or a norm has left the range of fp64
-            every = chain.from_iterable(some.values() for some in grads.values())
+            every = chain.from_iterable(group.values() for group in grads.values())
             bad = not all(bool(t.isfinite().all()) for t in chain.from_iterable(every))
-        found = torch.full((), float(bad), dtype=torch.float32, device="cpu")
+        is_bad = torch.full((), float(bad), dtype=torch.float32, device="cpu")
     entries: list[Number] = []
     for mesh, value in zip(parts, values, strict=True):
         entries += [mesh, grads.kinds[mesh], value / scale]
-    return entries + [0.0] * (3 * MESHES - len(entries)), found
+    return entries + [0.0] * (3 * MESHES - len(entries)), is_bad
 
 
 def _joined(each: Norms, norm_type: float) -> Number:

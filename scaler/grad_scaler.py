@@ -381,7 +381,7 @@ class GradScaler(ScalerCore):
             return
         scale, tracker = self._check_scale_growth_tracker("update")
         states = self._per_optimizer_states.values()
-        found = [f for state in states for f in state["found_inf_per_device"].values()]
+        flags = [f for state in states for f in state["found_inf_per_device"].values()]
         iteration, exchanges, chosen = self._iteration, self._sync.exchanges, None
         try:
             if new_scale is not None:
@@ -402,15 +402,15 @@ class GradScaler(ScalerCore):
             if self._tell(error, exchanges, None, "update", UPDATE):
                 self._begin_anew(error, None, is_told=True)
             raise
-        if not found and not iteration.has_failed and chosen is None:
+        if not flags and not iteration.has_failed and chosen is None:
             raise AssertionError(NOTHING_CHECKED)
-        if found:
-            self._move_scale(any_of(found, scale.device), tracker, chosen)
+        if flags:
+            self._move_scale(any_of(flags, scale.device), tracker, chosen)
         elif chosen is not None:
             scale.fill_(chosen)
         self._end_iteration()
         most = self._policy.max_consecutive_skips
-        if most is None or not found:
+        if most is None or not flags:
             return
         if (skips := self.counters.consecutive_skips) >= most:
             scales = tuple(self._history.scales)

@@ -194,7 +194,7 @@ def check_and_unscale_(
         For each device with gradients, shaped as ``found_inf``: 1 if any of them is
         not finite.
     """
-    found: FoundInf = {}
+    flag_by_device: FoundInf = {}
     once = number_in(inv_scale)
     may_overflow = isinstance(once, float) and once > 1.0
     grad_mode, done = torch.is_grad_enabled(), list[Write]()
@@ -203,9 +203,9 @@ def check_and_unscale_(
         for key, tensors in gradients.items():
             device = key[0]
             factor = moved_to(inv_scale, device)
-            flag = found.get(device)
+            flag = flag_by_device.get(device)
             if flag is None:
-                flag = found[device] = found_inf.to(device, copy=True)
+                flag = flag_by_device[device] = found_inf.to(device, copy=True)
             non_finite_check_and_unscale_(tensors, flag, factor)
             done.append((key, tensors, once))
             if may_overflow:
@@ -216,7 +216,7 @@ def check_and_unscale_(
         raise
     finally:
         set_grad_enabled(grad_mode)
-    return found
+    return flag_by_device
 
 
 def multiply_(gradients: Gradients, factor: Number) -> None:
@@ -328,18 +328,18 @@ def tensor_of(numbers: list[Number], device: torch.device) -> torch.Tensor:
     """Return (numbers,), fp64, on ``device``, without a synchronisation."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # a graph keeps what its kernels are given, and not the memory of the host
-        made = torch.empty(len(numbers), dtype=torch.float64, device=device)
-        for slot, number in zip(made, numbers, strict=True):
+        vector = torch.empty(len(numbers), dtype=torch.float64, device=device)
+        for slot, number in zip(vector, numbers, strict=True):
             fill = slot.copy_ if isinstance(number, torch.Tensor) else slot.fill_
             fill(number)
-        return made
+        return vector
     on_device = {i: x for i, x in enumerate(numbers) if isinstance(x, torch.Tensor)}
     for place in on_device:
         numbers[place] = float("nan")
-    made = moved_to(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device)
+    vector = moved_to(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device)
     for place, value in on_device.items():
-        made[place].copy_(value, non_blocking=device.type != "cpu")
-    return made
+        vector[place].copy_(value, non_blocking=device.type != "cpu")
+    return vector
 
 
 def any_of(flags: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -130,13 +130,21 @@ class History:
         ``by_rule``: the scale moved by the rule, and not to what the caller chose.
         """
         if isinstance(before, torch.Tensor):
-            found = found_inf > 0
+            was_skipped = found_inf > 0
             moved = after if by_rule else before
-            events = [~found, found, found, moved > before, moved < before]
+            events = [
+                ~was_skipped,
+                was_skipped,
+                was_skipped,
+                moved > before,
+                moved < before,
+            ]
             if self._on_device is None:
-                self._on_device = torch.zeros(5, dtype=torch.int64, device=found.device)
+                self._on_device = torch.zeros(
+                    5, dtype=torch.int64, device=was_skipped.device
+                )
             self._on_device.add_(torch.stack(events))
-            self._on_device[2].mul_(found)
+            self._on_device[2].mul_(was_skipped)
             return
         skipped, counts = number_in(found_inf), self._counts
         self.scales.append(before)

@@ -70,12 +70,12 @@ def norms(tensors: list[torch.Tensor], norm_type: float) -> Norms:
     # Subclasses need not know the kernels for lists.
     if not is_fast or not {*map(type, tensors)} <= {torch.Tensor}:
         return _in_fp64(tensors, norm_type)
-    found = _norms_cpu(tensors, norm_type)
-    if math.isfinite(sum(found)):
-        return found
+    norms_of_all = _norms_cpu(tensors, norm_type)
+    if math.isfinite(sum(norms_of_all)):
+        return norms_of_all
     return [
         norm if math.isfinite(norm) else _listed(scaled_norm(tensor, norm_type))
-        for norm, tensor in zip(found, tensors, strict=True)
+        for norm, tensor in zip(norms_of_all, tensors, strict=True)
     ]
 
 
@@ -117,13 +117,13 @@ def _norms_cpu(tensors: list[torch.Tensor], norm_type: float) -> list[float]:
     indices: dict[int, list[int]] = {}
     for i, size in enumerate(sizes):
         indices.setdefault(size, []).append(i)
-    found = [0.0] * len(tensors)
+    results = [0.0] * len(tensors)
     for size, places in indices.items():
         group = [tensors[i] for i in places]
         of_group = _norms_of_one_size(group, size, norm_type)
         for i, norm in zip(places, of_group, strict=True):
-            found[i] = norm
-    return found
+            results[i] = norm
+    return results
 
 
 def _norms_of_one_size(
@@ -139,16 +139,16 @@ def _norms_of_one_size(
     if size > _SMALL or len(group) == 1:
         return list(map(_listed, foreach_norm(group, norm_type, wide)))
     step = _STACKED // size
-    found: list[float] = []
+    results: list[float] = []
     for start in range(0, len(group), step):
-        some = group[start : start + step]
+        chunk = group[start : start + step]
         try:
-            rows = torch.stack(some)
+            rows = torch.stack(chunk)
         except RuntimeError:  # of one size, but not of one shape
-            rows = torch.stack([tensor.reshape(-1) for tensor in some])
+            rows = torch.stack([tensor.reshape(-1) for tensor in chunk])
         rows = rows.reshape(-1, size)
-        found += _listed(torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=wide))
-    return found
+        results += _listed(torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=wide))
+    return results
 
 
 def _norm_in_pieces(tensor: torch.Tensor, norm_type: float, piece: int) -> torch.Tensor:

@@ -72,9 +72,9 @@ class OptimizerRecords:
 
     def find_or_add(self, optimizer: Any) -> tuple[OptimizerRecord, bool]:
         """Return the record of an optimizer, and whether it was never seen."""
-        known = self._records.get(id(optimizer))
-        if known is not None and known[0]() is optimizer:
-            return known[1], False
+        entry = self._records.get(id(optimizer))
+        if entry is not None and entry[0]() is optimizer:
+            return entry[1], False
         same = self.find(optimizer)
         record = same or OptimizerRecord()
         key, ref = id(optimizer), lambda: optimizer

@@ -42,8 +42,8 @@ class SyncGroup:
     def __init__(self, over: SyncOver = "world") -> None:
         self.over: Any = _ranks_of(over) if isinstance(over, DeviceMesh) else over
         # new_group gives the second one to outsiders.
-        known = ("world", "local", dist.GroupMember.NON_GROUP_MEMBER)
-        if not hasattr(over, "size") and self.over not in known:
+        names = ("world", "local", dist.GroupMember.NON_GROUP_MEMBER)
+        if not hasattr(over, "size") and self.over not in names:
             raise InvalidSettingError(
                 'sync_over must be "world", "local", a process group or a device mesh, '
                 f"got {over!r}."
