@@ -3,11 +3,11 @@
     python -m gradparity.benchmarks.torchrun_faults [FAULT ...]
 
 All faults together are recorded in results/torchrun_faults.json, and the table of
-docs/decisions/harness.md is written from the record; chosen ones are printed only. In each way
-two ranks run three cases, and rank 1 has its fault in the second. With agents all
-faults come in one run of torchrun. Without, each has its own, with what torchrun gives
-for it: ``@record``, a limit on
-collectives, and one restart, after which the cases that had not begun are run.
+docs/decisions/harness.md is written from the record; chosen ones are printed only. In
+each way two ranks run three cases, and rank 1 has its fault in the second. With agents
+all faults come in one run of torchrun. Without, each has its own, with what torchrun
+gives for it: ``@record``, a limit on collectives, and one restart, after which the
+cases that had not begun are run.
 """
 
 from __future__ import annotations
