@@ -82,15 +82,15 @@ class Training:
             self.shares *= run.mesh[axis]
         if mesh and run.placed:
             self.module = self.build()
-            found = run.placed(work.weights(self.module), self.shapes)
+            placed_weights = run.placed(work.weights(self.module), self.shapes)
         else:  # a twin's elements are their own numbers; some keep the last stack made
             twin = self.named(self.build(numbered=True))
             self.module = self.build()
-            found = {
+            placed_weights = {
                 n: (p, flat(twin[n]).long()) for n, p in self.named(self.module).items()
             }
-        self.params = {name: tensor for name, (tensor, _) in found.items()}
-        self.places = {name: places for name, (_, places) in found.items()}
+        self.params = {name: tensor for name, (tensor, _) in placed_weights.items()}
+        self.places = {name: places for name, (_, places) in placed_weights.items()}
         self.handed: dict[str, Tensor] = {}
         self.steps: list[list[str]] = []  # what optimizers that now step were handed
         pairs = [(n, p) for n, p in self.params.items() if p.requires_grad]
@@ -115,8 +115,8 @@ class Training:
 
     def named(self, module: Any) -> dict[str, Any]:
         """Its parameters by their names in the model, which wrappers have changed."""
-        found: Any = getattr(module, "named_parameters", dict)()
-        return {full_name(n, self.shapes): p for n, p in dict(found).items()}
+        named: Any = getattr(module, "named_parameters", dict)()
+        return {full_name(n, self.shapes): p for n, p in dict(named).items()}
 
     def micro_batches(self, step: int) -> list[Any]:
         """Micro-batches of this rank, each (inputs, targets)."""
@@ -140,8 +140,8 @@ class Training:
         """One step without a scaler; the norm of the gradients before clipping."""
         if self.mesh and self.own:
             step = self.work.train_step
-            found = step(self.module, self.micro_batches(number), None)
-            return found[1] if isinstance(found, tuple) else None
+            returned = step(self.module, self.micro_batches(number), None)
+            return returned[1] if isinstance(returned, tuple) else None
         self.optimizer.zero_grad()
         self.run.passes(self, number, lambda loss, *_: loss)
         bound = getattr(self.work, "clip_norm", None) or self.run.clip_norm
@@ -151,12 +151,12 @@ class Training:
 
     def placed(self, kind: str, tensors: dict[str, Tensor]) -> Values:
         """Weights or gradients with the places of their elements."""
-        given = getattr(self.work, f"{kind}s", None)  # the workload's own method
-        if self.mesh and self.run.placed and given:
-            found = self.run.placed(given(self.module), self.shapes)
+        method = getattr(self.work, f"{kind}s", None)  # the workload's own method
+        if self.mesh and self.run.placed and method:
+            parts = self.run.placed(method(self.module), self.shapes)
         else:
-            found = {name: (t, self.places[name]) for name, t in tensors.items()}
-        return {(kind, name): (flat(t), at) for name, (t, at) in found.items()}
+            parts = {name: (t, self.places[name]) for name, t in tensors.items()}
+        return {(kind, name): (flat(t), at) for name, (t, at) in parts.items()}
 
     def watch(self) -> list[Any]:
         """Look at all optimizers from now on; returns the hooks."""
@@ -204,36 +204,36 @@ class Training:
     def made(self, norm: Any) -> Values:
         """Results of a step, with those of train_step and ema()."""
         self.find()
-        found = self.placed("gradient", self.handed)
+        results = self.placed("gradient", self.handed)
         if norm is not None:
             norm = torch.as_tensor(norm, dtype=torch.float64)
-            found["norm", "all gradients"] = flat(norm), slice(None)
-        kept = self.work.ema(self.module) if hasattr(self.work, "ema") else {}
-        averages = {full_name(n, self.shapes): t for n, t in kept.items()}
-        found |= self.placed("average", averages)
-        return found | self.placed("weight", self.params)
+            results["norm", "all gradients"] = flat(norm), slice(None)
+        running = self.work.ema(self.module) if hasattr(self.work, "ema") else {}
+        averages = {full_name(n, self.shapes): t for n, t in running.items()}
+        results |= self.placed("average", averages)
+        return results | self.placed("weight", self.params)
 
     def expected(self, number: int, weights: list[Values]) -> Expected:
         """On one process: what a step from the ranks' weights makes."""
-        for held in weights:
-            for (_, name), (values, at) in held.items():
+        for weights_of_rank in weights:
+            for (_, name), (values, at) in weights_of_rank.items():
                 self.params[name].data.view(-1)[at] = values
         norm = self.step(number)
         grads = {n: p.grad for n, p in self.params.items() if p.grad is not None}
-        found = self.placed("gradient", grads)
-        found["norm", "all gradients"] = flat(norm), slice(None)
+        results = self.placed("gradient", grads)
+        results["norm", "all gradients"] = flat(norm), slice(None)
         # other optimizers divide by what may be only rounding; a train_step may have
         # a schedule
         if type(self.optimizer) is torch.optim.SGD and not self.own:
-            found |= self.placed("weight", self.params)
-        return {key: (values, 0.0) for key, (values, _) in found.items()}
+            results |= self.placed("weight", self.params)
+        return {key: (values, 0.0) for key, (values, _) in results.items()}
 
 
 def gathered(value: Any) -> list[Any]:
     """Gather a value from each rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def departures(run: Run, rows: list[Values], expected: Expected) -> Iterator[str]:
@@ -271,12 +271,12 @@ def train(run: Run, work: Any, scaled: Any, one_rank: Any) -> list[str]:
         if scaled and scaled.skips:
             compared += 1  # by its rule
             continue
-        made = training.made(None if scaled else facts)
-        compared += sum(kind == "gradient" for kind, _ in made)
+        results = training.made(None if scaled else facts)
+        compared += sum(kind == "gradient" for kind, _ in results)
         expected = alone.expected(step, gathered(before))
-        if wrong := [*departures(run, gathered(made), expected)]:
-            told = "one rank" if one_rank else "one process in fp64"
-            return [f"step {step}: {text}; reference: {told}" for text in wrong]
+        if wrong := [*departures(run, gathered(results), expected)]:
+            reference = "one rank" if one_rank else "one process in fp64"
+            return [f"step {step}: {text}; reference: {reference}" for text in wrong]
     return [] if compared else sys.exit(3)  # no verdict
 
 
@@ -292,15 +292,15 @@ def on_rank(rank: int, folder: str, run: Run, work: Any, *others: Any) -> None:
     """One rank: exit code 1 where anything departs or raises."""
     begin(rank, math.prod(run.mesh.values()), f"{folder}/store")
     try:
-        found = train(run, work, *others)
+        lines = train(run, work, *others)
         if rank == 0:
-            print("\n".join(found) or "no violation", flush=True)
+            print("\n".join(lines) or "no violation", flush=True)
         dist.barrier()  # the first rank that ends with 1 has the others ended
     except Exception as error:
         print(f"rank {rank} raised {type(error).__name__}: {error}", flush=True)
         sys.exit(1)
     dist.destroy_process_group()
-    sys.exit(bool(found))
+    sys.exit(bool(lines))
 
 
 def main(run: Run, work: Any, scaled: Any = lambda: None) -> int:
@@ -310,8 +310,8 @@ def main(run: Run, work: Any, scaled: Any = lambda: None) -> int:
         logging.disable(logging.WARNING)
         try:
             one_rank = run.one_rank(folder, run, work) if run.one_rank else None
-            given = folder, run, work, scaled(), one_rank
-            mp.start_processes(on_rank, given, world, start_method="fork")  # type: ignore[attr-defined,no-untyped-call]
+            arguments = folder, run, work, scaled(), one_rank
+            mp.start_processes(on_rank, arguments, world, start_method="fork")  # type: ignore[attr-defined,no-untyped-call]
         except mp.ProcessExitedException as end:  # type: ignore[attr-defined]
             nothing = end.exit_code == 3
             if end.exit_code != 1:

@@ -1,0 +1,54 @@
+"""Docstrings begin with their verb or noun, and names say what they hold."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from gradparity.tests.docs_blocks import ROOT
+
+ROOMS = ("scaler", "multiprocess", "fixtures", "conformance", "ci")
+BEGINNINGS = {
+    *("What", "Whose", "Whether", "Of", "In", "By", "As", "Those", "That"),
+}
+EMPTY = {*"found known held made some given there kept told said".split()}
+AT_MOST = 60
+"""Empty names that may be left; lower it when there are fewer."""
+
+
+def sources() -> Iterator[tuple[Path, ast.Module]]:
+    for room in ROOMS:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            yield path, ast.parse(path.read_text())
+
+
+def decoded(tree: ast.Module) -> Iterator[str]:
+    """First lines of docstrings that have to be decoded."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(tree):
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+            if text.split()[0] in BEGINNINGS:
+                yield text.partition("\n")[0]
+
+
+def empty_names(tree: ast.Module) -> Iterator[int]:
+    """Lines in which a name that says nothing gets a value."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            if node.id in EMPTY:
+                yield node.lineno
+
+
+def test_docstrings_begin_with_their_verb_or_noun() -> None:
+    wrong = [f"{path}: {line}" for path, tree in sources() for line in decoded(tree)]
+    assert wrong == []
+
+
+def test_names_say_what_they_hold() -> None:
+    wrong = [f"{path}:{n}" for path, tree in sources() for n in empty_names(tree)]
+    assert len(wrong) <= AT_MOST, "\n".join(wrong)
+
+
+def test_both_would_be_seen() -> None:
+    tree = ast.parse('def f():\n    "What it is."\n    found = 1\n    return found')
+    assert [*decoded(tree)] == ["What it is."]
+    assert [*empty_names(tree)] == [3]
