@@ -225,6 +225,8 @@ class ItemRun:
         for when in ("setup", "call", "teardown"):
             phases = [(o, p) for o, r in results if (p := r.phase(when)) is not None]
             kinds = {phase.kind for _, phase in phases}
+            # A rank without a result has died or hangs: it did not end as the others.
+            all_ended = len(results) == len(self._outcomes)
             if self.failure is not None and when == self.failed_in:
                 self._ended[when] = _for_pytest(self.failure)
             elif FAIL in kinds:
@@ -237,10 +239,10 @@ class ItemRun:
                         if report.failed
                     )
                     self._ended[when] = pytest.fail.Exception(text, pytrace=False)
-            elif len(kinds) > 1:
+            elif all_ended and len(kinds) > 1:
                 text = _disagreement(self._outcomes)
                 self._ended[when] = pytest.fail.Exception(text, pytrace=False)
-            elif kinds & {SKIP, XFAIL}:
+            elif all_ended and kinds & {SKIP, XFAIL}:
                 phase = phases[0][1]
                 # Not by pytest.xfail(), which --runxfail makes do nothing.
                 kind = pytest.skip if phase.kind == SKIP else pytest.xfail

@@ -66,6 +66,47 @@ def test_kinds_differ(world):
     assert "rank 1: raised Skipped: away" in done.stdout
 
 
+def test_a_skip_hides_no_rank_that_dies_or_hangs(session: Session) -> None:
+    """Such a rank sends no result, so the others must not stand for all."""
+    done = session(
+        SKIPS
+        + """
+def die(): os._exit(3)
+def be_killed(): os.kill(os.getpid(), 9)
+def hang(): time.sleep(100)
+
+@pytest.fixture
+def set_up(world, request):
+    if world.rank == 0:
+        request.param()
+
+@pytest.fixture
+def torn_down(world):
+    yield
+    if world.rank == 1:
+        die()
+
+@pytest.mark.world(world_size=2, timeout_s=3)
+@pytest.mark.parametrize("other", [die, be_killed, hang])
+@pytest.mark.parametrize("set_up", [skip, xfail], indirect=True)
+def test_in_setup(set_up, world, other):
+    other()
+
+@pytest.mark.world(world_size=2)
+@pytest.mark.parametrize("end", [skip, xfail])
+def test_in_call(world, end):
+    (die if world.rank else end)()
+
+@pytest.mark.world(world_size=2)
+@pytest.mark.parametrize("end", [skip, xfail])
+def test_in_teardown(torn_down, end):
+    end()
+"""
+    )
+    assert "10 failed in" in done.stdout, done.stdout
+    assert done.stdout.count("rank 1: exited with code 3") >= 6
+
+
 def test_what_all_ranks_skip_is_skipped(session: Session) -> None:
     done = session(
         SKIPS
