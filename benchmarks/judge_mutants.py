@@ -250,7 +250,7 @@ def _put_in_place(mutant: Mutant) -> None:
 
 
 def killed(mutant: Mutant | None) -> bool:
-    """True if the tests fail with ``mutant`` in place; a hang is a failure, too."""
+    """Return True if the tests fail or hang with ``mutant`` in place."""
     child = os.fork()
     if child == 0:
         _run_tests(mutant)

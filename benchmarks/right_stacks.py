@@ -110,8 +110,8 @@ EXAMPLES = (
     "stacks.trl_sft:Sft",
     "stacks.vector_quantize_lfq:SampleEntropy",
 )
-"""Entries of ``examples``, without those of which ``docs/stacks.md`` says that they
-are wrong, such as ``PlanModulesToSave``, ``ReplicatedGPipe`` and ``FrozenStage``."""
+"""Right entries of ``examples``. ``docs/stacks.md`` lists wrong ones, such as
+``PlanModulesToSave``, ``ReplicatedGPipe`` and ``FrozenStage``."""
 
 ONCE_ACCUSED = {
     "stacks": (

@@ -226,10 +226,10 @@ def _share(workload: Any, batch: Batch, mesh: DeviceMesh) -> Batch:
 
 
 def _hashes_differ(workload: Any, stack: Any, mesh: DeviceMesh) -> bool | None:
-    """True if one forward and backward differ from those of one process.
+    """Compare one forward and backward with those of one process.
 
     Returns:
-        None where the two have not the same calls, which DebugMode refuses.
+        True if they differ; None if their calls differ, which DebugMode refuses.
     """
     logs = []
     batch = workload.batch(0, 0)

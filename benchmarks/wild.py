@@ -73,7 +73,7 @@ PACKAGES = {
 }
 """Name in the registry, the first part of a finding's name -> what one imports."""
 BESIDE = {"peft": ("transformers",), "trl": ("transformers",)}
-"""Package -> what it requires and a script for it may use, too."""
+"""Package -> packages that it requires, which its script may import."""
 SURVEYED = "transformers"
 """Findings whose script, page and record the survey writes: see ``survey/``."""
 PRINTED = ("parameter", "relative error", "reference", "verdict")

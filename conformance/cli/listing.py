@@ -37,12 +37,16 @@ def _made(what: str, chosen: Chosen) -> Iterator[str]:
         yield from (scenario.id for scenario in select(chosen.preset, selection))
     else:
         for t in selection.resolved.topologies.values():
-            yield f"{t.name:10} {t.default_world_size} ranks; {t.text}"
+            yield _topology(t.name, t.default_world_size, t.text)
 
 
 def _topologies() -> Iterator[str]:
     for name, row in rows_of("topology").items():
-        yield f"{name:10} {row['default_world_size']} ranks; {row['text']}"
+        yield _topology(name, row["default_world_size"], row["text"])
+
+
+def _topology(name: str, ranks: object, text: object) -> str:
+    return f"{name:10} {ranks} ranks; {text}"
 
 
 def _with_text(what: str, width: int) -> Callable[[], Iterator[str]]:

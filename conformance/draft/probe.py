@@ -65,7 +65,7 @@ class Drawn:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Facts about a model for a workload file; or why there are none."""
+    """Facts about a model for a workload file, or the problem that hides them."""
 
     problem: str = ""
     """Why no inputs were found."""

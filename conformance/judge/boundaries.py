@@ -655,10 +655,10 @@ def _bounded(
     bounds = {}
     # activations and gradients are rounded differently: a median noise for each
     for kinds in ((INPUT, OUTPUT), (INPUT_GRADIENT, OUTPUT_GRADIENT)):
-        alike = [b for b in values if b.kind in kinds]
-        own = {b: sizes(values[b]) for b in alike}
-        floor = relative_floor({b: noise[b] for b in alike}, own, roundoff)
-        for b in alike:
+        group = [b for b in values if b.kind in kinds]
+        own = {b: sizes(values[b]) for b in group}
+        floor = relative_floor({b: noise[b] for b in group}, own, roundoff)
+        for b in group:
             side = changed.get(b, (0.0, 0.0))
             norm, largest = (
                 SAFETY_FACTOR * max(noise[b][i], floor[i] * own[b][i], HALF * side[i])

@@ -424,6 +424,6 @@ def _options(config: pytest.Config) -> Iterator[tuple[str, Any]]:
 def _is_plain(value: object) -> bool:
     try:
         pickle.dumps(value)
-    except Exception:
+    except Exception:  # any class may refuse in its own way: the option stays here
         return False
     return True

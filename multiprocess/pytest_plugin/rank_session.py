@@ -232,7 +232,7 @@ def serialised(config: pytest.Config, report: Any) -> Mapping[str, Any]:
 def _travelling(value: Any) -> Any:
     try:
         pickle.loads(messages.pickled(value))
-    except Exception:
+    except Exception:  # any class may refuse in its own way: its text goes instead
         return repr(value)
     return value
 

@@ -538,7 +538,7 @@ class AveragesEachPass(Averages):
 
 
 class AveragesNoMoreOnceLoaded(Averages):
-    """What was loaded is given, and moves no more."""
+    """Its average stays as it was loaded."""
 
     def load_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
         super().load_checkpoint(stack, scaler, folder)

@@ -198,6 +198,9 @@ def test_innocent(world):
         ),
         ("2, 3", "takes one size"),
         ("world_size=0", "world_size must be at least 1, got 0"),
+        ("2, min_size=2", 'min_size is for world_size="all", got world_size=2'),
+        ('"all", min_size=0', "min_size must be an int of at least 1, got 0"),
+        ('"most"', 'world_size must be an int or "all"'),
     ],
 )
 def test_a_wrong_marker_is_a_collection_error(

@@ -90,23 +90,3 @@ def test_a_world_may_have_as_many_ranks_as_there_are_gpus_or_agents(
     assert world_of("all", on_gpus, {}, 6).spec.world_size == 6
     few = world_of("all", {"min_size": 7}, {}, 6)
     assert few.too_small == "needs at least 7 ranks of torchrun, and there are 6"
-
-
-@pytest.mark.parametrize(
-    ("marker", "says"),
-    [
-        ("2, min_size=2", 'min_size is for world_size="all", got world_size=2'),
-        ('"all", min_size=0', "min_size must be an int of at least 1, got 0"),
-        ('"most"', 'world_size must be an int or "all"'),
-    ],
-)
-def test_a_wrong_size_is_a_collection_error(
-    session: Session, marker: str, says: str
-) -> None:
-    done = session(f"""
-@pytest.mark.world({marker})
-def test_it(world):
-    pass
-""")
-    assert done.returncode == 2
-    assert says in done.stdout

@@ -199,7 +199,7 @@ def test_a_part_that_stands_still_is_logged_where_it_is(four: Cluster) -> None:
 
 @contextmanager
 def logged() -> Iterator[list[str]]:
-    """What gradparity.watch logs on this rank."""
+    """Collect the messages of gradparity.watch on this rank."""
     texts: list[str] = []
 
     class Handler(logging.Handler):

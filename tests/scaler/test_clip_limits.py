@@ -266,7 +266,7 @@ def test_a_disabled_scaler_is_copied_after_a_clip(copied: Any) -> None:
 
 
 def test_a_scaler_that_is_switched_off_clips_without_its_scale() -> None:
-    """As torch's class reads `_enabled` in each call."""
+    """torch's class reads `_enabled` in each call, too."""
     p = with_gradient(torch.full((1,), 4.0))
     scaler = scaled_once(GradScaler("cpu", init_scale=8.0))
     scaler._enabled = False
