@@ -1,6 +1,7 @@
 """The lowest pytest that pyproject.toml allows runs the plugin's own tests."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -45,4 +46,5 @@ def test_the_lowest_pytest_runs_the_plugins_tests(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "8 passed" in done.stdout
+    # Some pass, none is skipped.
+    assert re.search(r"^\d+ passed, \d+ deselected in", done.stdout, re.M), done.stdout
