@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import faulthandler
+import gc
 import os
 import pickle
 import re
@@ -121,7 +122,21 @@ def main(
         rank = _Rank(store_fd, records_fd, trace_crashes)
         while (message := messages.receive(sock)) is not None:
             messages.send(sock, rank.answer(message))
+            _give_memory_back()
     return 0
+
+
+def _give_memory_back() -> None:
+    """Free what the call has left on the GPU, for other worlds and processes.
+
+    Done when the reply has gone: freeing waits for the device, where a collective that
+    a failed call has begun may wait for ever.
+    """
+    import torch
+
+    if torch.cuda.is_initialized():
+        gc.collect()  # an exception holds the tensors of its frames in a cycle
+        torch.cuda.empty_cache()
 
 
 def connect(host: str, port: int, prefix: str, *, serves: bool = False) -> Store:
