@@ -144,7 +144,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if _has_classes(session):
         from .adopt import submit_by
 
-        submit_by(lambda: _runner(config))
+        submit_by(lambda: _runner(config), config.stash[_DEFAULTS])
         worlds = True
     if worlds and not config.option.collectonly:
         from .controller import preload_session
