@@ -246,7 +246,7 @@ def explain(
     """Show a failed world in words, not by the parent's traceback."""
     failure = call.excinfo.value if call.excinfo else None
     if isinstance(failure, WorldError) and _is_of(item, (TestCase, *_torch_bases())):
-        show(item, failure, str(failure), report)
+        show(item, failure, report)
 
 
 def submit_by(runner: Callable[[], Runner], defaults: Mapping[str, Any]) -> None:
