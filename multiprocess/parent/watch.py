@@ -145,9 +145,7 @@ class Watch:
         self._places = {r.rank: self._processes.place(r.rank) for r in ranks}
         if left:
             # Looked at before the stacks are asked for: that continues a stopped rank.
-            self._stopped = {
-                rank.rank for rank in left if linux.process_state(rank.pid) == "T"
-            }
+            self._stopped = {rank.rank for rank in left if _is_stopped(rank)}
             self._processes.dump_stacks(left)
         return [self._fact(rank) for rank in ranks]
 
@@ -216,9 +214,11 @@ class Watch:
                 self._end_by(self._grace_s)
 
     def _look_for_the_begin(self) -> None:
-        """Start the clock of the call once all ranks are prepared."""
-        waiting = self._unfinished()
-        if all(self._processes.has_begun(rank.rank) for rank in waiting):
+        """Start the clock of the call once all ranks are prepared, or stopped."""
+        if all(
+            self._processes.has_begun(rank.rank) or _is_stopped(rank)
+            for rank in self._unfinished()
+        ):
             self._prepares = False
             self._began = linux.now_s()
             self._end_by(self._limit_s)
@@ -265,6 +265,10 @@ class Watch:
         # Also what came after the last read, or while no process read the pipe.
         rank.output.drain()
         return rank.output.take()
+
+
+def _is_stopped(rank: RankProcess) -> bool:
+    return linux.process_state(rank.pid) == "T"
 
 
 def _without_harness(stacks: str) -> str:

@@ -1,5 +1,7 @@
 """Marker, command line and ini file say what world a test gets."""
 
+import re
+
 import pytest
 
 from gradparity.multiprocess import WorldSpec
@@ -81,7 +83,27 @@ class TestDefaults(TestCase):
         "--world-backend=cpu:gloo,cuda:gloo",
     )
     assert "1 passed" in done.stdout and "1 failed" in done.stdout, done.stdout
-    assert "hung, still running after 2." in done.stdout
+    assert "hung, still running after" in done.stdout
+
+
+def test_a_rank_that_is_stopped_while_it_imports_has_the_limit_of_the_test(
+    session: Session,
+) -> None:
+    done = session(
+        """
+import signal
+
+if "GRADPARITY_WORLD" in os.environ and os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+@pytest.mark.world(2, timeout_s=1)
+def test_it():
+    dist.barrier()
+"""
+    )
+    assert "1 failed" in done.stdout
+    hung = r"rank 1: hung, stopped by a signal after \d{1,2}\.\d s"
+    assert re.search(hung, done.stdout), done.stdout
 
 
 class Base(TestCase):
