@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from .errors import NotPicklableError
-from .messages import Context, Run, Start, pickled
+from .messages import Context, pickled
 from .outcomes import RankOutcome
 from .parent.rank_processes import RankProcesses, current_context
 from .parent.root_cause import outcomes_or_raise
@@ -262,9 +262,7 @@ def pickled_call(
 def _started(spec: WorldSpec, context: Context) -> RankProcesses:
     ranks = RankProcesses(spec)
     try:
-        # To all before the first answer is awaited: they join a process group together.
-        for rank in ranks.ranks:
-            rank.send(Start(spec=spec, rank=rank.rank, context=context))
+        ranks.join(context)
         _outcomes(ranks, CallOptions(timeout_s=spec.start_timeout_s))
     except BaseException:
         ranks.kill()  # also on ctrl-C: nothing else knows of them yet
@@ -278,21 +276,12 @@ def _call(
     options: CallOptions,
     changed: Context | None,
 ) -> tuple[RankOutcome, ...]:
-    ranks.runs += 1
-    run = Run(
-        payload=payload,
-        number=ranks.runs,
-        fresh_group=options.isolation == "group",
-        context=changed,
-        leaves_nothing=options.leaves_nothing,
-        prepares=options.prepares,
-    )
-    ranks.send(run)
+    fresh_group = options.isolation == "group"
+    ranks.call(payload, options, fresh_group=fresh_group, context=changed)
     return _outcomes(ranks, options)
 
 
 def _outcomes(ranks: RankProcesses, options: CallOptions) -> tuple[RankOutcome, ...]:
     facts = Watch(ranks, options).facts()
     ranks.reusable = all(fact.reply and fact.reply.reusable for fact in facts)
-    outcomes = outcomes_or_raise(facts)
-    return outcomes
+    return outcomes_or_raise(facts)

@@ -166,7 +166,7 @@ class TestCase(unittest.TestCase):
         owners = (cls for cls in type(self).__mro__ if name in vars(cls))
         return name in vars(self) or next(owners) is not TestCase
 
-    def _join(self, world: World) -> None:
+    def _become_rank(self, world: World) -> None:
         """Be a test on one rank of a world."""
         self.rank = world.rank
         found = {"backend": world.backend, "device_type": world.device.type}

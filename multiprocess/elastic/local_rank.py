@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from .. import linux
-from ..messages import Context, Kind, Rendezvous, Reply, Run, Start
+from ..messages import Context, Kind, Rendezvous, Reply
 from ..parent.rank_processes import LOST, RankProcesses, current_context
 from ..parent.watch import Fact, OtherRanks, Watch
 from ..spec import CallOptions, WorldSpec
@@ -137,40 +137,30 @@ class LocalRanks:
         processes = RankProcesses(spec, (self._rank,))
         context = self._context(request)
         self._worlds[spec] = _World(request.world, processes, context)
-        start = Start(
-            spec=spec,
-            rank=self._rank,
-            context=context,
-            rendezvous=Rendezvous(
-                host=os.environ["MASTER_ADDR"],
-                port=int(os.environ["MASTER_PORT"]),
-                prefix=f"{self._run}/world{request.world}",
-                local_rank=self._local_rank,
-                local_size=self._local_size,
-                one_host=self._one_host,
-            ),
+        rendezvous = Rendezvous(
+            host=os.environ["MASTER_ADDR"],
+            port=int(os.environ["MASTER_PORT"]),
+            prefix=f"{self._run}/world{request.world}",
+            local_rank=self._local_rank,
+            local_size=self._local_size,
+            one_host=self._one_host,
         )
-        processes.send(start)
+        processes.join(context, rendezvous)
         options = CallOptions(timeout_s=spec.start_timeout_s)
         return self._watched(processes, options, others)
 
     def run(self, request: CallRequest, others: OtherRanks) -> Fact:
         """Run the request on the rank; return the observed fact."""
         world = self._worlds[request.spec]
-        processes = world.processes
         context = self._context(request)
-        processes.runs += 1
-        run = Run(
-            payload=request.payload,
-            number=processes.runs,
+        world.processes.call(
+            request.payload,
+            request.options,
             fresh_group=request.fresh_group,
             context=None if context == world.context else context,
-            leaves_nothing=request.options.leaves_nothing,
-            prepares=request.options.prepares,
         )
         world.context = context
-        processes.send(run)
-        return self._watched(processes, request.options, others)
+        return self._watched(world.processes, request.options, others)
 
     def _context(self, request: CallRequest) -> Context:
         own = replace(current_context(), env=self._env)

@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 from .. import linux, messages
 from ..environment import unsupported
 from ..errors import HarnessError
-from ..messages import Context
+from ..messages import Context, Rendezvous, Run, Start
 from ..outcomes import Collective, Place
 from ..rank import assert_rewrite, flight_records
 from ..rank.forkserver import EXIT_STATUS
-from ..spec import WorldSpec
+from ..spec import CallOptions, WorldSpec
 from .forkserver_client import ForkserverClient, forkserver, import_path
 
 LOST = 255
@@ -183,10 +183,6 @@ class RankProcess:
         """True if the end of the process was not observed yet."""
         return self.exit_code is None
 
-    def send(self, message: object) -> None:
-        """Send a message; the ``Watch`` sends what the rank does not take at once."""
-        self.outbox.put(messages.packed(message))
-
     def read_exit(self) -> None:
         """Take the exit status from the exit pipe, which has something to read."""
         status = os.read(self.exit_fd, EXIT_STATUS.size)
@@ -261,14 +257,39 @@ class RankProcesses:
         """Process ids in rank order."""
         return tuple(rank.pid for rank in self.ranks)
 
-    def send(self, message: object) -> None:
-        """Send every rank the same message, packed once.
-
-        It waits for no rank: the limit of the call holds for all ranks together.
-        """
-        payload = messages.packed(message)
+    def join(self, context: Context, rendezvous: Rendezvous | None = None) -> None:
+        """Have the ranks join their world: all, before the first answer is awaited."""
         for rank in self.ranks:
-            rank.outbox.put(payload)
+            start = Start(
+                spec=self.spec, rank=rank.rank, context=context, rendezvous=rendezvous
+            )
+            rank.outbox.put(messages.packed(start))
+
+    def call(
+        self,
+        payload: bytes,
+        options: CallOptions,
+        *,
+        fresh_group: bool,
+        context: Context | None,
+    ) -> None:
+        """Send every rank a call, packed once; see ``messages.Run``.
+
+        It waits for no rank: the limit of the call holds for all ranks together. The
+        ``Watch`` sends what a rank does not take at once.
+        """
+        self.runs += 1
+        run = Run(
+            payload=payload,
+            number=self.runs,
+            fresh_group=fresh_group,
+            context=context,
+            leaves_nothing=options.leaves_nothing,
+            prepares=options.prepares,
+        )
+        packed = messages.packed(run)
+        for rank in self.ranks:
+            rank.outbox.put(packed)
 
     def collectives(self, rank: int) -> tuple[Collective, ...]:
         """Return the last collectives of one rank, oldest first."""

@@ -84,7 +84,7 @@ def run_case(case: CaseRef) -> Left | None:
     cls = case.find()
     with _runs(cls, case.method):
         test = cls(case.method)
-        test._join(current_world())
+        test._become_rank(current_world())
         return _run_by_unittest(test)
 
 
