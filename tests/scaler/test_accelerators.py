@@ -20,7 +20,14 @@ from gradparity.scaler import (
 )
 from gradparity.scaler.grads import moved_to
 from gradparity.tests.agreeing import give_gradient, parameter, sgd
-from gradparity.tests.stepping import FUSED, INF, Kernels, exchanged, scaled
+from gradparity.tests.stepping import (
+    FUSED,
+    INF,
+    Kernels,
+    device_type,
+    exchanged,
+    scaled,
+)
 
 
 @FUSED
@@ -135,7 +142,7 @@ def test_a_step_without_a_scale_or_gradients_raises_on_all_ranks(
     def run() -> str:
         with exchanged(how):
             p = parameter(torch.ones(2))
-            scaler: Any = GradScaler("cpu", init_scale=4.0, growth_interval=1)
+            scaler: Any = GradScaler(device_type(), init_scale=4.0, growth_interval=1)
             if lacks == "gradients":
                 scaler.scale(torch.ones(()))
             optimizer = sgd([p], fused)
