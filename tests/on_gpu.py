@@ -11,9 +11,9 @@ from gradparity.multiprocess import Cluster
 ON_BOTH = (
     *("test_accelerators", "test_agreement", "test_calls_together"),
     *("test_groups_and_errors", "test_lacking", "test_meshes", "test_norm_groups"),
-    "test_transactions",
+    *("test_transactions", "test_faulty"),
 )
-"""Modules whose functions make each tensor on the default device of a rank."""
+"""Modules that ask for the device; the ranks' functions make their tensors there."""
 
 
 class OnGpu(Cluster):

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 
 from gradparity.conformance import LAWS, Case, Runner, Scenario, Status
+from gradparity.conformance.rank.devices import Devices
+from gradparity.conformance.run.launcher import Pool
 from gradparity.conformance.space.catalogue import Selection, select
 from gradparity.fixtures import faulty
 from gradparity.fixtures.faulty import FAULTY, RIGHT, Broken, plain
 from gradparity.fixtures.faulty.own_steps import FAULTY_STEPS
 from gradparity.fixtures.faulty.stacks import FAULTY_STACKS
 from gradparity.fixtures.faulty.trainers import FAULTY_TRAINERS
+from gradparity.multiprocess.spec import Device
 from gradparity.tests.made_up import OF_STACKS
 from gradparity.tests.products import in_turn
 
@@ -37,8 +40,9 @@ MANY = (plain.BAD, plain.FOUR, plain.PIPELINE, plain.MOVED)
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    with Runner(folder=".", timeout_s=30) as runner:
+def runner(device: Device) -> Iterator[Runner]:
+    devices = Devices(device=device, share=device == "cuda")
+    with Runner(folder=".", place=Pool(devices, 30.0)) as runner:
         yield runner
 
 
