@@ -597,5 +597,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(counts["accused"] or counts["broken"]))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+if __name__ == "__main__":  # ranks find by its name what is of no __main__
+    from gradparity.benchmarks import recorded
+
+    sys.exit(recorded.main())
