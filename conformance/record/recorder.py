@@ -122,13 +122,24 @@ class Recorder:
         self.written = False
         self.seeks: Any = None
         """Handle of the hook that sees each call of each module."""
+        self.hooks: list[Any] = []
+        """Handles of all hooks that are not of one module or optimizer."""
 
     def install(self) -> None:
         """Hook optimizers and the outermost model."""
         self.seeks = register_module_forward_pre_hook(self._called)
-        register_optimizer_step_pre_hook(self._begins)
-        register_optimizer_step_post_hook(self._stepped)
+        self.hooks = [
+            self.seeks,
+            register_optimizer_step_pre_hook(self._begins),
+            register_optimizer_step_post_hook(self._stepped),
+        ]
         atexit.register(self.write)
+
+    def remove(self) -> None:
+        """Undo :meth:`install`: nothing refers to the model from here any more."""
+        for hook in self.hooks:
+            hook.remove()
+        atexit.unregister(self.write)
 
     # - The model
 
