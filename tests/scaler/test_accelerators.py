@@ -160,6 +160,30 @@ def test_a_step_without_a_scale_or_gradients_raises_on_all_ranks(
     assert all(wanted in message for message in two.run(run))
 
 
+@pytest.mark.parametrize("how", ["cpu", "settling", "settled"])
+def test_an_update_without_a_step_raises_once(two: Cluster, how: str) -> None:
+    """The next iteration, whose sync reads that update's row, is not refused, too."""
+
+    def run() -> list[str]:
+        seen = []
+        with exchanged(how):
+            p, scaler = parameter(torch.ones(2)), scaled(GradScaler)
+            optimizer = sgd([p], fused=True)
+            for steps in (True, False, True, True):
+                give_gradient(p, 4.0)
+                try:
+                    if steps:
+                        scaler.step(optimizer)
+                    scaler.update()
+                    seen.append("")
+                except AssertionError as error:
+                    seen.append(str(error))
+        return seen
+
+    for seen in two.run(run):
+        assert seen == ["", "No inf checks were recorded prior to update.", "", ""]
+
+
 # regression: S5
 @FUSED
 @pytest.mark.parametrize("how", ["cpu", "settling", "settled"])
