@@ -301,7 +301,7 @@ def keep_values(
 
 
 def keep(parts: Sequence[Wanted]) -> list[Kept]:
-    """Keep numbers of many parts; on a GPU all of one dtype at once, where Triton is."""
+    """Keep numbers of many parts; on a GPU with Triton, all of one dtype at once."""
     results: dict[int, Kept] = {}
     together: dict[tuple[Any, ...], list[int]] = {}
     for number, each in enumerate(parts):

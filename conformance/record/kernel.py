@@ -1,10 +1,9 @@
 """Numbers kept of many parts in one pass over each, by one Triton kernel on a GPU.
 
-The sums are those of ``kept.py``, which says what they are. Torch's own kernels make 20
-passes for them, each begun by the host: on a GPU they take seven times as long as a step
-of training. Here a program goes over a piece of one tile, and holds the 32 buckets of
-that tile in registers. A part that is no rectangle of the whole, or of another dtype, is
-left to ``kept.py``.
+The sums are those of ``kept.py``, which says what they are. Torch's kernels make some 20
+passes for them, each begun by the host. Here a program goes over a piece of one tile,
+and holds the 32 buckets of that tile in registers. A part that is not made of few
+rectangles of the whole, or has another dtype, is left to ``kept.py``.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def _bits_of_bf16(x):  # type: ignore[no-untyped-def]  # compiled by Triton
     return half.to(tl.uint16).to(tl.int16, bitcast=True).to(tl.int64)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # no stubs are installed
 def _keep(  # type: ignore[no-untyped-def]  # compiled by Triton
     table,
     programs,
@@ -196,9 +195,7 @@ def _keep(  # type: ignore[no-untyped-def]  # compiled by Triton
     most = tl.max(largest, axis=0)
     tl.store(doubles + program * 3, tl.sum(squares, axis=0))
     tl.store(doubles + program * 3 + 1, tl.where(missing > 0, float("nan"), most))
-    tl.store(
-        doubles + program * 3 + 2, (tl.sum(bad, axis=0) + missing).to(tl.float64)
-    )
+    tl.store(doubles + program * 3 + 2, (tl.sum(bad, axis=0) + missing).to(tl.float64))
 
 
 class Request(NamedTuple):
@@ -234,9 +231,9 @@ def sums_of(
     sketches = torch.zeros(count, slots, dtype=torch.float64, device=device)
     integers = torch.zeros(len(outputs), 2, dtype=torch.int64, device=device)
     doubles = torch.zeros(len(outputs), 3, dtype=torch.float64, device=device)
-    launch: Any = _keep
+    launch: Any = _keep[(len(outputs),)]
     if len(outputs):
-        launch[(len(outputs),)](
+        launch(
             numbers,
             numbers[ends[0] : ends[1]],
             sketches,
