@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gradparity.conformance.__main__ import main
+from gradparity.conformance.record.orders import VERSION
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 JOBS = str(Path(__file__).with_name("jobs.py"))
@@ -407,8 +408,9 @@ def test_a_broken_recording_is_told_in_one_line(
         return error
 
     assert "is no recording: it has no run.json" in told()
-    (broken / "run.json").write_text(manifest.replace('"version": 3', '"version": 9'))
-    assert "has version 9, expected 3" in told()
+    later = manifest.replace(f'"version": {VERSION}', f'"version": {VERSION + 1}')
+    (broken / "run.json").write_text(later)
+    assert f"has version {VERSION + 1}, expected {VERSION}" in told()
     (broken / "run.json").write_text("{")
     assert "run.json: Input data was truncated" in told()
     (broken / "run.json").write_text(manifest)
