@@ -30,6 +30,7 @@ from gradparity.benchmarks.scaler import SCALE, SIZES
 from gradparity.benchmarks.situations import Idle
 from gradparity.benchmarks.tables import row, write_between
 from gradparity.conformance.files import write_whole
+from gradparity.conformance.rank.devices import nccl_version
 from gradparity.multiprocess import Cluster
 from gradparity.multiprocess.rank import flight_recorder
 from gradparity.scaler import GradScaler
@@ -185,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and record; 1 if a part failed."""
     parser = argparse.ArgumentParser(prog="gpu_scaler", description=__doc__)
     parser.add_argument("--commit", required=True)
-    parser.add_argument("--repeats", type=int, default=101)
+    parser.add_argument("--repeats", type=int, default=31)
     parser.add_argument("--json", type=Path, default=RESULTS)
     given = parser.parse_args(argv)
     parts: dict[str, Any] = {}
@@ -202,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "commit": given.commit,
             "date": datetime.now(UTC).date().isoformat(),
             "torch": str(torch.__version__),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "nccl": ".".join(map(str, nccl_version())),
             "python": platform.python_version(),
             "gpu": torch.cuda.get_device_name(),
             "median_of": given.repeats,

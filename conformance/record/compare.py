@@ -28,7 +28,7 @@ from .modules import GRADIENT, OUTPUT
 __all__ = ["Comparison", "Row", "Side", "compare"]
 
 FACTOR = 8.0
-"""Right variants of a job came to 0.23 of this bound at most."""
+"""Right variants of a job came to 0.17 of this bound at most."""
 WHOLE = 3.0
 """Right variants came to 1.6 noises at most; faults that are spread to 5 or more."""
 UNIT = 2.0**-24

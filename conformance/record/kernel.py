@@ -1,6 +1,6 @@
 """Numbers kept of many parts in one pass over each, by one Triton kernel on a GPU.
 
-The sums are those of ``kept.py``, which says what they are. Torch's kernels make some 20
+The sums are those of ``kept.py``, which says what they are. Torch's kernels make 20
 passes for them, each begun by the host. Here a program goes over a piece of one tile,
 and holds the 32 buckets of that tile in registers. A part that is not made of few
 rectangles of the whole, or has another dtype, is left to ``kept.py``.

@@ -15,7 +15,6 @@ from gradparity.fixtures.faulty import FAULTY, RIGHT, Broken, plain
 from gradparity.fixtures.faulty.own_steps import FAULTY_STEPS
 from gradparity.fixtures.faulty.stacks import FAULTY_STACKS
 from gradparity.fixtures.faulty.trainers import FAULTY_TRAINERS
-from gradparity.multiprocess.spec import Device
 from gradparity.tests.made_up import OF_STACKS
 from gradparity.tests.products import in_turn
 
@@ -40,7 +39,7 @@ MANY = (plain.BAD, plain.FOUR, plain.PIPELINE, plain.MOVED)
 
 
 @pytest.fixture(scope="module")
-def runner(device: Device) -> Iterator[Runner]:
+def runner(device: str) -> Iterator[Runner]:
     devices = Devices(device=device, share=device == "cuda")
     with Runner(folder=".", place=Pool(devices, 30.0)) as runner:
         yield runner

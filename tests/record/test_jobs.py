@@ -408,9 +408,9 @@ def test_a_broken_recording_is_told_in_one_line(
         return error
 
     assert "is no recording: it has no run.json" in told()
-    now = f'"version": {VERSION}'
-    (broken / "run.json").write_text(manifest.replace(now, '"version": 9'))
-    assert f"has version 9, expected {VERSION}" in told()
+    later = manifest.replace(f'"version": {VERSION}', f'"version": {VERSION + 1}')
+    (broken / "run.json").write_text(later)
+    assert f"has version {VERSION + 1}, expected {VERSION}" in told()
     (broken / "run.json").write_text("{")
     assert "run.json: Input data was truncated" in told()
     (broken / "run.json").write_text(manifest)
