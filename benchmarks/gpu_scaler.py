@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,17 +26,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradparity.benchmarks.gpu import SCALER as RESULTS
+from gradparity.benchmarks.gpu import write_page
 from gradparity.benchmarks.scaler import SCALE, SIZES
 from gradparity.benchmarks.situations import Idle
-from gradparity.benchmarks.tables import row, write_between
 from gradparity.conformance.files import write_whole
 from gradparity.conformance.rank.devices import nccl_version
 from gradparity.multiprocess import Cluster
 from gradparity.multiprocess.rank import flight_recorder
 from gradparity.scaler import GradScaler
 
-RESULTS = Path(__file__).parent / "results" / "gpu_scaler.json"
-PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
 WORK = ("step, fused", "step", "unscale_", "clip, fused", "clip")
 
@@ -161,27 +160,6 @@ def _parts(repeats: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             yield f"two ranks, {name}", ranks[0]
 
 
-def tables(record: Mapping[str, Any]) -> dict[str, str]:
-    """Tables of the page, by name."""
-    heads = ("", "call", "time, torch / ours", "kernels", "copies", "waits")
-    lines = [row(*heads), row(*["---"] * len(heads))]
-    for part, calls in record["parts"].items():
-        for call in calls:
-            theirs, ours = call["torch"], call["ours"]
-            counts = [
-                f"{theirs[k]} / {ours[k]}" for k in ("kernels", "copies", "waits")
-            ]
-            times = theirs["us"], ours["us"]
-            ratio = f"{times[0] / times[1]:.2f} ({times[0]:.0f} / {times[1]:.0f} us)"
-            lines.append(row(part, call["work"], ratio, *counts))
-    made = record["provenance"]
-    lines += [
-        "",
-        f"{made['gpu']}, torch {made['torch']}, NCCL {made['nccl']}, {made['date']}.",
-    ]
-    return {"scaler": "\n".join(lines)}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and record; 1 if a part failed."""
     parser = argparse.ArgumentParser(prog="gpu_scaler", description=__doc__)
@@ -212,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     write_whole(given.json, json.dumps(record, indent=1) + "\n")
     if given.json == RESULTS:
-        write_between(PAGE, tables(record))
+        write_page()
     return int(failed)
 
 
