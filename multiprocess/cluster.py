@@ -16,7 +16,7 @@ from .outcomes import RankOutcome
 from .parent.rank_processes import RankProcesses, current_context
 from .parent.root_cause import outcomes_or_raise
 from .parent.watch import Watch
-from .spec import Backend, CallOptions, Device, Isolation, WorldSpec
+from .spec import CallOptions, Isolation, WorldSpec
 
 T = TypeVar("T")
 
@@ -117,8 +117,8 @@ class Cluster(BaseCluster):
         self,
         world_size: int,
         *,
-        backend: Backend = "gloo",
-        device: Device = "cpu",
+        backend: str = "gloo",
+        device: str = "",
         timeout_s: float = 60.0,
         isolation: Isolation = "pool",
         **settings: Any,
@@ -127,8 +127,9 @@ class Cluster(BaseCluster):
 
         Args:
             world_size: Number of ranks.
-            backend: Backend of the default process group.
-            device: Where the ranks keep their tensors.
+            backend: Backend of the default process group, as torch takes it.
+            device: Type of the device of each rank; by default "cpu" if the backend
+                serves it, else the backend's first.
             timeout_s: Default limit of one call.
             isolation: Default of ``run``: "pool" keeps the process group, "group" makes
                 a fresh one for each call, "process" fresh ranks.

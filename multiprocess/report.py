@@ -201,13 +201,12 @@ def find_missing(records: Records) -> str | None:
 
 
 def ended_without(call: Collective, ended: Records) -> int | None:
-    """Return a rank that has ended its call without a collective that needs it.
-
-    It issues none any more: who is in that collective will never leave it.
+    """Return a rank that has not issued a collective that needs it, if one has not.
 
     Args:
-        call: Where a rank is.
-        ended: The last collectives of the ranks that have answered.
+        call: A collective that another rank has issued.
+        ended: The last collectives of ranks that issue none any more: whoever is in
+            that collective will never leave it.
     """
     if call.op in TWO_SIDED:
         return None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Literal, get_args
 
 Isolation = Literal["pool", "group", "process"]
-Backend = Literal["gloo", "nccl"]
-Device = Literal["cpu", "cuda"]
 
 ISOLATIONS: tuple[str, ...] = get_args(Isolation)
-BACKENDS: tuple[str, ...] = get_args(Backend)
-DEVICES: tuple[str, ...] = get_args(Device)
+
+# torch's answers for the two usual backends: asking torch means importing it, which
+# takes a second in a parent that needs it for nothing else.
+_USUAL = MappingProxyType({"gloo": ("cpu", "cuda"), "nccl": ("cuda",)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +23,17 @@ class WorldSpec:
     world_size: int
     """Number of ranks, at least 1."""
 
-    backend: Backend = "gloo"
-    """Backend of the default process group."""
+    backend: str = "gloo"
+    """Backend of the default process group, as ``init_process_group`` takes it: a name,
+    or one for each type of device, such as ``"cpu:gloo,cuda:nccl"``."""
 
-    device: Device = "cpu"
-    """Where the ranks keep their tensors."""
+    device: str = ""
+    """Type of the device of each rank, such as ``"cuda"``; by default "cpu" if the
+    backend serves it, else the backend's first."""
+
+    pg_options: str = ""
+    """Function that makes the ``pg_options`` of ``init_process_group``, as
+    ``"module:function"``. Each rank calls it for each default group that it makes."""
 
     timeout_s: float = 60.0
     """Limit of one call for the whole world; the clock starts when it is ready."""
@@ -74,12 +82,20 @@ class WorldSpec:
             raise TypeError(f"world_size must be an int, got {size!r}")
         if size < 1:
             raise ValueError(f"world_size must be at least 1, got {size}")
-        _check_member("backend", self.backend, BACKENDS)
-        _check_member("device", self.device, DEVICES)
         check_isolation(self.isolation)
-        if self.backend == "nccl" and self.device != "cuda":
+        devices = devices_of(self.backend)
+        default = "cpu" if "cpu" in devices else devices[0]
+        object.__setattr__(self, "device", self.device or default)
+        if self.device not in devices:
             raise ValueError(
-                f'backend "nccl" needs device="cuda", got device="{self.device}"'
+                f'backend "{self.backend}" needs device='
+                + " or ".join(f'"{device}"' for device in devices)
+                + f', got device="{self.device}"'
+            )
+        module, _, function = self.pg_options.partition(":")
+        if self.pg_options and not (module and function):
+            raise ValueError(
+                f'pg_options must be "module:function", got "{self.pg_options}"'
             )
         for name in ("preload", "visible_devices"):
             _make_tuple(self, name)
@@ -111,6 +127,34 @@ class CallOptions:
     def __post_init__(self) -> None:
         check_isolation(self.isolation)
         check_positive("timeout_s", self.timeout_s)
+
+
+@lru_cache
+def devices_of(backend: str) -> tuple[str, ...]:
+    """Return the types of device that a backend of torch serves.
+
+    Raises:
+        ValueError: torch has no such backend.
+    """
+    if backend in _USUAL:
+        return _USUAL[backend]
+    from torch.distributed import Backend, BackendConfig
+
+    names = [name for name in Backend.backend_list if name != Backend.UNDEFINED]
+    # torch takes any name for that of a backend that is still to be registered.
+    if ":" not in backend and backend.lower() not in names:
+        raise ValueError(
+            f"backend must be one of {', '.join(names)}, or such as "
+            f"cpu:gloo,cuda:nccl; got {backend!r}"
+        )
+    backends = BackendConfig(Backend(backend)).get_device_backend_map()
+    for name in backends.values():
+        if name not in names:
+            raise ValueError(
+                f"backend must name backends of {', '.join(names)}; got {name!r} in "
+                f"{backend!r}"
+            )
+    return tuple(backends)
 
 
 def check_isolation(value: str) -> None:

@@ -18,7 +18,7 @@ from .parent.slots import cpu_slots
 from .rank.endings import SKIP, XFAIL, refuse_unrun
 from .rank.unittests import CaseRef, run_case
 from .report import render_output
-from .spec import Backend, CallOptions, Device, Isolation, WorldSpec
+from .spec import CallOptions, Isolation, WorldSpec
 
 Submit = Callable[..., tuple[RankOutcome, ...]]
 """``submit(spec, options, fn, *args)`` runs a test, and shows its output if it ends."""
@@ -132,12 +132,10 @@ class TestCase(unittest.TestCase):
         )
 
     def _spec(self) -> WorldSpec:
-        backend: Backend = self.backend
-        device: Device = self.device_type
         return WorldSpec(
             world_size=int(self.world_size),
-            backend=backend,
-            device=device,
+            backend=self.backend,
+            device=self.device_type,
             default_group=self.default_group,
             isolation=self.isolation,
             timeout_s=self.timeout_s,

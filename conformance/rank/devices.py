@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional as F
 
 from ...multiprocess import WorldSpec
-from ...multiprocess.spec import Backend, Device, Isolation
+from ...multiprocess.spec import Isolation
 from ..status import UsageError
 from . import PRELOAD
 
@@ -44,7 +44,7 @@ SHARES = (2, 31)
 class Devices:
     """The devices of the ranks of one run."""
 
-    device: Device = "cpu"
+    device: str = "cpu"
     share: bool = False
     """True if several ranks may have one GPU."""
     isolation: Isolation = "pool"
@@ -55,7 +55,7 @@ class Devices:
             raise UsageError("--share-gpus goes with --device cuda only")
 
     @property
-    def backend(self) -> Backend:
+    def backend(self) -> str:
         """Backend of every process group."""
         return "nccl" if self.device == "cuda" else "gloo"
 

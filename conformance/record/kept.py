@@ -13,9 +13,13 @@ of at most 512 elements is kept whole.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +30,8 @@ __all__ = [
     "SLOTS",
     "Box",
     "Kept",
+    "Wanted",
+    "keep",
     "keep_bits",
     "keep_values",
     "keys_of",
@@ -126,6 +132,22 @@ class Kept:
         units = (unit * before.sketch).square().sum().reshape(1)
         numbers = torch.cat([units, self.numbers[1:]])
         return replace(self, sketch=self.sketch - before.sketch, numbers=numbers)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A part of which numbers are to be kept, and which."""
+
+    part: Tensor
+    """Local elements; they are only read."""
+    box: Box
+    """Where they lie in the whole."""
+    weight: Tensor | None = None
+    """See `keep_values`."""
+    only_bits: bool = False
+    """See `keep_bits`."""
+    rounded: bool = False
+    """The same."""
 
 
 def mix(x: Tensor) -> Tensor:
@@ -276,3 +298,65 @@ def keep_values(
         sketch.index_add_(0, keys.slots, doubles.mul_(keys.signs))
     numbers = torch.stack([square, largest, bad.double()])
     return Kept(digest, torch.zeros_like(digest), sketch, numbers)
+
+
+def keep(parts: Sequence[Wanted]) -> list[Kept]:
+    """Keep numbers of many parts; on a GPU with Triton, all of one dtype at once."""
+    results: dict[int, Kept] = {}
+    together: dict[tuple[Any, ...], list[int]] = {}
+    for number, each in enumerate(parts):
+        if each.part.is_cuda and _kernel() is not None:
+            dtypes = each.part.dtype, None if each.weight is None else each.weight.dtype
+            together.setdefault((each.part.device, *dtypes), []).append(number)
+    for numbers in together.values():
+        results |= _kept_together({number: parts[number] for number in numbers})
+    return [
+        results[number] if number in results else _kept_alone(each)
+        for number, each in enumerate(parts)
+    ]
+
+
+def _kept_alone(each: Wanted) -> Kept:
+    if each.only_bits:
+        return keep_bits(each.part, each.box, rounded=each.rounded)
+    return keep_values(each.part, each.box, weight=each.weight)
+
+
+@cache
+def _kernel() -> Any:
+    """The module of the kernel, None without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module(".kernel", __package__)
+
+
+def _kept_together(parts: dict[int, Wanted]) -> dict[int, Kept]:
+    """Keep those parts that the kernel can read, all of the same dtypes."""
+    kernel = _kernel()
+    requests = {}
+    for number, each in parts.items():
+        tensors = [t for t in (each.part, each.weight) if t is not None]
+        box = each.box
+        pieces = kernel.pieces_of(box.shape, box.offsets, box.local)
+        if pieces is None or any(t.dtype not in kernel.DTYPES for t in tensors):
+            continue
+        part, *weight = (t.detach().contiguous() for t in tensors)
+        requests[number] = kernel.Request(
+            part,
+            weight[0] if weight else None,
+            box.shape,
+            pieces,
+            not each.only_bits,
+            each.rounded,
+        )
+    if not requests:
+        return {}
+    chosen = list(requests.values())
+    digests, sums, sketches = kernel.sums_of(chosen, SLOTS, GRID, BUCKETS)
+    results = {}
+    for at, number in enumerate(requests):
+        each = parts[number]
+        size = min(SLOTS, math.prod(each.box.shape))
+        sketch = None if each.only_bits else sketches[at, :size]
+        results[number] = Kept(digests[at, 0], digests[at, 1], sketch, sums[at])
+    return results

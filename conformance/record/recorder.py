@@ -34,7 +34,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from .files import Call, Recording, Settings, Stored, write_rank
-from .kept import Box, Kept, keep_bits, keep_values
+from .kept import Box, Kept, Wanted, keep
 from .modules import Blocks
 from .orders import ORDERS, Orders
 from .parts import Part, Places, Roots, parts_of, place, trains
@@ -56,21 +56,20 @@ class _Step:
     parts: list[Part]
     kept: dict[tuple[str, str], tuple[Box, Kept]] = field(default_factory=dict)
     gradients: dict[str, tuple[Tensor, Box]] = field(default_factory=dict)
-    again: dict[str, Tensor] = field(default_factory=dict)
-    """Name -> digest of the gradient after the step."""
 
     def stored(self) -> Iterator[tuple[str, Stored]]:
         """Yield key and numbers of each tensor, read from its device."""
         start = f"{self.call.optimizer}/{self.call.step}"
         for (kind, name), (box, sums) in self.kept.items():
-            if kind not in ("before", "after"):
+            if kind not in ("before", "after", "again"):
                 yield f"{start}/{kind}/{name}", Stored.of(box, sums)
         units = {p.name: torch.finfo(p.weight.dtype).eps for p in self.parts}
-        for name, again in self.again.items():
-            (box, before), (_, after) = (
-                self.kept[kind, name] for kind in ("before", "after")
+        for name in (name for kind, name in self.kept if kind == "again"):
+            (box, before), (_, after), (_, again), (_, gradient) = (
+                self.kept[kind, name]
+                for kind in ("before", "after", "again", "gradient")
             )
-            if torch.equal(again, self.kept["gradient", name][1].digest):
+            if torch.equal(again.digest, gradient.digest):
                 yield (
                     f"{start}/update/{name}",
                     Stored.of(box, after.update(before, units[name])),
@@ -276,35 +275,37 @@ class Recorder:
             unnamed=sum(id(p) not in names_by_id for g in groups for p in g["params"]),
         )
         step = _Step(call, parts)
+        wanted: dict[tuple[str, str], Wanted] = {}
         for part in parts:
-            step.kept |= _bits_of(optimizer, part)
+            wanted |= _bits_of(optimizer, part)
             gradient_and_box = part.gradient()
             if gradient_and_box is None:
                 call.without_gradient.append(part.name)
                 continue
             gradient, box = gradient_and_box
             step.gradients[part.name] = gradient_and_box
-            step.kept["gradient", part.name] = box, keep_values(gradient, box)
+            wanted["gradient", part.name] = Wanted(gradient, box)
             if box == part.box:
-                product = keep_values(part.weight, box, weight=gradient)
-                step.kept["before", part.name] = box, product
+                wanted["before", part.name] = Wanted(part.weight, box, weight=gradient)
+        step.kept = _kept(wanted)
         return step
 
     def _read_after(self, step: _Step) -> None:
+        wanted: dict[tuple[str, str], Wanted] = {}
         for part in step.parts:
-            read_before = step.gradients.get(part.name)
-            if read_before is None or ("before", part.name) not in step.kept:
+            if ("before", part.name) not in step.kept:
                 continue
-            product = keep_values(part.weight, part.box, weight=read_before[0])
-            step.kept["after", part.name] = part.box, product
+            gradient, box = step.gradients[part.name]
+            wanted["after", part.name] = Wanted(part.weight, box, weight=gradient)
             # a kernel that divides gradients leaves others than it was given
-            step.again[part.name] = keep_bits(read_before[0], read_before[1]).digest
+            wanted["again", part.name] = Wanted(gradient, box, only_bits=True)
+        step.kept |= _kept(wanted)
         step.gradients.clear()
 
     def _read_final(self) -> None:
         for number, optimizer, _ in self.optimizers.values():
             for part in parts_of(optimizer, self.roots):
-                for (kind, _), (box, sums) in _bits_of(optimizer, part).items():
+                for (kind, _), (box, sums) in _kept(_bits_of(optimizer, part)).items():
                     key = f"{number}/{self.steps.stop}/{kind}/{part.name}"
                     self.final.append((key, box, sums))
 
@@ -370,10 +371,20 @@ class Recorder:
                 self.recording.notes.append(text[:400])
 
 
-def _bits_of(optimizer: Any, part: Part) -> dict[tuple[str, str], tuple[Box, Kept]]:
-    """Digests of a weight and of what the optimizer has stored for it."""
-    weight = keep_bits(part.weight, part.box, rounded=True)
-    bits = {("weight", part.name): (part.box, weight)}
+def _kept(
+    wanted: dict[tuple[str, str], Wanted],
+) -> dict[tuple[str, str], tuple[Box, Kept]]:
+    sums = keep(list(wanted.values()))
+    return {
+        key: (each.box, kept)
+        for (key, each), kept in zip(wanted.items(), sums, strict=True)
+    }
+
+
+def _bits_of(optimizer: Any, part: Part) -> dict[tuple[str, str], Wanted]:
+    """Ask for the digests of a weight and of what the optimizer has stored for it."""
+    weight = Wanted(part.weight, part.box, only_bits=True, rounded=True)
+    bits = {("weight", part.name): weight}
     state = getattr(optimizer, "state", None) or {}
     for key, value in state.get(part.parameter, {}).items():
         if not isinstance(value, Tensor):
@@ -381,7 +392,7 @@ def _bits_of(optimizer: Any, part: Part) -> dict[tuple[str, str], tuple[Box, Kep
         local, box = place(value)
         if local.shape == part.weight.shape:  # flat ranges know no other place
             box = part.box
-        bits[f"state.{key}", part.name] = box, keep_bits(local, box)
+        bits[f"state.{key}", part.name] = Wanted(local, box, only_bits=True)
     return bits
 
 

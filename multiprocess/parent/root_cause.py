@@ -15,7 +15,7 @@ from .. import linux
 from ..errors import WorldError
 from ..messages import Kind, Reply
 from ..outcomes import Left, Place, RankOutcome, RankState
-from ..report import find_odd_rank
+from ..report import ended_without, find_odd_rank
 from .watch import Fact
 
 _DOING = {
@@ -36,21 +36,22 @@ def outcomes_of(facts: Sequence[Fact]) -> tuple[tuple[RankOutcome, ...], int | N
     """
     first = [_outcome(fact) for fact in facts]
     lost = [_left_a_wait(fact) for fact in facts]
-    root = _root(first, facts)
-    if (root is None or _waits(first[root])) and _divided(first):
+    waiting = _waiting(first)
+    root = _root(first, facts, waiting)
+    if (root is None or root in waiting) and _divided(first):
         first = [_as_raised(outcome) for outcome in first]
-        root = _root(first, facts)
+        root = _root(first, facts, waiting)
     if root is None:
         return tuple(first), None
     # All ranks that hang wait for others: find the odd one by their collectives.
-    if _waits(first[root]):
+    if root in waiting:
         odd = find_odd_rank({o.rank: o.collectives for o in first})
         if odd is not None and first[odd[0]].state is RankState.HUNG:
             root, how = odd
             message = f"{first[root].message}: {how}"
             first[root] = replace(first[root], message=message)
     top = first[root]
-    return tuple(_as_victim(o, top, lost[o.rank]) for o in first), root
+    return tuple(_as_victim(o, top, lost[o.rank], waiting) for o in first), root
 
 
 def outcomes_or_raise(facts: Sequence[Fact]) -> tuple[RankOutcome, ...]:
@@ -65,9 +66,19 @@ def outcomes_or_raise(facts: Sequence[Fact]) -> tuple[RankOutcome, ...]:
     return outcomes
 
 
-def _waits(outcome: RankOutcome) -> bool:
-    hung = outcome.state is RankState.HUNG and not _stopped(outcome)
-    return hung and outcome.place.waits
+def _waiting(outcomes: Sequence[RankOutcome]) -> frozenset[int]:
+    """Return the ranks that hang and wait for others."""
+    hung = [o for o in outcomes if o.state is RankState.HUNG and not _stopped(o)]
+    # On a GPU a collective returns when it is queued, and any later line may wait for
+    # it: a rank in its body waits if another there has not issued what it has.
+    in_body = {o.rank: o.collectives for o in hung if not o.place.waits}
+    ahead = {
+        rank
+        for rank, issued in in_body.items()
+        for last in {call.group: call for call in issued}.values()
+        if ended_without(last, in_body) is not None
+    }
+    return frozenset(o.rank for o in hung if o.place.waits or o.rank in ahead)
 
 
 def _stopped(outcome: RankOutcome) -> bool:
@@ -157,7 +168,9 @@ def _left_a_wait(fact: Fact) -> bool:
     return fact.reply is not None and fact.reply.left_a_wait
 
 
-def _root(outcomes: Sequence[RankOutcome], facts: Sequence[Fact]) -> int | None:
+def _root(
+    outcomes: Sequence[RankOutcome], facts: Sequence[Fact], waiting: frozenset[int]
+) -> int | None:
     failed = [o for o in outcomes if not o.ok]
     hung = [o for o in failed if o.state is RankState.HUNG]
     ended = [o for o in failed if o.state is not RankState.HUNG]
@@ -173,8 +186,8 @@ def _root(outcomes: Sequence[RankOutcome], facts: Sequence[Fact]) -> int | None:
         # 3. its wait for other ranks failed: an observed fault, while a rank that is
         #    still in its body was only ended with the call;
         ended,
-        # 4. hangs in its body: explains those that wait inside of a collective;
-        [o for o in hung if not o.place.waits],
+        # 4. hangs in its body: explains those that wait for it in a collective;
+        [o for o in hung if o.rank not in waiting],
         # 5. hangs in a collective: `outcomes_of` looks for the odd one by the records;
         [o for o in hung if o.place is not Place.DONE],
         # 6. is done with its test, and waits for the others to be.
@@ -187,8 +200,10 @@ def _root(outcomes: Sequence[RankOutcome], facts: Sequence[Fact]) -> int | None:
     return None
 
 
-def _as_victim(outcome: RankOutcome, root: RankOutcome, lost: bool) -> RankOutcome:
-    if outcome.rank == root.rank or not _suffered(outcome, root, lost):
+def _as_victim(
+    outcome: RankOutcome, root: RankOutcome, lost: bool, waiting: frozenset[int]
+) -> RankOutcome:
+    if outcome.rank == root.rank or not _suffered(outcome, root, lost, waiting):
         return outcome
     message = outcome.message
     if outcome.state is RankState.HUNG:
@@ -196,11 +211,13 @@ def _as_victim(outcome: RankOutcome, root: RankOutcome, lost: bool) -> RankOutco
     return replace(outcome, state=RankState.VICTIM, message=message)
 
 
-def _suffered(outcome: RankOutcome, root: RankOutcome, lost: bool) -> bool:
+def _suffered(
+    outcome: RankOutcome, root: RankOutcome, lost: bool, waiting: frozenset[int]
+) -> bool:
     if outcome.state is not RankState.HUNG:
         return outcome.state is RankState.RAISED and lost
     if root.state is not RankState.HUNG:
         return not _stopped(outcome)
     if outcome.place is Place.DONE:
         return root.place is not Place.DONE
-    return _waits(outcome) and not _waits(root)
+    return outcome.rank in waiting and root.rank not in waiting

@@ -28,7 +28,7 @@ _ALLOWED = frozenset((*(field.name for field in fields(WorldSpec)), _MIN_SIZE))
 
 _DEFAULTS = {
     "timeout_s": "limit of a test on ranks, in seconds",
-    "backend": "backend of the default process group; with nccl the device is cuda",
+    "backend": "backend of the default process group, as torch takes it",
     "isolation": "isolation of tests on ranks: pool, group or process",
 }
 """Settings that the command line and the ini file can give to markers without them."""
@@ -122,8 +122,6 @@ def spec_of(
         raise ValueError(f'world_size must be an int or "{ALL}", got {size!r}')
     merged = {**defaults, **settings, "world_size": 1 if size == ALL else size}
     merged.pop(_MIN_SIZE, None)
-    if "device" not in settings and merged.get("backend") == "nccl":
-        merged["device"] = "cuda"
     return WorldSpec(**merged)
 
 

@@ -232,4 +232,7 @@ def _close(fds: list[int]) -> None:
 
 def main(fd: int) -> NoReturn:
     """Serve the client at the other end of socket ``fd``."""
+    # torch's test classes ask for GPUs when they are imported. Without this variable
+    # the answer loads the driver, and no process that is forked later can use a GPU.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     ForkServer(socket.socket(fileno=fd)).serve()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import faulthandler
+import gc
+import importlib
 import os
 import pickle
 import re
@@ -121,7 +123,21 @@ def main(
         rank = _Rank(store_fd, records_fd, trace_crashes)
         while (message := messages.receive(sock)) is not None:
             messages.send(sock, rank.answer(message))
+            _give_memory_back()
     return 0
+
+
+def _give_memory_back() -> None:
+    """Free what the call has left on the GPU, for other worlds and processes.
+
+    Done when the reply has gone: freeing waits for the device, where a collective that
+    a failed call has begun may wait for ever.
+    """
+    import torch
+
+    if torch.cuda.is_initialized():
+        gc.collect()  # an exception holds the tensors of its frames in a cycle
+        torch.cuda.empty_cache()
 
 
 def connect(host: str, port: int, prefix: str, *, serves: bool = False) -> Store:
@@ -258,9 +274,17 @@ class _Rank:
             timeout=_GROUP_TIMEOUT,
             # With its device known, NCCL forms the communicator now: a rank that cannot
             # take part fails while it joins, and not in the first call.
-            device_id=self._world.device if self._spec.backend == "nccl" else None,
+            device_id=self._world.device if self._connects_by_device() else None,
+            pg_options=_called(self._spec.pg_options),
         )
         self._group = dist.group.WORLD
+
+    def _connects_by_device(self) -> bool:
+        from torch.distributed import Backend, BackendConfig
+
+        device = self._world.device.type
+        backends = BackendConfig(Backend(self._spec.backend)).get_device_backend_map()
+        return device != "cpu" and backends[device] != Backend.GLOO
 
     def _run(self, message: Run) -> Reply:
         import torch.distributed as dist
@@ -468,18 +492,29 @@ def _device(spec: WorldSpec, local_rank: int) -> Any:
 
     if spec.device == "cpu":
         return torch.device("cpu")
-    count = torch.cuda.device_count()
+    kind = torch.get_device_module(spec.device)
+    count = kind.device_count()
+    name = spec.device.upper()
     if count == 0:
-        allowed = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        why = f" (CUDA_VISIBLE_DEVICES is {chosen})" if spec.device == "cuda" else ""
         raise RuntimeError(
-            f"rank {local_rank} has no CUDA device: none is visible "
-            f'(CUDA_VISIBLE_DEVICES is {allowed}); choose device="cpu"'
+            f"rank {local_rank} has no {name} device: none is visible{why}; "
+            'choose device="cpu"'
         )
     if local_rank >= count and not spec.share_devices:
         raise RuntimeError(
-            f"rank {local_rank} has no CUDA device of its own: {count} visible. "
+            f"rank {local_rank} has no {name} device of its own: {count} visible. "
             "share_devices=True lets ranks share them."
         )
-    device = torch.device("cuda", local_rank % count)
-    torch.cuda.set_device(device)
+    device = torch.device(spec.device, local_rank % count)
+    kind.set_device(device)
     return device
+
+
+def _called(name: str) -> Any:
+    """Return what a function of this name returns; None without a name."""
+    if not name:
+        return None
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)()

@@ -130,6 +130,25 @@ def test_the_odd_one_of_waiting_ranks_is_the_root(
     assert "root cause: rank" in str(WorldError(outcomes, outcomes[root]))
 
 
+def test_ranks_in_their_body_wait_for_one_that_has_issued_less() -> None:
+    issued = ["broadcast", "allreduce"]
+    members = (0, 1, 2)
+    facts = [
+        replace(
+            hung(rank),
+            collectives=tuple(
+                replace(call(rank, op, n), ranks=members, position=n - 1)
+                for n, op in enumerate(issued[:count], 1)
+            ),
+        )
+        for rank, count in enumerate((2, 1, 2))
+    ]
+    outcomes, root = outcomes_of(facts)
+    assert root == 1
+    assert [outcome.state for outcome in outcomes] == [VICTIM, HUNG, VICTIM]
+    assert "a.py:1" in str(WorldError(outcomes, outcomes[1]))
+
+
 def test_the_root_cause_ends_a_short_report() -> None:
     text = "".join(f"line {n}\n" for n in range(5000)) + "x" * 10**5
     outcomes, root = outcomes_of(

@@ -2,6 +2,7 @@
 
 import pytest
 
+from gradparity.multiprocess import WorldSpec
 from gradparity.multiprocess.pytest_plugin import settings
 from gradparity.multiprocess.pytest_plugin.settings import defaults_of, world_of
 from gradparity.tests.multiprocess.test_pytest_plugin import Session, session
@@ -35,7 +36,7 @@ world_isolation = group
     [
         ("timeout-s=soon", "world_timeout_s of the command line or the ini file"),
         ("timeout-s=0", "timeout_s must be above 0"),
-        ("backend=glo", "backend must be one of gloo, nccl; got 'glo'"),
+        ("backend=glo", "backend must be one of gloo, nccl, "),
     ],
 )
 def test_a_wrong_default_ends_the_session(
@@ -90,3 +91,46 @@ def test_a_world_may_have_as_many_ranks_as_there_are_gpus_or_agents(
     assert world_of("all", on_gpus, {}, 6).spec.world_size == 6
     few = world_of("all", {"min_size": 7}, {}, 6)
     assert few.too_small == "needs at least 7 ranks of torchrun, and there are 6"
+
+
+@pytest.mark.parametrize(
+    ("settings", "device"),
+    [
+        ({}, "cpu"),
+        ({"device": "cuda"}, "cuda"),
+        ({"backend": "nccl"}, "cuda"),
+        ({"backend": "NCCL"}, "cuda"),
+        ({"backend": "xccl"}, "xpu"),
+        ({"backend": "cuda:nccl"}, "cuda"),
+        ({"backend": "cuda:nccl,cpu:gloo"}, "cpu"),
+        ({"backend": "cpu:gloo,cuda:nccl", "device": "cuda"}, "cuda"),
+    ],
+)
+def test_a_world_is_on_a_device_that_its_backend_serves(
+    settings: dict[str, str], device: str
+) -> None:
+    assert WorldSpec(world_size=2, **settings).device == device  # type: ignore[arg-type]  # names of fields
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"backend": "glo"}, "backend must be one of gloo, nccl, .*; got 'glo'"),
+        ({"backend": "cpu:glo"}, "got 'glo' in 'cpu:glo'"),
+        ({"backend": "cpu:gloo,cuda"}, "Invalid device:backend pairing"),
+        (
+            {"backend": "nccl", "device": "cpu"},
+            'backend "nccl" needs device="cuda", got device="cpu"',
+        ),
+        (
+            {"backend": "gloo", "device": "xpu"},
+            'needs device="cpu" or "cuda", got device="xpu"',
+        ),
+        ({"pg_options": "options"}, 'must be "module:function", got "options"'),
+    ],
+)
+def test_a_backend_that_torch_does_not_take_is_refused(
+    settings: dict[str, str], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        WorldSpec(world_size=2, **settings)  # type: ignore[arg-type]  # names of fields
