@@ -4,7 +4,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import gradparity
-from gradparity.conformance.record.parts import place
-from gradparity.conformance.record.watch import Watch
+from gradparity.conformance.record.topics import Weights
 from gradparity.multiprocess import Cluster, WorldError, current_world
 
 PERIOD, STEPS = 4, 9
@@ -127,7 +125,8 @@ def starts_apart(apart: Sequence[str]) -> int:
             parameter.fill_(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with gradparity.watch(model, optimizer, apart=apart) as watch:
-        return len(watch._named)
+        (weights,) = (each for each in watch.topics if isinstance(each, Weights))
+        return sum(map(len, weights.turns))
 
 
 def test_other_tensors_of_one_name_are_asked_for(four: Cluster) -> None:
@@ -246,16 +245,15 @@ def test_one_process_can_watch_and_bad_use_is_told() -> None:
 
 
 def test_a_message_is_below_1_kb_for_a_large_model() -> None:
-    sent: list[Any] = []
     model = nn.ParameterDict(
         {f"p{n}": nn.Parameter(torch.ones(1)) for n in range(5000)}
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch = Watch(model, [optimizer], None, (), 64, sent.append, (), {})
-    own = {name: (place(p)[1], 0) for name, p in model.named_parameters()}
-    watch._learn([(own, ())] * 2)
-    for _ in range(len(watch._turns)):
-        watch._send()
-        assert watch._sent.pop().both.nbytes <= 1024
-        watch.step += 1
-    assert sum(map(len, watch._turns)) == 5000
+    many = {str(n): lambda: 0.0 for n in range(16)}
+    watch = gradparity.watch(model, optimizer, equal=many)
+    (weights,) = (each for each in watch.topics if isinstance(each, Weights))
+    assert sum(map(len, weights.turns)) == 5000
+    for _ in weights.turns:
+        watch.stepped()
+        assert watch._sent[-1].both.nbytes <= 1024
+    watch.close()
