@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from .rows import rows_of
 
 __all__ = [
     "Answer",
+    "Clipped",
     "Data",
     "Number",
     "Numbers",
@@ -31,6 +33,8 @@ __all__ = [
     "weights_of",
 ]
 
+SLACK = 0.02
+"""Share by which a norm may be off: clipping rounds gradients, in bf16 by 0.2 %."""
 _LOG = logging.getLogger("gradparity.watch")
 
 
@@ -98,6 +102,10 @@ class _Weight:
     name: str
     ranks: tuple[int, ...]
     same: bool
+
+    def is_counted_by(self, rank: int) -> bool:
+        """True for a rank with elements of its own, and for one that shares its own."""
+        return rank in (self.ranks[:1] if self.same else self.ranks)
 
 
 def weights_of(held: Sequence[Mapping[str, tuple[Box, int]]]) -> list[_Weight]:
@@ -226,6 +234,74 @@ class Numbers:
                     yield f"{name} is another number {answer.where}"
 
         return [Number(_bits(number())) for number in self._equal.values()], read
+
+
+class Clipped:
+    """Norm of clipped gradients over all shards, against the norm that the job has.
+
+    Each element counts once, whichever ranks hold it. The job says norm and limit, so a
+    right job has the smaller of both.
+    """
+
+    size = 0
+
+    def __init__(
+        self,
+        own: Sequence[nn.Parameter],
+        clipped: Callable[[], tuple[float | Tensor, float]],
+        period: int,
+        group: Any,
+        device: torch.device,
+    ) -> None:
+        """Take the parameters that this rank counts, and when they are looked at.
+
+        Args:
+            own: no other rank counts the elements that this one holds of them.
+            clipped: gives norm and limit.
+            period: one in so many steps is looked at.
+            group: of all ranks; None for one process.
+            device: that of the parameters.
+        """
+        self._own, self._clipped = own, clipped
+        self._period, self._group, self._device = period, group, device
+
+    def give(self, step: int) -> tuple[Sequence[Number], Read]:
+        """Add up squares over ranks: a second message, of 8 bytes."""
+        if step % self._period:
+            return (), lambda _: iter(())
+        norm, limit = self._clipped()
+        if isinstance(norm, Tensor):
+            norm = norm.detach().clone()  # read later: nobody waits for it now
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        for parameter in self._own:
+            squares += _square_of(parameter)
+        work = None
+        if self._group is not None:
+            work = dist.all_reduce(squares, group=self._group, async_op=True)
+
+        def read(_: Sequence[Answer | None]) -> Iterator[str]:
+            if work is not None:
+                work.wait()
+            after, due = math.sqrt(float(squares)), min(float(norm), limit)
+            if abs(after - due) > SLACK * due:  # not so of what is not finite
+                yield (
+                    f"the gradients of all shards have the norm {after:.4g} after "
+                    f"clipping; with a norm of {float(norm):.4g} before and a limit of "
+                    f"{limit:.4g} they have {due:.4g}"
+                )
+
+        return (), read
+
+
+def _square_of(parameter: nn.Parameter) -> Tensor:
+    """Sum of squares of a gradient; nan where it is still to be summed over ranks."""
+    if parameter.grad is None:
+        return torch.zeros(())
+    part, box = place(parameter.grad)
+    if box != place(parameter)[1]:
+        return torch.tensor(math.nan)
+    norm: Tensor = torch.linalg.vector_norm(part, dtype=torch.float32)
+    return norm.square()
 
 
 class Data:

@@ -30,6 +30,7 @@ from .kept import Box
 from .parts import bare, place
 from .topics import (
     Answer,
+    Clipped,
     Data,
     Number,
     Numbers,
@@ -170,6 +171,7 @@ def watch(
     act: Callable[[str], None] = _raise,
     apart: Sequence[str] = (),
     equal: Mapping[str, Callable[[], float | Tensor]] | None = None,
+    clipped: Callable[[], tuple[float | Tensor, float]] | None = None,
 ) -> Watch:
     """Watch a job: replicas, settings of optimizers, rows and numbers, at each step.
 
@@ -194,6 +196,10 @@ def watch(
         equal: name -> what gives a number that must be the same on all ranks, such as
             ``{"scale": scaler.get_scale, "norm": lambda: norm}``. Called after each
             step of the last optimizer; a tensor of one element costs no wait.
+        clipped: gives the norm by which gradients were clipped, as a plain number or
+            tensor, and the limit: ``lambda: (norm, 1.0)``. The gradients of all shards,
+            each replica once, then have the smaller of both as their norm; one step in
+            ``period`` is looked at, by a message of 8 bytes.
 
     Returns:
         The watch; a context manager, or closed by ``close``.
@@ -201,7 +207,8 @@ def watch(
     Raises:
         RanksDifferError: if ranks begin with other weights under one name.
         ValueError: if a layout hides which elements a rank holds, no parameter is
-            trained, or ``equal`` has more than 16 names.
+            trained, ``equal`` has more than 16 names, or ``clipped`` is given with
+            ``apart`` or several optimizers, which hide the gradients that it is of.
     """
     if not optimizers:
         raise ValueError("give the optimizers that train the model")
@@ -209,13 +216,17 @@ def watch(
         raise ValueError("give mesh=, whose axes data= names")
     if equal and len(equal) > 16:
         raise ValueError(f"equal= has {len(equal)} names: at most 16 fit a message")
+    if clipped is not None and (apart or len(optimizers) > 1):
+        raise ValueError(
+            "clipped= needs one optimizer of all parameters, and no apart="
+        )
     named = _named(model, apart)
     device = next(iter(named.values())).device
     own = dict[str, tuple[Box, int]]()
     for name, parameter in named.items():
         part, box = place(parameter)
         own[name] = box, int(digest_of(part))
-    here = tuple(mesh.get_local_rank(axis) for axis in data) if mesh else ()
+    here = tuple(mesh.get_local_rank(axis) for axis in data) if mesh is not None else ()
     everyone: list[Any] = [(own, here)]
     group = None
     if _world() > 1:
@@ -231,6 +242,10 @@ def watch(
         topics.append(rows := Data([tuple(r) for _, r in sorted(sets.items())], device))
         handles.append(model.register_forward_pre_hook(rows.enters, with_kwargs=True))
     weights = weights_of([held for held, _ in everyone])
+    if clipped is not None:
+        rank = rank_here()
+        mine = [named[each.name] for each in weights if each.is_counted_by(rank)]
+        topics.append(Clipped(mine, clipped, period, group, device))
     room = (MOST - sum(topic.size for topic in topics)) // 2
     turn = max(1, min(-(-len(weights) // period), room))
     watching = Watch(
