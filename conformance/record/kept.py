@@ -340,7 +340,7 @@ def _kept_together(parts: dict[int, Wanted]) -> dict[int, Kept]:
         pieces = kernel.pieces_of(box.shape, box.offsets, box.local)
         if pieces is None or any(t.dtype not in kernel.DTYPES for t in tensors):
             continue
-        part, *weight = (t.detach().contiguous() for t in tensors)
+        part, *weight = (t.contiguous() for t in tensors)
         requests[number] = kernel.Request(
             part,
             weight[0] if weight else None,

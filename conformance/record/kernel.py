@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,9 +49,10 @@ class Piece(NamedTuple):
     """The same of columns."""
 
 
+@lru_cache(maxsize=100_000)  # each step asks for the same seven times
 def pieces_of(
     shape: tuple[int, ...], offsets: tuple[int, ...], local: tuple[int, ...]
-) -> list[Piece] | None:
+) -> tuple[Piece, ...] | None:
     """Cut a part into rectangles; None if it is not made of few.
 
     Args:
@@ -61,7 +63,7 @@ def pieces_of(
     columns = math.prod(shape[1:])
     size = math.prod(local)
     if len(offsets) != len(shape):
-        return list(_of_range(offsets[0], size, columns)) if columns else []
+        return tuple(_of_range(offsets[0], size, columns)) if columns else ()
     inner = list(zip(shape[1:], offsets[1:], local[1:], strict=True))
     while inner and inner[-1][0] == inner[-1][2]:
         inner.pop()  # held whole: its elements follow each other
@@ -73,7 +75,7 @@ def pieces_of(
     held = math.prod(local[1:])
     first *= columns // max(1, math.prod(whole for whole, *_ in inner))
     start = offsets[0] if offsets else 0
-    return [Piece(0, held, (start, local[0] if local else 1), (first, held))]
+    return (Piece(0, held, (start, local[0] if local else 1), (first, held)),)
 
 
 def _of_range(start: int, size: int, columns: int) -> Iterator[Piece]:
@@ -204,7 +206,7 @@ class Request(NamedTuple):
     part: Tensor
     weight: Tensor | None
     shape: tuple[int, ...]
-    pieces: list[Piece]
+    pieces: tuple[Piece, ...]
     has_sketch: bool
     is_rounded: bool
 
