@@ -68,7 +68,7 @@ def other_inputs(
     one: Run, other: Run, names: Mapping[str, str], step: int
 ) -> Iterator[str]:
     """Yield what a step was given otherwise: rows, and settings of parameters."""
-    if _same_rows(one, other, step) is False:
+    if not _same_rows(one, other, step):
         shared = len(one.rows[step] & other.rows[step])
         yield (
             f"other rows: at step {step} {shared} of {len(one.rows[step])} rows of "

@@ -283,7 +283,7 @@ class Clipped:
             if work is not None:
                 work.wait()
             after, due = math.sqrt(float(squares)), min(float(norm), limit)
-            if abs(after - due) > SLACK * due:  # not so of what is not finite
+            if abs(after - due) > SLACK * due:  # False for nan
                 yield (
                     f"the gradients of all shards have the norm {after:.4g} after "
                     f"clipping; with a norm of {float(norm):.4g} before and a limit of "
