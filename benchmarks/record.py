@@ -154,15 +154,15 @@ def _share_of_watch(device: str, steps: int, rows: int) -> float:
     words = batch(device, rows)
     watch = gradparity.watch(model, optimizer)
     own: list[float] = []
-    run = watch._stepped
+    run = watch.stepped
 
     def timed(*args: object) -> None:
         begin = now(device)
         run(*args)
         own.append(now(device) - begin)
 
-    watch._handles.pop().remove()
-    watch._handles.append(optimizer.register_step_post_hook(timed))
+    watch.handles.pop().remove()
+    watch.handles.append(optimizer.register_step_post_hook(timed))
     times: list[float] = []
     for _ in range(steps):
         begin = now(device)

@@ -32,10 +32,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from .files import Call, Recording, Settings, Stored, write_rank
 from .kept import Box, Kept, Wanted, keep
@@ -43,6 +39,7 @@ from .modules import Blocks
 from .orders import ORDERS, Orders
 from .parts import Part, Places, Roots, parts_of, place, trains
 from .rows import bag_of, rows_of
+from .steps import StepHooks
 from .weights import begin_from, nudge, write_start
 
 __all__ = ["Recorder", "install", "record"]
@@ -79,20 +76,6 @@ class _Step:
                 )
 
 
-@dataclass
-class _Running:
-    """An optimizer whose ``step`` is under way."""
-
-    height: int = 0
-    """Height of the stack in the outermost call."""
-    depth: int = 1
-    """Calls of ``step`` within each other: its class may call that of its base."""
-    last: Any = None
-    """Handle of the hook that reads what the optimizer is about to use."""
-    step: _Step | None = None
-    """None until it has begun, or if it is not recorded."""
-
-
 class Recorder:
     """Records one process of a job."""
 
@@ -107,8 +90,8 @@ class Recorder:
         first calls, and both. ZeRO 3 gives one optimizer other parameters in turn."""
         self.calls = Counter[int]()
         """Number of an optimizer -> its calls so far."""
-        self.running: dict[int, _Running] = {}
-        """id of an optimizer -> its ``step`` that is under way."""
+        self.running: dict[int, _Step] = {}
+        """id of an optimizer -> its step that is recorded and under way."""
         self.done: list[_Step] = []
         self.final: list[tuple[str, Box, Kept]] = []
         self.outermost: list[nn.Module] = []
@@ -121,23 +104,18 @@ class Recorder:
         self.written = False
         self.seeks: Any = None
         """Handle of the hook that sees each call of each module."""
-        self.hooks: list[Any] = []
-        """Handles of all hooks that are not of one module or optimizer."""
+        self.hooks = StepHooks(self._begins, self._before, self._ended)
 
     def install(self) -> None:
         """Hook optimizers and the outermost model."""
         self.seeks = register_module_forward_pre_hook(self._called)
-        self.hooks = [
-            self.seeks,
-            register_optimizer_step_pre_hook(self._begins),
-            register_optimizer_step_post_hook(self._stepped),
-        ]
+        self.hooks.install()
         atexit.register(self.write)
 
     def remove(self) -> None:
         """Undo :meth:`install`: nothing refers to the model from here any more."""
-        for hook in self.hooks:
-            hook.remove()
+        self.seeks.remove()
+        self.hooks.remove()
         atexit.unregister(self.write)
 
     # - The model
@@ -209,33 +187,8 @@ class Recorder:
 
     # - Optimizers
 
-    def _begins(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.written:
-            return
-        outer = self.running.get(id(optimizer))
-        if outer is not None and _height() > outer.height:
-            outer.depth += 1
-            return
-        if outer is not None:  # that step raised an error, which the job has caught
-            outer.last.remove()
-        # the hooks of the job itself may wait for gradients: this one comes last
-        last = optimizer.register_step_pre_hook(self._uses)
-        self.running[id(optimizer)] = _Running(height=_height(), last=last)
-
-    def _uses(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
-            self._before(optimizer)
-            return None
-
-        def evaluated() -> Any:  # a trainer may make the gradients in it
-            loss = closure()
-            self._before(optimizer)
-            return loss
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": evaluated}
-        return (args[0], evaluated, *args[2:]), kwargs
+    def _begins(self, optimizer: Any) -> None:
+        self.running.pop(id(optimizer), None)  # of a step that raised an error
 
     def _prepares(self, optimizer: Any) -> bool:
         """Return True for a step at rate 0 before any forward: it only makes states.
@@ -249,30 +202,19 @@ class Recorder:
     def _before(self, optimizer: Any) -> None:
         if self.written or self._prepares(optimizer):
             return
-        running = self.running.setdefault(id(optimizer), _Running())
-        if running.step is not None:
+        if id(optimizer) in self.running:
             return  # a closure that runs again
         number = self._number(optimizer)
         with self._noting("the gradients"), torch.no_grad():
             if self.calls[number] in self.steps:
-                running.step = self._read(optimizer, number)
-
-    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        running = self.running.get(id(optimizer))
-        if running is None:
-            return
-        running.depth -= 1
-        if not running.depth:
-            running.last.remove()
-            self._ended(optimizer)
+                self.running[id(optimizer)] = self._read(optimizer, number)
 
     def _ended(self, optimizer: Any) -> None:
         """Read what a step has done, and write all after the last recorded one."""
-        running = self.running.pop(id(optimizer), None)
+        step = self.running.pop(id(optimizer), None)
         if self.written or self._prepares(optimizer):
             return
         number = self._number(optimizer)
-        step = None if running is None else running.step
         self.calls[number] += 1
         if step is not None:
             with self._noting("the update"), torch.no_grad():
@@ -290,12 +232,9 @@ class Recorder:
         run = optimizer.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
+            self._begins(optimizer)
             self._before(optimizer)
-            try:
-                result = run(*args, **kwargs)
-            except BaseException:
-                self.running.pop(id(optimizer), None)
-                raise
+            result = run(*args, **kwargs)
             self._ended(optimizer)
             return result
 
@@ -462,15 +401,6 @@ def _generators(module: nn.Module) -> list[Tensor]:
     device = next(module.parameters()).device
     own = [] if device.type in ("cpu", "meta") else [torch.get_device_module(device)]
     return [torch.get_rng_state(), *(each.get_rng_state(device) for each in own)]
-
-
-def _height() -> int:
-    """Number of frames below that of the caller's caller."""
-    frame: Any = sys._getframe(2)
-    height = 0
-    while frame is not None:
-        frame, height = frame.f_back, height + 1
-    return height
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
