@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from .outcomes import Collective, RankOutcome, RankState
 
@@ -40,6 +41,18 @@ Records = Mapping[int, Sequence[Collective]]
 def render_failure(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> str:
     """Return the report of a failed world; it ends with the root cause."""
     return "\n".join(_lines(outcomes, root)).rstrip()
+
+
+def render_interrupted(outcomes: Sequence[RankOutcome]) -> str:
+    """Return where each rank was when its call was interrupted in the parent."""
+    # Without "hung": no limit has passed.
+    running = [
+        replace(o, state=RankState.VICTIM) if o.state is RankState.HUNG else o
+        for o in outcomes
+    ]
+    title = "the ranks of the call that was interrupted:"
+    lines = [title, *_last_collectives(running), *_section("interrupted", running)]
+    return "\n".join(lines)
 
 
 def render_output(outcomes: tuple[RankOutcome, ...]) -> str:
@@ -79,6 +92,10 @@ def _collectives(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> Iterat
         difference = find_missing(records)
     if difference is not None:
         yield from ("", difference)
+    yield from _last_collectives(outcomes)
+
+
+def _last_collectives(outcomes: Sequence[RankOutcome]) -> Iterator[str]:
     waiting = [o for o in outcomes if not o.ok and o.collectives]
     if waiting:
         yield from ("", "last collectives:")

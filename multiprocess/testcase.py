@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 import unittest
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from .cluster import Cluster
 from .errors import WorldError
@@ -19,6 +20,9 @@ from .rank.endings import SKIP, XFAIL, refuse_unrun
 from .rank.unittests import CaseRef, run_case
 from .report import render_output
 from .spec import CallOptions, Isolation, WorldSpec
+
+if TYPE_CHECKING:
+    from .rank.world import World
 
 Submit = Callable[..., tuple[RankOutcome, ...]]
 """``submit(spec, options, fn, *args)`` runs a test, and shows its output if it ends."""
@@ -38,13 +42,21 @@ def _submit_to_own_ranks(
     return outcomes
 
 
+_NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
+
 _submit: Submit = _submit_to_own_ranks
+_defaults = _NO_DEFAULTS
 
 
-def use(submit: Submit | None) -> None:
-    """Have all tests run where ``submit`` says; on ranks of our own by default."""
-    global _submit
-    _submit = submit or _submit_to_own_ranks
+def use(submit: Submit | None, defaults: Mapping[str, Any] = _NO_DEFAULTS) -> None:
+    """Have all tests run where ``submit`` says; on ranks of our own by default.
+
+    Args:
+        submit: Runs a test.
+        defaults: Settings for classes that do not set them.
+    """
+    global _submit, _defaults
+    _submit, _defaults = submit or _submit_to_own_ranks, defaults
 
 
 def run_on_ranks(spec: WorldSpec, fn: Callable[..., Any], *args: Any) -> None:
@@ -52,7 +64,8 @@ def run_on_ranks(spec: WorldSpec, fn: Callable[..., Any], *args: Any) -> None:
 
     Args:
         spec: The world.
-        fn: What each rank calls; returns ``Left`` where it skipped.
+        fn: Function for each rank, which finds the test by ``CaseRef.find``; it returns
+            ``Left`` where it skips.
         *args: Its arguments.
 
     Raises:
@@ -61,7 +74,10 @@ def run_on_ranks(spec: WorldSpec, fn: Callable[..., Any], *args: Any) -> None:
     """
     __tracebackhide__ = True
     options = CallOptions(
-        timeout_s=spec.timeout_s, isolation=spec.isolation, leaves_nothing=True
+        timeout_s=spec.timeout_s,
+        isolation=spec.isolation,
+        leaves_nothing=True,
+        prepares=True,  # `CaseRef.find` imports the test
     )
     outcomes = _submit(spec, options, fn, *args)
     left = outcomes[0].value  # alike on all ranks
@@ -74,7 +90,9 @@ def run_on_ranks(spec: WorldSpec, fn: Callable[..., Any], *args: Any) -> None:
 class TestCase(unittest.TestCase):
     """Runs ``setUp``, the test and ``tearDown`` on every rank.
 
-    Settings are attributes of the class. ``setUpClass`` and ``tearDownClass`` run once,
+    Settings are attributes of the class. In a session of pytest its command line and
+    ini file give ``backend``, ``isolation`` and ``timeout_s`` to classes that do not
+    set them. ``setUpClass`` and ``tearDownClass`` run once,
     in the parent; what they set on the class is not seen on the ranks.
 
     Example:
@@ -97,7 +115,7 @@ class TestCase(unittest.TestCase):
     """Backend of the default process group."""
 
     device_type: Any = "cpu"
-    """Where the ranks keep their tensors."""
+    """Type of the device of each rank; as ``WorldSpec.device`` if no class sets it."""
 
     default_group = True
     """True if a process group is there when ``setUp`` begins; otherwise the test makes
@@ -132,14 +150,29 @@ class TestCase(unittest.TestCase):
         )
 
     def _spec(self) -> WorldSpec:
-        return WorldSpec(
-            world_size=int(self.world_size),
-            backend=self.backend,
-            device=self.device_type,
-            default_group=self.default_group,
-            isolation=self.isolation,
-            timeout_s=self.timeout_s,
-        )
+        settings: dict[str, Any] = {
+            "world_size": int(self.world_size),
+            "backend": self.backend,
+            "device": self.device_type if self._sets("device_type") else "",
+            "default_group": self.default_group,
+            "isolation": self.isolation,
+            "timeout_s": self.timeout_s,
+        }
+        settings.update((n, v) for n, v in _defaults.items() if not self._sets(n))
+        return WorldSpec(**settings)
+
+    def _sets(self, name: str) -> bool:
+        """True if a subclass or this instance has a setting of its own."""
+        owners = (cls for cls in type(self).__mro__ if name in vars(cls))
+        return name in vars(self) or next(owners) is not TestCase
+
+    def _join(self, world: World) -> None:
+        """Be a test on one rank of a world."""
+        self.rank = world.rank
+        found = {"backend": world.backend, "device_type": world.device.type}
+        for name, value in found.items():
+            if not self._sets(name):
+                setattr(self, name, value)
 
     # What unittest calls around a test; IsolatedAsyncioTestCase overrides the same.
     def _callSetUp(self) -> None:

@@ -10,13 +10,16 @@ import pickle
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from .. import linux
 from ..errors import WorldError
 from ..messages import Kind, Reply
 from ..outcomes import Left, Place, RankOutcome, RankState
 from ..report import ended_without, find_odd_rank
-from .watch import Fact
+
+if TYPE_CHECKING:
+    from .watch import Fact
 
 _DOING = {
     Place.BODY: "still running",
@@ -34,7 +37,7 @@ def outcomes_of(facts: Sequence[Fact]) -> tuple[tuple[RankOutcome, ...], int | N
     Returns:
         One outcome per rank, and the rank that failed first (None: all returned).
     """
-    first = [_outcome(fact) for fact in facts]
+    first = [observed(fact) for fact in facts]
     lost = [_left_a_wait(fact) for fact in facts]
     waiting = _waiting(first)
     root = _root(first, facts, waiting)
@@ -100,7 +103,8 @@ def _as_raised(outcome: RankOutcome) -> RankOutcome:
     )
 
 
-def _outcome(fact: Fact) -> RankOutcome:
+def observed(fact: Fact) -> RankOutcome:
+    """Return the outcome of one rank by its own facts; it may still be running."""
     blank = RankOutcome(
         rank=fact.rank,
         state=RankState.OK,

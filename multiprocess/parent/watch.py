@@ -17,9 +17,10 @@ from typing import Protocol
 from .. import linux
 from ..messages import Kind, Reply
 from ..outcomes import Collective, Place
-from ..report import ended_without
+from ..report import ended_without, render_interrupted
 from ..spec import CallOptions
 from .rank_processes import RankProcess, RankProcesses
+from .root_cause import observed
 
 _CRASH_GRACE_S = 0.25
 """Shorter than after an exception: connections to a dead process break at once."""
@@ -112,19 +113,20 @@ class Watch:
                 self._selector.register(fd, selectors.EVENT_READ, rank)
 
     def facts(self) -> tuple[Fact, ...]:
-        """Wait for the end of the call; return the facts, in rank order."""
+        """Wait for the end of the call; return the facts, in rank order.
+
+        An exception that interrupts the wait, as ctrl-C does, gets a note that says
+        where each rank was.
+        """
         with self._selector:
-            self._wait()
+            try:
+                self._wait()
+            except BaseException as error:
+                now = self._look(self._unfinished())
+                error.add_note(render_interrupted([observed(fact) for fact in now]))
+                raise
         left = self._unfinished()
-        ranks = self._processes.ranks
-        self._places = {r.rank: self._processes.place(r.rank) for r in ranks}
-        if left:
-            # Looked at before the stacks are asked for: that continues a stopped rank.
-            self._stopped = {
-                rank.rank for rank in left if linux.process_state(rank.pid) == "T"
-            }
-            self._processes.dump_stacks(left)
-        facts = [self._fact(rank) for rank in ranks]
+        facts = self._look(left)
         if left and self._processes.runs:  # else they are still joining
             # Under torchrun connections to ranks elsewhere last until the call is
             # judged: a rank that waits for those would wait in vain.
@@ -134,9 +136,18 @@ class Watch:
             # What is known stays; only what teardown wrote is added.
             facts = [
                 replace(fact, output=fact.output + self._output(rank))
-                for rank, fact in zip(ranks, facts, strict=True)
+                for rank, fact in zip(self._processes.ranks, facts, strict=True)
             ]
         return tuple(facts)
+
+    def _look(self, left: list[RankProcess]) -> list[Fact]:
+        ranks = self._processes.ranks
+        self._places = {r.rank: self._processes.place(r.rank) for r in ranks}
+        if left:
+            # Looked at before the stacks are asked for: that continues a stopped rank.
+            self._stopped = {rank.rank for rank in left if _is_stopped(rank)}
+            self._processes.dump_stacks(left)
+        return [self._fact(rank) for rank in ranks]
 
     def _wait(self) -> None:
         while self._unfinished():
@@ -203,9 +214,11 @@ class Watch:
                 self._end_by(self._grace_s)
 
     def _look_for_the_begin(self) -> None:
-        """Start the clock of the call once all ranks are prepared."""
-        waiting = self._unfinished()
-        if all(self._processes.has_begun(rank.rank) for rank in waiting):
+        """Start the clock of the call once all ranks are prepared, or stopped."""
+        if all(
+            self._processes.has_begun(rank.rank) or _is_stopped(rank)
+            for rank in self._unfinished()
+        ):
             self._prepares = False
             self._began = linux.now_s()
             self._end_by(self._limit_s)
@@ -252,6 +265,10 @@ class Watch:
         # Also what came after the last read, or while no process read the pipe.
         rank.output.drain()
         return rank.output.take()
+
+
+def _is_stopped(rank: RankProcess) -> bool:
+    return linux.process_state(rank.pid) == "T"
 
 
 def _without_harness(stacks: str) -> str:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import types
 import unittest
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -246,11 +246,16 @@ def explain(
     """Show a failed world in words, not by the parent's traceback."""
     failure = call.excinfo.value if call.excinfo else None
     if isinstance(failure, WorldError) and _is_of(item, (TestCase, *_torch_bases())):
-        show(item, failure, str(failure), report)
+        show(item, failure, report)
 
 
-def submit_by(runner: Callable[[], Runner]) -> None:
-    """Make the tests of classes run where the session's marked tests run."""
+def submit_by(runner: Callable[[], Runner], defaults: Mapping[str, Any]) -> None:
+    """Make the tests of classes run where the session's marked tests run.
+
+    Args:
+        runner: Returns where those run.
+        defaults: The session's settings for classes that do not set them.
+    """
 
     def submit(
         spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
@@ -264,4 +269,4 @@ def submit_by(runner: Callable[[], Runner]) -> None:
             print(render_output(outcomes), end="")
         return outcomes
 
-    use(submit)
+    use(submit, defaults)

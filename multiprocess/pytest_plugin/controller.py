@@ -12,6 +12,7 @@ import random
 import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from ..errors import WorldError
 from ..outcomes import Left, RankOutcome, RankState
 from ..parent.forkserver_client import want_preloaded
 from ..rank.endings import SKIP, XFAIL, early_end, unrunnable
-from ..report import render_output
+from ..report import render_failure, render_output
 from ..spec import CallOptions, WorldSpec
 from . import internals
 from .rank_session import (
@@ -321,8 +322,8 @@ class ItemRun:
             return  # of another plugin
         if report.failed and self.failure is not None and call.when == self.failed_in:
             notes = list(getattr(raised, "__notes__", []))
-            text = _disagreement(self.failure.outcomes) + str(self.failure)
-            show(self._item, self.failure, "\n".join([text, *notes]), report)
+            title = _disagreement(self.failure.outcomes)
+            show(self._item, self.failure, report, title, notes)
 
 
 def complete(
@@ -334,11 +335,25 @@ def complete(
         run.complete(call, report)
 
 
+def shows_live(config: pytest.Config) -> bool:
+    """True if output of ranks is shown while they run, and so in no report of ours."""
+    return config.getoption("capture", "fd") in ("no", "tee-sys")
+
+
 def show(
-    item: pytest.Item, failure: WorldError, text: str, report: pytest.TestReport
+    item: pytest.Item,
+    failure: WorldError,
+    report: pytest.TestReport,
+    title: str = "",
+    notes: Sequence[str] = (),
 ) -> None:
-    """Show ``text`` in the report of a failed world."""
-    report.longrepr = internals.chain_of(text, item, failure.root.headline)
+    """Show a failed world in a report, between ``title`` and ``notes``."""
+    outcomes, root = failure.outcomes, failure.root
+    if shows_live(item.config):
+        outcomes = tuple(replace(outcome, output="") for outcome in outcomes)
+        root = outcomes[root.rank]
+    text = "\n".join([title + render_failure(outcomes, root), *notes])
+    report.longrepr = internals.chain_of(text, item, root.headline)
 
 
 def _deserialised(config: pytest.Config, data: Mapping[str, Any]) -> Any:

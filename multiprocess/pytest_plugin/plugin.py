@@ -144,7 +144,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if _has_classes(session):
         from .adopt import submit_by
 
-        submit_by(lambda: _runner(config))
+        submit_by(lambda: _runner(config), config.stash[_DEFAULTS])
         worlds = True
     if worlds and not config.option.collectonly:
         from .controller import preload_session
@@ -260,11 +260,11 @@ def _close_runner(config: pytest.Config) -> None:
 
 def _runner(config: pytest.Config) -> Runner:
     if _RUNNER not in config.stash:
+        from .controller import shows_live
         from .runner import AgentRunner, PoolRunner
 
         agent = config.stash.get(_AGENT, None)
-        # Else pytest captures the output, and shows it with the test's report.
-        live = config.getoption("capture", "fd") in ("no", "tee-sys")
+        live = shows_live(config)
         runner = PoolRunner(live) if agent is None else AgentRunner(agent, live)
         config.stash[_RUNNER] = runner
     return config.stash[_RUNNER]

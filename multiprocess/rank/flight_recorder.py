@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import CodeType, FrameType
 from typing import Any
 
@@ -117,15 +117,27 @@ def uninstall() -> None:
 
 
 @contextmanager
-def placed(place: Place) -> Iterator[None]:
-    """Note that the rank is there inside this context."""
+def placed(place: Place, record: tuple[int, int] | None = None) -> Iterator[None]:
+    """Note that the rank is there inside this context; see ``RecordWriter.enter``."""
     writer = _writer
     assert writer is not None
-    before = writer.enter(place)
+    before = writer.enter(place, record)
     try:
         yield
     finally:
         writer.leave(before)
+
+
+def wait_for_devices() -> None:
+    """Wait until GPUs have done what this call has queued, so that it has their errors.
+
+    Not where the call has left a collective to be waited for later.
+    """
+    last = None if _writer is None else _writer.last
+    for kind in () if _unwaited else (torch.cuda, torch.xpu):
+        if kind.is_initialized():
+            with placed(Place.COLLECTIVE, last) if last else nullcontext():
+                kind.synchronize()
 
 
 def left_a_wait(error: BaseException | None) -> bool:

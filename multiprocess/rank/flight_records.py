@@ -64,6 +64,11 @@ class RecordWriter:
         """Note that the call with this number has begun."""
         _BEGUN.pack_into(self._memory, self._start + _BEGUN_AT, number)
 
+    @property
+    def last(self) -> tuple[int, int] | None:
+        """The latest record of this call, as :meth:`record` returned it."""
+        return (self._calls, self._count - 1) if self._count else None
+
     def enter(
         self, place: Place, record: tuple[int, int] | None = None
     ) -> tuple[int, int]:

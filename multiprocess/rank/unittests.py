@@ -69,10 +69,12 @@ class CaseRef:
         )
 
     def find(self) -> Any:
-        """Import the class."""
-        if isinstance(self.cls, str):
-            return getattr(importlib.import_module(self.module), self.cls)
-        return self.cls
+        """Import the class; the limit of the test counts from then on."""
+        cls = self.cls
+        if isinstance(cls, str):
+            cls = getattr(importlib.import_module(self.module), cls)
+        current_world()._begin()  # noqa: SLF001  # its own world
+        return cls
 
 
 def run_case(case: CaseRef) -> Left | None:
@@ -82,7 +84,7 @@ def run_case(case: CaseRef) -> Left | None:
     cls = case.find()
     with _runs(cls, case.method):
         test = cls(case.method)
-        test.rank = current_world().rank
+        test._join(current_world())
         return _run_by_unittest(test)
 
 

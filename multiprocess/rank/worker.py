@@ -135,9 +135,10 @@ def _give_memory_back() -> None:
     """
     import torch
 
-    if torch.cuda.is_initialized():
-        gc.collect()  # an exception holds the tensors of its frames in a cycle
-        torch.cuda.empty_cache()
+    for kind in (torch.cuda, torch.xpu):
+        if kind.is_initialized():
+            gc.collect()  # an exception holds the tensors of its frames in a cycle
+            kind.empty_cache()
 
 
 def connect(host: str, port: int, prefix: str, *, serves: bool = False) -> Store:
@@ -310,7 +311,10 @@ class _Rank:
                 fn, args, kwargs = pickle.loads(message.payload)
                 left_behind.allow_present()  # of modules that are imported now
                 self._in_call = True
-                reply = _returned(fn(*args, **kwargs))
+                value = fn(*args, **kwargs)
+                if not isinstance(value, Failed):
+                    flight_recorder.wait_for_devices()
+                reply = _returned(value)
             except BaseException as error:
                 # SystemExit, too: the reply has its traceback, an exit code would not.
                 reply = raised(error, reusable=True)

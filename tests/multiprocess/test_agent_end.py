@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 # A public name of torch.distributed, which does not export it to mypy.
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 
 from gradparity.multiprocess import HarnessError
 from gradparity.multiprocess.elastic import agent as agent_module

@@ -243,6 +243,15 @@ def test_a_destroyed_group_is_recreated(cluster: Cluster) -> None:
     assert cluster.run(ranks_sum, 0) == [1.0, 1.0]
 
 
+# Of the module, as those below: cudnn's settings do not travel inside of a closure.
+def tune_cudnn() -> None:
+    torch.backends.cudnn.benchmark = True
+
+
+def tunes_cudnn() -> bool:
+    return torch.backends.cudnn.benchmark
+
+
 def multiply_in_tf32() -> None:
     # torch's getter for all kinds of products raises from here on
     torch.backends.cuda.matmul.fp32_precision = "tf32"
@@ -281,8 +290,8 @@ def test_settings_do_not_leak_into_the_next_call(
         torch.set_autocast_enabled("cpu", True)
         torch.set_autocast_dtype("cpu", torch.float16)
         torch.set_flush_denormal(True)
-        torch._C._set_cudnn_benchmark(True)  # the public one cannot travel
         multiply_in_tf32()
+        tune_cudnn()
         sys.setrecursionlimit(5000)
         gc.disable()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -301,7 +310,7 @@ def test_settings_do_not_leak_into_the_next_call(
             torch.is_autocast_enabled("cpu"),
             torch.get_autocast_dtype("cpu"),
             torch.full((), 1e-40).mul(1.0).item(),
-            torch._C._get_cudnn_benchmark(),
+            tunes_cudnn(),
             *precisions(),
             sys.getrecursionlimit(),
             gc.isenabled(),

@@ -203,6 +203,68 @@ def test_a_collective_that_one_rank_never_issues_is_told(cluster: Cluster) -> No
     assert cluster.run(total) == [12.0, 12.0]
 
 
+def test_a_collective_alone_that_nothing_waits_for_is_told(cluster: Cluster) -> None:
+    def act() -> None:
+        world = current_world()
+        if world.rank == 0:
+            dist.all_reduce(torch.ones(1, device=world.device))
+
+    cluster.run(total)
+    with pytest.raises(WorldError) as caught:
+        cluster.with_options(timeout_s=60).run(act)
+    root = caught.value.root
+    assert (root.rank, root.state) == (0, RankState.HUNG)
+    assert "rank 1 has ended without issuing it" in root.headline
+    assert cluster.run(total) == [12.0, 12.0]
+
+
+def test_an_error_of_the_device_is_of_the_call_that_caused_it(cluster: Cluster) -> None:
+    def act() -> None:
+        world = current_world()
+        if world.rank == 1:
+            place = torch.tensor([5], device=world.device)
+            torch.zeros(2, device=world.device)[place]  # reports nothing by itself
+
+    with pytest.raises(WorldError) as caught:
+        cluster.run(act)
+    root = caught.value.root
+    assert (root.rank, root.state) == (1, RankState.RAISED)
+    assert "CUDA error" in root.headline
+    assert cluster.run(total) == [12.0, 12.0]
+
+
+def test_each_type_of_device_has_its_backend() -> None:
+    def both() -> list[float]:
+        values = [torch.ones(1), torch.ones(1, device=current_world().device)]
+        for value in values:
+            dist.all_reduce(value)
+        return [value.item() for value in values]
+
+    mixed = "cpu:gloo,cuda:nccl"
+    with Cluster(2, backend=mixed, device="cuda", share_devices=True) as cluster:
+        assert cluster.run(both) == [[2.0, 2.0]] * 2
+
+
+OPTIONS = """
+import torch.distributed as dist
+
+def urgent():
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+"""
+
+
+def test_a_process_group_has_the_options_of_its_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nccl_options.py").write_text(OPTIONS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    with on_gpu(pg_options="nccl_options:urgent") as cluster:
+        assert cluster.run(total) == [12.0, 12.0]
+        fresh = cluster.with_options(isolation="group")
+        assert fresh.run(total) == [12.0, 12.0]
+
+
 def in_use() -> tuple[int, int]:
     return torch.cuda.memory_allocated() // MIB, torch.cuda.memory_reserved() // MIB
 

@@ -2,9 +2,15 @@
 
 # regression: M14
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradparity.multiprocess import Cluster, WorldError, current_world
 from gradparity.multiprocess.rank import flight_recorder, left_behind
 from gradparity.tests.multiprocess.test_pytest_plugin import Session, session
 
@@ -109,3 +115,52 @@ def test_a_thread_in_a_collective_is_named_by_the_code_that_calls_it() -> None:
     exec(compile(source, flight_recorder.__file__, "exec"), names)
     place = names["recorded"](lambda: left_behind._place(sys._getframe(1)))
     assert place.startswith("test_left_behind.py:")
+
+
+def pretends_to_have_a_gpu(error: str, log: Path) -> None:
+    """Note what is asked of a GPU, on a rank that ends with this test."""
+    gpu: Any = torch.cuda
+
+    def synchronize() -> None:
+        log.open("a").write("waited for, ")
+        if error:
+            raise RuntimeError(error)
+
+    gpu.is_initialized = lambda: True
+    gpu.synchronize = synchronize
+    gpu.empty_cache = lambda: log.open("a").write("emptied, ")
+
+
+def test_a_call_has_the_errors_of_its_gpu_and_leaves_no_memory(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with Cluster(1) as cluster:
+        cluster.run(pretends_to_have_a_gpu, "", log)
+        cluster.run(int)
+        assert log.read_text().startswith("waited for, emptied, waited for, ")
+        with pytest.raises(WorldError, match="device-side assert"):
+            cluster.run(pretends_to_have_a_gpu, "device-side assert", log)
+
+
+def test_a_call_does_not_wait_for_what_a_later_one_is_to_wait_for(
+    tmp_path: Path,
+) -> None:
+    def leaves() -> None:
+        pretends_to_have_a_gpu("it would hang", tmp_path / "log")
+        dist.all_reduce(torch.ones(1), async_op=True)
+
+    with Cluster(2) as cluster:
+        cluster.run(leaves)
+
+
+def test_a_wait_for_a_gpu_is_one_for_the_collective_before_it() -> None:
+    def act() -> None:
+        if current_world().rank == 0:
+            gpu: Any = torch.cuda
+            gpu.is_initialized = lambda: True
+            gpu.synchronize = lambda: time.sleep(1000)
+            dist.broadcast(torch.ones(1), src=0)  # returns at once, as with NCCL
+
+    with Cluster(2) as cluster, pytest.raises(WorldError) as caught:
+        cluster.with_options(timeout_s=100).run(act)
+    assert caught.value.root.rank == 0
+    assert "rank 1 has ended without issuing it" in str(caught.value)

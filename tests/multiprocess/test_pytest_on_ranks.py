@@ -358,6 +358,11 @@ def test_output_that_is_not_captured_has_the_rank_in_front(
 ) -> None:
     done = session(
         """
+@pytest.mark.world(world_size=2)
+def test_fails():
+    print("and fails")
+    raise ValueError("on purpose")
+
 @pytest.fixture(scope="module")
 def wide():
     yield
@@ -376,11 +381,14 @@ class TestOurs(TestCase):
         option,
         "-rN",
     )
-    assert "2 passed" in done.stdout
+    assert "2 passed" in done.stdout and "1 failed" in done.stdout
+    shown = 1 if option == "-s" else 2  # pytest's own report has it, too
+    for rank in 0, 1:
+        assert done.stdout.count(f"rank {rank}: and fails\n") == shown, done.stdout
     for text in "here", "in a class", "the end":
         for rank in 0, 1:
             assert done.stdout.count(f"rank {rank}: {text}\n") == 1, done.stdout
-    assert "--- rank" not in done.stdout
+    assert "--- rank" not in done.stdout and "--- output" not in done.stdout
 
 
 def test_each_feature_of_the_page_has_a_test() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 # A public name of torch.distributed, which does not export it to mypy.
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 
 from gradparity.multiprocess import HarnessError
 from gradparity.multiprocess.elastic import store as store_module

@@ -11,7 +11,7 @@ import pytest
 # In a process of torchrun: all that its agent stores is also written to a file.
 RECORD = """
 import os, pickle
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore
 
 store_set = PrefixStore.set
 
@@ -83,7 +83,7 @@ rank, replays = os.environ["RANK"], mode == "replay"
 
 if replays and rank == "1":
     from datetime import timedelta
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
+    from torch.distributed import PrefixStore, TCPStore
     port = int(os.environ["MASTER_PORT"])
     raw = TCPStore(os.environ["MASTER_ADDR"], port, timeout=timedelta(seconds=60))
     attacker = PrefixStore("gradparity/0/2/agent0", raw)

@@ -1,10 +1,13 @@
 """Marker, command line and ini file say what world a test gets."""
 
+import re
+
 import pytest
 
 from gradparity.multiprocess import WorldSpec
 from gradparity.multiprocess.pytest_plugin import settings
 from gradparity.multiprocess.pytest_plugin.settings import defaults_of, world_of
+from gradparity.multiprocess.testcase import TestCase, use
 from gradparity.tests.multiprocess.test_pytest_plugin import Session, session
 
 pytest_plugins = ["pytester"]
@@ -58,6 +61,70 @@ def test_slow(world):
     )
     assert "1 failed" in done.stdout
     assert "hung, still running" in done.stdout
+
+
+def test_a_class_has_the_defaults_that_it_does_not_set(session: Session) -> None:
+    done = session(
+        """
+from gradparity.multiprocess import TestCase, current_world
+
+if "GRADPARITY_WORLD" in os.environ:
+    time.sleep(2.1)  # regression: M18, the limit of a test is not that of its import
+
+class TestDefaults(TestCase):
+    def test_backend(self):
+        assert current_world().backend == self.backend == "cpu:gloo,cuda:gloo"
+        assert current_world().device.type == self.device_type == "cpu"
+
+    def test_slow(self):
+        time.sleep(1000)
+""",
+        "--world-timeout-s=2",
+        "--world-backend=cpu:gloo,cuda:gloo",
+    )
+    assert "1 passed" in done.stdout and "1 failed" in done.stdout, done.stdout
+    assert "hung, still running after" in done.stdout
+
+
+def test_a_rank_that_is_stopped_while_it_imports_has_the_limit_of_the_test(
+    session: Session,
+) -> None:
+    done = session(
+        """
+import signal
+
+if "GRADPARITY_WORLD" in os.environ and os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+@pytest.mark.world(2, timeout_s=1)
+def test_it():
+    dist.barrier()
+"""
+    )
+    assert "1 failed" in done.stdout
+    hung = r"rank 1: hung, stopped by a signal after \d{1,2}\.\d s"
+    assert re.search(hung, done.stdout), done.stdout
+
+
+class Base(TestCase):
+    timeout_s = 50.0
+    backend = "gloo"
+
+
+class OfBase(Base):
+    device_type = "cuda"
+
+
+def test_what_a_class_sets_wins_over_the_defaults() -> None:
+    defaults = {"timeout_s": 3.0, "backend": "nccl", "isolation": "group"}
+    use(None, defaults)
+    try:
+        spec, plain = OfBase()._spec(), TestCase()._spec()
+    finally:
+        use(None)
+    assert (spec.timeout_s, spec.backend, spec.device) == (50.0, "gloo", "cuda")
+    assert (plain.timeout_s, plain.backend, plain.device) == (3.0, "nccl", "cuda")
+    assert spec.isolation == plain.isolation == "group"
 
 
 def test_a_world_may_have_as_many_ranks_as_there_are_cores(
