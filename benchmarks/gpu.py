@@ -23,6 +23,8 @@ from gradparity.conformance.files import write_whole
 from gradparity.conformance.report.records import CaseRecord, Report, read_report
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
+SCALER = RESULTS.with_name("gpu_scaler.json")
+"""Record of ``gpu_scaler.py``."""
 PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
 
 
@@ -59,8 +61,8 @@ def record_of(commit: str, nccl: str, reports: Sequence[Report]) -> dict[str, An
     }
 
 
-def tables(record: Mapping[str, Any]) -> dict[str, str]:
-    """The tables of the page, by name."""
+def tables(record: Mapping[str, Any], timed: Mapping[str, Any]) -> dict[str, str]:
+    """Tables of the page, by name, from its two records."""
     cells: dict[str, dict[str, list[tuple[str, float | None]]]] = defaultdict(dict)
     for scaler, topology, _, status, ratio in record["cases"]:
         cells[topology].setdefault(scaler, []).append((status, ratio))
@@ -76,7 +78,30 @@ def tables(record: Mapping[str, Any]) -> dict[str, str]:
         f"{record['nccl']}, Python {record['python']}, {', '.join(record['gpus'])}, "
         f"{record['runs'][0]['started'][:10]}; {judged} of {planned} planned cases"
     )
-    return {"made": made, "verdicts": "\n".join(lines)}
+    verdicts = "\n".join(lines)
+    return {"made": made, "verdicts": verdicts, "scaler": _of_scaler(timed)}
+
+
+def _of_scaler(record: Mapping[str, Any]) -> str:
+    heads = ("gradients", "call", "torch's time over ours", "kernels", "waits")
+    lines = [row(*heads), row(*["---"] * len(heads))]
+    for part, calls in record["parts"].items():
+        for call in calls:
+            theirs, ours = call["torch"], call["ours"]
+            counts = [f"{theirs[k]} / {ours[k]}" for k in ("kernels", "waits")]
+            ratio = f"{theirs['us'] / ours['us']:.2f}"
+            lines.append(row(part, call["work"], ratio, *counts))
+    made = record["provenance"]
+    lines += [
+        "",
+        f"{made['gpu']}, torch {made['torch']}, NCCL {made['nccl']}, {made['date']}.",
+    ]
+    return "\n".join(lines)
+
+
+def write_page() -> None:
+    """Put the tables of the records in the place of those on the page."""
+    write_between(PAGE, tables(*(json.loads(p.read_text()) for p in (RESULTS, SCALER))))
 
 
 def _told(cases: Sequence[tuple[str, float | None]]) -> str:
@@ -98,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     reports = [read_report(path) for path in given.reports]
     record = record_of(given.commit, given.nccl, reports)
     write_whole(RESULTS, json.dumps(record, indent=1) + "\n")
-    write_between(PAGE, tables(record))
+    write_page()
     return 0
 
 

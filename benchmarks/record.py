@@ -1,10 +1,12 @@
 """Speed of ``gradparity record`` and ``compare``: a step, a file, a comparison.
 
-    python -m gradparity.benchmarks.record
+    python -m gradparity.benchmarks.record [--device cuda]
 
 A recorded step is compared with the step before it, which is not recorded, in one
-process: a transformer of 10 million parameters with AdamW in fp32. The comparison reads
-2,000 tensors of 4,096 elements over three steps. Results go to ``results/record.json``.
+process: a transformer of 10 million parameters with AdamW in fp32, on a GPU one of 110
+million in bf16 autocast. The comparison reads 2,000 tensors of 4,096 elements over
+three steps. Results go to ``results/record.json``, of a GPU to
+``results/record-cuda.json``. A part that fails is told, and the others are measured.
 """
 
 from __future__ import annotations
@@ -15,10 +17,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
 import torch
@@ -34,15 +40,37 @@ RESULTS = Path(__file__).parent / "results" / "record.json"
 TENSORS, SIDE, STEPS = 2000, 64, 3
 
 
-class Transformer(nn.Module):
-    """10.2 million parameters: 3 layers of width 512, 1,024 words."""
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Sizes of a model and its batch."""
 
-    def __init__(self) -> None:
+    width: int
+    layers: int
+    words: int
+    length: int
+    rows: tuple[int, ...]
+    """Rows of each batch that is measured."""
+
+
+SIZES = {
+    "cpu": Size(width=512, layers=3, words=1024, length=128, rows=(1, 8)),
+    "cuda": Size(width=768, layers=12, words=16384, length=512, rows=(8, 32)),
+}
+
+
+class Transformer(nn.Module):
+    """Words in, scores of the next words out; heads are 64 wide."""
+
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.words = nn.Embedding(1024, 512)
-        layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-        self.head = nn.Linear(512, 1024, bias=False)
+        width = size.width
+        self.words = nn.Embedding(size.words, width)
+        layer = nn.TransformerEncoderLayer(
+            width, width // 64, 4 * width, dropout=0.0, batch_first=True
+        )
+        layers = nn.TransformerEncoder(layer, size.layers, enable_nested_tensor=False)
+        self.layers = layers
+        self.head = nn.Linear(width, size.words, bias=False)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         """Return the scores of the next words."""
@@ -50,30 +78,49 @@ class Transformer(nn.Module):
         return scores
 
 
+def batch(device: str, rows: int) -> torch.Tensor:
+    """Rows of words, and the word after the last of each."""
+    size = SIZES[device]
+    return torch.randint(size.words, (rows, size.length + 1), device=device)
+
+
+def backward(model: nn.Module, words: torch.Tensor) -> None:
+    """Make the gradients of a batch; on a GPU in bf16."""
+    device = words.device.type
+    with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
+        scores = model(words[:, :-1]).flatten(0, 1)
+        loss = nn.functional.cross_entropy(scores, words[:, 1:].flatten())
+    loss.backward()
+
+
+def now(device: str) -> float:
+    """The time after all that was asked of a device."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def overhead(device: str, pairs: int, rows: int) -> dict[str, float]:
     """Median time of a step, and of a recorded one, in milliseconds."""
     torch.manual_seed(0)
-    model = Transformer().to(device)
+    model = Transformer(SIZES[device]).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    words = torch.randint(1024, (rows, 129), device=device)
+    words = batch(device, rows)
     times: list[float] = []
     with TemporaryDirectory() as folder:
         recorder = Recorder(Orders(out=folder, steps=(2, 2 * pairs + 3)))
         recorder.steps = range(2, 2 * pairs + 3, 2)
         recorder.install()
         for _ in range(2 * pairs + 2):
-            begin = time.perf_counter()
+            begin = now(device)
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(
-                model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten()
-            )
-            loss.backward()
+            backward(model, words)
             optimizer.step()
-            if device != "cpu":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
+            times.append(now(device) - begin)
             recorder.done.clear()  # what is kept of a step is not timed here
-        recorder.written = True
+        recorder.remove()
+        if recorder.recording.notes:
+            raise RuntimeError(recorder.recording.notes[0])
     plain, recorded = times[3::2], times[4::2]
     ratios = [b / a for a, b in zip(plain, recorded, strict=False)]
     return {
@@ -84,39 +131,45 @@ def overhead(device: str, pairs: int, rows: int) -> dict[str, float]:
     }
 
 
-def watched(steps: int, rows: int) -> dict[str, float]:
-    """The share of a DDP step on two ranks that ``watch`` takes."""
-    with Cluster(2) as two:
-        shares = two.run(_share_of_watch, steps, rows)
+def watched(device: str, steps: int, rows: int) -> dict[str, float]:
+    """The share of a DDP step on two ranks that ``watch`` takes; they share a GPU."""
+    shared = device != "cpu"
+    two = Cluster(
+        2,
+        backend="nccl" if shared else "gloo",
+        device="cuda" if shared else "cpu",
+        share_devices=shared,
+        timeout_s=300,
+    )
+    with two:
+        shares = two.run(_share_of_watch, device, steps, rows)
     return {"share": round(max(shares), 4)}
 
 
-def _share_of_watch(steps: int, rows: int) -> float:
+def _share_of_watch(device: str, steps: int, rows: int) -> float:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = nn.parallel.DistributedDataParallel(Transformer())
+    model = nn.parallel.DistributedDataParallel(Transformer(SIZES[device]).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    words = torch.randint(1024, (rows, 129))
+    words = batch(device, rows)
     watch = gradparity.watch(model, optimizer)
     own: list[float] = []
-    run = watch._stepped
+    run = watch.stepped
 
     def timed(*args: object) -> None:
-        begin = time.perf_counter()
+        begin = now(device)
         run(*args)
-        own.append(time.perf_counter() - begin)
+        own.append(now(device) - begin)
 
-    watch._handles.pop().remove()
-    watch._handles.append(optimizer.register_step_post_hook(timed))
+    watch.handles.pop().remove()
+    watch.handles.append(optimizer.register_step_post_hook(timed))
     times: list[float] = []
     for _ in range(steps):
-        begin = time.perf_counter()
+        begin = now(device)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(
-            model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten()
-        ).backward()
+        backward(model, words)
         optimizer.step()
-        times.append(time.perf_counter() - begin)
+        times.append(now(device) - begin)
     watch.close()
     return median(own) / median(times)
 
@@ -156,26 +209,44 @@ def comparison() -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and record."""
+    """Measure, print and record; 1 if a part failed."""
     parser = argparse.ArgumentParser(prog="record", description=__doc__)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", choices=[*SIZES], default="cpu")
     parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--json", type=Path, help="where the record goes")
     given = parser.parse_args(argv)
     torch.set_num_threads(1)
-    found = {
-        "torch": str(torch.__version__),
-        "device": given.device,
-        **{
-            f"rows_{rows}": overhead(given.device, given.pairs, rows) for rows in (1, 8)
-        },
-        "watch": watched(2 * given.pairs, 8),
-        "compare": comparison(),
+    device, pairs, size = given.device, given.pairs, SIZES[given.device]
+    on_cpu = device == "cpu"
+    path = given.json or (
+        RESULTS if on_cpu else RESULTS.with_name(f"record-{device}.json")
+    )
+    parts: dict[str, Callable[[], dict[str, float]]] = {
+        f"rows_{n}": partial(overhead, device, pairs, n) for n in size.rows
     }
-    text = json.dumps(found, indent=1)
-    print(text)
-    write_whole(RESULTS, text + "\n")
-    return 0
+    parts["watch"] = partial(
+        watched, device, 2 * pairs, size.rows[0 if not on_cpu else -1]
+    )
+    parts["compare"] = comparison
+    record: dict[str, Any] = {
+        "torch": str(torch.__version__),
+        "device": device if on_cpu else torch.cuda.get_device_name(),
+        "size": asdict(size),
+    }
+    failed = 0
+    for name, measure in parts.items():
+        try:
+            record[name] = measure()
+        except Exception as error:  # of one part: the others are still to come
+            traceback.print_exc()
+            record[name] = {"error": f"{type(error).__name__}: {error}"[:400]}
+            failed = 1
+        print(json.dumps({name: record[name]}), flush=True)
+        write_whole(path, json.dumps(record, indent=1) + "\n")
+    return failed
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+if __name__ == "__main__":  # ranks find by its name what is of no __main__
+    from gradparity.benchmarks import record
+
+    sys.exit(record.main())

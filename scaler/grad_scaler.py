@@ -392,7 +392,9 @@ class GradScaler(ScalerCore):
                 self._row,
                 "update",
                 is_usual=not iteration.is_unusual,
-                must_have_gradients=not (
+                # Without any flag it is raised below, and no second time at a sync.
+                must_have_gradients=bool(flags)
+                and not (
                     iteration.has_failed
                     or chosen is not None
                     or self._steps_without_gradients

@@ -158,8 +158,11 @@ def by_device_and_dtype(tensors: list[torch.Tensor], *, allow_fp16: bool) -> Gra
     """
     groups: Gradients = {}
     # Making a device for each tensor costs more than these looks at all of them.
-    is_one = len(tensors) == 1
-    if is_one or (all(map(_IS_CPU, tensors)) and len(set(map(_DTYPE, tensors))) == 1):
+    on_one_device = all(map(_IS_CPU, tensors)) or (
+        all(map(_IS_CUDA, tensors))
+        and len(set(map(torch.Tensor.get_device, tensors))) == 1
+    )
+    if tensors and on_one_device and len(set(map(_DTYPE, tensors))) == 1:
         groups[tensors[0].device, tensors[0].dtype] = tensors
     else:
         for tensor in tensors:
@@ -169,7 +172,8 @@ def by_device_and_dtype(tensors: list[torch.Tensor], *, allow_fp16: bool) -> Gra
     return groups
 
 
-_IS_SPARSE, _IS_CPU = attrgetter("is_sparse"), attrgetter("is_cpu")
+_IS_SPARSE = attrgetter("is_sparse")
+_IS_CPU, _IS_CUDA = attrgetter("is_cpu"), attrgetter("is_cuda")
 _DTYPE = attrgetter("dtype")
 _PLAIN = {torch.Tensor}
 

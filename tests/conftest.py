@@ -77,18 +77,41 @@ def runner() -> Iterator["Runner"]:
         yield made
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Have the scaler's tests run on a GPU as well, where there is one."""
+    if visible_gpus():
+        from gradparity.tests.on_gpu import on_both
+
+        on_both(metafunc)
+
+
 @pytest.fixture(scope="module")
-def two() -> Iterator[Cluster]:
+def device(request: pytest.FixtureRequest) -> str:
+    """The type of the device that a module's ranks compute on."""
+    kind: str = getattr(request, "param", "cpu")
+    return kind
+
+
+@pytest.fixture(scope="module")
+def two(device: str) -> Iterator[Cluster]:
     """Two ranks for the tests of one module."""
-    with Cluster(2) as cluster:
+    with _ranks(2, device) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
-def four() -> Iterator[Cluster]:
+def four(device: str) -> Iterator[Cluster]:
     """Four ranks for the tests of one module."""
-    with Cluster(4) as cluster:
+    with _ranks(4, device) as cluster:
         yield cluster
+
+
+def _ranks(world_size: int, device: str) -> Cluster:
+    if device == "cpu":
+        return Cluster(world_size)
+    from gradparity.tests.on_gpu import OnGpu
+
+    return OnGpu(world_size)
 
 
 @pytest.fixture

@@ -45,8 +45,13 @@ class Kernels(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+def device_type() -> str:
+    """Return the type of device on which tensors are made: a test's own, or the CPU."""
+    return torch.get_default_device().type
+
+
 def scaled(make: Any = GradScaler, scale: float = 4.0, **settings: Any) -> Any:
-    scaler = make(device="cpu", init_scale=scale, **settings)
+    scaler = make(device=device_type(), init_scale=scale, **settings)
     scaler.scale(torch.ones(()))
     return scaler
 

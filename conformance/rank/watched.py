@@ -10,11 +10,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
+from ..record.steps import StepHooks
 from .methods import TAKES_AN_OPTIMIZER
 from .trace import Kind
 
@@ -28,50 +25,16 @@ def watching_optimizers(note: Callable[[Kind, Optimizer], None]) -> Iterator[Non
     Kinds are ``BEGINS``, ``USES`` (once the gradients are there: after the optimizer's
     own hooks, and each time that a closure has made them) and ``STEPPED``.
     """
-    depth: Counter[int] = Counter()
-    last: dict[int, Any] = {}  # of those in the midst of a step
-
-    def begins(optimizer: Optimizer, *_: Any) -> None:
-        depth[id(optimizer)] += 1
-        if depth[id(optimizer)] > 1:
-            return  # its class calls the step of its base class
-        note(Kind.BEGINS, optimizer)
-        # a hook of the stack's own may wait for gradients that are still on their way
-        last[id(optimizer)] = optimizer.register_step_pre_hook(about_to_step)
-
-    def about_to_step(
-        optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
-            note(Kind.USES, optimizer)
-            return None
-
-        def observed() -> Any:
-            result = closure()
-            note(Kind.USES, optimizer)
-            return result
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": observed}
-        return (args[0], observed, *args[2:]), kwargs
-
-    def stepped(optimizer: Optimizer, *_: Any) -> None:
-        depth[id(optimizer)] -= 1
-        if not depth[id(optimizer)]:
-            last.pop(id(optimizer)).remove()
-            note(Kind.STEPPED, optimizer)
-
-    hooks = [
-        register_optimizer_step_pre_hook(begins),
-        register_optimizer_step_post_hook(stepped),
-    ]
+    hooks = StepHooks(
+        begins=partial(note, Kind.BEGINS),
+        uses=partial(note, Kind.USES),
+        ended=partial(note, Kind.STEPPED),
+    )
+    hooks.install()
     try:
         yield
     finally:
-        # of an optimizer that raised in its step, the second was not called
-        for hook in [*hooks, *last.values()]:
-            hook.remove()
+        hooks.remove()
 
 
 class NoOptimizer:

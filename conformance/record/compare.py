@@ -17,18 +17,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
 
 import numpy as np
 
 from ..status import counted
-from .merge import Run, Whole
+from .equal import equal_inputs, lacking, listed, other_inputs, proved_names
+from .merge import Run, Side, Whole
 from .modules import GRADIENT, OUTPUT
 
 __all__ = ["Comparison", "Row", "Side", "compare"]
 
 FACTOR = 8.0
-"""Right variants of a job came to 0.23 of this bound at most."""
+"""Right variants of a job came to 0.17 of this bound at most."""
 WHOLE = 3.0
 """Right variants came to 1.6 noises at most; faults that are spread to 5 or more."""
 UNIT = 2.0**-24
@@ -40,16 +40,6 @@ NO_STEP = (
 )
 SAME, DIFFERENT, NOT_COMPARABLE, BROKEN, UNDECIDED = range(5)
 """Exit codes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Side:
-    """One side of a comparison."""
-
-    name: str
-    run: Run
-    noisy: Sequence[Run] = ()
-    """The same job again, as it is and nudged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,52 +90,15 @@ def compare(one: Side, other: Side) -> Comparison:
         one: the reference; it has noise.
         other: the side in question; its noise is added, if it was measured.
     """
-    names, start = _names(one.run, other.run)
+    names, start = proved_names(one.run, other.run)
     steps = sorted({*one.run.steps} & {*other.run.steps})
     comparison = Comparison(code=SAME, lines=[start])
-    if not names or not steps:
-        comparison.code = NOT_COMPARABLE
-        if not steps:
-            comparison.lines.insert(0, NO_STEP)
-        return comparison
-    first = _first_difference(one.run, other.run, names, steps)
-    comparison.lines += first.same
-    if first.text:
-        comparison.code, comparison.lines = (
-            NOT_COMPARABLE,
-            [first.text, *comparison.lines],
-        )
-        return comparison
-    if text := _lacking(one, other, names, steps):
-        comparison.code, comparison.lines = DIFFERENT, [text, *comparison.lines]
-        return comparison
-    if drew := one.run.drew | other.run.drew:
-        where = f": {', '.join(other.run.drops[:4])}" if other.run.drops else ""
-        comparison.code = UNDECIDED
-        comparison.lines.insert(
-            0,
-            f"random numbers were drawn in forward at step {min(drew)}{where}. Set all "
-            "dropout to 0 and record both sides again",
-        )
-        return comparison
-    elements = {
-        n: one.run.tensors[min(steps), "weight", n].size
-        for n in one.run.names("weight", min(steps))
-    }
-    proved = sum(elements[n] for n in names)
-    if proved < sum(elements.values()) / 2:
-        comparison.code = UNDECIDED
-        comparison.lines.insert(
-            0,
-            f"too little was compared: {len(names)} of {len(elements)} tensors have "
-            "a partner on the other side. Begin both from one checkpoint",
-        )
-        return comparison
-    if not one.noisy:
-        comparison.code = UNDECIDED
-        comparison.lines.insert(
-            0, f"{one.name} has no noise: record it with --noise 2, or compare --exact"
-        )
+    if names and steps:
+        comparison.lines += equal_inputs(one.run, other.run, names, steps)
+    obstacle = next(_obstacles(one, other, names, steps), None)
+    if obstacle is not None:
+        comparison.code, text = obstacle
+        comparison.lines[:0] = [text] if text else []
         return comparison
     comparison.rows = list(_rows(one, other, names, steps))
     _decide(comparison, steps)
@@ -158,6 +111,42 @@ def compare(one: Side, other: Side) -> Comparison:
     return comparison
 
 
+def _obstacles(
+    one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
+) -> Iterator[tuple[int, str]]:
+    """Yield what keeps numbers from being compared: a code and a sentence."""
+    if not steps:
+        yield NOT_COMPARABLE, NO_STEP
+        return
+    if not names:
+        yield NOT_COMPARABLE, ""  # the line on the start says it
+        return
+    for step in steps:
+        for text in other_inputs(one.run, other.run, names, step):
+            yield NOT_COMPARABLE, text
+    for text in lacking(one, other, names, steps):
+        yield DIFFERENT, text
+    if drew := one.run.drew | other.run.drew:
+        where = f": {', '.join(other.run.drops[:4])}" if other.run.drops else ""
+        yield (
+            UNDECIDED,
+            f"random numbers were drawn in forward at step {min(drew)}{where}. Set all "
+            "dropout to 0 and record both sides again",
+        )
+    first = min(steps)
+    every = one.run.names("weight", first)
+    elements = {name: one.run.tensors[first, "weight", name].size for name in every}
+    if sum(elements[name] for name in names) < sum(elements.values()) / 2:
+        yield (
+            UNDECIDED,
+            f"too little was compared: {len(names)} of {len(elements)} tensors have "
+            "a partner on the other side. Begin both from one checkpoint",
+        )
+    if not one.noisy:
+        text = f"{one.name} has no noise: record it with --noise 2, or compare --exact"
+        yield UNDECIDED, text
+
+
 def _losses(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
     """Losses, which nothing asks for.
 
@@ -166,11 +155,7 @@ def _losses(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
     seen = [step for step in steps if step in one.losses and step in other.losses]
     if seen:
         pairs = (f"{one.losses[s]:.6g} and {other.losses[s]:.6g}" for s in seen)
-        yield f"loss, a mean over ranks, at steps {_listed(seen)}: {', '.join(pairs)}"
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
+        yield f"loss, a mean over ranks, at steps {listed(seen)}: {', '.join(pairs)}"
 
 
 def _decide(found: Comparison, steps: Sequence[int]) -> None:
@@ -223,135 +208,6 @@ def _spread(rows: Sequence[Row], step: int) -> float:
         if row.step == step and row.kind == "gradient" and row.noise > 0
     ]
     return median(ratios) if ratios else 0.0
-
-
-# - What must be equal exactly
-
-
-def _names(one: Run, other: Run) -> tuple[dict[str, str], str]:
-    """Names of the first side -> those of the other, proved by the start, and words."""
-    at = min([*one.steps, *other.steps], default=0)
-    starts = {n: one.tensors[at, "weight", n] for n in one.names("weight", at)}
-    theirs = {n: other.tensors[at, "weight", n] for n in other.names("weight", at)}
-    proved, rounded, renamed, differ = dict[str, str](), 0, 0, []
-    by_digest: dict[tuple[Any, ...], list[str]] = {}
-    for name, whole in theirs.items():
-        by_digest.setdefault((whole.shape, whole.digest), []).append(name)
-    taken = set[str]()
-    for name, mine in starts.items():
-        its = theirs.get(name)
-        if its is not None and its.shape == mine.shape and its.is_whole:
-            if its.digest == mine.digest:
-                proved[name] = name
-            elif its.rounded == mine.rounded and (its.is_rounded or mine.is_rounded):
-                proved[name], rounded = name, rounded + 1
-            else:
-                differ.append(name)
-            taken.add(name)
-    for name, mine in starts.items():
-        if name in proved or name in differ:
-            continue
-        same = [
-            n for n in by_digest.get((mine.shape, mine.digest), ()) if n not in taken
-        ]
-        ends = [n for n in same if n.endswith(name) or name.endswith(n)] or same
-        if ends:  # equal tensors, such as all ones: the order decides
-            proved[name] = ends[0]
-            taken.add(ends[0])
-            renamed += 1
-    words = f"start: {len(proved)} of {len(starts)} tensors have equal bits"
-    if rounded:
-        words += f", {rounded} of them after rounding to bf16"
-    if renamed:
-        words += f", {renamed} under another name"
-    if differ:
-        words = (
-            f"another start: {len(differ)} of {len(starts)} tensors began with other "
-            f"values, {differ[0]} first. Begin both from one checkpoint"
-        )
-        return {}, words
-    return proved, words
-
-
-@dataclass(kw_only=True)
-class _Exact:
-    """The first exact difference in words, else what was equal."""
-
-    text: str = ""
-    same: list[str] = field(default_factory=list)
-
-
-def _first_difference(
-    one: Run, other: Run, names: Mapping[str, str], steps: Sequence[int]
-) -> _Exact:
-    exact = _Exact()
-    seen = [step for step in steps if step in one.rows and step in other.rows]
-    cut = 0
-    for step in seen:
-        if one.rows[step] != other.rows[step]:
-            if one.bags.get(step, 0) == other.bags.get(step, 1):
-                cut += 1
-                continue
-            shared = len(one.rows[step] & other.rows[step])
-            exact.text = (
-                f"other rows: at step {step} {shared} of {len(one.rows[step])} rows of "
-                f"the model's inputs are on both sides. Give both the same data in the "
-                "same order, such as without shuffling"
-            )
-            return exact
-    rows = f"rows: equal at {len(seen)} of {len(steps)} steps"
-    if cut:
-        rows += f"; at {cut} their tokens are, in other pieces"
-    exact.same.append(rows if seen else "rows: not seen, no model was called as one")
-    compared = set[int]()
-    for step in steps:
-        for mine, its in names.items():
-            values = one.settings.get((step, mine), {})
-            theirs = other.settings.get((step, its), {})
-            for key in filter(theirs.__contains__, values):  # in their order
-                compared.add(step)
-                if key in _FREE or values[key] == theirs[key]:
-                    continue
-                exact.text = (
-                    f"other settings: {key} of {mine} is {values[key]} and "
-                    f"{theirs[key]} at step {step}"
-                )
-                return exact
-    settings = f"settings: equal at {len(compared)} of {len(steps)} steps"
-    exact.same.append(settings if compared else "settings: not seen")
-    return exact
-
-
-def _lacking(
-    one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
-) -> str:
-    """Return what one side lacks, or which replicas differ, or an empty string."""
-    for has, lacks in ((one, other), (other, one)):
-        stepped = {*has.run.names("weight", min(steps))}
-        left = [name for name in lacks.run.unstepped if name in stepped]
-        if left:
-            return f"no optimizer of {lacks.name} steps {left[0]}, {has.name} has one"
-    for step in steps:
-        for mine, its in names.items():
-            first = (step, mine) not in one.run.without_gradient
-            second = (step, its) not in other.run.without_gradient
-            if first != second:
-                side = other if first else one
-                return f"step {step}: {side.name} has no gradient of {mine}"
-    for side in (one, other):
-        for (step, kind, name), ranks in side.run.replicas.items():
-            if kind == "weight":
-                end = ". If these are other tensors, give them other names"
-                return (
-                    f"step {step}: replicas of {name} have other bits on rank "
-                    f"{_listed(ranks)} of {side.name} than on the first rank that has "
-                    f"it{end if step == min(steps) else ''}"
-                )
-    return ""
-
-
-_FREE = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
-"""Settings that choose an implementation, and not what is computed."""
 
 
 # - Numbers
@@ -534,10 +390,10 @@ def _left_out(
     gradients = [key for key in other.replicas if key[1] == "gradient"]
     if gradients:
         step, _, name = min(gradients)
-        listed = _listed(other.replicas[step, "gradient", name])
+        ranks = listed(other.replicas[step, "gradient", name])
         yield (
             f"replicas differ: the gradient of {name} at step {step} has other bits on "
-            f"rank {listed} than on the first rank that holds it"
+            f"rank {ranks} than on the first rank that holds it"
         )
     partial = [
         name

@@ -13,6 +13,7 @@ from .compare import (
     Comparison,
     Side,
 )
+from .equal import other_inputs
 from .modules import GRADIENT, OUTPUT
 
 __all__ = ["compare_exactly"]
@@ -68,9 +69,9 @@ def _called(kind: str) -> str:
 def _inexact(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str]:
     """Everything that is not equal, in the order in which a step computes it."""
     a, b = one.run, other.run
+    own = {name: name for _, name in a.settings}
     for step in steps:
-        if a.rows.get(step) != b.rows.get(step):
-            yield f"step {step}: other rows"
+        yield from other_inputs(a, b, own, step)
         keys = [k for k in {**a.tensors, **b.tensors} if k[0] == step and _is_exact(k)]
         for key in sorted(keys, key=lambda key: _ORDER.get(key[1], 0)):
             what = f"{_called(key[1])} of {key[2]}"
@@ -84,11 +85,3 @@ def _inexact(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str]:
                 mine.is_whole and its.is_whole and mine.digest != its.digest
             ) or mine.shape != its.shape:
                 yield f"step {step}: {what} has other bits"
-        for (at, name), values in a.settings.items():
-            theirs = b.settings.get((at, name), values)
-            if at == step and values != theirs:
-                what = next(k for k in values if values[k] != theirs.get(k))
-                yield (
-                    f"step {step}: {what} of {name} is {values[what]} and "
-                    f"{theirs.get(what)}"
-                )

@@ -10,7 +10,7 @@ Parts of a tensor that is still to be summed add up in the sketch alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from .files import Recording, Stored, read_run
 from .modules import GRADIENT, OUTPUT
 
-__all__ = ["Run", "Whole", "merge", "read_merged"]
+__all__ = ["Run", "Side", "Whole", "merge", "read_merged"]
 
 WORD = 1 << 64
 
@@ -203,6 +203,16 @@ class Run:
     def names(self, kind: str, step: int) -> list[str]:
         """Names of the tensors of a kind at a step, in the order of the model."""
         return [n for s, k, n in self.tensors if (s, k) == (step, kind)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One side of a comparison."""
+
+    name: str
+    run: Run
+    noisy: Sequence[Run] = ()
+    """The same job again, as it is and nudged."""
 
 
 def read_merged(*folders: Path) -> Run:

@@ -32,17 +32,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from .files import Call, Recording, Settings, Stored, write_rank
-from .kept import Box, Kept, keep_bits, keep_values
+from .kept import Box, Kept, Wanted, keep
 from .modules import Blocks
 from .orders import ORDERS, Orders
 from .parts import Part, Places, Roots, parts_of, place, trains
 from .rows import bag_of, rows_of
+from .steps import StepHooks
 from .weights import begin_from, nudge, write_start
 
 __all__ = ["Recorder", "install", "record"]
@@ -59,39 +56,24 @@ class _Step:
     parts: list[Part]
     kept: dict[tuple[str, str], tuple[Box, Kept]] = field(default_factory=dict)
     gradients: dict[str, tuple[Tensor, Box]] = field(default_factory=dict)
-    again: dict[str, Tensor] = field(default_factory=dict)
-    """Name -> digest of the gradient after the step."""
 
     def stored(self) -> Iterator[tuple[str, Stored]]:
         """Yield key and numbers of each tensor, read from its device."""
         start = f"{self.call.optimizer}/{self.call.step}"
         for (kind, name), (box, sums) in self.kept.items():
-            if kind not in ("before", "after"):
+            if kind not in ("before", "after", "again"):
                 yield f"{start}/{kind}/{name}", Stored.of(box, sums)
         units = {p.name: torch.finfo(p.weight.dtype).eps for p in self.parts}
-        for name, again in self.again.items():
-            (box, before), (_, after) = (
-                self.kept[kind, name] for kind in ("before", "after")
+        for name in (name for kind, name in self.kept if kind == "again"):
+            (box, before), (_, after), (_, again), (_, gradient) = (
+                self.kept[kind, name]
+                for kind in ("before", "after", "again", "gradient")
             )
-            if torch.equal(again, self.kept["gradient", name][1].digest):
+            if torch.equal(again.digest, gradient.digest):
                 yield (
                     f"{start}/update/{name}",
                     Stored.of(box, after.update(before, units[name])),
                 )
-
-
-@dataclass
-class _Running:
-    """An optimizer whose ``step`` is under way."""
-
-    height: int = 0
-    """Height of the stack in the outermost call."""
-    depth: int = 1
-    """Calls of ``step`` within each other: its class may call that of its base."""
-    last: Any = None
-    """Handle of the hook that reads what the optimizer is about to use."""
-    step: _Step | None = None
-    """None until it has begun, or if it is not recorded."""
 
 
 class Recorder:
@@ -108,8 +90,8 @@ class Recorder:
         first calls, and both. ZeRO 3 gives one optimizer other parameters in turn."""
         self.calls = Counter[int]()
         """Number of an optimizer -> its calls so far."""
-        self.running: dict[int, _Running] = {}
-        """id of an optimizer -> its ``step`` that is under way."""
+        self.running: dict[int, _Step] = {}
+        """id of an optimizer -> its step that is recorded and under way."""
         self.done: list[_Step] = []
         self.final: list[tuple[str, Box, Kept]] = []
         self.outermost: list[nn.Module] = []
@@ -122,13 +104,19 @@ class Recorder:
         self.written = False
         self.seeks: Any = None
         """Handle of the hook that sees each call of each module."""
+        self.hooks = StepHooks(self._begins, self._before, self._ended)
 
     def install(self) -> None:
         """Hook optimizers and the outermost model."""
         self.seeks = register_module_forward_pre_hook(self._called)
-        register_optimizer_step_pre_hook(self._begins)
-        register_optimizer_step_post_hook(self._stepped)
+        self.hooks.install()
         atexit.register(self.write)
+
+    def remove(self) -> None:
+        """Undo :meth:`install`: nothing refers to the model from here any more."""
+        self.seeks.remove()
+        self.hooks.remove()
+        atexit.unregister(self.write)
 
     # - The model
 
@@ -199,33 +187,8 @@ class Recorder:
 
     # - Optimizers
 
-    def _begins(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.written:
-            return
-        outer = self.running.get(id(optimizer))
-        if outer is not None and _height() > outer.height:
-            outer.depth += 1
-            return
-        if outer is not None:  # that step raised an error, which the job has caught
-            outer.last.remove()
-        # the hooks of the job itself may wait for gradients: this one comes last
-        last = optimizer.register_step_pre_hook(self._uses)
-        self.running[id(optimizer)] = _Running(height=_height(), last=last)
-
-    def _uses(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
-            self._before(optimizer)
-            return None
-
-        def evaluated() -> Any:  # a trainer may make the gradients in it
-            loss = closure()
-            self._before(optimizer)
-            return loss
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": evaluated}
-        return (args[0], evaluated, *args[2:]), kwargs
+    def _begins(self, optimizer: Any) -> None:
+        self.running.pop(id(optimizer), None)  # of a step that raised an error
 
     def _prepares(self, optimizer: Any) -> bool:
         """Return True for a step at rate 0 before any forward: it only makes states.
@@ -239,30 +202,19 @@ class Recorder:
     def _before(self, optimizer: Any) -> None:
         if self.written or self._prepares(optimizer):
             return
-        running = self.running.setdefault(id(optimizer), _Running())
-        if running.step is not None:
+        if id(optimizer) in self.running:
             return  # a closure that runs again
         number = self._number(optimizer)
         with self._noting("the gradients"), torch.no_grad():
             if self.calls[number] in self.steps:
-                running.step = self._read(optimizer, number)
-
-    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        running = self.running.get(id(optimizer))
-        if running is None:
-            return
-        running.depth -= 1
-        if not running.depth:
-            running.last.remove()
-            self._ended(optimizer)
+                self.running[id(optimizer)] = self._read(optimizer, number)
 
     def _ended(self, optimizer: Any) -> None:
         """Read what a step has done, and write all after the last recorded one."""
-        running = self.running.pop(id(optimizer), None)
+        step = self.running.pop(id(optimizer), None)
         if self.written or self._prepares(optimizer):
             return
         number = self._number(optimizer)
-        step = None if running is None else running.step
         self.calls[number] += 1
         if step is not None:
             with self._noting("the update"), torch.no_grad():
@@ -280,12 +232,9 @@ class Recorder:
         run = optimizer.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
+            self._begins(optimizer)
             self._before(optimizer)
-            try:
-                result = run(*args, **kwargs)
-            except BaseException:
-                self.running.pop(id(optimizer), None)
-                raise
+            result = run(*args, **kwargs)
             self._ended(optimizer)
             return result
 
@@ -326,35 +275,37 @@ class Recorder:
             unnamed=sum(id(p) not in names_by_id for g in groups for p in g["params"]),
         )
         step = _Step(call, parts)
+        wanted: dict[tuple[str, str], Wanted] = {}
         for part in parts:
-            step.kept |= _bits_of(optimizer, part)
+            wanted |= _bits_of(optimizer, part)
             gradient_and_box = part.gradient()
             if gradient_and_box is None:
                 call.without_gradient.append(part.name)
                 continue
             gradient, box = gradient_and_box
             step.gradients[part.name] = gradient_and_box
-            step.kept["gradient", part.name] = box, keep_values(gradient, box)
+            wanted["gradient", part.name] = Wanted(gradient, box)
             if box == part.box:
-                product = keep_values(part.weight, box, weight=gradient)
-                step.kept["before", part.name] = box, product
+                wanted["before", part.name] = Wanted(part.weight, box, weight=gradient)
+        step.kept = _kept(wanted)
         return step
 
     def _read_after(self, step: _Step) -> None:
+        wanted: dict[tuple[str, str], Wanted] = {}
         for part in step.parts:
-            read_before = step.gradients.get(part.name)
-            if read_before is None or ("before", part.name) not in step.kept:
+            if ("before", part.name) not in step.kept:
                 continue
-            product = keep_values(part.weight, part.box, weight=read_before[0])
-            step.kept["after", part.name] = part.box, product
+            gradient, box = step.gradients[part.name]
+            wanted["after", part.name] = Wanted(part.weight, box, weight=gradient)
             # a kernel that divides gradients leaves others than it was given
-            step.again[part.name] = keep_bits(read_before[0], read_before[1]).digest
+            wanted["again", part.name] = Wanted(gradient, box, only_bits=True)
+        step.kept |= _kept(wanted)
         step.gradients.clear()
 
     def _read_final(self) -> None:
         for number, optimizer, _ in self.optimizers.values():
             for part in parts_of(optimizer, self.roots):
-                for (kind, _), (box, sums) in _bits_of(optimizer, part).items():
+                for (kind, _), (box, sums) in _kept(_bits_of(optimizer, part)).items():
                     key = f"{number}/{self.steps.stop}/{kind}/{part.name}"
                     self.final.append((key, box, sums))
 
@@ -420,10 +371,20 @@ class Recorder:
                 self.recording.notes.append(text[:400])
 
 
-def _bits_of(optimizer: Any, part: Part) -> dict[tuple[str, str], tuple[Box, Kept]]:
-    """Digests of a weight and of what the optimizer has stored for it."""
-    weight = keep_bits(part.weight, part.box, rounded=True)
-    bits = {("weight", part.name): (part.box, weight)}
+def _kept(
+    wanted: dict[tuple[str, str], Wanted],
+) -> dict[tuple[str, str], tuple[Box, Kept]]:
+    sums = keep(list(wanted.values()))
+    return {
+        key: (each.box, kept)
+        for (key, each), kept in zip(wanted.items(), sums, strict=True)
+    }
+
+
+def _bits_of(optimizer: Any, part: Part) -> dict[tuple[str, str], Wanted]:
+    """Ask for the digests of a weight and of what the optimizer has stored for it."""
+    weight = Wanted(part.weight, part.box, only_bits=True, rounded=True)
+    bits = {("weight", part.name): weight}
     state = getattr(optimizer, "state", None) or {}
     for key, value in state.get(part.parameter, {}).items():
         if not isinstance(value, Tensor):
@@ -431,7 +392,7 @@ def _bits_of(optimizer: Any, part: Part) -> dict[tuple[str, str], tuple[Box, Kep
         local, box = place(value)
         if local.shape == part.weight.shape:  # flat ranges know no other place
             box = part.box
-        bits[f"state.{key}", part.name] = box, keep_bits(local, box)
+        bits[f"state.{key}", part.name] = Wanted(local, box, only_bits=True)
     return bits
 
 
@@ -440,15 +401,6 @@ def _generators(module: nn.Module) -> list[Tensor]:
     device = next(module.parameters()).device
     own = [] if device.type in ("cpu", "meta") else [torch.get_device_module(device)]
     return [torch.get_rng_state(), *(each.get_rng_state(device) for each in own)]
-
-
-def _height() -> int:
-    """Number of frames below that of the caller's caller."""
-    frame: Any = sys._getframe(2)
-    height = 0
-    while frame is not None:
-        frame, height = frame.f_back, height + 1
-    return height
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

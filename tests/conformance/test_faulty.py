@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from gradparity.conformance import LAWS, Case, Runner, Scenario, Status
+from gradparity.conformance.rank.devices import Devices
+from gradparity.conformance.run.launcher import Pool
 from gradparity.conformance.space.catalogue import Selection, select
 from gradparity.fixtures import faulty
 from gradparity.fixtures.faulty import FAULTY, RIGHT, Broken, plain
@@ -37,8 +39,9 @@ MANY = (plain.BAD, plain.FOUR, plain.PIPELINE, plain.MOVED)
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    with Runner(folder=".", timeout_s=30) as runner:
+def runner(device: str) -> Iterator[Runner]:
+    devices = Devices(device=device, share=device == "cuda")
+    with Runner(folder=".", place=Pool(devices, 30.0)) as runner:
         yield runner
 
 

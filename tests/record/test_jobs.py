@@ -6,10 +6,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
 from gradparity.conformance.__main__ import main
+from gradparity.conformance.record.orders import VERSION
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 JOBS = str(Path(__file__).with_name("jobs.py"))
@@ -51,6 +53,37 @@ def compared(
     return code, capsys.readouterr().out
 
 
+class Against(Protocol):
+    """Record a job once, and compare it with the reference side."""
+
+    def __call__(
+        self,
+        job: str,
+        fault: str = "",
+        ranks: int = 1,
+        *options: str,
+        modules: bool = False,
+    ) -> tuple[int, str, str]:
+        """Return the exit code of compare, its output and that of the job."""
+
+
+@pytest.fixture
+def against(one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Against:
+    def judge(
+        job: str,
+        fault: str = "",
+        ranks: int = 1,
+        *options: str,
+        modules: bool = False,
+    ) -> tuple[int, str, str]:
+        of, also = command(job, fault, ranks), ["--modules"] * modules
+        done = record(tmp_path / "b", "--noise", "0", *also, of=of)
+        assert done.returncode == 0, done.stderr
+        return *compared(capsys, one, tmp_path / "b", *options), done.stdout
+
+    return judge
+
+
 @pytest.mark.parametrize(
     ("job", "ranks"),
     [
@@ -64,23 +97,15 @@ def compared(
         ),
     ],
 )
-def test_a_right_layout_is_the_same(
-    one: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    job: str,
-    ranks: int,
-) -> None:
-    of = command(job, ranks=ranks)
-    done = record(tmp_path / "mesh", "--noise", "0", "--modules", of=of)
-    assert done.returncode == 0, done.stderr
-    code, told = compared(capsys, one, tmp_path / "mesh")
+def test_a_right_layout_is_the_same(against: Against, job: str, ranks: int) -> None:
+    code, told, output = against(job, "", ranks, modules=True)
     assert code == 0, told
     assert "start: 21 of 21 tensors have equal bits" in told
     assert "rows: equal at 3 of 3 steps" in told
     # recording changes no bit of the training
+    of = command(job, ranks=ranks)
     alone = subprocess.run(of, capture_output=True, text=True, check=True)
-    assert trained(alone.stdout) == trained(done.stdout)
+    assert trained(alone.stdout) == trained(output)
 
 
 def trained(output: str) -> set[str]:
@@ -107,16 +132,10 @@ def trained(output: str) -> set[str]:
     ],
 )
 def test_a_fault_is_told_and_what_cannot_be_compared_is_no_fault(
-    one: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    fault: str,
-    code: int,
-    words: str,
+    against: Against, tmp_path: Path, fault: str, code: int, words: str
 ) -> None:
-    done = record(tmp_path / "b", "--noise", "0", of=command("plain", fault))
-    assert done.returncode == 0, done.stderr
-    found, told = compared(capsys, one, tmp_path / "b", "--json", str(tmp_path / "x"))
+    json_file = ("--json", str(tmp_path / "x"))
+    found, told, _ = against("plain", fault, 1, *json_file)
     assert found == code, told
     assert told.startswith(words) or f": {words}" in told.splitlines()[0], told
     assert json.loads((tmp_path / "x").read_text())["code"] == code
@@ -142,19 +161,11 @@ def test_a_fault_is_told_and_what_cannot_be_compared_is_no_fault(
     ],
 )  # fmt: skip
 def test_outputs_of_blocks_tell_where_a_difference_begins(
-    one: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    job: str,
-    fault: str,
-    words: str,
+    against: Against, tmp_path: Path, job: str, fault: str, words: str
 ) -> None:
     ranks = {"plain": 1, "fsdp-tp": 4}.get(job, 2)
-    of = command(job, fault, ranks)
-    done = record(tmp_path / "b", "--noise", "0", "--modules", of=of)
-    assert done.returncode == 0, done.stderr
     html = ("--html", str(tmp_path / "page"))
-    code, told = compared(capsys, one, tmp_path / "b", *html)
+    code, told, _ = against(job, fault, ranks, *html, modules=True)
     assert code == 1 and told.splitlines()[1].startswith("where: step 0: "), told
     assert words in told, told
     page = (tmp_path / "page" / "index.html").read_text()
@@ -162,12 +173,8 @@ def test_outputs_of_blocks_tell_where_a_difference_begins(
 
 
 @pytest.mark.slow
-def test_a_fault_on_ranks_is_told(
-    one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = record(tmp_path / "b", "--noise", "0", of=command("fsdp", "one", 2))
-    assert done.returncode == 0, done.stderr
-    code, told = compared(capsys, one, tmp_path / "b")
+def test_a_fault_on_ranks_is_told(against: Against) -> None:
+    code, told, _ = against("fsdp", "one", 2)
     assert code == 1 and "blocks.1.mix.weight" in told.splitlines()[0], told
 
 
@@ -186,21 +193,17 @@ def test_a_run_is_itself_bit_for_bit(
 
 @pytest.mark.slow
 def test_a_step_that_raised_is_recorded_when_it_is_tried_again(
-    one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    against: Against,
 ) -> None:
-    done = record(tmp_path / "b", "--noise", "0", of=command("plain", "raises"))
-    assert done.returncode == 0, done.stderr
-    code, told = compared(capsys, one, tmp_path / "b", "--exact")
+    code, told, _ = against("plain", "raises", 1, "--exact")
     assert (code, told) == (0, "same, bit for bit: 336 tensors of 4 steps\n")
 
 
 @pytest.mark.slow
 def test_a_step_that_only_makes_states_is_no_step_of_training(
-    one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    against: Against,
 ) -> None:
-    done = record(tmp_path / "b", "--noise", "0", of=command("plain", "prepares"))
-    assert done.returncode == 0, done.stderr
-    _, told = compared(capsys, one, tmp_path / "b")
+    _, told, _ = against("plain", "prepares")
     assert "start: 21 of 21 tensors have equal bits" in told
     assert "rows: equal at 3 of 3 steps" in told
 
@@ -216,17 +219,9 @@ def test_a_step_that_only_makes_states_is_no_step_of_training(
     ],
 )
 def test_stages_of_a_pipeline_are_one_model(
-    one: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    fault: str,
-    code: int,
-    words: str,
+    against: Against, fault: str, code: int, words: str
 ) -> None:
-    of = command("pipeline", fault, ranks=2)
-    done = record(tmp_path / "b", "--noise", "0", of=of)
-    assert done.returncode == 0, done.stderr
-    found, told = compared(capsys, one, tmp_path / "b")
+    found, told, _ = against("pipeline", fault, 2)
     assert found == code and words in told, told
 
 
@@ -407,8 +402,9 @@ def test_a_broken_recording_is_told_in_one_line(
         return error
 
     assert "is no recording: it has no run.json" in told()
-    (broken / "run.json").write_text(manifest.replace('"version": 3', '"version": 9'))
-    assert "has version 9, expected 3" in told()
+    later = manifest.replace(f'"version": {VERSION}', f'"version": {VERSION + 1}')
+    (broken / "run.json").write_text(later)
+    assert f"has version {VERSION + 1}, expected {VERSION}" in told()
     (broken / "run.json").write_text("{")
     assert "run.json: Input data was truncated" in told()
     (broken / "run.json").write_text(manifest)

@@ -23,6 +23,7 @@ from gradparity.conformance.record.kept import Box, Kept, keep_bits, keep_values
 from gradparity.conformance.record.merge import Whole, merge
 from gradparity.conformance.record.parts import Roots, parts_of, place
 from gradparity.conformance.record.rows import bag_of
+from gradparity.conformance.record.weights import NEAR, nudge
 from gradparity.multiprocess import Cluster, current_world
 
 SHAPES = [(), (1,), (5,), (7, 3), (64, 40), (33, 70), (4, 6, 100)]
@@ -220,3 +221,21 @@ def test_an_update_knows_a_unit_in_the_last_place_of_its_weights() -> None:
     assert float(found.sketch.norm()) == pytest.approx(true, rel=0.25)
     units = 2.0**-23 * float((weight * gradient).norm())
     assert float(found.numbers[0]) ** 0.5 == pytest.approx(units, rel=0.25)
+
+
+def test_a_nudge_is_of_one_unit_and_bf16_rounds_some_weights_otherwise() -> None:
+    """Or no product in bf16 of a small model would change."""
+    model = nn.Linear(200, 300, bias=False)
+    before = model.weight.detach().clone()
+    across = []
+    for seed in (1, 2):
+        model.weight.data.copy_(before)
+        nudge(model, seed, Roots())
+        units = (
+            model.weight.detach().view(torch.int32) - before.view(torch.int32)
+        ).abs()
+        assert units.min() == 1 and units.max() <= NEAR + 1
+        assert units.float().square().mean().sqrt() < 1.3
+        across.append(model.weight.bfloat16() != before.bfloat16())
+        assert 10 < int(across[-1].sum()) < 60
+    assert not torch.equal(*across)

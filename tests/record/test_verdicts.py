@@ -271,7 +271,9 @@ def test_bits_are_compared_step_by_step() -> None:
     )
     settings = replace(run(), settings={(0, "a"): {"lr": 0.2, "fused": None}})
     found = compare_exactly(one, Side(name="mesh", run=settings))
-    assert found.lines == ["step 0: lr of a is 0.1 and 0.2"]
+    assert found.lines == ["other settings: lr of a is 0.1 and 0.2 at step 0"]
+    kernel = replace(run(), settings={(0, "a"): {"lr": 0.1, "fused": True}})
+    assert compare_exactly(one, Side(name="mesh", run=kernel)).code == SAME
 
 
 ODD = 'a/b\x1b[31m <i>\n"é'

@@ -4,7 +4,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import gradparity
-from gradparity.conformance.record.parts import place
-from gradparity.conformance.record.watch import Watch
+from gradparity.conformance.record.topics import Weights
 from gradparity.multiprocess import Cluster, WorldError, current_world
 
 PERIOD, STEPS = 4, 9
@@ -127,7 +125,8 @@ def starts_apart(apart: Sequence[str]) -> int:
             parameter.fill_(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with gradparity.watch(model, optimizer, apart=apart) as watch:
-        return len(watch._named)
+        (weights,) = (each for each in watch.topics if isinstance(each, Weights))
+        return sum(map(len, weights.turns))
 
 
 def test_other_tensors_of_one_name_are_asked_for(four: Cluster) -> None:
@@ -197,6 +196,62 @@ def test_a_part_that_stands_still_is_logged_where_it_is(four: Cluster) -> None:
     assert "what rank 3 holds of it, did not move in 2 steps" in logs[3][0]
 
 
+def clips(layout: str, fault: str, limit: float) -> list[str]:
+    """Four ranks clip by some norm; what is said."""
+    model = model_of()
+    if layout != "copies":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "copy"))
+        fully_shard(
+            model, mesh=mesh if layout == "hsdp" else init_device_mesh("cpu", (4,))
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    norm, said = torch.zeros(()), list[str]()
+    watching = gradparity.watch(
+        model, optimizer, period=2, act=said.append, clipped=lambda: (norm, limit)
+    )
+    with watching:
+        for step in range(4):
+            optimizer.zero_grad()
+            words = torch.arange(24).view(4, 6).add(step) % 16
+            model(words).logsumexp(-1).square().mean().backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+            of = parts if fault == "local" else gradients
+            whole = torch.nn.utils.get_total_norm(of)
+            norm = whole.full_tensor() if isinstance(whole, DTensor) else whole
+            norm = norm * {"replicas": 2**0.5, "half": 0.5}.get(fault, 1.0)
+            for part in parts:
+                part.mul_((limit / (norm + 1e-6)).clamp(max=1))
+            optimizer.step()
+    return said
+
+
+CLIPS = [
+    (layout, fault, limit)
+    for limit in (0.01, 1e3)
+    for layout, faults in {
+        "copies": ("",),
+        "fsdp": ("", "local", "half"),
+        "hsdp": ("", "replicas"),
+    }.items()
+    for fault in faults
+]
+
+
+def clips_all() -> list[list[str]]:
+    return [clips(*case) for case in CLIPS]
+
+
+def test_a_norm_that_is_not_of_all_shards_is_told(four: Cluster) -> None:
+    for told in four.run(clips_all):
+        for (layout, fault, limit), said in zip(CLIPS, told, strict=True):
+            if not fault:
+                assert said == [], (layout, limit)
+            else:
+                assert len(said) == 2, (layout, fault, limit, said)  # steps 0 and 2
+                assert "step 0: the gradients of all shards have the norm " in said[0]
+
+
 @contextmanager
 def logged() -> Iterator[list[str]]:
     """Collect the messages of gradparity.watch on this rank."""
@@ -240,22 +295,23 @@ def test_one_process_can_watch_and_bad_use_is_told() -> None:
         gradparity.watch(model, optimizer, data=("dp",))
     with pytest.raises(ValueError, match="no parameter that is trained"):
         gradparity.watch(model, optimizer, apart=("",))
+    with pytest.raises(ValueError, match="clipped= needs one optimizer"):
+        gradparity.watch(model, optimizer, apart=("up",), clipped=lambda: (1.0, 1.0))
     with pytest.raises(ValueError, match="has 17 names: at most 16"):
         many = {str(n): lambda: 0.0 for n in range(17)}
         gradparity.watch(model, optimizer, equal=many)
 
 
 def test_a_message_is_below_1_kb_for_a_large_model() -> None:
-    sent: list[Any] = []
     model = nn.ParameterDict(
         {f"p{n}": nn.Parameter(torch.ones(1)) for n in range(5000)}
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch = Watch(model, [optimizer], None, (), 64, sent.append, (), {})
-    own = {name: (place(p)[1], 0) for name, p in model.named_parameters()}
-    watch._learn([(own, ())] * 2)
-    for _ in range(len(watch._turns)):
-        watch._send()
-        assert watch._sent.pop().both.nbytes <= 1024
-        watch.step += 1
-    assert sum(map(len, watch._turns)) == 5000
+    many = {str(n): lambda: 0.0 for n in range(16)}
+    watch = gradparity.watch(model, optimizer, equal=many)
+    (weights,) = (each for each in watch.topics if isinstance(each, Weights))
+    assert sum(map(len, weights.turns)) == 5000
+    for _ in weights.turns:
+        watch.stepped()
+        assert watch._sent[-1].both.nbytes <= 1024
+    watch.close()

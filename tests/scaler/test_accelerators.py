@@ -20,7 +20,14 @@ from gradparity.scaler import (
 )
 from gradparity.scaler.grads import moved_to
 from gradparity.tests.agreeing import give_gradient, parameter, sgd
-from gradparity.tests.stepping import FUSED, INF, Kernels, exchanged, scaled
+from gradparity.tests.stepping import (
+    FUSED,
+    INF,
+    Kernels,
+    device_type,
+    exchanged,
+    scaled,
+)
 
 
 @FUSED
@@ -135,7 +142,7 @@ def test_a_step_without_a_scale_or_gradients_raises_on_all_ranks(
     def run() -> str:
         with exchanged(how):
             p = parameter(torch.ones(2))
-            scaler: Any = GradScaler("cpu", init_scale=4.0, growth_interval=1)
+            scaler: Any = GradScaler(device_type(), init_scale=4.0, growth_interval=1)
             if lacks == "gradients":
                 scaler.scale(torch.ones(()))
             optimizer = sgd([p], fused)
@@ -153,12 +160,36 @@ def test_a_step_without_a_scale_or_gradients_raises_on_all_ranks(
     assert all(wanted in message for message in two.run(run))
 
 
+@pytest.mark.parametrize("how", ["cpu", "settling", "settled"])
+def test_an_update_without_a_step_raises_once(two: Cluster, how: str) -> None:
+    """The next iteration, whose sync reads that update's row, is not refused, too."""
+
+    def run() -> list[str]:
+        seen = []
+        with exchanged(how):
+            p, scaler = parameter(torch.ones(2)), scaled(GradScaler)
+            optimizer = sgd([p], fused=True)
+            for steps in (True, False, True, True):
+                give_gradient(p, 4.0)
+                try:
+                    if steps:
+                        scaler.step(optimizer)
+                    scaler.update()
+                    seen.append("")
+                except AssertionError as error:
+                    seen.append(str(error))
+        return seen
+
+    for seen in two.run(run):
+        assert seen == ["", "No inf checks were recorded prior to update.", "", ""]
+
+
 # regression: S5
 @FUSED
 @pytest.mark.parametrize("how", ["cpu", "settling", "settled"])
 @pytest.mark.parametrize("clips", [False, True])
 def test_all_ranks_know_of_an_overflow_and_log_it(
-    two: Cluster, fused: bool, how: str, clips: bool
+    two: Cluster, device: str, fused: bool, how: str, clips: bool
 ) -> None:
     def run() -> tuple[Any, int]:
         lines: list[str] = []
@@ -187,9 +218,10 @@ def test_all_ranks_know_of_an_overflow_and_log_it(
     for rank, (overflow, lines) in enumerate(two.run(run)):
         assert overflow.rank == 1 and lines == 1
         # A fused step on an accelerator reads no gradient on the host.
-        is_seen = how == "cpu" or (not fused and rank == 1)
+        reads = how == device == "cpu"
+        is_seen = reads or (not fused and rank == 1)
         assert overflow.parameter == (0 if is_seen else None)
-        assert overflow.kind == ("inf" if how == "cpu" else "inf or nan")
+        assert overflow.kind == ("inf" if reads else "inf or nan")
 
 
 def test_one_process_on_an_accelerator_knows_its_overflow() -> None:

@@ -21,11 +21,16 @@ from gradparity.tests.agreeing import (
     parameter,
     sgd,
 )
-from gradparity.tests.stepping import BOTH, INF, scaled
+from gradparity.tests.stepping import (
+    BOTH,
+    INF,
+    device_type,
+    scaled,
+)
 
 
 def ordered(make: Make, order: list[str], bad: dict[int, str]) -> Seen:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
     placements = {"replicated": [Replicate()], "sharded": [Shard(0)]}
     named = {
         name: parameter(torch.ones(2), mesh, placements.get(name)) for name in order
@@ -65,7 +70,7 @@ def test_b01b_partial_before_sharded(
 ) -> None:
     # As the norms of sequence parallelism: torch is right there, and so are we.
     def step() -> Seen:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
         norm = parameter(torch.ones(2), mesh, [Replicate()])
         weight = parameter(torch.ones(2), mesh, [Shard(0)])
         give_gradient(norm, 4.0, [Partial()])
@@ -78,7 +83,7 @@ def test_b01b_partial_before_sharded(
 @BOTH
 def test_b06b_empty_local_shard(two: Cluster, make: Make) -> None:
     def step(bad: bool, fused: bool) -> Seen:
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(device_type(), (2,))
         rows = 1 if dist.get_rank() == 0 else 0
         p = nn.Parameter(
             DTensor.from_local(
@@ -110,7 +115,7 @@ def test_b06b_empty_local_shard(two: Cluster, make: Make) -> None:
 @pytest.mark.parametrize("value", [4.0, INF])
 def test_b07_partial_gradients(two: Cluster, make: Make, value: float) -> None:
     def step() -> Seen:
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(device_type(), (2,))
         p = parameter(torch.ones(2), mesh, [Replicate()])
         here = value if dist.get_rank() == 1 else 3e38
         give_gradient(p, here, [Partial()])

@@ -18,6 +18,7 @@ from gradparity.tests.stepping import (
     HOW,
     INF,
     acting,
+    device_type,
     exchanged,
     scalar_weight,
     sgd,
@@ -31,7 +32,7 @@ def give(p: nn.Parameter, value: float) -> None:
 
 
 def ready(scale: float = 4.0, **settings: Any) -> Any:
-    return scaled_once(GradScaler("cpu", init_scale=scale, **settings))
+    return scaled_once(GradScaler(device_type(), init_scale=scale, **settings))
 
 
 # - Calls, as a rank makes them in one iteration
@@ -291,7 +292,7 @@ def test_the_batch_after_an_exception(
     def run() -> tuple[list[str], float, dict[str, Any]]:
         p, narrow = scalar_weight(), scalar_weight(dtype=torch.float16)
         optimizer = sgd(p, narrow, fused=fused)
-        scaler = Failing("cpu", init_scale=1024.0, growth_interval=100)
+        scaler = Failing(device_type(), init_scale=1024.0, growth_interval=100)
         odd, seen = dist.get_rank() == 1, []
         for iteration in range(4):
             optimizer.zero_grad()
@@ -339,7 +340,7 @@ def test_the_second_of_two_optimizers_fails(
             scalar_weight(dtype=torch.float16),
         )
         first, second = sgd(a, fused=fused), sgd(b, narrow, fused=fused)
-        scaler, seen = Failing("cpu", init_scale=1024.0), []
+        scaler, seen = Failing(device_type(), init_scale=1024.0), []
         for iteration in range(4):
             first.zero_grad()
             second.zero_grad()
@@ -557,7 +558,7 @@ def test_threads_that_clip_over_one_group_are_right_or_refused(two: Cluster) -> 
 def test_ranks_stay_together_after_an_error_that_one_caught(two: Cluster) -> None:
     def run() -> tuple[int, float, float]:
         with exchanged("settled"):
-            p, scaler = scalar_weight(), Failing("cpu", init_scale=1024.0)
+            p, scaler = scalar_weight(), Failing(device_type(), init_scale=1024.0)
             optimizer, errors = sgd(p), 0
             for iteration in range(8):
                 optimizer.zero_grad()

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gradparity.scaler import GradScaler
-from gradparity.tests.stepping import INF
+from gradparity.tests.on_gpu import OnGpu
+from gradparity.tests.stepping import INF, WAYS
 
 
 def on_device(fused: bool, clip: bool) -> tuple[Any, Any, Any, Any]:
@@ -82,6 +84,68 @@ def test_skips_and_grows_on_the_device(fused: bool) -> None:
         iteration()
         assert torch.equal(p, before) is (value == INF)
         assert scaler.get_scale() == scale
+
+
+# regression: S13
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_on_the_cpu_are_divided_by_a_scale_on_the_gpu(
+    way: Any, fused: bool
+) -> None:
+    """A copy that the host did not wait for divides by what was there before."""
+    p = torch.zeros(4, requires_grad=True)
+    optimizer: Any = torch.optim.SGD([p], lr=1.0, fused=fused)
+    scaler = GradScaler("cuda", init_scale=4.0, growth_interval=10_000)
+    scaler.scale(torch.ones((), device="cuda"))
+    behind = torch.randn(2048, 2048, device="cuda")
+    for number in range(100):
+        scale = 2.0 ** (number % 7)
+        scaler.update(scale)
+        for _ in range(5):  # work that the scale has to wait for
+            behind = behind @ behind / 64
+        p.grad = torch.full((4,), scale)
+        before = p.detach().clone()
+        way(scaler, optimizer)
+        assert torch.equal(p, before - 1.0), number
+        scaler.update()
+
+
+# regression: S14
+@pytest.mark.gpu
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_graph_on_two_ranks_steps_as_eager_ranks_do(clip: bool) -> None:
+    """An overflow on one rank skips on both, while a graph is replayed, too."""
+
+    def run() -> tuple[bool, float, float, Any]:
+        rank = dist.get_rank()
+        values = (1.0, INF, 1.0, 1.0, 1.0, INF, 1.0)
+        p, slope, scaler, iteration = on_device(True, clip)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(12):
+                iteration()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            iteration()
+        for value in values:
+            slope.fill_(value if rank else 1.0)
+            graph.replay()
+        slope.fill_(1.0)
+        iteration()  # outside of the graph: the host reads
+
+        q, other_slope, eager, other = on_device(True, clip)
+        for value in (1.0,) * 12 + values + (1.0,):
+            other_slope.fill_(value if rank else 1.0)
+            other()
+        return torch.equal(p, q), scaler.get_scale(), eager.get_scale(), p.tolist()
+
+    with OnGpu(2) as two:
+        first, second = two.run(run)
+    assert first == second
+    assert first[0] and first[1] == first[2]
 
 
 # - The branches that an accelerator takes, as far as a CPU can follow them

@@ -28,7 +28,12 @@ from gradparity.scaler import (
 from gradparity.scaler.local_norms import norms
 from gradparity.scaler.sync_group import message_device
 from gradparity.tests.beside_torch import GroupOfOne, scaled_once
-from gradparity.tests.stepping import INF, scalar_weight, sgd
+from gradparity.tests.stepping import (
+    INF,
+    device_type,
+    scalar_weight,
+    sgd,
+)
 
 SOON_S = 20.0  # a hang fails long before the harness's own limit
 
@@ -43,10 +48,10 @@ def test_a_rank_that_never_scales_agrees_over_its_mesh(
     def run() -> tuple[bool, float, list[float]]:
         model = nn.Linear(2, 2, bias=False)
         nn.init.ones_(model.weight)
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(device_type(), (2,))
         fully_shard(model, mesh=mesh)
         optimizer = sgd(*model.parameters())
-        scaler = GradScaler("cpu", init_scale=4.0, sync_over=mesh)
+        scaler = GradScaler(device_type(), init_scale=4.0, sync_over=mesh)
         loss = model(torch.full((1, 2), 0.25)).sum()
         is_last = dist.get_rank() == 0
         (scaler.scale(loss) if is_last else loss * 4.0).backward()
@@ -67,12 +72,12 @@ def test_a_rank_that_never_scales_agrees_over_its_mesh(
 @pytest.mark.parametrize("over", ["mesh", None, 3])
 def test_what_names_no_ranks_is_refused(over: Any) -> None:
     with pytest.raises(ValueError, match="sync_over must be"):
-        GradScaler("cpu", sync_over=over)
+        GradScaler(device_type(), sync_over=over)
 
 
 @pytest.mark.parametrize("over", ["world", "local", GroupOfOne()])
 def test_the_ranks_that_sync_have_one_argument(over: Any) -> None:
-    scaled_once(GradScaler("cpu", sync_over=over))
+    scaled_once(GradScaler(device_type(), sync_over=over))
 
 
 def test_another_accelerator_is_refused_in_one_line(
@@ -103,7 +108,7 @@ def test_ranks_that_step_in_another_order_raise(
     two: Cluster, fused: bool, clip: bool
 ) -> None:
     def run() -> tuple[str, list[float]]:
-        scaler = scaled_once(GradScaler("cpu", init_scale=4.0))
+        scaler = scaled_once(GradScaler(device_type(), init_scale=4.0))
         a, b = scalar_weight(gradient=4.0), scalar_weight(gradient=4.0)
         optimizers = [sgd(a, fused=fused), sgd(b, fused=fused)]
         for optimizer in optimizers:  # the order in which they become known
@@ -139,11 +144,11 @@ def warm(scaler: GradScaler) -> GradScaler:
 def test_a_scaler_that_lived_longer_loads_what_the_others_load(
     two: Cluster, how: str
 ) -> None:
-    state = warm(GradScaler("cpu", init_scale=8.0)).state_dict()
-    old = warm(GradScaler("cpu", init_scale=4.0))
+    state = warm(GradScaler(device_type(), init_scale=8.0)).state_dict()
+    old = warm(GradScaler(device_type(), init_scale=4.0))
 
     def run() -> tuple[float, int, float]:
-        scaler = GradScaler("cpu", init_scale=4.0)
+        scaler = GradScaler(device_type(), init_scale=4.0)
         if dist.get_rank() == 1:
             if how == "elsewhere":
                 scaler = copy.deepcopy(old)
@@ -191,7 +196,7 @@ def test_errors_survive_pickling(error: Exception, protocol: int) -> None:
 
 def test_an_error_reaches_the_parent_as_itself(two: Cluster) -> None:
     def run() -> bytes:
-        scaler = GradScaler("cpu", init_scale=4.0 * (1 + dist.get_rank()))
+        scaler = GradScaler(device_type(), init_scale=4.0 * (1 + dist.get_rank()))
         scaled_once(scaler)
         try:
             scaler.step(sgd(scalar_weight(gradient=4.0)))
@@ -213,7 +218,7 @@ def test_loading_does_not_silence_the_log(two: Cluster) -> None:
         log = logging.getLogger("gradparity.scaler")
         handler = logging.Handler()
         handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-        meshes = [DeviceMesh("cpu", [rank]) for rank in range(2)]
+        meshes = [DeviceMesh(device_type(), [rank]) for rank in range(2)]
         mesh, level, counts = meshes[dist.get_rank()], log.level, []
         log.addHandler(handler)
         log.setLevel(logging.INFO)
@@ -222,7 +227,7 @@ def test_loading_does_not_silence_the_log(two: Cluster) -> None:
                 lines.clear()
                 p = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))
                 p.grad = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
-                scaler = scaled_once(GradScaler("cpu", init_scale=4.0))
+                scaler = scaled_once(GradScaler(device_type(), init_scale=4.0))
                 if load:
                     scaler.load_state_dict(scaler.state_dict())
                 scaler.step(sgd(p))
@@ -241,7 +246,7 @@ def told(two: Cluster, fused: bool, clip: bool) -> list[tuple[str, str, list[str
     def run() -> tuple[str, str, list[str]]:
         rank = dist.get_rank()
         scale = 4.0 if clip else 4.0 * (1 + rank)
-        scaler = scaled_once(GradScaler("cpu", init_scale=scale))
+        scaler = scaled_once(GradScaler(device_type(), init_scale=scale))
         optimizer = sgd(scalar_weight(gradient=4.0), fused=fused)
         try:
             if clip:
@@ -299,14 +304,14 @@ def test_a_shared_dtensor_with_a_fresh_gradient(two: Cluster, write: str) -> Non
     """Autograd adds through the DTensor, ``fully_shard`` to its local tensor."""
 
     def train() -> list[list[float]]:
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(device_type(), (2,))
         shared, own = (
             nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))
             for _ in range(2)
         )
         first = torch.optim.SGD([shared], lr=1.0)
         second = torch.optim.SGD([shared, own], lr=1.0)
-        scaler = GradScaler("cpu", init_scale=1024.0)
+        scaler = GradScaler(device_type(), init_scale=1024.0)
 
         def backward() -> None:
             before: Any = shared.grad

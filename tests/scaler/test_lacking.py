@@ -24,7 +24,14 @@ from gradparity.tests.agreeing import (
     parameter,
     sgd,
 )
-from gradparity.tests.stepping import BOTH, HOW, INF, acting, scaled
+from gradparity.tests.stepping import (
+    BOTH,
+    HOW,
+    INF,
+    acting,
+    device_type,
+    scaled,
+)
 
 # - What ranks lack
 
@@ -36,7 +43,7 @@ def test_b06a_rank_without_gradients(
     two: Cluster, make: Make, fused: bool, sharded: bool
 ) -> None:
     def step(bad: bool) -> Seen:
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(device_type(), (2,))
         placed = (mesh, [Shard(0)]) if sharded else ()
         p = parameter(torch.ones(2), *placed)
         if dist.get_rank() == 1:
@@ -67,7 +74,7 @@ def test_no_rank_has_gradients(two: Cluster) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_b14a_dtypes_depend_on_the_rank(two: Cluster, make: Make, fused: bool) -> None:
     def step(bad_rank: int) -> Seen:
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(device_type(), (2,))
         wide = parameter(torch.ones(2), mesh, [Shard(0)])
         narrow = parameter(torch.ones(2, dtype=torch.bfloat16), mesh, [Shard(0)])
         give_gradient(wide, INF if dist.get_rank() == bad_rank else 4.0)
@@ -121,7 +128,7 @@ def test_b14b_fewer_steps_later_on(two: Cluster) -> None:
 @BOTH
 def test_rank_without_an_optimizer_takes_part(two: Cluster, make: Make) -> None:
     def step(bad: bool) -> float:
-        scaler = make(device="cpu", init_scale=4.0)
+        scaler = make(device=device_type(), init_scale=4.0)
         if dist.get_rank() == 0:
             scaler.scale(torch.ones(()))
             p = parameter(torch.ones(2))
@@ -143,7 +150,7 @@ def test_b04a_b04b_only_the_last_stage_scales(
     two: Cluster, make: Make, fused: bool, bad_rank: int
 ) -> None:
     def step() -> list[Any]:
-        scaler = make(device="cpu", init_scale=4.0, growth_interval=2)
+        scaler = make(device=device_type(), init_scale=4.0, growth_interval=2)
         p = parameter(torch.ones(2 + dist.get_rank()))
         optimizer = torch.optim.Adam([p], fused=fused)
         seen = []
@@ -161,7 +168,7 @@ def test_b04a_b04b_only_the_last_stage_scales(
 
 def test_nobody_scaled(two: Cluster) -> None:
     def step() -> str:
-        scaler = GradScaler(device="cpu")
+        scaler = GradScaler(device=device_type())
         p = parameter(torch.ones(2))
         give_gradient(p, 4.0)
         with pytest.raises(AssertionError) as caught:
@@ -175,7 +182,7 @@ def test_nobody_scaled(two: Cluster) -> None:
 def test_b04b_resume_needs_no_scale_call(two: Cluster) -> None:
     def step() -> tuple[float, int]:
         saved = scaled(GradScaler).state_dict() | {"_growth_tracker": 7}
-        scaler = GradScaler(device="cpu")
+        scaler = GradScaler(device=device_type())
         scaler.load_state_dict(saved)
         p = parameter(torch.ones(2))
         give_gradient(p, 4.0)

@@ -18,7 +18,12 @@ from gradparity.tests.agreeing import (
     parameter,
     sgd,
 )
-from gradparity.tests.stepping import BOTH, INF, scaled
+from gradparity.tests.stepping import (
+    BOTH,
+    INF,
+    device_type,
+    scaled,
+)
 
 
 @BOTH
@@ -28,7 +33,7 @@ def test_b01c_two_axes(
     four: Cluster, make: Make, where: tuple[int, int], fused: bool
 ) -> None:
     def step(bad: bool) -> Seen:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
         norm = parameter(torch.ones(2), mesh, [Shard(0), Replicate()])
         weight = parameter(torch.ones(2, 2), mesh, [Shard(0), Shard(1)])
         give_gradient(norm, 4.0)
@@ -48,7 +53,7 @@ def test_b03b_parameters_on_submeshes(
     four: Cluster, make: Make, order: tuple[str, str], bad_rank: int
 ) -> None:
     def step() -> Seen:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
         params = [parameter(torch.ones(2), mesh[axis], [Shard(0)]) for axis in order]
         for p in params:
             give_gradient(p, 4.0)
@@ -60,7 +65,7 @@ def test_b03b_parameters_on_submeshes(
 
 
 def experts(make: Make, bad_rank: int) -> list[bool]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("ep", "dp"))
     dense = parameter(torch.ones(2), mesh, [Shard(0), Replicate()])
     expert = parameter(torch.ones(2), mesh["dp"], [Shard(0)])
     give_gradient(dense, 4.0)
@@ -91,7 +96,9 @@ def test_b14c_parameters_on_a_mesh_that_others_are_not_in(
             dist.new_group([0, 1]),
             dist.new_group([2, 3]),
         ]
-        mesh = DeviceMesh.from_group(first if dist.get_rank() < 2 else second, "cpu")
+        mesh = DeviceMesh.from_group(
+            first if dist.get_rank() < 2 else second, device_type()
+        )
         p = parameter(torch.ones(2), mesh, [Shard(0)])
         give_gradient(p, INF if dist.get_rank() == bad_rank else 4.0)
         return iterate(scaled(make), sgd([p]))
@@ -104,7 +111,7 @@ def test_independent_models_need_not_agree(four: Cluster) -> None:
     def step(how: str) -> tuple[float, int]:
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         mine = dist.get_rank() // 2
-        mesh = DeviceMesh.from_group(groups[mine], "cpu")
+        mesh = DeviceMesh.from_group(groups[mine], device_type())
         scaler = scaled(GradScaler, sync_over=mesh if how == "mesh" else groups[mine])
         p = parameter(torch.ones(2), mesh, [Shard(0)])
         for _ in range(3 + mine):  # not even the same number of iterations
@@ -119,7 +126,7 @@ def test_independent_models_need_not_agree(four: Cluster) -> None:
 
 def test_a_mesh_of_two_axes_that_is_not_the_world(four: Cluster) -> None:
     def step() -> tuple[float, bool]:
-        mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]])[:, :1])
+        mesh = DeviceMesh(device_type(), torch.tensor([[0, 1], [2, 3]])[:, :1])
         scaler = scaled(GradScaler, sync_over=mesh)
         p = parameter(torch.ones(2))
         give_gradient(p, INF if dist.get_rank() == 2 else 4.0)

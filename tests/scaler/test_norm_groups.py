@@ -13,7 +13,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, PeerFailedError, ShardedGradScaler
 from gradparity.tests.agreeing import give_gradient, local, parameter, sgd
-from gradparity.tests.stepping import HOW, acting, scaled
+from gradparity.tests.stepping import (
+    HOW,
+    acting,
+    device_type,
+    scaled,
+)
 
 CLIPS = ("clip_grad_norm_", "clip_and_step")
 PLACEMENTS = {
@@ -27,7 +32,7 @@ def test_a_mesh_that_the_sync_does_not_cover_is_refused(four: Cluster) -> None:
     """Half of the ranks would clip by half of the norm; nothing is changed."""
 
     def run() -> list[str]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
         here: list[tuple[Any, dict[str, Any]]] = [
             (ShardedGradScaler, {"process_group": mesh.get_group("tp")}),
             (GradScaler, {"sync_over": mesh.get_group("dp")}),
@@ -61,7 +66,7 @@ def test_a_mesh_that_the_sync_does_not_cover_is_refused(four: Cluster) -> None:
 @pytest.mark.parametrize("placements", PLACEMENTS.values(), ids=PLACEMENTS)
 def test_the_root_mesh_gives_the_whole_norm(four: Cluster, placements: Any) -> None:
     def run() -> list[float]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
         norms = []
         for over in ("world", mesh):
             p = parameter(torch.ones(2), mesh, placements)
@@ -80,7 +85,7 @@ def test_a_mesh_of_one_rank_beside_a_plain_parameter(
     two: Cluster, order: float
 ) -> None:
     def run() -> list[float]:
-        mesh = [DeviceMesh("cpu", [rank]) for rank in range(2)][dist.get_rank()]
+        mesh = [DeviceMesh(device_type(), [rank]) for rank in range(2)][dist.get_rank()]
         norms = []
         for over in (mesh, "local"):
             params = [parameter(torch.ones(1), mesh, [Shard(0)])]
@@ -204,7 +209,7 @@ def test_replicas_on_submeshes_beside_parts_of_one(four: Cluster) -> None:
     """Tensor parallel by hand under ``fully_shard``: all on the mesh of one axis."""
 
     def run() -> list[float]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
         i, j = mesh.get_coordinate() or (0, 0)
         names, norms = ["norm", f"w{j}"], []
         params = [parameter(torch.zeros(2, 3), mesh["dp"], [Shard(0)]) for _ in names]

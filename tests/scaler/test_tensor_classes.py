@@ -4,6 +4,7 @@ Also a scaler that disables itself because the machine has no GPU.
 """
 
 import warnings
+from itertools import chain, combinations
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, ShardedGradScaler
+from gradparity.scaler.grads import by_device_and_dtype
 from gradparity.tests.stepping import BOTH, FUSED, INF, WAYS, scaled
 
 
@@ -127,3 +129,21 @@ def test_a_scaler_that_disabled_itself_clips(
 
     for norms in two.run(run):
         assert norms == pytest.approx([32**0.5] * 4)
+
+
+def test_gradients_are_grouped_by_device_and_dtype() -> None:
+    kinds = [("cuda:0", torch.float32), ("cuda:1", torch.float32)]
+    kinds += [("cuda:0", torch.bfloat16), ("cpu", torch.float32)]
+    with FakeTensorMode():
+        of_kind = {
+            (torch.device(device), dtype): [
+                torch.ones(2, device=device, dtype=dtype) for _ in range(3)
+            ]
+            for device, dtype in kinds
+        }
+        for several in chain(combinations(of_kind, 1), combinations(of_kind, 2)):
+            in_turn = zip(*(of_kind[kind] for kind in several), strict=True)
+            groups = by_device_and_dtype([*chain(*in_turn)], allow_fp16=False)
+            ids = {kind: [*map(id, group)] for kind, group in groups.items()}
+            assert ids == {kind: [*map(id, of_kind[kind])] for kind in several}
+    assert by_device_and_dtype([], allow_fp16=False) == {}

@@ -20,7 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradparity import scaler as ours
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, PeerFailedError, ShardedGradScaler
-from gradparity.tests.stepping import BOTH, FUSED, exchanged
+from gradparity.tests.stepping import (
+    BOTH,
+    FUSED,
+    device_type,
+    exchanged,
+)
 
 INF = float("inf")
 SOON_S = 60.0  # a hang fails long before the harness's own limit
@@ -150,7 +155,7 @@ class Run:
     def __init__(self, make: Any, fused: bool) -> None:
         self.params = [nn.Parameter(torch.ones(1)) for _ in range(2)]
         self.optimizer: Any = torch.optim.SGD(self.params, lr=1.0, fused=fused)
-        self.scaler: Any = make(device="cpu", init_scale=1024.0)
+        self.scaler: Any = make(device=device_type(), init_scale=1024.0)
 
     def backward(self, bad: bool = False) -> None:
         self.optimizer.zero_grad()
@@ -341,7 +346,7 @@ def test_a_call_that_raised_is_made_again(
     def trial(at: int) -> bool:
         params = [nn.Parameter(torch.ones(1, dtype=d)) for d in DTYPES]
         optimizer: Any = torch.optim.SGD(params, lr=1.0, fused=fused)
-        scaler: Any = make(device="cpu", init_scale=scale)
+        scaler: Any = make(device=device_type(), init_scale=scale)
         strike = RaisesAt(optimizer, at)
         scaler.scale(sum((p / 8).sum().double() for p in params)).backward()
         for call in calls:

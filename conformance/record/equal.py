@@ -1,0 +1,150 @@
+"""Starts, rows, settings and replicas of two recordings: they must be equal exactly.
+
+A difference there is the answer, and no number needs to be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .merge import Run, Side
+
+__all__ = ["equal_inputs", "lacking", "listed", "other_inputs", "proved_names"]
+
+FREE = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
+"""Settings that choose an implementation, and not what is computed."""
+
+
+def proved_names(one: Run, other: Run) -> tuple[dict[str, str], str]:
+    """Names of the first side -> those of the other, proved by the start, and words.
+
+    Without any, the words say that the start is another one.
+    """
+    at = min([*one.steps, *other.steps], default=0)
+    starts = {n: one.tensors[at, "weight", n] for n in one.names("weight", at)}
+    theirs = {n: other.tensors[at, "weight", n] for n in other.names("weight", at)}
+    proved, rounded, renamed, differ = dict[str, str](), 0, 0, []
+    by_digest: dict[tuple[Any, ...], list[str]] = {}
+    for name, whole in theirs.items():
+        by_digest.setdefault((whole.shape, whole.digest), []).append(name)
+    taken = set[str]()
+    for name, mine in starts.items():
+        its = theirs.get(name)
+        if its is not None and its.shape == mine.shape and its.is_whole:
+            if its.digest == mine.digest:
+                proved[name] = name
+            elif its.rounded == mine.rounded and (its.is_rounded or mine.is_rounded):
+                proved[name], rounded = name, rounded + 1
+            else:
+                differ.append(name)
+            taken.add(name)
+    for name, mine in starts.items():
+        if name in proved or name in differ:
+            continue
+        same = [
+            n for n in by_digest.get((mine.shape, mine.digest), ()) if n not in taken
+        ]
+        ends = [n for n in same if n.endswith(name) or name.endswith(n)] or same
+        if ends:  # equal tensors, such as all ones: the order decides
+            proved[name] = ends[0]
+            taken.add(ends[0])
+            renamed += 1
+    words = f"start: {len(proved)} of {len(starts)} tensors have equal bits"
+    if rounded:
+        words += f", {rounded} of them after rounding to bf16"
+    if renamed:
+        words += f", {renamed} under another name"
+    if differ:
+        words = (
+            f"another start: {len(differ)} of {len(starts)} tensors began with other "
+            f"values, {differ[0]} first. Begin both from one checkpoint"
+        )
+        return {}, words
+    return proved, words
+
+
+def other_inputs(
+    one: Run, other: Run, names: Mapping[str, str], step: int
+) -> Iterator[str]:
+    """Yield what a step was given otherwise: rows, and settings of parameters."""
+    if not _same_rows(one, other, step):
+        shared = len(one.rows[step] & other.rows[step])
+        yield (
+            f"other rows: at step {step} {shared} of {len(one.rows[step])} rows of "
+            "the model's inputs are on both sides. Give both the same data in the "
+            "same order, such as without shuffling"
+        )
+    for name, key, mine, its in _settings(one, other, names, step):
+        if mine != its:
+            yield f"other settings: {key} of {name} is {mine} and {its} at step {step}"
+
+
+def equal_inputs(
+    one: Run, other: Run, names: Mapping[str, str], steps: Sequence[int]
+) -> Iterator[str]:
+    """Yield at how many steps rows and settings are equal."""
+    seen = [step for step in steps if step in one.rows and step in other.rows]
+    same = [_same_rows(one, other, step) for step in seen]
+    cut = [step for step in seen if one.rows[step] != other.rows[step]]
+    pieces = f"; at {len(cut)} their tokens are, in other pieces" if cut else ""
+    rows = f"rows: equal at {sum(same)} of {len(steps)} steps{pieces}"
+    if all(same):
+        yield rows if seen else "rows: not seen, no model was called as one"
+    pairs = [[*_settings(one, other, names, step)] for step in steps]
+    same = [all(mine == its for *_, mine, its in each) for each in pairs if each]
+    settings = f"settings: equal at {sum(same)} of {len(steps)} steps"
+    if all(same):
+        yield settings if same else "settings: not seen"
+
+
+def _same_rows(one: Run, other: Run, step: int) -> bool:
+    """Return False if a step had other rows, which are no pieces of the same."""
+    if step not in one.rows or step not in other.rows:
+        return True
+    in_pieces = step in one.bags and one.bags[step] == other.bags.get(step)
+    return one.rows[step] == other.rows[step] or in_pieces
+
+
+def _settings(
+    one: Run, other: Run, names: Mapping[str, str], step: int
+) -> Iterator[tuple[str, str, Any, Any]]:
+    """Yield (parameter, key, value, that of the other side), where both have one."""
+    for mine, its in names.items():
+        values = one.settings.get((step, mine), {})
+        theirs = other.settings.get((step, its), {})
+        for key in values:
+            if key in theirs and key not in FREE:
+                yield mine, key, values[key], theirs[key]
+
+
+def lacking(
+    one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
+) -> Iterator[str]:
+    """Yield what one side lacks, and which replicas differ."""
+    for has, lacks in ((one, other), (other, one)):
+        stepped = {*has.run.names("weight", min(steps))}
+        for name in lacks.run.unstepped:
+            if name in stepped:
+                yield f"no optimizer of {lacks.name} steps {name}, {has.name} has one"
+    for step in steps:
+        for mine, its in names.items():
+            first = (step, mine) not in one.run.without_gradient
+            second = (step, its) not in other.run.without_gradient
+            if first != second:
+                side = other if first else one
+                yield f"step {step}: {side.name} has no gradient of {mine}"
+    for side in (one, other):
+        for (step, kind, name), ranks in side.run.replicas.items():
+            if kind == "weight":
+                end = ". If these are other tensors, give them other names"
+                yield (
+                    f"step {step}: replicas of {name} have other bits on rank "
+                    f"{listed(ranks)} of {side.name} than on the first rank that has "
+                    f"it{end if step == min(steps) else ''}"
+                )
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Numbers with commas between."""
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,105 @@
+"""Steps of optimizers of torch: when one begins, uses its gradients, and has ended."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+__all__ = ["StepHooks"]
+
+
+@dataclass
+class _Running:
+    """A step that is under way."""
+
+    height: int
+    """Height of the stack in the outermost call."""
+    last: Any
+    """Handle of the hook that comes after those of the optimizer itself."""
+    depth: int = 1
+    """Calls of ``step`` within each other: its class may call that of its base."""
+
+
+@dataclass
+class StepHooks:
+    """Calls three functions with each optimizer of torch that steps.
+
+    A step that raised an error does not end; its optimizer may begin another.
+    """
+
+    begins: Callable[[Optimizer], object]
+    uses: Callable[[Optimizer], object]
+    """Called once the gradients are there: after the optimizer's own hooks, and each
+    time that a closure has made them."""
+    ended: Callable[[Optimizer], object]
+    _running: dict[int, _Running] = field(default_factory=dict)
+    """id of an optimizer -> its step."""
+    _handles: list[Any] = field(default_factory=list)
+
+    def install(self) -> None:
+        """Call them from now on."""
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+
+    def remove(self) -> None:
+        """Call them no more."""
+        for handle in [*self._handles, *(each.last for each in self._running.values())]:
+            handle.remove()
+        self._running.clear()
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        outer = self._running.get(id(optimizer))
+        height = _height()
+        if outer is not None and height > outer.height:
+            outer.depth += 1
+            return
+        if outer is not None:  # that step raised an error, which the job has caught
+            outer.last.remove()
+        self.begins(optimizer)
+        # the hooks of the job itself may wait for gradients: this one comes last
+        last = optimizer.register_step_pre_hook(self._uses)
+        self._running[id(optimizer)] = _Running(height, last)
+
+    def _uses(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self.uses(optimizer)
+            return None
+
+        def evaluated() -> Any:  # a trainer may make the gradients in it
+            loss = closure()
+            self.uses(optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": evaluated}
+        return (args[0], evaluated, *args[2:]), kwargs
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        running = self._running.get(id(optimizer))
+        if running is None:
+            return
+        running.depth -= 1
+        if not running.depth:
+            del self._running[id(optimizer)]
+            running.last.remove()
+            self.ended(optimizer)
+
+
+def _height() -> int:
+    """Number of frames below that of the caller's caller."""
+    frame: Any = sys._getframe(2)
+    height = 0
+    while frame is not None:
+        frame, height = frame.f_back, height + 1
+    return height

@@ -1,0 +1,414 @@
+"""Topics of a watch: weights, data and numbers, each with its part of a message."""
+
+from __future__ import annotations
+
+import logging
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .kept import BITS, Box
+from .parts import place
+from .rows import rows_of
+
+__all__ = [
+    "Answer",
+    "Clipped",
+    "Data",
+    "Number",
+    "Numbers",
+    "RanksDifferError",
+    "Read",
+    "Topic",
+    "Weights",
+    "digest_of",
+    "rank_here",
+    "weights_of",
+]
+
+SLACK = 0.02
+"""Share by which a norm may be off: clipping rounds gradients, in bf16 by 0.2 %."""
+_LOG = logging.getLogger("gradparity.watch")
+
+
+class RanksDifferError(RuntimeError):
+    """Ranks that must be equal are not."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number of this rank in a message."""
+
+    value: int | Tensor = 0
+    is_given: bool = True
+    """False if this rank has none."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The largest and the least that ranks gave for a number, with these ranks."""
+
+    most: int
+    least: int
+
+    @property
+    def number(self) -> int:
+        """The largest."""
+        return self.most >> 16
+
+    @property
+    def differs(self) -> bool:
+        """True if two ranks gave other numbers."""
+        return self.number != self.least >> 16
+
+    @property
+    def where(self) -> str:
+        """The ranks of both in words."""
+        one, other = self.ranks
+        return f"on rank {other} than on rank {one}"
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """The ranks of both, the lower first."""
+        one, other = sorted((self.most & 65535, self.least & 65535))
+        return one, other
+
+
+Read = Callable[[Sequence[Answer | None]], Iterator[str]]
+"""Yields a text for each thing that is wrong; None: no rank gave that number."""
+
+
+class Topic(Protocol):
+    """A thing to watch: gives its numbers of a step, and reads what comes of them."""
+
+    size: int
+    """Numbers that it gives at most."""
+
+    def give(self, step: int) -> tuple[Sequence[Number], Read]:
+        """Return the numbers of a step, as many on each rank, and their reader."""
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A parameter, and ranks that hold the same elements of it, or each its own."""
+
+    name: str
+    ranks: tuple[int, ...]
+    same: bool
+
+    def is_counted_by(self, rank: int) -> bool:
+        """True for a rank with elements of its own, and for one that shares its own."""
+        return rank in (self.ranks[:1] if self.same else self.ranks)
+
+
+def weights_of(held: Sequence[Mapping[str, tuple[Box, int]]]) -> list[_Weight]:
+    """Learn which ranks hold the same.
+
+    Args:
+        held: for each rank name -> place and digest of what it holds.
+
+    Raises:
+        RanksDifferError: if ranks begin with other weights under one name.
+    """
+    places: dict[tuple[str, Box], list[int]] = {}
+    for rank, boxes in enumerate(held):
+        for name, (box, _) in boxes.items():
+            if box.size:
+                places.setdefault((name, box), []).append(rank)
+    weights = list[_Weight]()
+    parts: dict[str, list[int]] = {}
+    for (name, _), ranks in places.items():
+        if len(ranks) == 1:
+            parts.setdefault(name, []).extend(ranks)
+            continue
+        weights.append(_Weight(name, tuple(ranks), True))
+        for rank in ranks:
+            if held[rank][name][1] != held[ranks[0]][name][1]:
+                raise RanksDifferError(
+                    f"{name} begins with other values on rank {rank} than on rank "
+                    f"{ranks[0]}. If these are other tensors, name them in apart="
+                )
+    weights += [_Weight(name, tuple(sorted(r)), False) for name, r in parts.items()]
+    return sorted(weights, key=lambda each: (each.name, each.ranks))
+
+
+class Weights:
+    """Bits of replicas, settings of all weights, and weights that never move.
+
+    Each weight has its turn.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        weights: Sequence[_Weight],
+        turn: int,
+    ) -> None:
+        """Give each weight its turn.
+
+        Args:
+            named: parameters of this rank.
+            optimizers: hold their settings.
+            weights: as :func:`weights_of` has them.
+            turn: weights that have their turn at one step.
+        """
+        self.size = 2 * turn
+        self.turns = [weights[n : n + turn] for n in range(0, len(weights), turn)]
+        self._named, self._optimizers = named, optimizers
+        self._groups = {
+            id(parameter): (number, at)
+            for number, optimizer in enumerate(optimizers)
+            for at, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        self._last: dict[str, int] = {}
+        """Parameter -> its digest when its turn came last."""
+
+    def give(self, step: int) -> tuple[Sequence[Number], Read]:
+        """Return two numbers for each weight: its bits, and its settings."""
+        rank = rank_here()
+        turn = self.turns[step % len(self.turns)] if self.turns else []
+        numbers, digests = list[Number](), list[tuple[_Weight, Tensor]]()
+        for each in turn:
+            if rank not in each.ranks:
+                numbers += [Number(is_given=False)] * 2
+                continue
+            parameter = self._named[each.name]
+            digests.append((each, digest_of(place(parameter)[0])))
+            numbers.append(Number(digests[-1][1], is_given=each.same))
+            numbers.append(Number(self._settings(parameter)))
+
+        def read(answers: Sequence[Answer | None]) -> Iterator[str]:
+            for each, digest in digests:
+                self._moves(step, each, int(digest))
+            for each, bits, settings in zip(
+                turn, answers[::2], answers[1::2], strict=True
+            ):
+                if bits is not None and bits.differs:
+                    yield f"{each.name} has other bits {bits.where}"
+                if settings is not None and settings.differs:
+                    where = settings.where
+                    yield f"the settings for {each.name} are others {where}"
+
+        return numbers, read
+
+    def _moves(self, step: int, weight: _Weight, digest: int) -> None:
+        """Log a weight that is what it was when its turn came last."""
+        speaks = not weight.same or rank_here() == weight.ranks[0]
+        if self._last.get(weight.name) == digest and speaks:
+            turns = len(self.turns)
+            here = "" if weight.same else f", what rank {rank_here()} holds of it,"
+            text = "step %d: %s%s did not move in %d steps"
+            _LOG.warning(text, step, weight.name, here, turns)
+        self._last[weight.name] = digest
+
+    def _settings(self, parameter: nn.Parameter) -> int | Tensor:
+        """A number for the settings of the param group of a parameter."""
+        optimizer, at = self._groups.get(id(parameter), (0, -1))
+        groups = self._optimizers[optimizer].param_groups
+        return _number(groups[at]) if 0 <= at < len(groups) else 0
+
+
+class Numbers:
+    """Numbers of the job's own."""
+
+    def __init__(self, equal: Mapping[str, Callable[[], float | Tensor]]) -> None:
+        """Take what gives each of them, by name."""
+        self.size = len(equal)
+        self._equal = equal
+
+    def give(self, step: int) -> tuple[Sequence[Number], Read]:
+        """Return each of them."""
+
+        def read(answers: Sequence[Answer | None]) -> Iterator[str]:
+            for name, answer in zip(self._equal, answers, strict=True):
+                if answer is not None and answer.differs:
+                    yield f"{name} is another number {answer.where}"
+
+        return [Number(_bits(number())) for number in self._equal.values()], read
+
+
+class Clipped:
+    """Norm of clipped gradients over all shards, against the norm that the job has.
+
+    Each element counts once, whichever ranks hold it. The job says norm and limit, so a
+    right job has the smaller of both.
+    """
+
+    size = 0
+
+    def __init__(
+        self,
+        own: Sequence[nn.Parameter],
+        clipped: Callable[[], tuple[float | Tensor, float]],
+        period: int,
+        group: Any,
+        device: torch.device,
+    ) -> None:
+        """Take the parameters that this rank counts, and when they are looked at.
+
+        Args:
+            own: no other rank counts the elements that this one holds of them.
+            clipped: gives norm and limit.
+            period: one in so many steps is looked at.
+            group: of all ranks; None for one process.
+            device: that of the parameters.
+        """
+        self._own, self._clipped = own, clipped
+        self._period, self._group, self._device = period, group, device
+
+    def give(self, step: int) -> tuple[Sequence[Number], Read]:
+        """Add up squares over ranks: a second message, of 8 bytes."""
+        if step % self._period:
+            return (), lambda _: iter(())
+        norm, limit = self._clipped()
+        if isinstance(norm, Tensor):
+            norm = norm.detach().clone()  # read later: nobody waits for it now
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        for parameter in self._own:
+            squares += _square_of(parameter)
+        work = None
+        if self._group is not None:
+            work = dist.all_reduce(squares, group=self._group, async_op=True)
+
+        def read(_: Sequence[Answer | None]) -> Iterator[str]:
+            if work is not None:
+                work.wait()
+            after, due = math.sqrt(float(squares)), min(float(norm), limit)
+            if abs(after - due) > SLACK * due:  # False for nan
+                yield (
+                    f"the gradients of all shards have the norm {after:.4g} after "
+                    f"clipping; with a norm of {float(norm):.4g} before and a limit of "
+                    f"{limit:.4g} they have {due:.4g}"
+                )
+
+        return (), read
+
+
+def _square_of(parameter: nn.Parameter) -> Tensor:
+    """Sum of squares of a gradient; nan where it is still to be summed over ranks."""
+    if parameter.grad is None:
+        return torch.zeros(())
+    part, box = place(parameter.grad)
+    if box != place(parameter)[1]:
+        return torch.tensor(math.nan)
+    norm: Tensor = torch.linalg.vector_norm(part, dtype=torch.float32)
+    return norm.square()
+
+
+class Data:
+    """Rows of the model's inputs, and random numbers that its forward draws."""
+
+    size = 4
+
+    def __init__(self, sets: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        """Take the sets of ranks that have the same rows, and the device of draws."""
+        self._sets = sets
+        cpu = device.type == "cpu"
+        self._generator: Any = torch if cpu else torch.get_device_module(device)
+        self._rows: Tensor | None = None
+        self._state: Tensor | None = None
+        """The generator's state when the model was entered first in this step."""
+        self._logged = False
+        """True if it was logged that two sets of ranks draw the same numbers."""
+
+    def enters(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """See the rows of the model's inputs; a hook."""
+        if not torch.is_grad_enabled():
+            return
+        tokens, _floats = rows_of([*args, *kwargs.values()])
+        for digests in tokens:  # in a pipeline later stages are given numbers
+            total = digests.sum()
+            self._rows = total if self._rows is None else self._rows + total
+        if self._state is None:
+            self._state = self._generator.get_rng_state()
+
+    def give(self, step: int) -> tuple[Sequence[Number], Read]:
+        """Return rows and draws of two neighbouring sets; each pair has its turn."""
+        rank, count = rank_here(), len(self._sets)
+        sets = [
+            self._sets[n] for n in dict.fromkeys((step % count, (step + 1) % count))
+        ]
+        rows, state = self._rows, self._state
+        self._rows = self._state = None
+        draws = state is not None and not state.equal(self._generator.get_rng_state())
+        drawn = digest_of(state) if state is not None and draws else 0
+        numbers = list[Number]()
+        for ranks in sets:
+            here = rank in ranks
+            numbers.append(
+                Number(0 if rows is None else rows, here and rows is not None)
+            )
+            numbers.append(Number(drawn, here and draws))
+
+        def read(answers: Sequence[Answer | None]) -> Iterator[str]:
+            rows, draws = answers[::2], answers[1::2]
+            for answer in rows:
+                if answer is not None and answer.differs:
+                    one, other = answer.ranks
+                    yield f"rank {one} and rank {other} train on other rows"
+            if _are_equal(rows) and not any(
+                answer.differs for answer in rows if answer
+            ):
+                yield f"ranks {sets[0]} train on the same rows as ranks {sets[1]}"
+            if _are_equal(draws) and not self._logged:
+                # many trainers seed all ranks alike: dropout is weaker then, not wrong
+                self._logged = True
+                text = "ranks %s and ranks %s draw the same numbers, as in dropout"
+                _LOG.warning(f"step %d: {text}", step, *sets)
+
+        return numbers, read
+
+
+def _are_equal(answers: Sequence[Answer | None]) -> bool:
+    """True for two sets of ranks that gave one number."""
+    one, other = answers if len(answers) == 2 else (None, None)
+    return one is not None and other is not None and one.number == other.number
+
+
+def _number(group: Mapping[str, Any]) -> int | Tensor:
+    """One number for all numbers of a param group; a tensor is not read."""
+    total: int | Tensor = 0
+    for at, (key, value) in enumerate(sorted(group.items())):
+        values = value if isinstance(value, tuple | list) else (value,)
+        for each in values if key != "params" else ():
+            if isinstance(each, Tensor) and each.numel() != 1:
+                continue
+            if isinstance(each, bool | int | float | Tensor):
+                total = total * 31 + _bits(each) * (2 * at + 1)
+                total = total if isinstance(total, Tensor) else _wrapped(total)
+    return total
+
+
+def _bits(number: float | Tensor) -> int | Tensor:
+    """The bits of a number in fp64; a tensor is not read."""
+    if isinstance(number, Tensor):
+        return number.detach().reshape(1).double().view(torch.int64)[0]
+    (bits,) = struct.unpack("q", struct.pack("d", float(number)))
+    return int(bits)
+
+
+def _wrapped(number: int) -> int:
+    """The number modulo 2^64, as int64 has it."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def digest_of(part: Tensor) -> Tensor:
+    """Sum of the bits of elements times an odd word of their place, modulo 2^64."""
+    flat = part.detach().reshape(-1)
+    bits = flat.view(BITS[flat.element_size()]).to(torch.int64)
+    places = torch.arange(flat.numel(), dtype=torch.int64, device=flat.device)
+    return (bits * (places * 2 * 0x9E3779B1 + 1)).sum()
+
+
+def rank_here() -> int:
+    """Rank of this process; 0 if there is one only."""
+    return dist.get_rank() if dist.is_initialized() else 0

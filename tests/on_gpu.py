@@ -1,0 +1,40 @@
+"""Tests of ranks on CPUs that run on a GPU as well, where there is one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from gradparity.multiprocess import Cluster
+
+ON_BOTH = (
+    *("test_accelerators", "test_agreement", "test_calls_together"),
+    *("test_groups_and_errors", "test_lacking", "test_meshes", "test_norm_groups"),
+    *("test_transactions", "test_faulty"),
+)
+"""Modules that ask for the device; the ranks' functions make their tensors there."""
+
+
+class OnGpu(Cluster):
+    """Ranks that share one GPU over NCCL; a function makes its tensors there."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size, backend="nccl", device="cuda", share_devices=True)
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``fn`` on every rank."""
+        return super().run(_on_gpu, fn, *args, **kwargs)
+
+
+def _on_gpu(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch.device("cuda"):
+        return fn(*args, **kwargs)
+
+
+def on_both(metafunc: pytest.Metafunc) -> None:
+    """Run a test of the modules ``ON_BOTH`` on the CPU and on the GPU."""
+    name = metafunc.module.__name__.rpartition(".")[2]
+    if "device" in metafunc.fixturenames and name in ON_BOTH:
+        on_gpu = pytest.param("cuda", marks=pytest.mark.gpu)
+        metafunc.parametrize("device", ["cpu", on_gpu], indirect=True, scope="module")

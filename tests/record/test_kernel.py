@@ -1,0 +1,82 @@
+"""Numbers kept by the kernel of a GPU are those that torch's operations keep."""
+
+import itertools
+
+import pytest
+import torch
+
+from gradparity.conformance.record.kept import Box, Wanted, keep, keep_bits, keep_values
+
+BOXES = [
+    Box((40, 100), (0, 0), (40, 100)),
+    Box((40, 100), (10, 0), (20, 100)),
+    Box((40, 100), (0, 50), (40, 50)),
+    Box((40, 100), (130,), (1234,)),  # a range of the flattened whole
+    Box((40, 100), (130,), (20,)),
+    Box((3000,), (0,), (3000,)),
+    Box((3000,), (1000,), (700,)),
+    Box((3000,), (130,), (20,)),
+    Box((4000, 1), (100, 0), (300, 1)),
+    Box((30,), (0,), (30,)),
+    Box((), (), ()),
+    Box((40, 0), (0, 0), (40, 0)),
+    Box((64, 3, 7, 5), (0, 0, 0, 0), (64, 3, 7, 5)),
+    Box((64, 8, 3, 3), (0, 4, 0, 0), (64, 4, 3, 3)),
+    Box((64, 8, 30), (0, 0, 15), (64, 8, 15)),  # no rectangle: kept by torch
+    Box((700, 900), (0, 0), (700, 900)),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernel_keeps_what_torch_keeps(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    wanted: list[Wanted] = []
+    for number, box in enumerate(BOXES):
+        part, other = (torch.randn(box.local).to("cuda", dtype) for _ in range(2))
+        if number % 3 == 1 and part.numel():
+            part.view(-1)[part.numel() // 2] = torch.inf if number % 2 else torch.nan
+        wanted += [
+            Wanted(part, box),
+            Wanted(other, box, only_bits=True),
+            Wanted(other, box, only_bits=True, rounded=True),
+            Wanted(part, box, weight=other),
+            Wanted(part, box, weight=other.float()),
+        ]
+    for each, got in zip(wanted, keep(wanted), strict=True):
+        part = each.part.cpu()
+        weight = None if each.weight is None else each.weight.cpu()
+        if each.only_bits:
+            right = keep_bits(part, each.box, rounded=each.rounded)
+        else:
+            right = keep_values(part, each.box, weight=weight)
+        assert got.digest.item() == right.digest.item(), each.box
+        assert got.rounded.item() == right.rounded.item(), each.box
+        assert (got.sketch is None) == (right.sketch is None)
+        for a, b in ((got.sketch, right.sketch), (got.numbers, right.numbers)):
+            if a is not None and b is not None:
+                torch.testing.assert_close(
+                    a.cpu(), b, rtol=1e-11, atol=1e-11, equal_nan=True
+                )
+
+
+@pytest.mark.gpu
+def test_parts_on_a_gpu_add_up_to_the_whole() -> None:
+    torch.manual_seed(0)
+    whole = torch.randn(300, 500, device="cuda")
+    (right,) = keep([Wanted(whole, Box((300, 500), (0, 0), (300, 500)))])
+    halves = itertools.product((0, 150), (0, 250))
+    parts = [
+        Wanted(
+            whole[row : row + 150, column : column + 250],
+            Box((300, 500), (row, column), (150, 250)),
+        )
+        for row, column in halves
+    ]
+    first, *others = keep(parts)
+    for other in others:
+        first = first.plus(other)
+    assert first.digest.item() == right.digest.item()
+    assert first.sketch is not None and right.sketch is not None
+    torch.testing.assert_close(first.sketch, right.sketch, rtol=1e-11, atol=1e-11)
