@@ -38,6 +38,9 @@ class SlotPool:
     names: Sequence[str]
     """One name per slot."""
 
+    kind: str = ""
+    """Front of the names of the locks."""
+
     folder: Path = field(default_factory=lambda: default_folder())
     """Where the locks are."""
 
@@ -96,7 +99,7 @@ class SlotPool:
                 for name in self.names:
                     if name in taken or len(taken) == count:
                         continue
-                    lock = FileLock(self.folder / f"{name}.lock")
+                    lock = FileLock(self.folder / f"{self.kind}{name}.lock")
                     with contextlib.suppress(Timeout):  # another world has it
                         locks.enter_context(lock.acquire(timeout=0))
                         taken.append(name)
@@ -142,7 +145,8 @@ def gpu_slots(visible: Sequence[str]) -> SlotPool:
             position in one caller's list.
     """
     return SlotPool(
-        names=[f"gpu-{name}" for name in visible],
+        names=tuple(visible),
+        kind="gpu-",
         way_out="choose free devices by CUDA_VISIBLE_DEVICES",
     )
 

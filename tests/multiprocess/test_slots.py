@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gradparity.multiprocess import Cluster, HarnessError
+from gradparity.multiprocess import Cluster, HarnessError, WorldSpec
+from gradparity.multiprocess.parent import slots
 from gradparity.multiprocess.parent.slots import (
     SLOTS_VARIABLE,
     SlotPool,
@@ -19,6 +20,8 @@ from gradparity.multiprocess.parent.slots import (
     gpu_slots,
     visible_gpus,
 )
+from gradparity.multiprocess.pytest_plugin.runner import PoolRunner
+from gradparity.multiprocess.spec import CallOptions
 
 HOLDER = """
 import sys, time
@@ -129,7 +132,7 @@ def test_a_world_that_a_rank_starts_runs_on_the_slots_of_its_own(
             return *cpu, *gpu
 
     with cpu_slots().hold(1), gpu_slots(["3"]).hold(1), Cluster(1) as cluster:
-        assert cluster.run(nested) == [("cpu0", "gpu-3")]
+        assert cluster.run(nested) == [("cpu0", "3")]
 
 
 def test_zero_cpu_slots_hold_nothing(
@@ -160,6 +163,24 @@ def test_gpu_slots_are_named_as_in_cuda_visible_devices(
     assert visible_gpus(2) == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 3")
     assert visible_gpus(8) == ["5", "3"]
-    assert list(gpu_slots(["5", "3"]).names) == ["gpu-5", "gpu-3"]
+    with gpu_slots(["5", "3"]).hold(1) as held:
+        assert held == ("5",)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus(8) == []
+
+
+def test_a_world_sees_the_gpus_of_its_slots(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def submit(self: Cluster, *_: object) -> tuple[()]:
+        seen.append(self.spec.visible_devices)
+        return ()
+
+    seen: list[tuple[str, ...]] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7a")
+    monkeypatch.setattr(slots, "_installed_gpus", lambda: 8)
+    monkeypatch.setattr(Cluster, "submit", submit)
+    spec = WorldSpec(world_size=2, backend="nccl")
+    PoolRunner(live=False).run(spec, CallOptions(timeout_s=1.0), int)
+    assert seen == [("5", "GPU-7a")]
