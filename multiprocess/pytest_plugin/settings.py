@@ -152,8 +152,13 @@ def world_of(
         from ..parent.slots import visible_gpus
 
         count, counted = len(visible_gpus()), "visible CUDA devices"
-    else:
+    elif device == "cpu":
         count, counted = cores(), "CPU cores"
+    else:
+        import torch
+
+        count = torch.get_device_module(device).device_count()
+        counted = f"visible {device.upper()} devices"
     least = settings.get(_MIN_SIZE, 1)
     if count < least:
         reason = f"needs at least {least} {counted}, and there are {count}"

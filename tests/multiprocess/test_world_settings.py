@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 from gradparity.multiprocess import WorldSpec
 from gradparity.multiprocess.pytest_plugin import settings
@@ -156,6 +157,9 @@ def test_a_world_may_have_as_many_ranks_as_there_are_gpus_or_agents(
     none = world_of("all", on_gpus, {}, None)
     assert none.too_small == "needs at least 1 visible CUDA devices, and there are 0"
     assert world_of("all", on_gpus, {}, 6).spec.world_size == 6
+    if not torch.xpu.is_available():
+        none = world_of("all", {"backend": "xccl"}, {}, None)
+        assert none.too_small == "needs at least 1 visible XPU devices, and there are 0"
     few = world_of("all", {"min_size": 7}, {}, 6)
     assert few.too_small == "needs at least 7 ranks of torchrun, and there are 6"
 
