@@ -50,8 +50,11 @@ def render_interrupted(outcomes: Sequence[RankOutcome]) -> str:
         replace(o, state=RankState.VICTIM) if o.state is RankState.HUNG else o
         for o in outcomes
     ]
-    title = "the ranks of the call that was interrupted:"
-    lines = [title, *_last_collectives(running), *_section("interrupted", running)]
+    lines = ["the ranks of the call that was interrupted:"]
+    for outcome in running:
+        lines += _output(outcome)
+    lines += _last_collectives(running)
+    lines += _section("interrupted", running)
     return "\n".join(lines)
 
 

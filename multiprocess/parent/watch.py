@@ -93,6 +93,7 @@ class Watch:
         self._others = others
         self._limit_s = options.timeout_s
         self._prepares = options.prepares
+        self._live = options.live
         self._began = linux.now_s()
         self._until = self._began + (
             spec.start_timeout_s if self._prepares else self._limit_s
@@ -122,8 +123,10 @@ class Watch:
             try:
                 self._wait()
             except BaseException as error:
-                now = self._look(self._unfinished())
-                error.add_note(render_interrupted([observed(fact) for fact in now]))
+                now = [observed(fact) for fact in self._look(self._unfinished())]
+                if self._live:  # their output has been shown
+                    now = [replace(outcome, output="") for outcome in now]
+                error.add_note(render_interrupted(now))
                 raise
         left = self._unfinished()
         facts = self._look(left)

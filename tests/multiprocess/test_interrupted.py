@@ -19,6 +19,7 @@ from gradparity.multiprocess import Cluster, TestCase, current_world
 
 def stay():
     rank = current_world().rank
+    print(f"stays on {rank}")
     open(f"rank{rank}", "w").close()
     if rank == 0:
         dist.all_reduce(torch.ones(2))
@@ -48,6 +49,7 @@ class TestIt(TestCase):
     [
         pytest.param(PROGRAM, [], id="program"),
         pytest.param(MARKED, ["-m", "pytest"], id="marker"),
+        pytest.param(MARKED, ["-m", "pytest", "-s"], id="live"),
         pytest.param(CLASS, ["-m", "pytest"], id="class"),
         pytest.param(CLASS, ["-m", "unittest"], id="unittest"),
     ],
@@ -75,6 +77,7 @@ def test_ctrl_c_shows_where_each_rank_is(
             parent.kill()
     assert "KeyboardInterrupt" in said and parent.returncode != 0
     assert said.count("interrupted: rank") == 2
+    assert said.count("stays on 0\n") == said.count("stays on 1\n") == 1
     assert "interrupted: rank 1: still running after" in said
     assert re.search(r"File .*test_it.py\", line \d+ in stay", said)
     assert "rank 0: #1 allreduce float32[2] in the default group, test_it.py:" in said
