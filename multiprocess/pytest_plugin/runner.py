@@ -99,9 +99,15 @@ class PoolRunner:
         with contextlib.ExitStack() as slots:
             slots.enter_context(cpu_slots().hold(spec.world_size))
             if spec.device == "cuda":
-                names = slots.enter_context(_gpus(spec))
+                names = slots.enter_context(_gpus(spec, self._warm_gpus(spec.kind)))
                 spec = replace(spec, visible_devices=names)
             return self._cluster(spec.kind).submit(options, fn, *args)
+
+    def _warm_gpus(self, kind: WorldSpec) -> tuple[str, ...]:
+        """Return the GPUs on which a world of this kind has run last."""
+        seen = (other.visible_devices for other in reversed(self._clusters))
+        like = (n for n in seen if replace(kind, visible_devices=n) in self._clusters)
+        return next(like, ())
 
     def expect(self) -> None:
         """Have the forkserver import torch while the session goes on."""
@@ -144,8 +150,12 @@ def _end_session(cluster: BaseCluster, live: bool) -> None:
         )
 
 
-def _gpus(spec: WorldSpec) -> AbstractContextManager[tuple[str, ...]]:
-    visible = visible_gpus()
+def _gpus(
+    spec: WorldSpec, warm: tuple[str, ...]
+) -> AbstractContextManager[tuple[str, ...]]:
+    # Those with warm ranks first, or each tuple of devices gets ranks of its own.
+    usable = spec.visible_devices or visible_gpus()
+    visible = sorted(usable, key=lambda name: name not in warm)
     wanted = 1 if spec.share_devices else spec.world_size
     if len(visible) < wanted:
         raise UnsuitableWorld(f"needs {wanted} CUDA devices, {len(visible)} visible")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -182,5 +183,18 @@ def test_a_world_sees_the_gpus_of_its_slots(
     monkeypatch.setattr(slots, "_installed_gpus", lambda: 8)
     monkeypatch.setattr(Cluster, "submit", submit)
     spec = WorldSpec(world_size=2, backend="nccl")
-    PoolRunner(live=False).run(spec, CallOptions(timeout_s=1.0), int)
+    options = CallOptions(timeout_s=1.0)
+    runner = PoolRunner(live=False)
+    runner.run(spec, options, int)
     assert seen == [("5", "GPU-7a")]
+    # regression: M18, a cluster for each tuple of devices
+    one = replace(spec, world_size=1)
+    with gpu_slots(["5"]).hold(1):
+        runner.run(one, options, int)
+    runner.run(replace(one, timeout_s=7.0), options, int)
+    assert seen[1:] == [("GPU-7a",)] * 2
+    with gpu_slots(["GPU-7a"]).hold(1):
+        runner.run(one, options, int)
+    assert seen[3:] == [("5",)]
+    runner.run(replace(one, visible_devices=("6",)), options, int)
+    assert seen[4:] == [("6",)]
