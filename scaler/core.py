@@ -242,10 +242,15 @@ class ScalerCore(_TorchGradScaler):
             if isinstance(norm, torch.Tensor):
                 norm = norm.to(scale.device)
         part.found = infs
-        overflows = is_true(any_of(infs.values(), scale.device))
+        found_inf = any_of(infs.values(), scale.device)
         factor = clip_factor(norm, max_norm)
+        if isinstance(factor, torch.Tensor):
+            # Where the host sees no overflow, gradients are divided, and counted as
+            # divided: a factor of zero would leave none to an optimizer that shares one.
+            factor = torch.where(found_inf > 0.0, 1.0, factor)
         is_refused = refuses and not math.isfinite(norm)
-        return Measured(norm, grads, carried, factor, not overflows, is_refused)
+        is_finite = not is_true(found_inf)
+        return Measured(norm, grads, carried, factor, is_finite, is_refused)
 
     # - Step
 

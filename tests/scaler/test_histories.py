@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gradparity.fixtures import faulty
 from gradparity.tests.docs_blocks import ROOT, blocks
-from gradparity.tests.scaler.histories import planted
+from gradparity.tests.scaler.histories import accelerated, planted
 from gradparity.tests.scaler.histories.call_histories import (
     CallHistories,
     Ranks,
@@ -113,6 +113,28 @@ class TestOurs(CallHistories):
     histories = (*FOLLOWED, *DIVIDED_ONCE, SKIPPED_KERNEL)
 
 
+ACCELERATED = accelerated.__name__
+
+
+@pytest.mark.slow
+class TestSettling(CallHistories):
+    """As on an accelerator, in the first iterations."""
+
+    scaler = f"{ACCELERATED}:Settling"
+    # a product below the range of fp32 loses digits there: docs/deviations.md
+    families = tuple(name for name in FAMILIES if name != "large-scale")
+    histories = (*FOLLOWED, *DIVIDED_ONCE, SKIPPED_KERNEL)
+
+
+@pytest.mark.slow
+class TestSettled(CallHistories):
+    """As on an accelerator, later: other ranks hear of a failure one sync late."""
+
+    scaler = f"{ACCELERATED}:Settled"
+    families = tuple(n for n in TestSettling.families if n != "failures")
+    histories = (*FOLLOWED, *DIVIDED_ONCE, SKIPPED_KERNEL)
+
+
 class TestTorch(CallHistories):
     """On one process torch itself is the rule."""
 
@@ -176,6 +198,13 @@ def test_a_planted_fault_departs(name: str, ranks: Ranks) -> None:
     module = planted if hasattr(planted, name) else faulty
     scaler = f"{module.__name__}:{name}"
     assert ranks.departure(parse(PLANTED[name]), scaler, quick=True)
+
+
+def test_a_clip_at_the_highest_scales_loses_digits_on_an_accelerator() -> None:
+    history = parse("scale-120@1/back:2,clip-tiny:1,step:1")
+    with Ranks() as made:
+        found = made.departure(history, f"{ACCELERATED}:Settling")
+    assert found is not None and "should be" in found.text
 
 
 def test_ranks_in_another_order_are_found(ranks: Ranks) -> None:
