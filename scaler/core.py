@@ -245,8 +245,8 @@ class ScalerCore(_TorchGradScaler):
         found_inf = any_of(infs.values(), scale.device)
         factor = clip_factor(norm, max_norm)
         if isinstance(factor, torch.Tensor):
-            # Where the host sees no overflow, gradients are divided, and counted as
-            # divided: a factor of zero would leave none to an optimizer that shares one.
+            # The host cannot see an overflow, and counts gradients as divided: a factor
+            # of zero would leave none to an optimizer that shares one.
             factor = torch.where(found_inf > 0.0, 1.0, factor)
         is_refused = refuses and not math.isfinite(norm)
         is_finite = not is_true(found_inf)
