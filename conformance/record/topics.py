@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .kept import BITS, Box
+from .landing import Landing
 from .parts import place
 from .rows import rows_of
 
@@ -55,34 +56,33 @@ class Number:
 class Answer:
     """The largest and the least that ranks gave for a number, with these ranks."""
 
-    most: int
-    least: int
+    own: int
+    """The number of this rank, which it may not have given."""
+    most: int | None
+    """None if no rank gave one."""
+    least: int | None
 
     @property
-    def number(self) -> int:
-        """The largest."""
-        return self.most >> 16
+    def number(self) -> int | None:
+        """The largest; None if no rank gave one."""
+        return None if self.most is None else self.most >> 16
 
     @property
-    def differs(self) -> bool:
-        """True if two ranks gave other numbers."""
-        return self.number != self.least >> 16
+    def ranks(self) -> tuple[int, ...]:
+        """Two ranks that gave other numbers, the lower first; else nothing."""
+        if self.most is None or self.least is None:
+            return ()
+        ranks = sorted((self.most & 65535, self.least & 65535))
+        return tuple(ranks) if self.most >> 16 != self.least >> 16 else ()
 
     @property
     def where(self) -> str:
-        """The ranks of both in words."""
-        one, other = self.ranks
-        return f"on rank {other} than on rank {one}"
-
-    @property
-    def ranks(self) -> tuple[int, int]:
-        """The ranks of both, the lower first."""
-        one, other = sorted((self.most & 65535, self.least & 65535))
-        return one, other
+        """These ranks in words."""
+        return " than ".join(f"on rank {rank}" for rank in reversed(self.ranks))
 
 
-Read = Callable[[Sequence[Answer | None]], Iterator[str]]
-"""Yields a text for each thing that is wrong; None: no rank gave that number."""
+Read = Callable[[Sequence[Answer]], Iterator[str]]
+"""Yields a text for each thing that is wrong, from the answers to a topic's numbers."""
 
 
 class Topic(Protocol):
@@ -176,25 +176,25 @@ class Weights:
         """Return two numbers for each weight: its bits, and its settings."""
         rank = rank_here()
         turn = self.turns[step % len(self.turns)] if self.turns else []
-        numbers, digests = list[Number](), list[tuple[_Weight, Tensor]]()
+        numbers = list[Number]()
         for each in turn:
             if rank not in each.ranks:
                 numbers += [Number(is_given=False)] * 2
                 continue
             parameter = self._named[each.name]
-            digests.append((each, digest_of(place(parameter)[0])))
-            numbers.append(Number(digests[-1][1], is_given=each.same))
+            digest = digest_of(place(parameter)[0])
+            numbers.append(Number(digest, is_given=each.same))
             numbers.append(Number(self._settings(parameter)))
 
-        def read(answers: Sequence[Answer | None]) -> Iterator[str]:
-            for each, digest in digests:
-                self._moves(step, each, int(digest))
+        def read(answers: Sequence[Answer]) -> Iterator[str]:
             for each, bits, settings in zip(
                 turn, answers[::2], answers[1::2], strict=True
             ):
-                if bits is not None and bits.differs:
+                if rank in each.ranks:
+                    self._moves(step, each, bits.own)
+                if bits.ranks:
                     yield f"{each.name} has other bits {bits.where}"
-                if settings is not None and settings.differs:
+                if settings.ranks:
                     where = settings.where
                     yield f"the settings for {each.name} are others {where}"
 
@@ -228,9 +228,9 @@ class Numbers:
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
         """Return each of them."""
 
-        def read(answers: Sequence[Answer | None]) -> Iterator[str]:
+        def read(answers: Sequence[Answer]) -> Iterator[str]:
             for name, answer in zip(self._equal, answers, strict=True):
-                if answer is not None and answer.differs:
+                if answer.ranks:
                     yield f"{name} is another number {answer.where}"
 
         return [Number(_bits(number())) for number in self._equal.values()], read
@@ -270,23 +270,28 @@ class Clipped:
         if step % self._period:
             return (), lambda _: iter(())
         norm, limit = self._clipped()
-        if isinstance(norm, Tensor):
-            norm = norm.detach().clone()  # read later: nobody waits for it now
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for parameter in self._own:
             squares += _square_of(parameter)
-        work = None
+        works = []
         if self._group is not None:
-            work = dist.all_reduce(squares, group=self._group, async_op=True)
+            works.append(dist.all_reduce(squares, group=self._group, async_op=True))
+        sums = [squares]
+        if isinstance(norm, Tensor) and norm.device.type != "cpu":
+            # read when it is there; the job may write it until then
+            sums.append(norm.detach().to(squares, copy=True))
+        else:
+            norm = float(norm)
+        landing = Landing(sums, works)
 
-        def read(_: Sequence[Answer | None]) -> Iterator[str]:
-            if work is not None:
-                work.wait()
-            after, due = math.sqrt(float(squares)), min(float(norm), limit)
+        def read(_: Sequence[Answer]) -> Iterator[str]:
+            square, *norms = map(float, landing.read())
+            whole = norms[0] if norms else float(norm)
+            after, due = math.sqrt(square), min(whole, limit)
             if abs(after - due) > SLACK * due:  # False for nan
                 yield (
                     f"the gradients of all shards have the norm {after:.4g} after "
-                    f"clipping; with a norm of {float(norm):.4g} before and a limit of "
+                    f"clipping; with a norm of {whole:.4g} before and a limit of "
                     f"{limit:.4g} they have {due:.4g}"
                 )
 
@@ -349,15 +354,13 @@ class Data:
             )
             numbers.append(Number(drawn, here and draws))
 
-        def read(answers: Sequence[Answer | None]) -> Iterator[str]:
+        def read(answers: Sequence[Answer]) -> Iterator[str]:
             rows, draws = answers[::2], answers[1::2]
             for answer in rows:
-                if answer is not None and answer.differs:
+                if answer.ranks:
                     one, other = answer.ranks
                     yield f"rank {one} and rank {other} train on other rows"
-            if _are_equal(rows) and not any(
-                answer.differs for answer in rows if answer
-            ):
+            if _are_equal(rows) and not any(answer.ranks for answer in rows):
                 yield f"ranks {sets[0]} train on the same rows as ranks {sets[1]}"
             if _are_equal(draws) and not self._logged:
                 # many trainers seed all ranks alike: dropout is weaker then, not wrong
@@ -368,10 +371,10 @@ class Data:
         return numbers, read
 
 
-def _are_equal(answers: Sequence[Answer | None]) -> bool:
+def _are_equal(answers: Sequence[Answer]) -> bool:
     """True for two sets of ranks that gave one number."""
-    one, other = answers if len(answers) == 2 else (None, None)
-    return one is not None and other is not None and one.number == other.number
+    numbers = {answer.number for answer in answers}
+    return len(answers) == 2 and len(numbers) == 1 and None not in numbers
 
 
 def _number(group: Mapping[str, Any]) -> int | Tensor:

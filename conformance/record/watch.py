@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from .kept import Box
+from .landing import Landing, send
 from .parts import bare, place
 from .topics import (
     Answer,
@@ -64,25 +65,20 @@ class _Message:
     step: int
     parts: Sequence[tuple[int, Read]]
     """How many of the numbers each topic reads."""
-    both: Tensor
-    """(2, n) int64: the largest of the numbers and of their complements."""
-    work: Any
-
-    @property
-    def has_arrived(self) -> bool:
-        """True if the message can be read without waiting."""
-        return self.work is None or bool(self.work.is_completed())
+    landing: Landing
+    """(n,) int64, the numbers of this rank; (2, n) int64: the largest of all numbers
+    and of their complements."""
 
     def read(self) -> Iterator[str]:
         """Yield what the topics say."""
-        if self.work is not None:
-            self.work.wait()
-        pairs = zip(*self.both.tolist(), strict=True)
-        answers = (
-            None if NONE in pair else Answer(pair[0], ~pair[1]) for pair in pairs
-        )
+        own, both = (tensor.tolist() for tensor in self.landing.read())
+        answers = [
+            Answer(number, *((None, None) if NONE in pair else (pair[0], ~pair[1])))
+            for number, pair in zip(own, zip(*both, strict=True), strict=False)
+        ]
+        rest = iter(answers)
         for count, read in self.parts:
-            yield from read([*islice(answers, count)])
+            yield from read([*islice(rest, count)])
 
 
 @dataclass
@@ -110,7 +106,7 @@ class Watch:
             self.handles.pop().remove()
         ends = time.monotonic() + LAST_S
         while self._sent:
-            if self._sent[0].has_arrived:
+            if self._sent[0].landing.is_there:
                 self._read()
             elif time.monotonic() > ends:
                 self.act("gradparity.watch: ranks have taken other numbers of steps")
@@ -120,7 +116,9 @@ class Watch:
 
     def stepped(self, *_: Any) -> None:
         """Read what has arrived, and send the numbers of this step; a hook."""
-        while self._sent and (len(self._sent) > UNREAD or self._sent[0].has_arrived):
+        while self._sent and (
+            len(self._sent) > UNREAD or self._sent[0].landing.is_there
+        ):
             self._read()
         self._send()
         self.step += 1
@@ -139,19 +137,17 @@ class Watch:
             parts.append((len(own), read))
         if not numbers:
             return
-        values = [
-            torch.as_tensor(each.value, dtype=torch.int64, device=self.device)
-            for each in numbers
-        ]
-        coded = ((torch.stack(values) * ODD) & -65536) | rank_here()
-        absent = torch.tensor([not n.is_given for n in numbers], device=self.device)
+        mine = send([each.value for each in numbers], self.device)
+        absent = send([not each.is_given for each in numbers], self.device).bool()
+        coded = ((mine * ODD) & -65536) | rank_here()
         size = sum(topic.size for topic in self.topics)  # alike at all steps
         both = torch.full((2, size), NONE, device=self.device)
         both[:, : len(numbers)] = torch.stack([coded, ~coded]).masked_fill(absent, NONE)
-        work = None
+        works = []
         if self.group is not None:
-            work = dist.all_reduce(both, dist.ReduceOp.MAX, self.group, async_op=True)
-        self._sent.append(_Message(self.step, parts, both, work))
+            largest = dist.ReduceOp.MAX
+            works.append(dist.all_reduce(both, largest, self.group, async_op=True))
+        self._sent.append(_Message(self.step, parts, Landing([mine, both], works)))
 
 
 def _world() -> int:

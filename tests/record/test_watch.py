@@ -302,6 +302,34 @@ def test_one_process_can_watch_and_bad_use_is_told() -> None:
         gradparity.watch(model, optimizer, equal=many)
 
 
+@pytest.mark.gpu
+def test_nobody_waits_for_a_watch_of_a_gpu() -> None:
+    model = nn.Linear(64, 64, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows, norm = torch.ones(8, 64, device="cuda"), torch.zeros((), device="cuda")
+    said: list[str] = []
+    watching = gradparity.watch(
+        model,
+        optimizer,
+        period=1,
+        act=said.append,
+        equal={"norm": lambda: norm, "scale": lambda: 2.0},
+        clipped=lambda: (norm, 1.0),
+    )
+    with watching:
+        for step in range(6):
+            optimizer.zero_grad()
+            model(rows).square().mean().backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            norm = norm * (0.5 if step == 3 else 1.0)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                optimizer.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    assert len(said) <= 1 and all("step 3: the gradients of" in text for text in said)
+
+
 def test_a_message_is_below_1_kb_for_a_large_model() -> None:
     model = nn.ParameterDict(
         {f"p{n}": nn.Parameter(torch.ones(1)) for n in range(5000)}
@@ -313,5 +341,5 @@ def test_a_message_is_below_1_kb_for_a_large_model() -> None:
     assert sum(map(len, weights.turns)) == 5000
     for _ in weights.turns:
         watch.stepped()
-        assert watch._sent[-1].both.nbytes <= 1024
+        assert watch._sent[-1].landing.read()[1].nbytes <= 1024
     watch.close()

@@ -1,0 +1,92 @@
+"""Numbers on their way between a host and its device; nobody waits for them.
+
+A copy that the host waits for also waits for all that was asked of the device before,
+which is the step of training. So numbers go there from pinned memory, and come back on
+a stream of their own, into pinned memory, with an event that says when they are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Landing", "send"]
+
+
+def send(numbers: Sequence[int | Tensor], device: torch.device) -> Tensor:
+    """Put numbers of the host and of the device into one tensor there.
+
+    Args:
+        numbers: int64.
+        device: of the result.
+
+    Returns:
+        (n,) int64.
+    """
+    here = [0] * len(numbers)
+    places = list(range(len(numbers)))
+    there = list[Tensor]()
+    for at, number in enumerate(numbers):
+        if isinstance(number, Tensor) and number.device.type != "cpu":
+            places[at] = len(numbers) + len(there)
+            there.append(number.to(torch.int64))
+        else:
+            here[at] = int(number)
+    table = torch.tensor([here, places], dtype=torch.int64)
+    if device.type != "cpu":
+        table = table.pin_memory().to(device, non_blocking=True)
+    return torch.cat([table[0], torch.stack(there)])[table[1]] if there else table[0]
+
+
+class Landing:
+    """Tensors that come to the host once the work on them is done."""
+
+    def __init__(self, tensors: Sequence[Tensor], works: Sequence[Any]) -> None:
+        """Begin, and do not wait.
+
+        Args:
+            tensors: on one device; nobody writes them from now on.
+            works: of the collectives that make them.
+        """
+        self._tensors, self._works = [*tensors], [*works]
+        self._event: Any = None
+        device = self._tensors[0].device
+        if device.type == "cpu":
+            return
+        module = torch.get_device_module(device)
+        stream = _stream(device)
+        stream.wait_stream(module.current_stream(device))
+        with module.stream(stream):
+            for work in self._works:
+                work.wait()  # the stream does, and not the host
+            for at, tensor in enumerate(self._tensors):
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                self._tensors[at] = host.copy_(tensor, non_blocking=True)
+                tensor.record_stream(stream)
+            self._event = module.Event()
+            self._event.record(stream)
+
+    @property
+    def is_there(self) -> bool:
+        """True if reading does not wait."""
+        if self._event is not None:
+            return bool(self._event.query())
+        return all(work.is_completed() for work in self._works)
+
+    def read(self) -> list[Tensor]:
+        """Return the tensors on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        else:
+            for work in self._works:
+                work.wait()
+        return self._tensors
+
+
+@cache
+def _stream(device: torch.device) -> Any:
+    return torch.get_device_module(device).Stream(device=device)
