@@ -26,13 +26,35 @@ def _set_determinism(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
-def _autocast() -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+def _autocast() -> list[tuple[bool, torch.dtype]]:
+    return [
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in _AUTOCAST
+    ]
 
 
-def _set_autocast(value: tuple[bool, torch.dtype]) -> None:
-    torch.set_autocast_enabled("cpu", value[0])
-    torch.set_autocast_dtype("cpu", value[1])
+def _set_autocast(value: list[tuple[bool, torch.dtype]]) -> None:
+    for kind, (enabled, dtype) in zip(_AUTOCAST, value, strict=True):
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
+def _current_gpu() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+def _set_current_gpu(number: int | None) -> None:
+    if number is not None:
+        torch.cuda.set_device(number)
+
+
+def _cudnn() -> list[bool]:
+    return [getattr(_CUDNN, name) for name in _OF_CUDNN]
+
+
+def _set_cudnn(values: list[bool]) -> None:
+    for name, value in zip(_OF_CUDNN, values, strict=True):
+        setattr(_CUDNN, name, value)
 
 
 def _products() -> tuple[str, ...]:
@@ -53,6 +75,9 @@ def _set_products(value: tuple[str, ...]) -> None:
             kind.fp32_precision = precision
 
 
+_AUTOCAST = ("cpu", "cuda")
+_OF_CUDNN = ("benchmark", "deterministic", "enabled")
+_CUDA = torch.backends.cuda
 _CUDNN: Any = torch.backends.cudnn
 _MKLDNN: Any = torch.backends.mkldnn
 _PRODUCTS: tuple[Any, ...] = (
@@ -104,7 +129,12 @@ _SETTINGS: tuple[tuple[Callable[[], object], Callable[..., object]], ...] = (
     (_products, _set_products),
     (_determinism, _set_determinism),
     (_autocast, _set_autocast),
-    (lambda: _CUDNN.benchmark, lambda value: setattr(_CUDNN, "benchmark", value)),
+    (_cudnn, _set_cudnn),
+    (_current_gpu, _set_current_gpu),
+    (_CUDA.flash_sdp_enabled, _CUDA.enable_flash_sdp),
+    (_CUDA.mem_efficient_sdp_enabled, _CUDA.enable_mem_efficient_sdp),
+    (_CUDA.math_sdp_enabled, _CUDA.enable_math_sdp),
+    (_CUDA.cudnn_sdp_enabled, _CUDA.enable_cudnn_sdp),
     (_flushes_denormals, torch.set_flush_denormal),
     (sys.getrecursionlimit, sys.setrecursionlimit),
     (gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),

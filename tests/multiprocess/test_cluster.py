@@ -243,13 +243,31 @@ def test_a_destroyed_group_is_recreated(cluster: Cluster) -> None:
     assert cluster.run(ranks_sum, 0) == [1.0, 1.0]
 
 
-# Of the module, as those below: cudnn's settings do not travel inside of a closure.
-def tune_cudnn() -> None:
-    torch.backends.cudnn.benchmark = True
+# Of the module, as those below: backends do not travel inside of a closure.
+def change_backends() -> None:
+    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+    cudnn.benchmark = cudnn.deterministic = True
+    cudnn.enabled = False
+    for enable in (
+        cuda.enable_flash_sdp,
+        cuda.enable_mem_efficient_sdp,
+        cuda.enable_math_sdp,
+        cuda.enable_cudnn_sdp,
+    ):
+        enable(False)
 
 
-def tunes_cudnn() -> bool:
-    return torch.backends.cudnn.benchmark
+def backend_settings() -> list[bool]:
+    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+    return [
+        cudnn.benchmark,
+        cudnn.deterministic,
+        cudnn.enabled,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    ]
 
 
 def multiply_in_tf32() -> None:
@@ -289,9 +307,11 @@ def test_settings_do_not_leak_into_the_next_call(
         torch.use_deterministic_algorithms(True)
         torch.set_autocast_enabled("cpu", True)
         torch.set_autocast_dtype("cpu", torch.float16)
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
         torch.set_flush_denormal(True)
         multiply_in_tf32()
-        tune_cudnn()
+        change_backends()
         sys.setrecursionlimit(5000)
         gc.disable()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -309,8 +329,10 @@ def test_settings_do_not_leak_into_the_next_call(
             torch.are_deterministic_algorithms_enabled(),
             torch.is_autocast_enabled("cpu"),
             torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_enabled("cuda"),
+            torch.get_autocast_dtype("cuda"),
             torch.full((), 1e-40).mul(1.0).item(),
-            tunes_cudnn(),
+            backend_settings(),
             *precisions(),
             sys.getrecursionlimit(),
             gc.isenabled(),

@@ -127,6 +127,7 @@ def pretends_to_have_a_gpu(error: str, log: Path) -> None:
             raise RuntimeError(error)
 
     gpu.is_initialized = lambda: True
+    gpu.current_device = lambda: 0
     gpu.synchronize = synchronize
     gpu.empty_cache = lambda: log.open("a").write("emptied, ")
 
@@ -164,3 +165,18 @@ def test_a_wait_for_a_gpu_is_one_for_the_collective_before_it() -> None:
         cluster.with_options(timeout_s=100).run(act)
     assert caught.value.root.rank == 0
     assert "rank 1 has ended without issuing it" in str(caught.value)
+
+
+def test_a_call_does_not_leave_another_gpu_to_the_next() -> None:
+    def pretends_to_have_two() -> None:
+        gpu: Any = torch.cuda
+        gpu.current = 0
+        gpu.is_initialized = lambda: True
+        gpu.current_device = lambda: gpu.current
+        gpu.set_device = lambda number: setattr(gpu, "current", number)
+        gpu.synchronize = gpu.empty_cache = lambda: None
+
+    with Cluster(1) as cluster:
+        cluster.run(pretends_to_have_two)
+        cluster.run(lambda: torch.cuda.set_device(1))
+        assert cluster.run(lambda: torch.cuda.current_device()) == [0]
