@@ -10,16 +10,13 @@ import pickle
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from .. import linux
 from ..errors import WorldError
 from ..messages import Kind, Reply
 from ..outcomes import Left, Place, RankOutcome, RankState
 from ..report import ended_without, find_odd_rank
-
-if TYPE_CHECKING:
-    from .watch import Fact
+from .facts import Fact
 
 _DOING = {
     Place.BODY: "still running",

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import re
 import selectors
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from .. import linux
 from ..messages import Kind, Reply
-from ..outcomes import Collective, Place
+from ..outcomes import Place
 from ..report import ended_without, render_interrupted
 from ..spec import CallOptions
+from .facts import Fact
 from .rank_processes import RankProcess, RankProcesses
 from .root_cause import observed
 
@@ -40,29 +41,6 @@ _HARNESS_FRAME = re.compile(
     r", line \d+ "
 )
 """Below the function under test: the same in every stack, so not shown."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fact:
-    """The observations of one rank."""
-
-    rank: int
-    reply: Reply | None = None
-    exit_code: int | None = None
-    ended_at_s: float = 0.0
-    order: int = 0
-    """Number of its fault among those that several parents have reported, from 1: the
-    clocks of several machines cannot be compared."""
-
-    stopped: bool = False
-    waited_s: float = 0.0
-    place: Place = Place.BODY
-    left_by: int | None = None
-    """A rank that has ended without the collective that this one waits for."""
-
-    stacks: str = ""
-    collectives: tuple[Collective, ...] = ()
-    output: str = ""
 
 
 class OtherRanks(Protocol):
