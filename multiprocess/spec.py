@@ -83,6 +83,10 @@ class WorldSpec:
         if size < 1:
             raise ValueError(f"world_size must be at least 1, got {size}")
         check_isolation(self.isolation)
+        for name in ("backend", "device", "pg_options"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise TypeError(f"{name} must be a str, got {value!r}")
         devices = devices_of(self.backend)
         default = "cpu" if "cpu" in devices else devices[0]
         object.__setattr__(self, "device", self.device or default)

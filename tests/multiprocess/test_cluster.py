@@ -449,6 +449,8 @@ def test_calls_from_several_threads_wait_for_each_other(cluster: Cluster) -> Non
         ({"world_size": 0}, ValueError),
         ({"world_size": "2"}, TypeError),
         ({"world_size": 2, "backend": "no such"}, ValueError),
+        ({"world_size": 2, "backend": None}, TypeError),
+        ({"world_size": 2, "pg_options": print}, TypeError),
         ({"world_size": 2, "isolation": "none"}, ValueError),
         ({"world_size": 2, "timeout_s": 0}, ValueError),
     ],
