@@ -486,9 +486,11 @@ def test_calls_in_inference_mode(
     [*((True, call) for call in MAIN), (False, _step), (False, _unscale_and_step)],
 )
 def test_threads_that_train_with_groups_of_their_own(
-    two: Cluster, own: bool, call: Call
+    two: Cluster, device: str, own: bool, call: Call
 ) -> None:
     """With the group they are right; without it, right or refused, on every rank."""
+    if device == "cuda":
+        pytest.skip("NCCL hangs where threads begin collectives in another order")
 
     def run() -> list[str]:
         groups = [dist.new_group([0, 1]) for _ in range(2)]

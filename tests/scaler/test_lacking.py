@@ -72,7 +72,12 @@ def test_no_rank_has_gradients(two: Cluster) -> None:
 
 @BOTH
 @pytest.mark.parametrize("fused", [False, True])
-def test_b14a_dtypes_depend_on_the_rank(two: Cluster, make: Make, fused: bool) -> None:
+def test_b14a_dtypes_depend_on_the_rank(
+    two: Cluster, device: str, make: Make, fused: bool
+) -> None:
+    if device == "cuda":
+        pytest.skip("torch's kernel that unscales takes no bf16 there")
+
     def step(bad_rank: int) -> Seen:
         mesh = init_device_mesh(device_type(), (2,))
         wide = parameter(torch.ones(2), mesh, [Shard(0)])

@@ -107,7 +107,8 @@ def test_a_mesh_of_one_rank_beside_a_plain_parameter(
 def gradient(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """The same on every rank that asks for the name; rounded to exact sums."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.randn(shape, generator=generator)
+    drawn = torch.randn(shape, generator=generator, device="cpu")
+    return drawn.to(device_type())
 
 
 class Mixed(NamedTuple):
