@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from gradparity.multiprocess import Cluster
+from gradparity.multiprocess.outcomes import RankOutcome
+from gradparity.multiprocess.spec import CallOptions
 
 ON_BOTH = (
     *("test_accelerators", "test_agreement", "test_calls_together"),
@@ -22,9 +24,11 @@ class OnGpu(Cluster):
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size, backend="nccl", device="cuda", share_devices=True)
 
-    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def submit(
+        self, options: CallOptions, fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> tuple[RankOutcome, ...]:
         """Call ``fn`` on every rank."""
-        return super().run(_on_gpu, fn, *args, **kwargs)
+        return super().submit(options, _on_gpu, fn, *args, **kwargs)
 
 
 def _on_gpu(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
