@@ -302,6 +302,7 @@ def test_one_process_can_watch_and_bad_use_is_told() -> None:
         gradparity.watch(model, optimizer, equal=many)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.gpu
 def test_nobody_waits_for_a_watch_of_a_gpu() -> None:
     model = nn.Linear(64, 64, device="cuda")

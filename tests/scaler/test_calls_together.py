@@ -422,7 +422,8 @@ def test_replicas_are_counted_once_however_they_are_added_up(
     two: Cluster, norm_type: float, odd: str
 ) -> None:
     def run() -> float:
-        values = torch.rand(601, 499, generator=torch.Generator().manual_seed(0))
+        drawn = torch.Generator().manual_seed(0)
+        values = torch.rand(601, 499, generator=drawn, device="cpu").to(device_type())
         p, threads = nn.Parameter(values), torch.get_num_threads()
         p.grad = values.clone()
         is_odd = dist.get_rank() == 1
