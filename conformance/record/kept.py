@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -305,11 +306,12 @@ def keep(parts: Sequence[Wanted]) -> list[Kept]:
     results: dict[int, Kept] = {}
     together: dict[tuple[Any, ...], list[int]] = {}
     for number, each in enumerate(parts):
-        if each.part.is_cuda and _kernel() is not None:
+        if each.part.is_cuda and kernel_on(each.part.device) is not None:
             dtypes = each.part.dtype, None if each.weight is None else each.weight.dtype
             together.setdefault((each.part.device, *dtypes), []).append(number)
-    for numbers in together.values():
-        results |= _kept_together({number: parts[number] for number in numbers})
+    for (device, *_), numbers in together.items():
+        chosen = {number: parts[number] for number in numbers}
+        results |= _kept_together(kernel_on(device), chosen)
     return [
         results[number] if number in results else _kept_alone(each)
         for number, each in enumerate(parts)
@@ -323,16 +325,23 @@ def _kept_alone(each: Wanted) -> Kept:
 
 
 @cache
-def _kernel() -> Any:
-    """The module of the kernel, None without Triton."""
+def kernel_on(device: torch.device) -> Any:
+    """The module of the kernel; None where there is no Triton, or none that runs."""
     if importlib.util.find_spec("triton") is None:
         return None
-    return importlib.import_module(".kernel", __package__)
+    kernel = importlib.import_module(".kernel", __package__)
+    alone = Wanted(torch.zeros(1, device=device), Box((1,), (0,), (1,)))
+    try:  # it needs a compiler for C, which a container may lack
+        _kept_together(kernel, {0: alone})
+    except Exception as error:
+        text = f"Triton does not run here, so recorded steps take longer: {error}"
+        print(f"gradparity: {text}"[:400], file=sys.stderr)
+        return None
+    return kernel
 
 
-def _kept_together(parts: dict[int, Wanted]) -> dict[int, Kept]:
+def _kept_together(kernel: Any, parts: dict[int, Wanted]) -> dict[int, Kept]:
     """Keep those parts that the kernel can read, all of the same dtypes."""
-    kernel = _kernel()
     requests = {}
     for number, each in parts.items():
         tensors = [t for t in (each.part, each.weight) if t is not None]

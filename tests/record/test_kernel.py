@@ -1,10 +1,16 @@
 """Numbers kept by the kernel of a GPU are those that torch's operations keep."""
 
+import importlib.util
 import itertools
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from gradparity.conformance.record import kept
 from gradparity.conformance.record.kept import Box, Wanted, keep, keep_bits, keep_values
 
 BOXES = [
@@ -80,3 +86,31 @@ def test_parts_on_a_gpu_add_up_to_the_whole() -> None:
     assert first.digest.item() == right.digest.item()
     assert first.sketch is not None and right.sketch is not None
     torch.testing.assert_close(first.sketch, right.sketch, rtol=1e-11, atol=1e-11)
+
+
+def test_a_triton_that_does_not_run_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compiled(*_: Any) -> Any:
+        raise RuntimeError("no compiler for C")
+
+    triton: Any = ModuleType("triton")
+    triton.__spec__ = ModuleSpec("triton", None)
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    assert importlib.util.find_spec("triton") is not None
+    kernel: Any = SimpleNamespace(
+        DTYPES={torch.float32},
+        Request=lambda *fields: fields,
+        pieces_of=lambda *_: (),
+        sums_of=compiled,
+    )
+    name = f"{kept.__package__}.kernel"
+    monkeypatch.setitem(sys.modules, name, kernel)
+    kept.kernel_on.cache_clear()
+    device = torch.device("cpu")
+    try:
+        assert [kept.kernel_on(device) for _ in range(2)] == [None, None]
+    finally:
+        kept.kernel_on.cache_clear()
+    told = capsys.readouterr().err
+    assert told.count("Triton does not run here") == 1 and "no compiler for C" in told
