@@ -193,6 +193,7 @@ class Replica:
         self.failed = False  # in this iteration
         self.begun_anew = False  # a step of it raised
         self.renewed: set[int] = set()  # zeroed since
+        self.replaced: set[int] = set()  # by gradients that no scale is in
         self.fresh: set[int] = set()  # optimizers with a backward since their step
         self.looked: set[int] = set()  # divided by unscale_ or a clip, not stepped
         self.clipped: set[int] = set()
@@ -325,6 +326,8 @@ class Replica:
             # neither is torch's
             if call.kind in STEPS and which in self.stepped & self.renewed:
                 return False
+            if call.kind in STEPS and which in self.looked & self.replaced:
+                return False
             after_division = ("unscale", "handclip", "look", "replace")
             if call.kind in after_division and which in self.looked:
                 return False
@@ -397,6 +400,7 @@ class Replica:
             both = {0, 1} if self.looked and "shared" in self.words else self.looked
             self.fresh -= both
             self.clipped, self.stepped, self.renewed = set(), set(), set()
+            self.replaced = set()
             self.begun_anew = False
             if kind in ("reload", "elder"):
                 self.ordered = set()
@@ -540,6 +544,7 @@ class Replica:
         torch.nn.utils.clip_grad_norm_(self.held(call.which), 0.125)
 
     def _replace(self, call: Call) -> None:
+        self.replaced.add(call.which)
         for parameter in self.held(call.which):
             if parameter.grad is not None:
                 self.kept.append(parameter.grad)
