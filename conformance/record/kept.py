@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .pieces import pieces_of
+
 __all__ = [
     "BITS",
     "BUCKETS",
@@ -346,7 +348,7 @@ def _kept_together(kernel: Any, parts: dict[int, Wanted]) -> dict[int, Kept]:
     for number, each in parts.items():
         tensors = [t for t in (each.part, each.weight) if t is not None]
         box = each.box
-        pieces = kernel.pieces_of(box.shape, box.offsets, box.local)
+        pieces = pieces_of(box.shape, box.offsets, box.local)
         if pieces is None or any(t.dtype not in kernel.DTYPES for t in tensors):
             continue
         part, *weight = (t.contiguous() for t in tensors)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import math
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -11,7 +12,15 @@ import pytest
 import torch
 
 from gradparity.conformance.record import kept
-from gradparity.conformance.record.kept import Box, Wanted, keep, keep_bits, keep_values
+from gradparity.conformance.record.kept import (
+    Box,
+    Wanted,
+    keep,
+    keep_bits,
+    keep_values,
+    places_of,
+)
+from gradparity.conformance.record.pieces import pieces_of
 
 BOXES = [
     Box((40, 100), (0, 0), (40, 100)),
@@ -28,10 +37,28 @@ BOXES = [
     Box((40, 0), (0, 0), (40, 0)),
     Box((64, 3, 7, 5), (0, 0, 0, 0), (64, 3, 7, 5)),
     Box((64, 8, 3, 3), (0, 4, 0, 0), (64, 4, 3, 3)),
-    Box((64, 8, 30), (0, 0, 15), (64, 8, 15)),  # no rectangle: kept by torch
+    Box((10, 200, 3), (2, 7, 1), (5, 1, 2)),
     Box((700, 900), (0, 0), (700, 900)),
+    Box((64, 8, 30), (0, 0, 15), (64, 8, 15)),  # no rectangle: kept by torch
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize("box", BOXES, ids=str)
+def test_pieces_hold_each_element_at_its_place(box: Box) -> None:
+    pieces = pieces_of(box.shape, box.offsets, box.local)
+    if pieces is None:
+        assert box is BOXES[-1]
+        return
+    columns, places = math.prod(box.shape[1:]), dict[int, int]()
+    for piece in pieces:
+        (row, high), (column, wide) = piece.rows, piece.columns
+        for i, j in itertools.product(range(high), range(wide)):
+            at = piece.at + i * piece.pitch + j
+            assert at not in places
+            places[at] = (row + i) * columns + column + j
+    right = places_of(box, 0, box.size, torch.device("cpu")).tolist()
+    assert [places[at] for at in range(len(places))] == right
 
 
 @pytest.mark.gpu
@@ -101,7 +128,6 @@ def test_a_triton_that_does_not_run_is_told_once(
     kernel: Any = SimpleNamespace(
         DTYPES={torch.float32},
         Request=lambda *fields: fields,
-        pieces_of=lambda *_: (),
         sums_of=compiled,
     )
     name = f"{kept.__package__}.kernel"
