@@ -363,7 +363,8 @@ def _kept_together(kernel: Any, parts: dict[int, Wanted]) -> dict[int, Kept]:
     if not requests:
         return {}
     chosen = list(requests.values())
-    digests, sums, sketches = kernel.sums_of(chosen, SLOTS, GRID, BUCKETS)
+    with torch.cuda.device_of(chosen[0].part):
+        digests, sums, sketches = kernel.sums_of(chosen, SLOTS, GRID, BUCKETS)
     results = {}
     for at, number in enumerate(requests):
         each = parts[number]
