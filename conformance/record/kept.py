@@ -363,7 +363,7 @@ def _kept_together(kernel: Any, parts: dict[int, Wanted]) -> dict[int, Kept]:
     if not requests:
         return {}
     chosen = list(requests.values())
-    with torch.cuda.device_of(chosen[0].part):
+    with torch.cuda.device_of(next(iter(parts.values())).part):
         digests, sums, sketches = kernel.sums_of(chosen, SLOTS, GRID, BUCKETS)
     results = {}
     for at, number in enumerate(requests):
