@@ -83,14 +83,16 @@ def tables(record: Mapping[str, Any], timed: Mapping[str, Any]) -> dict[str, str
 
 
 def _of_scaler(record: Mapping[str, Any]) -> str:
-    heads = ("gradients", "call", "torch's time over ours", "kernels", "waits")
-    lines = [row(*heads), row(*["---"] * len(heads))]
-    for part, calls in record["parts"].items():
-        for call in calls:
+    parts = record["parts"]
+    calls = [call["work"] for call in next(iter(parts.values()))]
+    lines = [row("gradients", *calls), row(*["---"] * (1 + len(calls)))]
+    for part, timed in parts.items():
+        cells = []
+        for call in timed:
             theirs, ours = call["torch"], call["ours"]
-            counts = [f"{theirs[k]} / {ours[k]}" for k in ("kernels", "waits")]
-            ratio = f"{theirs['us'] / ours['us']:.2f}"
-            lines.append(row(part, call["work"], ratio, *counts))
+            kernels = f"{theirs['kernels']} / {ours['kernels']}"
+            cells.append(f"{theirs['us'] / ours['us']:.2f}, {kernels}")
+        lines.append(row(part, *cells))
     made = record["provenance"]
     lines += [
         "",
