@@ -154,7 +154,7 @@ def _seen(
 def _parts(repeats: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     for name, (count, shape) in SIZES.items():
         yield f"one process, {name}", measured(count, shape, repeats)
-    with Cluster(2, backend="nccl", device="cuda", share_devices=True) as two:
+    with Cluster(2, backend="nccl", share_devices=True) as two:
         for name, (count, shape) in SIZES.items():
             ranks = two.with_options(timeout_s=120).run(measured, count, shape, repeats)
             yield f"two ranks, {name}", ranks[0]

@@ -481,7 +481,6 @@ def run(out: Path, job: Job, half: bool, seed: int, kind: str) -> None:
     cluster = Cluster(
         ranks,
         backend="nccl" if shared else "gloo",
-        device="cuda" if shared else "cpu",
         share_devices=shared,
         timeout_s=300,
     )

@@ -226,7 +226,7 @@ def _share(workload: Any, batch: Batch, mesh: DeviceMesh) -> Batch:
 
 
 def _hashes_differ(workload: Any, stack: Any, mesh: DeviceMesh) -> bool | None:
-    """Compare one forward and backward with those of one process.
+    """Compare hashes of a forward and backward pass with the hashes on one process.
 
     Returns:
         True if they differ; None if their calls differ, which DebugMode refuses.

@@ -22,7 +22,7 @@ class OnGpu(Cluster):
     """Ranks that share one GPU over NCCL; a function makes its tensors there."""
 
     def __init__(self, world_size: int) -> None:
-        super().__init__(world_size, backend="nccl", device="cuda", share_devices=True)
+        super().__init__(world_size, backend="nccl", share_devices=True)
 
     def submit(
         self, options: CallOptions, fn: Callable[..., Any], *args: Any, **kwargs: Any

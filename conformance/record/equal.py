@@ -17,9 +17,11 @@ FREE = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_l
 
 
 def proved_names(one: Run, other: Run) -> tuple[dict[str, str], str]:
-    """Names of the first side -> those of the other, proved by the start, and words.
+    """Match names of the first side to names of the other by their initial weights.
 
-    Without any, the words say that the start is another one.
+    Returns:
+        Name of the first side -> name of the other, and what the user is told of the
+        start; no names if the sides began with other weights.
     """
     at = min([*one.steps, *other.steps], default=0)
     starts = {n: one.tensors[at, "weight", n] for n in one.names("weight", at)}

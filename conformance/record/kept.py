@@ -45,8 +45,8 @@ __all__ = [
 GRID = 4
 """Tiles along dim 0, and along all other dims together."""
 BUCKETS = 32
-"""Buckets of a tile. One row meets those of four tiles: with 96 of them the estimate of
-its error is off by 25 % once in 2,000 times, with 128 once in 13,000."""
+"""Buckets of a tile. One row crosses four tiles, so 128 buckets: the estimate of its
+error is then off by 25 % once in 13,000 times; with 96 buckets, once in 2,000."""
 SLOTS = GRID * GRID * BUCKETS
 CHUNKS = {"cpu": 1 << 17}
 """Type of device -> elements that are worked on at once. Temporaries fit into the cache

@@ -1,9 +1,9 @@
 """Numbers kept of many parts in one pass over each, by one Triton kernel on a GPU.
 
-The sums are those of ``kept.py``, which says what they are. Torch's kernels make 20
-passes for them, each begun by the host. Here a program goes over a piece of one tile,
-and holds the 32 buckets of that tile in registers. A part that is not made of few
-rectangles of the whole, or has another dtype, is left to ``kept.py``.
+``kept.py`` defines the sums. Torch's kernels need 20 passes for them, and the host
+launches each pass. Here a program reads a piece of one tile, and keeps the 32 buckets
+of that tile in registers. ``kept.py`` itself reads the parts that are not made of few
+rectangles of the whole, or have another dtype.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def _table(
                 pointers[1] = weight.data_ptr() + piece.at * weight.element_size()
             span = [row, row + high, column, column + wide]
             whole = [n_rows, n_columns]
-            if is_vector:  # its tiles are those of one row
+            if is_vector:  # split into tiles like a single row
                 span, whole = [*span[2:], *span[:2]], whole[::-1]
                 span[:2] = [0, 1]
             rows.append(

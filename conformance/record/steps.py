@@ -23,7 +23,7 @@ class _Running:
     height: int
     """Height of the stack in the outermost call."""
     last: Any
-    """Handle of the hook that comes after those of the optimizer itself."""
+    """Handle of our hook, which runs after the hooks of the optimizer itself."""
     depth: int = 1
     """Calls of ``step`` within each other: its class may call that of its base."""
 

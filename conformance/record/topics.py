@@ -104,7 +104,7 @@ class _Weight:
     same: bool
 
     def is_counted_by(self, rank: int) -> bool:
-        """True for a rank with elements of its own, and for one that shares its own."""
+        """Return whether this rank counts the elements: each set counts on one rank."""
         return rank in (self.ranks[:1] if self.same else self.ranks)
 
 

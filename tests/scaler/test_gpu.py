@@ -4,6 +4,7 @@ Run with ``pytest -m gpu`` where there is one; elsewhere each test is skipped, w
 says why.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,6 +33,20 @@ def on_device(fused: bool, clip: bool) -> tuple[Any, Any, Any, Any]:
     return p, slope, scaler, iteration
 
 
+def captured(iteration: Callable[[], None], before: int) -> torch.cuda.CUDAGraph:
+    """Capture one iteration, after some on a stream of their own."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(before):
+            iteration()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        iteration()
+    return graph
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("clip", [False, True])
@@ -54,15 +69,7 @@ def test_fused_step_never_synchronises(clip: bool) -> None:
 def test_captured_in_a_cuda_graph(clip: bool) -> None:
     values = (1.0, INF, 1.0, 1.0, 1.0, INF, 1.0)
     p, slope, scaler, iteration = on_device(True, clip)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            iteration()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        iteration()
+    graph = captured(iteration, before=3)
     for value in values:
         slope.fill_(value)
         graph.replay()
@@ -121,15 +128,7 @@ def test_a_graph_on_two_ranks_steps_as_eager_ranks_do(clip: bool) -> None:
         rank = dist.get_rank()
         values = (1.0, INF, 1.0, 1.0, 1.0, INF, 1.0)
         p, slope, scaler, iteration = on_device(True, clip)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(12):
-                iteration()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            iteration()
+        graph = captured(iteration, before=12)
         for value in values:
             slope.fill_(value if rank else 1.0)
             graph.replay()

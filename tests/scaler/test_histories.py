@@ -118,7 +118,7 @@ ACCELERATED = accelerated.__name__
 
 @pytest.mark.slow
 class TestSettling(CallHistories):
-    """As on an accelerator, in the first iterations."""
+    """Our scaler acts as in its first iterations on an accelerator."""
 
     scaler = f"{ACCELERATED}:Settling"
     # a product below the range of fp32 loses digits there: docs/deviations.md
@@ -128,7 +128,7 @@ class TestSettling(CallHistories):
 
 @pytest.mark.slow
 class TestSettled(CallHistories):
-    """As on an accelerator, later: other ranks hear of a failure one sync late."""
+    """Our scaler acts as later there: ranks hear of a failure one sync late."""
 
     scaler = f"{ACCELERATED}:Settled"
     families = tuple(n for n in TestSettling.families if n != "failures")
