@@ -138,6 +138,20 @@ def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     if dist.get_rank() not in ranks or len(ranks) < 2:
         return None
     if ranks not in _made or not _ranks_in(_made[ranks]):
-        # Only the members take part: the other ranks may be busy with another model.
-        _made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        _made[ranks] = _new_group_of_members(ranks)
     return _if_shared(_made[ranks])
+
+
+def _new_group_of_members(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """Make a group without the other ranks, which may be busy with another model."""
+    # torch splits the communicator of a world that is bound to a device
+    # (`init_process_group(device_id=...)`), and all ranks of the world must take part.
+    world: Any = dist.group.WORLD
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), use_local_synchronization=True
+        )
+    finally:
+        world.bound_device_id = device
+    return group

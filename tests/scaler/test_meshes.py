@@ -137,6 +137,29 @@ def test_a_mesh_of_two_axes_that_is_not_the_world(four: Cluster) -> None:
     assert four.run(step) == [(2.0, True), (4.0, False)] * 2
 
 
+def test_a_world_bound_to_a_device_is_not_split_for_some_of_its_ranks(
+    four: Cluster,
+) -> None:
+    def step() -> tuple[float, str]:
+        mesh = DeviceMesh(device_type(), [[0], [2]])
+        scaler = scaled(GradScaler, sync_over=mesh)
+        world = dist.group.WORLD
+        assert world is not None
+        device = torch.device("cpu", 0) if device_type() == "cpu" else None
+        world.bound_device_id = world.bound_device_id or device
+        p = parameter(torch.ones(2))
+        give_gradient(p, INF if dist.get_rank() == 2 else 4.0)
+        if dist.get_rank() in (0, 2):  # the others are busy
+            scaler.step(sgd([p]))
+            scaler.update()
+        after, world.bound_device_id = world.bound_device_id, None
+        return scaler.get_scale(), str(after)
+
+    scales, bound = zip(*four.run(step), strict=True)
+    assert scales == (2.0, 4.0, 2.0, 4.0)
+    assert len({*bound}) == 1 and bound[0] != "None"
+
+
 @BOTH
 def test_b11d_copies_and_pickles_with_a_process_group(
     four: Cluster, make: Make
