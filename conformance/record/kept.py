@@ -17,24 +17,24 @@ import importlib.util
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from .pieces import pieces_of
-
 __all__ = [
     "BITS",
     "BUCKETS",
+    "GRID",
     "SLOTS",
+    "Batch",
     "Box",
     "Kept",
+    "Sums",
     "Wanted",
-    "keep",
     "keep_bits",
     "keep_values",
     "keys_of",
@@ -137,8 +137,7 @@ class Kept:
         return replace(self, sketch=self.sketch - before.sketch, numbers=numbers)
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(NamedTuple):
     """A part of which numbers are to be kept, and which."""
 
     part: Tensor
@@ -233,7 +232,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _digest(values: Tensor, words: Tensor) -> Tensor:
     bits = values.view(BITS[values.element_size()]).to(torch.int64)
-    return (bits * words).sum()
+    return (bits * words).sum(-1)
 
 
 def keep_bits(part: Tensor, box: Box, *, rounded: bool = False) -> Kept:
@@ -303,27 +302,103 @@ def keep_values(
     return Kept(digest, torch.zeros_like(digest), sketch, numbers)
 
 
-def keep(parts: Sequence[Wanted]) -> list[Kept]:
-    """Keep numbers of many parts; on a GPU with Triton, all of one dtype at once."""
-    results: dict[int, Kept] = {}
-    together: dict[tuple[Any, ...], list[int]] = {}
-    for number, each in enumerate(parts):
-        if each.part.is_cuda and kernel_on(each.part.device) is not None:
-            dtypes = each.part.dtype, None if each.weight is None else each.weight.dtype
-            together.setdefault((each.part.device, *dtypes), []).append(number)
-    for (device, *_), numbers in together.items():
-        chosen = {number: parts[number] for number in numbers}
-        results |= _kept_together(kernel_on(device), chosen)
-    return [
-        results[number] if number in results else _kept_alone(each)
-        for number, each in enumerate(parts)
-    ]
+class Batch(NamedTuple):
+    """Numbers kept of many parts: row n of each tensor has those of part n."""
+
+    digests: Tensor
+    """(n, 2) int64: the digest, and the one after rounding."""
+    numbers: Tensor
+    """(n, 3) float64."""
+    sketches: Tensor
+    """(n, SLOTS) float64; of a tensor that is kept whole only the first are used."""
+
+
+Key = TypeVar("Key")
+
+
+class Sums(Generic[Key]):
+    """Numbers kept of many parts, on their devices until they are read."""
+
+    def __init__(self, parts: Mapping[Key, Wanted]) -> None:
+        """Keep the numbers; nobody waits for a device.
+
+        On a GPU with Triton all parts of one dtype are read at once, and so are single
+        numbers on the host, such as an optimizer's counters of steps.
+        """
+        self.boxes = {key: each.box for key, each in parts.items()}
+        self._alone: dict[Key, Kept] = {}
+        self._together: list[tuple[Batch, list[tuple[Key, bool]]]] = []
+        groups: dict[tuple[Any, ...], list[tuple[Key, Wanted]]] = {}
+        for key, each in parts.items():
+            part, weight = each.part, each.weight
+            if part.is_cuda:
+                dtypes = part.dtype, None if weight is None else weight.dtype
+                alike: tuple[Any, ...] = (_read_by_kernel, part.device, dtypes)
+            elif each.only_bits and part.numel() == 1:
+                alike = (
+                    _bits_of_equal,
+                    part.device,
+                    part.dtype,
+                    each.box,
+                    each.rounded,
+                )
+            else:
+                self._alone[key] = _kept_alone(each)
+                continue
+            groups.setdefault(alike, []).append((key, each))
+        for (read, *_), group in groups.items():
+            taken, batch = read([each for _, each in group])
+            if batch is not None:
+                keys = [
+                    (key, each.only_bits) for key, each in map(group.__getitem__, taken)
+                ]
+                self._together.append((batch, keys))
+            for number in {*range(len(group))}.difference(taken):
+                key, each = group[number]
+                self._alone[key] = _kept_alone(each)
+
+    def read(self) -> dict[Key, Kept]:
+        """Read the numbers, in the order of the parts."""
+        kept = {**self._alone}
+        for batch, keys in self._together:
+            digests, numbers, sketches = (each.cpu() for each in batch)
+            for row, (key, only_bits) in enumerate(keys):
+                size = min(SLOTS, math.prod(self.boxes[key].shape))
+                sketch = None if only_bits else sketches[row, :size]
+                digest, rounded = digests[row]
+                kept[key] = Kept(digest, rounded, sketch, numbers[row])
+        return {key: kept[key] for key in self.boxes}
 
 
 def _kept_alone(each: Wanted) -> Kept:
     if each.only_bits:
         return keep_bits(each.part, each.box, rounded=each.rounded)
     return keep_values(each.part, each.box, weight=each.weight)
+
+
+def _read_by_kernel(parts: Sequence[Wanted]) -> tuple[list[int], Batch | None]:
+    """Return the numbers of the parts that the kernel reads, and their batch."""
+    kernel, weight = kernel_on(parts[0].part.device), parts[0].weight
+    dtypes = {parts[0].part.dtype, *(() if weight is None else (weight.dtype,))}
+    if kernel is None or not dtypes <= kernel.DTYPES.keys():
+        return [], None
+    rows = {n: r for n, r in enumerate(map(kernel.rows_of, parts)) if r is not None}
+    if not rows:
+        return [], None
+    return [*rows], kernel.batch_of([parts[n] for n in rows], [*rows.values()])
+
+
+def _bits_of_equal(parts: Sequence[Wanted]) -> tuple[list[int], Batch]:
+    """Keep the digests of small parts of one dtype that lie at the same place."""
+    box, rounded = parts[0].box, parts[0].rounded
+    values = torch.stack([each.part.detach().reshape(-1) for each in parts])
+    words = keys_of(box, 0, values.device).words
+    digests = torch.zeros(len(parts), 2, dtype=torch.int64, device=values.device)
+    digests[:, 0] = _digest(values, words)
+    if rounded:
+        digests[:, 1] = _digest(values.to(torch.bfloat16), words)
+    nothing = torch.zeros(len(parts), 3, dtype=torch.float64)
+    return [*range(len(parts))], Batch(digests, nothing, nothing[:, :0])
 
 
 @cache
@@ -334,41 +409,9 @@ def kernel_on(device: torch.device) -> Any:
     kernel = importlib.import_module(".kernel", __package__)
     alone = Wanted(torch.zeros(1, device=device), Box((1,), (0,), (1,)))
     try:  # it needs a compiler for C, which a container may lack
-        _kept_together(kernel, {0: alone})
+        kernel.batch_of([alone], [kernel.rows_of(alone)])
     except Exception as error:
         text = f"Triton does not run here, so recorded steps take longer: {error}"
         print(f"gradparity: {text}"[:400], file=sys.stderr)
         return None
     return kernel
-
-
-def _kept_together(kernel: Any, parts: dict[int, Wanted]) -> dict[int, Kept]:
-    """Keep those parts that the kernel can read, all of the same dtypes."""
-    requests = {}
-    for number, each in parts.items():
-        tensors = [t for t in (each.part, each.weight) if t is not None]
-        box = each.box
-        pieces = pieces_of(box.shape, box.offsets, box.local)
-        if pieces is None or any(t.dtype not in kernel.DTYPES for t in tensors):
-            continue
-        part, *weight = (t.contiguous() for t in tensors)
-        requests[number] = kernel.Request(
-            part,
-            weight[0] if weight else None,
-            box.shape,
-            pieces,
-            not each.only_bits,
-            each.rounded,
-        )
-    if not requests:
-        return {}
-    chosen = list(requests.values())
-    with torch.cuda.device_of(next(iter(parts.values())).part):
-        digests, sums, sketches = kernel.sums_of(chosen, SLOTS, GRID, BUCKETS)
-    results = {}
-    for at, number in enumerate(requests):
-        each = parts[number]
-        size = min(SLOTS, math.prod(each.box.shape))
-        sketch = None if each.only_bits else sketches[at, :size]
-        results[number] = Kept(digests[at, 0], digests[at, 1], sketch, sums[at])
-    return results

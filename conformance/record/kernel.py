@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
-from .pieces import Piece
+from .kept import BUCKETS, GRID, SLOTS, Batch, Box, Wanted
+from .pieces import pieces_of
 
-__all__ = ["DTYPES", "Request", "sums_of"]
+__all__ = ["DTYPES", "batch_of", "rows_of"]
 
 DTYPES = {
     torch.float32: tl.float32,
@@ -30,11 +33,15 @@ DTYPES = {
 }
 """dtypes of parts that the kernel reads."""
 BLOCK = 128
-"""Elements that a program works on at once: each has 32 buckets in registers."""
+"""Elements that a program works on at once: each has 32 buckets in registers. They lie
+along the last dim, so that a thread has the buckets of its own elements; along the
+first, all threads of a warp would compute the same words."""
+WARPS = 4
 EACH = 8192
 """Elements of a tile that one program goes over."""
-COLUMNS = 13
-"""Numbers that the kernel needs of a piece: see `_table`."""
+COLUMNS, OUTPUT, BEGIN = 13, 2, 10
+"""Numbers that the kernel needs of a piece, see `rows_of`; places of the number of its
+part, and of its first program."""
 
 
 @triton.jit
@@ -99,7 +106,7 @@ def _keep(  # type: ignore[no-untyped-def]  # compiled by Triton
     width = tl.maximum(right - left, 0)
     size = tl.maximum(low - top, 0) * width
 
-    buckets = tl.zeros((BLOCK, BUCKETS), tl.float64)
+    buckets = tl.zeros((BUCKETS, BLOCK), tl.float64)
     digest, after = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
     squares, largest = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     bad, unordered = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
@@ -134,11 +141,10 @@ def _keep(  # type: ignore[no-untyped-def]  # compiled by Triton
             else:
                 x = tl.where(((word >> 7) & 1) == 1, -x, x)
                 bucket = ((word >> 20) % BUCKETS).to(tl.int32)
-                hits = (bucket[:, None] == each[None, :]) & is_here[:, None]
-                buckets += tl.where(hits, x[:, None], 0.0)
+                buckets += tl.where(each[:, None] == bucket[None, :], x[None, :], 0.0)
     if has_sketch and not is_whole:
         slot = output * SLOTS + tile * BUCKETS + each
-        tl.atomic_add(sketches + slot, tl.sum(buckets, axis=0))
+        tl.atomic_add(sketches + slot, tl.sum(buckets, axis=1))
     tl.store(integers + program * 2, tl.sum(digest, axis=0))
     tl.store(integers + program * 2 + 1, tl.sum(after, axis=0))
     missing = tl.sum(unordered, axis=0)
@@ -148,103 +154,116 @@ def _keep(  # type: ignore[no-untyped-def]  # compiled by Triton
     tl.store(doubles + program * 3 + 2, (tl.sum(bad, axis=0) + missing).to(tl.float64))
 
 
-class Request(NamedTuple):
-    """Numbers that are asked for of one part, and the pieces it is made of."""
+def batch_of(parts: Sequence[Wanted], rows: Sequence[NDArray[np.int64]]) -> Batch:
+    """Keep numbers of parts of one device, one dtype and one dtype of weights.
 
-    part: Tensor
-    weight: Tensor | None
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    has_sketch: bool
-    is_rounded: bool
-
-
-def sums_of(
-    requests: Sequence[Request], slots: int, grid: int, buckets: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum over parts of one device, one dtype and one dtype of weights.
-
-    Returns:
-        Digests and rounded digests, (n, 2) int64; sums of squares, largest sizes and
-        non-finite elements, (n, 3) float64; sketches, (n, slots) float64.
+    Args:
+        parts: of dtypes in ``DTYPES``.
+        rows: what `rows_of` returns for each part.
     """
-    part, weight = requests[0].part, requests[0].weight
-    device = part.device
-    table, programs, outputs = _table(requests, slots, grid)
+    first = parts[0]
+    device, dtype = first.part.device, first.part.dtype
+    # the kernel goes over rows that follow each other
+    values = [each.part.contiguous() for each in parts]
+    weights = [each.weight.contiguous() for each in parts if each.weight is not None]
+    table, programs = _table(rows, values, weights)
+    size = len(programs)
     # One copy to the device for all of them.
-    ends = np.cumsum([table.size, programs.size])
-    numbers = torch.from_numpy(np.concatenate([table.ravel(), programs, outputs]))
+    numbers = torch.from_numpy(
+        np.concatenate([table.ravel(), programs, table[programs, OUTPUT]])
+    )
     if device.type == "cuda":
         numbers = numbers.pin_memory().to(device, non_blocking=True)
-    of_program = numbers[ends[1] :]
-    count = len(requests)
+    of_program = numbers[table.size + size :]
+    count = len(parts)
+    slots = 0 if all(each.only_bits for each in parts) else SLOTS
     sketches = torch.zeros(count, slots, dtype=torch.float64, device=device)
-    integers = torch.zeros(len(outputs), 2, dtype=torch.int64, device=device)
-    doubles = torch.zeros(len(outputs), 3, dtype=torch.float64, device=device)
-    launch: Any = _keep[(len(outputs),)]
-    if len(outputs):
-        launch(
-            numbers,
-            numbers[ends[0] : ends[1]],
-            sketches,
-            integers,
-            doubles,
-            VALUES=DTYPES[part.dtype],
-            BITS={2: tl.int16, 4: tl.int32, 8: tl.int64}[part.element_size()],
-            WEIGHTS=DTYPES[part.dtype if weight is None else weight.dtype],
-            COLUMNS=COLUMNS,
-            SLOTS=slots,
-            BLOCK=BLOCK,
-            GRID=grid,
-            BUCKETS=buckets,
-            num_warps=4,
-        )
+    integers = torch.zeros(size, 2, dtype=torch.int64, device=device)
+    doubles = torch.zeros(size, 3, dtype=torch.float64, device=device)
+    launch: Any = _keep[(size,)]
+    with torch.cuda.device_of(first.part):
+        if size:
+            launch(
+                numbers,
+                numbers[table.size : table.size + size],
+                sketches,
+                integers,
+                doubles,
+                VALUES=DTYPES[dtype],
+                BITS={2: tl.int16, 4: tl.int32, 8: tl.int64}[dtype.itemsize],
+                WEIGHTS=DTYPES[dtype if first.weight is None else first.weight.dtype],
+                COLUMNS=COLUMNS,
+                SLOTS=SLOTS,
+                BLOCK=BLOCK,
+                GRID=GRID,
+                BUCKETS=BUCKETS,
+                num_warps=WARPS,
+            )
     digests = integers.new_zeros(count, 2).index_add_(0, of_program, integers)
     sums = doubles.new_zeros(count, 3).index_add_(0, of_program, doubles)
     sums[:, 1] = 0.0
     sums[:, 1].scatter_reduce_(0, of_program, doubles[:, 1], "amax")
-    return digests, sums, sketches
+    return Batch(digests, sums, sketches)
 
 
 def _table(
-    requests: Sequence[Request], slots: int, grid: int
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Rows for the kernel; the row and the request of each program; all int64."""
+    rows: Sequence[NDArray[np.int64]],
+    values: Sequence[Tensor],
+    weights: Sequence[Tensor],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows of all parts for the kernel, and the row of each program."""
+    table: NDArray[np.int64] = np.concatenate(rows)
+    of_part = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
+    for column, tensors in enumerate((values, weights)):
+        if tensors:
+            table[:, column] *= tensors[0].element_size()
+            table[:, column] += np.array([t.data_ptr() for t in tensors])[of_part]
+    table[:, OUTPUT] = of_part
+    counts = table[:, BEGIN].copy()
+    table[:, BEGIN] = np.cumsum(counts) - counts
+    return table, np.repeat(np.arange(len(table)), counts)
+
+
+def rows_of(each: Wanted) -> NDArray[np.int64] | None:
+    """Rows of one part for the kernel, one a piece; None if it is not made of few.
+
+    The first element of a piece, in elements of the part, stands in place of the two
+    pointers, and its number of programs in place of the first of these.
+    """
+    return _rows_of(each.box, each.weight is not None, each.only_bits, each.rounded)
+
+
+@lru_cache(maxsize=100_000)  # each step asks for the same seven times
+def _rows_of(
+    box: Box, has_weight: bool, only_bits: bool, is_rounded: bool
+) -> NDArray[np.int64] | None:
+    pieces = pieces_of(box.shape, box.offsets, box.local)
+    if pieces is None:
+        return None
+    shape = box.shape
+    n_rows, n_columns = (shape[0] if shape else 1), math.prod(shape[1:])
+    is_whole = n_rows * n_columns <= SLOTS
+    is_vector = n_columns == 1 and not is_whole
+    flags = (
+        has_weight
+        | (not only_bits) << 1
+        | is_rounded << 2
+        | is_whole << 3
+        | is_vector << 4
+    )
     rows: list[list[int]] = []
-    counts: list[int] = []
-    begin = 0
-    for output, request in enumerate(requests):
-        part, weight = request.part, request.weight
-        shape = request.shape
-        n_rows, n_columns = (shape[0] if shape else 1), math.prod(shape[1:])
-        is_whole = n_rows * n_columns <= slots
-        is_vector = n_columns == 1 and not is_whole
-        flags = (
-            (weight is not None)
-            | request.has_sketch << 1
-            | request.is_rounded << 2
-            | is_whole << 3
-            | is_vector << 4
+    for piece in pieces:
+        (row, high), (column, wide) = piece.rows, piece.columns
+        size = high * wide
+        if not size:
+            continue
+        splits = max(1, math.ceil(size / (GRID * GRID) / EACH))
+        span = [row, row + high, column, column + wide]
+        whole = [n_rows, n_columns]
+        if is_vector:  # split into tiles like a single row
+            span, whole = [0, 1, *span[:2]], whole[::-1]
+        count = splits * GRID * GRID
+        rows.append(
+            [piece.at, piece.at, 0, piece.pitch, *whole, *span, count, splits, flags]
         )
-        for piece in request.pieces:
-            (row, high), (column, wide) = piece.rows, piece.columns
-            size = high * wide
-            if not size:
-                continue
-            splits = max(1, math.ceil(size / (grid * grid) / EACH))
-            pointers = [part.data_ptr() + piece.at * part.element_size(), 0]
-            if weight is not None:
-                pointers[1] = weight.data_ptr() + piece.at * weight.element_size()
-            span = [row, row + high, column, column + wide]
-            whole = [n_rows, n_columns]
-            if is_vector:  # split into tiles like a single row
-                span, whole = [*span[2:], *span[:2]], whole[::-1]
-                span[:2] = [0, 1]
-            rows.append(
-                [*pointers, output, piece.pitch, *whole, *span, begin, splits, flags]
-            )
-            counts.append(splits * grid * grid)
-            begin += counts[-1]
-    table = np.array(rows, dtype=np.int64).reshape(-1, COLUMNS)
-    programs = np.repeat(np.arange(len(rows)), counts)
-    return table, programs, np.repeat(table[:, 2], counts)
+    return np.array(rows, dtype=np.int64).reshape(-1, COLUMNS)

@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -62,12 +63,11 @@ def place(tensor: Tensor) -> tuple[Tensor, Box]:
 
     Nothing is sent: a DTensor that is partial or sharded stays as it is.
     """
+    # without this module, whose import takes long, there is no DTensor
+    sharded = sys.modules.get("torch.distributed.tensor")
+    if sharded is None or not isinstance(tensor, sharded.DTensor):
+        return tensor.detach(), _whole(tuple(tensor.shape))
     with torch.no_grad():
-        # without this module, whose import takes long, there is no DTensor
-        sharded = sys.modules.get("torch.distributed.tensor")
-        if sharded is None or not isinstance(tensor, sharded.DTensor):
-            part, shape = tensor.detach(), tuple(tensor.shape)
-            return part, Box(shape, (0,) * part.ndim, shape)
         mesh, placements = tensor.device_mesh, tensor.placements
         local = tensor.to_local().detach()
         sums = [dim for dim, p in enumerate(placements) if p.is_partial()]
@@ -89,6 +89,12 @@ def place(tensor: Tensor) -> tuple[Tensor, Box]:
             tuple(local.shape),
             tuple(mesh.get_local_rank(dim) for dim in sums),
         )
+
+
+@lru_cache(maxsize=100_000)  # each step asks for the same seven times
+def _whole(shape: tuple[int, ...]) -> Box:
+    """The place of a tensor that is held whole."""
+    return Box(shape, (0,) * len(shape), shape)
 
 
 class Roots:

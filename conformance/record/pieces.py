@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
 __all__ = ["Piece", "pieces_of"]
@@ -23,7 +22,6 @@ class Piece(NamedTuple):
     """The same of columns."""
 
 
-@lru_cache(maxsize=100_000)  # each step asks for the same seven times
 def pieces_of(
     shape: tuple[int, ...], offsets: tuple[int, ...], local: tuple[int, ...]
 ) -> tuple[Piece, ...] | None:

@@ -22,7 +22,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from .files import Call, Recording, Settings, Stored, write_rank
-from .kept import Box, Kept, Wanted, keep
+from .kept import Box, Sums, Wanted
 from .modules import Blocks
 from .orders import ORDERS, Orders
 from .parts import Part, Places, Roots, parts_of, place, trains
@@ -54,26 +54,28 @@ class _Step:
 
     call: Call
     parts: list[Part]
-    kept: dict[tuple[str, str], tuple[Box, Kept]] = field(default_factory=dict)
-    gradients: dict[str, tuple[Tensor, Box]] = field(default_factory=dict)
+    sums: Sums[tuple[str, str]]
+    """(kind, name) of what is read before the step."""
+    gradients: dict[str, tuple[Tensor, Box]]
+    """Name -> gradient and its place, until the step has ended."""
+    after: Sums[tuple[str, str]] | None = None
+    """The same as ``sums``, of what is read after it."""
 
     def stored(self) -> Iterator[tuple[str, Stored]]:
         """Yield key and numbers of each tensor, read from its device."""
         start = f"{self.call.optimizer}/{self.call.step}"
-        for (kind, name), (box, sums) in self.kept.items():
-            if kind not in ("before", "after", "again"):
-                yield f"{start}/{kind}/{name}", Stored.of(box, sums)
+        boxes, kept = self.sums.boxes, self.sums.read()
+        for (kind, name), each in kept.items():
+            if kind != "before":
+                yield f"{start}/{kind}/{name}", Stored.of(boxes[kind, name], each)
         units = {p.name: torch.finfo(p.weight.dtype).eps for p in self.parts}
-        for name in (name for kind, name in self.kept if kind == "again"):
-            (box, before), (_, after), (_, again), (_, gradient) = (
-                self.kept[kind, name]
-                for kind in ("before", "after", "again", "gradient")
-            )
-            if torch.equal(again.digest, gradient.digest):
-                yield (
-                    f"{start}/update/{name}",
-                    Stored.of(box, after.update(before, units[name])),
-                )
+        after = {} if self.after is None else self.after.read()
+        for name in (name for kind, name in after if kind == "again"):
+            # a kernel that divides gradients leaves others than it was given
+            if torch.equal(after["again", name].digest, kept["gradient", name].digest):
+                before = kept["before", name]
+                update = after["after", name].update(before, units[name])
+                yield f"{start}/update/{name}", Stored.of(boxes["before", name], update)
 
 
 class Recorder:
@@ -93,7 +95,8 @@ class Recorder:
         self.running: dict[int, _Step] = {}
         """id of an optimizer -> its step that is recorded and under way."""
         self.done: list[_Step] = []
-        self.final: list[tuple[str, Box, Kept]] = []
+        self.final: Sums[str] | None = None
+        """Key -> bits after the last recorded step."""
         self.outermost: list[nn.Module] = []
         """Models that were called before the first step of an optimizer."""
         self.inner: set[int] = set()
@@ -274,7 +277,7 @@ class Recorder:
             found_inf=_number_of(getattr(optimizer, "found_inf", None)),
             unnamed=sum(id(p) not in names_by_id for g in groups for p in g["params"]),
         )
-        step = _Step(call, parts)
+        gradients: dict[str, tuple[Tensor, Box]] = {}
         wanted: dict[tuple[str, str], Wanted] = {}
         for part in parts:
             wanted |= _bits_of(optimizer, part)
@@ -283,31 +286,30 @@ class Recorder:
                 call.without_gradient.append(part.name)
                 continue
             gradient, box = gradient_and_box
-            step.gradients[part.name] = gradient_and_box
+            gradients[part.name] = gradient_and_box
             wanted["gradient", part.name] = Wanted(gradient, box)
             if box == part.box:
                 wanted["before", part.name] = Wanted(part.weight, box, weight=gradient)
-        step.kept = _kept(wanted)
-        return step
+        return _Step(call, parts, Sums(wanted), gradients)
 
     def _read_after(self, step: _Step) -> None:
         wanted: dict[tuple[str, str], Wanted] = {}
         for part in step.parts:
-            if ("before", part.name) not in step.kept:
+            if ("before", part.name) not in step.sums.boxes:
                 continue
             gradient, box = step.gradients[part.name]
             wanted["after", part.name] = Wanted(part.weight, box, weight=gradient)
-            # a kernel that divides gradients leaves others than it was given
             wanted["again", part.name] = Wanted(gradient, box, only_bits=True)
-        step.kept |= _kept(wanted)
+        step.after = Sums(wanted)
         step.gradients.clear()
 
     def _read_final(self) -> None:
+        wanted: dict[str, Wanted] = {}
         for number, optimizer, _ in self.optimizers.values():
             for part in parts_of(optimizer, self.roots):
-                for (kind, _), (box, sums) in _kept(_bits_of(optimizer, part)).items():
-                    key = f"{number}/{self.steps.stop}/{kind}/{part.name}"
-                    self.final.append((key, box, sums))
+                for (kind, name), each in _bits_of(optimizer, part).items():
+                    wanted[f"{number}/{self.steps.stop}/{kind}/{name}"] = each
+        self.final = Sums(wanted)
 
     # - The end
 
@@ -346,9 +348,10 @@ class Recorder:
         if self.blocks is not None:
             out.rows_of_blocks = {**self.blocks.rows}
             for (at, kind, name), (box, sums) in self.blocks.kept.items():
-                self.final.append((f"0/{at}/{kind}/{name}", box, sums))
-        for key, box, sums in self.final:
-            out.tensors[key] = Stored.of(box, sums)
+                out.tensors[f"0/{at}/{kind}/{name}"] = Stored.of(box, sums)
+        if self.final is not None:
+            for key, sums in self.final.read().items():
+                out.tensors[key] = Stored.of(self.final.boxes[key], sums)
         out.bags = {step: list(map(int, each)) for step, each in out.bags.items()}
         out.losses = {step: list(map(float, each)) for step, each in out.losses.items()}
 
@@ -369,16 +372,6 @@ class Recorder:
                 where = f"{Path(last.filename).name}:{last.lineno}"
                 text = f"{what}: {type(error).__name__}: {error} ({where})"
                 self.recording.notes.append(text[:400])
-
-
-def _kept(
-    wanted: dict[tuple[str, str], Wanted],
-) -> dict[tuple[str, str], tuple[Box, Kept]]:
-    sums = keep(list(wanted.values()))
-    return {
-        key: (each.box, kept)
-        for (key, each), kept in zip(wanted.items(), sums, strict=True)
-    }
 
 
 def _bits_of(optimizer: Any, part: Part) -> dict[tuple[str, str], Wanted]:

@@ -14,8 +14,8 @@ import torch
 from gradparity.conformance.record import kept
 from gradparity.conformance.record.kept import (
     Box,
+    Sums,
     Wanted,
-    keep,
     keep_bits,
     keep_values,
     places_of,
@@ -77,7 +77,9 @@ def test_the_kernel_keeps_what_torch_keeps(dtype: torch.dtype) -> None:
             Wanted(part, box, weight=other),
             Wanted(part, box, weight=other.float()),
         ]
-    for each, got in zip(wanted, keep(wanted), strict=True):
+    kept_by_number = Sums(dict(enumerate(wanted))).read()
+    for number, each in enumerate(wanted):
+        got = kept_by_number[number]
         part = each.part.cpu()
         weight = None if each.weight is None else each.weight.cpu()
         if each.only_bits:
@@ -98,7 +100,8 @@ def test_the_kernel_keeps_what_torch_keeps(dtype: torch.dtype) -> None:
 def test_parts_on_a_gpu_add_up_to_the_whole() -> None:
     torch.manual_seed(0)
     whole = torch.randn(300, 500, device="cuda")
-    (right,) = keep([Wanted(whole, Box((300, 500), (0, 0), (300, 500)))])
+    box = Box((300, 500), (0, 0), (300, 500))
+    (right,) = Sums({0: Wanted(whole, box)}).read().values()
     halves = itertools.product((0, 150), (0, 250))
     parts = [
         Wanted(
@@ -107,7 +110,7 @@ def test_parts_on_a_gpu_add_up_to_the_whole() -> None:
         )
         for row, column in halves
     ]
-    first, *others = keep(parts)
+    first, *others = Sums(dict(enumerate(parts))).read().values()
     for other in others:
         first = first.plus(other)
     assert first.digest.item() == right.digest.item()
@@ -125,11 +128,7 @@ def test_a_triton_that_does_not_run_is_told_once(
     triton.__spec__ = ModuleSpec("triton", None)
     monkeypatch.setitem(sys.modules, "triton", triton)
     assert importlib.util.find_spec("triton") is not None
-    kernel: Any = SimpleNamespace(
-        DTYPES={torch.float32},
-        Request=lambda *fields: fields,
-        sums_of=compiled,
-    )
+    kernel: Any = SimpleNamespace(rows_of=str, batch_of=compiled)
     name = f"{kept.__package__}.kernel"
     monkeypatch.setitem(sys.modules, name, kernel)
     kept.kernel_on.cache_clear()
