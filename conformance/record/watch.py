@@ -137,12 +137,15 @@ class Watch:
             parts.append((len(own), read))
         if not numbers:
             return
-        mine = send([each.value for each in numbers], self.device)
-        absent = send([not each.is_given for each in numbers], self.device).bool()
+        values = [each.value for each in numbers]
+        lacking = [not each.is_given for each in numbers]
+        mine, absent = send([*values, *lacking], self.device).chunk(2)
         coded = ((mine * ODD) & -65536) | rank_here()
         size = sum(topic.size for topic in self.topics)  # alike at all steps
         both = torch.full((2, size), NONE, device=self.device)
-        both[:, : len(numbers)] = torch.stack([coded, ~coded]).masked_fill(absent, NONE)
+        both[:, : len(numbers)] = torch.stack([coded, ~coded]).masked_fill(
+            absent.bool(), NONE
+        )
         works = []
         if self.group is not None:
             largest = dist.ReduceOp.MAX
