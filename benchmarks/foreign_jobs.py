@@ -9,7 +9,6 @@ are. A job on ranks trains the same rows as on one process.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable
@@ -75,17 +74,12 @@ def hurt(model: Any, fault: str) -> None:
         layer.forward = forward
     elif fault == "frozen":
         layer.weight.requires_grad_(False)
-    elif fault == "twice":  # the gradient of the loss
-        run = model.forward
+    elif fault == "twice":  # the gradient that comes from the head
 
-        @functools.wraps(run)  # a trainer reads its parameters
-        def doubled(*args: Any, **kwargs: Any) -> Any:
-            found = run(*args, **kwargs)
-            if found.loss is not None:
-                found["loss"] = 2 * found.loss - found.loss.detach()
-            return found
+        def doubled(_: Any, __: Any, output: Tensor) -> None:
+            output.register_hook(lambda gradient: 2 * gradient)
 
-        model.forward = doubled
+        model.model.norm.register_forward_hook(doubled)
 
 
 def loop(model: Any, step: Callable[[Tensor], None], optimizer: Any) -> None:
@@ -200,28 +194,60 @@ def accelerated_fsdp2(model: Any) -> None:
     loop(stack, accelerator.backward, optimizer)
 
 
+ARGUMENTS: dict[str, Any] = {
+    "output_dir": "trainer-out",
+    "per_device_train_batch_size": ROWS // WORLD,
+    "max_steps": STEPS,
+    "learning_rate": RATE,
+    "lr_scheduler_type": "constant",
+    "report_to": [],
+    "save_strategy": "no",
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+"""Arguments of the Trainer of transformers, and of those that extend it."""
+
+
+def in_order(base: type[Any]) -> type[Any]:
+    """A trainer that takes rows in their order; on ranks it deals them out in turns."""
+
+    class InOrder(base):  # type: ignore[misc]  # has no types
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(rows())
+
+    return InOrder
+
+
 def trainer(model: Any) -> None:
     """The Trainer of transformers."""
     from transformers import Trainer, TrainingArguments
 
-    class InOrder(Trainer):  # type: ignore[misc]  # has no types
-        """Rows in their order: on ranks it deals them out in turns."""
+    arguments = TrainingArguments(**ARGUMENTS)
+    in_order(Trainer)(model, arguments, train_dataset=rows()).train()
 
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return torch.utils.data.SequentialSampler(rows())
 
-    arguments = TrainingArguments(
-        output_dir="trainer-out",
-        per_device_train_batch_size=ROWS // WORLD,
-        max_steps=STEPS,
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
+def sft(model: Any) -> None:
+    """TRL's SFTTrainer, without gradient checkpointing."""
+    import transformers.trainer  # noqa: F401  # before the stand-ins: it looks for datasets
+
+    # datasets and what else TRL imports need not be installed
+    from gradparity.examples.stacks.trl_on_cpu import (
+        Rows,
+        SFTConfig,
+        SFTTrainer,
+        tokenizer,
     )
-    InOrder(model, arguments, train_dataset=rows()).train()
+
+    arguments = SFTConfig(
+        **ARGUMENTS,
+        bf16=False,
+        gradient_checkpointing=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
+    words = Rows({k: v.tolist() for k, v in row.items()} for row in rows())
+    in_order(SFTTrainer)(
+        model, arguments, train_dataset=words, processing_class=tokenizer()
+    ).train()
 
 
 def lightning(model: Any) -> None:
@@ -291,14 +317,59 @@ def zero3(model: Any) -> None:
     deepspeed(model, 3)
 
 
+def context_parallel(model: Any) -> None:
+    """Each rank has a piece of every row; attention gathers keys and values."""
+    from torch.distributed.nn.functional import all_gather
+    from transformers import AttentionInterface
+
+    own = LENGTH // WORLD
+    places = torch.arange(LENGTH)
+    mine = slice(RANK * own, (RANK + 1) * own)
+
+    def gathered(x: Tensor) -> Tensor:
+        if WORLD == 1:
+            return x
+        whole = torch.cat(all_gather(x), 2)
+        # else the gradients are wrong: docs/wild/torch-gather-permuted.md
+        whole.register_hook(Tensor.contiguous)
+        return whole
+
+    def attention(_: Any, q: Tensor, k: Tensor, v: Tensor, *__: Any, **___: Any) -> Any:
+        sees = places[mine][:, None] >= places[None, :]
+        out = nn.functional.scaled_dot_product_attention(
+            q, gathered(k), gathered(v), attn_mask=sees, enable_gqa=True
+        )
+        return out.transpose(1, 2), None
+
+    AttentionInterface.register("gathered", attention)
+    model.set_attn_implementation("gathered")
+    stack = nn.parallel.DistributedDataParallel(model) if WORLD > 1 else model
+    optimizer = adamw(stack)
+    every = rows()
+    for step in range(STEPS):
+        batch = every[step * ROWS : (step + 1) * ROWS]
+        words = torch.stack([row["input_ids"] for row in batch])
+        targets = nn.functional.pad(words[:, 1:], (0, 1), value=-100)
+        optimizer.zero_grad()
+        scores = stack(input_ids=words[:, mine], position_ids=places[mine][None]).logits
+        loss = nn.functional.cross_entropy(
+            scores.flatten(0, 1), targets[:, mine].flatten(), reduction="sum"
+        )
+        # DDP takes the mean over ranks of these parts of a sum
+        (loss * WORLD / (targets != -100).sum()).backward()
+        optimizer.step()
+
+
 JOBS: dict[str, Callable[[Any], None]] = {
     "plain": plain,
     "accumulating": accumulating,
     "fsdp2": fsdp2,
     "tensor-parallel": tensor_parallel,
+    "context-parallel": context_parallel,
     "accelerate": accelerated,
     "accelerate-fsdp2": accelerated_fsdp2,
     "trainer": trainer,
+    "sft": sft,
     "lightning": lightning,
     "zero1": zero1,
     "zero2": zero2,
