@@ -347,6 +347,7 @@ def _as_reference(scenario: Scenario, trace: RankTrace) -> Reference:
             for at in trace.steps
         ),
         losses=tuple(_number(at.loss) for at in trace.steps),
+        loss_dtype=next((at.loss_dtype for at in trace.steps if at.loss_dtype), ""),
         gradients=tuple(gradients(at) for at in trace.steps),
         updates=tuple({n: now[n] - start[n] for n in now} for now in after),
         start=start,

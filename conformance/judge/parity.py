@@ -136,7 +136,8 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
         phases: one complete trace a rank, for each world that it was on.
     """
     schedule = followed_schedule(scenario, *phases)
-    parity_bounds = make_parity_bounds(scenario, schedule)
+    returned = {at.loss_dtype for traces in phases for t in traces for at in t.steps}
+    parity_bounds = make_parity_bounds(scenario, schedule, frozenset(returned - {""}))
     starts = [t.initial for traces in phases for t in traces if t.initial]
     initial = parity_bounds.truth.initial
     check_equal_start(scenario.model, "a rank and the reference", initial, starts)
@@ -167,6 +168,7 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
             draws_idly=draws_idly,
         ),
         still=frozenset(_still(schedule, phases, parity_bounds)),
+        narrow_loss=_narrow_loss(parity_bounds.noisy, returned),
         stack_schedule=moved_by_stack,
     )
     if parity.clip_norm is not None:
@@ -178,6 +180,15 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
     for each in _measured(schedule, phases, parity_bounds):
         parity.add(*each)
     return parity
+
+
+def _narrow_loss(runs: Sequence[Reference], returned: set[str]) -> str:
+    """Say that ranks return the loss in another dtype than the reference, or ""."""
+    plain = runs[0].loss_dtype if runs else ""
+    narrow = sorted(returned & {"bfloat16", "float16"} - {plain}) if plain else []
+    if not narrow:
+        return ""
+    return f"ranks returned it in {', '.join(narrow)}, and loss() gives {plain} there"
 
 
 def _still(

@@ -114,6 +114,8 @@ class Reference:
     """Digest of the weights as they were made, before their dtype was changed."""
     norms: tuple[float, ...] = ()
     """Per step: the norm of the whole unscaled gradient, before it is clipped."""
+    loss_dtype: str = ""
+    """Name in torch of the dtype of the losses; empty where they were numbers."""
     counts: tuple[float | None, ...] = ()
     """Per step: the total count, if the loss is (sum, count)."""
     choices: tuple[dict[str, Choices], ...] = ()
@@ -262,6 +264,7 @@ def _train(
         start=run.start,
         initial=run.initial,
         norms=tuple(run.norms),
+        loss_dtype=run.loss_dtype,
         counts=tuple(run.counts),
         choices=tuple(run.choices),
         errors=tuple(run.errors),
@@ -312,6 +315,7 @@ class ReferenceRun:
         self.planned = Planned.of(self.workload, key.optimizer, self.parameters)
         self.start = self._flat(self.parameters)
         self.losses: list[float] = []
+        self.loss_dtype = ""
         self.gradients: list[dict[str, Doubles]] = []
         self.updates: list[dict[str, Doubles]] = []
         self.norms: list[float] = []
@@ -522,6 +526,7 @@ class ReferenceRun:
             with self.workload.calling("forward"):
                 output = self._forward(part.inputs)
             first, count = self.workload.objective(output, part.targets)
+            self.loss_dtype = str(first.dtype).removeprefix("torch.")
             losses = self.key.training.losses_of(first, output)
         return torch.stack(losses).sum() * self.key.loss_factor, count
 

@@ -90,6 +90,8 @@ class Engine:
     """Counts the forwards that ran again in backward, if the recipe recomputes."""
     count: float | None = None
     """Total count of the last step, if the loss is (sum, count)."""
+    loss_dtype: str = ""
+    """Name in torch of the dtype of the last loss."""
     variation: Variation | None = None
     """How this run differs, if it is a reference on one rank."""
     reduction: Reduction | None = None
@@ -334,6 +336,7 @@ class Engine:
             with workload.calling("forward"):
                 output = self.module(part.inputs)
             first, count = workload.objective(output, part.targets)
+            self.loss_dtype = str(first.dtype).removeprefix("torch.")
             return self._losses(first, output), count
 
     def _pass(

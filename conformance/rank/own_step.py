@@ -169,6 +169,8 @@ class OwnStep:
         self._check_events(seen)
         seen.collectives = log.collectives
         seen.loss = as_number(workload, "loss", loss)
+        if isinstance(loss, Tensor):
+            seen.loss_dtype = str(loss.dtype).removeprefix("torch.")
         seen.reported_norm = as_number(workload, "norm", norm)
         seen.weight = engine.weight_of(micro_batches)
         now = self._says(seen)

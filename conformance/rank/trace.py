@@ -186,6 +186,8 @@ class StepTrace:
     """True if the step was observed to its end."""
     loss: float | None = None
     """This rank's loss, or None; the mean of all by their weights is the batch's."""
+    loss_dtype: str = ""
+    """Name in torch of the dtype that the loss had; empty where it was a number."""
     weight: float | None = 1.0
     """Weight of this rank in that mean; None if the rank's counts are not known."""
     count: float | None = None

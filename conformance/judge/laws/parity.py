@@ -44,6 +44,9 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
             # the words of the law's text: what the plain reference is
             said = finding.message.replace("the fp64 truth", "the same train_step")
             finding = replace(finding, message=said)
+    if kind == "loss" and parity.narrow_loss:
+        text = f"{finding.message}; {parity.narrow_loss}"
+        finding = replace(finding, message=text)
     schedule = parity.stack_schedule
     differs = schedule.differs
     # updates that agree so closely show nothing
