@@ -337,8 +337,10 @@ def _as_reference(scenario: Scenario, trace: RankTrace) -> Reference:
         return {n: whole(n, g, trace.places(at, n)) for n, g in at.gradients.items()}
 
     start = {n: whole(n, values, trace.index[n]) for n, values in trace.start.items()}
+    start |= {n: values.astype(np.float64) for n, values in trace.buffers.items()}
     after = [
         {n: whole(n, values, trace.index[n]) for n, values in at.parameters.items()}
+        | {n: v.astype(np.float64) for n, v in at.buffers.items() if n in start}
         for at in trace.steps
     ]
     return Reference(

@@ -177,7 +177,8 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
         ]
         least = scenario.parsed_precision.roundoff
         parity.clipped += _clip_rows(factors, schedule, phases, parity_bounds, least)
-    for each in _measured(schedule, phases, parity_bounds):
+    is_full = scenario.parsed_precision.is_full
+    for each in _measured(schedule, phases, parity_bounds, is_full=is_full):
         parity.add(*each)
     return parity
 
@@ -265,6 +266,8 @@ def _measured(
     schedule: Schedule,
     phases: Iterable[Sequence[RankTrace]],
     parity_bounds: ParityBounds,
+    *,
+    is_full: bool,
 ) -> Iterator[_Measured]:
     truth = parity_bounds.truth
     for step, (seen, skipped) in enumerate(
@@ -272,6 +275,8 @@ def _measured(
     ):
         yield from _loss(step, seen, parity_bounds)
         for trace, at in seen:
+            if is_full:  # a count that rounding changes by one may turn a sign
+                yield from _buffers(step, trace, at, parity_bounds)
             for name, index in trace.index.items():
                 if name not in skipped:
                     yield from _gradient(step, seen, trace, at, name, parity_bounds)
@@ -294,6 +299,25 @@ def _measured(
                         parity_bounds.average[step][name],
                     )
                     yield _Measured("average", rows or (), live, len(index) - live)
+
+
+def _buffers(
+    step: int, trace: RankTrace, at: StepTrace, parity_bounds: ParityBounds
+) -> Iterator[_Measured]:
+    """The buffers that training moves, as updates of the values that the model has."""
+    truth = parity_bounds.truth
+    for name, values in at.buffers.items():
+        if name not in truth.updates[step] or not truth.updates[-1][name].any():
+            continue
+        places = np.arange(len(values))
+        rows = _compare(
+            ("update", step, name, trace.rank),
+            values - truth.start[name],
+            (truth.updates[step][name], places),
+            parity_bounds.update[step][name],
+        )
+        # beside the parameters, of which a share must be compared
+        yield _Measured("update", rows, len(values) * any(r.compares for r in rows))
 
 
 def _gradient(

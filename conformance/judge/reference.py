@@ -31,6 +31,7 @@ from ...fixtures import (
     resolve_workload,
 )
 from ..formulas import equal_but_for_rounding
+from ..rank.buffers import saved_buffers
 from ..rank.layout import digest_of_weights, initial_model
 from ..rank.routing import ChoiceLog, Choices, chooses_in_forward
 from ..rank.trace import Setting
@@ -249,6 +250,9 @@ def _train(
     variant: Variant,
 ) -> Reference:
     run = ReferenceRun(key, precision_name, variant)
+    if run.buffers:
+        lost = _of_passes(key.model)
+        run.buffers = [name for name in run.buffers if name not in lost]
     if chooses_in_forward(key.model) and variant != TRUTH:
         ones = (1.0,) * key.steps
         # noisy runs choose as the truth does: another expert is another model, not
@@ -313,7 +317,8 @@ class ReferenceRun:
             for name, of in self.sharded.items()
         }
         self.planned = Planned.of(self.workload, key.optimizer, self.parameters)
-        self.start = self._flat(self.parameters)
+        self.buffers = [*saved_buffers(self.workload, self.model)]
+        self.start = self._flat(self.parameters | self._buffers())
         self.losses: list[float] = []
         self.loss_dtype = ""
         self.gradients: list[dict[str, Doubles]] = []
@@ -398,8 +403,12 @@ class ReferenceRun:
                     group["lr"] *= LR_DECAY
         if self.planned is not None and not skipped.issuperset(self.optimizers):
             self.planned.advance()
-        now = self._flat(named)
+        now = self._flat(named | self._buffers())
         self.updates.append({n: now[n] - self.start[n] for n in now})
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """The buffers that are compared, which a forward may have replaced."""
+        return {name: self.model.get_buffer(name) for name in self.buffers}
 
     def _passes(
         self, batch: Batch, parts: list[Batch], scale: float
@@ -590,16 +599,10 @@ def rows_apart(model: str) -> bool:
     workload = resolve_workload(model)
     if workload.rounds_to is not None and workload.micro_batches is None:
         return True  # declared: scales alone join the rows, and are noise
-    cut = Variant(double=True, noise=(Rows(parts=4, reverse=True),))
-    for variant in (TRUTH, cut):
-        key = _Key(
-            model=model, optimizer=next(iter(workload.optimizers)), steps=1, seed=0
-        )
-        run = ReferenceRun(key, "fp32", variant)
-        # else the run would ask this function
-        run.rows_apart = True
+    for variant in (TRUTH, CUT):
         try:
-            run.step(0, frozenset(), 1.0, Idle())
+            # else the run would ask this function
+            run = _first_step(model, variant, rows_apart=True)
         # the model or the loss refuses such parts: they are not to be cut
         except (ValueError, RuntimeError, IndexError):
             return False
@@ -612,3 +615,37 @@ def rows_apart(model: str) -> bool:
     ):
         return False
     return equal_but_for_rounding(*gradients)
+
+
+CUT = Variant(double=True, noise=(Rows(parts=4, reverse=True),))
+"""The run in fp64 whose rows are reversed and cut."""
+
+
+@lru_cache
+def _of_passes(model: str) -> frozenset[str]:
+    """Buffers that depend on which rows are in which pass, and on the order of passes.
+
+    Ranks have passes of their own. Where no reference cuts the batch, all of them have
+    the one pass of the whole batch.
+    """
+    apart = rows_apart(model)
+    if not apart and resolve_workload(model).micro_batches is None:
+        return frozenset()
+    whole, cut = (_first_step(model, v, rows_apart=apart) for v in (TRUTH, CUT))
+    return frozenset(
+        name
+        for name in whole.buffers
+        if not equal_but_for_rounding(
+            {name: whole.updates[0][name]}, {name: cut.updates[0][name]}
+        )
+    )
+
+
+def _first_step(model: str, variant: Variant, *, rows_apart: bool) -> ReferenceRun:
+    """A run of one step; ``rows_apart`` says if rows of a micro-batch are cut."""
+    optimizer = next(iter(resolve_workload(model).optimizers))
+    key = _Key(model=model, optimizer=optimizer, steps=1, seed=0)
+    run = ReferenceRun(key, "fp32", variant)
+    run.rows_apart = rows_apart
+    run.step(0, frozenset(), 1.0, Idle())
+    return run

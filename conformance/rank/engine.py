@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,7 @@ from ..space.facts import clip_value_of, facts_of
 from ..space.recipes import CLIP_NORM, LR_DECAY
 from ..space.recomputation import Recomputed
 from ..space.scenario import Scenario
+from .buffers import buffers_as_they_are
 from .layout_checks import check_share
 from .local_parts import (
     LocalPart,
@@ -71,6 +72,10 @@ class Engine:
     """Digest of these."""
     dropouts: dict[str, float]
     """Name -> probability, in the model before the layout."""
+    buffers: dict[str, Tensor]
+    """Name -> initial value of each buffer of the full model that is compared."""
+    module_names: Set[str]
+    """Names of the full model's modules."""
     trained: frozenset[str]
     """Names of the full model's parameters that require a gradient."""
     index: dict[str, NDArray[np.int64]]
@@ -264,7 +269,11 @@ class Engine:
             return None
         count = 0.0
         needed = facts_of(workload.name).differentiates
-        with torch.set_grad_enabled(needed), torch.random.fork_rng(devices=[]):
+        with (
+            torch.set_grad_enabled(needed),
+            torch.random.fork_rng(devices=[]),
+            buffers_as_they_are(self.module),
+        ):
             for part in parts:
                 count += self._objective(part)[1] or 0.0
         return self.total_count(count)

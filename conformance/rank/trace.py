@@ -242,6 +242,10 @@ class StepTrace:
     """Parameter name -> ranks over which its gradient is still to be summed, if any."""
     parameters: dict[str, Floats] = field(default_factory=dict)
     """Local parameters after the step, flattened."""
+    buffers: dict[str, Floats] = field(default_factory=dict)
+    """Buffer name -> value after the step, where it has the dtype of the model's."""
+    buffer_digests: dict[str, str] = field(default_factory=dict)
+    """Buffer name -> digest of its value after the step."""
     draws: list[Draw] = field(default_factory=list)
     """Calls of modules that drew in the passes, where random layers are on."""
     drawn_outside: int = 0
@@ -342,6 +346,10 @@ class RankTrace:
     """Name of a dropout of the model before the layout -> its probability."""
     start: dict[str, Floats] = field(default_factory=dict)
     """Parameter name -> local elements before the first step, flattened."""
+    buffers: dict[str, Floats] = field(default_factory=dict)
+    """Buffer name -> value before the first step."""
+    buffer_digests: dict[str, str] = field(default_factory=dict)
+    """Buffer name -> digest of that."""
     steps: list[StepTrace] = field(default_factory=list)
     problem: Problem | None = None
     """The call of the judged scaler that raised, if one did."""

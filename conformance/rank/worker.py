@@ -43,6 +43,7 @@ from .recording import (
     local_gradients,
     next_batch,
     plant_and_read,
+    record_buffers,
     record_effect,
     recording_draws,
     recording_gradients,
@@ -125,6 +126,7 @@ def observe_rank(
             start={name: floats(part) for name, part in engine.local_tensors().items()},
         )
         trace.reduce_dtype = str(scenario.promised_dtype or "").removeprefix("torch.")
+        record_buffers(engine, trace)
         engine.choices = choices
         judged = Judged(engine, trace)
         own = (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ..law import Evidence, Finding, Status, inconclusive, law, skipped
+from ..law import Evidence, Finding, Status, inconclusive, law, of_buffer, skipped
 from ..measured import ParityRow
 
 REASON = (
@@ -40,6 +40,9 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
     finding = Finding(status=status, message=message)
     if first is not None:
         finding = _departed(first)
+        if any(first.parameter in trace.buffers for trace in evidence.ranks):
+            text = f"{finding.message}; {of_buffer(first.parameter)}"
+            finding = replace(finding, message=text)
         if parity.reference:
             # the words of the law's text: what the plain reference is
             said = finding.message.replace("the fp64 truth", "the same train_step")
@@ -132,7 +135,8 @@ def gradient(evidence: Evidence) -> Finding:
 @law(
     "parity.update",
     "Every parameter has changed by as much, and as exactly, as in a correct "
-    "single-process run that skips the same steps.",
+    "single-process run that skips the same steps, and so has a buffer that training "
+    "moves.",
     REASON,
     of_stack=True,
     least=FEW,
