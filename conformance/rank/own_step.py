@@ -32,6 +32,7 @@ from ...fixtures import (
     inject_loss,
     local,
 )
+from ...multiprocess.rank.global_state import seed_everything
 from ..space.facts import clip_norm_of
 from ..space.scenario import Scenario
 from .engine import Engine
@@ -291,6 +292,8 @@ class OwnStep:
         try:
             with self._checkpoint() as load:
                 saved = self._weights()
+                if engine.scenario.parsed_recipe.training.random:
+                    seed_everything(0)  # as each run begins: this is a new process
                 replace_stack(engine)
                 new = self._weights()
                 if judged.scaler is not None:

@@ -155,10 +155,16 @@ def data(evidence: Evidence) -> Finding:
                         evidence, trace, other
                     ):
                         continue
+                    resumed = evidence.scenario.resume_step
+                    loaded = evidence.scenario.parsed_recipe.resume
                     text = (
                         f"rank {trace.rank} drew the numbers that rank {other.rank} "
-                        f"drew at step {before}, for other data: seed ranks that "
-                        "see different data differently, once"
+                        f"drew at step {before}, for other data: "
+                    ) + (
+                        "have the checkpoint, which was loaded before step "
+                        f"{resumed}, hold the states of each rank's generators"
+                        if loaded and before < resumed <= step
+                        else "seed ranks that see different data differently, once"
                     )
                     return _wrong(text, step, trace, draw, compared)
                 alike.append((step, trace, draw))
