@@ -21,7 +21,7 @@ from ..rank.layout_checks import distinct
 from ..rank.trace import RankTrace, StepTrace
 from ..space.facts import clip_norm_of
 from ..space.scenario import Scenario
-from ..space.workload_checks import counts_equal
+from ..space.workload_checks import counts_equal, listed
 from .bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds
 from .compare import Doubles, compare, multiple_of, sizes
 from .doubts import doubts_of
@@ -239,17 +239,18 @@ def _check_counts(
     """
     for seen, whole in zip(_steps(phases), truth.counts, strict=False):
         for trace, at in seen:
-            if at.count is None or whole is None or counts_equal(at.count, whole):
+            if not (at.counts and whole) or counts_equal(at.counts, whole):
                 continue
             # a sum of weights may be rounded there; fp32 has the same parts
-            if not scenario.parsed_precision.is_full and whole != int(whole):
+            rounded = any(count != int(count) for count in whole)
+            if not scenario.parsed_precision.is_full and rounded:
                 continue
-            what = "leave a hole" if at.count < whole else "overlap"
+            what = "leave a hole" if sum(at.counts) < sum(whole) else "overlap"
             raise scenario.workload.refuse(
                 "shard" if scenario.workload.shard else "loss",
-                f"the parts of all ranks {what}: their counts add up to {at.count:g} "
-                f"on rank {trace.rank} at step {at.step}, that of the whole batch is "
-                f"{whole:g}",
+                f"the parts of all ranks {what}: their counts add up to "
+                f"{listed(at.counts)} on rank {trace.rank} at step {at.step}, that of "
+                f"the whole batch is {listed(whole)}",
             )
 
 
@@ -456,8 +457,9 @@ def _loss(step: int, seen: Seen, parity_bounds: ParityBounds) -> Iterator[_Measu
             (np.array([parity_bounds.truth.losses[step]]), np.array([0])),
             parity_bounds.loss[step]["loss"],
         )
-        # with other weights the mean may be right
-        unknown = any(at.loss is not None and at.weight is None for _, at in seen)
+        # with other weights the mean may be right, unless all ranks have one loss
+        lost = [at for _, at in seen if at.loss is not None and at.weight is None]
+        unknown = bool(lost) and len({at.loss for _, at in seen} - {None}) > 1
         departs = any(row.ratio > 1 for row in rows)
         yield _Measured("loss", [] if unknown and departs else rows, 1)
 

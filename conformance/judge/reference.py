@@ -10,7 +10,7 @@ noise that a correct run may show, and the bounds of ``parity`` are made of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -25,6 +25,7 @@ from torch.func import functional_call
 from ...fixtures import (
     PRECISIONS,
     Batch,
+    Counts,
     Precision,
     judged_parameters,
     local,
@@ -117,8 +118,8 @@ class Reference:
     """Per step: the norm of the whole unscaled gradient, before it is clipped."""
     loss_dtype: str = ""
     """Name in torch of the dtype of the losses; empty where they were numbers."""
-    counts: tuple[float | None, ...] = ()
-    """Per step: the total count, if the loss is (sum, count)."""
+    counts: tuple[Counts, ...] = ()
+    """Per step: the total counts, if the loss is (sum, count)."""
     choices: tuple[dict[str, Choices], ...] = ()
     """Per step: the choices of learned routers, by kind of call."""
     errors: tuple[dict[str, float], ...] = ()
@@ -324,7 +325,8 @@ class ReferenceRun:
         self.gradients: list[dict[str, Doubles]] = []
         self.updates: list[dict[str, Doubles]] = []
         self.norms: list[float] = []
-        self.counts: list[float | None] = []
+        self.counts: list[Counts] = []
+        self.heads: dict[int, list[float]] = {}
         self.rows_apart: bool | None = None
         self.steps_made = dict.fromkeys(self.optimizers, 0)
         rows = variant.source(Rows) or Rows()
@@ -371,7 +373,11 @@ class ReferenceRun:
         self.norms.append(self._norm())
         self._clip()
         self.losses.append(
-            sum(v.item() * w for (v, _), w in zip(passes, weights, strict=True))
+            sum(
+                value.item() * weight
+                for values, of_heads in zip(passes, weights, strict=True)
+                for value, weight in zip(values, of_heads, strict=True)
+            )
         )
         self._idle(named, idle)
         self.gradients.append(
@@ -412,15 +418,15 @@ class ReferenceRun:
 
     def _passes(
         self, batch: Batch, parts: list[Batch], scale: float
-    ) -> tuple[list[tuple[Tensor, float | None]], list[float]]:
+    ) -> tuple[list[list[Tensor]], list[list[float]]]:
         """Forward and backward of all parts; returns their losses and weights."""
         passes = [self._objective(part) for part in parts]
-        weights = self._weights(batch, parts, [count for _, count in passes])
-        for (value, _), weight in zip(passes, weights, strict=True):
+        weights = self._weights(batch, parts, [counts for _, counts in passes])
+        for (values, _), of_heads in zip(passes, weights, strict=True):
             with self.workload.calling("backward"):
-                (value * (scale * weight)).backward()
+                _weighted(values, [scale * weight for weight in of_heads]).backward()
             self._round_gradients()
-        return passes, weights
+        return [values for values, _ in passes], weights
 
     def _cast(self, passes: Callable[[], T]) -> T:
         """Make passes while the model has copies of its parameters in their dtype.
@@ -483,13 +489,32 @@ class ReferenceRun:
     @_uncompiled()
     def one_pass(self, part: Batch, factor: float) -> None:
         """Forward and backward of a given micro-batch, without a step."""
+        weights = self.weights_of_heads()
 
         def passes() -> None:
-            value, _ = self._objective(self._wide(part))
-            (value * factor).backward()
+            values, _ = self._objective(self._wide(part))
+            _weighted(values, [factor * weight for weight in weights]).backward()
 
         with self._new_tensors():
             self._cast(passes)
+
+    def weights_of_heads(self) -> list[float]:
+        """Weights of the sums of a micro-batch, up to a factor, in the next step.
+
+        Where a loss has several counts they are found by a forward of the whole batch,
+        once a step.
+        """
+        if facts_of(self.key.model).counts < 2:
+            return [1.0]
+        step = len(self.updates)
+        if step not in self.heads:
+            needed = facts_of(self.key.model).differentiates
+            with self._new_tensors(), torch.set_grad_enabled(needed):
+                parts = self._parts(self._batch(step))
+                counts = self._cast(lambda: [self._objective(p)[1] for p in parts])
+            totals = [*map(sum, zip(*counts, strict=True))]
+            self.heads[step] = [totals[0] / total for total in totals]
+        return self.heads[step]
 
     def gradients_of(self, parts: Iterable[Batch]) -> dict[str, Doubles]:
         """The gradients of some micro-batches together, up to a factor."""
@@ -518,26 +543,28 @@ class ReferenceRun:
         return self.rows_apart
 
     def _weights(
-        self, batch: Batch, parts: list[Batch], counts: list[float | None]
-    ) -> list[float]:
-        """Weight of each part's loss in the loss of the step."""
-        totals = [count for count in counts if count is not None]
-        self.counts.append(sum(totals) if totals else None)
+        self, batch: Batch, parts: list[Batch], counts: list[Counts]
+    ) -> list[list[float]]:
+        """Weights of each part's losses in the loss of the step."""
+        totals = tuple(map(sum, zip(*counts, strict=True)))
+        self.counts.append(totals)
         if not totals:
-            return [part.elements / batch.elements for part in parts]
-        if not sum(totals):
+            return [[part.elements / batch.elements] for part in parts]
+        if not all(totals):
             text = f"the counts of the batch add up to 0 at step {len(self.counts) - 1}"
             raise self.workload.refuse("loss", text)
-        return [1.0 / sum(totals)] * len(parts)
+        return [[1.0 / total for total in totals]] * len(parts)
 
-    def _objective(self, part: Batch) -> tuple[Tensor, float | None]:
+    def _objective(self, part: Batch) -> tuple[list[Tensor], Counts]:
         with self.precision.autocast("cpu"):
             with self.workload.calling("forward"):
                 output = self._forward(part.inputs)
-            first, count = self.workload.objective(output, part.targets)
-            self.loss_dtype = str(first.dtype).removeprefix("torch.")
-            losses = self.key.training.losses_of(first, output)
-        return torch.stack(losses).sum() * self.key.loss_factor, count
+            values, counts = self.workload.objective(output, part.targets)
+            self.loss_dtype = str(values[0].dtype).removeprefix("torch.")
+            if not counts:
+                losses = self.key.training.losses_of(values[0], output)
+                values = [torch.stack(losses).sum()]
+        return [value * self.key.loss_factor for value in values], counts
 
     def _forward(self, inputs: Any) -> Any:
         dtype = self.precision.parameter_dtype
@@ -563,6 +590,11 @@ class ReferenceRun:
             n: local(t.detach()).to(torch.float64, copy=True).reshape(-1).numpy()
             for n, t in tensors.items()
         }
+
+
+def _weighted(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    first, *rest = (v * w for v, w in zip(values, weights, strict=True))
+    return sum(rest, first)
 
 
 def _in_the_form_of(held: Any, value: Setting) -> Any:

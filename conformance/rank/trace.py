@@ -190,8 +190,8 @@ class StepTrace:
     """Name in torch of the dtype that the loss had; empty where it was a number."""
     weight: float | None = 1.0
     """Weight of this rank in that mean; None if the rank's counts are not known."""
-    count: float | None = None
-    """Divisor of the sums of all ranks, where the loss is (sum, count)."""
+    counts: tuple[float, ...] = ()
+    """Divisors of the sums of all ranks, where the loss is (sum, count)."""
     reported_norm: float | None = None
     """The norm of the whole unscaled gradient before clipping, as the stack reports."""
     schedule: tuple[str, str] | None = None

@@ -216,7 +216,7 @@ def _run_step(
     batch = next_batch(engine, seen.step)  # what it draws is no layer's
     with recording_reductions(engine, seen), recording_draws(engine, seen):
         seen.loss = engine.forward_backward(batch, prepare)
-    seen.count, seen.loss_dtype = engine.count, engine.loss_dtype
+    seen.counts, seen.loss_dtype = engine.counts, engine.loss_dtype
     seen.scale_before, seen.growth_before = judged.state()
     # faults go into the gradients before anything reads them: the rule, which is
     # applied to raw gradients, and the scaler see the same

@@ -1,15 +1,19 @@
-"""Losses: the dtype in which one is computed."""
+"""Losses: the dtype in which one is computed, and heads with counts of their own."""
 
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.status import Verdict
+from gradparity.tests.conformance.test_workload_parts import Ddp
 from gradparity.tests.conformance.test_workload_steps import Engine, Trains
 
-HALF = "dp2/2/bf16-autocast/own/none"
+FULL, HALF = "dp2/2/fp32/own/none", "dp2/2/bf16-autocast/own/none"
 
 
 class FarFromTargets(Trains):
@@ -42,8 +46,65 @@ class ReturnsHalf(ComputesInHalf):
         return loss
 
 
-def judged(runner: Runner, kind: type[Trains], where: str) -> Case:
+class TwoHeads(Ddp):
+    """No fault: each half of the output has targets, and counts, of its own."""
+
+    meshes = ({"dp": 2},)
+
+    def loss(self, output: Tensor, targets: Tensor) -> Any:
+        least = torch.tensor([0.5, 0.5, 1.0, 1.0])
+        errors = (output - targets).square() * (targets > least)
+        counts = (targets > least).chunk(2, -1)
+        parts = zip(errors.chunk(2, -1), counts, strict=True)
+        return [(error.sum(), count.sum()) for error, count in parts]
+
+
+class DividesByAll(TwoHeads):
+    """No fault: a step of its own divides each head by its count on all ranks."""
+
+    by_head = of_all_ranks = True
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        made = super().parallelize(model, mesh)
+        return Engine(made, self.optimizer([*made.named_parameters()]))
+
+    def weights(self, stack: Engine) -> Any:
+        return dict(stack.module.named_parameters())
+
+    def train_step(self, stack: Engine, micro_batches: Any, scaler: Any) -> Any:
+        stack.optimizer.zero_grad()
+        heads = [self.loss(stack.module(x), y) for x, y in micro_batches]
+        sums = torch.stack([torch.stack([s for s, _ in parts]) for parts in heads])
+        counts = torch.tensor([[c for _, c in parts] for parts in heads]).sum(0).float()
+        whole, ranks = counts.clone(), dist.get_world_size()
+        dist.all_reduce(whole)
+        if not self.of_all_ranks:
+            whole = counts * ranks
+        if not self.by_head:
+            whole = whole.sum().expand(2)
+        loss = (sums.sum(0) / whole).sum()
+        (loss * ranks).backward()
+        stack.optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total
+
+
+class DividesByItsOwn(DividesByAll):
+    """Each rank divides by its own counts, and ranks are averaged."""
+
+    of_all_ranks = False
+
+
+class DividesByBoth(DividesByAll):
+    """Both heads are divided by the count of both."""
+
+    by_head = False
+
+
+def judged(runner: Runner, kind: type, where: str, recipe: str = "plain") -> Case:
     text = f"{where}/model={kind.__module__}:{kind.__name__},steps=4,seed=1"
+    text += f",recipe={recipe}"
     return runner.run("none", Scenario.parse(text))
 
 
@@ -63,3 +124,22 @@ def test_a_loss_that_is_returned_in_16_bits_is_compared_within_them(
     told = verdict(judged(runner, ReturnsHalf, HALF))
     assert told.status == "pass"
     assert "ranks returned it in bfloat16, and loss() gives float32" in told.message
+
+
+@pytest.mark.parametrize("kind", [TwoHeads, DividesByAll])
+@pytest.mark.parametrize("recipe", ["plain", "accumulate", "accumulate-uneven"])
+def test_heads_with_counts_of_their_own_are_compared(
+    runner: Runner, kind: type, recipe: str
+) -> None:
+    case = judged(runner, kind, FULL, recipe)
+    assert case.status == "pass", case.problem
+    assert verdict(case).compared > 0
+
+
+@pytest.mark.parametrize("kind", [DividesByItsOwn, DividesByBoth])
+def test_a_head_that_is_divided_by_another_count_fails(
+    runner: Runner, kind: type
+) -> None:
+    case = judged(runner, kind, FULL)
+    for law in ("parity.gradient", "parity.loss"):
+        assert verdict(case, law).status == "fail", case.problem

@@ -158,7 +158,8 @@ def update(evidence: Evidence) -> Finding:
     of_stack=True,
     hidden="train_step returned none on any rank, or the references are not finite, or "
     "ranks have other losses and nobody knows how many tokens each has: the model on "
-    "one process does not take the inputs that shard gives",
+    "one process does not take the inputs that shard gives, or the loss has several "
+    "counts (return the loss of the whole batch on all ranks)",
 )
 def loss(evidence: Evidence) -> Finding:
     """Mean of the ranks' losses."""
