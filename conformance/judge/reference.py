@@ -46,9 +46,8 @@ from ..space.recipes import LR_DECAY, Training
 from ..space.scenario import Scenario
 from ..space.workload_checks import ROUNDING
 from .kept import Kept, bytes_of
-from .noise.optimizers import EvenShards
 from .noise.rows import Rows
-from .noise.sides import BOTH, Inputs, JumpLog, Sides
+from .noise.sides import BOTH, Inputs, JumpLog
 from .settings import Planned, Settings
 from .shards import InShards, Shards
 from .variants import NOISY, PLAIN, TRUTH, Variant
@@ -306,9 +305,10 @@ class ReferenceRun:
         # not .to(dtype), which also casts complex buffers to real
         self.model = model.double() if dtype == torch.float64 else model.float()
         self.parameters = {n: self.model.get_parameter(n) for n in names}
-        seen, even = dict(key.shards), variant.source(EvenShards)
+        seen = dict(key.shards)
+        even = max((each.shards for each in variant.noise), default=1)
         self.sharded = {
-            name: InShards(parameter, seen.get(name, ()), even.count if even else 1)
+            name: InShards(parameter, seen.get(name, ()), even)
             for name, parameter in self.parameters.items()
             if parameter.requires_grad  # an optimizer may leave frozen ones out
         }
@@ -329,9 +329,7 @@ class ReferenceRun:
         self.heads: dict[int, list[float]] = {}
         self.rows_apart: bool | None = None
         self.steps_made = dict.fromkeys(self.optimizers, 0)
-        rows = variant.source(Rows) or Rows()
-        # another one for each order of rows
-        seed = 2 * rows.parts + rows.reverse
+        seed = max(each.seed for each in (Rows(), *variant.noise))
         self.generator = torch.Generator().manual_seed(seed)
         self.replayed: tuple[dict[str, Choices], ...] = ()
         """Per step: the choices that routers must make; empty: their own."""
@@ -366,9 +364,9 @@ class ReferenceRun:
             passes, weights = self._cast(lambda: self._passes(batch, parts, scale))
         self.inputs.append(notes.inputs if notes else ())
         self.choices.append(log.choices)
-        sides = self.variant.source(Sides)
+        moved = any(each.moves_scores for each in self.variant.noise)
         # scores that were moved are no noise of scores
-        self.errors.append({} if sides and sides.distances else log.errors)
+        self.errors.append({} if moved else log.errors)
         self._unscale(scale)
         self.norms.append(self._norm())
         self._clip()
