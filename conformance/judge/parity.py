@@ -308,7 +308,8 @@ def _buffers(
     """The buffers that training moves, as updates of the values that the model has."""
     truth = parity_bounds.truth
     for name, values in at.buffers.items():
-        if name not in truth.updates[step] or not truth.updates[-1][name].any():
+        # in the last step, too: others are caches
+        if name not in truth.updates[-1] or not truth.updates[-1][name].any():
             continue
         places = np.arange(len(values))
         rows = _compare(

@@ -252,7 +252,7 @@ def _train(
     run = ReferenceRun(key, precision_name, variant)
     if run.buffers:
         lost = _of_passes(key.model)
-        run.buffers = [name for name in run.buffers if name not in lost]
+        run.buffers = {n: s for n, s in run.buffers.items() if n not in lost}
     if chooses_in_forward(key.model) and variant != TRUTH:
         ones = (1.0,) * key.steps
         # noisy runs choose as the truth does: another expert is another model, not
@@ -318,7 +318,8 @@ class ReferenceRun:
             for name, of in self.sharded.items()
         }
         self.planned = Planned.of(self.workload, key.optimizer, self.parameters)
-        self.buffers = [*saved_buffers(self.workload, self.model)]
+        saved = saved_buffers(self.workload, self.model)
+        self.buffers = {name: buffer.shape for name, buffer in saved.items()}
         self.start = self._flat(self.parameters | self._buffers())
         self.losses: list[float] = []
         self.loss_dtype = ""
@@ -411,8 +412,17 @@ class ReferenceRun:
         self.updates.append({n: now[n] - self.start[n] for n in now})
 
     def _buffers(self) -> dict[str, Tensor]:
-        """The buffers that are compared, which a forward may have replaced."""
-        return {name: self.model.get_buffer(name) for name in self.buffers}
+        """The buffers that are compared, which a forward may have replaced.
+
+        One that a forward removes, or gives another shape, is a cache.
+        """
+        now = dict(self.model.named_buffers())
+        self.buffers = {
+            name: shape
+            for name, shape in self.buffers.items()
+            if name in now and now[name].shape == shape
+        }
+        return {name: now[name] for name in self.buffers}
 
     def _passes(
         self, batch: Batch, parts: list[Batch], scale: float
@@ -664,7 +674,7 @@ def _of_passes(model: str) -> frozenset[str]:
     whole, cut = (_first_step(model, v, rows_apart=apart) for v in (TRUTH, CUT))
     return frozenset(
         name
-        for name in whole.buffers
+        for name in whole.buffers.keys() & cut.buffers
         if not equal_but_for_rounding(
             {name: whole.updates[0][name]}, {name: cut.updates[0][name]}
         )

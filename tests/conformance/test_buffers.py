@@ -86,6 +86,32 @@ class AnotherMomentum(WholeBatch):
     momentum = 0.125
 
 
+class Caches(nn.Module):
+    """A buffer that grows, and one that a forward removes."""
+
+    seen: Tensor
+    last: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(0))
+        self.register_buffer("last", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.cat([self.seen, x.detach().mean().reshape(1)])
+        self.last = None
+        return x
+
+
+class KeepsCaches(Right):
+    """No fault: no value of one process is that of a rank."""
+
+    meshes: object = ({"dp": 2},)
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(Caches(), *Right.model(self).children())
+
+
 class Router(nn.Module):
     """Two experts; a bias that balances them is added to the scores."""
 
@@ -177,6 +203,7 @@ def failed(case: Case) -> dict[str, Verdict]:
         (SaysSo, DATA),
         (AveragesThem, DATA),
         (TakesThoseOfTheFirst, DATA),
+        (KeepsCaches, DATA),
         (WholeBatch, TENSOR),
         (Balances, DATA),
     ],
