@@ -190,12 +190,13 @@ def _loss_roundoff(
     """Unit roundoff of the loss: that of the narrowest dtype in which it was seen.
 
     A loss that is computed in fp32, of outputs in half precision, has the noise of
-    these outputs, which is measured, and is not rounded itself.
+    these outputs, which is measured, and is not rounded itself. One in fp64 may have
+    been in fp32.
     """
     if not plain.loss_dtype:
         return precision.roundoff
-    units = [_unit(name) for name in {plain.loss_dtype, *dtypes}]
-    return min(precision.roundoff, max(units))
+    names = {"float32", plain.loss_dtype, *dtypes}
+    return min(precision.roundoff, max(map(_unit, names)))
 
 
 def _unit(dtype: str) -> float:

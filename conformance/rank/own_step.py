@@ -170,7 +170,7 @@ class OwnStep:
         self._check_events(seen)
         seen.collectives = log.collectives
         seen.loss = as_number(workload, "loss", loss)
-        if isinstance(loss, Tensor):
+        if isinstance(loss, Tensor) and loss.is_floating_point():
             seen.loss_dtype = str(loss.dtype).removeprefix("torch.")
         seen.reported_norm = as_number(workload, "norm", norm)
         seen.weight = engine.weight_of(micro_batches)

@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.conformance import Case, Runner, Scenario
+from gradparity.conformance.judge.bounds import _loss_roundoff
+from gradparity.conformance.judge.reference import Reference
 from gradparity.conformance.status import Verdict
+from gradparity.fixtures import PRECISIONS
 from gradparity.tests.conformance.test_workload_parts import Ddp
 from gradparity.tests.conformance.test_workload_steps import Engine, Trains
 
@@ -143,3 +146,22 @@ def test_a_head_that_is_divided_by_another_count_fails(
     case = judged(runner, kind, FULL)
     for law in ("parity.gradient", "parity.loss"):
         assert verdict(case, law).status == "fail", case.problem
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "unit"),
+    [
+        (("float32",), 2.0**-24),
+        (("float64",), 2.0**-24),
+        (("float32", "bfloat16"), 2.0**-8),
+        (("",), 2.0**-8),
+    ],
+)
+def test_the_roundoff_of_a_loss_is_that_of_its_narrowest_dtype(
+    dtypes: tuple[str, ...], unit: float
+) -> None:
+    plain, *returned = dtypes
+    run = Reference((), (), (), {}, loss_dtype=plain)
+    found = _loss_roundoff(PRECISIONS["bf16-autocast"], run, frozenset(returned))
+    assert found == unit
+    assert _loss_roundoff(PRECISIONS["fp32"], run, frozenset(returned)) == 2.0**-24
