@@ -398,3 +398,42 @@ class ChangesTheProbability(Dropout):
         module = super().parallelize(model, mesh)
         module.get_submodule("3").p = 0.1  # type: ignore[assignment]  # a dropout's
         return module
+
+
+class SavesItsGenerator(OwnStep):
+    """No fault: each rank saves the state of its generator, and loads it."""
+
+    def save_checkpoint(self, stack: Engine, scaler: object, folder: str) -> None:
+        states = stack.module.state_dict(), stack.optimizer.state_dict()
+        torch.save((*states, self.generator()), self.file(folder))
+
+    def load_checkpoint(self, stack: Engine, scaler: object, folder: str) -> None:
+        module, optimizer, generator = torch.load(self.file(folder))
+        stack.module.load_state_dict(module)
+        stack.optimizer.load_state_dict(optimizer)
+        if generator is not None:
+            torch.set_rng_state(generator)
+
+    def generator(self) -> Tensor | None:
+        return torch.get_rng_state()
+
+    def file(self, folder: str) -> str:
+        return f"{folder}/{dist.get_rank()}.pt"
+
+
+class ForgetsItsGenerator(SavesItsGenerator):
+    """A checkpoint has the weights alone: each rank draws its first numbers again."""
+
+    def generator(self) -> Tensor | None:
+        return None
+
+
+class SavesOneGenerator(SavesItsGenerator):
+    """All ranks load what the first one has saved."""
+
+    def file(self, folder: str) -> str:
+        return f"{folder}/0.pt"
+
+    def save_checkpoint(self, stack: Engine, scaler: object, folder: str) -> None:
+        if dist.get_rank() == 0:
+            super().save_checkpoint(stack, scaler, folder)

@@ -5,12 +5,12 @@ A bound is ``SAFETY_FACTOR`` times the largest error that correct single-process
 of the same precision show against fp64 for this parameter up to this step (errors of
 training do not shrink again), and never less than the median relative noise of all
 parameters at that step (a parameter may be lucky in all references) nor one unit
-roundoff of the compute dtype. No bound has an absolute floor, so tiny gradients are
-bounded as tightly as large ones. An update is seen through the rounding of the stored
-fp32 parameter: a run that shows no error may have one of half a unit in the last place,
-so its noise is never less than that. Norm and largest element are bounded separately: a
-norm hides one bad element, an element hides a drift. docs/parity.md derives
-``SAFETY_FACTOR``.
+roundoff of the compute dtype (of a loss: of its own dtype). No bound has an absolute
+floor, so tiny gradients are bounded as tightly as large ones. An update is seen through
+the rounding of the stored fp32 parameter: a run that shows no error may have one of
+half a unit in the last place, so its noise is never less than that. Norm and largest
+element are bounded separately: a norm hides one bad element, an element hides a drift.
+docs/parity.md derives ``SAFETY_FACTOR``.
 
 [Note: Quantisation]
 Rounding to 8 bits changes values by 3 to 12 %, and by the same error in every correct
@@ -81,8 +81,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ...fixtures import OfWorkload, Precision
@@ -152,22 +154,53 @@ class ParityBounds:
         return own + sum(run.nbytes for run in (self.truth, *self.noisy))
 
 
-def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
-    """Train the references and derive truth and bounds; see [Note: Bounds]."""
+def make_parity_bounds(
+    scenario: Scenario, schedule: Schedule, loss_dtypes: frozenset[str] = frozenset()
+) -> ParityBounds:
+    """Train the references and derive truth and bounds; see [Note: Bounds].
+
+    Args:
+        scenario: what was trained.
+        schedule: skips and scales.
+        loss_dtypes: of the losses that ranks returned, where they were tensors.
+    """
     precision, skipped = scenario.parsed_precision, schedule.skipped
     adaptive = scenario.workload.adaptive(scenario.optimizer)
     if scenario.workload.one_rank:
         alone = one_rank_references(scenario, schedule)
         truth, runs, sides = alone.truth, alone.noisy, alone.sides
         bounds = _derived(
-            truth, (*runs,), (*sides,), precision, skipped, frozenset(), adaptive
+            *(truth, (*runs,), (*sides,), precision, skipped, frozenset(), adaptive),
+            _loss_roundoff(precision, runs[0], loss_dtypes),
         )
         return replace(bounds, reference=alone.text, undecided=alone.undecided)
     truth = train_reference(scenario, schedule, TRUTH)
     runs = _noisy_runs(scenario, schedule, truth)
     sides = _sides(scenario, schedule, truth, runs)
     matrices = not_elementwise(scenario.model, scenario.optimizer)
-    return _derived(truth, (*runs,), (*sides,), precision, skipped, matrices, adaptive)
+    return _derived(
+        *(truth, (*runs,), (*sides,), precision, skipped, matrices, adaptive),
+        _loss_roundoff(precision, runs[0], loss_dtypes),
+    )
+
+
+def _loss_roundoff(
+    precision: Precision, plain: Reference, dtypes: frozenset[str]
+) -> float:
+    """Unit roundoff of the loss: that of the narrowest dtype in which it was seen.
+
+    A loss that is computed in fp32, of outputs in half precision, has the noise of
+    these outputs, which is measured, and is not rounded itself. One in fp64 may have
+    been in fp32.
+    """
+    if not plain.loss_dtype:
+        return precision.roundoff
+    names = {"float32", plain.loss_dtype, *dtypes}
+    return min(precision.roundoff, max(map(_unit, names)))
+
+
+def _unit(dtype: str) -> float:
+    return float(torch.finfo(getattr(torch, dtype)).eps) / 2
 
 
 # kept, since most topologies and scalers of a scenario share references
@@ -180,6 +213,7 @@ def _derived(
     skipped: tuple[frozenset[str], ...],
     matrices: frozenset[str],
     adaptive: bool,
+    loss_roundoff: float,
 ) -> ParityBounds:
     """The bounds that these references make."""
     always = (frozenset[str](),) * len(skipped)  # a loss is computed at every step
@@ -190,11 +224,12 @@ def _derived(
         values: Callable[[Reference], Sequence[Tensors]],
         unused: Sequence[frozenset[str]],
         hidden: Sequence[Tensors] | None = None,
+        roundoff: float = precision.roundoff,
     ) -> list[dict[str, Pair]]:
         noisy, moved = (
             [values(run) for run in references] for references in (runs, sides)
         )
-        return _bound(values(truth), noisy, moved, precision, unused, hidden)
+        return _bound(values(truth), noisy, moved, precision, unused, hidden, roundoff)
 
     gradient = bound(lambda run: run.gradients, skipped)
     weights = _weights(truth, every, gradient, skipped, matrices, adaptive=adaptive)
@@ -209,7 +244,9 @@ def _derived(
             skipped,
             _weighted(_hidden(truth, truth.updates), weights),
         ),
-        loss=bound(_losses, always),
+        loss=bound(
+            _losses, always, roundoff=max(loss_roundoff, _typical_noise(truth, runs))
+        ),
         norm=bound(_norms, no_norm),
         average=bound(
             lambda run: _weighted(run.averages, weights),
@@ -346,6 +383,18 @@ def _moves(truth: Reference) -> list[dict[str, NDArray[np.bool_]]]:
     return moving
 
 
+def _typical_noise(truth: Reference, runs: Sequence[Reference]) -> float:
+    """Median over the steps of the largest relative error of a loss.
+
+    All runs may be lucky with one number. Other tensors have the median of all tensors
+    of their step; of losses there is one a step.
+    """
+    steps = zip(truth.losses, *(run.losses for run in runs), strict=True)
+    errors = [max(abs(x - true) for x in losses) / abs(true) for true, *losses in steps]
+    finite = [error for error in errors if np.isfinite(error)]
+    return median(finite) if finite else 0.0
+
+
 def _losses(run: Reference) -> list[Tensors]:
     return [{"loss": np.array([x])} for x in run.losses]
 
@@ -408,6 +457,7 @@ def _bound(
     precision: Precision,
     skipped: Sequence[frozenset[str]],
     hidden: Sequence[Tensors] | None = None,
+    roundoff: float | None = None,
 ) -> list[dict[str, Pair]]:
     """See [Note: Bounds], [Note: Sides] and [Note: Quantisation]."""
     worst: dict[str, Pair] = {}
@@ -436,7 +486,7 @@ def _bound(
                     changed.get(name, (0.0, 0.0)),
                     *(_scaled(HALF, e) for e in effects if np.isfinite(e).all()),
                 )
-        floor = relative_floor(worst, own, precision.roundoff)
+        floor = relative_floor(worst, own, roundoff or precision.roundoff)
         bounds.append({})
         for name in tensors:
             noises = [worst.get(name, (0.0, 0.0)), _times(own[name], floor)]

@@ -251,6 +251,15 @@ def _doubt_of(law: Law, finding: Finding, evidence: Evidence) -> str:
     return doubt.text if doubt is not None else ""
 
 
+def of_buffer(name: str) -> str:
+    """Say what to do about a buffer that differs."""
+    return (
+        f"{name} is a buffer: have all ranks move it by what all of them see, or, if "
+        "each is to have its own, add to the workload: local_buffers = "
+        f'("{name.rpartition(".")[2]}",)'
+    )
+
+
 def _unjoined(evidence: Evidence) -> str:
     """Return why nobody knows which optimizers decide together, or ""."""
     counts = evidence.ranks[0].unjoined if evidence.scaler else ()

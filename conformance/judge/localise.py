@@ -365,6 +365,9 @@ class _Gradients:
         elif factor is not None:
             differs = f"is {_times(factor)}"
         look = "look at the optimizer, and at what comes between it and the gradients"
+        parameters = {name for trace, _ in self.seen for name in trace.index}
+        if parameters.isdisjoint(self.names):
+            look = "look at how ranks move a buffer"
         seen = any(at.gradients for _, at in self.seen)
         which = f"of step {self.step} are right" if seen else "are out of sight"
         if seen and self.missed:

@@ -114,6 +114,8 @@ class Parity:
     """The reference in words, if it is not the plain one."""
     undecided: str = ""
     """Why nothing can be compared with it, in words; else empty."""
+    narrow_loss: str = ""
+    """Say in words that ranks returned the loss in less than ``loss`` gives."""
     stack_schedule: StackSchedule = field(default_factory=StackSchedule)
     """Settings that the stack's own schedules have moved; the reference follows."""
 

@@ -337,8 +337,10 @@ def _as_reference(scenario: Scenario, trace: RankTrace) -> Reference:
         return {n: whole(n, g, trace.places(at, n)) for n, g in at.gradients.items()}
 
     start = {n: whole(n, values, trace.index[n]) for n, values in trace.start.items()}
+    start |= {n: values.astype(np.float64) for n, values in trace.buffers.items()}
     after = [
         {n: whole(n, values, trace.index[n]) for n, values in at.parameters.items()}
+        | {n: v.astype(np.float64) for n, v in at.buffers.items() if n in start}
         for at in trace.steps
     ]
     return Reference(
@@ -347,6 +349,7 @@ def _as_reference(scenario: Scenario, trace: RankTrace) -> Reference:
             for at in trace.steps
         ),
         losses=tuple(_number(at.loss) for at in trace.steps),
+        loss_dtype=next((at.loss_dtype for at in trace.steps if at.loss_dtype), ""),
         gradients=tuple(gradients(at) for at in trace.steps),
         updates=tuple({n: now[n] - start[n] for n in now} for now in after),
         start=start,

@@ -21,7 +21,7 @@ from ..rank.layout_checks import distinct
 from ..rank.trace import RankTrace, StepTrace
 from ..space.facts import clip_norm_of
 from ..space.scenario import Scenario
-from ..space.workload_checks import counts_equal
+from ..space.workload_checks import counts_equal, listed
 from .bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds
 from .compare import Doubles, compare, multiple_of, sizes
 from .doubts import doubts_of
@@ -136,7 +136,8 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
         phases: one complete trace a rank, for each world that it was on.
     """
     schedule = followed_schedule(scenario, *phases)
-    parity_bounds = make_parity_bounds(scenario, schedule)
+    returned = {at.loss_dtype for traces in phases for t in traces for at in t.steps}
+    parity_bounds = make_parity_bounds(scenario, schedule, frozenset(returned - {""}))
     starts = [t.initial for traces in phases for t in traces if t.initial]
     initial = parity_bounds.truth.initial
     check_equal_start(scenario.model, "a rank and the reference", initial, starts)
@@ -167,6 +168,7 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
             draws_idly=draws_idly,
         ),
         still=frozenset(_still(schedule, phases, parity_bounds)),
+        narrow_loss=_narrow_loss(parity_bounds.noisy, returned),
         stack_schedule=moved_by_stack,
     )
     if parity.clip_norm is not None:
@@ -175,9 +177,19 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
         ]
         least = scenario.parsed_precision.roundoff
         parity.clipped += _clip_rows(factors, schedule, phases, parity_bounds, least)
-    for each in _measured(schedule, phases, parity_bounds):
+    is_full = scenario.parsed_precision.is_full
+    for each in _measured(schedule, phases, parity_bounds, is_full=is_full):
         parity.add(*each)
     return parity
+
+
+def _narrow_loss(runs: Sequence[Reference], returned: set[str]) -> str:
+    """Say that ranks return the loss in another dtype than the reference, or ""."""
+    plain = runs[0].loss_dtype if runs else ""
+    narrow = sorted(returned & {"bfloat16", "float16"} - {plain}) if plain else []
+    if not narrow:
+        return ""
+    return f"ranks returned it in {', '.join(narrow)}, and loss() gives {plain} there"
 
 
 def _still(
@@ -227,17 +239,18 @@ def _check_counts(
     """
     for seen, whole in zip(_steps(phases), truth.counts, strict=False):
         for trace, at in seen:
-            if at.count is None or whole is None or counts_equal(at.count, whole):
+            if not (at.counts and whole) or counts_equal(at.counts, whole):
                 continue
             # a sum of weights may be rounded there; fp32 has the same parts
-            if not scenario.parsed_precision.is_full and whole != int(whole):
+            rounded = any(count != int(count) for count in whole)
+            if not scenario.parsed_precision.is_full and rounded:
                 continue
-            what = "leave a hole" if at.count < whole else "overlap"
+            what = "leave a hole" if sum(at.counts) < sum(whole) else "overlap"
             raise scenario.workload.refuse(
                 "shard" if scenario.workload.shard else "loss",
-                f"the parts of all ranks {what}: their counts add up to {at.count:g} "
-                f"on rank {trace.rank} at step {at.step}, that of the whole batch is "
-                f"{whole:g}",
+                f"the parts of all ranks {what}: their counts add up to "
+                f"{listed(at.counts)} on rank {trace.rank} at step {at.step}, that of "
+                f"the whole batch is {listed(whole)}",
             )
 
 
@@ -254,6 +267,8 @@ def _measured(
     schedule: Schedule,
     phases: Iterable[Sequence[RankTrace]],
     parity_bounds: ParityBounds,
+    *,
+    is_full: bool,
 ) -> Iterator[_Measured]:
     truth = parity_bounds.truth
     for step, (seen, skipped) in enumerate(
@@ -261,6 +276,8 @@ def _measured(
     ):
         yield from _loss(step, seen, parity_bounds)
         for trace, at in seen:
+            if is_full:  # a count that rounding changes by one may turn a sign
+                yield from _buffers(step, trace, at, parity_bounds)
             for name, index in trace.index.items():
                 if name not in skipped:
                     yield from _gradient(step, seen, trace, at, name, parity_bounds)
@@ -283,6 +300,26 @@ def _measured(
                         parity_bounds.average[step][name],
                     )
                     yield _Measured("average", rows or (), live, len(index) - live)
+
+
+def _buffers(
+    step: int, trace: RankTrace, at: StepTrace, parity_bounds: ParityBounds
+) -> Iterator[_Measured]:
+    """The buffers that training moves, as updates of the values that the model has."""
+    truth = parity_bounds.truth
+    for name, values in at.buffers.items():
+        # in the last step, too: others are caches
+        if name not in truth.updates[-1] or not truth.updates[-1][name].any():
+            continue
+        places = np.arange(len(values))
+        rows = _compare(
+            ("update", step, name, trace.rank),
+            values - truth.start[name],
+            (truth.updates[step][name], places),
+            parity_bounds.update[step][name],
+        )
+        # beside the parameters, of which a share must be compared
+        yield _Measured("update", rows, len(values) * any(r.compares for r in rows))
 
 
 def _gradient(
@@ -421,8 +458,9 @@ def _loss(step: int, seen: Seen, parity_bounds: ParityBounds) -> Iterator[_Measu
             (np.array([parity_bounds.truth.losses[step]]), np.array([0])),
             parity_bounds.loss[step]["loss"],
         )
-        # with other weights the mean may be right
-        unknown = any(at.loss is not None and at.weight is None for _, at in seen)
+        # with other weights the mean may be right, unless all ranks have one loss
+        lost = [at for _, at in seen if at.loss is not None and at.weight is None]
+        unknown = bool(lost) and len({at.loss for _, at in seen} - {None}) > 1
         departs = any(row.ratio > 1 for row in rows)
         yield _Measured("loss", [] if unknown and departs else rows, 1)
 

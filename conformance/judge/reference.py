@@ -10,7 +10,7 @@ noise that a correct run may show, and the bounds of ``parity`` are made of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -25,12 +25,14 @@ from torch.func import functional_call
 from ...fixtures import (
     PRECISIONS,
     Batch,
+    Counts,
     Precision,
     judged_parameters,
     local,
     resolve_workload,
 )
 from ..formulas import equal_but_for_rounding
+from ..rank.buffers import saved_buffers
 from ..rank.layout import digest_of_weights, initial_model
 from ..rank.routing import ChoiceLog, Choices, chooses_in_forward
 from ..rank.trace import Setting
@@ -44,9 +46,8 @@ from ..space.recipes import LR_DECAY, Training
 from ..space.scenario import Scenario
 from ..space.workload_checks import ROUNDING
 from .kept import Kept, bytes_of
-from .noise.optimizers import EvenShards
 from .noise.rows import Rows
-from .noise.sides import BOTH, Inputs, JumpLog, Sides
+from .noise.sides import BOTH, Inputs, JumpLog
 from .settings import Planned, Settings
 from .shards import InShards, Shards
 from .variants import NOISY, PLAIN, TRUTH, Variant
@@ -114,8 +115,10 @@ class Reference:
     """Digest of the weights as they were made, before their dtype was changed."""
     norms: tuple[float, ...] = ()
     """Per step: the norm of the whole unscaled gradient, before it is clipped."""
-    counts: tuple[float | None, ...] = ()
-    """Per step: the total count, if the loss is (sum, count)."""
+    loss_dtype: str = ""
+    """Name in torch of the dtype of the losses; empty where they were numbers."""
+    counts: tuple[Counts, ...] = ()
+    """Per step: the total counts, if the loss is (sum, count)."""
     choices: tuple[dict[str, Choices], ...] = ()
     """Per step: the choices of learned routers, by kind of call."""
     errors: tuple[dict[str, float], ...] = ()
@@ -247,6 +250,9 @@ def _train(
     variant: Variant,
 ) -> Reference:
     run = ReferenceRun(key, precision_name, variant)
+    if run.buffers:
+        lost = _of_passes(key.model)
+        run.buffers = {n: s for n, s in run.buffers.items() if n not in lost}
     if chooses_in_forward(key.model) and variant != TRUTH:
         ones = (1.0,) * key.steps
         # noisy runs choose as the truth does: another expert is another model, not
@@ -262,6 +268,7 @@ def _train(
         start=run.start,
         initial=run.initial,
         norms=tuple(run.norms),
+        loss_dtype=run.loss_dtype,
         counts=tuple(run.counts),
         choices=tuple(run.choices),
         errors=tuple(run.errors),
@@ -298,9 +305,10 @@ class ReferenceRun:
         # not .to(dtype), which also casts complex buffers to real
         self.model = model.double() if dtype == torch.float64 else model.float()
         self.parameters = {n: self.model.get_parameter(n) for n in names}
-        seen, even = dict(key.shards), variant.source(EvenShards)
+        seen = dict(key.shards)
+        even = max((each.shards for each in variant.noise), default=1)
         self.sharded = {
-            name: InShards(parameter, seen.get(name, ()), even.count if even else 1)
+            name: InShards(parameter, seen.get(name, ()), even)
             for name, parameter in self.parameters.items()
             if parameter.requires_grad  # an optimizer may leave frozen ones out
         }
@@ -310,17 +318,19 @@ class ReferenceRun:
             for name, of in self.sharded.items()
         }
         self.planned = Planned.of(self.workload, key.optimizer, self.parameters)
-        self.start = self._flat(self.parameters)
+        saved = saved_buffers(self.workload, self.model)
+        self.buffers = {name: buffer.shape for name, buffer in saved.items()}
+        self.start = self._flat(self.parameters | self._buffers())
         self.losses: list[float] = []
+        self.loss_dtype = ""
         self.gradients: list[dict[str, Doubles]] = []
         self.updates: list[dict[str, Doubles]] = []
         self.norms: list[float] = []
-        self.counts: list[float | None] = []
+        self.counts: list[Counts] = []
+        self.heads: dict[int, list[float]] = {}
         self.rows_apart: bool | None = None
         self.steps_made = dict.fromkeys(self.optimizers, 0)
-        rows = variant.source(Rows) or Rows()
-        # another one for each order of rows
-        seed = 2 * rows.parts + rows.reverse
+        seed = max(each.seed for each in (Rows(), *variant.noise))
         self.generator = torch.Generator().manual_seed(seed)
         self.replayed: tuple[dict[str, Choices], ...] = ()
         """Per step: the choices that routers must make; empty: their own."""
@@ -355,14 +365,18 @@ class ReferenceRun:
             passes, weights = self._cast(lambda: self._passes(batch, parts, scale))
         self.inputs.append(notes.inputs if notes else ())
         self.choices.append(log.choices)
-        sides = self.variant.source(Sides)
+        moved = any(each.moves_scores for each in self.variant.noise)
         # scores that were moved are no noise of scores
-        self.errors.append({} if sides and sides.distances else log.errors)
+        self.errors.append({} if moved else log.errors)
         self._unscale(scale)
         self.norms.append(self._norm())
         self._clip()
         self.losses.append(
-            sum(v.item() * w for (v, _), w in zip(passes, weights, strict=True))
+            sum(
+                value.item() * weight
+                for values, of_heads in zip(passes, weights, strict=True)
+                for value, weight in zip(values, of_heads, strict=True)
+            )
         )
         self._idle(named, idle)
         self.gradients.append(
@@ -394,20 +408,33 @@ class ReferenceRun:
                     group["lr"] *= LR_DECAY
         if self.planned is not None and not skipped.issuperset(self.optimizers):
             self.planned.advance()
-        now = self._flat(named)
+        now = self._flat(named | self._buffers())
         self.updates.append({n: now[n] - self.start[n] for n in now})
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """The buffers that are compared, which a forward may have replaced.
+
+        One that a forward removes, or gives another shape, is a cache.
+        """
+        now = dict(self.model.named_buffers())
+        self.buffers = {
+            name: shape
+            for name, shape in self.buffers.items()
+            if name in now and now[name].shape == shape
+        }
+        return {name: now[name] for name in self.buffers}
 
     def _passes(
         self, batch: Batch, parts: list[Batch], scale: float
-    ) -> tuple[list[tuple[Tensor, float | None]], list[float]]:
+    ) -> tuple[list[list[Tensor]], list[list[float]]]:
         """Forward and backward of all parts; returns their losses and weights."""
         passes = [self._objective(part) for part in parts]
-        weights = self._weights(batch, parts, [count for _, count in passes])
-        for (value, _), weight in zip(passes, weights, strict=True):
+        weights = self._weights(batch, parts, [counts for _, counts in passes])
+        for (values, _), of_heads in zip(passes, weights, strict=True):
             with self.workload.calling("backward"):
-                (value * (scale * weight)).backward()
+                _weighted(values, [scale * weight for weight in of_heads]).backward()
             self._round_gradients()
-        return passes, weights
+        return [values for values, _ in passes], weights
 
     def _cast(self, passes: Callable[[], T]) -> T:
         """Make passes while the model has copies of its parameters in their dtype.
@@ -470,13 +497,32 @@ class ReferenceRun:
     @_uncompiled()
     def one_pass(self, part: Batch, factor: float) -> None:
         """Forward and backward of a given micro-batch, without a step."""
+        weights = self.weights_of_heads()
 
         def passes() -> None:
-            value, _ = self._objective(self._wide(part))
-            (value * factor).backward()
+            values, _ = self._objective(self._wide(part))
+            _weighted(values, [factor * weight for weight in weights]).backward()
 
         with self._new_tensors():
             self._cast(passes)
+
+    def weights_of_heads(self) -> list[float]:
+        """Weights of the sums of a micro-batch, up to a factor, in the next step.
+
+        Where a loss has several counts they are found by a forward of the whole batch,
+        once a step.
+        """
+        if facts_of(self.key.model).counts < 2:
+            return [1.0]
+        step = len(self.updates)
+        if step not in self.heads:
+            needed = facts_of(self.key.model).differentiates
+            with self._new_tensors(), torch.set_grad_enabled(needed):
+                parts = self._parts(self._batch(step))
+                counts = self._cast(lambda: [self._objective(p)[1] for p in parts])
+            totals = [*map(sum, zip(*counts, strict=True))]
+            self.heads[step] = [totals[0] / total for total in totals]
+        return self.heads[step]
 
     def gradients_of(self, parts: Iterable[Batch]) -> dict[str, Doubles]:
         """The gradients of some micro-batches together, up to a factor."""
@@ -505,25 +551,28 @@ class ReferenceRun:
         return self.rows_apart
 
     def _weights(
-        self, batch: Batch, parts: list[Batch], counts: list[float | None]
-    ) -> list[float]:
-        """Weight of each part's loss in the loss of the step."""
-        totals = [count for count in counts if count is not None]
-        self.counts.append(sum(totals) if totals else None)
+        self, batch: Batch, parts: list[Batch], counts: list[Counts]
+    ) -> list[list[float]]:
+        """Weights of each part's losses in the loss of the step."""
+        totals = tuple(map(sum, zip(*counts, strict=True)))
+        self.counts.append(totals)
         if not totals:
-            return [part.elements / batch.elements for part in parts]
-        if not sum(totals):
+            return [[part.elements / batch.elements] for part in parts]
+        if not all(totals):
             text = f"the counts of the batch add up to 0 at step {len(self.counts) - 1}"
             raise self.workload.refuse("loss", text)
-        return [1.0 / sum(totals)] * len(parts)
+        return [[1.0 / total for total in totals]] * len(parts)
 
-    def _objective(self, part: Batch) -> tuple[Tensor, float | None]:
+    def _objective(self, part: Batch) -> tuple[list[Tensor], Counts]:
         with self.precision.autocast("cpu"):
             with self.workload.calling("forward"):
                 output = self._forward(part.inputs)
-            first, count = self.workload.objective(output, part.targets)
-            losses = self.key.training.losses_of(first, output)
-        return torch.stack(losses).sum() * self.key.loss_factor, count
+            values, counts = self.workload.objective(output, part.targets)
+            self.loss_dtype = str(values[0].dtype).removeprefix("torch.")
+            if not counts:
+                losses = self.key.training.losses_of(values[0], output)
+                values = [torch.stack(losses).sum()]
+        return [value * self.key.loss_factor for value in values], counts
 
     def _forward(self, inputs: Any) -> Any:
         dtype = self.precision.parameter_dtype
@@ -549,6 +598,11 @@ class ReferenceRun:
             n: local(t.detach()).to(torch.float64, copy=True).reshape(-1).numpy()
             for n, t in tensors.items()
         }
+
+
+def _weighted(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    first, *rest = (v * w for v, w in zip(values, weights, strict=True))
+    return sum(rest, first)
 
 
 def _in_the_form_of(held: Any, value: Setting) -> Any:
@@ -585,16 +639,10 @@ def rows_apart(model: str) -> bool:
     workload = resolve_workload(model)
     if workload.rounds_to is not None and workload.micro_batches is None:
         return True  # declared: scales alone join the rows, and are noise
-    cut = Variant(double=True, noise=(Rows(parts=4, reverse=True),))
-    for variant in (TRUTH, cut):
-        key = _Key(
-            model=model, optimizer=next(iter(workload.optimizers)), steps=1, seed=0
-        )
-        run = ReferenceRun(key, "fp32", variant)
-        # else the run would ask this function
-        run.rows_apart = True
+    for variant in (TRUTH, CUT):
         try:
-            run.step(0, frozenset(), 1.0, Idle())
+            # else the run would ask this function
+            run = _first_step(model, variant, rows_apart=True)
         # the model or the loss refuses such parts: they are not to be cut
         except (ValueError, RuntimeError, IndexError):
             return False
@@ -607,3 +655,37 @@ def rows_apart(model: str) -> bool:
     ):
         return False
     return equal_but_for_rounding(*gradients)
+
+
+CUT = Variant(double=True, noise=(Rows(parts=4, reverse=True),))
+"""The run in fp64 whose rows are reversed and cut."""
+
+
+@lru_cache
+def _of_passes(model: str) -> frozenset[str]:
+    """Buffers that depend on which rows are in which pass, and on the order of passes.
+
+    Ranks have passes of their own. Where no reference cuts the batch, all of them have
+    the one pass of the whole batch.
+    """
+    apart = rows_apart(model)
+    if not apart and resolve_workload(model).micro_batches is None:
+        return frozenset()
+    whole, cut = (_first_step(model, v, rows_apart=apart) for v in (TRUTH, CUT))
+    return frozenset(
+        name
+        for name in whole.buffers.keys() & cut.buffers
+        if not equal_but_for_rounding(
+            {name: whole.updates[0][name]}, {name: cut.updates[0][name]}
+        )
+    )
+
+
+def _first_step(model: str, variant: Variant, *, rows_apart: bool) -> ReferenceRun:
+    """A run of one step; ``rows_apart`` says if rows of a micro-batch are cut."""
+    optimizer = next(iter(resolve_workload(model).optimizers))
+    key = _Key(model=model, optimizer=optimizer, steps=1, seed=0)
+    run = ReferenceRun(key, "fp32", variant)
+    run.rows_apart = rows_apart
+    run.step(0, frozenset(), 1.0, Idle())
+    return run

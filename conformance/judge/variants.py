@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 from .noise.optimizers import EvenShards, LongerSteps, RoundedMatrices
 from .noise.perturbation import Perturbation
@@ -23,8 +22,6 @@ __all__ = [
     "reordered",
 ]
 
-P = TypeVar("P", bound=Perturbation)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
@@ -34,10 +31,6 @@ class Variant:
     """Compute in fp64; else in the scenario's precision."""
     noise: tuple[Perturbation, ...] = ()
     """Changes of this run. Contexts are entered in this order."""
-
-    def source(self, kind: type[P]) -> P | None:
-        """Return the perturbation of one kind, if the run has it."""
-        return next((each for each in self.noise if isinstance(each, kind)), None)
 
 
 def _in_order(*noise: Perturbation) -> tuple[Perturbation, ...]:

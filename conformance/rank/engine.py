@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from ...fixtures import (
     Batch,
     CannotError,
+    Counts,
     WorkloadError,
     defers_gradient_sync,
     local,
@@ -32,6 +33,7 @@ from ..space.facts import clip_value_of, facts_of
 from ..space.recipes import CLIP_NORM, LR_DECAY
 from ..space.recomputation import Recomputed
 from ..space.scenario import Scenario
+from .buffers import buffers_as_they_are
 from .layout_checks import check_share
 from .local_parts import (
     LocalPart,
@@ -71,6 +73,10 @@ class Engine:
     """Digest of these."""
     dropouts: dict[str, float]
     """Name -> probability, in the model before the layout."""
+    buffers: dict[str, Tensor]
+    """Name -> initial value of each buffer of the full model that is compared."""
+    module_names: Set[str]
+    """Names of the full model's modules."""
     trained: frozenset[str]
     """Names of the full model's parameters that require a gradient."""
     index: dict[str, NDArray[np.int64]]
@@ -88,8 +94,10 @@ class Engine:
     """Per step: the choices that learned routers must make; empty: their own."""
     recomputed: Recomputed | None = None
     """Counts the forwards that ran again in backward, if the recipe recomputes."""
-    count: float | None = None
-    """Total count of the last step, if the loss is (sum, count)."""
+    counts: Counts = ()
+    """Total counts of the last step, if the loss is (sum, count)."""
+    loss_dtype: str = ""
+    """Name in torch of the dtype of the last loss."""
     variation: Variation | None = None
     """How this run differs, if it is a reference on one rank."""
     reduction: Reduction | None = None
@@ -135,7 +143,7 @@ class Engine:
         parts = self.micro_batches(batch)
         # the first backward already divides by the total, so all parts are counted
         # before it
-        self.count = self._counted(parts) if len(parts) > 1 else None
+        self.counts = self._counted(parts) if len(parts) > 1 else ()
         losses = []
         for number, part in enumerate(parts):
             deferred = defers and number + 1 < len(parts)
@@ -212,32 +220,35 @@ class Engine:
         """True if the workload describes a rank's parts; else the module has them."""
         return self.scenario.workload.weights is not None and not self.is_single
 
-    def total_count(self, count: float) -> float:
-        """The sum of a count over the ranks that see different rows.
+    def total_counts(self, counts: Counts) -> Counts:
+        """The sums of counts over the ranks that see different rows.
 
         Raises:
-            WorkloadError: if it is 0, because the loss is divided by it.
+            WorkloadError: if one is 0, because its sum is divided by it.
         """
         # fp64 holds any count of tokens exactly
-        total = torch.tensor(count, dtype=torch.float64, device=self.device)
+        total = torch.tensor(counts, dtype=torch.float64, device=self.device)
         # one axis after the other: together they are all ranks with different rows
         for axis in self._data_axes:
             dist.all_reduce(total, group=self.mesh.get_group(axis))
-        if not total > 0:
+        if not (total > 0).all():
             text = "the counts of a step add up to 0 over all ranks and micro-batches"
             raise self.scenario.workload.refuse("loss", text)
-        return float(total)
+        return tuple(total.tolist())
 
     def weight_of(self, parts: Iterable[Batch]) -> float | None:
         """Weight of these micro-batches in the loss of the whole batch.
 
         If the loss is (sum, count), only a call of it gives the counts, and it needs an
         output: the model on one process gives one of the right form; its values do not
-        matter. None if that model does not take the inputs of a shard.
+        matter. None if that model does not take the inputs of a shard, or if the loss
+        has several counts.
         """
         workload = self.scenario.workload
         if not facts_of(workload.name).counted:
             return float(sum(part.elements for part in parts))
+        if facts_of(workload.name).counts > 1:
+            return None
         count = 0.0
         with torch.random.fork_rng(devices=[]):
             model = workload.model().to(self.device)
@@ -248,24 +259,28 @@ class Engine:
                 # the model takes only inputs that the layout has prepared
                 except WorkloadError:
                     return None
-                count += workload.objective(output, part.targets)[1] or 0.0
+                count += sum(workload.objective(output, part.targets)[1])
         return count
 
-    def _counted(self, parts: Iterable[Batch]) -> float | None:
-        """The count of a whole step, which the first backward needs.
+    def _counted(self, parts: Iterable[Batch]) -> Counts:
+        """The counts of a whole step, which the first backward needs.
 
-        None if the loss is a mean. The extra forward passes leave no state behind; with
-        one micro-batch none is needed.
+        Empty if the loss is a mean. The extra forward passes leave no state behind.
+        With one micro-batch none is needed.
         """
         workload = self.scenario.workload
         if not facts_of(workload.name).counted:
-            return None
-        count = 0.0
+            return ()
+        counts = []
         needed = facts_of(workload.name).differentiates
-        with torch.set_grad_enabled(needed), torch.random.fork_rng(devices=[]):
+        with (
+            torch.set_grad_enabled(needed),
+            torch.random.fork_rng(devices=[]),
+            buffers_as_they_are(self.module),
+        ):
             for part in parts:
-                count += self._objective(part)[1] or 0.0
-        return self.total_count(count)
+                counts.append(self._objective(part)[1])
+        return self.total_counts(tuple(map(sum, zip(*counts, strict=True))))
 
     def find_parameters(self) -> None:
         """Find the stack's parameters again, which a load may have replaced."""
@@ -327,28 +342,34 @@ class Engine:
         losses = training.losses_of(first, output)
         return [x * self.scenario.loss_factor for x in losses]
 
-    def _objective(self, part: Batch) -> tuple[list[Tensor], float | None]:
-        """The losses of a micro-batch, and its count if they are sums."""
+    def _objective(self, part: Batch) -> tuple[list[Tensor], Counts]:
+        """The losses of a micro-batch, and their counts if they are sums."""
         workload = self.scenario.workload
         with self.scenario.parsed_precision.autocast(self.device.type):
             with workload.calling("forward"):
                 output = self.module(part.inputs)
-            first, count = workload.objective(output, part.targets)
-            return self._losses(first, output), count
+            values, counts = workload.objective(output, part.targets)
+            self.loss_dtype = str(values[0].dtype).removeprefix("torch.")
+            if counts:
+                return [x * self.scenario.loss_factor for x in values], counts
+            return self._losses(values[0], output), counts
 
     def _pass(
         self, part: Batch, prepare: Prepare, where: tuple[int, int], weight: float
     ) -> float:
         """One micro-batch; ``weight`` is that of a mean in the whole batch's mean."""
-        losses, count = self._objective(part)
-        if count is not None:
-            if self.count is None:
-                self.count = self.total_count(count)
-            weight = self._ranks_of_data / self.count
-        starts = prepare([x * weight for x in losses], *where)
+        losses, counts = self._objective(part)
+        weights = [weight] * len(losses)
+        if counts:
+            self.counts = self.counts or self.total_counts(counts)
+            weights = [self._ranks_of_data / total for total in self.counts]
+        weighted = [x * w for x, w in zip(losses, weights, strict=True)]
+        if counts:  # one loss, of one head or of several
+            weighted = [sum(weighted[1:], weighted[0])]
+        starts = prepare(weighted, *where)
         with self.scenario.workload.calling("backward"):
             torch.autograd.backward(starts)
-        return sum(x.item() for x in losses) * weight
+        return sum(x.item() * w for x, w in zip(losses, weights, strict=True))
 
     def _pipeline_pass(self, share: Batch, prepare: Prepare) -> float | None:
         assert self.schedule is not None
@@ -357,7 +378,7 @@ class Engine:
         extra = 0 if self._inferred else 1
 
         def prepared_loss(output: Tensor, targets: Tensor) -> Tensor:
-            first, _ = self.scenario.workload.objective(output, targets)
+            (first,), _ = self.scenario.workload.objective(output, targets)
             losses.extend(self._losses(first, output))
             part = len(losses) - 1 - extra
             return prepare(losses[-1:], part, MICRO_BATCHES)[0]

@@ -267,7 +267,8 @@ def _after_a_step(events: Iterable[Event]) -> Iterator[Event]:
     A hook on all modules would be traced into what a user compiles: that a forward ran
     is seen by the nodes of the autograd graph, which it makes. A sum of losses that is
     logged makes some, too; but it writes no gradient. Of an optimizer of copies nobody
-    sees which gradients it uses.
+    sees which gradients it uses, and one whose parameters are all frozen uses none: the
+    loss may be that of the later forward all the same.
     """
     moved: int | None = None  # nodes when the first one had stepped
     evaluated: dict[int, int] = {}  # optimizer -> nodes at its first use
@@ -278,7 +279,7 @@ def _after_a_step(events: Iterable[Event]) -> Iterator[Event]:
             # a closure evaluates the loss again once the optimizer has moved weights
             again = evaluated.setdefault(event.optimizer, event.nodes) != event.nodes
             moved = -1 if again else moved
-            wrote = bool(event.written) or not event.names
+            wrote = bool(event.written) or not (event.names and event.with_grad)
             if moved is not None and event.nodes != moved and wrote:
                 yield event
 

@@ -40,6 +40,7 @@ from ..space.random_layers import probabilities, turn_off_random_layers
 from ..space.recipes import Training, frozen_names
 from ..space.recomputation import Recomputed, recompute_in_backward
 from ..space.scenario import Scenario
+from .buffers import saved_buffers
 from .engine import MICRO_BATCHES, Engine
 from .layout_checks import check_layout, same_everywhere
 from .local_parts import (
@@ -50,7 +51,7 @@ from .local_parts import (
     parameters_of,
     read_local_parts,
 )
-from .modules import modules_in
+from .modules import module_names, modules_in
 from .observe import digest
 from .variation import Reduction, Variation
 
@@ -138,6 +139,9 @@ def build_engine(
     # clones: training changes the parameters
     values = {n: p.detach().clone() for n, p in judged_parameters(model).items()}
     dropouts = probabilities(model)  # parallelize may replace them
+    saved = saved_buffers(workload, model).items()
+    buffers = {name: buffer.detach().clone() for name, buffer in saved}
+    names = module_names(model)
     trained = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
     try:
         module, recomputed = _laid_out(scenario, model, mesh, variation)
@@ -175,6 +179,8 @@ def build_engine(
         whole=values,
         initial=initial,
         dropouts=dropouts,
+        buffers=buffers,
+        module_names=names,
         trained=trained,
         index={name: part.places for name, part in parts.items()},
         optimizers=[] if own_step else _make_optimizers(scenario, parameters),

@@ -8,7 +8,7 @@ process, where every tensor is whole.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,6 +38,7 @@ __all__ = [
     "Passed",
     "Watched",
     "is_whole",
+    "module_names",
     "modules_in",
     "names_of",
     "watch_modules",
@@ -150,8 +151,8 @@ def is_whole(module: nn.Module, name: str, model: nn.Module) -> bool:
     A pipeline stage has the name of the model and only a part of its parameters.
     """
     twin = model.get_submodule(name)
-    mine = {full_name(n, _names(twin)) for n, _ in module.named_modules()}
-    return mine >= _names(twin)
+    mine = {full_name(n, module_names(twin)) for n, _ in module.named_modules()}
+    return mine >= module_names(twin)
 
 
 def modules_in(stack: object) -> list[nn.Module]:
@@ -186,12 +187,13 @@ def modules_in(stack: object) -> list[nn.Module]:
     return [module for key, module in modules.items() if key not in parts]
 
 
-def _names(module: nn.Module) -> set[str]:
+def module_names(module: nn.Module) -> set[str]:
+    """Names of the modules in a module, its own among them."""
     return {name for name, _ in module.named_modules()}
 
 
 def names_of(
-    root: nn.Module, model: nn.Module, parameters: Mapping[str, Tensor]
+    root: nn.Module, whole: Set[str], parameters: Mapping[str, Tensor]
 ) -> dict[nn.Module, str]:
     """Modules of a stack -> their names in the full model.
 
@@ -201,10 +203,9 @@ def names_of(
 
     Args:
         root: of the stack.
-        model: the full model.
+        whole: names of the modules of the full model.
         parameters: name in the full model -> the stack's parameter.
     """
-    whole = _names(model)
     # a stack may give its weights as tensors that share their memory
     module_by_memory = {
         _memory(p): name.rpartition(".")[0] for name, p in parameters.items()

@@ -32,6 +32,7 @@ from ...fixtures import (
     inject_loss,
     local,
 )
+from ...multiprocess.rank.global_state import seed_everything
 from ..space.facts import clip_norm_of
 from ..space.scenario import Scenario
 from .engine import Engine
@@ -169,6 +170,8 @@ class OwnStep:
         self._check_events(seen)
         seen.collectives = log.collectives
         seen.loss = as_number(workload, "loss", loss)
+        if isinstance(loss, Tensor) and loss.is_floating_point():
+            seen.loss_dtype = str(loss.dtype).removeprefix("torch.")
         seen.reported_norm = as_number(workload, "norm", norm)
         seen.weight = engine.weight_of(micro_batches)
         now = self._says(seen)
@@ -289,6 +292,8 @@ class OwnStep:
         try:
             with self._checkpoint() as load:
                 saved = self._weights()
+                if engine.scenario.parsed_recipe.training.random:
+                    seed_everything(0)  # as each run begins: this is a new process
                 replace_stack(engine)
                 new = self._weights()
                 if judged.scaler is not None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...fixtures import Batch, OfWorkload, ResolvedFault, inject, local
+from .buffers import buffers_on_rank
 from .engine import Engine
 from .layout_checks import same_everywhere
 from .observe import (
@@ -23,7 +24,7 @@ from .observe import (
 )
 from .randomness import DrawLog
 from .routing import ChoiceLog
-from .trace import Event, Floats, Kind, StepTrace
+from .trace import Event, Floats, Kind, RankTrace, StepTrace
 
 __all__ = [
     "digests_of",
@@ -33,6 +34,7 @@ __all__ = [
     "local_gradients",
     "next_batch",
     "plant_and_read",
+    "record_buffers",
     "record_effect",
     "record_gradient",
     "recording_draws",
@@ -168,6 +170,14 @@ def digests_of(engine: Engine) -> tuple[dict[str, str], list[str]]:
     return digests, [optimizer_digest(optimizer) for optimizer in engine.optimizers]
 
 
+def record_buffers(engine: Engine, seen: StepTrace | RankTrace) -> None:
+    """See the buffers of this rank."""
+    for name, buffer in buffers_on_rank(engine).items():
+        seen.buffer_digests[name] = digest(buffer)
+        if buffer.dtype == engine.buffers[name].dtype:
+            seen.buffers[name] = floats(buffer)
+
+
 def record_effect(
     engine: Engine, seen: StepTrace, before: tuple[dict[str, str], Sequence[str]]
 ) -> None:
@@ -176,6 +186,7 @@ def record_effect(
     seen.digests = {name: digest(part) for name, part in parts.items()}
     seen.changed = frozenset(n for n, d in seen.digests.items() if d != before[0][n])
     seen.parameters = {name: floats(part) for name, part in parts.items()}
+    record_buffers(engine, seen)
     for number, (optimizer, was) in enumerate(
         zip(engine.optimizers, before[1], strict=True)
     ):

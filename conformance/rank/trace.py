@@ -186,10 +186,12 @@ class StepTrace:
     """True if the step was observed to its end."""
     loss: float | None = None
     """This rank's loss, or None; the mean of all by their weights is the batch's."""
+    loss_dtype: str = ""
+    """Name in torch of the dtype that the loss had; empty where it was a number."""
     weight: float | None = 1.0
     """Weight of this rank in that mean; None if the rank's counts are not known."""
-    count: float | None = None
-    """Divisor of the sums of all ranks, where the loss is (sum, count)."""
+    counts: tuple[float, ...] = ()
+    """Divisors of the sums of all ranks, where the loss is (sum, count)."""
     reported_norm: float | None = None
     """The norm of the whole unscaled gradient before clipping, as the stack reports."""
     schedule: tuple[str, str] | None = None
@@ -240,6 +242,10 @@ class StepTrace:
     """Parameter name -> ranks over which its gradient is still to be summed, if any."""
     parameters: dict[str, Floats] = field(default_factory=dict)
     """Local parameters after the step, flattened."""
+    buffers: dict[str, Floats] = field(default_factory=dict)
+    """Buffer name -> value after the step, where it has the dtype of the model's."""
+    buffer_digests: dict[str, str] = field(default_factory=dict)
+    """Buffer name -> digest of its value after the step."""
     draws: list[Draw] = field(default_factory=list)
     """Calls of modules that drew in the passes, where random layers are on."""
     drawn_outside: int = 0
@@ -340,6 +346,10 @@ class RankTrace:
     """Name of a dropout of the model before the layout -> its probability."""
     start: dict[str, Floats] = field(default_factory=dict)
     """Parameter name -> local elements before the first step, flattened."""
+    buffers: dict[str, Floats] = field(default_factory=dict)
+    """Buffer name -> value before the first step."""
+    buffer_digests: dict[str, str] = field(default_factory=dict)
+    """Buffer name -> digest of that."""
     steps: list[StepTrace] = field(default_factory=list)
     problem: Problem | None = None
     """The call of the judged scaler that raised, if one did."""

@@ -70,7 +70,9 @@ def watched_step(engine: Engine, step: int, found: list[Watched]) -> Iterator[No
     names = {
         module: name
         for root in modules_in(engine.module)
-        for module, name in names_of(root, model, engine.parameters).items()
+        for module, name in names_of(
+            root, engine.module_names, engine.parameters
+        ).items()
         # a part of a module, as a pipeline stage is of the model, has other inputs
         # and outputs
         if is_whole(module, name, model)

@@ -43,6 +43,7 @@ from .recording import (
     local_gradients,
     next_batch,
     plant_and_read,
+    record_buffers,
     record_effect,
     recording_draws,
     recording_gradients,
@@ -125,6 +126,7 @@ def observe_rank(
             start={name: floats(part) for name, part in engine.local_tensors().items()},
         )
         trace.reduce_dtype = str(scenario.promised_dtype or "").removeprefix("torch.")
+        record_buffers(engine, trace)
         engine.choices = choices
         judged = Judged(engine, trace)
         own = (
@@ -214,7 +216,7 @@ def _run_step(
     batch = next_batch(engine, seen.step)  # what it draws is no layer's
     with recording_reductions(engine, seen), recording_draws(engine, seen):
         seen.loss = engine.forward_backward(batch, prepare)
-    seen.count = engine.count
+    seen.counts, seen.loss_dtype = engine.counts, engine.loss_dtype
     seen.scale_before, seen.growth_before = judged.state()
     # faults go into the gradients before anything reads them: the rule, which is
     # applied to raw gradients, and the scaler see the same

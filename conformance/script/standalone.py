@@ -160,6 +160,11 @@ def _refusal_of_own(scenario: Scenario, spec: str) -> str:
             f"{scenario.model}: its forward makes new tensors without a dtype, and the "
             "script trains in fp64, too: make them in the dtype of the inputs"
         )
+    if facts_of(scenario.model).counts > 1:
+        return (
+            f"{scenario.model}: its loss has several counts, which needs gradparity's "
+            "own loop; give its replay command"
+        )
     methods = [n for n in _OF_A_STEP if getattr(scenario.workload, n) is not None]
     if methods and not (spec == NO_SCALER and scenario.parsed_precision.is_full):
         return (

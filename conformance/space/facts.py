@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...fixtures import (
     Batch,
+    Counts,
     OfWorkload,
     ResolvedWorkload,
     WorkloadError,
@@ -69,8 +70,8 @@ class WorkloadFacts:
     """Property of :data:`FOUND_OUT` that it does not have -> the reason."""
     rows: int
     """Rows of the global batch."""
-    counted: bool
-    """True if the loss is (sum, count)."""
+    counts: int
+    """Number of counts of the loss: 0 of a mean, 1 if it is (sum, count)."""
     widens: bool
     """True if it creates or keeps tensors that must be fp64 in an fp64 run."""
     differentiates: bool
@@ -81,6 +82,11 @@ class WorkloadFacts:
     rounding of sums does not show in it."""
     middle: float
     """A power of two that elements of at least half of those gradients exceed."""
+
+    @property
+    def counted(self) -> bool:
+        """True if the loss is (sum, count), or several such pairs."""
+        return self.counts > 0
 
     @property
     def draws(self) -> bool:
@@ -106,7 +112,7 @@ def remember(name: str, facts: WorkloadFacts) -> None:
 def probe(workload: ResolvedWorkload) -> WorkloadFacts:
     """Find out what is to be known of a workload; no generator moves."""
     with torch.random.fork_rng(devices=[]):
-        draws, counted = _first_calls(workload)
+        draws, counts = _first_calls(workload)
         exceeded, middle = _limits(workload)
         reasons = {
             OfWorkload.RANDOM_LAYERS: ""
@@ -118,7 +124,7 @@ def probe(workload: ResolvedWorkload) -> WorkloadFacts:
         return WorkloadFacts(
             lacks={need: why for need, why in reasons.items() if why},
             rows=workload.batch(0, 0).rows,
-            counted=counted,
+            counts=counts,
             widens=_widens(workload),
             differentiates=_differentiates(workload),
             exceeded=exceeded,
@@ -142,8 +148,11 @@ def wide(batch: Batch) -> Batch:
 
 def objective_of(
     workload: ResolvedWorkload, model: nn.Module, parts: Iterable[Batch]
-) -> tuple[Tensor, float | None]:
-    """The mean of means, weighted by rows, and None; or sum and count of them all."""
+) -> tuple[Tensor, Counts]:
+    """The loss of micro-batches together, and its counts.
+
+    A mean of means is weighted by rows. A sum whose count is 0 is not divided.
+    """
     objectives, parts = [], [*parts]
     for part in parts:
         try:
@@ -159,12 +168,14 @@ def objective_of(
                 "unpack it",
             ) from error
         objectives.append(workload.objective(output, part.targets))
-    counts = [count for _, count in objectives if count is not None]
+    counts = tuple(map(sum, zip(*(counts for _, counts in objectives), strict=True)))
     if counts:
-        return torch.stack([value for value, _ in objectives]).sum(), sum(counts)
+        heads = zip(*(sums for sums, _ in objectives), counts, strict=True)
+        means = [torch.stack(sums).sum() / (count or 1.0) for *sums, count in heads]
+        return torch.stack(means).sum(), counts
     weights = [part.elements for part in parts]
-    values = [v * w for (v, _), w in zip(objectives, weights, strict=True)]
-    return torch.stack(values).sum() / sum(weights), None
+    values = [v * w for ((v,), _), w in zip(objectives, weights, strict=True)]
+    return torch.stack(values).sum() / sum(weights), ()
 
 
 def clips_by_norm(workload: ResolvedWorkload, training: Training) -> bool:
@@ -262,9 +273,9 @@ _CREATE = {
 # - The single questions; each makes its own model, since a pass may leave a state in it
 
 
-def _first_calls(workload: ResolvedWorkload) -> tuple[bool, bool]:
-    """True if a forward draws random numbers, and whether the loss has a count."""
-    draws = counted = False
+def _first_calls(workload: ResolvedWorkload) -> tuple[bool, int]:
+    """True if a forward draws random numbers, and the number of the loss's counts."""
+    draws, counts = False, 0
     with suppress(WorkloadError):
         torch.manual_seed(0)
         model, batch = workload.model(), workload.batch(0, 0)
@@ -274,8 +285,8 @@ def _first_calls(workload: ResolvedWorkload) -> tuple[bool, bool]:
             draws = not torch.equal(before, torch.get_rng_state())
             # a generator of the model's own leaves torch's as it is
             draws = draws or not equal_outputs(first, model(batch.inputs))
-        counted = workload.objective(first, batch.targets)[1] is not None
-    return draws, counted
+        counts = len(workload.objective(first, batch.targets)[1])
+    return draws, counts
 
 
 def _widens(workload: ResolvedWorkload) -> bool:
@@ -305,11 +316,9 @@ def _limits(workload: ResolvedWorkload) -> tuple[float, float]:
     batch, own = workload.batch(0, 0), workload.micro_batches
     model, norm, middle = seeded_model(workload), 0.0, 0.0
     with suppress(WorkloadError):
-        value, count = objective_of(
-            workload, model, [batch] if own is None else own(batch)
-        )
+        value, _ = objective_of(workload, model, [batch] if own is None else own(batch))
         with workload.calling("backward"):
-            (value / (count or 1.0)).backward()
+            value.backward()
         grads = [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
         norm = float(nn.utils.get_total_norm(grads))
         largest = [float(g.abs().amax()) for g in grads if g.numel()]

@@ -155,6 +155,8 @@ class Recipe:
             OfWorkload.SCHEDULES: training.decay,
             OfWorkload.CLIPS_NORMS: of_norm,
             OfWorkload.CHECKPOINTS: self.resume,
+            # the judge's own loop saves no generator
+            OfWorkload.OWN_CHECKPOINTS: self.resume and training.random,
             OfWorkload.RANDOM_LAYERS: training.random,
             OfWorkload.RECOMPUTED: self.recompute,
             # cut, even where they are not reduced in each pass, by micro_batches
@@ -252,6 +254,13 @@ RECIPES: dict[str, Recipe] = {
         "draws the same numbers again",
         training=Training(random=True),
         recompute=True,
+        of_stacks=True,
+    ),
+    "random-resume": Recipe(
+        text="as random; half-way a new stack, with generators as a new process has "
+        "them, goes on from the workload's own checkpoint",
+        training=Training(random=True),
+        resume=True,
         of_stacks=True,
     ),
 }

@@ -21,6 +21,7 @@ from ...fixtures import (
     OWN,
     REFERENCE_LINE,
     Batch,
+    Counts,
     OfWorkload,
     ResolvedWorkload,
     WorkloadError,
@@ -45,6 +46,7 @@ __all__ = [
     "check_workloads",
     "coarseness",
     "counts_equal",
+    "listed",
 ]
 
 MAX_ELEMENTS = 2**24
@@ -143,15 +145,15 @@ def _batch(workload: ResolvedWorkload) -> Batch:
 
 def _check_loss(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> None:
     before = {name: b.detach().clone() for name, b in model.named_buffers()}
-    value, count = objective_of(workload, model, [batch])
+    value, counts = objective_of(workload, model, [batch])
     now = dict(model.named_buffers())
     moved = [n for n, b in before.items() if n in now and not _same_bits(b, now[n])]
     again = objective_of(workload, model, [batch])
     if not bool(torch.isfinite(value)):
         raise workload.refuse("loss", f"is {value.item()} on the first batch")
-    if count == 0:
+    if 0 in counts:
         raise workload.refuse("loss", "the count of the whole first batch is 0")
-    if (value.item(), count) != (again[0].item(), again[1]):
+    if (value.item(), counts) != (again[0].item(), again[1]):
         losses = f"gave the losses {value.item():.9g} and {again[0].item():.9g}"
         if moved:
             raise workload.refuse(
@@ -285,7 +287,7 @@ def _check_made_up(
 ) -> None:
     try:
         with new_tensors_in_fp64(workload.name):
-            value, count = objective_of(workload, model, [whole])
+            value, counts = objective_of(workload, model, [whole])
             joined, of_parts = objective_of(workload, model, parts)
     except WorkloadError as error:
         raise workload.refuse(
@@ -298,8 +300,8 @@ def _check_made_up(
     rounding = ROUNDING if value.dtype == torch.float64 else FP32_INSIDE
     if workload.rounds_to is not None:
         rounding = max(rounding, coarseness(workload.rounds_to))
-    rounding *= largest * (1 if count is None else len(parts))
-    adds_up = count is None or (of_parts is not None and counts_equal(count, of_parts))
+    rounding *= largest * (len(parts) if counts else 1)
+    adds_up = counts_equal(counts, of_parts)
     if adds_up and abs(value - joined) <= rounding:
         return
     with new_tensors_in_fp64(workload.name):
@@ -307,13 +309,13 @@ def _check_made_up(
     if again.item() != value.item():
         losses = f"gave the losses {value.item():g} and {again.item():g}"
         raise _random_forward(workload, model, whole, losses)
-    if count is not None:
+    if counts:
         raise workload.refuse(
             call,
-            f"the batch has the sum {value.item():.9g} and the count {count:g}, "
-            f"its {len(parts)} parts together {joined.item():.9g} and "
-            f"{of_parts or 0:g}, "
-            "in fp64: sums and counts of parts must add up",
+            f"the sums over the counts of the batch are {value.item():.9g}, with the "
+            f"counts {listed(counts)}, and those of its {len(parts)} parts together "
+            f"{joined.item():.9g}, with {listed(of_parts)}, in fp64: sums and counts "
+            "of parts must add up",
         )
     way = f"If a train_step gathers what it needs of other ranks, {REFERENCE_LINE}"
     if abs(value - joined) < coarseness(torch.float8_e4m3fn) * largest:
@@ -343,15 +345,24 @@ def coarseness(dtype: torch.dtype) -> float:
     return 0.5 / torch.iinfo(dtype).max
 
 
-def counts_equal(one: float, other: float) -> bool:
+def counts_equal(one: Counts, other: Counts) -> bool:
     """True if two sums of the same counts are equal: exactly, if they are integers.
 
     Sums of weights (of classes, of tokens) depend on the order of addition, and may be
     in fp32.
     """
+    return len(one) == len(other) and all(map(_count_equal, one, other))
+
+
+def _count_equal(one: float, other: float) -> bool:
     if one == int(one) and other == int(other):
         return one == other
     return abs(one - other) <= FP32_INSIDE * max(one, other)
+
+
+def listed(counts: Counts) -> str:
+    """Counts in words."""
+    return " and ".join(f"{count:g}" for count in counts) or "none"
 
 
 def _check_optimizer(workload: ResolvedWorkload, model: nn.Module) -> None:

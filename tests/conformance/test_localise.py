@@ -19,6 +19,7 @@ from gradparity.conformance.rank.modules import (
     OUTPUT_GRADIENT,
     Boundary,
     is_whole,
+    module_names,
     names_of,
     watch_modules,
 )
@@ -464,7 +465,7 @@ def test_a_stage_that_counts_its_layers_anew_goes_by_its_parameters() -> None:
     layers = [nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(4)]
     model, stage = nn.Sequential(*layers), nn.Sequential(*layers[2:])
     parameters = {n: p for n, p in model.named_parameters() if n[0] in "23"}
-    names = names_of(stage, model, parameters)
+    names = names_of(stage, module_names(model), parameters)
     assert names == {
         layers[2]: "2",
         layers[2][0]: "2.0",
@@ -478,7 +479,7 @@ def test_a_wrapper_and_a_part_are_not_the_model() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     wrapper = nn.Module()
     wrapper.module = model
-    names = names_of(wrapper, model, dict(model.named_parameters()))
+    names = names_of(wrapper, module_names(model), dict(model.named_parameters()))
     assert names == {model: "", model[0]: "0", model[1]: "1"}
     part = nn.Sequential(model[0])
     assert not is_whole(part, "", model)

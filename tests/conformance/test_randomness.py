@@ -136,6 +136,40 @@ def test_a_wrong_stack_breaks_its_law_and_no_other_one_of_the_chapter(
     assert runner.run("none", scenario(stack, place, "plain")).status == "pass"
 
 
+@pytest.mark.parametrize(
+    ("stack", "words"),
+    [
+        (stacks.SavesItsGenerator, ""),
+        (
+            stacks.ForgetsItsGenerator,
+            "step 2: Dropout 3: rank 0 drew the numbers that rank 0 drew at step 0, "
+            "for other data: have the checkpoint, which was loaded before step 2, hold "
+            "the states of each rank's generators",
+        ),
+        (stacks.SavesOneGenerator, "rank 1 drew the numbers that rank 0 drew at step"),
+    ],
+)
+def test_numbers_after_a_checkpoint_are_not_those_before_it(
+    runner: Runner, stack: type, words: str
+) -> None:
+    text = f"dp2/2/fp32/own/none/model={MODULE}:{stack.__name__},steps=4"
+    case = runner.run("none", Scenario.parse(f"{text},recipe=random-resume"))
+    assert case.status == ("fail" if words else "pass"), case.problem
+    told = next(v for v in case.verdicts if v.law == "random.data")
+    assert words in told.message
+
+
+def test_only_a_checkpoint_of_its_own_is_loaded_with_random_layers_on() -> None:
+    for name in ("OwnStep", "Dropout"):
+        text = f"dp2/2/fp32/own/none/model={MODULE}:{name},recipe=random-resume"
+        with pytest.raises(UsageError, match="save_checkpoint and load_checkpoint"):
+            Scenario.parse(text)
+    chosen = select(
+        "quick", Selection(workload=f"{MODULE}:SavesItsGenerator", no_scaler=True)
+    )
+    assert "random-resume" in {s.recipe for s in chosen}
+
+
 def test_a_scaler_is_judged_with_random_layers_on(runner: Runner) -> None:
     """The run without a scaler draws the same, so that its bits can be compared."""
     ours = "gradparity.scaler:GradScaler"

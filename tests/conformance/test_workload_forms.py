@@ -260,7 +260,7 @@ def test_a_wrong_factor_on_parts_that_couple_rows_is_caught(runner: Runner) -> N
 def test_counts_are_exact_where_they_are_integers(
     one: float, other: float, equal: bool
 ) -> None:
-    assert counts_equal(one, other) is equal
+    assert counts_equal((one,), (other,)) is equal
 
 
 # - The page's own example

@@ -601,7 +601,7 @@ def test_parts_that_are_not_the_batch_are_an_error(
         (CountsNothing, "loss: the count of the whole first batch is 0"),
         (
             MeanAndCount,
-            "loss: the batch has the sum 1.35336557 and the count 64, its 4 parts",
+            "with the counts 64, and those of its 4 parts together 0.0845853479, with",
         ),
         (SumOfRows, "loss: returned a tensor of shape [16]"),
         (CutsNothing, "micro_batches: returned [], expected a list of (inputs,"),

@@ -62,7 +62,7 @@ def test_a_train_step_is_skipped_only_for_what_it_decides_itself() -> None:
         "accumulate-no-sync: train_step decides in which backward it reduces",
         "two-optimizers, two-optimizers-unscale: train_step steps the optimizers that",
         "scheduler: train_step sets the schedule",
-        "random, random-recompute: it needs random layers",
+        "random, random-recompute, random-resume: it needs random layers",
     ):
         assert line in told
     tried = {s.recipe for s in select("default", Selection(workload=TRAINS))}

@@ -17,6 +17,7 @@ from ..law import (
     bad_gradient,
     count_or_inconclusive,
     law,
+    of_buffer,
     rank_list,
     skipped,
 )
@@ -124,13 +125,15 @@ def skip(evidence: Evidence) -> Finding:
 
 @law(
     "agreement.replicas",
-    "After every step all replicas of a parameter are bitwise equal.",
+    "After every step all replicas of a parameter are bitwise equal, and so is a "
+    "buffer of the model that training moves.",
     "Replicas that differ are different models. Once the scales are equal again, only "
-    "the parameters show the difference (B01d).",
+    "the parameters show the difference (B01d). Running statistics of a rank's own "
+    "rows depend on the rank that saves them.",
     of_stack=True,
 )
 def replicas(evidence: Evidence) -> Finding:
-    """Compare digests of parameters that hold the same elements."""
+    """Compare digests of parameters that hold the same elements, and of buffers."""
     sets = _replica_sets(evidence)
     compared = 0
     for step, seen in evidence.steps():
@@ -140,11 +143,32 @@ def replicas(evidence: Evidence) -> Finding:
             if len(set(digests)) > 1:
                 ranks = [evidence.ranks[i].rank for i in positions]
                 return replace(_torn(step, name, ranks, digests), compared=compared)
-    if not sets and all(t.problem is None and not t.hung for t in evidence.ranks):
+        for name, digest_by_rank in _moved_buffers(evidence, seen).items():
+            compared += len(digest_by_rank) - 1
+            ranks, digests = [*digest_by_rank], [*digest_by_rank.values()]
+            if len(set(digests)) > 1:
+                torn = _torn(step, name, ranks, digests)
+                text = f"{torn.message}; {of_buffer(name)}"
+                return replace(torn, message=text, compared=compared)
+    ended = all(t.problem is None and not t.hung for t in evidence.ranks)
+    if ended and not (sets or compared):
         return skipped("no parameter has a replica on this mesh")
     pairs = sum(len(positions) - 1 for positions in sets.values())
     missed = pairs * evidence.unseen // len(evidence.ranks)
     return count_or_inconclusive(compared, "pairs of replicas compared bitwise", missed)
+
+
+def _moved_buffers(
+    evidence: Evidence, seen: Sequence[StepTrace]
+) -> dict[str, dict[int, str]]:
+    """Name of each buffer that some rank has moved -> rank -> its digest."""
+    moved: dict[str, dict[int, str]] = defaultdict(dict)
+    still: dict[str, bool] = defaultdict(lambda: True)
+    for s, trace in zip(seen, evidence.ranks, strict=True):
+        for name, now in s.buffer_digests.items():
+            moved[name][trace.rank] = now
+            still[name] &= now == trace.buffer_digests.get(name)
+    return {name: by_rank for name, by_rank in moved.items() if not still[name]}
 
 
 def _replica_sets(evidence: Evidence) -> dict[tuple[str, str], list[int]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ..law import Evidence, Finding, Status, inconclusive, law, skipped
+from ..law import Evidence, Finding, Status, inconclusive, law, of_buffer, skipped
 from ..measured import ParityRow
 
 REASON = (
@@ -40,10 +40,16 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
     finding = Finding(status=status, message=message)
     if first is not None:
         finding = _departed(first)
+        if any(first.parameter in trace.buffers for trace in evidence.ranks):
+            text = f"{finding.message}; {of_buffer(first.parameter)}"
+            finding = replace(finding, message=text)
         if parity.reference:
             # the words of the law's text: what the plain reference is
             said = finding.message.replace("the fp64 truth", "the same train_step")
             finding = replace(finding, message=said)
+    if kind == "loss" and parity.narrow_loss:
+        text = f"{finding.message}; {parity.narrow_loss}"
+        finding = replace(finding, message=text)
     schedule = parity.stack_schedule
     differs = schedule.differs
     # updates that agree so closely show nothing
@@ -129,7 +135,8 @@ def gradient(evidence: Evidence) -> Finding:
 @law(
     "parity.update",
     "Every parameter has changed by as much, and as exactly, as in a correct "
-    "single-process run that skips the same steps.",
+    "single-process run that skips the same steps, and so has a buffer that training "
+    "moves.",
     REASON,
     of_stack=True,
     least=FEW,
@@ -151,7 +158,8 @@ def update(evidence: Evidence) -> Finding:
     of_stack=True,
     hidden="train_step returned none on any rank, or the references are not finite, or "
     "ranks have other losses and nobody knows how many tokens each has: the model on "
-    "one process does not take the inputs that shard gives",
+    "one process does not take the inputs that shard gives, or the loss has several "
+    "counts (return the loss of the whole batch on all ranks)",
 )
 def loss(evidence: Evidence) -> Finding:
     """Mean of the ranks' losses."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 
 from msgspec.structs import replace
 
@@ -23,17 +24,40 @@ from ..law import (
 # pair that is compared shows how its layer is seeded.
 
 
-def _undecided(evidence: Evidence) -> Finding | None:
-    if not evidence.phase.parsed_recipe.training.random:
-        return skipped("random layers, where there are any, are off: recipe=random")
-    steps = [s for _, seen in evidence.steps() for s in seen]
-    if steps and not any(s.draws or s.drawn_outside for s in steps):
-        return inconclusive(
-            "random layers draw numbers on one process, and none were drawn on any "
-            "rank: is the model in eval mode there? Seen are torch's generators and "
-            "those that a module has as an attribute"
-        )
-    return None
+Check = Callable[[Evidence], Finding]
+_Activation = tuple[int, tuple[int, ...], str, str]
+"""Step, rows, module, digest of the tensor to which the module applied its numbers."""
+
+
+def _where_drawn(check: Check) -> Check:
+    """Decide with a check only where random layers are on, and ranks draw."""
+
+    @wraps(check)
+    def decide(evidence: Evidence) -> Finding:
+        if not evidence.phase.parsed_recipe.training.random:
+            return skipped("random layers, where there are any, are off: recipe=random")
+        steps = [s for _, seen in evidence.steps() for s in seen]
+        if steps and not any(s.draws or s.drawn_outside for s in steps):
+            return inconclusive(
+                "random layers draw numbers on one process, and none were drawn on any "
+                "rank: is the model in eval mode there? Seen are torch's generators "
+                "and those that a module has as an attribute"
+            )
+        return check(evidence)
+
+    return decide
+
+
+def _draws(evidence: Evidence) -> Iterator[tuple[int, RankTrace, Draw]]:
+    """Each draw of a forward that runs for the first time, with its step and rank."""
+    for step, seen in evidence.steps():
+        for trace, s in zip(evidence.ranks, seen, strict=True):
+            yield from ((step, trace, draw) for draw in _drawn(s))
+
+
+def _outside(evidence: Evidence) -> int:
+    """How often ranks drew in no module's call, perhaps in a forward that ran again."""
+    return sum(s.drawn_outside for _, seen in evidence.steps() for s in seen)
 
 
 def _rows(evidence: Evidence, trace: RankTrace) -> tuple[int, ...]:
@@ -83,38 +107,36 @@ _OUT_OF_SIGHT = (
     of_stack=True,
     least=ANY_SHARE,
 )
+@_where_drawn
 def replicas(evidence: Evidence) -> Finding:
     """Compare numbers that were applied to bitwise equal tensors in one module."""
-    undecided = _undecided(evidence)
-    if undecided is not None:
-        return undecided
     compared = missed = 0
     rows = [_rows(evidence, trace) for trace in evidence.ranks]
-    for step, seen in evidence.steps():
-        first: dict[object, tuple[RankTrace, list[Draw]]] = {}
-        for trace, s in zip(evidence.ranks, seen, strict=True):
-            by_activation: dict[object, list[Draw]] = defaultdict(list)
-            mine = _rows(evidence, trace)
-            for draw in _drawn(s):
-                if draw.applied and draw.varied:
-                    by_activation[draw.module, draw.applied].append(draw)
-                else:
-                    missed += rows.count(mine) > 1
-            for key, draws in by_activation.items():
-                where = mine, key
-                # with the first such rank: equality is transitive
-                other, theirs = first.setdefault(where, (trace, draws))
-                # different numbers of draws cannot be paired
-                if other is trace or len(theirs) != len(draws):
-                    continue
-                for draw, their_draw in zip(draws, theirs, strict=True):
-                    compared += 1
-                    if draw.state != their_draw.state:
-                        text = (
-                            f"applied to one activation, rank {trace.rank} drew other "
-                            f"numbers than rank {other.rank}, which sees the same data"
-                        )
-                        return _wrong(text, step, trace, draw, compared)
+    traces = {trace.rank: trace for trace in evidence.ranks}
+    by_activation: dict[_Activation, dict[int, list[Draw]]] = {}
+    for step, trace, draw in _draws(evidence):
+        mine = _rows(evidence, trace)
+        if draw.applied and draw.varied:
+            activation = (step, mine, draw.module, draw.applied)
+            by_rank = by_activation.setdefault(activation, {})
+            by_rank.setdefault(trace.rank, []).append(draw)
+        else:
+            missed += rows.count(mine) > 1
+    for (step, *_), by_rank in by_activation.items():
+        # with the first rank: equality is transitive
+        (first, theirs), *others = by_rank.items()
+        for rank, draws in others:
+            # different numbers of draws cannot be paired
+            if len(theirs) != len(draws):
+                continue
+            for draw, their_draw in zip(draws, theirs, strict=True):
+                compared += 1
+                if draw.state != their_draw.state:
+                    text = (
+                        f"applied to one activation, rank {rank} drew other numbers "
+                        f"than rank {first}, which sees the same data"
+                    )
+                    return _wrong(text, step, traces[rank], draw, compared)
     return _judged(
         evidence,
         compared,
@@ -133,35 +155,34 @@ def replicas(evidence: Evidence) -> Finding:
     of_stack=True,
     least=ANY_SHARE,
 )
+@_where_drawn
 def data(evidence: Evidence) -> Finding:
     """Look for equal numbers that were applied to different tensors in one module."""
-    undecided = _undecided(evidence)
-    if undecided is not None:
-        return undecided
-    compared = missed = 0
+    compared, missed = 0, _outside(evidence)
+    resumed = evidence.scenario.parsed_recipe.resume and evidence.scenario.resume_step
     places_by_draw: dict[object, list[tuple[int, RankTrace, Draw]]] = defaultdict(list)
-    for step, seen in evidence.steps():
-        for trace, s in zip(evidence.ranks, seen, strict=True):
-            missed += s.drawn_outside
-            for draw in _drawn(s):
-                if not (draw.applied and draw.by_row):
-                    missed += 1
-                    continue
-                compared += 1
-                # over all steps: a rank must not repeat its numbers either
-                alike = places_by_draw[draw.module, draw.state]
-                for before, other, theirs in alike:
-                    if theirs.applied == draw.applied or not _apart(
-                        evidence, trace, other
-                    ):
-                        continue
-                    text = (
-                        f"rank {trace.rank} drew the numbers that rank {other.rank} "
-                        f"drew at step {before}, for other data: seed ranks that "
-                        "see different data differently, once"
-                    )
-                    return _wrong(text, step, trace, draw, compared)
-                alike.append((step, trace, draw))
+    for step, trace, draw in _draws(evidence):
+        if not (draw.applied and draw.by_row):
+            missed += 1
+            continue
+        compared += 1
+        # over all steps: a rank must not repeat its numbers either
+        alike = places_by_draw[draw.module, draw.state]
+        for before, other, theirs in alike:
+            if theirs.applied == draw.applied or not _apart(evidence, trace, other):
+                continue
+            way = "seed ranks that see different data differently, once"
+            if resumed and before < resumed <= step:
+                way = (
+                    f"have the checkpoint, which was loaded before step {resumed}, "
+                    "hold the states of each rank's generators"
+                )
+            text = (
+                f"rank {trace.rank} drew the numbers that rank {other.rank} drew at "
+                f"step {before}, for other data: {way}"
+            )
+            return _wrong(text, step, trace, draw, compared)
+        alike.append((step, trace, draw))
     return _judged(
         evidence,
         compared,
@@ -186,29 +207,24 @@ def _apart(evidence: Evidence, trace: RankTrace, other: RankTrace) -> bool:
     of_stack=True,
     least=ANY_SHARE,
 )
+@_where_drawn
 def size(evidence: Evidence) -> Finding:
     """Compare the factor of what each dropout of the model kept."""
-    undecided = _undecided(evidence)
-    if undecided is not None:
-        return undecided
     off = 8 * evidence.phase.parsed_precision.roundoff
     compared = missed = 0
-    for step, seen in evidence.steps():
-        for trace, s in zip(evidence.ranks, seen, strict=True):
-            for draw in _drawn(s):
-                probability = trace.dropouts.get(draw.module)
-                if probability is None or probability == 1 or draw.kept is None:
-                    missed += 1
-                    continue
-                compared += 1
-                due = 1 / (1 - probability)
-                if abs(draw.kept - due) > off * due:
-                    text = (
-                        f"rank {trace.rank} multiplies what it keeps by "
-                        f"{draw.kept:.4g}, and with the model's p = {probability:g} "
-                        f"that is 1 / (1 - p) = {due:.4g}"
-                    )
-                    return _wrong(text, step, trace, draw, compared)
+    for step, trace, draw in _draws(evidence):
+        probability = trace.dropouts.get(draw.module)
+        if probability is None or probability == 1 or draw.kept is None:
+            missed += 1
+            continue
+        compared += 1
+        due = 1 / (1 - probability)
+        if abs(draw.kept - due) > off * due:
+            text = (
+                f"rank {trace.rank} multiplies what it keeps by {draw.kept:.4g}, and "
+                f"with the model's p = {probability:g} that is 1 / (1 - p) = {due:.4g}"
+            )
+            return _wrong(text, step, trace, draw, compared)
     return _judged(
         evidence,
         compared,
@@ -225,15 +241,12 @@ def size(evidence: Evidence) -> Finding:
     "those of another loss than the one that was computed.",
     of_stack=True,
 )
+@_where_drawn
 def recompute(evidence: Evidence) -> Finding:
     """Look for each recomputed draw among those of the step's forward."""
-    undecided = _undecided(evidence)
-    if undecided is not None:
-        return undecided
-    compared = missed = outside = 0
+    compared, missed, outside = 0, 0, _outside(evidence)
     for step, seen in evidence.steps():
         for trace, s in zip(evidence.ranks, seen, strict=True):
-            outside += s.drawn_outside  # some may be of a forward that ran again
             for draw in s.draws:
                 before = _first_runs(draw, s) if draw.recomputed else []
                 compared += bool(before)

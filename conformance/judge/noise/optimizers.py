@@ -65,4 +65,4 @@ class EvenShards(Perturbation):
     For a rounded state whose shards nobody saw; see [Note: Rounded state] in bounds.
     """
 
-    count: int
+    shards: int

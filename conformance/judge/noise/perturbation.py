@@ -20,6 +20,19 @@ class Perturbation:
     must last from step to step belongs to the run.
     """
 
+    shards = 1
+    """Equal parts in which optimizers get a parameter whose shards nobody saw."""
+
+    @property
+    def moves_scores(self) -> bool:
+        """True if scores of routers differ by more than their noise."""
+        return False
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run's generator, if no other perturbation has a larger one."""
+        return 0
+
     def rows(self, parts: list[Batch], run: ReferenceRun) -> list[Batch]:
         """Return the micro-batches of a step."""
         return parts

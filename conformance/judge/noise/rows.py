@@ -26,6 +26,11 @@ class Rows(Perturbation):
     """Number of parts of each micro-batch, each with its own backward."""
     reverse: bool = False
 
+    @property
+    def seed(self) -> int:
+        """Another one for each order of rows."""
+        return 2 * self.parts + self.reverse
+
     def rows(self, parts: list[Batch], run: ReferenceRun) -> list[Batch]:
         """Reverse and cut rows, or shuffle the micro-batches of a workload."""
         if self.reverse:

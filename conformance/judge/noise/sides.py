@@ -90,6 +90,11 @@ class Sides(Perturbation):
     signs: Limits = ()
     """The signs of gradient elements that are no larger than this; empty: of none."""
 
+    @property
+    def moves_scores(self) -> bool:
+        """True if inputs move."""
+        return bool(self.distances)
+
     def passes(self, run: ReferenceRun, step: int) -> AbstractContextManager[object]:
         """Move inputs near a jump."""
         return JumpLog(self, step) if self.distances else nullcontext()

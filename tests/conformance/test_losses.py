@@ -1,0 +1,181 @@
+"""Losses: the dtype in which one is computed, and heads with counts of their own."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradparity.conformance import Case, Runner, Scenario
+from gradparity.conformance.judge.bounds import _loss_roundoff
+from gradparity.conformance.judge.reference import Reference
+from gradparity.conformance.status import Verdict
+from gradparity.fixtures import PRECISIONS
+from gradparity.tests.conformance.test_workload_parts import Ddp
+from gradparity.tests.conformance.test_workload_steps import (
+    ClipsInTurns,
+    Engine,
+    Trains,
+)
+
+FULL, HALF = "dp2/2/fp32/own/none", "dp2/2/bf16-autocast/own/none"
+
+
+class FarFromTargets(Trains):
+    """No fault: a loss that is mostly of targets has little of the noise of outputs."""
+
+    def batch(self, step: int, seed: int) -> Any:
+        x, y = super().batch(step, seed)
+        return x, 8 * y
+
+
+class ComputesInHalf(FarFromTargets):
+    """``loss`` computes in fp32, and ``train_step`` in the dtype of the output."""
+
+    def backward(self, stack: Engine, micro_batches: Any, scaler: Any) -> Any:
+        ((x, y),) = micro_batches
+        output = stack.module(x)
+        with torch.autocast("cpu", enabled=False):
+            loss = (output - y.to(output.dtype)).square().mean()
+        loss.backward()
+        return self.returned(loss.detach())
+
+    def returned(self, loss: Tensor) -> Any:
+        return loss.float()
+
+
+class ReturnsHalf(ComputesInHalf):
+    """The same, and the dtype shows that it is rounded."""
+
+    def returned(self, loss: Tensor) -> Any:
+        return loss
+
+
+class TwoHeads(Ddp):
+    """No fault: each half of the output has targets, and counts, of its own."""
+
+    meshes = ({"dp": 2},)
+
+    def loss(self, output: Tensor, targets: Tensor) -> Any:
+        least = torch.tensor([0.5, 0.5, 1.0, 1.0])
+        errors = (output - targets).square() * (targets > least)
+        counts = (targets > least).chunk(2, -1)
+        parts = zip(errors.chunk(2, -1), counts, strict=True)
+        return [(error.sum(), count.sum()) for error, count in parts]
+
+
+class DividesByAll(TwoHeads):
+    """No fault: a step of its own divides each head by its count on all ranks."""
+
+    by_head = of_all_ranks = True
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        made = super().parallelize(model, mesh)
+        return Engine(made, self.optimizer([*made.named_parameters()]))
+
+    def weights(self, stack: Engine) -> Any:
+        return dict(stack.module.named_parameters())
+
+    def train_step(self, stack: Engine, micro_batches: Any, scaler: Any) -> Any:
+        stack.optimizer.zero_grad()
+        heads = [self.loss(stack.module(x), y) for x, y in micro_batches]
+        sums = torch.stack([torch.stack([s for s, _ in parts]) for parts in heads])
+        counts = torch.tensor([[c for _, c in parts] for parts in heads]).sum(0).float()
+        whole, ranks = counts.clone(), dist.get_world_size()
+        dist.all_reduce(whole)
+        if not self.of_all_ranks:
+            whole = counts * ranks
+        if not self.by_head:
+            whole = whole.sum().expand(2)
+        loss = (sums.sum(0) / whole).sum()
+        (loss * ranks).backward()
+        stack.optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total
+
+
+class DividesByItsOwn(DividesByAll):
+    """Each rank divides by its own counts, and ranks are averaged."""
+
+    of_all_ranks = False
+
+
+class DividesByBoth(DividesByAll):
+    """Both heads are divided by the count of both."""
+
+    by_head = False
+
+
+def judged(runner: Runner, kind: type, where: str, recipe: str = "plain") -> Case:
+    text = f"{where}/model={kind.__module__}:{kind.__name__},steps=4,seed=1"
+    text += f",recipe={recipe}"
+    return runner.run("none", Scenario.parse(text))
+
+
+def verdict(case: Case, law: str = "parity.loss") -> Verdict:
+    return next(v for v in case.verdicts if v.law == law)
+
+
+def test_a_loss_is_bounded_by_the_rounding_of_its_own_dtype(runner: Runner) -> None:
+    right = judged(runner, FarFromTargets, HALF)
+    assert right.status == "pass", right.problem
+    assert verdict(judged(runner, ComputesInHalf, HALF)).status == "fail"
+
+
+def test_a_loss_that_is_returned_in_16_bits_is_compared_within_them(
+    runner: Runner,
+) -> None:
+    told = verdict(judged(runner, ReturnsHalf, HALF))
+    assert told.status == "pass"
+    assert "ranks returned it in bfloat16, and loss() gives float32" in told.message
+
+
+@pytest.mark.parametrize("kind", [TwoHeads, DividesByAll])
+@pytest.mark.parametrize("recipe", ["plain", "accumulate", "accumulate-uneven"])
+def test_heads_with_counts_of_their_own_are_compared(
+    runner: Runner, kind: type, recipe: str
+) -> None:
+    case = judged(runner, kind, FULL, recipe)
+    assert case.status == "pass", case.problem
+    assert verdict(case).compared > 0
+
+
+@pytest.mark.parametrize("kind", [DividesByItsOwn, DividesByBoth])
+def test_a_head_that_is_divided_by_another_count_fails(
+    runner: Runner, kind: type
+) -> None:
+    case = judged(runner, kind, FULL)
+    for law in ("parity.gradient", "parity.loss"):
+        assert verdict(case, law).status == "fail", case.problem
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "unit"),
+    [
+        (("float32",), 2.0**-24),
+        (("float64",), 2.0**-24),
+        (("float32", "bfloat16"), 2.0**-8),
+        (("",), 2.0**-8),
+    ],
+)
+def test_the_roundoff_of_a_loss_is_that_of_its_narrowest_dtype(
+    dtypes: tuple[str, ...], unit: float
+) -> None:
+    plain, *returned = dtypes
+    run = Reference((), (), (), {}, loss_dtype=plain)
+    found = _loss_roundoff(PRECISIONS["bf16-autocast"], run, frozenset(returned))
+    assert found == unit
+    assert _loss_roundoff(PRECISIONS["fp32"], run, frozenset(returned)) == 2.0**-24
+
+
+@pytest.mark.parametrize("where", [FULL, HALF])
+def test_the_loss_of_a_second_turn_of_frozen_weights_is_not_a_fault(
+    runner: Runner, where: str
+) -> None:
+    case = judged(runner, ClipsInTurns, where, "frozen")
+    told = verdict(case)
+    assert case.status == told.status == "inconclusive", case.problem
+    assert "a forward after an optimizer has moved weights" in told.message
