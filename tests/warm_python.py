@@ -77,15 +77,22 @@ def _answer(listening: socket.socket, session: int) -> None:
     running: dict[int, tuple[int, socket.socket]] = {}
     while True:
         # of a client nothing is read but its end
-        clients = {client.fileno(): fd for fd, (_, client) in running.items()}
-        ready = select.select([listening, session, *running, *clients], [], [])[0]
+        clients = {
+            client.fileno(): fd
+            for fd, (_, client) in running.items()
+            if client.fileno() >= 0
+        }
+        waited = [listening.fileno(), session, *running, *clients]
+        ready, _, _ = select.select(waited, [], [])
         if session in ready:
             for pid, _ in running.values():
                 os.kill(pid, signal.SIGKILL)
             return
         for fd in ready:
             if fd in clients:
-                os.kill(running[clients[fd]][0], signal.SIGKILL)
+                pid, client = running[clients[fd]]
+                os.kill(pid, signal.SIGTERM)
+                client.close()
         for fd in running.keys() & ready:
             pid, client = running.pop(fd)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -95,7 +102,7 @@ def _answer(listening: socket.socket, session: int) -> None:
                     client.sendall(f"{code}\n".encode())
                 except OSError:  # it is gone
                     continue
-        if listening in ready:
+        if listening.fileno() in ready:
             client, _ = listening.accept()
             _, rights, _, _ = client.recvmsg(1, 64)
             fds = array.array("i", rights[0][2])
