@@ -5,7 +5,13 @@ from typing import Any
 
 import pytest
 
-from gradparity.benchmarks.gpu import PAGE, RESULTS, SCALER, record_of, tables
+from gradparity.benchmarks.validation.gpu import (
+    PAGE,
+    RESULTS,
+    SCALER,
+    record_of,
+    tables,
+)
 from gradparity.conformance.report.records import Report
 
 RECORD: dict[str, Any] = json.loads(RESULTS.read_text())

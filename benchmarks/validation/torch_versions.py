@@ -1,6 +1,6 @@
 """One baseline over versions of torch: false alarms, and planted faults that close it.
 
-    python -m gradparity.benchmarks.torch_versions --venv DIR [--venv DIR ...]
+    gradparity bench torch-versions --venv DIR [--venv DIR ...]
 
 The baseline is recorded in this environment; each other one (a virtual environment with
 torch and the packages of pyproject.toml, gradparity not among them) judges the same
@@ -42,9 +42,9 @@ from gradparity.conformance.report.records import (
     read_report,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).parent / "results" / "torch_versions.json"
-SPECIMENS = Path(__file__).parent / "results" / "specimens.json"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).parents[1] / "results" / "torch_versions.json"
+SPECIMENS = Path(__file__).parents[1] / "results" / "specimens.json"
 PAGE = ROOT / "docs" / "gate-tests.md"
 PLAIN = "gradparity.fixtures.faulty:PlainScaler"
 OWN = "gradparity.examples.workload:Stack"
@@ -74,7 +74,7 @@ def id_of(scenario: str) -> str:
 def faults() -> list[Fault]:
     """Broken specimens where the record of them says that they show, faulty scalers.
 
-    Of the scalers one for each law: all of them take ``make mutants`` its minutes.
+    Of the scalers one for each law: all of them take minutes (``gradparity mutants``).
     """
     from gradparity.fixtures.faulty import FAULTY
     from gradparity.fixtures.specimens import SPECIMENS as PAIRS
@@ -155,7 +155,7 @@ def run_in(python: str, what: str, path: Path, scratch: Path) -> Report:
     shim.mkdir(exist_ok=True)
     if not (shim / "gradparity").exists():
         (shim / "gradparity").symlink_to(ROOT, target_is_directory=True)
-    module = "gradparity.benchmarks.torch_versions"
+    module = "gradparity.benchmarks.validation.torch_versions"
     subprocess.run(
         [python, "-m", module, "--record", what, "--out", str(path)],
         cwd=ROOT,

@@ -1,6 +1,6 @@
 """Judge the fp16 steps of trainers, with the scaler that they take and with ours.
 
-python -m gradparity.benchmarks.integrations, in the folder of the repository; packages
+gradparity bench integrations, in the folder of the repository; packages
 that are not installed are left out and named. Writes results/integrations.json and the
 tables of docs/integrations/README.md.
 """
@@ -25,7 +25,7 @@ import torch
 from gradparity.benchmarks.tables import row, write_between
 from gradparity.conformance import Runner, Scenario
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "integrations.json"
 PAGE = ROOT / "docs" / "integrations" / "README.md"
 OURS = "gradparity.scaler:GradScaler"
@@ -154,7 +154,7 @@ def run(only: Sequence[str]) -> dict[str, Any]:
                     told = [f"{s}: {_shown(found[s])}" for s in ("theirs", "ours")]
                     print(step.package, step.name, layout, case, *told, flush=True)
     made = {
-        "command": "python -m gradparity.benchmarks.integrations",
+        "command": "gradparity bench integrations",
         "versions": dict(_versions()),
         "python": platform.python_version(),
         "machine": f"{os.cpu_count()} cores, CPU, gloo",

@@ -41,8 +41,12 @@ from rich.progress import (
 )
 
 from gradparity import __version__
-from gradparity.benchmarks.survey.catalogue import PLANS, ModelType, chosen_types
-from gradparity.benchmarks.survey.records import (
+from gradparity.benchmarks.validation.survey.catalogue import (
+    PLANS,
+    ModelType,
+    chosen_types,
+)
+from gradparity.benchmarks.validation.survey.records import (
     Header,
     ModelRecord,
     Survey,
@@ -349,7 +353,7 @@ def _serve(pipe: Connection, log: str, limit_s: float) -> None:
             # by descriptor: native code and ranks print there, too
             os.dup2(file.fileno(), fd)
     # imported only in the child: it imports torch and transformers
-    from gradparity.benchmarks.survey.judging import judge_model, ranks
+    from gradparity.benchmarks.validation.survey.judging import judge_model, ranks
 
     with ranks(limit_s) as place:
         pipe.send_bytes(READY)

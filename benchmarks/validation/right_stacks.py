@@ -1,6 +1,6 @@
 """Right stacks: the judge must accuse none of them, whatever the seed.
 
-    python -m gradparity.benchmarks.right_stacks
+    gradparity bench right-stacks
 
 One corpus: every workload of the examples, the right twin of every specimen, every
 stack that was found to be accused and was right, and the right scalers. Each runs in
@@ -25,8 +25,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from gradparity.benchmarks.specimens import TIMEOUT_S, Right, judged_right
 from gradparity.benchmarks.tables import row, write_between
+from gradparity.benchmarks.validation.specimens import TIMEOUT_S, Right, judged_right
 from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.files import write_whole
 from gradparity.conformance.rank.devices import Devices
@@ -36,8 +36,8 @@ from gradparity.conformance.status import UsageError
 from gradparity.fixtures.faulty import RIGHT
 from gradparity.fixtures.specimens import ONE_RANK, SPECIMENS
 
-RESULTS = Path(__file__).parent / "results" / "right_stacks.json"
-PAGE = Path(__file__).parent.parent / "docs" / "stacks.md"
+RESULTS = Path(__file__).parents[1] / "results" / "right_stacks.json"
+PAGE = Path(__file__).parents[2] / "docs" / "stacks.md"
 SEEDS = 5
 
 EXAMPLES = (

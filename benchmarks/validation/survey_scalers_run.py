@@ -19,7 +19,10 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from gradparity.benchmarks.survey_scalers_confirm import Confirmation, confirm
+from gradparity.benchmarks.validation.survey_scalers_confirm import (
+    Confirmation,
+    confirm,
+)
 from gradparity.conformance.files import write_whole
 from gradparity.conformance.report.records import Report, read_report
 from gradparity.conformance.run.session import RunSettings, run

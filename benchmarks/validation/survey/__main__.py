@@ -1,27 +1,34 @@
 """Judge each model type of transformers that ships a plan.
 
-python -m gradparity.benchmarks.survey --plan tp --model qwen3
+gradparity bench survey --plan tp --model qwen3
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from gradparity.benchmarks.survey.catalogue import PLANS
-from gradparity.benchmarks.survey.findings import (
+from gradparity.benchmarks.validation.survey.catalogue import PLANS
+from gradparity.benchmarks.validation.survey.findings import (
     COMMAND,
     confirm_all,
     families,
     write_finding,
 )
-from gradparity.benchmarks.survey.page import print_survey, render
-from gradparity.benchmarks.survey.survey import SurveySettings, conduct, writing
+from gradparity.benchmarks.validation.survey.page import print_survey, render
+from gradparity.benchmarks.validation.survey.survey import (
+    SurveySettings,
+    conduct,
+    writing,
+)
+from gradparity.benchmarks.validation.wild import write_pages
 from gradparity.conformance.cli.arguments import folder
 from gradparity.conformance.files import write_whole
 from gradparity.conformance.status import (
@@ -34,6 +41,13 @@ from gradparity.conformance.status import (
 )
 
 __all__ = ["main"]
+
+ROOT = Path(__file__).resolve().parents[3]
+RECORD = ROOT / "benchmarks" / "results" / "survey-transformers.jsonl"
+FINDINGS = RECORD.parent / "wild"
+PAGES = ROOT / "docs" / "wild"
+WORK = ROOT / "parity-report" / "survey"
+"""Folder of a survey that is to be recorded; the same command continues it."""
 
 STATUSES = {"right": "pass", "wrong": "fail", "undecided": "inconclusive"}
 """Verdict on a model -> status; all others are errors."""
@@ -61,6 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _conduct(arguments: Sequence[str]) -> int:
     parsed = _parser().parse_args(arguments)
+    if parsed.record:
+        parsed.out = WORK
+        _begin(parsed.plan or ())
     settings = SurveySettings(
         plans=tuple(dict.fromkeys(parsed.plan or PLANS)),
         names=tuple(parsed.model),
@@ -83,6 +100,8 @@ def _conduct(arguments: Sequence[str]) -> int:
         kept = [write_finding(family, survey, folder) for family in found]
         page = settings.out / "transformers.md"
         write_whole(page, render(survey, [record for record in kept if record]))
+    if parsed.record:
+        _keep(settings.path, page, folder)
     models = tuple(m for m in survey.models if m.key in asked)
     if not settings.quiet:
         print_survey(models, console)
@@ -90,6 +109,24 @@ def _conduct(arguments: Sequence[str]) -> int:
         console.print(f"page:    {page}", markup=False, highlight=False)
     statuses = [STATUSES.get(m.verdict, "error") for m in models]
     return EXIT_CODES[case_status(statuses)]
+
+
+def _begin(plans: Sequence[str]) -> None:
+    """Take what is recorded of other plans, if only some are judged again."""
+    if plans and not (WORK / "survey.jsonl").exists():
+        lines = RECORD.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if json.loads(line).get("plan") not in plans]
+        WORK.mkdir(parents=True, exist_ok=True)
+        write_whole(WORK / "survey.jsonl", "".join(kept))
+
+
+def _keep(record: Path, page: Path, findings: Path) -> None:
+    """Copy records, page and findings to where their readers find them."""
+    shutil.copy(record, RECORD)
+    shutil.copy(page, PAGES)
+    for path in findings.glob("*.*"):
+        shutil.copy(path, FINDINGS if path.suffix == ".json" else PAGES)
+    write_pages()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--limit", type=_limit, default=60.0, metavar="S", help="a model's (60)")
     add("--jobs", type=_jobs, default=2, metavar="N", help="models at a time (2)")
     add("--no-scripts", action="store_true", help="do not confirm failures by scripts")
+    add("--record", action="store_true", help="write records and pages of docs/wild")
     add("--quiet", action="store_true", help="no progress, no table")
     return parser
 

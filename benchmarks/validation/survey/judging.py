@@ -11,8 +11,12 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from gradparity.benchmarks.survey.catalogue import PLANS, ModelType, model_types
-from gradparity.benchmarks.survey.records import (
+from gradparity.benchmarks.validation.survey.catalogue import (
+    PLANS,
+    ModelType,
+    model_types,
+)
+from gradparity.benchmarks.validation.survey.records import (
     LOADED,
     ODD_HEADS,
     WEIGHTS,
@@ -21,7 +25,7 @@ from gradparity.benchmarks.survey.records import (
     Run,
     wildcards,
 )
-from gradparity.benchmarks.survey.zoo import (
+from gradparity.benchmarks.validation.survey.zoo import (
     Stack,
     misloaded,
     replaced_rules,
@@ -41,7 +45,7 @@ __all__ = ["judge_model", "ranks"]
 
 STEPS = 2
 """The second one shows what an update or a leftover of the first did wrong."""
-ZOO = "gradparity.benchmarks.survey.zoo"
+ZOO = "gradparity.benchmarks.validation.survey.zoo"
 _RUNS = {
     "tp": ("plain", "accumulate", "accumulate-uneven", "clip-norm"),
     "ep": ("plain", "accumulate", "clip-norm"),

@@ -25,7 +25,7 @@ from gradparity.conformance.report.records import CaseRecord, read_report
 from gradparity.conformance.run.launcher import Pool
 from gradparity.conformance.run.recorder import make_header
 
-RESULTS = Path(__file__).parent / "results" / "repeats.json"
+RESULTS = Path(__file__).parents[1] / "results" / "repeats.json"
 LOOPS = 4
 """Busy loops beside every third run."""
 BUSY_EVERY = 3

@@ -1,6 +1,7 @@
 """The findings of docs/wild as workloads, for the judge.
 
-    gradparity run --scaler none --workload gradparity.benchmarks.wild_workloads:Lasso
+    gradparity run --scaler none --workload \
+      gradparity.benchmarks.validation.wild_workloads:Lasso
 
 Each is the layout that a finding is about, and nothing else. DTensors stay DTensors up
 to the loss: the judge's loop gets plain tensors from ``train_step``.

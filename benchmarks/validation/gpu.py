@@ -1,7 +1,7 @@
 """Results of runs on a GPU: verdicts and margins of their reports, for docs/gpu.md.
 
     gradparity run --quick --device cuda --share-gpus --scaler ... --out DIR
-    python -m gradparity.benchmarks.gpu --commit ID --nccl 2.32.3 DIR/report.jsonl ...
+    gradparity bench gpu --commit ID --nccl 2.32.3 DIR/report.jsonl ...
 
 The record becomes ``results/gpu.json``. A report that was cut off counts with the cases
 that it has, and the record keeps how many were planned. Commit and NCCL are not in a
@@ -22,10 +22,10 @@ from gradparity.benchmarks.tables import row, write_between
 from gradparity.conformance.files import write_whole
 from gradparity.conformance.report.records import CaseRecord, Report, read_report
 
-RESULTS = Path(__file__).parent / "results" / "gpu.json"
+RESULTS = Path(__file__).parents[1] / "results" / "gpu.json"
 SCALER = RESULTS.with_name("gpu_scaler.json")
 """Record of ``gpu_scaler.py``."""
-PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
+PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 
 
 def largest(case: CaseRecord) -> float | None:

@@ -6,7 +6,7 @@ judge with the mutant in place and runs the judge's tests. mutmut leaves decorat
 functions alone, and every law is one; cosmic-ray starts a process, and so torch, a
 mutant.
 
-    python benchmarks/judge_mutants.py --seconds 600 --out benchmarks/results
+    python benchmarks/validation/judge_mutants.py --seconds 600 --out benchmarks/results
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 
 from gradparity.conformance.files import write_whole
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LAWS = sorted(
     p for p in (ROOT / "conformance/judge/laws").glob("*.py") if p.stem[0] != "_"
 )

@@ -1,6 +1,6 @@
 """Judge the specimens: faults that people met, each beside its right twin.
 
-    python -m gradparity.benchmarks.specimens
+    gradparity bench specimens
 
 Broken workloads are judged as ``run --quick --scaler none --fail-fast`` does, right
 ones in all scenarios of ``--quick`` and over several seeds. Beside it stand the means
@@ -26,8 +26,8 @@ from typing import Any
 
 from rich.console import Console
 
-from gradparity.benchmarks.specimen_peers import STEPS, peers_of
-from gradparity.benchmarks.specimens_tables import lines, write_tables
+from gradparity.benchmarks.validation.specimen_peers import STEPS, peers_of
+from gradparity.benchmarks.validation.specimens_tables import lines, write_tables
 from gradparity.conformance import Case, Runner
 from gradparity.conformance.files import write_whole
 from gradparity.conformance.rank.devices import Devices
@@ -41,7 +41,7 @@ from gradparity.conformance.status import UsageError
 from gradparity.fixtures.specimens import ONE_RANK, SPECIMENS, Pair
 from gradparity.multiprocess import Cluster
 
-RESULTS = Path(__file__).parent / "results" / "specimens.json"
+RESULTS = Path(__file__).parents[1] / "results" / "specimens.json"
 SEEDS = 20
 TIMEOUT_S = 120.0
 """Seconds for one scenario."""

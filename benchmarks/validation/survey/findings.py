@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from gradparity.benchmarks.survey.catalogue import PLANS, model_types
-from gradparity.benchmarks.survey.records import (
+from gradparity.benchmarks.validation.survey.catalogue import PLANS, model_types
+from gradparity.benchmarks.validation.survey.records import (
     ODD_HEADS,
     Header,
     ModelRecord,
@@ -30,9 +30,9 @@ from gradparity.benchmarks.survey.records import (
     append,
     wildcards,
 )
-from gradparity.benchmarks.survey.script import MICRO_BATCHES, script_of
-from gradparity.benchmarks.survey.templating import filled
-from gradparity.benchmarks.wild import ScriptError, run_script
+from gradparity.benchmarks.validation.survey.script import MICRO_BATCHES, script_of
+from gradparity.benchmarks.validation.survey.templating import filled
+from gradparity.benchmarks.validation.wild import ScriptError, run_script
 from gradparity.conformance.files import write_whole
 from gradparity.conformance.status import plain
 
@@ -46,7 +46,7 @@ __all__ = [
     "write_finding",
 ]
 
-COMMAND = "python -m gradparity.benchmarks.survey"
+COMMAND = "gradparity bench survey"
 THREADS: Mapping[str, str] = {
     "transformers-tp-checkpoint-conversion": (
         "no thread found for `Chunk` and `Concatenate`; "
@@ -216,7 +216,7 @@ def _leaf(name: str) -> str:
 
 def script(failure: Failure, title: str, header: Header) -> str:
     """The text of a model's script; imports transformers."""
-    from gradparity.benchmarks.survey.zoo import (
+    from gradparity.benchmarks.validation.survey.zoo import (
         WRITTEN_INPUTS,
         Stack,
         config_class,

@@ -1,6 +1,6 @@
 """Run examples/rl_fp16.py in several precisions and write the tables of docs/rl.md.
 
-python -m gradparity.benchmarks.rl; with ``--tables`` from the record alone.
+gradparity bench rl; with ``--tables`` from the record alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from gradparity.benchmarks.tables import row, write_between
 from gradparity.conformance.report.plots import Series, line_chart
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "rl.json"
 PAGE = ROOT / "docs" / "rl.md"
 STEPS = 24
@@ -114,13 +114,13 @@ def plots(record: Mapping[str, Any]) -> None:
         draft.replace(where)
 
 
-def main() -> None:
+def main(argv: Sequence[str] = ()) -> None:
     """Run, record, write."""
-    if "--tables" not in sys.argv:
+    if "--tables" not in argv:
         load = round(os.getloadavg()[0], 1)
         record = {
             "provenance": {
-                "command": "python -m gradparity.benchmarks.rl",
+                "command": "gradparity bench rl",
                 "torch": torch.__version__, "python": platform.python_version(),
                 "machine": f"{os.cpu_count()} cores, CPU, gloo", "load": load,
                 "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -136,4 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,7 +1,7 @@
 """The frame of the scripts of docs/wild: what follows these lines is in each of them.
 
-A script has to run alone, so the frame is copied: the command ``python -m
-gradparity.benchmarks.wild --frame`` writes it anew between its two marks, and the
+A script has to run alone, so the frame is copied: the command ``gradparity bench wild
+--frame`` writes it anew between its two marks, and the
 survey puts it into the scripts that it makes.
 """
 

@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
         "chance": {str(n): chance(n, generator) for n in (1, 2, 4, 16, 64)},
         "measured": measured(seeds),
     }
-    path = Path(__file__).parent / "results" / "parity.json"
+    path = Path(__file__).parents[1] / "results" / "parity.json"
     path.parent.mkdir(exist_ok=True)
     write_whole(path, json.dumps(result, indent=1) + "\n")
     print(path.read_text())

@@ -3,8 +3,8 @@
     python foreign_jobs.py JOB [FAULT]
     torchrun --nproc-per-node 2 foreign_jobs.py JOB [FAULT]
 
-Nothing here knows of gradparity: ``benchmarks/foreign.py`` records these jobs as they
-are. A job on ranks trains the same rows as on one process.
+Nothing here knows of gradparity: ``gradparity bench foreign`` records these jobs as
+they are. A job on ranks trains the same rows as on one process.
 """
 
 from __future__ import annotations

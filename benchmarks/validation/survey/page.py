@@ -9,10 +9,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gradparity.benchmarks.survey.catalogue import PLANS, chosen_types
-from gradparity.benchmarks.survey.findings import COMMAND, FindingRecord
-from gradparity.benchmarks.survey.records import ModelRecord, Survey
-from gradparity.benchmarks.survey.templating import filled
+from gradparity.benchmarks.validation.survey.catalogue import PLANS, chosen_types
+from gradparity.benchmarks.validation.survey.findings import COMMAND, FindingRecord
+from gradparity.benchmarks.validation.survey.records import ModelRecord, Survey
+from gradparity.benchmarks.validation.survey.templating import filled
 from gradparity.conformance.report.table import legible, row
 from gradparity.conformance.status import plain
 
@@ -89,7 +89,9 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _head(survey: Survey) -> str:
-    from gradparity.benchmarks.survey.judging import STEPS  # here: it imports torch
+    from gradparity.benchmarks.validation.survey.judging import (
+        STEPS,
+    )  # here: it imports torch
 
     plans = " ".join(f"--plan {plan}" for plan, _ in _counts(survey.models))
     return filled(

@@ -1,6 +1,6 @@
 """torch's own distributed tests, unchanged, on torch's classes and on our ranks.
 
-``python -m gradparity.benchmarks.adopted FOLDER`` takes a folder with test files and a
+``gradparity bench adopted FOLDER`` takes a folder with test files and a
 line of provenance in ``origin.txt``; the files themselves are not part of this project.
 Of each class of a file a seeded sample of its tests is run three times, in one session
 each: by torch's classes as they are, whose processes take ten seconds and more of CPU,
@@ -35,8 +35,8 @@ import pytest
 
 from gradparity.conformance.files import write_whole
 
-RESULTS = Path(__file__).parent / "results" / "adopted.json"
-DOCS = Path(__file__).parents[1] / "docs" / "adopted.md"
+RESULTS = Path(__file__).parents[1] / "results" / "adopted.json"
+DOCS = Path(__file__).parents[2] / "docs" / "adopted.md"
 SIDES = {
     "torch": (),
     "forked": ("--torch-forks",),
@@ -174,7 +174,7 @@ def session(folder: Path, ids: Sequence[str], record: Path, *options: str) -> fl
     subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-            *("-p", "gradparity.benchmarks.adopted", f"--rootdir={folder}"),
+            *("-p", "gradparity.benchmarks.validation.adopted", f"--rootdir={folder}"),
             *("-W", "ignore", "-o", "addopts=", *options, *ids),
         ],
         cwd=folder,
@@ -224,7 +224,7 @@ def sample(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; write the record and the table."""
-    parser = argparse.ArgumentParser(prog="python -m gradparity.benchmarks.adopted")
+    parser = argparse.ArgumentParser(prog="gradparity bench adopted")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--most", type=int, default=12, help="tests of a file and base")
     parser.add_argument(

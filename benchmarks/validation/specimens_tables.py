@@ -10,7 +10,7 @@ from gradparity.benchmarks.tables import row, write_between
 
 __all__ = ["PAGE", "lines", "tables", "write_tables"]
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "specimens.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "specimens.md"
 PEERS = {
     "loss_5_percent": "loss curve, 5 %",
     "loss_1_percent": "loss curve, 1 %",

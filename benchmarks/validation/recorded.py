@@ -1,7 +1,7 @@
 """Right variants of a job and faults in it: what ``gradparity compare`` says of each.
 
-    python -m gradparity.benchmarks.recorded --seeds 3
-    python -m gradparity.benchmarks.recorded --device cuda --noise 5 --seeds 1
+    gradparity bench recorded --seeds 3
+    gradparity bench recorded --device cuda --noise 5 --seeds 1
 
 A small Llama is trained as one process would, in fp32 and with products rounded to bf16
 as tensor cores do; on a GPU one of 101 million parameters, with products in bf16. Its
@@ -45,7 +45,7 @@ from gradparity.conformance.record.orders import Orders
 from gradparity.conformance.record.recorder import Recorder
 from gradparity.multiprocess import Cluster
 
-RESULTS = Path(__file__).parent / "results" / "recorded.json"
+RESULTS = Path(__file__).parents[1] / "results" / "recorded.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -597,6 +597,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":  # ranks find by its name what is of no __main__
-    from gradparity.benchmarks import recorded
+    from gradparity.benchmarks.validation import recorded
 
     sys.exit(recorded.main())

@@ -1,6 +1,6 @@
 """Faults of a rank under torchrun: with agents, and with ranks in torchrun's processes.
 
-    python -m gradparity.benchmarks.torchrun_faults [FAULT ...]
+    gradparity bench torchrun-faults [FAULT ...]
 
 All faults together are recorded in results/torchrun_faults.json, and the table of
 docs/decisions/harness.md is written from the record; chosen ones are printed only. In
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ from torch.distributed.elastic.multiprocessing.errors import record as recorded
 
 from gradparity.benchmarks.tables import row, write_between
 
-RESULTS = Path(__file__).parent / "results" / "torchrun_faults.json"
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "decisions" / "harness.md"
+RESULTS = Path(__file__).parents[1] / "results" / "torchrun_faults.json"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "decisions" / "harness.md"
 
 LIMIT_S = 10.0
 """Seconds for a case with agents."""
@@ -268,9 +268,9 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(argv: Sequence[str] = ()) -> None:
     """Measure; record where all faults were measured, else print."""
-    chosen = sys.argv[1:]
+    chosen = list(argv)
     record = measure(chosen or list(FAULTS))
     if chosen:
         print(table(record))
@@ -286,4 +286,4 @@ if __name__ == "__main__":
         case ["without"]:
             without(Path(sys.argv[2]), sys.argv[3])
         case _:
-            main()
+            main(sys.argv[1:])

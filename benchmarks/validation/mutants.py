@@ -18,7 +18,12 @@ from typing import Any
 
 from rich.console import Console
 
-from gradparity.benchmarks.mutants_matrix import Matrix, Row, as_text, write_matrix
+from gradparity.benchmarks.validation.mutants_matrix import (
+    Matrix,
+    Row,
+    as_text,
+    write_matrix,
+)
 from gradparity.conformance.cli.arguments import (
     NARROWING,
     add_options,

@@ -1,6 +1,6 @@
 """Run the scripts of docs/wild, each alone, and record what they show.
 
-    python -m gradparity.benchmarks.wild [NAME...]
+    gradparity bench wild [NAME...]
 
 A finding is three files of one name: ``docs/wild/NAME.py`` shows the bug and needs only
 torch and the package, ``docs/wild/NAME.md`` tells it to a maintainer, and
@@ -50,7 +50,7 @@ __all__ = [
     "write_pages",
 ]
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "wild"
 README = PAGES / "README.md"
 RECORDS = ROOT / "benchmarks" / "results" / "wild"

@@ -1,7 +1,7 @@
 """Zoo: each model type of transformers that ships a parallel plan, as a workload.
 
-``gradparity.benchmarks.survey.zoo:types.qwen3`` is a workload (docs/workload.md): a
-tiny model of random weights, made from its own configuration class, saved to a
+``gradparity.benchmarks.validation.survey.zoo:types.qwen3`` is a workload: a tiny
+model of random weights, made from its own configuration class, saved to a
 temporary folder and loaded from there under its own plan, as users do. Nothing is
 downloaded. Its meshes are those of all plans: what does not depend on the plan, such as
 the reference training, is then made once for all of them.
@@ -38,9 +38,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from gradparity.benchmarks.survey.catalogue import PLANS, ModelType, Plan, model_types
-from gradparity.benchmarks.survey.records import Rule, wildcards
-from gradparity.benchmarks.survey.tiny import (
+from gradparity.benchmarks.validation.survey.catalogue import (
+    PLANS,
+    ModelType,
+    Plan,
+    model_types,
+)
+from gradparity.benchmarks.validation.survey.records import Rule, wildcards
+from gradparity.benchmarks.validation.survey.tiny import (
     FIRST_TOKEN,
     HIDDEN,
     VOCAB,

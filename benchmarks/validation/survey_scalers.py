@@ -1,6 +1,6 @@
 """Judge scalers that people use, and write ``docs/known-scalers.md``.
 
-python -m gradparity.benchmarks.survey_scalers --preset quick
+gradparity bench survey-scalers --preset quick
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gradparity.benchmarks.survey_scalers_confirm import broken_laws, examples
-from gradparity.benchmarks.survey_scalers_run import (
+from gradparity.benchmarks.validation.survey_scalers_confirm import (
+    broken_laws,
+    examples,
+)
+from gradparity.benchmarks.validation.survey_scalers_run import (
     OURS,
     SMOKE,
     Record,
@@ -34,8 +37,8 @@ __all__ = ["main", "render"]
 _TEXT = """\
 # Known scalers
 
-What the catalogue says of scalers that people use. Made by `make survey-scalers` from
-the reports of one run; nothing here is written by hand.
+What the catalogue says of scalers that people use. Made by `gradparity bench
+survey-scalers` from the reports of one run; nothing here is written by hand.
 
 {provenance}
 
@@ -86,7 +89,7 @@ def _record(parsed: argparse.Namespace) -> Record:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m gradparity.benchmarks.survey_scalers",
+        prog="gradparity bench survey-scalers",
         description="Judge the known scalers and write the page of the results.",
         allow_abbrev=False,
     )

@@ -1,6 +1,6 @@
 """Jobs in the loops of others, recorded as they are: on one process and on ranks.
 
-    python -m gradparity.benchmarks.foreign [--job NAME]
+    gradparity bench foreign [--job NAME]
 
 Each job of ``foreign_jobs`` is recorded on one process with noise, and compared with
 itself on two and on four ranks, and with three faults on two ranks. The record is
@@ -22,7 +22,7 @@ from typing import Any
 
 from gradparity.conformance.files import write_whole
 
-RESULTS = Path(__file__).parent / "results" / "foreign.json"
+RESULTS = Path(__file__).parents[1] / "results" / "foreign.json"
 SCRIPT = str(Path(__file__).with_name("foreign_jobs.py"))
 JOBS = {
     "plain": "torch",

@@ -13,11 +13,11 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradparity.benchmarks.survey.catalogue import PLANS
-from gradparity.benchmarks.survey.records import LOADED, ODD_HEADS
-from gradparity.benchmarks.survey.templating import filled
-from gradparity.benchmarks.survey.tiny import FIRST_TOKEN, VOCAB
-from gradparity.benchmarks.wild import frame
+from gradparity.benchmarks.validation.survey.catalogue import PLANS
+from gradparity.benchmarks.validation.survey.records import LOADED, ODD_HEADS
+from gradparity.benchmarks.validation.survey.templating import filled
+from gradparity.benchmarks.validation.survey.tiny import FIRST_TOKEN, VOCAB
+from gradparity.benchmarks.validation.wild import frame
 
 __all__ = ["MICRO_BATCHES", "script_of"]
 
