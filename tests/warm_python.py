@@ -105,8 +105,12 @@ def _answer(listening: socket.socket, session: int) -> None:
         if listening.fileno() in ready:
             client, _ = listening.accept()
             _, rights, _, _ = client.recvmsg(1, 64)
-            fds = array.array("i", rights[0][2])
-            request = json.loads(client.makefile().readline())
+            fds = array.array("i", rights[0][2] if rights else b"")
+            line = client.makefile().readline()
+            if not line.endswith("\n"):  # killed while it asked
+                client.close()
+                continue
+            request = json.loads(line)
             pid = os.fork()
             if not pid:
                 for number, fd in enumerate(fds):
