@@ -22,16 +22,12 @@ WORKERS ?= 4
 # The tests that need nothing but what setup-test installs, and that do not take long.
 SELECT  ?= not slow and not extras
 
-.PHONY: help dist parity site test test-all test-rest under-load lint ruff mypy pytest gate baseline planted bench report docs \
-  survey-scalers specimens right-stacks survey torch-versions wild relock clean setup \
-  setup-test setup-all mutants histories
+.PHONY: parity test test-all test-rest gate site dist bench help \
+  ruff mypy pytest setup setup-test setup-all
 
 parity: setup  ## the main job: train on meshes, compare every step on every rank
 	$(BIN)/gradparity run --preset parity --scaler gradparity.scaler:GradScaler \
 	  --scaler torch.amp:GradScaler --require gradparity.scaler:GradScaler --out $(REPORT)
-
-help:  ## list the targets that users need
-	@sed -n 's/^\(parity\|test\|test-all\|gate\|site\|dist\|bench\|help\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
 
 # mypy takes one core only: it runs beside the tests.
 test: ruff  ## ruff, import-linter, mypy strict, pytest under xdist; nothing may be left behind
@@ -44,13 +40,22 @@ test-all: test  ## the same, and then the slow tests and those of other packages
 test-rest: setup-all
 	$(MAKE) --no-print-directory -j 2 mypy pytest SELECT="slow or extras"
 
-pytest: setup-test
-	$(BIN)/python tests/nothing_left.py $(BIN)/pytest -n $(WORKERS) --dist worksteal -q -m "$(SELECT)"
+gate: setup  ## what this repository asks of itself: fp32 on digits, the same on every machine
+	$(BIN)/gradparity run --preset parity --model digits --precision fp32 --out $(REPORT)/gate --quiet; \
+	  test $$? -le 1
+	$(BIN)/gradparity gate $(REPORT)/gate/report.jsonl --baseline $(BASELINE)
 
-under-load: setup-test  ## make test, RUNS times beside four busy loops
-	$(BIN)/python tests/under_load.py $(or $(RUNS),3)
+site: setup-all  ## the documentation as a site: $(REPORT)/site/index.html
+	$(BIN)/gradparity bench site $(REPORT)/site
 
-lint: ruff mypy
+dist:  ## sdist and wheel in dist/, each installed into an empty environment and tried
+	sh .ci/dist "$(PYTHON)"
+
+bench: setup-all  ## the scaler beside torch's, in the same run; gradparity bench lists all tools
+	$(BIN)/gradparity bench scaler
+
+help:  ## list these targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
 
 ruff: setup-test
 	$(BIN)/ruff check .
@@ -60,76 +65,8 @@ ruff: setup-test
 mypy: setup-test
 	$(BIN)/mypy
 
-gate: setup  ## what this repository asks of itself: fp32 on digits, the same on every machine
-	$(BIN)/gradparity run --preset parity --model digits --precision fp32 --out $(REPORT)/gate --quiet; \
-	  test $$? -le 1
-	$(BIN)/gradparity gate $(REPORT)/gate/report.jsonl --baseline $(BASELINE)
-
-baseline: setup  ## record the gate's baseline anew: two runs, the second for the noise
-	for run in baseline baseline-again; do \
-	  $(BIN)/gradparity run --preset parity --model digits --precision fp32 --out $(REPORT)/$$run --quiet || exit 1; \
-	done
-	$(BIN)/gradparity gate $(REPORT)/baseline/report.jsonl --baseline $(BASELINE) --update-baseline --yes \
-	  --repeat $(REPORT)/baseline-again/report.jsonl
-
-planted: setup-test  ## the gate on five copies of this tree with a regression each
-	PLANTED=1 $(BIN)/pytest -q -rP tests/ci/test_planted.py
-
-bench: setup-all  ## ratios against the peers, measured in the same run
-	$(BIN)/gradparity bench scaler
-
-histories: setup-test  ## draw call histories for MINUTES (10): docs/mutants.md
-	HISTORY_MINUTES=$(or $(MINUTES),10) $(BIN)/pytest -n auto --dist worksteal -q -rP \
-	  tests/scaler/test_histories.py -k TestOurs
-
-specimens: setup-all  ## judge known faults of the field and write docs/specimens.md
-	$(BIN)/python -m gradparity.benchmarks.specimens
-
-right-stacks: setup-all  ## judge every right stack over five seeds: none may be accused
-	$(BIN)/python -m gradparity.benchmarks.right_stacks --record --seeds $(or $(SEEDS),5)
-
-survey: setup-all  ## judge the parallel plans of transformers; PLAN=ep: one of them, again
-	mkdir -p $(REPORT)/survey
-	test -z "$(PLAN)" || test -e $(REPORT)/survey/survey.jsonl || grep -v '"plan":"$(PLAN)"' \
-	  benchmarks/results/survey-transformers.jsonl > $(REPORT)/survey/survey.jsonl
-	$(BIN)/python -m gradparity.benchmarks.survey $(PLAN:%=--plan %) --out $(REPORT)/survey || \
-	  case $$? in 1|3|4) ;; *) exit 1;; esac  # some wrong, without verdict, undecided
-	cp $(REPORT)/survey/survey.jsonl benchmarks/results/survey-transformers.jsonl
-	cp $(REPORT)/survey/transformers.md docs/wild/
-	if test -d $(REPORT)/survey/findings; then \
-	  cp $(REPORT)/survey/findings/*.py $(REPORT)/survey/findings/*.md docs/wild/ && \
-	  cp $(REPORT)/survey/findings/*.json benchmarks/results/wild/; fi
-	$(BIN)/python -m gradparity.benchmarks.wild --pages
-
-wild: setup-all  ## run the scripts of docs/wild, record them and write its tables
-	$(BIN)/python -m gradparity.benchmarks.wild
-
-report: setup  ## render the last report again
-	$(BIN)/gradparity report $(REPORT)/report.jsonl --html $(REPORT)
-
-docs: setup  ## write the pages that are made from code
-	$(BIN)/python -m gradparity.benchmarks.laws_page
-
-site: setup-all  ## the documentation as a site: $(REPORT)/site/index.html
-	$(BIN)/python -m gradparity.benchmarks.site $(REPORT)/site
-
-mutants: setup  ## judge the judge: every faulty scaler against every law
-	$(BIN)/gradparity mutants --preset quick $(MUTANTS) --out $(REPORT)/mutants
-
-survey-scalers: setup-all  ## judge known scalers and write docs/known-scalers.md
-	$(BIN)/python -m gradparity.benchmarks.survey_scalers --preset $(or $(PRESET),quick)
-
-torch-versions: setup  ## one baseline over the torch of VENVS="DIR ...": docs/gate-tests.md
-	$(BIN)/python -m gradparity.benchmarks.torch_versions $(addprefix --venv ,$(VENVS))
-
-dist:  ## sdist and wheel in dist/, each installed into an empty environment and tried
-	sh .ci/dist "$(PYTHON)"
-
-relock: ## renew both constraints from pyproject.toml in a throw-away environment
-	sh .ci/relock "$(PYTHON)"
-
-clean:
-	rm -rf $(VENV) $(REPORT) parity-peers build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+pytest: setup-test
+	$(BIN)/python tests/nothing_left.py $(BIN)/pytest -n $(WORKERS) --dist worksteal -q -m "$(SELECT)"
 
 setup: $(READY)
 

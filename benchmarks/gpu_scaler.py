@@ -1,6 +1,6 @@
 """Times, kernels and host waits of the scaler's calls on a GPU, beside torch's.
 
-    python -m gradparity.benchmarks.gpu_scaler --commit ID [--json FILE]
+    gradparity bench gpu-scaler --commit ID [--json FILE]
 
 One process has plain tensors; then two ranks, which share the GPU over NCCL, have
 DTensors. Both scalers alternate; a time is the median of calls, each from one device
@@ -26,10 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradparity.benchmarks.gpu import SCALER as RESULTS
-from gradparity.benchmarks.gpu import write_page
 from gradparity.benchmarks.scaler import SCALE, SIZES
 from gradparity.benchmarks.situations import Idle
+from gradparity.benchmarks.validation.gpu import SCALER as RESULTS
+from gradparity.benchmarks.validation.gpu import write_page
 from gradparity.conformance.files import write_whole
 from gradparity.conformance.rank.devices import nccl_version
 from gradparity.multiprocess import Cluster

@@ -1,4 +1,4 @@
-"""``make docs``: write ``docs/laws.md`` from the laws themselves."""
+"""Write ``docs/laws.md`` from the laws themselves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Each verdict says how many comparisons were made, and how many were impossible. 
 that compared too little is `inconclusive`, never a pass. It needs half of its
 comparisons, unless another share is named.
 
-`make docs` writes this page from `conformance/judge/laws/`.
+`gradparity bench laws-page` writes this page from `conformance/judge/laws/`.
 """
 
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 written, 2 bad usage.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m gradparity.benchmarks.laws_page",
+        prog="gradparity bench laws-page",
         description="Write the page of all laws.",
         allow_abbrev=False,
     )

@@ -1,6 +1,6 @@
 """Time a step of other people's trainers with torch's scaler, with ours and with none.
 
-python -m gradparity.benchmarks.loops, from a source checkout; packages that are not
+gradparity bench loops, from a source checkout; packages that are not
 installed are left out and named. Writes results/loops.json and the tables of
 docs/integrations/cost.md; with ``--tables`` from the record alone.
 
@@ -260,7 +260,7 @@ def tables(record: Mapping[str, Any]) -> dict[str, str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, record and write the page."""
     parser = argparse.ArgumentParser(
-        prog="python -m gradparity.benchmarks.loops", description=__doc__,
+        prog="gradparity bench loops", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--only", nargs="+", choices=[*LOOPS], default=[*LOOPS],
@@ -285,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = measure(names, options.rounds, options.worlds)
         record = {
             "provenance": {
-                "command": "python -m gradparity.benchmarks.loops",
+                "command": "gradparity bench loops",
                 "worlds": options.worlds,
                 "rounds": options.rounds,
                 "versions": {package: version(package) for package in packages},

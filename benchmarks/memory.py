@@ -1,6 +1,6 @@
 """Memory of a long run: it must not grow with the number of scenarios.
 
-    python -m gradparity.benchmarks.memory
+    gradparity bench memory
 
 Each scenario has new weights and batches, so nothing that an earlier one left behind is
 of use. Measured are the judge's process and all processes that it started: the ranks

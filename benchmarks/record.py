@@ -1,6 +1,6 @@
 """Speed of ``gradparity record`` and ``compare``: a step, a file, a comparison.
 
-    python -m gradparity.benchmarks.record [--device cuda]
+    gradparity bench record [--device cuda]
 
 A recorded step is compared with the step before it, which is not recorded, in one
 process: a transformer of 10 million parameters with AdamW in fp32, on a GPU one of 110

@@ -34,6 +34,7 @@ PAGES = (
     "CHANGELOG.md",
     "docs/**/*.md",
     "examples/**/*.md",
+    "benchmarks/README.md",
     "benchmarks/results/*.md",
     "fixtures/data/README.md",
 )

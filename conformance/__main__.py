@@ -94,12 +94,12 @@ def _drop_output() -> None:
 
 def _command(arguments: Sequence[str], agent: Agent | None, is_program: bool) -> int:
     if arguments and arguments[0] in TOOLS:
-        return _tool(TOOLS[arguments[0]], arguments[1:])
+        return _tool(arguments)
     if arguments and arguments[0] == "survey":
         raise UsageError(
             "survey is no command of the package: in a checkout of its repository run "
-            "python -m gradparity.benchmarks.survey (the models of transformers) or "
-            "gradparity.benchmarks.survey_scalers"
+            "gradparity bench survey (the models of transformers) or "
+            "gradparity bench survey-scalers"
         )
     # before parse, which does not know the options of these commands
     plugged = entry_points(group=GROUP, name=arguments[0]) if arguments else ()
@@ -383,17 +383,17 @@ def _train(parsed: argparse.Namespace) -> int:
 
 
 def _bench(parsed: argparse.Namespace) -> int:
-    return _tool(parsed.what, parsed.rest)
+    return _tool(parsed.tool)
 
 
-def _tool(name: str, arguments: Sequence[str]) -> int:
-    script = TOOLS_FOLDER / f"{name}.py"
+def _tool(arguments: Sequence[str]) -> int:
+    script = TOOLS_FOLDER / "__main__.py"
     if not script.is_file():
         raise UsageError(
-            f"benchmarks/{name}.py is for work on gradparity itself and is not "
-            "installed: run this in a checkout of its repository"
+            "tools for work on gradparity itself are not installed: run this in a "
+            "checkout of its repository"
         )
-    return int(runpy.run_path(str(script))["main"](list(arguments)))
+    return int(runpy.run_path(str(script))["main"](arguments))
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

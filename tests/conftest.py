@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from gradparity.tests.extras import fail_without
 
 if TYPE_CHECKING:  # they import torch, which xdist's controller does not need
     from gradparity.conformance import Runner
-    from gradparity.tests.script_server import Scripts
+    from gradparity.tests.scripts import Scripts
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 JUDGED = ("gradparity.scaler:GradScaler", "torch.amp:GradScaler")
@@ -60,12 +61,29 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Scripts"]:
-    """A server of standalone scripts; it forks for each, so no test sees another's."""
-    from gradparity.tests.script_server import serving
+def warm_python(once: Once) -> list[str]:
+    """How a command line begins that runs a program by a Python that has torch."""
+    from gradparity.tests import warm_python
 
-    with serving(tmp_path_factory.mktemp("scripts")) as made:
-        yield made
+    session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+
+    def serve(folder: Path) -> None:
+        server = [sys.executable, "-P", warm_python.__file__, "serve"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        env.pop("PYTHONPATH", None)  # the programs have their own
+        subprocess.run(
+            [*server, str(folder / "socket"), str(session)], check=True, env=env
+        )
+
+    return warm_python.command(str(once("warm-python", serve) / "socket"))
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, warm_python: list[str]) -> "Scripts":
+    """Standalone scripts, each in a Python of its own."""
+    from gradparity.tests.scripts import Scripts
+
+    return Scripts(tmp_path, warm_python)
 
 
 @pytest.fixture(scope="session")
@@ -187,16 +205,16 @@ def _call(command: list[str], folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def real_report(once: Once) -> Path:
+def real_report(once: Once, warm_python: list[str]) -> Path:
     """``report.jsonl`` of a run in which ours passes and torch's scaler fails under tp.
 
     Its page is beside it.
     """
-    return once("real-report", _run) / "report.jsonl"
+    return once("real-report", partial(_run, warm_python)) / "report.jsonl"
 
 
-def _run(folder: Path) -> None:
-    command = [sys.executable, "-m", "gradparity.conformance", "run", "--quiet"]
+def _run(python: list[str], folder: Path) -> None:
+    command = [*python, "-m", "gradparity.conformance", "run", "--quiet"]
     command += [f"--scaler={spec}" for spec in JUDGED]
     command += [f"--scenario={each}" for each in SCENARIOS]
     done = subprocess.run(

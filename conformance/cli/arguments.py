@@ -47,15 +47,14 @@ _HELP = {
 """Help of the further commands that come with this package."""
 TOOLS_FOLDER = Path(__file__).parents[2] / "benchmarks"
 """Tools for work on gradparity itself: in a checkout, and not in an installed wheel."""
-TOOLS = {"mutants": "mutants"}
-"""Command -> the tool that parses its own arguments."""
+TOOLS = ("mutants",)
+"""Tools that are commands themselves, beside ``bench``."""
 _TOOLS_HELP = {
-    "bench": "time scaler or harness",
+    "bench": "tools for work on gradparity itself",
     "mutants": "test gradparity itself: is each faulty scaler caught by its check",
 }
 
 DEFAULT_SCALER = "gradparity.scaler:GradScaler"
-_BENCHMARKS = ("scaler", "harness", "scale")
 LISTS = (
     "laws",
     "topologies",
@@ -413,16 +412,10 @@ def _add_tools(commands: Commands) -> None:
         )
         if name == "bench":
             tool.add_argument(
-                "what",
-                type=one_of("benchmark", _BENCHMARKS),
-                metavar="|".join(_BENCHMARKS),
-                help="what to time",
-            )
-            tool.add_argument(
-                "rest",
+                "tool",
                 nargs=argparse.REMAINDER,
-                metavar="...",
-                help="its own options: bench scaler --help",
+                metavar="TOOL ...",
+                help="a tool and its options, such as: scaler --help; none lists them",
             )
 
 

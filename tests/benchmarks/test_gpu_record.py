@@ -5,7 +5,13 @@ from typing import Any
 
 import pytest
 
-from gradparity.benchmarks.gpu import PAGE, RESULTS, SCALER, record_of, tables
+from gradparity.benchmarks.validation.gpu import (
+    PAGE,
+    RESULTS,
+    SCALER,
+    record_of,
+    tables,
+)
 from gradparity.conformance.report.records import Report
 
 RECORD: dict[str, Any] = json.loads(RESULTS.read_text())
@@ -24,6 +30,7 @@ def test_ours_never_fails_there_and_no_right_case_is_near_its_bound() -> None:
     assert max(case[4] for case in RECORD["cases"] if case[3] == "pass") <= 0.25
 
 
+@pytest.mark.slow
 def test_a_record_has_every_case_of_its_reports(real: Report) -> None:
     record = record_of("abc", "2.31", [real, real])
     assert len(record["cases"]) == 2 * len(real.cases)

@@ -12,7 +12,7 @@ PAGE = Path(gradparity.__file__).parent / "docs" / "laws.md"
 
 
 def test_the_page_in_the_docs_is_fresh() -> None:
-    assert PAGE.read_text(encoding="utf-8") == render(), "run: make docs"
+    assert PAGE.read_text(encoding="utf-8") == render(), "gradparity bench laws-page"
 
 
 def test_each_law_is_there_with_its_words() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gradparity.benchmarks.mutants import MutantSettings, mutants
-from gradparity.benchmarks.mutants_matrix import Row, as_text, read_matrix
+from gradparity.benchmarks.validation.mutants import MutantSettings, mutants
+from gradparity.benchmarks.validation.mutants_matrix import Row, as_text, read_matrix
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.judge.law import LAWS
 from gradparity.conformance.space.catalogue import Selection

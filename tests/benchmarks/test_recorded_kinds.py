@@ -4,7 +4,14 @@ import gc
 
 import pytest
 
-from gradparity.benchmarks.recorded import RIGHT, RIGHT_ON_GPU, SMALL, Job, Llama, rows
+from gradparity.benchmarks.validation.recorded import (
+    RIGHT,
+    RIGHT_ON_GPU,
+    SMALL,
+    Job,
+    Llama,
+    rows,
+)
 from gradparity.conformance.record.compare import BROKEN, SAME
 
 TINY = Job(width=32, heads=4, hidden=64, words=256, length=16, native=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gradparity.benchmarks import right_stacks
-from gradparity.benchmarks.right_stacks import PAGE, RESULTS, corpus, main
+from gradparity.benchmarks.validation import right_stacks
+from gradparity.benchmarks.validation.right_stacks import PAGE, RESULTS, corpus, main
 from gradparity.fixtures import resolve_workload
 from gradparity.tests.docs_blocks import ROOT
 

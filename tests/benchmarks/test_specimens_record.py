@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from gradparity.benchmarks.specimens import RESULTS, caught, placed
-from gradparity.benchmarks.specimens_tables import PAGE, tables, write_tables
+from gradparity.benchmarks.validation.specimens import RESULTS, caught, placed
+from gradparity.benchmarks.validation.specimens_tables import PAGE, tables, write_tables
 from gradparity.fixtures.specimens import SPECIMENS
 
 RECORD: dict[str, Any] = json.loads(RESULTS.read_text())

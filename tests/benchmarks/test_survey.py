@@ -15,17 +15,17 @@ import msgspec
 import pytest
 import torch
 
-from gradparity.benchmarks.survey import catalogue, survey
-from gradparity.benchmarks.survey.__main__ import main
-from gradparity.benchmarks.survey.catalogue import ModelType, chosen_types
-from gradparity.benchmarks.survey.findings import (
+from gradparity.benchmarks.validation.survey import catalogue, survey
+from gradparity.benchmarks.validation.survey.__main__ import main
+from gradparity.benchmarks.validation.survey.catalogue import ModelType, chosen_types
+from gradparity.benchmarks.validation.survey.findings import (
     confirmed,
     families,
     script,
     write_finding,
 )
-from gradparity.benchmarks.survey.page import render
-from gradparity.benchmarks.survey.records import (
+from gradparity.benchmarks.validation.survey.page import render
+from gradparity.benchmarks.validation.survey.records import (
     LOADED,
     WEIGHTS,
     Header,
@@ -37,9 +37,9 @@ from gradparity.benchmarks.survey.records import (
     append,
     read_survey,
 )
-from gradparity.benchmarks.survey.script import SYNC_LAST
-from gradparity.benchmarks.survey.survey import Judging, finished
-from gradparity.benchmarks.wild import frame
+from gradparity.benchmarks.validation.survey.script import SYNC_LAST
+from gradparity.benchmarks.validation.survey.survey import Judging, finished
+from gradparity.benchmarks.validation.wild import frame
 from gradparity.conformance.status import UsageError
 
 HEADER = Header(
@@ -49,7 +49,7 @@ HEADER = Header(
     python="3.11",
     gradparity="0.1.0",
     machine="2 cores",
-    command="python -m gradparity.benchmarks.survey",
+    command="gradparity bench survey",
     started="2026-11-22T10:00:00+00:00",
     limit_s=60.0,
 )
@@ -158,7 +158,7 @@ def test_weights_loaded_wrong_are_one_failure() -> None:
 def test_the_verdict_follows_the_exit_of_a_rank_not_its_message(
     ended: str, verdict: str
 ) -> None:
-    from gradparity.benchmarks.survey.judging import _verdict
+    from gradparity.benchmarks.validation.survey.judging import _verdict
 
     said = Run(
         name="", scenario="", status="error", message="it hung, killed", ended=ended
@@ -238,7 +238,7 @@ def test_a_model_that_hangs_does_not_delay_the_other(
 
 def test_a_request_for_fp32_gives_fp64() -> None:
     """Positional and by name, also where tensors are among the arguments."""
-    from gradparity.benchmarks.survey.zoo import AtLeastDouble
+    from gradparity.benchmarks.validation.survey.zoo import AtLeastDouble
 
     wide = torch.ones(2, dtype=torch.float64)
     with AtLeastDouble():
@@ -252,7 +252,7 @@ def test_a_request_for_fp32_gives_fp64() -> None:
 
 
 def test_a_mesh_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradparity.benchmarks.survey import zoo
+    from gradparity.benchmarks.validation.survey import zoo
 
     monkeypatch.setattr(zoo, "init_device_mesh", lambda *_, **__: object())
     monkeypatch.setattr(zoo, "_known_mesh", cache(zoo._known_mesh.__wrapped__))
@@ -403,3 +403,31 @@ def test_models_share_ranks_of_two_axes(tmp_path: Path) -> None:
     right, wrong = read_survey(out / "survey.jsonl").models
     assert (right.model, right.verdict) == ("inkling2_text", "right")
     assert [r.name for r in wrong.runs if r.status == "fail"] == [SYNC_LAST]
+
+
+def test_one_plan_is_judged_again_and_all_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradparity.benchmarks.validation.survey import __main__ as tool
+
+    record, work, pages = (tmp_path / name for name in ("old.jsonl", "work", "pages"))
+    record.write_text('{"kind":"header"}\n{"plan":"tp"}\n{"plan":"ep"}\n')
+    monkeypatch.setattr(tool, "RECORD", record)
+    monkeypatch.setattr(tool, "WORK", work)
+    monkeypatch.setattr(tool, "PAGES", pages)
+    monkeypatch.setattr(tool, "FINDINGS", tmp_path)
+    monkeypatch.setattr(tool, "write_pages", lambda: None)
+    tool._begin([])
+    assert not work.exists()
+    tool._begin(["ep"])
+    begun = work / "survey.jsonl"
+    assert begun.read_text() == '{"kind":"header"}\n{"plan":"tp"}\n'
+    for path in (pages, work / "found"):
+        path.mkdir()
+    for name in ("found/a.py", "found/a.json", "page.md"):
+        (work / name).write_text(name)
+    tool._begin(["tp"])  # the same command goes on
+    tool._keep(begun, work / "page.md", work / "found")
+    assert record.read_text() == begun.read_text()
+    assert {path.name for path in pages.iterdir()} == {"a.py", "page.md"}
+    assert (tmp_path / "a.json").read_text() == "found/a.json"

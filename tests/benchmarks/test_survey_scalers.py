@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 import gradparity
-from gradparity.benchmarks.survey_scalers import main, render
-from gradparity.benchmarks.survey_scalers_run import (
+from gradparity.benchmarks.validation.survey_scalers import main, render
+from gradparity.benchmarks.validation.survey_scalers_run import (
     OURS,
     Record,
     judge_peers,

@@ -2,7 +2,7 @@
 
 import json
 
-from gradparity.benchmarks.torch_versions import PAGE, RESULTS, lines
+from gradparity.benchmarks.validation.torch_versions import PAGE, RESULTS, lines
 
 RECORD = json.loads(RESULTS.read_text())
 

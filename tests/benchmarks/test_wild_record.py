@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradparity.benchmarks.wild import (
+from gradparity.benchmarks.validation.wild import (
     BESIDE,
     PACKAGES,
     PAGES,
@@ -65,7 +65,7 @@ def test_a_finding_is_a_script_a_page_and_a_record() -> None:
 def test_a_script_is_short_and_needs_torch_and_the_package_alone(script: Path) -> None:
     source = script.read_text()
     tree = ast.parse(source)
-    assert source.count(frame()) == 1, "python -m gradparity.benchmarks.wild --frame"
+    assert source.count(frame()) == 1, "gradparity bench wild --frame"
     asks_for_cuda = "# - The stand-in for CUDA" in source
     assert source.count(stand_in()) == asks_for_cuda
     own = source.replace(frame(), "").replace(stand_in(), "")
@@ -111,7 +111,9 @@ def test_a_script_without_its_package_is_named_and_shows_nothing(
     name = "megatron-fsdp-no-units"
     record = (RECORDS / f"{name}.json").read_text()
     monkeypatch.setitem(PACKAGES, "megatron-fsdp", "no_such_package_anywhere")
-    monkeypatch.setattr("gradparity.benchmarks.wild.write_pages", lambda: None)
+    monkeypatch.setattr(
+        "gradparity.benchmarks.validation.wild.write_pages", lambda: None
+    )
     assert main([name]) == 1
     out = capsys.readouterr().out.splitlines()
     text = "not run, megatron-fsdp is not installed: make setup-all"

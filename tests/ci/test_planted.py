@@ -1,7 +1,7 @@
 """Five regressions planted into copies of this tree: each turns ``make gate`` red.
 
-The gate takes a minute or so a plant: ``make planted`` runs them, the suite only sees
-to it that each plant still finds its place.
+The gate takes a minute or so a plant: ``gradparity bench planted`` runs them, the suite
+only sees to it that each plant still finds its place.
 """
 
 import os
@@ -80,7 +80,9 @@ def test_the_text_that_a_plant_replaces_occurs_once(name: str) -> None:
 
 
 @pytest.mark.timeout(1000)
-@pytest.mark.skipif("PLANTED" not in os.environ, reason="minutes: make planted")
+@pytest.mark.skipif(
+    "PLANTED" not in os.environ, reason="minutes: gradparity bench planted"
+)
 @pytest.mark.parametrize("name", ["nothing", *PLANTS])
 def test_the_gate_fails_on_each_planted_fault(name: str, tmp_path: Path) -> None:
     tree = tmp_path / "gradparity"

@@ -63,7 +63,7 @@ FAULTY_CASE = "fsdp/2/fp32/sgd/inf@r1s1:up.weight/steps=3"
         (["gate", "R", "--basline", "b"], "did you mean --baseline?"),
         (["--verison"], "did you mean --version?"),
         (["list", "law"], "did you mean laws?"),
-        (["survey", "--plan", "tp"], "python -m gradparity.benchmarks.survey"),
+        (["survey", "--plan", "tp"], "gradparity bench survey"),
         (["run", "--device", "cdua"], "did you mean cuda?"),
         (["run", "--preset", "quik"], "did you mean quick?"),
         (["hunt", "--calls"], "unknown option --calls"),

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from gradparity.benchmarks.survey_scalers_run import OURS
+from gradparity.benchmarks.validation.survey_scalers_run import OURS
 from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.status import Status
 from gradparity.fixtures.peers import PEERS

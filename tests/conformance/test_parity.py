@@ -417,7 +417,7 @@ def test_few_references_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert train(1001) is train(1001)
 
 
-FREQUENCY = "gradparity.benchmarks.wild_workloads:Frequency"
+FREQUENCY = "gradparity.benchmarks.validation.wild_workloads:Frequency"
 STATISTICS = "gradparity.tests.stacks:BatchStatistics"
 ALIKE = "gradparity.tests.stacks:RowsAlike"
 WEAK = "gradparity.tests.stacks:BalancesAGate"

@@ -21,7 +21,7 @@ from gradparity.conformance.script.standalone import standalone_script
 from gradparity.conformance.space.catalogue import Selection, select
 from gradparity.conformance.status import UsageError
 from gradparity.fixtures import OPTIMIZERS
-from gradparity.tests.script_server import Scripts, alone
+from gradparity.tests.scripts import Scripts, alone
 
 TORCH = "torch.amp:GradScaler"
 OURS = "gradparity.scaler:GradScaler"

@@ -20,7 +20,7 @@ from gradparity.tests import stacks
 from gradparity.tests.conformance.test_one_rank import Alone
 from gradparity.tests.extras import needs
 from gradparity.tests.misplaced import StepsTwice
-from gradparity.tests.script_server import LIMIT_S, Scripts, alone
+from gradparity.tests.scripts import LIMIT_S, Scripts, alone
 
 MODULE = "gradparity.tests.stacks"
 ALONE = "gradparity.tests.conformance.test_one_rank"

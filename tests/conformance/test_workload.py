@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -264,9 +263,11 @@ def test_bad_options_are_usage_errors(
     assert words in capsys.readouterr().err
 
 
-def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def command(
+    folder: Path, python: list[str], *words: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *words],
+        [*python, *words],
         capture_output=True,
         text=True,
         cwd=folder,
@@ -275,45 +276,58 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_example_runs_and_replays(tmp_path: Path) -> None:
+def test_the_example_runs_and_replays(tmp_path: Path, warm_python: list[str]) -> None:
     words = ["-m", "gradparity.conformance", "run", "--scaler=none", "--quick"]
     words += [
         "--workload=examples.workload:Stack",
         "--world-size=2",
         f"--out={tmp_path}",
     ]
-    done = command(HERE.parent, *words)
+    done = command(HERE.parent, warm_python, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     report = read_report(tmp_path / "report.jsonl")
     assert {c.status for c in report.cases} == {"pass"}
     assert [*report.header.data] == ["examples.workload:Stack"]
     again = ["replay", report.cases[0].scenario, "--scaler=none", f"--out={tmp_path}"]
-    assert command(HERE.parent, *words[:2], *again).returncode == 0
+    assert command(HERE.parent, warm_python, *words[:2], *again).returncode == 0
 
 
-def test_a_hunt_finds_a_fault_in_a_stack(tmp_path: Path) -> None:
+def test_a_hunt_finds_a_fault_in_a_stack(
+    tmp_path: Path, warm_python: list[str]
+) -> None:
     words = ["-m", "gradparity.conformance", "hunt", "--scaler=none", "--budget=2s"]
     words += ["--workload=stacks:SumsForMean", "--world-size=2"]
     (tmp_path / "stacks.py").write_text((HERE / "stacks.py").read_text())
-    done = command(tmp_path, *words)
+    done = command(tmp_path, warm_python, *words)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "violation of parity." in done.stdout
     assert "model=stacks:SumsForMean" in done.stdout
 
 
 @pytest.mark.slow
-def test_under_torchrun_the_ranks_find_the_workload(tmp_path: Path) -> None:
+def test_under_torchrun_the_ranks_find_the_workload(
+    tmp_path: Path, warm_python: list[str]
+) -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words += ["-m", "gradparity.conformance", "run", "--workload=stacks:Right"]
+    words += [
+        "--no-python",
+        *warm_python,
+        "-m",
+        "gradparity.conformance",
+        "run",
+        "--workload=stacks:Right",
+    ]
     words += ["--preset=parity", "--topology=dp2", "--out=out"]
     (tmp_path / "stacks.py").write_text((HERE / "stacks.py").read_text())
-    done = command(tmp_path, *words)
+    done = command(tmp_path, warm_python, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(read_report(tmp_path / "out" / "report.jsonl").cases) == 3
 
 
 @pytest.mark.slow
-def test_the_pytest_plugin_takes_a_workload(tmp_path: Path) -> None:
+def test_the_pytest_plugin_takes_a_workload(
+    tmp_path: Path, warm_python: list[str]
+) -> None:
     (tmp_path / "stacks.py").write_text((HERE / "stacks.py").read_text())
     options = [
         "--gradparity-scaler=none",
@@ -321,7 +335,7 @@ def test_the_pytest_plugin_takes_a_workload(tmp_path: Path) -> None:
         "--gradparity-quick",
         "--gradparity-topology=dp2",
     ]
-    done = command(tmp_path, "-m", "pytest", "-q", *options)
+    done = command(tmp_path, warm_python, "-m", "pytest", "-q", *options)
     assert done.returncode == 1, done.stdout
     assert "agreement.replicas" in done.stdout
 

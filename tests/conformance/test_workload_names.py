@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.rank.local_parts import full_name
 from gradparity.fixtures.faulty import PlainScaler
-from gradparity.tests.script_server import Scripts
+from gradparity.tests.scripts import Scripts
 from gradparity.tests.stacks import Right
 
 MODULE = "gradparity.tests.conformance.test_workload_names"

@@ -224,7 +224,7 @@ def test_a_policy_gradient_keeps_its_ranks_together(tmp_path: Path) -> None:
 
 
 def test_the_record_is_what_the_page_shows() -> None:
-    from gradparity.benchmarks import integrations, rl
+    from gradparity.benchmarks.validation import integrations, rl
 
     for page, made, record in (
         (integrations.PAGE, integrations.tables, integrations.RESULT),

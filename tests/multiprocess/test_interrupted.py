@@ -49,8 +49,9 @@ class TestIt(TestCase):
     [
         pytest.param(PROGRAM, [], id="program"),
         pytest.param(MARKED, ["-m", "pytest"], id="marker"),
-        pytest.param(MARKED, ["-m", "pytest", "-s"], id="live"),
-        pytest.param(CLASS, ["-m", "pytest"], id="class"),
+        # as the one before, and with the class of the next
+        pytest.param(MARKED, ["-m", "pytest", "-s"], id="live", marks=pytest.mark.slow),
+        pytest.param(CLASS, ["-m", "pytest"], id="class", marks=pytest.mark.slow),
         pytest.param(CLASS, ["-m", "unittest"], id="unittest"),
     ],
 )

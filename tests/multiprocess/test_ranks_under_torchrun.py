@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -157,20 +158,30 @@ with Agent() as agent:
 """
 
 
-def torchrun(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *STANDALONE, *args],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    )
+Torchrun = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path, warm_python: list[str]) -> Torchrun:
+    """torchrun on two ranks, in ``tmp_path``."""
+    launcher = [*warm_python, "-m", "torch.distributed.run", *STANDALONE]
+
+    def run(*program: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*launcher, "--no-python", *warm_python, *program],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+
+    return run
 
 
 @pytest.mark.slow
-def test_a_session_on_torchruns_ranks(tmp_path: Path) -> None:
+def test_a_session_on_torchruns_ranks(torchrun: Torchrun, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     arguments = ("-m", "pytest", "-p", "no:cacheprovider", "-q", "--junitxml=j.xml")
-    done = torchrun(tmp_path, *arguments, "test_it.py")
+    done = torchrun(*arguments, "test_it.py")
     assert done.returncode != 0
     assert done.stdout.count("5 failed, 10 passed, 2 skipped") == 1, done.stdout
     assert "root cause: rank 1: raised ValueError: boo" in done.stdout
@@ -208,9 +219,11 @@ def test_sum():
 
 
 @pytest.mark.slow
-def test_a_session_without_tests_for_ranks_is_left_alone(tmp_path: Path) -> None:
+def test_a_session_without_tests_for_ranks_is_left_alone(
+    torchrun: Torchrun, tmp_path: Path
+) -> None:
     (tmp_path / "test_it.py").write_text(SPMD)
-    done = torchrun(tmp_path, "-m", "pytest", "-p", "no:cacheprovider", "-q")
+    done = torchrun("-m", "pytest", "-p", "no:cacheprovider", "-q")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("1 passed") == 2  # each process has its own, as before
 
@@ -238,20 +251,20 @@ SPMD_WITH_WORDS = (
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "sessions"), [(CLASSES, 1), (SPMD_WITH_WORDS, 2)])
 def test_what_was_collected_says_who_runs_it(
-    tmp_path: Path, text: str, sessions: int
+    torchrun: Torchrun, tmp_path: Path, text: str, sessions: int
 ) -> None:
     (tmp_path / "test_it.py").write_text(text)
     arguments = ("-m", "pytest", "-p", "no:cacheprovider", "-q", "--junitxml=j.xml")
-    done = torchrun(tmp_path, *arguments)
+    done = torchrun(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("1 passed") == sessions, done.stdout
     assert len(list(ElementTree.parse(tmp_path / "j.xml").iter("testcase"))) == 1
 
 
 @pytest.mark.slow
-def test_workers_of_xdist_are_refused(tmp_path: Path) -> None:
+def test_workers_of_xdist_are_refused(torchrun: Torchrun, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(CLASSES)
-    done = torchrun(tmp_path, "-m", "pytest", "-q", "-n", "2")
+    done = torchrun("-m", "pytest", "-q", "-n", "2")
     assert done.returncode != 0
     assert "under torchrun leave out -n" in done.stderr, done.stdout + done.stderr
 
@@ -331,18 +344,24 @@ def test_never_reached():
 
 
 @pytest.mark.slow
-def test_a_session_ends_when_another_process_is_gone(tmp_path: Path) -> None:
+def test_a_session_ends_when_another_process_is_gone(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "test_it.py").write_text(AGENT_KILLED)
     arguments = ("-m", "pytest", "-p", "no:cacheprovider", "-q", "test_it.py")
-    done = torchrun(tmp_path, *arguments)
+    # torchrun waits for the end of a process that it has started itself
+    launcher = [sys.executable, "-m", "torch.distributed.run", *STANDALONE]
+    done = subprocess.run(
+        [*launcher, *arguments], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode != 0
     assert "Exit: rank 1: its process is gone" in done.stdout, done.stdout + done.stderr
     assert "passed" not in done.stdout
 
 
-def test_a_program_whose_rank_0_decides(tmp_path: Path) -> None:
+def test_a_program_whose_rank_0_decides(torchrun: Torchrun, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(AGENTS)
-    done = torchrun(tmp_path, "program.py")
+    done = torchrun("program.py")
     assert done.returncode == 0, done.stderr
     said, kept, *_ = done.stdout.split("\n")
     assert said == "[0, 1] rank 1: raised ValueError: boo"

@@ -15,15 +15,29 @@ from gradparity.conformance.record.orders import VERSION
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 JOBS = str(Path(__file__).with_name("jobs.py"))
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
+TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend", "c10d",
+            "--rdzv-endpoint", "127.0.0.1:0")  # fmt: skip
 
 
-def command(job: str, fault: str = "", ranks: int = 1) -> list[str]:
-    end = [JOBS, job, *([fault] if fault else [])]
-    if ranks == 1:
-        return [sys.executable, *end]
-    return [*TORCHRUN, str(ranks), "--rdzv-backend", "c10d", "--rdzv-endpoint",
-            "127.0.0.1:0", *end]  # fmt: skip
+class Command(Protocol):
+    """The command line of a job."""
+
+    def __call__(self, job: str, fault: str = "", ranks: int = 1) -> list[str]:
+        """Of one process, or of ranks under torchrun."""
+
+
+@pytest.fixture(scope="session")
+def command(warm_python: list[str]) -> Command:
+    """Jobs in a Python that has torch; those on ranks are begun by a new one."""
+
+    def words(job: str, fault: str = "", ranks: int = 1) -> list[str]:
+        end = [JOBS, job, *([fault] if fault else [])]
+        if ranks == 1:
+            return [*warm_python, *end]
+        per_node = f"--nproc-per-node={ranks}"
+        return [*warm_python, *TORCHRUN, per_node, "--no-python", *warm_python, *end]
+
+    return words
 
 
 def record(out: Path, *options: str, of: list[str]) -> subprocess.CompletedProcess[str]:
@@ -35,7 +49,7 @@ def record(out: Path, *options: str, of: list[str]) -> subprocess.CompletedProce
 
 
 @pytest.fixture(scope="session")
-def one(once: Once) -> Path:
+def one(once: Once, command: Command) -> Path:
     """The reference side: one process, with noise."""
 
     def make(folder: Path) -> None:
@@ -68,7 +82,9 @@ class Against(Protocol):
 
 
 @pytest.fixture
-def against(one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Against:
+def against(
+    one: Path, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Against:
     def judge(
         job: str,
         fault: str = "",
@@ -97,7 +113,9 @@ def against(one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ag
         ),
     ],
 )
-def test_a_right_layout_is_the_same(against: Against, job: str, ranks: int) -> None:
+def test_a_right_layout_is_the_same(
+    against: Against, command: Command, job: str, ranks: int
+) -> None:
     code, told, output = against(job, "", ranks, modules=True)
     assert code == 0, told
     assert "start: 21 of 21 tensors have equal bits" in told
@@ -226,13 +244,14 @@ def test_stages_of_a_pipeline_are_one_model(
 
 
 def test_a_resumed_job_is_compared_bit_for_bit(
+    command: Command,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("CHECKPOINT", str(tmp_path / "checkpoint.pt"))
     goes_on = ("--noise", "0", "--steps", "3:6")
-    of = command("plain", "continued")
+    of = [sys.executable, JOBS, "plain", "continued"]  # a Python as users start it
     assert record(tmp_path / "a", *goes_on, of=of).returncode == 0
     for fault, code, words in (
         ("resumed", 0, "same, bit for bit: 399 tensors of 4 steps"),
@@ -253,7 +272,11 @@ def test_a_resumed_job_is_compared_bit_for_bit(
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["plain", "fsdp"])
 def test_a_job_begins_from_the_weights_of_another(
-    one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], job: str
+    one: Path,
+    command: Command,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    job: str,
 ) -> None:
     """Either side may be on ranks."""
     first = command(job, ranks=1 if job == "plain" else 2)
@@ -283,7 +306,7 @@ def test_a_page_shows_each_tensor_at_each_step(
 
 @pytest.mark.slow
 def test_files_of_several_hosts_are_compared_together(
-    one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    one: Path, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     of = command("ddp", ranks=2)
     assert record(tmp_path / "h0", "--noise", "0", of=of).returncode == 0
@@ -302,7 +325,7 @@ def test_files_of_several_hosts_are_compared_together(
 
 
 def test_an_optimizer_that_is_not_torchs_is_recorded_by_two_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = record(tmp_path / "own", "--noise", "0", of=command("own"))
     assert done.returncode == 0, done.stderr
@@ -319,7 +342,7 @@ def test_a_job_without_an_optimizer_ends_with_the_lines_to_add(tmp_path: Path) -
     assert "with gradparity.record(model, optimizer): ..." in done.stderr
 
 
-def test_the_exit_code_is_that_of_the_command(tmp_path: Path) -> None:
+def test_the_exit_code_is_that_of_the_command(command: Command, tmp_path: Path) -> None:
     done = record(tmp_path / "r", of=command("plain", "dies"))
     assert done.returncode == 7
     assert "the command ended with 7 before an optimizer's step was" in done.stderr
@@ -327,7 +350,7 @@ def test_the_exit_code_is_that_of_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_job_that_is_killed_leaves_a_recording_that_says_so(
-    one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    one: Path, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The second run is killed: the first one stays."""
     out = tmp_path / "r"
@@ -341,7 +364,7 @@ def test_a_job_that_is_killed_leaves_a_recording_that_says_so(
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_ends_no_job(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_ends_no_job(command: Command, tmp_path: Path) -> None:
     program = shlex.join([*command("plain"), "full"])
     # no file may be larger than 1 KB
     of = ["bash", "-c", f"ulimit -f 1; trap '' XFSZ; {program}"]
@@ -353,7 +376,9 @@ def test_a_disk_that_is_full_ends_no_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_process_of_a_rank_overwrites_nothing(tmp_path: Path) -> None:
+def test_a_second_process_of_a_rank_overwrites_nothing(
+    command: Command, tmp_path: Path
+) -> None:
     program = shlex.join(command("plain"))
     of = ["bash", "-c", f"{program}; {program} rate"]
     done = record(tmp_path / "r", "--noise", "0", of=of)

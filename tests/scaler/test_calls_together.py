@@ -13,6 +13,7 @@ from torch import nn
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, PeerFailedError, RanksDisagreeError
 from gradparity.tests.beside_torch import scaled_once, torch_plain
+from gradparity.tests.products import pairs
 from gradparity.tests.stepping import (
     FUSED,
     HOW,
@@ -279,11 +280,13 @@ class Failing(GradScaler):
         return super()._unscale_grads_(*args, **kwargs)
 
 
-@FUSED
-@pytest.mark.parametrize("call", MAIN)
-@pytest.mark.parametrize("at", [0, 1])
-@pytest.mark.parametrize("updates", [False, True])
-@pytest.mark.parametrize("cause", ["one rank fails", "ranks disagree"])
+@pairs(
+    FUSED,
+    pytest.mark.parametrize("call", MAIN),
+    pytest.mark.parametrize("at", [0, 1]),
+    pytest.mark.parametrize("updates", [False, True]),
+    pytest.mark.parametrize("cause", ["one rank fails", "ranks disagree"]),
+)
 def test_the_batch_after_an_exception(
     two: Cluster, fused: bool, call: Call, at: int, updates: bool, cause: str
 ) -> None:

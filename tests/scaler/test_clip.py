@@ -15,6 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler
 from gradparity.scaler.local_norms import norms
+from gradparity.tests.products import pairs
 from gradparity.tests.stepping import BOTH, FUSED, exchanged
 
 SCALE = 1024.0
@@ -60,11 +61,13 @@ SHAPES: dict[str, Any] = {
 }
 
 
-@BOTH
-@FUSED
-@pytest.mark.parametrize("shapes", sorted(SHAPES))
-@pytest.mark.parametrize("order", [2.0, 1.0, 3.0, math.inf])
-@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+@pairs(
+    BOTH,
+    FUSED,
+    pytest.mark.parametrize("shapes", sorted(SHAPES)),
+    pytest.mark.parametrize("order", [2.0, 1.0, 3.0, math.inf]),
+    pytest.mark.parametrize("max_norm", [0.5, 1e9]),
+)
 def test_equals_exact_clipping(
     make: Any, fused: bool, shapes: str, order: float, max_norm: float, where: str
 ) -> None:

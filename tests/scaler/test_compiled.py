@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler
+from gradparity.tests.products import pairs
 from gradparity.tests.stepping import BOTH, FUSED, INF, scaled
 
 # torch's own, of graphs that break
@@ -36,9 +37,7 @@ def compiled(scaler: Any, optimizer: Any, parameter: Any, call: str) -> Any:
     return torch.compile(iteration, backend="eager")
 
 
-@BOTH
-@FUSED
-@EACH_CALL
+@pairs(BOTH, FUSED, EACH_CALL)
 def test_compiled_steps_in_one_process(make: Any, fused: bool, call: str) -> None:
     p = torch.zeros(2, requires_grad=True)
     scaler = scaled(make, growth_interval=1)

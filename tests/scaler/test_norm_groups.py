@@ -13,6 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, PeerFailedError, ShardedGradScaler
 from gradparity.tests.agreeing import give_gradient, local, parameter, sgd
+from gradparity.tests.products import pairs
 from gradparity.tests.stepping import (
     HOW,
     acting,
@@ -147,10 +148,12 @@ def exact_norm(layout: Mixed, order: float) -> float:
 
 
 # regression: S2, T2
-@pytest.mark.parametrize("order", [2.0, 3.0, float("inf")])
-@pytest.mark.parametrize("call", CLIPS)
-@pytest.mark.parametrize("name", LAYOUTS)
-@HOW
+@pairs(
+    pytest.mark.parametrize("order", [2.0, 3.0, float("inf")]),
+    pytest.mark.parametrize("call", CLIPS),
+    pytest.mark.parametrize("name", LAYOUTS),
+    HOW,
+)
 def test_each_parameter_is_counted_once(
     four: Cluster, name: str, call: str, order: float, how: str
 ) -> None:

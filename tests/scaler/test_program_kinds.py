@@ -29,6 +29,7 @@ from gradparity.tests.beside_torch import (
     torch_plain,
     torch_sharded,
 )
+from gradparity.tests.products import pairs
 from gradparity.tests.stepping import FUSED, INF, scalar_weight, sgd
 
 OURS = pytest.mark.parametrize("make", [ours_plain, ours_sharded])
@@ -510,10 +511,12 @@ def work(call: Callable[[], None]) -> int:
     return count
 
 
-@OURS
-@FUSED
-@pytest.mark.parametrize(
-    "call", ["step", "unscale_", "clip_grad_norm_", "clip_and_step"]
+@pairs(
+    OURS,
+    FUSED,
+    pytest.mark.parametrize(
+        "call", ["step", "unscale_", "clip_grad_norm_", "clip_and_step"]
+    ),
 )
 def test_the_work_is_linear_in_the_number_of_optimizers(
     make: Any, fused: bool, call: str

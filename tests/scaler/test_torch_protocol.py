@@ -39,6 +39,7 @@ from gradparity.tests.beside_torch import (
     torch_plain,
     torch_sharded,
 )
+from gradparity.tests.products import pairs
 from gradparity.tests.stepping import sgd
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -103,10 +104,12 @@ def unscale(
     return outcome(scaler._unscale_grads_, *args), bits([p.grad for p in params])
 
 
-@PAIRS
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bad", [None, INF, -INF, NAN])
+@pairs(
+    PAIRS,
+    pytest.mark.parametrize("layout", LAYOUTS),
+    pytest.mark.parametrize("dtype", DTYPES, ids=str),
+    pytest.mark.parametrize("bad", [None, INF, -INF, NAN]),
+)
 def test_unscale_grads_of_every_shape_and_dtype(
     pair: Pair, layout: str, dtype: Any, bad: float | None
 ) -> None:

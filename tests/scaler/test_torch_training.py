@@ -19,6 +19,7 @@ from gradparity.tests.beside_torch import (
     bits,
     torch_sharded,
 )
+from gradparity.tests.products import pairs
 
 INF, NAN = float("inf"), float("nan")
 SKIPPED = 2
@@ -161,11 +162,13 @@ def refuse_what_torch_cannot(make: Any, step: Step, flavour: dict[str, bool]) ->
         pytest.skip("torch's sharded class: unscale_, then a fused step, raises (B09)")
 
 
-@CLASSES
-@pytest.mark.parametrize("step", [s for s in PROGRAMS if s is not autocast])
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-@FLAVOUR
+@pairs(
+    CLASSES,
+    pytest.mark.parametrize("step", [s for s in PROGRAMS if s is not autocast]),
+    pytest.mark.parametrize("enabled", [True, False]),
+    pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam]),
+    FLAVOUR,
+)
 def test_training_as_without_a_scaler(
     make: Any, step: Step, enabled: bool, kind: Any, flavour: dict[str, bool]
 ) -> None:

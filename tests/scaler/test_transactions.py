@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradparity import scaler as ours
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, PeerFailedError, ShardedGradScaler
+from gradparity.tests.products import pairs
 from gradparity.tests.stepping import (
     BOTH,
     FUSED,
@@ -213,13 +214,20 @@ def drop_a_batch(
     return steps + 2, scale, tracker + 2
 
 
-@BOTH
-@FUSED
-@BAD
-@SEQUENCE
-@pytest.mark.parametrize(
-    ("before", "updates", "how"),
-    [(0, False, "cpu"), (1, True, "cpu"), (0, True, "settled"), (1, False, "settled")],
+@pairs(
+    BOTH,
+    FUSED,
+    BAD,
+    SEQUENCE,
+    pytest.mark.parametrize(
+        ("before", "updates", "how"),
+        [
+            (0, False, "cpu"),
+            (1, True, "cpu"),
+            (0, True, "settled"),
+            (1, False, "settled"),
+        ],
+    ),
 )
 def test_each_call_out_of_the_scaler_raises_once(
     make: Any, fused: bool, bad: bool, name: str, before: int, updates: bool, how: str
@@ -401,16 +409,18 @@ def test_the_second_of_two_optimizers_raises(
 # - Ranks
 
 
-@SEQUENCE
-@pytest.mark.parametrize(("before", "updates"), [(0, False), (1, True)])
-@pytest.mark.parametrize(
-    ("fused", "alike", "how"),
-    [
-        (False, True, "cpu"),
-        (True, False, "cpu"),
-        (True, True, "settled"),
-        (False, False, "settling"),
-    ],
+@pairs(
+    SEQUENCE,
+    pytest.mark.parametrize(("before", "updates"), [(0, False), (1, True)]),
+    pytest.mark.parametrize(
+        ("fused", "alike", "how"),
+        [
+            (False, True, "cpu"),
+            (True, False, "cpu"),
+            (True, True, "settled"),
+            (False, False, "settling"),
+        ],
+    ),
 )
 def test_each_call_out_raises_once_on_ranks(
     two: Cluster,
@@ -489,7 +499,13 @@ def test_a_call_raises_beside_a_rank_without_an_optimizer(
     assert two.with_options(timeout_s=SOON_S).run(sweep) == [["True"]] * 2
 
 
-@pytest.mark.parametrize(("name", "fused"), [("step", True), ("clip_and_step", False)])
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [
+        pytest.param("step", True, marks=pytest.mark.slow),  # its lines are below, too
+        ("clip_and_step", False),
+    ],
+)
 def test_interrupted_before_each_line_on_ranks(
     two: Cluster, name: str, fused: bool
 ) -> None:

@@ -1,0 +1,314 @@
+"""``gradparity mutants``: every faulty scaler against every law.
+
+Steps: judge the wrong scalers scenario by scenario, so that clusters, runs without a
+scaler and references are shared; leave those out that are caught, unless all is asked
+for; take what is left to the next preset; judge the right ones with several seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from gradparity.benchmarks.validation.mutants_matrix import (
+    Matrix,
+    Row,
+    as_text,
+    write_matrix,
+)
+from gradparity.conformance.cli.arguments import (
+    NARROWING,
+    add_options,
+    folder,
+    repeated,
+)
+from gradparity.conformance.report.terminal import plain
+from gradparity.conformance.run.recorder import make_header
+from gradparity.conformance.run.runner import Case, Runner
+from gradparity.conformance.space.catalogue import Selection, select
+from gradparity.conformance.space.scenario import Scenario
+from gradparity.conformance.status import Status, UsageError
+from gradparity.fixtures.faulty import FAULTY, RIGHT
+
+__all__ = ["MODULE", "MutantSettings", "main", "mutants"]
+
+MODULE = "gradparity.fixtures.faulty"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MutantSettings:
+    """One run over all scalers whose faults are known."""
+
+    selection: Selection
+    folder: str
+    presets: Sequence[str] = ("quick",)
+    """A wrong scaler that one preset misses is judged by the next."""
+    scalers: Sequence[str] = ()
+    """Class names in ``fixtures.faulty``; empty means all."""
+    every: bool = False
+    """Judge wrong scalers in every scenario, also when they have been caught."""
+    seeds: int = 1
+    """Seeds for the right ones."""
+    share: int = 1
+    """Each seed judges the right ones in one of so many parts of the first preset."""
+    out: Path | None = None
+    """Folder for ``mutants.json`` and ``mutants.md``."""
+    timeout_s: float = 30.0
+    quiet: bool = False
+    arguments: Sequence[str] = ()
+    """The command line, for the header."""
+
+    def __post_init__(self) -> None:
+        known = {s.__name__ for s in [*FAULTY, *RIGHT]}
+        for name in self.scalers:
+            if name not in known:
+                raise UsageError(
+                    f"unknown scaler {name!r}: expected a class of {MODULE}, such as "
+                    f"{', '.join(sorted(known)[:3])}"
+                )
+        if self.seeds < 0 or self.share < 1:
+            raise UsageError(
+                f"seeds must be at least 0 and share at least 1, got {self.seeds} and "
+                f"{self.share}"
+            )
+
+
+@dataclass(kw_only=True)
+class _Tally:
+    """A row in the making."""
+
+    scaler: type[Any]
+    law: str
+    tried: int = 0
+    accused: Counter[str] = field(default_factory=Counter)
+    first: tuple[str, str, str] | None = None
+    """Preset, scenario and finding of the first catch."""
+    broken: int = 0
+
+    @property
+    def caught(self) -> bool:
+        return self.law in self.accused
+
+    def take(self, case: Case, preset: str) -> None:
+        failed = [v for v in case.verdicts if v.status == Status.FAIL]
+        self.tried += 1
+        self.broken += case.status is Status.ERROR
+        self.accused.update(v.law for v in failed)
+        # A right scaler has no law that must catch it: any violation of it counts.
+        due = [v for v in failed if v.law == self.law or not self.law]
+        if due and self.first is None:
+            self.first = (preset, case.scenario.id, plain(due[0].message))
+
+    def row(self) -> Row:
+        preset, scenario, message = self.first or ("", "", "")
+        return Row(
+            scaler=self.scaler.__name__,
+            fault=(self.scaler.__doc__ or "").strip().splitlines()[0],
+            law=self.law,
+            tried=self.tried,
+            accused=dict(sorted(self.accused.items())),
+            preset=preset,
+            scenario=scenario,
+            message=message,
+            broken=self.broken,
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse, judge, print.
+
+    Args:
+        argv: arguments after ``gradparity mutants``.
+
+    Returns:
+        As :func:`mutants`.
+
+    Raises:
+        UsageError: if an option has a wrong value.
+    """
+    parsed = _parser().parse_args(argv)
+    settings = MutantSettings(
+        selection=Selection(
+            topologies=parsed.topology,
+            models=parsed.model,
+            precisions=parsed.precision,
+            optimizers=parsed.optimizer,
+            world_size=parsed.world_size,
+            seed=parsed.seed,
+        ),
+        folder=os.getcwd(),
+        presets=parsed.preset or ["quick"],
+        scalers=parsed.only,
+        every=parsed.every,
+        seeds=parsed.seeds,
+        share=parsed.share,
+        out=parsed.out,
+        quiet=parsed.quiet,
+        arguments=["mutants", *argv],
+    )
+    return mutants(settings, Console())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gradparity mutants",
+        description="Check the judge: is each faulty scaler caught by its law?",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--preset", **repeated("NAME", "take what is missed to the next (quick)"))
+    add("--only", **repeated("CLASS", "a class of fixtures.faulty"))
+    add_options(parser, NARROWING)
+    add(
+        "--every",
+        action="store_true",
+        help="judge wrong scalers in all scenarios, caught or not",
+    )
+    add(
+        "--seeds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="seeds for the right scalers (1)",
+    )
+    add(
+        "--share",
+        type=int,
+        default=1,
+        metavar="N",
+        help="each seed takes one Nth of the first preset (1)",
+    )
+    add(
+        "--out",
+        type=folder,
+        metavar="DIR",
+        help="folder for mutants.json and mutants.md",
+    )
+    add("--quiet", action="store_true", help="no progress")
+    return parser
+
+
+def mutants(settings: MutantSettings, console: Console) -> int:
+    """Judge them all, print the matrix, write it if asked to.
+
+    Returns:
+        0 every wrong scaler caught by its law and no right one accused, 1 not so, 3
+        the harness broke.
+
+    Raises:
+        UsageError: for unknown presets, before anything is started.
+    """
+    # an unknown preset is found now, and not after the first one has run
+    for preset in settings.presets:
+        select(preset, settings.selection)
+    started = time.monotonic()
+    runner = Runner(folder=settings.folder, timeout_s=settings.timeout_s)
+    header = make_header(
+        planned=0,  # not known: a scaler that is caught is left out of the rest
+        place=runner.place,
+        preset=" ".join(settings.presets),
+        seed=settings.selection.seed,
+        arguments=settings.arguments,
+    )
+    wanted = settings.scalers
+    wrong = [
+        _Tally(scaler=s, law=b.law)
+        for s, b in FAULTY.items()
+        if not wanted or s.__name__ in wanted
+    ]
+    right = [
+        _Tally(scaler=s, law="") for s in RIGHT if not wanted or s.__name__ in wanted
+    ]
+    with runner:
+        _judge_wrong(settings, runner, wrong, console)
+        _judge_right(settings, runner, right, console)
+    matrix = Matrix(
+        header=header,
+        seeds=settings.seeds,
+        seconds=round(time.monotonic() - started, 1),
+        rows=[tally.row() for tally in [*wrong, *right]],
+    )
+    return _print_matrix(settings, matrix, console)
+
+
+def _judge_wrong(
+    settings: MutantSettings, runner: Runner, wrong: list[_Tally], console: Console
+) -> None:
+    for preset in settings.presets:
+        missed = [t for t in wrong if not t.caught]
+        for scenario in select(preset, settings.selection):
+            due = [t for t in missed if settings.every or not t.caught]
+            if not due:
+                break
+            _judge(settings, runner, due, (preset, scenario))
+            _progress(settings, console, scenario, f"{len(due)} judged", due)
+
+
+def _judge_right(
+    settings: MutantSettings, runner: Runner, right: list[_Tally], console: Console
+) -> None:
+    for preset, scenario in _seeded(settings) if right else ():
+        _judge(settings, runner, right, (preset, scenario))
+        accused = [t for t in right if t.accused]
+        _progress(settings, console, scenario, f"{len(accused)} accused", accused)
+
+
+def _seeded(settings: MutantSettings) -> Iterator[tuple[str, Scenario]]:
+    """Scenarios for the right ones: seeds from the selection's own on."""
+    preset, first = settings.presets[0], settings.selection.seed
+    for seed in range(first, first + settings.seeds):
+        chosen = select(preset, replace(settings.selection, seed=seed))
+        # another part for each seed: together the seeds cover the preset
+        for scenario in chosen[seed % settings.share :: settings.share]:
+            yield preset, scenario
+
+
+def _judge(
+    settings: MutantSettings,
+    runner: Runner,
+    tallies: Sequence[_Tally],
+    where: tuple[str, Scenario],
+) -> None:
+    preset, scenario = where
+    for tally in tallies:
+        # parity is dear where each scaler has a scale, and so references, of its own
+        asked = settings.every or not tally.law or tally.law.startswith("parity")
+        spec = f"{MODULE}:{tally.scaler.__name__}"
+        tally.take(runner.run(spec, scenario, parity=asked), preset)
+
+
+def _progress(
+    settings: MutantSettings,
+    console: Console,
+    scenario: Scenario,
+    text: str,
+    of: Sequence[_Tally],
+) -> None:
+    if not settings.quiet:
+        names = [t.scaler.__name__ for t in of if t.accused][:4]
+        line = plain(f"{scenario.id}: {text} {' '.join(names)}")
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_matrix(settings: MutantSettings, matrix: Matrix, console: Console) -> int:
+    lines = as_text(matrix)
+    console.print(lines, markup=False, highlight=False, soft_wrap=True)
+    if settings.out is not None:
+        path = write_matrix(matrix, settings.out)
+        console.print(f"matrix: {path}", markup=False, soft_wrap=True)
+    for row in matrix.rows:
+        if not row.as_it_should_be:
+            what = "accused" if row.right else f"not caught by {row.law}"
+            text = f"{row.scaler}: {what}: {row.message} {dict(row.accused)}"
+            console.print(plain(text), markup=False, highlight=False, soft_wrap=True)
+    if any(row.broken for row in matrix.rows):
+        return 3
+    return 0 if all(row.as_it_should_be for row in matrix.rows) else 1

@@ -1,0 +1,288 @@
+"""Judge the specimens: faults that people met, each beside its right twin.
+
+    gradparity bench specimens
+
+Broken workloads are judged as ``run --quick --scaler none --fail-fast`` does, right
+ones in all scenarios of ``--quick`` and over several seeds. Beside it stand the means
+that people use (``specimen_peers.py``). The record goes to
+``benchmarks/results/specimens.json`` and its tables to ``docs/specimens.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from gradparity.benchmarks.validation.specimen_peers import STEPS, peers_of
+from gradparity.benchmarks.validation.specimens_tables import lines, write_tables
+from gradparity.conformance import Case, Runner
+from gradparity.conformance.files import write_whole
+from gradparity.conformance.rank.devices import Devices
+from gradparity.conformance.rank.scaler_spec import NO_SCALER
+from gradparity.conformance.report.records import CaseRecord, read_report
+from gradparity.conformance.run.launcher import Pool
+from gradparity.conformance.run.recorder import make_header
+from gradparity.conformance.run.session import RunSettings, run
+from gradparity.conformance.space.catalogue import Selection, select
+from gradparity.conformance.status import UsageError
+from gradparity.fixtures.specimens import ONE_RANK, SPECIMENS, Pair
+from gradparity.multiprocess import Cluster
+
+RESULTS = Path(__file__).parents[1] / "results" / "specimens.json"
+SEEDS = 20
+TIMEOUT_S = 120.0
+"""Seconds for one scenario."""
+ALL = SPECIMENS | ONE_RANK
+
+
+# - The judge
+
+
+def judged(spec: str) -> dict[str, Any]:
+    """The first violation that the judge finds in a workload, if any.
+
+    Args:
+        spec: the workload.
+
+    Returns:
+        ``scenario``, ``laws``, ``parameter``, ``problem``, ``ratio`` (the largest error
+        over its bound) and ``location`` of the case that ended the run, and how many
+        there were.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        settings = RunSettings(
+            scalers=[NO_SCALER],
+            selection=_selection(spec, 0),
+            preset="quick",
+            report=Path(folder) / "report.jsonl",
+            fail_fast=True,
+            timeout_s=TIMEOUT_S,
+            quiet=True,
+        )
+        try:
+            run(settings, Console(quiet=True))
+        except UsageError as error:
+            return _NOTHING | {"problem": str(error)}
+        cases = read_report(settings.path).cases
+    bad = [case for case in cases if case.status in ("fail", "error")]
+    found = _shown(bad[0]) if bad else dict(_NOTHING)
+    return found | {"cases": len(cases)}
+
+
+_NOTHING: dict[str, Any] = {
+    "scenario": "",
+    "laws": [],
+    "parameter": "",
+    "problem": "",
+    "ratio": None,
+    "location": {},
+}
+
+
+def _shown(case: CaseRecord) -> dict[str, Any]:
+    failed = [v for v in case.verdicts if v.status == "fail"]
+    at = getattr(case, "location", None)  # of parity alone; random laws say it so:
+    drew = next((v.cause for v in failed if v.law.startswith("random.")), "")
+    # "Dropout mlp.dropout: ..."
+    module = drew.partition(":")[0].rpartition(" ")[2]
+    located = {"where": "draw", "module": module} if drew else {}
+    return {
+        "scenario": case.scenario,
+        "laws": [v.law for v in failed],
+        "parameter": next((v.parameter for v in failed if v.parameter), ""),
+        "problem": case.problem,
+        "ratio": max((row.ratio for row in case.worst), default=None),
+        "location": located if at is None else {"where": at.where, "module": at.module},
+    }
+
+
+def _selection(spec: str, seed: int) -> Selection:
+    return Selection(workload=spec, no_scaler=True, seed=seed)
+
+
+def judged_right(
+    runner: Runner, spec: str, seed: int, not_tried: str = ""
+) -> Iterator[Case]:
+    """Judge a right workload in all scenarios of ``--quick``.
+
+    Args:
+        runner: of the cases.
+        spec: the workload.
+        seed: of weights and batches.
+        not_tried: a topology, or the beginning of recipes, that is left out.
+    """
+    for scenario in select("quick", _selection(spec, seed)):
+        if not_tried and (
+            scenario.recipe.startswith(not_tried) or scenario.topology == not_tried
+        ):
+            continue
+        yield runner.run(NO_SCALER, scenario)
+
+
+@dataclass
+class Right:
+    """Verdicts on a right workload."""
+
+    accused: list[str] = field(default_factory=list)
+    largest: float = 0.0
+    """Error over its bound, the largest of all comparisons of parity in cases that
+    passed: what departs under a doubt has no verdict."""
+
+    def add(self, case: Case) -> None:
+        """Take one case in."""
+        if case.status.value in ("fail", "error"):
+            laws = [v.law for v in case.verdicts if v.status == "fail"]
+            self.accused.append(
+                f"{case.scenario.id}: {', '.join(laws) or case.problem}"
+            )
+        parity = None if case.evidence is None else case.evidence.parity
+        if case.status.value == "pass" and parity is not None:
+            worst = parity.worst.values()
+            self.largest = max([self.largest, *(row.ratio for row in worst)])
+
+
+# - What came of it
+
+
+def caught(pair: Pair, found: dict[str, Any]) -> bool:
+    """True if a broken workload was found by a law that is right.
+
+    A stack that raises has no verdict: there the report names its call.
+    """
+    if pair.laws == ("liveness.completes",) and ", train_step: " in found["problem"]:
+        return True
+    return bool({*pair.laws} & {*found["laws"]})
+
+
+def placed(pair: Pair, found: dict[str, Any]) -> bool:
+    """True if the named module is right, or none is named where none is at fault."""
+    if not caught(pair, found) or not found["location"]:
+        return False
+    module: str = found["location"]["module"]
+    if not pair.modules:
+        return module == ""
+    return any(f"{module}.".startswith(f"{right}.") for right in pair.modules)
+
+
+def measure(names: Sequence[str], seeds: int, jobs: int, peers: bool) -> dict[str, Any]:
+    """Judge everything; returns the record.
+
+    Args:
+        names: of the specimens.
+        seeds: how many of the right twins.
+        jobs: pairs that are judged at once.
+        peers: whether the other means are tried, too.
+    """
+    header = make_header(
+        planned=0,
+        preset="quick",
+        seed=0,
+        arguments=["bench", "specimens"],
+        place=Pool(Devices(), TIMEOUT_S),
+    )
+    load, start = os.getloadavg()[0], time.monotonic()
+    # while one judge trains references, the ranks of the other have the cores
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as workers:
+        found = {name: workers.submit(_row, name, seeds) for name in names}
+        rows = {}
+        for name, future in found.items():
+            rows[name] = future.result()
+            print(name, json.dumps(rows[name]), flush=True)
+    seconds = time.monotonic() - start
+    if peers:
+        _add_peers({name: row for name, row in rows.items() if name in SPECIMENS})
+    return {
+        "provenance": {
+            "torch": header.torch,
+            "python": header.python,
+            "platform": header.platform,
+            "commit": header.commit,
+            "started": header.started,
+            "cores": os.cpu_count(),
+            "load_average_at_start": round(load, 2),
+        },
+        "seeds": seeds,
+        "steps": STEPS,
+        "seconds": round(seconds, 1),
+        "specimens": {n: row for n, row in rows.items() if n in SPECIMENS},
+        "one_rank": {n: row for n, row in rows.items() if n in ONE_RANK},
+    }
+
+
+def _row(name: str, seeds: int) -> dict[str, Any]:
+    pair = ALL[name]
+    found = judged(pair.broken)
+    right = Right()
+    with Runner(folder=".", timeout_s=TIMEOUT_S) as runner:
+        for seed in range(seeds):
+            for case in judged_right(runner, pair.fixed, seed):
+                right.add(case)
+    return {
+        "fault": pair.fault,
+        "source": pair.source,
+        "is_fault": bool(pair.laws),
+        "broken": found,
+        "caught": caught(pair, found),
+        # most faults of ONE_RANK are in no module
+        "placed": name in SPECIMENS and placed(pair, found),
+        "fixed_accused": right.accused,
+        "fixed_largest": round(right.largest, 3),
+    }
+
+
+def _add_peers(rows: dict[str, dict[str, Any]]) -> None:
+    worlds: dict[int, Cluster] = {}
+    with ExitStack() as stack:
+
+        def cluster(size: int) -> Cluster:
+            if size not in worlds:
+                worlds[size] = stack.enter_context(Cluster(size))
+            return worlds[size]
+
+        for name, row in rows.items():
+            pair = SPECIMENS[name]
+            row["peers"] = {
+                "broken": peers_of(cluster, pair.broken),
+                "fixed": peers_of(cluster, pair.fixed),
+            }
+            print(name, json.dumps(row["peers"]), flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Judge, write the record and the page, print the tables."""
+    parser = argparse.ArgumentParser(prog="specimens", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=ALL, default=None)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--jobs", type=int, default=2, help="pairs judged at once")
+    parser.add_argument("--no-peers", action="store_true", help="the judge alone")
+    parser.add_argument("--page", type=Path, metavar="JSON", help="only write the page")
+    given = parser.parse_args(argv)
+    if given.page is not None:
+        write_tables(json.loads(given.page.read_text()))
+        return 0
+    names = given.only or list(ALL)
+    record = measure(names, given.seeds, given.jobs, not given.no_peers)
+    if given.no_peers:  # what was found is printed
+        return 0
+    if given.only is None:
+        write_whole(RESULTS, json.dumps(record, indent=1) + "\n")
+        write_tables(record)
+    print(*lines(record), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Run standalone scripts, each as ``python PATH`` does."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from gradparity.conformance import Scenario
+from gradparity.conformance.script.standalone import standalone_script
+
+LIMIT_S = 250
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+class Scripts:
+    """Runs scripts in ``folder`` by ``python``, the words of a command."""
+
+    def __init__(self, folder: Path, python: list[str]) -> None:
+        self.path, self.python = folder / "script.py", python
+
+    def __call__(self, scaler: str, scenario: str) -> tuple[int, str]:
+        """The exit code of a scenario's script, and what it said."""
+        done = self._run(scaler, scenario, subprocess.STDOUT)
+        return done.returncode, done.stdout
+
+    def _run(
+        self, scaler: str, scenario: str, errors: int
+    ) -> subprocess.CompletedProcess[str]:
+        self.path.write_text(standalone_script(Scenario.parse(scenario), scaler))
+        return subprocess.run(
+            [*self.python, str(self.path)],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            timeout=LIMIT_S,
+            cwd=self.path.parent,
+            env=ENVIRONMENT,
+        )
+
+
+def alone(folder: Path, scaler: str, scenario: str) -> tuple[int, str]:
+    """As :class:`Scripts`, in a Python of its own, which must not complain."""
+    done = Scripts(folder, [sys.executable])._run(scaler, scenario, subprocess.PIPE)
+    assert done.stderr == ""
+    return done.returncode, done.stdout
