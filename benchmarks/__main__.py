@@ -20,7 +20,7 @@ SPEED = {
     "scale": "a step of the scaler as the world grows: docs/scale.md",
     "harness": "the harness beside torch's test classes: docs/harness-inside.md",
     "loops": "a step of other people's trainers: docs/integrations/cost.md",
-    "record": "record and compare: docs/record.md",
+    "record": "record and compare: docs/recordings.md",
     "report": "the page of a report with 500 scenarios",
     "memory": "memory of a long run",
 }
@@ -37,8 +37,8 @@ VALIDATION = {
     "wild": "the scripts of docs/wild",
     "integrations": "the fp16 steps of trainers: docs/integrations/README.md",
     "rl": "fp16 in reinforcement learning: docs/rl.md",
-    "foreign": "recordings of jobs in other people's loops: docs/record.md",
-    "recorded": "right variants of a recorded job, and faults in it: docs/record.md",
+    "foreign": "recordings of jobs in other people's loops: docs/recordings.md",
+    "recorded": "right variants of a recorded job, and faults: docs/recordings.md",
     "parity": "margin of the bounds: docs/parity.md",
     "repeats": "one verdict N times",
     "torch_versions": "one baseline over versions of torch: docs/gate-tests.md",
@@ -53,6 +53,7 @@ VALIDATION = {
 
 PAGES = {
     "laws_page": "write docs/laws.md from the checks",
+    "recordings_page": "write docs/recordings.md from the records",
     "site": "build the documentation as a site: make site",
 }
 """Tools that make pages, likewise."""

@@ -1,15 +1,15 @@
 """Write the tables of ``docs/recordings.md`` from what was recorded.
 
-    python -m gradparity.benchmarks.recordings_page
+    gradparity bench recordings-page
 
-The figures are those of the benchmarks ``recorded``, ``foreign`` and ``record``.
+The figures are those of the tools ``recorded``, ``foreign`` and ``record``.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,5 +100,6 @@ def cost() -> Iterator[str]:
 TABLES = {"told": told, "jobs": jobs, "cost": cost}
 
 
-if __name__ == "__main__":
+def main(_: Sequence[str] = ()) -> None:
+    """Write all tables of the page."""
     write_between(PAGE, {name: "\n".join(make()) for name, make in TABLES.items()})
