@@ -289,15 +289,20 @@ def keep_values(
             keys = keys_of(box, start, device)
         else:
             keys = _keys_of_rows(box, start, start + len(values), rows)
-        doubles = values.to(torch.float64, copy=True)  # it is changed in place
+        # in their own dtype, which changes no digit, as signs are 1 and -1
+        doubles = (values * keys.signs).to(torch.float64)
         if sizes is not None:
             doubles *= sizes[start : start + chunks.step].abs()
         else:
             digest = digest + _digest(values, keys.words)
-            square = square + doubles.square().sum()
-            largest = torch.maximum(largest, doubles.abs().max())
-            bad = bad + (~torch.isfinite(values)).sum()
-        sketch.index_add_(0, keys.slots, doubles.mul_(keys.signs))
+            square = square + doubles.dot(doubles)
+            low, high = torch.aminmax(values)
+            top = torch.maximum(-low, high).to(torch.float64)
+            largest = torch.maximum(largest, top)
+            # elsewhere a look at the largest would wait for the device
+            if device.type != "cpu" or not math.isfinite(top):
+                bad = bad + (~torch.isfinite(values)).sum()
+        sketch.scatter_add_(0, keys.slots, doubles)
     numbers = torch.stack([square, largest, bad.double()])
     return Kept(digest, torch.zeros_like(digest), sketch, numbers)
 
