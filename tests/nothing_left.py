@@ -116,7 +116,12 @@ def held_by_nobody(before: set[str]) -> list[str]:
     """Describe new names in shared memory; those in use are other people's."""
     new = sorted(shared_memory() - before)
     used = in_use() if new else set()
-    return [f"shared memory {name}" for name in new if name not in used]
+    return [
+        f"shared memory {name}"
+        for name in new
+        # other people's may have gone since it was listed
+        if name not in used and (SHARED_MEMORY / name).exists()
+    ]
 
 
 def in_use() -> set[str]:
