@@ -22,6 +22,7 @@ from gradparity.conformance.record.exact import compare_exactly
 from gradparity.conformance.record.files import Recording, Stored, write_rank
 from gradparity.conformance.record.kept import Box, keep_values
 from gradparity.conformance.record.merge import Run, Whole, read_merged
+from gradparity.conformance.record.modules import OUTPUT
 from gradparity.conformance.record.page import write_page
 
 SIZE = 16
@@ -292,6 +293,19 @@ def test_a_name_with_odd_characters_is_kept_and_escaped(tmp_path: Path) -> None:
     written = Recording(tensors={f"0/0/gradient/{ODD}": part})
     write_rank(tmp_path / "run", 0, written)
     assert read_merged(tmp_path / "run").names("gradient", 0) == [ODD]
+
+
+def test_a_page_begins_with_where_a_difference_begins(tmp_path: Path) -> None:
+    mesh = Side(name="mesh", run=run(4))
+    found = compare(ONE, mesh)
+    block = replace(found.rows[0], kind=OUTPUT, name="blocks.1")
+    where = "where: step 0: in forward."
+    lines = [found.lines[0], where, *found.lines[1:]]
+    found = replace(found, lines=lines, blocks=[block])
+    text = write_page(tmp_path, ONE, mesh, found).read_text()
+    marks = (found.lines[0], where, "<ul", "Outputs of blocks", "<h2>Gradients")
+    places = [text.index(mark) for mark in marks]
+    assert places == sorted(places)
 
 
 def test_an_update_may_round_each_weight_to_either_side() -> None:
