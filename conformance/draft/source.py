@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ...fixtures.imports import importable, look_in
-from ...fixtures.workloads import named
+from ...fixtures.resolving import named
 from ..status import UsageError, as_usage
 
 __all__ = ["Source", "find_source", "load", "names_workload"]
