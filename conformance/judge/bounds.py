@@ -390,7 +390,11 @@ def _typical_noise(truth: Reference, runs: Sequence[Reference]) -> float:
     of their step; of losses there is one a step.
     """
     steps = zip(truth.losses, *(run.losses for run in runs), strict=True)
-    errors = [max(abs(x - true) for x in losses) / abs(true) for true, *losses in steps]
+    errors = [
+        max(abs(x - true) for x in losses) / abs(true)
+        for true, *losses in steps
+        if true  # a loss of 0, as of advantages that cancel, has no relative error
+    ]
     finite = [error for error in errors if np.isfinite(error)]
     return median(finite) if finite else 0.0
 

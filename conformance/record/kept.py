@@ -352,14 +352,15 @@ class Sums(Generic[Key]):
                 continue
             groups.setdefault(alike, []).append((key, each))
         for (read, *_), group in groups.items():
-            taken, batch = read([each for _, each in group])
+            places, batch = read([each for _, each in group])
             if batch is not None:
                 keys = [
-                    (key, each.only_bits) for key, each in map(group.__getitem__, taken)
+                    (key, each.only_bits)
+                    for key, each in map(group.__getitem__, places)
                 ]
                 self._together.append((batch, keys))
-            for number in {*range(len(group))}.difference(taken):
-                key, each = group[number]
+            for place in {*range(len(group))}.difference(places):
+                key, each = group[place]
                 self._alone[key] = _kept_alone(each)
 
     def read(self) -> dict[Key, Kept]:
@@ -382,7 +383,7 @@ def _kept_alone(each: Wanted) -> Kept:
 
 
 def _read_by_kernel(parts: Sequence[Wanted]) -> tuple[list[int], Batch | None]:
-    """Return the numbers of the parts that the kernel reads, and their batch."""
+    """Return which parts the kernel reads, by their places in the list; their batch."""
     kernel, weight = kernel_on(parts[0].part.device), parts[0].weight
     dtypes = {parts[0].part.dtype, *(() if weight is None else (weight.dtype,))}
     if kernel is None or not dtypes <= kernel.DTYPES.keys():

@@ -53,6 +53,16 @@ class ReturnsHalf(ComputesInHalf):
         return loss
 
 
+class LosesNothing(Ddp):
+    """No fault: a loss of 0 at every step, as of advantages that cancel."""
+
+    meshes = ({"dp": 2},)
+
+    def loss(self, output: Tensor, targets: Tensor) -> Any:
+        error = (output - targets).square().mean()
+        return error - error.detach()
+
+
 class TwoHeads(Ddp):
     """No fault: each half of the output has targets, and counts, of its own."""
 
@@ -131,6 +141,11 @@ def test_a_loss_that_is_returned_in_16_bits_is_compared_within_them(
     told = verdict(judged(runner, ReturnsHalf, HALF))
     assert told.status == "pass"
     assert "ranks returned it in bfloat16, and loss() gives float32" in told.message
+
+
+def test_a_loss_of_zero_is_compared(runner: Runner) -> None:
+    right = judged(runner, LosesNothing, FULL)
+    assert right.status == "pass", right.problem
 
 
 @pytest.mark.parametrize("kind", [TwoHeads, DividesByAll])

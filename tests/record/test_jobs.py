@@ -364,9 +364,9 @@ def test_a_job_that_is_killed_leaves_a_recording_that_says_so(
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_ends_no_job(command: Command, tmp_path: Path) -> None:
-    program = shlex.join([*command("plain"), "full"])
-    # no file may be larger than 1 KB
+def test_a_disk_that_is_full_ends_no_job(tmp_path: Path) -> None:
+    program = shlex.join([sys.executable, JOBS, "plain", "full"])
+    # no file of this process may be larger than 1 KB
     of = ["bash", "-c", f"ulimit -f 1; trap '' XFSZ; {program}"]
     done = record(tmp_path / "r", "--noise", "0", of=of)
     assert done.returncode == 2
