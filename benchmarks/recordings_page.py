@@ -2,7 +2,7 @@
 
     gradparity bench recordings-page
 
-The figures are those of the tools ``recorded``, ``foreign`` and ``record``.
+The tools ``recorded``, ``foreign`` and ``record`` measure the figures.
 """
 
 from __future__ import annotations

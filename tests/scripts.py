@@ -39,7 +39,7 @@ class Scripts:
 
 
 def alone(folder: Path, scaler: str, scenario: str) -> tuple[int, str]:
-    """As :class:`Scripts`, in a Python of its own, which must not complain."""
+    """Run a script in a new Python, which must print no warning."""
     done = Scripts(folder, [sys.executable])._run(scaler, scenario, subprocess.PIPE)
     assert done.stderr == ""
     return done.returncode, done.stdout

@@ -25,7 +25,7 @@ HEAVY = (
     *("torch.distributed.fsdp", "torch.distributed.pipelining"),
     *("torch.distributed.tensor", "torch.distributed.tensor.parallel"),
 )
-"""What small jobs import, some of it with their first step."""
+"""Modules that small jobs import, some of them in their first step."""
 
 
 def command(path: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Long sessions of the project's own tests and of its own gate."""
+"""Run long test sessions, and record the baseline of ``make gate``."""
 
 from __future__ import annotations
 

@@ -601,7 +601,7 @@ class _OnOneProcess:
     def _watched(self, run: ReferenceRun, batches: Sequence[Batch]) -> ModuleLog:
         names = {module: name for name, module in run.model.named_modules()}
         scale = 1.0 if run.variant.double else self.scale
-        run.weights_of_heads()  # by a forward of its own, which is not to be seen
+        run.weights_of_heads()  # runs a forward, which must come before the watch
         with watch_modules([run.model], names) as log:
             for batch in batches:
                 run.one_pass(batch, scale)

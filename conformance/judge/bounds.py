@@ -5,7 +5,7 @@ A bound is ``SAFETY_FACTOR`` times the largest error that correct single-process
 of the same precision show against fp64 for this parameter up to this step (errors of
 training do not shrink again), and never less than the median relative noise of all
 parameters at that step (a parameter may be lucky in all references) nor one unit
-roundoff of the compute dtype (of a loss: of its own dtype). No bound has an absolute
+roundoff of the compute dtype (a loss has its own dtype). No bound has an absolute
 floor, so tiny gradients are bounded as tightly as large ones. An update is seen through
 the rounding of the stored fp32 parameter: a run that shows no error may have one of
 half a unit in the last place, so its noise is never less than that. Norm and largest

@@ -34,6 +34,7 @@ from ...fixtures import (
 from ..formulas import equal_but_for_rounding
 from ..rank.buffers import saved_buffers
 from ..rank.layout import digest_of_weights, initial_model
+from ..rank.observe import dtype_name
 from ..rank.routing import ChoiceLog, Choices, chooses_in_forward
 from ..rank.trace import Setting
 from ..space.facts import (
@@ -568,7 +569,7 @@ class ReferenceRun:
             with self.workload.calling("forward"):
                 output = self._forward(part.inputs)
             values, counts = self.workload.objective(output, part.targets)
-            self.loss_dtype = str(values[0].dtype).removeprefix("torch.")
+            self.loss_dtype = dtype_name(values[0].dtype)
             if not counts:
                 losses = self.key.training.losses_of(values[0], output)
                 values = [torch.stack(losses).sum()]

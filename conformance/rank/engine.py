@@ -40,7 +40,7 @@ from .local_parts import (
     parameters_of,
     read_local_parts,
 )
-from .observe import local_part
+from .observe import dtype_name, local_part
 from .routing import Choices
 from .torch_internals import set_loss_function
 from .variation import Reduction, Variation
@@ -349,7 +349,7 @@ class Engine:
             with workload.calling("forward"):
                 output = self.module(part.inputs)
             values, counts = workload.objective(output, part.targets)
-            self.loss_dtype = str(values[0].dtype).removeprefix("torch.")
+            self.loss_dtype = dtype_name(values[0].dtype)
             if counts:
                 return [x * self.scenario.loss_factor for x in values], counts
             return self._losses(values[0], output), counts

@@ -37,6 +37,7 @@ __all__ = [
     "CallLog",
     "ReductionLog",
     "digest",
+    "dtype_name",
     "gradient_places",
     "local_part",
     "non_finite",
@@ -55,6 +56,11 @@ def local_part(tensor: Tensor) -> Tensor:
     # detach one of DTensor's operators: four times the time
     with torch.no_grad():
         return local(tensor).detach()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name of a dtype in ``torch``, such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def digest(tensor: Tensor) -> str:
@@ -304,7 +310,7 @@ class ReductionLog(CallLog):
         # a reduce-scatter has its output before its input, an all-reduce has only one
         for tensor in [*_tensors(args[1:2])] or [*_tensors(args[:1])]:
             if tensor.is_floating_point() and _is_of_parameter(tensor.shape):
-                dtype = str(tensor.dtype).removeprefix("torch.")
+                dtype = dtype_name(tensor.dtype)
                 into.append(
                     Reduction(
                         collective=collective, dtype=dtype, elements=tensor.numel()

@@ -41,7 +41,7 @@ from .fold import steps_again
 from .judged import Judged, JudgedError
 from .layout import replace_stack
 from .local_parts import by_full_name, read_local_parts
-from .observe import CallLog, digest, partial_ranks
+from .observe import CallLog, digest, dtype_name, partial_ranks
 from .recording import (
     digests_of,
     floats,
@@ -171,7 +171,7 @@ class OwnStep:
         seen.collectives = log.collectives
         seen.loss = as_number(workload, "loss", loss)
         if isinstance(loss, Tensor) and loss.is_floating_point():
-            seen.loss_dtype = str(loss.dtype).removeprefix("torch.")
+            seen.loss_dtype = dtype_name(loss.dtype)
         seen.reported_norm = as_number(workload, "norm", norm)
         seen.weight = engine.weight_of(micro_batches)
         now = self._says(seen)

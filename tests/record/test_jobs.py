@@ -23,7 +23,7 @@ class Command(Protocol):
     """The command line of a job."""
 
     def __call__(self, job: str, fault: str = "", ranks: int = 1) -> list[str]:
-        """Of one process, or of ranks under torchrun."""
+        """Return it for one process, or for ranks under torchrun."""
 
 
 @pytest.fixture(scope="session")
