@@ -339,14 +339,8 @@ class Sums(Generic[Key]):
             if part.is_cuda:
                 dtypes = part.dtype, None if weight is None else weight.dtype
                 alike: tuple[Any, ...] = (_read_by_kernel, part.device, dtypes)
-            elif each.only_bits and part.numel() == 1:
-                alike = (
-                    _bits_of_equal,
-                    part.device,
-                    part.dtype,
-                    each.box,
-                    each.rounded,
-                )
+            elif each.only_bits and part.numel() == 1 and part.device.type == "cpu":
+                alike = _bits_of_equal, part.dtype, each.box, each.rounded
             else:
                 self._alone[key] = _kept_alone(each)
                 continue
@@ -399,7 +393,7 @@ def _bits_of_equal(parts: Sequence[Wanted]) -> tuple[list[int], Batch]:
     box, rounded = parts[0].box, parts[0].rounded
     values = torch.stack([each.part.detach().reshape(-1) for each in parts])
     words = keys_of(box, 0, values.device).words
-    digests = torch.zeros(len(parts), 2, dtype=torch.int64, device=values.device)
+    digests = torch.zeros(len(parts), 2, dtype=torch.int64)
     digests[:, 0] = _digest(values, words)
     if rounded:
         digests[:, 1] = _digest(values.to(torch.bfloat16), words)
