@@ -2,9 +2,9 @@
 
     gradparity bench foreign [--job NAME]
 
-Each job of ``foreign_jobs`` is recorded on one process with noise, and compared with
-itself on two and on four ranks, and with three faults on two ranks. The record is
-``results/foreign.json``.
+Each job of ``foreign_jobs`` and ``megatron_jobs`` is recorded on one process with
+noise, and compared with itself on two and on four ranks, and with three faults on two
+ranks. The record is ``results/foreign.json``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Any
 from gradparity.conformance.files import write_whole
 
 RESULTS = Path(__file__).parents[1] / "results" / "foreign.json"
-SCRIPT = str(Path(__file__).with_name("foreign_jobs.py"))
 JOBS = {
     "plain": "torch",
     "accumulating": "torch",
@@ -38,8 +37,17 @@ JOBS = {
     "zero1": "deepspeed",
     "zero2": "deepspeed",
     "zero3": "deepspeed",
+    "megatron-tp": "megatron-core",
+    "megatron-pp": "megatron-core",
+    "megatron-zero": "megatron-core",
+    "megatron-bf16": "megatron-core",
 }
 """Job -> the package whose loop it is."""
+SCRIPTS = {"megatron-core": "megatron_jobs.py"}
+"""Package -> the script that has its jobs, if it is not ``foreign_jobs.py``."""
+STARTS = {"megatron-pp"}
+"""Jobs on ranks that begin from the weights of the job on one process: a stage draws
+other ones."""
 FAULTS = {"half": 1, "twice": 1, "frozen": 1}
 """Fault -> the exit code that tells it."""
 GRADPARITY = (sys.executable, "-m", "gradparity.conformance")
@@ -47,7 +55,8 @@ GRADPARITY = (sys.executable, "-m", "gradparity.conformance")
 
 def command(job: str, ranks: int, fault: str = "") -> list[str]:
     """The command line of a job."""
-    end = [SCRIPT, job, *([fault] if fault else [])]
+    script = Path(__file__).with_name(SCRIPTS.get(JOBS[job], "foreign_jobs.py"))
+    end = [str(script), job, *([fault] if fault else [])]
     if ranks == 1:
         return [sys.executable, *end]
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
@@ -55,10 +64,10 @@ def command(job: str, ranks: int, fault: str = "") -> list[str]:
     return [sys.executable, *launch, *where, *end]
 
 
-def record(folder: Path, name: str, noise: int, of: Sequence[str]) -> float:
+def record(folder: Path, name: str, *options: str, of: Sequence[str]) -> float:
     """Record a job; return the seconds that it took."""
     begin = time.monotonic()
-    program = [*GRADPARITY, "record", name, "--noise", str(noise), "--", *of]
+    program = [*GRADPARITY, "record", name, *options, "--", *of]
     done = subprocess.run(program, cwd=folder, capture_output=True, text=True)
     if not (folder / name / "run.json").exists():
         raise RuntimeError(f"{name}: {done.stdout[-500:]}{done.stderr[-1500:]}")
@@ -76,11 +85,15 @@ def rows(job: str) -> Iterator[dict[str, Any]]:
     """Yield the result of one job on ranks, and of each of its faults."""
     with TemporaryDirectory() as name:
         folder = Path(name)
-        record(folder, "one", 2, command(job, 1))
+        keeps, begins = (
+            (("--keep-start",), ("--start", "one")) if job in STARTS else ((), ())
+        )
+        record(folder, "one", *keeps, of=command(job, 1))
         cases = [(2, ""), (4, ""), *((2, fault) for fault in FAULTS)]
         for ranks, fault in cases:
             run = f"{ranks}{fault}"
-            seconds = record(folder, run, 0, command(job, ranks, fault))
+            of = command(job, ranks, fault)
+            seconds = record(folder, run, "--noise", "0", *begins, of=of)
             code, lines = compare(folder, run)
             size = sum(f.stat().st_size for f in (folder / run).rglob("*.safetensors"))
             yield {

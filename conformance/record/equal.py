@@ -124,11 +124,26 @@ def lacking(
     one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
 ) -> Iterator[str]:
     """Yield what one side lacks, and which replicas differ."""
-    for has, lacks in ((one, other), (other, one)):
-        stepped = {*has.run.names("weight", min(steps))}
-        for name in lacks.run.unstepped:
-            if name in stepped:
-                yield f"no optimizer of {lacks.name} steps {name}, {has.name} has one"
+    partners = {its: mine for mine, its in names.items()}
+    for has, lacks, paired, its_paired in (
+        (one, other, names, partners),
+        (other, one, partners, names),
+    ):
+        stepped = has.run.names("weight", min(steps))
+        theirs = {*lacks.run.names("weight", min(steps))}
+        # then no tensor there can be the partner of one without a partner
+        all_paired = theirs == its_paired.keys() and not lacks.run.unnamed
+        alone = [
+            name
+            for name in stepped
+            if name in lacks.run.unstepped or (all_paired and name not in paired)
+        ]
+        if alone:
+            more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
+            yield (
+                f"{lacks.name} does not train {alone[0]}{more}: no optimizer that was "
+                f"recorded steps it, and one of {has.name} does"
+            )
     for step in steps:
         for mine, its in names.items():
             first = (step, mine) not in one.run.without_gradient

@@ -114,7 +114,7 @@ class Recording(msgspec.Struct):
     notes: list[str] = []
     """Errors of the recorder."""
     tensors: dict[str, Stored] = {}
-    """``optimizer/step/kind/name`` -> what is kept."""
+    """``optimizer/step/kind/number/name`` -> what is kept."""
 
 
 class _Header(msgspec.Struct):

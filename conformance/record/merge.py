@@ -230,7 +230,7 @@ def read_merged(*folders: Path) -> Run:
         scales = {(call.optimizer, call.step): call.scale for call in recording.calls}
         owner = dict[str, str]()
         for key, stored in recording.tensors.items():
-            optimizer, step, kind, name = key.split("/", 3)
+            optimizer, step, kind, _, name = key.split("/", 4)
             if owner.setdefault(name, optimizer) != optimizer:
                 name = f"{name} (optimizer {optimizer})"
             if kind == "gradient" and stored.sketch is not None:

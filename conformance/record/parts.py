@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import gc
 import math
+import operator
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,8 +24,12 @@ from .kept import Box
 
 __all__ = [
     "Part",
+    "Piece",
     "Roots",
     "bare",
+    "boxes_of_range",
+    "copies_of_megatron",
+    "cuts",
     "fp32_range_of",
     "parts_of",
     "place",
@@ -42,6 +48,16 @@ the place of its first element there; None: as it looks."""
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of a local parameter: a box of a whole tensor."""
+
+    name: str
+    first: int
+    """Place of its first element in the flattened local parameter."""
+    box: Box
+
+
+@dataclass(frozen=True)
 class Part:
     """Elements of one parameter on this rank."""
 
@@ -49,13 +65,19 @@ class Part:
     weight: Tensor
     """Local elements; a view of what the optimizer steps."""
     box: Box
-    parameter: Any
-    """Parameter of the model."""
     stepped: Any
     """Tensor in the optimizer's param group: the parameter, or a flat tensor that it is
     a range of."""
-    gradient: Callable[[], tuple[Tensor, Box] | None]
-    """The local gradient that the optimizer is about to use, with its place."""
+    cut: Callable[[Any], tuple[Tensor, Box]]
+    """Takes a tensor that is laid out as ``stepped``, such as its gradient, and gives
+    the elements of this part, and their place."""
+    number: int = 0
+    """Number among the parts of one name on this rank."""
+
+    @property
+    def key(self) -> str:
+        """Number and name."""
+        return f"{self.number}/{self.name}"
 
 
 def place(tensor: Tensor) -> tuple[Tensor, Box]:
@@ -112,18 +134,27 @@ class Roots:
         """The parameters: an id is that of a living object."""
         self.places: Places | None = None
         """Declares what no tensor shows: layouts made by hand, stages, experts."""
+        self.searched: dict[int, Tensor] = {}
+        """id of what no module has -> itself: a flat tensor or a copy."""
+        self.checkpointed: dict[int, tuple[Any, list[Piece]]] = {}
+        """id of a parameter -> itself and its pieces, as checkpoints have them."""
+        self.notes: list[str] = []
+        """Layouts that could not be read."""
 
     def add(self, module: nn.Module) -> None:
         """Name the parameters of a module."""
         self.modules.append(module)
+        self.learn(module)
         for name, parameter in module.named_parameters():
             self.names[id(parameter)] = bare(name)
             self.kept.append(parameter)
 
     def find(self, wanted: Iterable[Tensor]) -> None:
         """Name these parameters, where a module has them."""
-        if all(id(p) in self.names for p in wanted):
+        unknown = {id(p): p for p in wanted if id(p) not in self.names}
+        if unknown.keys() <= self.searched.keys():
             return
+        self.searched |= unknown
         # not isinstance: a lazy proxy would be made
         modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
         children = {
@@ -134,20 +165,31 @@ class Roots:
         for module in sorted(roots, key=_count):  # the largest one names last
             self.add(module)
 
-    def place(self, name: str, parameter: Any) -> tuple[str, Tensor, Box]:
-        """Name, local elements and place of a parameter, as declared or as it looks."""
-        local, box = place(parameter)
+    def learn(self, module: nn.Module) -> None:
+        """Learn the layout of a module of Megatron."""
+        try:
+            self.checkpointed |= pieces_of_megatron(module)
+        except Exception as error:  # its code, and not made for this
+            text = f"sharded_state_dict: {type(error).__name__}: {error}"
+            self.notes.append(text[:400])
+
+    def pieces(self, name: str, parameter: Any) -> list[Piece]:
+        """Pieces of a parameter, as declared, as in a checkpoint, or as it looks."""
         declared = None if self.places is None else self.places(name, parameter)
-        if declared is None:
-            return name, local, box
-        name, shape, offsets = declared
-        return name, local, Box(tuple(shape), tuple(offsets), tuple(local.shape))
+        if declared is not None:
+            name, shape, offsets = declared
+            local = tuple(place(parameter)[0].shape)
+            return [Piece(name, 0, Box(tuple(shape), tuple(offsets), local))]
+        if id(parameter) in self.checkpointed:
+            return self.checkpointed[id(parameter)][1]
+        return [Piece(name, 0, place(parameter)[1])]
 
     def unstepped(self, stepped: Iterable[str]) -> list[str]:
         """Names of parameters that require a gradient and that no optimizer steps."""
         named = (item for m in self.modules for item in m.named_parameters())
-        names = (self.place(bare(name), p)[0] for name, p in named if p.requires_grad)
-        return sorted({*names}.difference(stepped))
+        trained = ((bare(name), p) for name, p in named if p.requires_grad)
+        names = {piece.name for each in trained for piece in self.pieces(*each)}
+        return sorted(names.difference(stepped))
 
 
 def trains(module: nn.Module) -> bool:
@@ -173,23 +215,93 @@ def parts_of(optimizer: Any, roots: Roots) -> Iterator[Part]:
         if adapted:
             yield from adapted
             return
-    for parameter in own:
+    numbers = Counter[str]()
+    wholes = {id(s): (p, first) for s, p, first in copies_of_megatron(roots)}
+    for stepped in own:
+        parameter, first = wholes.get(id(stepped), (stepped, 0))
         name = roots.names.get(id(parameter))
-        if name is not None:
-            name, weight, box = roots.place(name, parameter)
-            gradient = _gradient_of(parameter, box)
-            yield Part(name, weight, box, parameter, parameter, gradient)
+        if name is None:
+            continue
+        for piece in roots.pieces(name, parameter):
+            for cut, box in cuts(stepped, first, piece):
+                number = numbers[piece.name]
+                numbers[piece.name] += 1
+                part = cut(stepped)[0]
+                yield Part(piece.name, part, box, stepped, cut, number)
 
 
-def _gradient_of(parameter: Any, box: Box) -> Callable[[], tuple[Tensor, Box] | None]:
-    def gradient() -> tuple[Tensor, Box] | None:
-        if parameter.grad is None:
-            return None
-        local, own = place(parameter.grad)
-        # a plain gradient lies as its weight does, which may be declared
-        return local, own if own.shape == box.shape else box
+Cut = Callable[[Any], tuple[Tensor, Box]]
 
-    return gradient
+
+def cuts(stepped: Any, first: int, piece: Piece) -> Iterator[tuple[Cut, Box]]:
+    """Yield the boxes of a piece that a tensor has.
+
+    Args:
+        stepped: consecutive elements of a local parameter, or all of them.
+        first: place of the first of them in the flattened local parameter.
+        piece: of the same parameter.
+    """
+    local, _ = place(stepped)
+    box = piece.box
+    if piece.first == first == 0 and box.size == local.numel():
+        yield partial(_placed, local=tuple(local.shape), box=box), box
+        return
+    start = max(first, piece.first)
+    end = min(first + local.numel(), piece.first + box.size)
+    if start >= end:
+        return
+    for offsets, sizes in boxes_of_range(
+        box.local, start - piece.first, end - piece.first
+    ):
+        offset = start - first
+        start += math.prod(sizes)
+        within = tuple(map(operator.add, box.offsets, offsets))
+        each = Box(box.shape, within, sizes)
+        yield partial(_range_of, first=offset, box=each), each
+
+
+def _placed(tensor: Any, *, local: tuple[int, ...], box: Box) -> tuple[Tensor, Box]:
+    """The local elements of a tensor; a plain one lies as its weight does."""
+    part, own = place(tensor)
+    if own.shape == box.shape:
+        return part, own
+    return part.view(box.local) if tuple(part.shape) == local else part, box
+
+
+def _range_of(tensor: Any, *, first: int, box: Box) -> tuple[Tensor, Box]:
+    part = tensor.detach().reshape(-1).narrow(0, first, box.size)
+    return part.view(box.local), box
+
+
+def boxes_of_range(
+    shape: Sequence[int], start: int, end: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a range of a flattened tensor into boxes, in the order of their elements.
+
+    Returns:
+        Offsets and sizes of each box; at most two for each dim, and one.
+    """
+    if start >= end:
+        return []
+    if len(shape) < 2:
+        return [((start,) * len(shape), (end - start,) * len(shape))]
+    row = math.prod(shape[1:])
+    head, tail = -(-start // row), end // row
+    if head > tail:  # within one row
+        return _boxes_in_row(shape, tail, start, end)
+    boxes = _boxes_in_row(shape, head - 1, start, head * row)
+    if head < tail:
+        zeros = (0,) * (len(shape) - 1)
+        boxes.append(((head, *zeros), (tail - head, *shape[1:])))
+    return boxes + _boxes_in_row(shape, tail, tail * row, end)
+
+
+def _boxes_in_row(
+    shape: Sequence[int], row: int, start: int, end: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    before = row * math.prod(shape[1:])
+    boxes = boxes_of_range(shape[1:], start - before, end - before)
+    return [((row, *offsets), (1, *sizes)) for offsets, sizes in boxes]
 
 
 # - Layouts that hide parameters in flat tensors; their attributes are not public
@@ -207,8 +319,8 @@ def _of_deepspeed(own: Sequence[Any], roots: Roots) -> Iterator[Part]:
                 # the fragment is a view of it
                 first = (fragment.data_ptr() - flat.data_ptr()) // flat.element_size()
                 if 0 <= first < flat.numel():
-                    ranged = _range_of(flat, first, fragment.numel(), box)
-                    yield Part(bare(name), fragment, box, parameter, flat, ranged)
+                    cut = partial(_range_of, first=first, box=box)
+                    yield Part(bare(name), fragment, box, flat, cut)
 
 
 def fp32_range_of(parameter: Any) -> tuple[Tensor, Box] | None:
@@ -233,14 +345,6 @@ def fp32_range_of(parameter: Any) -> tuple[Tensor, Box] | None:
     return fragment, Box(shape, (start,), (fragment.numel(),))
 
 
-def _range_of(
-    flat: Any, first: int, size: int, box: Box
-) -> Callable[[], tuple[Tensor, Box] | None]:
-    return lambda: (
-        None if flat.grad is None else (flat.grad.narrow(0, first, size), box)
-    )
-
-
 def _of_fsdp1(own: Sequence[Any], roots: Roots) -> Iterator[Part]:
     """FSDP1 with original parameters: views of a range of a flat tensor."""
     infos: dict[int, tuple[Any, tuple[int, ...]]] = {}
@@ -262,15 +366,104 @@ def _of_fsdp1(own: Sequence[Any], roots: Roots) -> Iterator[Part]:
         weight = parameter.detach().reshape(-1)
         start = info.intra_param_start_idx if info.in_shard else 0
         box = Box(shape, (start,), (weight.numel(),))
-        gradient = _flat_gradient_of(parameter, box)
-        yield Part(name, weight, box, parameter, parameter, gradient)
+        cut = partial(_range_of, first=0, box=box)
+        yield Part(name, weight, box, parameter, cut)
 
 
-def _flat_gradient_of(
-    parameter: Any, box: Box
-) -> Callable[[], tuple[Tensor, Box] | None]:
-    def gradient() -> tuple[Tensor, Box] | None:
-        grad = parameter.grad
-        return None if grad is None else (grad.detach().reshape(-1), box)
+# - Megatron: a model says itself how its checkpoints lay it out
 
-    return gradient
+
+def pieces_of_megatron(module: nn.Module) -> dict[int, tuple[Any, list[Piece]]]:
+    """Read the layout of a model from its ``sharded_state_dict``.
+
+    It knows the layers of a stage, experts, tensor parallelism, and gated layers, of
+    which each half is sharded.
+
+    Returns:
+        id of a parameter -> itself and its pieces.
+    """
+    pieces: dict[int, tuple[Any, list[Piece]]] = {}
+    prefix = ""
+    for path, each in module.named_modules():
+        if hasattr(each, "sharded_state_dict") and not (
+            prefix and f"{path}.".startswith(prefix)
+        ):
+            prefix = f"{path}." if path else ""
+            named = {bare(name): p for name, p in each.named_parameters()}
+            for name, sharded in each.sharded_state_dict().items():
+                if (parameter := named.get(bare(name))) is not None:
+                    of_parameter = [
+                        _piece_of(bare(f"{prefix}{name}"), parameter, shard)
+                        for shard in _shards(sharded)
+                        if shard.data.is_contiguous()
+                    ]
+                    pieces[id(parameter)] = parameter, of_parameter
+            if not path:
+                break
+    return pieces
+
+
+def _shards(sharded: Any) -> list[Any]:
+    """The shards of one entry of a checkpoint: itself, or what its factory makes."""
+    if hasattr(sharded, "build"):
+        sharded = sharded.build()
+    if isinstance(sharded, dict):
+        sharded = [*sharded.values()]
+    nested = sharded if isinstance(sharded, list | tuple) else [sharded]
+    return [shard for shard in nested if isinstance(shard.data, Tensor)]
+
+
+def _piece_of(name: str, parameter: Tensor, shard: Any) -> Piece:
+    axes = shard.prepend_axis_num  # of layers and experts, one number each
+    numbers, offsets = shard.global_offset[:axes], shard.global_offset[axes:]
+    path = name.split(".")
+    local = [place for place, word in enumerate(path) if word.isdigit()]
+    if len(local) == len(numbers):
+        for index, number in zip(local, numbers, strict=True):
+            path[index] = str(number)
+        name = ".".join(path)
+    else:
+        name = ".".join([shard.key, *map(str, numbers)])
+    first = shard.data.data_ptr() - parameter.data_ptr()
+    box = Box(tuple(shard.global_shape[axes:]), offsets, tuple(shard.data.shape))
+    return Piece(name, first // parameter.element_size(), box)
+
+
+GROUPS = (
+    ("model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups"),
+    ("model_fp32_groups", "shard_fp32_groups", "shard_fp32_groups"),
+)
+"""Lists of a distributed optimizer: parameters, this rank's range of each, and what is
+stepped in its place."""
+
+
+def copies_of_megatron(roots: Roots) -> list[tuple[Tensor, Any, int]]:
+    """Find what Megatron's optimizers step in place of parameters.
+
+    Returns:
+        An fp32 copy or a rank's range of it, the parameter, and the place of the first
+        element in the flattened parameter.
+    """
+    copies: list[tuple[Tensor, Any, int]] = []
+    for parameter, _ in roots.checkpointed.values():
+        main = getattr(parameter, "main_param", None)
+        if isinstance(main, Tensor) and main.numel() == parameter.numel():
+            copies.append((main, parameter, 0))
+    for optimizer in _distributed_optimizers():
+        for names in GROUPS:
+            for groups in zip(*(getattr(optimizer, n) for n in names), strict=True):
+                for parameter, part, stepped in zip(*groups, strict=True):
+                    if stepped is not None:
+                        first = part.data_ptr() - parameter.data_ptr()
+                        copies.append(
+                            (stepped, parameter, first // part.element_size())
+                        )
+    return copies
+
+
+def _distributed_optimizers() -> list[Any]:
+    module = sys.modules.get("megatron.core.optimizer.distrib_optimizer")
+    if module is None:
+        return []
+    kind = module.DistributedOptimizer
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]

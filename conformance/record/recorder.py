@@ -55,9 +55,9 @@ class _Step:
     call: Call
     parts: list[Part]
     sums: Sums[tuple[str, str]]
-    """(kind, name) of what is read before the step."""
+    """(kind, key of a part) of what is read before the step."""
     gradients: dict[str, tuple[Tensor, Box]]
-    """Name -> gradient and its place, until the step has ended."""
+    """Key of a part -> gradient and its place, until the step has ended."""
     after: Sums[tuple[str, str]] | None = None
     """The same as ``sums``, of what is read after it."""
 
@@ -65,17 +65,17 @@ class _Step:
         """Yield key and numbers of each tensor, read from its device."""
         start = f"{self.call.optimizer}/{self.call.step}"
         boxes, kept = self.sums.boxes, self.sums.read()
-        for (kind, name), each in kept.items():
+        for (kind, part), each in kept.items():
             if kind != "before":
-                yield f"{start}/{kind}/{name}", Stored.of(boxes[kind, name], each)
-        units = {p.name: torch.finfo(p.weight.dtype).eps for p in self.parts}
+                yield f"{start}/{kind}/{part}", Stored.of(boxes[kind, part], each)
+        units = {p.key: torch.finfo(p.weight.dtype).eps for p in self.parts}
         after = {} if self.after is None else self.after.read()
-        for name in (name for kind, name in after if kind == "again"):
+        for part in (part for kind, part in after if kind == "again"):
             # a kernel that divides gradients leaves others than it was given
-            if torch.equal(after["again", name].digest, kept["gradient", name].digest):
-                before = kept["before", name]
-                update = after["after", name].update(before, units[name])
-                yield f"{start}/update/{name}", Stored.of(boxes["before", name], update)
+            if torch.equal(after["again", part].digest, kept["gradient", part].digest):
+                before = kept["before", part]
+                update = after["after", part].update(before, units[part])
+                yield f"{start}/update/{part}", Stored.of(boxes["before", part], update)
 
 
 class Recorder:
@@ -281,25 +281,23 @@ class Recorder:
         wanted: dict[tuple[str, str], Wanted] = {}
         for part in parts:
             wanted |= _bits_of(optimizer, part)
-            gradient_and_box = part.gradient()
-            if gradient_and_box is None:
+            if part.stepped.grad is None:
                 call.without_gradient.append(part.name)
                 continue
-            gradient, box = gradient_and_box
-            gradients[part.name] = gradient_and_box
-            wanted["gradient", part.name] = Wanted(gradient, box)
+            gradient, box = gradients[part.key] = part.cut(part.stepped.grad)
+            wanted["gradient", part.key] = Wanted(gradient, box)
             if box == part.box:
-                wanted["before", part.name] = Wanted(part.weight, box, weight=gradient)
+                wanted["before", part.key] = Wanted(part.weight, box, weight=gradient)
         return _Step(call, parts, Sums(wanted), gradients)
 
     def _read_after(self, step: _Step) -> None:
         wanted: dict[tuple[str, str], Wanted] = {}
         for part in step.parts:
-            if ("before", part.name) not in step.sums.boxes:
+            if ("before", part.key) not in step.sums.boxes:
                 continue
-            gradient, box = step.gradients[part.name]
-            wanted["after", part.name] = Wanted(part.weight, box, weight=gradient)
-            wanted["again", part.name] = Wanted(gradient, box, only_bits=True)
+            gradient, box = step.gradients[part.key]
+            wanted["after", part.key] = Wanted(part.weight, box, weight=gradient)
+            wanted["again", part.key] = Wanted(gradient, box, only_bits=True)
         step.after = Sums(wanted)
         step.gradients.clear()
 
@@ -307,8 +305,8 @@ class Recorder:
         wanted: dict[str, Wanted] = {}
         for number, optimizer, _ in self.optimizers.values():
             for part in parts_of(optimizer, self.roots):
-                for (kind, name), each in _bits_of(optimizer, part).items():
-                    wanted[f"{number}/{self.steps.stop}/{kind}/{name}"] = each
+                for (kind, key), each in _bits_of(optimizer, part).items():
+                    wanted[f"{number}/{self.steps.stop}/{kind}/{key}"] = each
         self.final = Sums(wanted)
 
     # - The end
@@ -345,10 +343,11 @@ class Recorder:
             step.call.scale = _read(step.call.scale)
             step.call.found_inf = _read(step.call.found_inf)
             out.tensors.update(step.stored())
+        out.notes += self.roots.notes
         if self.blocks is not None:
             out.rows_of_blocks = {**self.blocks.rows}
             for (at, kind, name), (box, sums) in self.blocks.kept.items():
-                out.tensors[f"0/{at}/{kind}/{name}"] = Stored.of(box, sums)
+                out.tensors[f"0/{at}/{kind}/0/{name}"] = Stored.of(box, sums)
         if self.final is not None:
             for key, sums in self.final.read().items():
                 out.tensors[key] = Stored.of(self.final.boxes[key], sums)
@@ -377,15 +376,13 @@ class Recorder:
 def _bits_of(optimizer: Any, part: Part) -> dict[tuple[str, str], Wanted]:
     """Ask for the digests of a weight and of what the optimizer has stored for it."""
     weight = Wanted(part.weight, part.box, only_bits=True, rounded=True)
-    bits = {("weight", part.name): weight}
+    bits = {("weight", part.key): weight}
     state = getattr(optimizer, "state", None) or {}
-    for key, value in state.get(part.parameter, {}).items():
-        if not isinstance(value, Tensor):
-            continue
-        local, box = place(value)
-        if local.shape == part.weight.shape:  # flat ranges know no other place
-            box = part.box
-        bits[f"state.{key}", part.name] = Wanted(local, box, only_bits=True)
+    for key, value in state.get(part.stepped, {}).items():
+        if isinstance(value, Tensor):
+            alike = value.shape == part.stepped.shape
+            local, box = part.cut(value) if alike else place(value)
+            bits[f"state.{key}", part.key] = Wanted(local, box, only_bits=True)
     return bits
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .kept import Box, mix, places_of
-from .parts import Roots, bare, fp32_range_of
+from .parts import Roots, bare, copies_of_megatron, cuts, fp32_range_of
 
 __all__ = ["begin_from", "nudge", "write_start"]
 
@@ -34,10 +34,15 @@ PLACES = "gradparity.places"
 
 
 def _weights(module: nn.Module, roots: Roots) -> Iterator[tuple[str, Tensor, Box]]:
-    """Name, local elements and place of what a model trains.
+    """Name, local elements and place of each piece of what a model trains.
 
-    fp32 masters that a parameter knows come before the parameter, under its name.
+    fp32 masters of a parameter come under its name, too.
     """
+    roots.learn(module)
+    masters: dict[int, list[tuple[Tensor, int]]] = {}
+    for stepped, whole, first in copies_of_megatron(roots):
+        if stepped.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+            masters.setdefault(id(whole), []).append((stepped, first))
     parameter: Any  # with what DeepSpeed adds
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
@@ -46,12 +51,16 @@ def _weights(module: nn.Module, roots: Roots) -> Iterator[tuple[str, Tensor, Box
         if master is not None:
             yield bare(name), *master
         if hasattr(parameter, "ds_tensor"):  # ZeRO 3 shows an empty parameter
-            whole, part = tuple(parameter.ds_shape), parameter.ds_tensor
+            shape, part = tuple(parameter.ds_shape), parameter.ds_tensor
             start = master[1].offsets if master else (0,)
             part = part.detach().narrow(0, 0, master[1].size if master else 0)
-            yield bare(name), part, Box(whole, start, tuple(part.shape))
+            yield bare(name), part, Box(shape, start, tuple(part.shape))
             continue
-        yield roots.place(bare(name), parameter)
+        pieces = roots.pieces(bare(name), parameter)
+        for tensor, first in [*masters.get(id(parameter), ()), (parameter, 0)]:
+            for piece in pieces:
+                for cut, _ in cuts(tensor, first, piece):
+                    yield piece.name, *cut(tensor)
 
 
 @torch.no_grad()
@@ -85,9 +94,11 @@ def write_start(folder: Path, rank: int, module: nn.Module, roots: Roots) -> Non
     """Write the weights of a model on this rank, whole or not at all."""
     weights = dict[str, Tensor]()
     boxes = dict[str, Box]()
-    for name, part, box in _weights(module, roots):
-        weights.setdefault(name, part.cpu().contiguous())  # a master, if there is one
-        boxes.setdefault(name, box)
+    for number, (name, part, box) in enumerate(_weights(module, roots)):
+        weights[f"{number}/{name}"] = part.cpu().clone(
+            memory_format=torch.contiguous_format
+        )
+        boxes[f"{number}/{name}"] = box
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"start-{rank}-{len([*folder.glob(f'start-{rank}-*')])}.safetensors"
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
@@ -108,20 +119,19 @@ def begin_from(folder: Path, module: nn.Module, roots: Roots) -> str:
         A note on parameters that keep their values, if there are any.
     """
     wanted = {name: box.shape for name, _, box in _weights(module, roots)}
-    whole_by_name: dict[str, Tensor] = {}
+    parts_by_name: dict[str, list[tuple[Tensor, Box]]] = {}
     for path in sorted(folder.glob("start-*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
                 raw = (file.metadata() or {}).get(PLACES, "{}")
                 boxes = msgspec.json.decode(raw, type=dict[str, Box])
-                for name in boxes.keys() & wanted.keys():
-                    box, part = boxes[name], file.get_tensor(name)
-                    whole = whole_by_name.setdefault(
-                        name, part.new_full(box.shape, torch.nan)
-                    )
-                    _range(whole, box).copy_(part)
+                for key, box in boxes.items():
+                    if (name := key.split("/", 1)[1]) in wanted:
+                        part = file.get_tensor(key)
+                        parts_by_name.setdefault(name, []).append((part, box))
         except (SafetensorError, msgspec.DecodeError) as error:
             raise ValueError(f"{path}: holds no weights: {error}") from error
+    whole_by_name = {name: _whole(parts) for name, parts in parts_by_name.items()}
     left = dict[str, None]()
     for name, part, box in _weights(module, roots):
         whole = whole_by_name.get(name, torch.empty(0))
@@ -133,6 +143,17 @@ def begin_from(folder: Path, module: nn.Module, roots: Roots) -> str:
         return ""
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
     return f"{folder} has no whole {next(iter(left))}{more}: own weights were kept"
+
+
+def _whole(parts: list[tuple[Tensor, Box]]) -> Tensor:
+    """The whole tensor of which these are parts; nan where none is."""
+    parts.sort(key=lambda each: each[0].element_size())  # masters overwrite
+    last, box = parts[-1]
+    whole = last.new_full(box.shape, torch.nan)
+    for part, box in parts:
+        if box.shape == whole.shape:
+            _range(whole, box).copy_(part.view(box.local))
+    return whole
 
 
 def _range(whole: Tensor, box: Box) -> Tensor:

@@ -10,7 +10,7 @@ from gradparity.benchmarks.validation import sessions
 from gradparity.conformance.__main__ import main
 
 FOLDER = Path(next(iter(benchmarks.__path__)))
-JOBS = {"foreign_jobs"}
+JOBS = {"foreign_jobs", "megatron_jobs"}
 """Programs that a tool runs."""
 
 

@@ -211,7 +211,7 @@ def not_proved() -> Run:
         (
             replace(run(4), unstepped=("b",)),
             DIFFERENT,
-            "no optimizer of mesh steps b, one has one",
+            "mesh does not train b: no optimizer that was recorded steps it",
         ),
         (
             replace(run(4), without_gradient=frozenset({(1, "c")})),
@@ -231,6 +231,21 @@ def test_what_must_be_equal_comes_first(other: Run, code: int, words: str) -> No
     found = against(other)
     assert found.code == code, found.lines
     assert found.lines[0].startswith(words)
+
+
+def test_a_parameter_that_one_side_does_not_train_comes_first() -> None:
+    """Not, if the other side has a tensor of another start, which may be the same."""
+    frozen = run(4)
+    two = {key: each for key, each in frozen.tensors.items() if key[2] != "b"}
+    found = against(replace(frozen, tensors=two))
+    assert found.code == DIFFERENT
+    assert found.lines[0].startswith("mesh does not train b: ")
+    more = {key: each for key, each in ONE.run.tensors.items() if key[2] != "b"}
+    found = against(run(4), replace(ONE, run=replace(ONE.run, tensors=more)))
+    assert found.code == DIFFERENT
+    assert found.lines[0].startswith("one does not train b: ")
+    assert against(replace(frozen, tensors=two, unnamed=1)).code == SAME
+    assert against(not_proved()).code == SAME
 
 
 def test_a_choice_of_an_implementation_is_no_other_setting() -> None:
@@ -290,7 +305,7 @@ def test_a_name_with_odd_characters_is_kept_and_escaped(tmp_path: Path) -> None:
     assert "\x1b" not in text
     box = Box((2,), (0,), (2,))
     part = Stored.of(box, keep_values(torch.ones(2), box))
-    written = Recording(tensors={f"0/0/gradient/{ODD}": part})
+    written = Recording(tensors={f"0/0/gradient/0/{ODD}": part})
     write_rank(tmp_path / "run", 0, written)
     assert read_merged(tmp_path / "run").names("gradient", 0) == [ODD]
 

@@ -1,0 +1,275 @@
+"""Parts of Megatron's layouts, from stand-ins: those of all ranks are the whole."""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradparity.benchmarks.validation import foreign
+from gradparity.conformance.record.files import Stored
+from gradparity.conformance.record.kept import keep_values
+from gradparity.conformance.record.merge import Whole, merge
+from gradparity.conformance.record.parts import (
+    Part,
+    Roots,
+    boxes_of_range,
+    parts_of,
+)
+from gradparity.conformance.record.weights import begin_from, nudge, write_start
+
+LAYERS, FEATURES, HIDDEN = 2, 6, 8
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (2, 3, 4), (2, 1, 2, 3)])
+def test_a_range_is_cut_into_boxes(shape: tuple[int, ...]) -> None:
+    whole = torch.arange(math.prod(shape)).view(shape)
+    flat = whole.view(-1)
+    for start in range(len(flat) + 1):
+        for end in range(start, len(flat) + 1):
+            elements = [flat[:0]]
+            boxes = boxes_of_range(shape, start, end)
+            for offsets, sizes in boxes:
+                part = whole
+                for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                    part = part.narrow(dim, offset, size)
+                elements.append(part.reshape(-1))
+            assert torch.equal(torch.cat(elements), flat[start:end])
+            assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+# - Stand-ins: what is read of Megatron, and no more
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One entry of a sharded state dict; layers are an axis in front."""
+
+    key: str
+    data: Tensor
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    prepend_axis_num: int = 1
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A gated layer: each half is sharded."""
+
+    shards: list[Shard]
+
+    def build(self) -> list[Shard]:
+        return self.shards
+
+
+class Layer(nn.Module):
+    def __init__(self, up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(1, 1, False) for _ in range(2))
+        self.up.weight.data, self.down.weight.data = up, down
+        self.norm = nn.Parameter(torch.ones(HIDDEN))
+
+
+class Stage(nn.Module):
+    """Layers of one rank of ``tp`` x ``pp``; names count layers from 0."""
+
+    def __init__(self, tp: int, pp: int, rank: int) -> None:
+        super().__init__()
+        self.tp, self.rank = tp, rank % tp
+        own = LAYERS // pp
+        self.first = rank // tp * own
+        self.layers = nn.ModuleList()
+        for number in range(self.first, self.first + own):
+            torch.manual_seed(number)
+            gate, up = torch.randn(2, FEATURES, HIDDEN)
+            down = torch.randn(HIDDEN, FEATURES)
+            mine = torch.cat([half.chunk(tp)[self.rank] for half in (gate, up)])
+            self.layers.append(Layer(mine, down.chunk(tp, 1)[self.rank].contiguous()))
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"layers.0.up._extra_state": None}
+        layer: Any
+        for local, layer in enumerate(self.layers):
+            number, width = local + self.first, FEATURES // self.tp
+            gate, up = (
+                Shard(
+                    "layers.up.weight",
+                    half,
+                    (LAYERS, 2 * FEATURES, HIDDEN),
+                    (number, side * FEATURES + self.rank * width, 0),
+                )
+                for side, half in enumerate(layer.up.weight.detach().chunk(2))
+            )
+            found[f"layers.{local}.up.weight"] = Halves([gate, up])
+            found[f"layers.{local}.down.weight"] = Shard(
+                "layers.down.weight",
+                layer.down.weight,
+                (LAYERS, HIDDEN, FEATURES),
+                (number, 0, self.rank * width),
+            )
+            found[f"layers.{local}.norm"] = Shard(
+                "layers.norm", layer.norm, (LAYERS, HIDDEN), (number, 0)
+            )
+        return found
+
+
+class DistributedOptimizer:
+    """Ranges of parameters, in order; fp32 copies of them if these are in bf16."""
+
+    def __init__(self, model: nn.Module, ranks: int, rank: int) -> None:
+        names = ("model_float16_groups", "shard_float16_groups",
+                 "shard_fp32_from_float16_groups", "model_fp32_groups",
+                 "shard_fp32_groups")  # fmt: skip
+        for name in names:
+            setattr(self, name, [[]])
+        parameters = [*model.parameters()]
+        share = -(-sum(p.numel() for p in parameters) // ranks)
+        first = 0
+        steps: list[Tensor] = []
+        for parameter in parameters:
+            start = min(max(0, rank * share - first), parameter.numel())
+            end = min(max(0, (rank + 1) * share - first), parameter.numel())
+            first += parameter.numel()
+            if start < end:
+                part = parameter.detach().view(-1)[start:end]
+                steps.append(self._add(parameter, part))
+        self.optimizer = torch.optim.AdamW(steps)
+
+    def _add(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+        lists: dict[str, Any] = vars(self)
+        if parameter.dtype == torch.float32:
+            lists["model_fp32_groups"][0].append(parameter)
+            lists["shard_fp32_groups"][0].append(part)
+            return part
+        copy = part.float()
+        lists["model_float16_groups"][0].append(parameter)
+        lists["shard_float16_groups"][0].append(part)
+        lists["shard_fp32_from_float16_groups"][0].append(copy)
+        return copy
+
+
+@pytest.fixture(autouse=True)
+def megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("megatron.core.optimizer.distrib_optimizer")
+    module.DistributedOptimizer = DistributedOptimizer
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def stored(part: Part) -> Stored:
+    gradient, box = part.cut(part.stepped.grad)
+    assert box == part.box and gradient.shape == part.weight.shape
+    return Stored.of(box, keep_values(gradient, box))
+
+
+def merged(ranks: Sequence[tuple[nn.Module, Any]]) -> dict[str, Whole]:
+    """Record the gradients of all ranks, and merge them by name."""
+    parts: dict[str, list[tuple[int, Stored]]] = {}
+    for rank, (module, optimizer) in enumerate(ranks):
+        roots = Roots()
+        roots.add(module)
+        for part in parts_of(optimizer, roots):
+            parts.setdefault(part.name, []).append((rank, stored(part)))
+        assert not roots.notes
+    return {name: merge(each) for name, each in parts.items()}
+
+
+def alone() -> tuple[nn.Module, Any]:
+    """The model on one process, with gradients that are twice the weights."""
+    return with_gradients(Stage(1, 1, 0))
+
+
+def with_gradients(model: nn.Module) -> tuple[nn.Module, Any]:
+    for parameter in model.parameters():
+        parameter.grad = 2 * parameter.detach()
+    return model, torch.optim.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2)])
+def test_stages_and_shards_are_one_model(tp: int, pp: int) -> None:
+    one = merged([alone()])
+    assert len(one) == 3 * LAYERS and "layers.1.up.weight" in one
+    other = merged([with_gradients(Stage(tp, pp, rank)) for rank in range(tp * pp)])
+    assert {n: w.digest for n, w in other.items()} == {
+        n: w.digest for n, w in one.items()
+    }
+    assert all(each.is_whole and not each.unlike for each in other.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tp", "ranks"), [(1, 2), (1, 5), (2, 3)])
+def test_ranges_of_a_distributed_optimizer_are_one_model(
+    dtype: torch.dtype, tp: int, ranks: int
+) -> None:
+    def begin(tp: int, rank: int) -> nn.Module:
+        return Stage(tp, 1, rank).to(dtype)
+
+    whole = begin(1, 0).float()
+    one = merged([with_gradients(whole)])
+    held = []
+    for rank in range(tp * ranks):
+        model = begin(tp, rank % tp)
+        steps = DistributedOptimizer(model, ranks, rank // tp)
+        for group in steps.optimizer.param_groups:
+            for each in group["params"]:
+                each.grad = 2 * each
+        held.append((model, steps))
+    other = merged([(model, steps.optimizer) for model, steps in held])
+    assert {n: w.digest for n, w in other.items()} == {
+        n: w.digest for n, w in one.items()
+    }
+    assert all(each.is_whole for each in other.values())
+
+
+def test_masters_begin_as_the_weights_of_another_layout(tmp_path: Path) -> None:
+    """Both move by the same places, and rounded weights are not mixed into masters."""
+    model, _ = alone()
+    nudge(model, 1, Roots())
+    write_start(tmp_path, 0, model, Roots())
+    sharded = [Stage(2, 1, rank).bfloat16() for rank in range(2)]
+    optimizers = [DistributedOptimizer(each, 1, 0) for each in sharded]
+    for rank, each in enumerate(sharded):
+        assert begin_from(tmp_path, each, Roots()) == ""
+        write_start(tmp_path / "masters", rank, each, Roots())
+    copies = vars(optimizers[1])["shard_fp32_from_float16_groups"][0]
+    for (name, whole), copy in zip(model.named_parameters(), copies, strict=True):
+        halves = whole.detach().chunk(2) if "up" in name else (whole.detach(),)
+        dim = {"norm": None, "up": 0, "down": 1}[name.split(".")[2]]
+        parts = halves if dim is None else [half.chunk(2, dim)[1] for half in halves]
+        assert torch.equal(copy, torch.cat([*parts]).flatten())
+    for rounded, copy in zip(sharded[1].parameters(), copies, strict=True):
+        assert torch.equal(rounded.flatten(), copy.bfloat16())
+    again, _ = alone()
+    assert begin_from(tmp_path / "masters", again, Roots()) == ""
+    for mine, its in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_a_layout_that_cannot_be_read_is_noted() -> None:
+    model, optimizer = alone()
+    model.sharded_state_dict = None  # type: ignore[assignment]
+    roots = Roots()
+    roots.add(model)
+    assert "TypeError" in roots.notes[0]
+    assert len([*parts_of(optimizer, roots)]) == 3 * LAYERS
+
+
+@pytest.mark.slow
+@pytest.mark.extras("megatron")
+@pytest.mark.parametrize("fault", ["", "half"])
+def test_megatrons_own_loop_is_compared(fault: str, tmp_path: Path) -> None:
+    job = "megatron-bf16"
+    foreign.record(tmp_path, "one", "--noise", "1", of=foreign.command(job, 1))
+    of = foreign.command(job, 4, fault)
+    foreign.record(tmp_path, "mesh", "--noise", "0", of=of)
+    code, lines = foreign.compare(tmp_path, "mesh")
+    assert code == bool(fault), lines
+    assert "start: 36 of 36 tensors have equal bits" in lines
+    if fault:
+        assert "the gradient of decoder.layers.1.mlp.linear_fc1.weight" in lines[0]
+        assert "it is 0.500 x the first side" in lines[0]
