@@ -123,7 +123,16 @@ def _settings(
 def lacking(
     one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
 ) -> Iterator[str]:
-    """Yield what one side lacks, and which replicas differ."""
+    """Yield which replicas differ, and what one side lacks."""
+    for side in (one, other):
+        for (step, kind, name), ranks in side.run.replicas.items():
+            if kind == "weight":
+                end = ". If these are other tensors, give them other names"
+                yield (
+                    f"step {step}: replicas of {name} have other bits on rank "
+                    f"{listed(ranks)} of {side.name} than on the first rank that has "
+                    f"it{end if step == min(steps) else ''}"
+                )
     partners = {its: mine for mine, its in names.items()}
     for has, lacks, paired, its_paired in (
         (one, other, names, partners),
@@ -151,15 +160,6 @@ def lacking(
             if first != second:
                 side = other if first else one
                 yield f"step {step}: {side.name} has no gradient of {mine}"
-    for side in (one, other):
-        for (step, kind, name), ranks in side.run.replicas.items():
-            if kind == "weight":
-                end = ". If these are other tensors, give them other names"
-                yield (
-                    f"step {step}: replicas of {name} have other bits on rank "
-                    f"{listed(ranks)} of {side.name} than on the first rank that has "
-                    f"it{end if step == min(steps) else ''}"
-                )
 
 
 def listed(numbers: Sequence[int]) -> str:
