@@ -12,7 +12,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .config import Policy
 from .errors import (
     InvalidSettingError,
     PeerFailedError,
@@ -22,6 +21,7 @@ from .errors import (
 )
 from .grad_scaler import GradScaler
 from .history import Counters, Overflow
+from .policy import Policy
 
 if TYPE_CHECKING:
     from .sharded import ShardedGradScaler

@@ -10,20 +10,18 @@ import contextlib
 import math
 import warnings
 from collections import defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler as _TorchGradScaler
 from torch.amp.grad_scaler import OptState
 
-from .clip_norm import Measured, norm_over, norm_tensor, not_finite, ranks_of
-from .config import FP16Gradients, Policy, check_number
 from .errors import PeerFailedError, RanksDisagreeError
-from .fused import is_fused, step_fused, takes_scaler
 from .global_norm import (
     GradsByMesh,
     clip_factor,
+    global_norm,
     grads_by_mesh,
     local_norms,
     norm_alone,
@@ -41,12 +39,56 @@ from .grads import (
     number_in,
 )
 from .history import INF_OR_NAN, History, first_nonfinite, overflow_of
-from .iteration import Iteration, Part, State, _refresh_per_optimizer_state
-from .optimizer_record import OptimizerRecords
-from .row import CHECK, CLIP, Row, Rows
-from .scale_update import advance
+from .iteration import (
+    Iteration,
+    OptimizerRecords,
+    Part,
+    State,
+    _refresh_per_optimizer_state,
+    is_fused,
+    step_fused,
+    takes_scaler,
+)
+from .policy import HIGHEST_SCALE, FP16Gradients, Policy, advance, check_number
+from .replicas import entries_told_apart
+from .row import CHECK, CLIP, FIELDS, Row, Rows
 from .sync import OverflowSync, SyncResult, one_at_a_time
 from .sync_group import SyncGroup
+
+
+class _Measured(NamedTuple):
+    """Global norm of an optimizer's gradients.
+
+    Attributes:
+        norm: unscaled.
+        grads: this rank's.
+        carried: the scale that they are still multiplied by.
+        factor: clips them.
+        is_finite: no overflow, as far as the host sees.
+        is_refused: a rank refuses a norm that is not finite.
+    """
+
+    norm: Number
+    grads: GradsByMesh
+    carried: Number
+    factor: Number
+    is_finite: bool
+    is_refused: bool
+
+    def divisor(self, device: torch.device) -> torch.Tensor | None:
+        """Return what a kernel divides by to unscale and clip, (), fp32.
+
+        None if fp32 cannot hold it. On an accelerator, where reading it would
+        synchronise, a norm beyond fp32 then clips to zero.
+        """
+        factor, divisor = self.factor, self.carried
+        if isinstance(factor, torch.Tensor) or isinstance(divisor, torch.Tensor):
+            divisor = divisor / factor
+        elif self.is_finite:
+            if divisor > HIGHEST_SCALE * factor:
+                return None
+            divisor = divisor / factor
+        return torch.as_tensor(divisor, dtype=torch.float32, device=device)
 
 
 class ScalerCore(_TorchGradScaler):
@@ -203,7 +245,7 @@ class ScalerCore(_TorchGradScaler):
         norm_type: float,
         *,
         refuses: bool,
-    ) -> Measured:
+    ) -> _Measured:
         # The global norm. Gradients are only read, unless they must be divided first.
         scale, group = self._scale_or_one(), self._find_group(part)
         carried = number_in(scale)
@@ -217,9 +259,8 @@ class ScalerCore(_TorchGradScaler):
             if part.stage is OptState.READY and self._is_below_one():
                 infs = self._unscale_here(part)
             allow_fp16 = self._fp16_gradients == "in_place"
-            rank, ranks = ranks_of(group)
             grads = grads_by_mesh(
-                part.optimizer, part.record, rank, ranks, allow_fp16=allow_fp16
+                part.optimizer, part.record, group, allow_fp16=allow_fp16
             )
         if part.stage is OptState.UNSCALED:
             carried = carried / carried  # one, on the device of the scale
@@ -236,7 +277,7 @@ class ScalerCore(_TorchGradScaler):
             clip["refuses"] = float(refuses)
             with one_at_a_time(group):
                 infs, result = self._synced(part, infs, group, method, entries, **clip)
-                norm = norm_over(self._sync, result, part, norm_type, carried)
+                norm = self._norm_over(result, part, norm_type, carried)
             if result.host_rows is not None:  # else no rank hears of another one's wish
                 refuses = result.host_rows.any("refuses")
             if isinstance(norm, torch.Tensor):
@@ -250,7 +291,20 @@ class ScalerCore(_TorchGradScaler):
             factor = torch.where(found_inf > 0.0, 1.0, factor)
         is_refused = refuses and not math.isfinite(norm)
         is_finite = not is_true(found_inf)
-        return Measured(norm, grads, carried, factor, is_finite, is_refused)
+        return _Measured(norm, grads, carried, factor, is_finite, is_refused)
+
+    def _norm_over(
+        self, result: SyncResult, part: Part, norm_type: float, carried: Number
+    ) -> Number:
+        # From the rows of all ranks, which all call this.
+        if result.host_rows is None:
+            return global_norm(result.rows[:, FIELDS:], norm_type)
+        norm = norm_on_host(result.host_rows.norms(), norm_type)
+        if norm is None:  # on all ranks alike
+            entries = entries_told_apart(self._sync, result, part, norm_type, carried)
+            norm = norm_on_host(entries, norm_type, is_told=True)
+        assert norm is not None
+        return norm
 
     # - Step
 
@@ -312,7 +366,7 @@ class ScalerCore(_TorchGradScaler):
                 infs, result = self._synced(part, {}, group, method, None, **fields)
                 rows = result.host_rows
                 if rows is not None and (norm_type := rows.value("norm_type")):
-                    norm = norm_over(self._sync, result, part, norm_type, 1.0)
+                    norm = self._norm_over(result, part, norm_type, 1.0)
                     if rows.any("refuses") and not math.isfinite(norm):
                         infs = {key: torch.ones_like(x) for key, x in infs.items()}
             part.found = infs
@@ -591,3 +645,19 @@ def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
     if scale.is_cpu or scale.device.type == "mps":
         return scale.reciprocal()
     return scale.double().reciprocal().float()
+
+
+def norm_tensor(norm: Number, device: torch.device) -> torch.Tensor:
+    """Return the norm, (), fp32; fp64 where the host sees that fp32 cannot hold it."""
+    is_large = isinstance(norm, float) and HIGHEST_SCALE < norm < math.inf
+    dtype = torch.float64 if is_large else torch.float32
+    return torch.as_tensor(norm, dtype=dtype, device=device)
+
+
+def not_finite(norm: torch.Tensor, norm_type: float) -> RuntimeError:
+    """Return what a clip raises that refuses a norm which is not finite."""
+    return RuntimeError(
+        f"The total norm of order {norm_type} of the gradients is {float(norm)}, so "
+        "they cannot be clipped. Pass error_if_nonfinite=False to let step() skip "
+        "instead."
+    )

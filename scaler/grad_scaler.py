@@ -5,7 +5,7 @@
    gradients (``grads.py``) and syncs found_inf with the other ranks (``sync.py``); the
    gradients are divided, here or in a fused optimizer.
 3. ``step`` or ``clip_and_step`` calls the optimizer, on all ranks or on none.
-4. ``update`` moves the scale (``scale_update.py``) and ends the iteration.
+4. ``update`` moves the scale (``policy.py``) and ends the iteration.
 
 Nothing about a gradient is kept between calls: what ``.grad`` holds follows from the
 name of the last call.
@@ -31,23 +31,22 @@ import torch
 from torch.amp.grad_scaler import OptState as OptState
 from torch.amp.grad_scaler import _MultiDeviceReplicator as _MultiDeviceReplicator
 
-from .config import (
+from .core import ScalerCore, norm_tensor, not_finite
+from .errors import TooManySkipsError
+from .grads import any_of, clip_, number_in
+from .history import Counters, History, Overflow
+from .iteration import _refresh_per_optimizer_state as _refresh_per_optimizer_state
+from .iteration import is_fused, takes_scaler
+from .policy import (
     FP16Gradients,
     Policy,
     check_choice,
     check_count,
     check_number,
     check_state,
+    checked_scale,
 )
-from .core import ScalerCore
-from .disabled import Disabled
-from .errors import TooManySkipsError
-from .fused import is_fused, takes_scaler
-from .grads import any_of, number_in
-from .history import Counters, History, Overflow
-from .iteration import _refresh_per_optimizer_state as _refresh_per_optimizer_state
-from .row import CHECK, LOAD, UPDATE
-from .scale_update import checked_scale
+from .row import CHECK, CLIP, LOAD, UPDATE
 from .sync import NOTHING_CHECKED
 from .sync_group import SyncGroup, SyncOver
 from .torch_internals import no_compile
@@ -121,8 +120,8 @@ class GradScaler(ScalerCore):
         self._begin(device, SyncGroup(sync_over), History(), fp16_gradients, policy)
 
     @cached_property
-    def _disabled(self) -> Disabled:
-        return Disabled(self)
+    def _disabled(self) -> _Disabled:
+        return _Disabled(self)
 
     # - The scale
 
@@ -554,3 +553,49 @@ class GradScaler(ScalerCore):
             state["_init_hysteresis_left"] = self._get_hysteresis_left()
             state["_hysteresis_left"] = None
         return state
+
+
+class _Disabled(ScalerCore):
+    # Clips of a disabled scaler: gradients without a scale have the same global norm
+    # over all ranks. No step is skipped, and each clip is an iteration. Its other
+    # methods are one line each above, so that a program may read and set `_enabled`.
+
+    _steps_without_gradients = True
+
+    def __init__(self, scaler: ScalerCore) -> None:
+        device, group, history = scaler._device, scaler._sync.group, scaler._history
+        self._begin(device, group, history, "in_place", Policy())
+        self._growth_factor, self._backoff_factor, self._growth_interval = 2.0, 0.5, 1
+        self._was_scaled = True  # by one
+
+    def _clip(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+        *,
+        steps: bool,
+    ) -> torch.Tensor:
+        method = "clip_and_step" if steps else "clip_grad_norm_"
+        states, exchanges = self._per_optimizer_states, self._sync.exchanges
+        part = self._iteration.lacking(states)
+        if optimizer is not None:
+            part = self._part_of(optimizer)
+        try:
+            measured = self._measure(
+                part, method, max_norm, norm_type, refuses=error_if_nonfinite
+            )
+            if not measured.is_refused:
+                clip_(measured.grads.values(), measured.factor, measured.carried)
+                if steps and optimizer is not None:
+                    optimizer.step()
+        except BaseException as error:
+            self._fail(error, part, method, CLIP, exchanges)
+            raise
+        finally:
+            self._end_iteration()
+        norm = norm_tensor(measured.norm, self._scale_or_one().device)
+        if measured.is_refused and error_if_nonfinite:
+            raise not_finite(norm, norm_type)
+        return norm

@@ -1,17 +1,33 @@
-"""Iteration of a scaler: the part of each optimizer, and what a failure leaves."""
+"""Iteration of a scaler: the part of each optimizer, and what lasts longer of it.
+
+- `Iteration` has a `Part` for each optimizer; it undoes what a call that raised leaves.
+- `OptimizerRecord`: what outlasts an iteration; wrappers share that of the optimizer
+  inside.
+- A fused optimizer divides by the scale and skips in its kernel: `step_fused`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
 
-from .grads import FoundInf, local_gradients, multiply_, parameters_of, references_of
-from .optimizer_record import OptimizerRecord, OptimizerRecords
+from .grads import (
+    FoundInf,
+    any_of,
+    is_true,
+    local_gradients,
+    multiply_,
+    parameters_of,
+    references_of,
+)
 from .sync import OverflowSync, SyncResult
 
 State = dict[str, Any]
@@ -215,4 +231,228 @@ class Iteration:
                         stacklevel=3,
                     )
                     return True
+        return False
+
+
+# - Fused optimizers
+
+
+def is_fused(optimizer: Any) -> bool:
+    """Return whether the optimizer divides by ``grad_scale`` and skips by itself."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def step_fused(
+    part: Part,
+    grad_scale: torch.Tensor | None,
+    device: torch.device,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Step a fused optimizer, unless the host sees that it would skip.
+
+    Args:
+        part: of the optimizer.
+        grad_scale: what the kernel is still to divide by.
+        device: of the scale.
+        args: handed to ``optimizer.step``.
+        kwargs: likewise.
+    """
+    optimizer, record = part.optimizer, part.record
+    assert record is not None
+    own = getattr(optimizer, "grad_scale", None)  # torch's: the user's own
+    # What an interrupted step has left there is not the user's.
+    if own is not None and own is not record.grad_scale:
+        grad_scale = own if grad_scale is None else grad_scale * own
+    # An object of its own: the user may set one tensor before each step.
+    if isinstance(grad_scale, torch.Tensor):
+        grad_scale = grad_scale.detach()
+    flags = part.found.values()
+    # The int 0, as torch's sum, where nothing was checked: a kernel that finds
+    # gradients made since raises, where a tensor would let it step on scaled ones.
+    found_inf: Any = any_of(flags, device) if flags else 0
+    record.grad_scale = grad_scale
+    try:
+        optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+        # bool synchronises, until an SGD with momentum has taken its first step.
+        if flags and (
+            is_true(found_inf) or (makes_momentum(optimizer) and bool(found_inf))
+        ):
+            return None
+        return optimizer.step(*args, **kwargs)
+    finally:
+        for name in ("grad_scale", "found_inf"):
+            with contextlib.suppress(AttributeError):  # interrupted before it was
+                delattr(optimizer, name)
+
+
+def takes_scaler(optimizer: Any, *, stacklevel: int) -> bool:
+    """Return whether ``step`` asks for the scaler itself, the old contract.
+
+    Warns then, as torch does, of the line ``stacklevel`` frames above.
+    """
+    step: Any = getattr(optimizer.step, "__func__", optimizer.step)
+    try:
+        takes_it = _TAKES_SCALER.get(step)
+    except TypeError:  # a callable that cannot be a key
+        takes_it = None
+    if takes_it is None:  # reading a signature takes longer than a small step
+        takes_it = "grad_scaler" in inspect.signature(step).parameters
+        with contextlib.suppress(TypeError):
+            _TAKES_SCALER[step] = takes_it
+    if takes_it:
+        warnings.warn(
+            "GradScaler is going to stop passing itself as a keyword argument to the "
+            "passed optimizer. It sets `grad_scale` and `found_inf` on it instead.",
+            FutureWarning,
+            stacklevel=stacklevel,
+        )
+    return takes_it
+
+
+_TAKES_SCALER: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def makes_momentum(optimizer: Any) -> bool:
+    """Return whether the next step makes the momentum of torch's SGD, in any group.
+
+    torch's fused SGD makes it of uninitialised memory for the kernel to fill, for a
+    whole group at once. A kernel that is to skip does not fill it, and the next step
+    takes what lay there (B21).
+    """
+    try:
+        for group in optimizer.param_groups:
+            if group["momentum"]:
+                firsts = (p for p in group["params"] if p.grad is not None)
+                first = next(firsts, None)
+                state = optimizer.state.get(first, {})
+                if first is not None and state.get("momentum_buffer") is None:
+                    return True
+    except Exception:  # an optimizer that keeps no momentum as SGD does
+        return False
+    return False
+
+
+# - What outlasts an iteration
+
+
+@dataclass(eq=False)
+class OptimizerRecord:
+    """State of an optimizer that outlasts an iteration; nothing about gradients.
+
+    Attributes:
+        optimizers: weak references to the optimizer and its wrappers.
+        groups_key: stands for their ``param_groups``, by which wrappers are known.
+        number: that the ranks know it by; None before its first sync.
+        taken: the numbers of this rank's other optimizers, where it has none yet.
+        found_inf: (), fp32: 1 if its last step was skipped; None before the first.
+        places: where its gradients lay in the last clip (``global_norm.py``).
+        holders: the meshes that hold each of its parameters (``replicas.py``).
+        grad_scale: what a fused kernel was handed last.
+    """
+
+    optimizers: list[Callable[[], Any]] = field(default_factory=list)
+    groups_key: int = 0
+    number: int | None = None
+    taken: frozenset[int] = frozenset()
+    found_inf: torch.Tensor | None = None
+    places: Any = None
+    holders: Any = None
+    grad_scale: torch.Tensor | None = None
+
+    def optimizer(self) -> Any:
+        """Return a living optimizer of it, or None."""
+        living = (ref() for ref in self.optimizers)
+        return next((each for each in living if each is not None), None)
+
+
+class OptimizerRecords:
+    """The records of one scaler, by optimizer.
+
+    Optimizers are distinguished by identity: one may be unhashable, or compare equal to
+    another. Those that share their ``param_groups`` have one record: a wrapper and the
+    optimizer inside. torch's ``load_state_dict`` makes new groups around the old lists
+    of parameters; they count as the same. One that takes no weak reference is kept
+    alive.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[int, tuple[Callable[[], Any], OptimizerRecord]] = {}
+        self._by_groups: dict[int, OptimizerRecord] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OptimizerRecords, ()  # a copy of the scaler meets its optimizers anew
+
+    def find(self, optimizer: Any) -> OptimizerRecord | None:
+        """Return the record of an optimizer, None if it was never seen."""
+        ref, record = self._records.get(id(optimizer), (None, None))
+        if ref is not None and ref() is optimizer:
+            return record
+        record = self._by_groups.get(_key_of(groups := _groups_of(optimizer)))
+        if record is None or groups is None:
+            return None
+        living = [each for ref in record.optimizers if (each := ref()) is not None]
+        is_same = any(_are_same(_groups_of(each), groups) for each in living)
+        return record if is_same else None
+
+    def find_or_add(self, optimizer: Any) -> tuple[OptimizerRecord, bool]:
+        """Return the record of an optimizer, and whether it was never seen."""
+        entry = self._records.get(id(optimizer))
+        if entry is not None and entry[0]() is optimizer:
+            return entry[1], False
+        same = self.find(optimizer)
+        record = same or OptimizerRecord()
+        key, ref = id(optimizer), lambda: optimizer
+        with contextlib.suppress(TypeError):
+            ref = weakref.ref(optimizer, lambda _: self._forget(key))
+        self._records[key] = ref, record
+        record.optimizers.append(ref)
+        if (groups := _groups_of(optimizer)) is not None:
+            record.groups_key = _key_of(groups)
+            self._by_groups[record.groups_key] = record
+        return record, same is None
+
+    def _forget(self, key: int) -> None:
+        ref, record = self._records.pop(key)
+        record.optimizers.remove(ref)
+        is_last = not record.optimizers
+        if is_last and self._by_groups.get(record.groups_key) is record:
+            del self._by_groups[record.groups_key]
+
+    def numbers(self) -> frozenset[int]:
+        """Return the numbers that living optimizers have."""
+        records = [record for _, record in self._records.values()]
+        return frozenset(r.number for r in records if r.number is not None)
+
+    def forget_numbers(self) -> None:
+        """Start to count anew, at a point where all ranks do."""
+        for _, record in self._records.values():
+            record.number = None
+
+
+def _groups_of(optimizer: Any) -> Any:
+    try:
+        return optimizer.param_groups
+    except Exception:
+        return None  # what it says is raised where its gradients are read
+
+
+def _key_of(groups: Any) -> int:
+    # The same for groups that `_are_same`.
+    try:
+        return id(groups[0]["params"])
+    except Exception:
+        return id(groups)  # groups of some other form
+
+
+def _are_same(groups: Any, others: Any) -> bool:
+    # Optimizers that were built from one dictionary share it, and yet they are two.
+    if groups is others:
+        return True
+    try:
+        pairs = zip(groups, others, strict=True)
+        return all(
+            one is not two and one["params"] is two["params"] for one, two in pairs
+        )
+    except Exception:
         return False
