@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler as _TorchGradScaler
 from torch.amp.grad_scaler import OptState
 
-from .errors import PeerFailedError, RanksDisagreeError
+from .errors import CHECK, CLIP, PeerFailedError, RanksDisagreeError
 from .global_norm import (
     GradsByMesh,
     clip_factor,
@@ -51,9 +51,8 @@ from .iteration import (
 )
 from .policy import HIGHEST_SCALE, FP16Gradients, Policy, advance, check_number
 from .replicas import entries_told_apart
-from .row import CHECK, CLIP, FIELDS, Row, Rows
-from .sync import OverflowSync, SyncResult, one_at_a_time
-from .sync_group import SyncGroup
+from .sync import FIELDS, OverflowSync, Row, Rows, SyncResult
+from .sync_group import SyncGroup, state_of
 
 
 class _Measured(NamedTuple):
@@ -275,11 +274,11 @@ class ScalerCore(_TorchGradScaler):
         else:
             clip: Any = {"call": CLIP, "max_norm": max_norm, "norm_type": norm_type}
             clip["refuses"] = float(refuses)
-            with one_at_a_time(group):
+            with state_of(group).turn:
                 infs, result = self._synced(part, infs, group, method, entries, **clip)
                 norm = self._norm_over(result, part, norm_type, carried)
             if result.host_rows is not None:  # else no rank hears of another one's wish
-                refuses = result.host_rows.any("refuses")
+                refuses = bool(result.host_rows.highest.refuses)
             if isinstance(norm, torch.Tensor):
                 norm = norm.to(scale.device)
         part.found = infs
@@ -339,8 +338,9 @@ class ScalerCore(_TorchGradScaler):
         result = None if part is None else part.result
         if result is not None and result.host_rows is None:
             # The rows have been on their way to the host since the sync.
-            skips = (rows := result.read()).any("found_inf")
-            if not (self._steps_without_gradients or rows.any("has_gradients")):
+            rows = result.read()
+            skips = bool(rows.highest.found_inf)
+            if not (self._steps_without_gradients or rows.highest.has_gradients):
                 raise AssertionError("No inf checks were recorded for this optimizer.")
         else:
             skips = False
@@ -362,12 +362,12 @@ class ScalerCore(_TorchGradScaler):
         try:
             if (group := self._find_group(part)) is None:
                 return
-            with one_at_a_time(group):
+            with state_of(group).turn:
                 infs, result = self._synced(part, {}, group, method, None, **fields)
                 rows = result.host_rows
                 if rows is not None and (norm_type := rows.value("norm_type")):
                     norm = self._norm_over(result, part, norm_type, 1.0)
-                    if rows.any("refuses") and not math.isfinite(norm):
+                    if rows.highest.refuses and not math.isfinite(norm):
                         infs = {key: torch.ones_like(x) for key, x in infs.items()}
             part.found = infs
         except BaseException as error:
@@ -555,15 +555,15 @@ class ScalerCore(_TorchGradScaler):
         if (rows := result.host_rows) is None:
             any_found = result.found_inf
             return {place: any_found.to(flag) for place, flag in flags.items()}, result
-        if rows.any("found_inf"):
+        if rows.highest.found_inf:
             flags = {place: torch.ones_like(flag) for place, flag in flags.items()}
-        if not (self._steps_without_gradients or rows.any("has_gradients")):
+        if not (self._steps_without_gradients or rows.highest.has_gradients):
             flags = {}  # as in one process, where only an unfused step refuses it
         return flags, result
 
     def _note(self, result: SyncResult, rows: Rows) -> None:
         # Called when the host has read the rows, at once or at the next sync.
-        if rows.any("found_inf"):
+        if rows.highest.found_inf:
             rank = max(rank for rank, x in enumerate(rows.column("found_inf")) if x)
             code = int(rows.column("first_bad")[rank])
             optimizer = None if result.record is None else result.record.optimizer()

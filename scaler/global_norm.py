@@ -48,7 +48,7 @@ from .grads import (
     tensor_of,
 )
 from .iteration import OptimizerRecord
-from .row import NORMS
+from .sync import NORMS
 from .torch_internals import specs
 
 MESHES = NORMS // 3

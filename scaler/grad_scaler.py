@@ -32,7 +32,7 @@ from torch.amp.grad_scaler import OptState as OptState
 from torch.amp.grad_scaler import _MultiDeviceReplicator as _MultiDeviceReplicator
 
 from .core import ScalerCore, norm_tensor, not_finite
-from .errors import TooManySkipsError
+from .errors import CHECK, CLIP, LOAD, UPDATE, TooManySkipsError
 from .grads import any_of, clip_, number_in
 from .history import Counters, History, Overflow
 from .iteration import _refresh_per_optimizer_state as _refresh_per_optimizer_state
@@ -46,7 +46,6 @@ from .policy import (
     check_state,
     checked_scale,
 )
-from .row import CHECK, CLIP, LOAD, UPDATE
 from .sync import NOTHING_CHECKED
 from .sync_group import SyncGroup, SyncOver
 from .torch_internals import no_compile

@@ -40,6 +40,7 @@ from .global_norm import (
 from .grads import Number, local_tensor, tensor_of
 from .iteration import Part
 from .sync import OverflowSync, SyncResult
+from .sync_group import exchange
 from .torch_internals import specs
 
 
@@ -88,7 +89,8 @@ def entries_told_apart(
             part.optimizer, part.record, result.group, allow_fp16=True
         )
     entries, _ = local_norms(grads, norm_type, carried)
-    rows = sync.rows_of(result, tensor_of(entries, result.rows.device))
+    mine = tensor_of(entries, result.rows.device)
+    rows = exchange(result.group, result.method, mine)
     numbers: list[list[float]] = rows.reshape(-1, 3).tolist()
     return numbers
 
