@@ -20,7 +20,6 @@ from torch.amp.grad_scaler import OptState
 from .errors import CHECK, CLIP, PeerFailedError, RanksDisagreeError
 from .global_norm import (
     GradsByMesh,
-    clip_factor,
     global_norm,
     grads_by_mesh,
     local_norms,
@@ -49,7 +48,7 @@ from .iteration import (
     step_fused,
     takes_scaler,
 )
-from .policy import HIGHEST_SCALE, FP16Gradients, Policy, advance, check_number
+from .policy import HIGHEST_SCALE, FP16Gradients, Policy, check_clip
 from .replicas import entries_told_apart
 from .sync import FIELDS, OverflowSync, Row, Rows, SyncResult
 from .sync_group import SyncGroup, state_of
@@ -100,6 +99,7 @@ class ScalerCore(_TorchGradScaler):
     _growth_tracker: torch.Tensor | None
     _hysteresis_left: torch.Tensor | None
     _policy: Policy
+    _policy_row: Row  # its fields in each row
     _fp16_gradients: FP16Gradients
     _init_hysteresis_left: int
     _was_scaled: bool  # by scale() or a checkpoint, not by a default
@@ -118,6 +118,7 @@ class ScalerCore(_TorchGradScaler):
         policy: Policy,
     ) -> None:
         self._device, self._history, self._policy = device, history, policy
+        self._policy_row = Row(**policy.fields())
         self._fp16_gradients = fp16_gradients
         self._init_growth_tracker = 0
         self._init_hysteresis_left = policy.hysteresis
@@ -128,13 +129,6 @@ class ScalerCore(_TorchGradScaler):
         self._sync = OverflowSync(group, device, self._note)
 
     # - The scale
-
-    def _scaled(self, output: torch.Tensor) -> torch.Tensor:
-        # As torch has it, but torch.compile does not trace into torch's.
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(output.device)
-        assert self._scale is not None
-        return output * self._scale.to(device=output.device, non_blocking=True)
 
     def _check_scale_growth_tracker(
         self, funcname: str
@@ -168,11 +162,6 @@ class ScalerCore(_TorchGradScaler):
         device = self._device if has_device else "cpu"
         return torch.ones((), dtype=torch.float32, device=device)
 
-    def _is_below_one(self) -> bool:
-        # Gradients then grow when they are divided: an overflow shows only afterwards.
-        scale = number_in(self._scale_or_one())
-        return isinstance(scale, float) and scale < 1.0
-
     # - Clip
 
     def _clip(
@@ -199,7 +188,7 @@ class ScalerCore(_TorchGradScaler):
                 one = torch.ones((), dtype=torch.float32, device=norm.device)
                 part.found, part.result = {norm.device: one}, None
             divisor, kwargs = None, {}
-            if steps and is_fused(optimizer):
+            if fused := steps and is_fused(optimizer):
                 if takes_scaler(optimizer, stacklevel=4):
                     kwargs["grad_scaler"] = self
                 elif part.stage is OptState.READY:
@@ -213,7 +202,7 @@ class ScalerCore(_TorchGradScaler):
             if not steps:
                 part.is_clipped = True
             elif part.optimizer is not None:
-                self._step_checked(part, divisor, (), kwargs)
+                self._step_checked(part, divisor, (), kwargs, fused=fused)
             if part.optimizer is None:
                 self._iteration.looked_at(part, is_over=steps)
         except BaseException as error:
@@ -248,20 +237,20 @@ class ScalerCore(_TorchGradScaler):
         # The global norm. Gradients are only read, unless they must be divided first.
         scale, group = self._scale_or_one(), self._find_group(part)
         carried = number_in(scale)
-        infs: FoundInf = {}
-        if part.stage is OptState.UNSCALED:  # of an earlier unscale_
-            infs = {**part.found}
+        is_divided = part.stage is OptState.UNSCALED
+        infs: FoundInf = {**part.found} if is_divided else {}  # of an earlier unscale_
         grads = GradsByMesh()
-        max_norm = check_number("max_norm", max_norm)
-        norm_type = check_number("norm_type", norm_type)
+        max_norm, norm_type = check_clip(max_norm, norm_type)
         if part.record is not None:
-            if part.stage is OptState.READY and self._is_below_one():
-                infs = self._unscale_here(part)
+            # Gradients grow when a scale below one divides them: an overflow shows
+            # only afterwards.
+            if not is_divided and isinstance(carried, float) and carried < 1.0:
+                infs, is_divided = self._unscale_here(part), True
             allow_fp16 = self._fp16_gradients == "in_place"
             grads = grads_by_mesh(
                 part.optimizer, part.record, group, allow_fp16=allow_fp16
             )
-        if part.stage is OptState.UNSCALED:
+        if is_divided:
             carried = carried / carried  # one, on the device of the scale
         entries, flag = local_norms(grads, norm_type, carried)
         if flag is not None:
@@ -283,11 +272,14 @@ class ScalerCore(_TorchGradScaler):
                 norm = norm.to(scale.device)
         part.found = infs
         found_inf = any_of(infs.values(), scale.device)
-        factor = clip_factor(norm, max_norm)
+        # The factor of torch.nn.utils.clip_grad_norm_, in fp64.
+        factor = max_norm / (norm + 1e-6)
         if isinstance(factor, torch.Tensor):
             # The host cannot see an overflow, and counts gradients as divided: a factor
             # of zero would leave none to an optimizer that shares one.
-            factor = torch.where(found_inf > 0.0, 1.0, factor)
+            factor = torch.where(found_inf > 0.0, 1.0, factor.clamp(max=1.0))
+        else:
+            factor = min(factor, 1.0)  # of nan and 1 it is nan
         is_refused = refuses and not math.isfinite(norm)
         is_finite = not is_true(found_inf)
         return _Measured(norm, grads, carried, factor, is_finite, is_refused)
@@ -313,13 +305,15 @@ class ScalerCore(_TorchGradScaler):
         grad_scale: torch.Tensor | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
+        fused: bool,
     ) -> Any:
         # Steps or skips; ``grad_scale`` is what a kernel is still to divide by.
         optimizer, record = part.optimizer, part.record
         assert record is not None
         if "grad_scaler" in kwargs:
             result = optimizer.step(*args, **kwargs)
-        elif is_fused(optimizer):
+        elif fused:
             device = self._scale_or_one().device
             result = step_fused(part, grad_scale, device, args, kwargs)
         else:
@@ -518,7 +512,7 @@ class ScalerCore(_TorchGradScaler):
     def _row(self) -> Row:
         # The state that must be equal on all ranks.
         tracker, left = self._growth_tracker, self._hysteresis_left
-        return Row(
+        return self._policy_row._replace(
             scale=number_in(self._scale_or_one()),
             growth_tracker=0.0 if tracker is None else number_in(tracker),
             growth_factor=self._growth_factor,
@@ -526,7 +520,6 @@ class ScalerCore(_TorchGradScaler):
             growth_interval=self._growth_interval,
             hysteresis_left=0.0 if left is None else number_in(left),
             was_scaled=float(self._was_scaled),
-            **self._policy.fields(),
         )
 
     def _synced(
@@ -572,8 +565,7 @@ class ScalerCore(_TorchGradScaler):
             self._history.overflowed(
                 overflow, None if is_here else rows.column("scale")[rank]
             )
-        norm_type = rows.value("norm_type")
-        if not result.is_late or norm_type is None:
+        if not result.is_late or (norm_type := rows.value("norm_type")) is None:
             return
         if norm_on_host(rows.norms(), norm_type) is None:
             self._sync.settle()
@@ -600,43 +592,6 @@ class ScalerCore(_TorchGradScaler):
         overflow = overflow._replace(kind=INF_OR_NAN)
         is_logged = self._sync.group.find() is not None
         self._history.overflowed(overflow, None if is_logged else float(scale))
-
-    # - Move the scale
-
-    def _move_scale(
-        self,
-        found_inf: torch.Tensor,
-        tracker: torch.Tensor,
-        chosen: Number | None = None,
-    ) -> None:
-        # By the rule; or to what the caller chose, which leaves the tracker, as torch.
-        scale = self._scale_or_one()
-        before: Any = scale.tolist() if is_readable(scale) else scale.clone()
-        rule = self._growth_factor, self._backoff_factor, self._growth_interval
-        left = self._hysteresis_left
-        if chosen is not None:
-            scale.fill_(chosen)
-            after = chosen
-        else:
-            after = advance(scale, tracker, found_inf, rule, self._policy, left)
-        self._history.record(found_inf, before, after, by_rule=chosen is None)
-
-    def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
-        _, tracker = self._check_scale_growth_tracker("_amp_update_scale_cpu_")
-        self._move_scale(found_inf.clamp(max=1.0).reshape(()), tracker)
-
-    def _limit_tracker(self) -> None:
-        # torch's kernel asks for equality: a tracker beyond a lowered interval would
-        # never grow the scale again.
-        most = min(self._growth_interval, 2**31) - 1
-        self._init_growth_tracker = min(self._init_growth_tracker, most)
-        if self._growth_tracker is not None:
-            self._growth_tracker.clamp_(max=most)
-
-    def _get_hysteresis_left(self) -> int:
-        if self._hysteresis_left is None:
-            return self._init_hysteresis_left
-        return int(self._hysteresis_left.item())
 
 
 def _reciprocal(scale: torch.Tensor) -> torch.Tensor:

@@ -450,11 +450,3 @@ def global_norm(entries: torch.Tensor, norm_type: float) -> torch.Tensor:
     total[1:].masked_fill_(is_copy, 0)
     whole = (total.sum().double() / one).pow(1.0 / norm_type) * divisor
     return torch.where(is_usable, whole, largest)
-
-
-def clip_factor(norm: Number, max_norm: float) -> Number:
-    """Return the factor of ``torch.nn.utils.clip_grad_norm_``, in fp64."""
-    factor = max_norm / (norm + 1e-6)
-    if isinstance(factor, torch.Tensor):
-        return factor.clamp(max=1.0)
-    return min(factor, 1.0)  # of nan and 1 it is nan

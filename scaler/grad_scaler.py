@@ -33,13 +33,14 @@ from torch.amp.grad_scaler import _MultiDeviceReplicator as _MultiDeviceReplicat
 
 from .core import ScalerCore, norm_tensor, not_finite
 from .errors import CHECK, CLIP, LOAD, UPDATE, TooManySkipsError
-from .grads import any_of, clip_, number_in
+from .grads import Number, any_of, clip_, is_readable, number_in
 from .history import Counters, History, Overflow
 from .iteration import _refresh_per_optimizer_state as _refresh_per_optimizer_state
 from .iteration import is_fused, takes_scaler
 from .policy import (
     FP16Gradients,
     Policy,
+    advance,
     check_choice,
     check_count,
     check_number,
@@ -143,6 +144,13 @@ class GradScaler(ScalerCore):
         scaled = scale(outputs)
         self._was_scaled = True
         return scaled  # type: ignore[no-any-return]
+
+    def _scaled(self, output: torch.Tensor) -> torch.Tensor:
+        # As torch has it, but torch.compile does not trace into torch's.
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(output.device)
+        assert self._scale is not None
+        return output * self._scale.to(device=output.device, non_blocking=True)
 
     # - Unscale and clip
 
@@ -336,18 +344,21 @@ class GradScaler(ScalerCore):
         exchanges = -1 if is_unscaled else self._sync.exchanges
         try:
             grad_scale = None
-            if not is_fused(optimizer):
+            if not (fused := is_fused(optimizer)):
                 if not is_unscaled:
                     self.unscale_(optimizer)
             elif takes_scaler(optimizer, stacklevel=3):
                 kwargs["grad_scaler"] = self
             elif not is_unscaled:
-                if self._is_below_one():
+                # A scale below one makes gradients grow when it divides them: an
+                # overflow shows only afterwards.
+                scale = number_in(self._scale_or_one())
+                if isinstance(scale, float) and scale < 1.0:
                     self._check_and_sync(part, "step", allow_fp16=True)
                 else:
                     self._check_inf_per_device(optimizer)
                     grad_scale = self._scale
-            return self._step_checked(part, grad_scale, args, kwargs)
+            return self._step_checked(part, grad_scale, args, kwargs, fused=fused)
         except BaseException as error:
             self._fail(error, part, "step", CHECK, exchanges)
             raise
@@ -423,6 +434,41 @@ class GradScaler(ScalerCore):
                 skips=skips,
                 scales=scales,
             )
+
+    def _move_scale(
+        self,
+        found_inf: torch.Tensor,
+        tracker: torch.Tensor,
+        chosen: Number | None = None,
+    ) -> None:
+        # By the rule; or to what the caller chose, which leaves the tracker, as torch.
+        scale = self._scale_or_one()
+        before: Any = scale.tolist() if is_readable(scale) else scale.clone()
+        rule = self._growth_factor, self._backoff_factor, self._growth_interval
+        left = self._hysteresis_left
+        if chosen is not None:
+            scale.fill_(chosen)
+            after = chosen
+        else:
+            after = advance(scale, tracker, found_inf, rule, self._policy, left)
+        self._history.record(found_inf, before, after, by_rule=chosen is None)
+
+    def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
+        _, tracker = self._check_scale_growth_tracker("_amp_update_scale_cpu_")
+        self._move_scale(found_inf.clamp(max=1.0).reshape(()), tracker)
+
+    def _limit_tracker(self) -> None:
+        # torch's kernel asks for equality: a tracker beyond a lowered interval would
+        # never grow the scale again.
+        most = min(self._growth_interval, 2**31) - 1
+        self._init_growth_tracker = min(self._init_growth_tracker, most)
+        if self._growth_tracker is not None:
+            self._growth_tracker.clamp_(max=most)
+
+    def _get_hysteresis_left(self) -> int:
+        if self._hysteresis_left is None:
+            return self._init_hysteresis_left
+        return int(self._hysteresis_left.item())
 
     # - What happened
 
