@@ -155,7 +155,7 @@ class ScalerCore(_TorchGradScaler):
             )
 
     def _scale_or_one(self) -> torch.Tensor:
-        # One where there is none yet, or never (`Disabled`).
+        # One where there is none yet, or never (disabled).
         if self._scale is not None:
             return self._scale
         has_device = self._device != "cuda" or torch.cuda.is_available()
@@ -174,7 +174,17 @@ class ScalerCore(_TorchGradScaler):
         steps: bool,
     ) -> torch.Tensor:
         method = "clip_and_step" if steps else "clip_grad_norm_"
-        part = self._part_to_clip(optimizer, method)
+        self._check_scale_growth_tracker(method)
+        if optimizer is None:
+            part = self._iteration.part_to_clip(self._per_optimizer_states)
+        else:
+            part = self._part_of(optimizer)
+            if part.has_stepped():
+                message = f"{method}() is being called after step()."
+                raise self._refused(message, part, method, CLIP)
+            if part.is_clipped:
+                message = f"{method}() was called twice since update()."
+                raise self._refused(message, part, method, CLIP)
         exchanges = self._sync.exchanges
         try:
             measured = self._measure(
@@ -211,19 +221,6 @@ class ScalerCore(_TorchGradScaler):
         if is_refused and error_if_nonfinite:
             raise not_finite(norm, norm_type)
         return norm
-
-    def _part_to_clip(self, optimizer: Any, method: str) -> Part:
-        self._check_scale_growth_tracker(method)
-        if optimizer is None:
-            return self._iteration.part_to_clip(self._per_optimizer_states)
-        part = self._part_of(optimizer)
-        if part.has_stepped():
-            message = f"{method}() is being called after step()."
-            raise self._refused(message, part, method, CLIP)
-        if part.is_clipped:
-            message = f"{method}() was called twice since update()."
-            raise self._refused(message, part, method, CLIP)
-        return part
 
     def _measure(
         self,
@@ -309,8 +306,7 @@ class ScalerCore(_TorchGradScaler):
         fused: bool,
     ) -> Any:
         # Steps or skips; ``grad_scale`` is what a kernel is still to divide by.
-        optimizer, record = part.optimizer, part.record
-        assert record is not None
+        optimizer = part.optimizer
         if "grad_scaler" in kwargs:
             result = optimizer.step(*args, **kwargs)
         elif fused:
@@ -320,9 +316,7 @@ class ScalerCore(_TorchGradScaler):
             if not part.found:
                 raise AssertionError("No inf checks were recorded for this optimizer.")
             result = self._maybe_opt_step(optimizer, part.state, *args, **kwargs)
-        part.stage = OptState.STEPPED
-        # All devices hold the same once the ranks have synced.
-        record.found_inf = next(iter(part.found.values()), None)
+        part.end_step()
         return result
 
     def _maybe_opt_step(
@@ -458,11 +452,6 @@ class ScalerCore(_TorchGradScaler):
         # A call has raised, before the first sync since ``exchanges``: the other ranks
         # hear of it, and the iteration begins anew.
         is_told = self._tell(error, exchanges, part, method, call)
-        self._begin_anew(error, part, is_told=is_told)
-
-    def _begin_anew(
-        self, error: BaseException, part: Part | None, *, is_told: bool
-    ) -> None:
         scale = self._scale_or_one()
         self._iteration.begin_anew(error, part, self._sync, scale, is_told=is_told)
 

@@ -106,11 +106,7 @@ _FAMILY = 2**26  # kinds of one family have their highest bits in common
 @lru_cache(maxsize=65536)
 def _kind_of(family: str, detail: str) -> float:
     # A kind of mesh as a number: a family, and what tells meshes of it from others.
-    return _family_of(hashed(family)) * _FAMILY + hashed(detail) % _FAMILY
-
-
-def _family_of(number: float) -> float:
-    return number // _FAMILY
+    return hashed(family) // _FAMILY * _FAMILY + hashed(detail) % _FAMILY
 
 
 class GradsByMesh(dict[Layout, Gradients]):
@@ -162,7 +158,8 @@ def grads_by_mesh(
     if locals_ is gradients and gradients and holders is None:  # no DTensor among them
         alone = layout_of(None)
         by_mesh[alone] = by_device_and_dtype(gradients, allow_fp16=allow_fp16)
-        by_mesh.kinds = _kinds(by_mesh, {alone.mesh: sum(map(torch.numel, gradients))})
+        elements = sum(map(torch.numel, gradients))
+        by_mesh.kinds = {alone.mesh: _kind_of(alone.kind, f"{elements}")}
         return by_mesh
     layouts_now, places = specs(gradients), record.places
     # fully_shard gives the same spec to a parameter's gradient in every step.
@@ -241,12 +238,11 @@ def _places(found: list[Any], locals_: list[torch.Tensor]) -> Places:
         members[layout].append(index)
         count = local.numel() if spec is None else math.prod(spec.shape)
         elements[layout.mesh] += count
-    return Places(found, members, _kinds(members, elements))
-
-
-def _kinds(layouts: Iterable[Layout], elements: dict[float, int]) -> dict[float, float]:
-    kinds = {layout.mesh: layout.kind for layout in layouts}
-    return {mesh: _kind_of(kinds[mesh], f"{count}") for mesh, count in elements.items()}
+    kinds = {
+        layout.mesh: _kind_of(layout.kind, f"{elements[layout.mesh]}")
+        for layout in members
+    }
+    return Places(found, members, kinds)
 
 
 def _is_partial(spec: Any) -> bool:
@@ -401,7 +397,7 @@ def _is_unclear(
     # Whether meshes may hold some parameters together and others alone.
     families: dict[float, list[float]] = defaultdict(list)
     for mesh, kind in kinds.items():
-        families[_family_of(kind)].append(mesh)
+        families[kind // _FAMILY].append(mesh)
     for meshes in families.values():
         if any(mesh < 0 for mesh in meshes):  # it may be a replica of any other
             if len({(kinds[mesh], totals[mesh]) for mesh in meshes}) > 1:

@@ -411,7 +411,7 @@ class GradScaler(ScalerCore):
             )
         except BaseException as error:
             if self._tell(error, exchanges, None, "update", UPDATE):
-                self._begin_anew(error, None, is_told=True)
+                iteration.begin_anew(error, None, self._sync, scale, is_told=True)
             raise
         if not flags and not iteration.has_failed and chosen is None:
             raise AssertionError(NOTHING_CHECKED)

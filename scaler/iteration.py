@@ -94,6 +94,13 @@ class Part:
         self.is_clipped = self.is_undivided = False
         return False
 
+    def end_step(self) -> None:
+        """Keep that the optimizer stepped, or was skipped."""
+        assert self.record is not None
+        self.state["stage"] = OptState.STEPPED
+        # All devices hold the same once the ranks have synced.
+        self.record.found_inf = next(iter(self.found.values()), None)
+
     def begin_anew(self, scale: torch.Tensor) -> None:
         """Multiply divided gradients by the scale again; let a step be taken again."""
         # On other tensors: a backward may have added to those it has stepped on.

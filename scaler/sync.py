@@ -391,7 +391,9 @@ class OverflowSync:
                 raise
             result = SyncResult(group, method, row, rows, self._on_read, record)
             self.is_void = self.is_void and bool(row.failed)
-            is_read = self._is_read_at_once(rows)
+            # The same on all ranks. See [Note: When the host reads].
+            is_early = self._iteration < self._settled and not _is_captured(rows)
+            is_read = is_early or (rows.is_cpu and Host.reads_cpu)
             if row.failed:
                 if is_read:
                     self._begin_anew()
@@ -428,12 +430,6 @@ class OverflowSync:
             fields["iteration"], fields["position"] = self._iteration, self.sent + 1
             fields["failures"] = self.failures
         return row._replace(**fields)
-
-    def _is_read_at_once(self, rows: torch.Tensor) -> bool:
-        # The same on all ranks. See [Note: When the host reads].
-        if rows.is_cpu and Host.reads_cpu:
-            return True
-        return self._iteration < self._settled and not _is_captured(rows)
 
     def _late_error(self) -> Exception | None:
         # See [Note: When the host reads] and [Note: An error on one rank].
