@@ -58,7 +58,7 @@ class _Measured(NamedTuple):
     """Global norm of an optimizer's gradients.
 
     Attributes:
-        norm: unscaled.
+        norm: (), unscaled, on the device of the scale.
         grads: this rank's.
         carried: the scale that they are still multiplied by.
         factor: clips them.
@@ -66,14 +66,14 @@ class _Measured(NamedTuple):
         is_refused: a rank refuses a norm that is not finite.
     """
 
-    norm: Number
+    norm: torch.Tensor
     grads: GradsByMesh
     carried: Number
     factor: Number
     is_finite: bool
     is_refused: bool
 
-    def divisor(self, device: torch.device) -> torch.Tensor | None:
+    def divisor(self) -> torch.Tensor | None:
         """Return what a kernel divides by to unscale and clip, (), fp32.
 
         None if fp32 cannot hold it. On an accelerator, where reading it would
@@ -86,7 +86,7 @@ class _Measured(NamedTuple):
             if divisor > HIGHEST_SCALE * factor:
                 return None
             divisor = divisor / factor
-        return torch.as_tensor(divisor, dtype=torch.float32, device=device)
+        return torch.as_tensor(divisor, dtype=torch.float32, device=self.norm.device)
 
 
 class ScalerCore(_TorchGradScaler):
@@ -162,6 +162,20 @@ class ScalerCore(_TorchGradScaler):
         device = self._device if has_device else "cpu"
         return torch.ones((), dtype=torch.float32, device=device)
 
+    # - The iteration
+
+    def _part_of(self, optimizer: Any) -> Part:
+        part = self._iteration.parts.get(id(optimizer))
+        states = self._per_optimizer_states
+        if part is None:
+            part = self._iteration.begin_part(optimizer, self._records, states)
+        part.optimizer, part.state = optimizer, states[id(optimizer)]
+        return part
+
+    def _end_iteration(self) -> None:
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._iteration = Iteration()
+
     # - Clip
 
     def _clip(
@@ -190,19 +204,12 @@ class ScalerCore(_TorchGradScaler):
             measured = self._measure(
                 part, method, max_norm, norm_type, refuses=error_if_nonfinite
             )
-            norm = norm_tensor(measured.norm, self._scale_or_one().device)
-            is_refused = measured.is_refused
-            if is_refused:
-                # As after an overflow, also where only the norm is not finite.
-                measured = measured._replace(is_finite=False)
-                one = torch.ones((), dtype=torch.float32, device=norm.device)
-                part.found, part.result = {norm.device: one}, None
             divisor, kwargs = None, {}
             if fused := steps and is_fused(optimizer):
                 if takes_scaler(optimizer, stacklevel=4):
                     kwargs["grad_scaler"] = self
                 elif part.stage is OptState.READY:
-                    divisor = measured.divisor(norm.device)
+                    divisor = measured.divisor()
             if divisor is None:
                 if measured.is_finite:
                     clip_(measured.grads.values(), measured.factor, measured.carried)
@@ -218,9 +225,9 @@ class ScalerCore(_TorchGradScaler):
         except BaseException as error:
             self._fail(error, part, method, CLIP, exchanges)
             raise
-        if is_refused and error_if_nonfinite:
-            raise not_finite(norm, norm_type)
-        return norm
+        if measured.is_refused and error_if_nonfinite:
+            raise not_finite(measured.norm, norm_type)
+        return measured.norm
 
     def _measure(
         self,
@@ -267,7 +274,6 @@ class ScalerCore(_TorchGradScaler):
                 refuses = bool(result.host_rows.highest.refuses)
             if isinstance(norm, torch.Tensor):
                 norm = norm.to(scale.device)
-        part.found = infs
         found_inf = any_of(infs.values(), scale.device)
         # The factor of torch.nn.utils.clip_grad_norm_, in fp64.
         factor = max_norm / (norm + 1e-6)
@@ -277,9 +283,17 @@ class ScalerCore(_TorchGradScaler):
             factor = torch.where(found_inf > 0.0, 1.0, factor.clamp(max=1.0))
         else:
             factor = min(factor, 1.0)  # of nan and 1 it is nan
-        is_refused = refuses and not math.isfinite(norm)
         is_finite = not is_true(found_inf)
-        return _Measured(norm, grads, carried, factor, is_finite, is_refused)
+        if is_refused := refuses and not math.isfinite(norm):
+            # As after an overflow, also where only the norm is not finite.
+            infs, is_finite = {scale.device: torch.ones_like(scale)}, False
+            part.result = None
+        part.found = infs
+        # fp32, but for a norm that only fp64 holds, as far as the host sees.
+        is_large = isinstance(norm, float) and HIGHEST_SCALE < norm < math.inf
+        dtype = torch.float64 if is_large else torch.float32
+        norm_tensor = torch.as_tensor(norm, dtype=dtype, device=scale.device)
+        return _Measured(norm_tensor, grads, carried, factor, is_finite, is_refused)
 
     def _norm_over(
         self, result: SyncResult, part: Part, norm_type: float, carried: Number
@@ -425,74 +439,6 @@ class ScalerCore(_TorchGradScaler):
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         return self._part_of(optimizer).found
 
-    def _part_of(self, optimizer: Any) -> Part:
-        part, states = (
-            self._iteration.parts.get(id(optimizer)),
-            self._per_optimizer_states,
-        )
-        if part is None:
-            part = self._iteration.begin_part(optimizer, self._records, states)
-        part.optimizer, part.state = optimizer, states[id(optimizer)]
-        return part
-
-    def _end_iteration(self) -> None:
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._iteration = Iteration()
-
-    # - Calls that raise; see [Note: A call that raises] in grad_scaler.py
-
-    def _fail(
-        self,
-        error: BaseException,
-        part: Part | None,
-        method: str,
-        call: float,
-        exchanges: int,
-    ) -> None:
-        # A call has raised, before the first sync since ``exchanges``: the other ranks
-        # hear of it, and the iteration begins anew.
-        is_told = self._tell(error, exchanges, part, method, call)
-        scale = self._scale_or_one()
-        self._iteration.begin_anew(error, part, self._sync, scale, is_told=is_told)
-
-    def _refused(
-        self, message: str, part: Part | None, method: str, call: int = CHECK
-    ) -> RuntimeError:
-        # Wrong call order, perhaps on this rank alone: the other ranks must not wait.
-        error = RuntimeError(message)
-        is_told = self._tell(error, self._sync.exchanges, part, method, call)
-        if is_told and not self._sync.is_void:
-            self._iteration.is_unusual = True
-        return error
-
-    def _tell(
-        self,
-        error: BaseException,
-        exchanges: int,
-        part: Part | None,
-        method: str,
-        call: float = CHECK,
-    ) -> bool:
-        # The other ranks hear of an error before the sync of a call, which has not made
-        # one of the ``exchanges`` yet. Returns whether they do, or have.
-        if not isinstance(error, Exception) or exchanges != self._sync.exchanges:
-            is_heard = isinstance(error, (PeerFailedError, RanksDisagreeError))
-            return is_heard or self._sync.is_void or self._sync.told == id(error)
-        try:
-            group = self._find_group(part)
-            if group is not None:  # see [Note: An error on one rank] in sync.py
-                row = self._row()._replace(call=call, found_inf=1.0, failed=1.0)
-                with contextlib.suppress(PeerFailedError, RanksDisagreeError):
-                    self._sync.exchange(group, method, row)  # of the sync before
-            self._sync.told = id(error)
-            return group is not None
-        except Exception:
-            error.add_note(
-                "gradparity: the other ranks cannot be told of this error. They wait "
-                "until the time limit of their process group."
-            )
-            return False
-
     def _find_group(self, part: Part | None) -> dist.ProcessGroup | None:
         if part is not None and part.result is not None:
             return part.result.group
@@ -582,6 +528,60 @@ class ScalerCore(_TorchGradScaler):
         is_logged = self._sync.group.find() is not None
         self._history.overflowed(overflow, None if is_logged else float(scale))
 
+    # - Calls that raise; see [Note: A call that raises] in grad_scaler.py
+
+    def _fail(
+        self,
+        error: BaseException,
+        part: Part | None,
+        method: str,
+        call: float,
+        exchanges: int,
+    ) -> None:
+        # A call has raised, before the first sync since ``exchanges``: the other ranks
+        # hear of it, and the iteration begins anew.
+        is_told = self._tell(error, exchanges, part, method, call)
+        scale = self._scale_or_one()
+        self._iteration.begin_anew(error, part, self._sync, scale, is_told=is_told)
+
+    def _refused(
+        self, message: str, part: Part | None, method: str, call: int = CHECK
+    ) -> RuntimeError:
+        # Wrong call order, perhaps on this rank alone: the other ranks must not wait.
+        error = RuntimeError(message)
+        is_told = self._tell(error, self._sync.exchanges, part, method, call)
+        if is_told and not self._sync.is_void:
+            self._iteration.is_unusual = True
+        return error
+
+    def _tell(
+        self,
+        error: BaseException,
+        exchanges: int,
+        part: Part | None,
+        method: str,
+        call: float = CHECK,
+    ) -> bool:
+        # The other ranks hear of an error before the sync of a call, which has not made
+        # one of the ``exchanges`` yet. Returns whether they do, or have.
+        if not isinstance(error, Exception) or exchanges != self._sync.exchanges:
+            is_heard = isinstance(error, (PeerFailedError, RanksDisagreeError))
+            return is_heard or self._sync.is_void or self._sync.told == id(error)
+        try:
+            group = self._find_group(part)
+            if group is not None:  # see [Note: An error on one rank] in sync.py
+                row = self._row()._replace(call=call, found_inf=1.0, failed=1.0)
+                with contextlib.suppress(PeerFailedError, RanksDisagreeError):
+                    self._sync.exchange(group, method, row)  # of the sync before
+            self._sync.told = id(error)
+            return group is not None
+        except Exception:
+            error.add_note(
+                "gradparity: the other ranks cannot be told of this error. They wait "
+                "until the time limit of their process group."
+            )
+            return False
+
 
 def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
     # (), fp32: one over the scale, rounded once. On an accelerator an fp32 division may
@@ -589,13 +589,6 @@ def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
     if scale.is_cpu or scale.device.type == "mps":
         return scale.reciprocal()
     return scale.double().reciprocal().float()
-
-
-def norm_tensor(norm: Number, device: torch.device) -> torch.Tensor:
-    """Return the norm, (), fp32; fp64 where the host sees that fp32 cannot hold it."""
-    is_large = isinstance(norm, float) and HIGHEST_SCALE < norm < math.inf
-    dtype = torch.float64 if is_large else torch.float32
-    return torch.as_tensor(norm, dtype=dtype, device=device)
 
 
 def not_finite(norm: torch.Tensor, norm_type: float) -> RuntimeError:

@@ -31,7 +31,7 @@ import torch
 from torch.amp.grad_scaler import OptState as OptState
 from torch.amp.grad_scaler import _MultiDeviceReplicator as _MultiDeviceReplicator
 
-from .core import ScalerCore, norm_tensor, not_finite
+from .core import ScalerCore, not_finite
 from .errors import CHECK, CLIP, LOAD, UPDATE, TooManySkipsError
 from .grads import Number, any_of, clip_, is_readable, number_in
 from .history import Counters, History, Overflow
@@ -640,7 +640,6 @@ class _Disabled(ScalerCore):
             raise
         finally:
             self._end_iteration()
-        norm = norm_tensor(measured.norm, self._scale_or_one().device)
         if measured.is_refused and error_if_nonfinite:
-            raise not_finite(norm, norm_type)
-        return norm
+            raise not_finite(measured.norm, norm_type)
+        return measured.norm
