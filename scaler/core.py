@@ -7,8 +7,10 @@ these. Names that torch's classes have as well are called and replaced by its us
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import warnings
+import weakref
 from collections import defaultdict
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler as _TorchGradScaler
 from torch.amp.grad_scaler import OptState
 
-from .errors import CHECK, CLIP, PeerFailedError, RanksDisagreeError
+from .errors import CHECK, CLIP, PeerFailedError, RanksDisagreeError, not_finite
 from .global_norm import (
     GradsByMesh,
     global_norm,
@@ -44,9 +46,6 @@ from .iteration import (
     Part,
     State,
     _refresh_per_optimizer_state,
-    is_fused,
-    step_fused,
-    takes_scaler,
 )
 from .policy import HIGHEST_SCALE, FP16Gradients, Policy, check_clip
 from .replicas import entries_told_apart
@@ -60,7 +59,8 @@ class _Measured(NamedTuple):
     Attributes:
         norm: (), unscaled, on the device of the scale.
         grads: this rank's.
-        carried: the scale that they are still multiplied by.
+        is_divided: they carry no scale, by an earlier unscale_ or for the norm.
+        carried: the scale that they are still multiplied by; 1 if they are divided.
         factor: clips them.
         is_finite: no overflow, as far as the host sees.
         is_refused: a rank refuses a norm that is not finite.
@@ -68,6 +68,7 @@ class _Measured(NamedTuple):
 
     norm: torch.Tensor
     grads: GradsByMesh
+    is_divided: bool
     carried: Number
     factor: Number
     is_finite: bool
@@ -208,13 +209,13 @@ class ScalerCore(_TorchGradScaler):
             if fused := steps and is_fused(optimizer):
                 if takes_scaler(optimizer, stacklevel=4):
                     kwargs["grad_scaler"] = self
-                elif part.stage is OptState.READY:
+                elif not measured.is_divided:
                     divisor = measured.divisor()
             if divisor is None:
                 if measured.is_finite:
                     clip_(measured.grads.values(), measured.factor, measured.carried)
                 else:
-                    part.is_undivided = part.stage is OptState.READY
+                    part.is_undivided = not measured.is_divided
                 part.stage = OptState.UNSCALED
             if not steps:
                 part.is_clipped = True
@@ -226,7 +227,7 @@ class ScalerCore(_TorchGradScaler):
             self._fail(error, part, method, CLIP, exchanges)
             raise
         if measured.is_refused and error_if_nonfinite:
-            raise not_finite(measured.norm, norm_type)
+            raise not_finite(float(measured.norm), norm_type)
         return measured.norm
 
     def _measure(
@@ -293,7 +294,9 @@ class ScalerCore(_TorchGradScaler):
         is_large = isinstance(norm, float) and HIGHEST_SCALE < norm < math.inf
         dtype = torch.float64 if is_large else torch.float32
         norm_tensor = torch.as_tensor(norm, dtype=dtype, device=scale.device)
-        return _Measured(norm_tensor, grads, carried, factor, is_finite, is_refused)
+        return _Measured(
+            norm_tensor, grads, is_divided, carried, factor, is_finite, is_refused
+        )
 
     def _norm_over(
         self, result: SyncResult, part: Part, norm_type: float, carried: Number
@@ -324,14 +327,48 @@ class ScalerCore(_TorchGradScaler):
         if "grad_scaler" in kwargs:
             result = optimizer.step(*args, **kwargs)
         elif fused:
-            device = self._scale_or_one().device
-            result = step_fused(part, grad_scale, device, args, kwargs)
+            result = self._step_fused(part, grad_scale, args, kwargs)
         else:
             if not part.found:
                 raise AssertionError("No inf checks were recorded for this optimizer.")
             result = self._maybe_opt_step(optimizer, part.state, *args, **kwargs)
         part.end_step()
         return result
+
+    def _step_fused(
+        self,
+        part: Part,
+        grad_scale: torch.Tensor | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        # Unless the host sees that the kernel would skip.
+        optimizer, record = part.optimizer, part.record
+        assert record is not None
+        own = getattr(optimizer, "grad_scale", None)  # torch's: the user's own
+        # What an interrupted step has left there is not the user's.
+        if own is not None and own is not record.grad_scale:
+            grad_scale = own if grad_scale is None else grad_scale * own
+        # An object of its own: the user may set one tensor before each step.
+        if isinstance(grad_scale, torch.Tensor):
+            grad_scale = grad_scale.detach()
+        flags = part.found.values()
+        # The int 0, as torch's sum, where nothing was checked: a kernel that finds
+        # gradients made since raises, where a tensor would let it step on scaled ones.
+        found_inf: Any = any_of(flags, self._scale_or_one().device) if flags else 0
+        record.grad_scale = grad_scale
+        try:
+            optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+            # bool synchronises, until an SGD with momentum has taken its first step.
+            if flags and (
+                is_true(found_inf) or (_makes_momentum(optimizer) and bool(found_inf))
+            ):
+                return None
+            return optimizer.step(*args, **kwargs)
+        finally:
+            for name in ("grad_scale", "found_inf"):
+                with contextlib.suppress(AttributeError):  # interrupted before it was
+                    delattr(optimizer, name)
 
     def _maybe_opt_step(
         self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
@@ -353,57 +390,7 @@ class ScalerCore(_TorchGradScaler):
             self._note_overflow(optimizer, rank)
         return None if skips else optimizer.step(*args, **kwargs)
 
-    def _check_lacks(self) -> None:
-        # A rank on its own lacks no optimizer: None is a mistake, raised as by torch.
-        if not self._sync.group.is_distributed:
-            raise AttributeError("'NoneType' object has no attribute 'param_groups'")
-
-    def _take_part(self, part: Part, method: str, **fields: float) -> None:
-        # In the other ranks' sync of an optimizer that this rank lacks.
-        exchanges = self._sync.exchanges
-        try:
-            if (group := self._find_group(part)) is None:
-                return
-            with state_of(group).turn:
-                infs, result = self._synced(part, {}, group, method, None, **fields)
-                rows = result.host_rows
-                if rows is not None and (norm_type := rows.value("norm_type")):
-                    norm = self._norm_over(result, part, norm_type, 1.0)
-                    if rows.highest.refuses and not math.isfinite(norm):
-                        infs = {key: torch.ones_like(x) for key, x in infs.items()}
-            part.found = infs
-        except BaseException as error:
-            call = fields.get("call", math.nan)
-            self._fail(error, part, method, call, exchanges)
-            raise
-
     # - Check and sync
-
-    def _check_and_sync(
-        self,
-        part: Part,
-        method: str,
-        *,
-        allow_fp16: bool | None = None,
-        only_check: bool = False,
-    ) -> None:
-        # Checks this rank's gradients, divides them unless asked not to, and replaces
-        # what this rank found by what any rank found.
-        group = self._find_group(part)
-        if only_check:
-            scale = self._scale_or_one()
-            one, zero = torch.ones_like(scale), torch.zeros_like(scale)
-            infs = self._unscale_grads_(part.optimizer, one, zero, True)
-        else:
-            infs = self._unscale_here(part, allow_fp16)
-        if group is not None:
-            infs, _ = self._synced(part, infs, group, method, call=CHECK)
-        else:
-            self._remember_overflow(part, infs)
-            if len(infs) > 1:
-                any_found = any_of(infs.values(), self._scale_or_one().device)
-                infs = {place: any_found.to(flag) for place, flag in infs.items()}
-        part.found = infs
 
     def _unscale_here(self, part: Part, allow_fp16: bool | None = None) -> FoundInf:
         # Divides this rank's gradients; returns what this rank found.
@@ -428,16 +415,6 @@ class ScalerCore(_TorchGradScaler):
         if not infs and self._steps_without_gradients:
             infs[found_inf.device] = found_inf
         return infs
-
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-        # For optimizers that unscale by themselves: check only, change nothing.
-        self._check_scale_growth_tracker("_check_inf_per_device")
-        part = self._part_of(optimizer)
-        self._check_and_sync(part, "step", only_check=True)
-        return part.found
-
-    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-        return self._part_of(optimizer).found
 
     def _find_group(self, part: Part | None) -> dist.ProcessGroup | None:
         if part is not None and part.result is not None:
@@ -591,10 +568,56 @@ def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
     return scale.double().reciprocal().float()
 
 
-def not_finite(norm: torch.Tensor, norm_type: float) -> RuntimeError:
-    """Return what a clip raises that refuses a norm which is not finite."""
-    return RuntimeError(
-        f"The total norm of order {norm_type} of the gradients is {float(norm)}, so "
-        "they cannot be clipped. Pass error_if_nonfinite=False to let step() skip "
-        "instead."
-    )
+# - Fused optimizers
+
+
+def is_fused(optimizer: Any) -> bool:
+    """Return whether the optimizer divides by ``grad_scale`` and skips by itself."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def takes_scaler(optimizer: Any, *, stacklevel: int) -> bool:
+    """Return whether ``step`` asks for the scaler itself, the old contract.
+
+    Warns then, as torch does, of the line ``stacklevel`` frames above.
+    """
+    step: Any = getattr(optimizer.step, "__func__", optimizer.step)
+    try:
+        takes_it = _TAKES_SCALER.get(step)
+    except TypeError:  # a callable that cannot be a key
+        takes_it = None
+    if takes_it is None:  # reading a signature takes longer than a small step
+        takes_it = "grad_scaler" in inspect.signature(step).parameters
+        with contextlib.suppress(TypeError):
+            _TAKES_SCALER[step] = takes_it
+    if takes_it:
+        warnings.warn(
+            "GradScaler is going to stop passing itself as a keyword argument to the "
+            "passed optimizer. It sets `grad_scale` and `found_inf` on it instead.",
+            FutureWarning,
+            stacklevel=stacklevel,
+        )
+    return takes_it
+
+
+_TAKES_SCALER: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def _makes_momentum(optimizer: Any) -> bool:
+    """Return whether the next step makes the momentum of torch's SGD, in any group.
+
+    torch's fused SGD makes it of uninitialised memory for the kernel to fill, for a
+    whole group at once. A kernel that is to skip does not fill it, and the next step
+    takes what lay there (B21).
+    """
+    try:
+        for group in optimizer.param_groups:
+            if group["momentum"]:
+                firsts = (p for p in group["params"] if p.grad is not None)
+                first = next(firsts, None)
+                state = optimizer.state.get(first, {})
+                if first is not None and state.get("momentum_buffer") is None:
+                    return True
+    except Exception:  # an optimizer that keeps no momentum as SGD does
+        return False
+    return False

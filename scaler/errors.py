@@ -79,6 +79,15 @@ class TooManySkipsError(ScalerError):
     scales: tuple[float, ...]
 
 
+def not_finite(norm: float, norm_type: float) -> RuntimeError:
+    """Return what a clip raises that refuses a norm which is not finite."""
+    return RuntimeError(
+        f"The total norm of order {norm_type} of the gradients is {norm}, so "
+        "they cannot be clipped. Pass error_if_nonfinite=False to let step() skip "
+        "instead."
+    )
+
+
 # - What the ranks of a sync are told
 
 

@@ -22,6 +22,7 @@ order are raised before anything has happened; the other ranks hear of them, too
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable
 from functools import cached_property
@@ -31,12 +32,12 @@ import torch
 from torch.amp.grad_scaler import OptState as OptState
 from torch.amp.grad_scaler import _MultiDeviceReplicator as _MultiDeviceReplicator
 
-from .core import ScalerCore, not_finite
-from .errors import CHECK, CLIP, LOAD, UPDATE, TooManySkipsError
+from .core import ScalerCore, is_fused, takes_scaler
+from .errors import CHECK, CLIP, LOAD, UPDATE, TooManySkipsError, not_finite
 from .grads import Number, any_of, clip_, is_readable, number_in
 from .history import Counters, History, Overflow
+from .iteration import Part
 from .iteration import _refresh_per_optimizer_state as _refresh_per_optimizer_state
-from .iteration import is_fused, takes_scaler
 from .policy import (
     FP16Gradients,
     Policy,
@@ -48,7 +49,7 @@ from .policy import (
     checked_scale,
 )
 from .sync import NOTHING_CHECKED
-from .sync_group import SyncGroup, SyncOver
+from .sync_group import SyncGroup, SyncOver, state_of
 from .torch_internals import no_compile
 
 Outputs = TypeVar("Outputs", bound="torch.Tensor | Iterable[Any]")
@@ -363,6 +364,66 @@ class GradScaler(ScalerCore):
             self._fail(error, part, "step", CHECK, exchanges)
             raise
 
+    def _check_and_sync(
+        self,
+        part: Part,
+        method: str,
+        *,
+        allow_fp16: bool | None = None,
+        only_check: bool = False,
+    ) -> None:
+        # Checks this rank's gradients, divides them unless asked not to, and replaces
+        # what this rank found by what any rank found.
+        group = self._find_group(part)
+        if only_check:
+            scale = self._scale_or_one()
+            one, zero = torch.ones_like(scale), torch.zeros_like(scale)
+            infs = self._unscale_grads_(part.optimizer, one, zero, True)
+        else:
+            infs = self._unscale_here(part, allow_fp16)
+        if group is not None:
+            infs, _ = self._synced(part, infs, group, method, call=CHECK)
+        else:
+            self._remember_overflow(part, infs)
+            if len(infs) > 1:
+                any_found = any_of(infs.values(), self._scale_or_one().device)
+                infs = {place: any_found.to(flag) for place, flag in infs.items()}
+        part.found = infs
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        # For optimizers that unscale by themselves: check only, change nothing.
+        self._check_scale_growth_tracker("_check_inf_per_device")
+        part = self._part_of(optimizer)
+        self._check_and_sync(part, "step", only_check=True)
+        return part.found
+
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        return self._part_of(optimizer).found
+
+    def _check_lacks(self) -> None:
+        # A rank on its own lacks no optimizer: None is a mistake, raised as by torch.
+        if not self._sync.group.is_distributed:
+            raise AttributeError("'NoneType' object has no attribute 'param_groups'")
+
+    def _take_part(self, part: Part, method: str, **fields: float) -> None:
+        # In the other ranks' sync of an optimizer that this rank lacks.
+        exchanges = self._sync.exchanges
+        try:
+            if (group := self._find_group(part)) is None:
+                return
+            with state_of(group).turn:
+                infs, result = self._synced(part, {}, group, method, None, **fields)
+                rows = result.host_rows
+                if rows is not None and (norm_type := rows.value("norm_type")):
+                    norm = self._norm_over(result, part, norm_type, 1.0)
+                    if rows.highest.refuses and not math.isfinite(norm):
+                        infs = {key: torch.ones_like(x) for key, x in infs.items()}
+            part.found = infs
+        except BaseException as error:
+            call = fields.get("call", math.nan)
+            self._fail(error, part, method, call, exchanges)
+            raise
+
     # - Update
 
     @no_compile
@@ -641,5 +702,5 @@ class _Disabled(ScalerCore):
         finally:
             self._end_iteration()
         if measured.is_refused and error_if_nonfinite:
-            raise not_finite(measured.norm, norm_type)
+            raise not_finite(float(measured.norm), norm_type)
         return measured.norm
