@@ -386,7 +386,9 @@ class OverflowSync:
                 mine = tensor_of([*row, *(norms or [0.0] * NORMS)], device)
                 rows = exchange(group, method, mine)
                 self.sent, self.exchanges = sent, self.exchanges + 1
-            except RuntimeError:  # nothing can follow over a broken group
+            except RuntimeError:
+                # Over a broken group, which raises this, nothing can follow. Any other
+                # row that was not sent does not count: that of a failure may follow.
                 self.sent, self.exchanges = sent, self.exchanges + 1
                 raise
             result = SyncResult(group, method, row, rows, self._on_read, record)
