@@ -53,8 +53,8 @@ def entries_told_apart(
 ) -> list[list[float]]:
     """Return the entries of all ranks once more, with replicas told apart.
 
-    Two more collectives; all ranks have seen in the rows of ``result`` that they are
-    due. From then on the record of the optimizer has the `Holders`.
+    Makes three more collectives, on all ranks alike: each has read in the rows of
+    ``result`` that they are needed. The record of the optimizer then has `Holders`.
 
     Raises:
         PeerFailedError: another rank could not read its gradients.
