@@ -1,4 +1,4 @@
-"""Core of a scaler: checks and syncs, steps, and what happens when a call raises.
+"""Core of a scaler: the clip, the step, the row of a sync, and a call that raises.
 
 `GradScaler` in ``grad_scaler.py`` has the calls that users make; they are built from
 these. Names that torch's classes have as well are called and replaced by its users.
