@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gradparity.benchmarks.tables import row
-from gradparity.scaler.row import LENGTH
+from gradparity.scaler.sync import LENGTH
 
 # - On paper
 

@@ -3,8 +3,7 @@
 - The two classes are torch's, with torch's names, errors and state (``grad_scaler``,
   ``sharded``). Where they differ, docs/deviations.md has the defect that is cured.
 - Every step, or what comes before it, begins with one collective: each rank gets a row
-  of all ranks, with what was found and the state that must be equal (``row``,
-  ``sync``).
+  of all ranks, with what was found and the state that must be equal (``sync``).
 - Nothing is remembered about gradients: after a call ``.grad`` holds what the name of
   the call says.
 - A call that raises begins its optimizer's part of the iteration anew, on all ranks.
@@ -12,7 +11,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .config import Policy
 from .errors import (
     InvalidSettingError,
     PeerFailedError,
@@ -22,6 +20,7 @@ from .errors import (
 )
 from .grad_scaler import GradScaler
 from .history import Counters, Overflow
+from .policy import Policy
 
 if TYPE_CHECKING:
     from .sharded import ShardedGradScaler

@@ -1,4 +1,4 @@
-"""Core of a scaler: checks and syncs, steps, and what happens when a call raises.
+"""Core of a scaler: the clip, the step, the row of a sync, and a call that raises.
 
 `GradScaler` in ``grad_scaler.py`` has the calls that users make; they are built from
 these. Names that torch's classes have as well are called and replaced by its users.
@@ -7,23 +7,22 @@ these. Names that torch's classes have as well are called and replaced by its us
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import warnings
+import weakref
 from collections import defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler as _TorchGradScaler
 from torch.amp.grad_scaler import OptState
 
-from .clip_norm import Measured, norm_over, norm_tensor, not_finite, ranks_of
-from .config import FP16Gradients, Policy, check_number
-from .errors import PeerFailedError, RanksDisagreeError
-from .fused import is_fused, step_fused, takes_scaler
+from .errors import CHECK, CLIP, PeerFailedError, RanksDisagreeError, not_finite
 from .global_norm import (
     GradsByMesh,
-    clip_factor,
+    global_norm,
     grads_by_mesh,
     local_norms,
     norm_alone,
@@ -41,12 +40,54 @@ from .grads import (
     number_in,
 )
 from .history import INF_OR_NAN, History, first_nonfinite, overflow_of
-from .iteration import Iteration, Part, State, _refresh_per_optimizer_state
-from .optimizer_record import OptimizerRecords
-from .row import CHECK, CLIP, Row, Rows
-from .scale_update import advance
-from .sync import OverflowSync, SyncResult, one_at_a_time
-from .sync_group import SyncGroup
+from .iteration import (
+    Iteration,
+    OptimizerRecords,
+    Part,
+    State,
+    _refresh_per_optimizer_state,
+)
+from .policy import HIGHEST_SCALE, FP16Gradients, Policy, check_clip
+from .replicas import entries_told_apart
+from .sync import FIELDS, OverflowSync, Row, Rows, SyncResult
+from .sync_group import SyncGroup, state_of
+
+
+class _Measured(NamedTuple):
+    """Global norm of an optimizer's gradients.
+
+    Attributes:
+        norm: (), unscaled, on the device of the scale.
+        grads: this rank's.
+        is_divided: they carry no scale, by an earlier unscale_ or for the norm.
+        carried: the scale that they are still multiplied by; 1 if they are divided.
+        factor: clips them.
+        is_finite: no overflow, as far as the host sees.
+        is_refused: a rank refuses a norm that is not finite.
+    """
+
+    norm: torch.Tensor
+    grads: GradsByMesh
+    is_divided: bool
+    carried: Number
+    factor: Number
+    is_finite: bool
+    is_refused: bool
+
+    def divisor(self) -> torch.Tensor | None:
+        """Return what a kernel divides by to unscale and clip, (), fp32.
+
+        None if fp32 cannot hold it. On an accelerator, where reading it would
+        synchronise, a norm beyond fp32 then clips to zero.
+        """
+        factor, divisor = self.factor, self.carried
+        if isinstance(factor, torch.Tensor) or isinstance(divisor, torch.Tensor):
+            divisor = divisor / factor
+        elif self.is_finite:
+            if divisor > HIGHEST_SCALE * factor:
+                return None
+            divisor = divisor / factor
+        return torch.as_tensor(divisor, dtype=torch.float32, device=self.norm.device)
 
 
 class ScalerCore(_TorchGradScaler):
@@ -59,6 +100,7 @@ class ScalerCore(_TorchGradScaler):
     _growth_tracker: torch.Tensor | None
     _hysteresis_left: torch.Tensor | None
     _policy: Policy
+    _policy_row: Row  # its fields in each row
     _fp16_gradients: FP16Gradients
     _init_hysteresis_left: int
     _was_scaled: bool  # by scale() or a checkpoint, not by a default
@@ -77,6 +119,7 @@ class ScalerCore(_TorchGradScaler):
         policy: Policy,
     ) -> None:
         self._device, self._history, self._policy = device, history, policy
+        self._policy_row = Row(**policy.fields())
         self._fp16_gradients = fp16_gradients
         self._init_growth_tracker = 0
         self._init_hysteresis_left = policy.hysteresis
@@ -87,13 +130,6 @@ class ScalerCore(_TorchGradScaler):
         self._sync = OverflowSync(group, device, self._note)
 
     # - The scale
-
-    def _scaled(self, output: torch.Tensor) -> torch.Tensor:
-        # As torch has it, but torch.compile does not trace into torch's.
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(output.device)
-        assert self._scale is not None
-        return output * self._scale.to(device=output.device, non_blocking=True)
 
     def _check_scale_growth_tracker(
         self, funcname: str
@@ -120,17 +156,26 @@ class ScalerCore(_TorchGradScaler):
             )
 
     def _scale_or_one(self) -> torch.Tensor:
-        # One where there is none yet, or never (`Disabled`).
+        # One where there is none yet, or never (disabled).
         if self._scale is not None:
             return self._scale
         has_device = self._device != "cuda" or torch.cuda.is_available()
         device = self._device if has_device else "cpu"
         return torch.ones((), dtype=torch.float32, device=device)
 
-    def _is_below_one(self) -> bool:
-        # Gradients then grow when they are divided: an overflow shows only afterwards.
-        scale = number_in(self._scale_or_one())
-        return isinstance(scale, float) and scale < 1.0
+    # - The iteration
+
+    def _part_of(self, optimizer: Any) -> Part:
+        part = self._iteration.parts.get(id(optimizer))
+        states = self._per_optimizer_states
+        if part is None:
+            part = self._iteration.begin_part(optimizer, self._records, states)
+        part.optimizer, part.state = optimizer, states[id(optimizer)]
+        return part
+
+    def _end_iteration(self) -> None:
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._iteration = Iteration()
 
     # - Clip
 
@@ -144,56 +189,46 @@ class ScalerCore(_TorchGradScaler):
         steps: bool,
     ) -> torch.Tensor:
         method = "clip_and_step" if steps else "clip_grad_norm_"
-        part = self._part_to_clip(optimizer, method)
+        self._check_scale_growth_tracker(method)
+        if optimizer is None:
+            part = self._iteration.part_to_clip(self._per_optimizer_states)
+        else:
+            part = self._part_of(optimizer)
+            if part.has_stepped():
+                message = f"{method}() is being called after step()."
+                raise self._refused(message, part, method, CLIP)
+            if part.is_clipped:
+                message = f"{method}() was called twice since update()."
+                raise self._refused(message, part, method, CLIP)
         exchanges = self._sync.exchanges
         try:
             measured = self._measure(
                 part, method, max_norm, norm_type, refuses=error_if_nonfinite
             )
-            norm = norm_tensor(measured.norm, self._scale_or_one().device)
-            is_refused = measured.is_refused
-            if is_refused:
-                # As after an overflow, also where only the norm is not finite.
-                measured = measured._replace(is_finite=False)
-                one = torch.ones((), dtype=torch.float32, device=norm.device)
-                part.found, part.result = {norm.device: one}, None
             divisor, kwargs = None, {}
-            if steps and is_fused(optimizer):
+            if fused := steps and is_fused(optimizer):
                 if takes_scaler(optimizer, stacklevel=4):
                     kwargs["grad_scaler"] = self
-                elif part.stage is OptState.READY:
-                    divisor = measured.divisor(norm.device)
+                elif not measured.is_divided:
+                    divisor = measured.divisor()
             if divisor is None:
                 if measured.is_finite:
                     clip_(measured.grads.values(), measured.factor, measured.carried)
                 else:
-                    part.is_undivided = part.stage is OptState.READY
+                    part.is_undivided = not measured.is_divided
                 part.stage = OptState.UNSCALED
             if not steps:
                 part.is_clipped = True
             elif part.optimizer is not None:
-                self._step_checked(part, divisor, (), kwargs)
+                self._step_checked(part, divisor, (), kwargs, fused=fused)
             if part.optimizer is None:
                 self._iteration.looked_at(part, is_over=steps)
         except BaseException as error:
             self._fail(error, part, method, CLIP, exchanges)
             raise
-        if is_refused and error_if_nonfinite:
-            raise not_finite(norm, norm_type)
-        return norm
-
-    def _part_to_clip(self, optimizer: Any, method: str) -> Part:
-        self._check_scale_growth_tracker(method)
-        if optimizer is None:
-            return self._iteration.part_to_clip(self._per_optimizer_states)
-        part = self._part_of(optimizer)
-        if part.has_stepped():
-            message = f"{method}() is being called after step()."
-            raise self._refused(message, part, method, CLIP)
-        if part.is_clipped:
-            message = f"{method}() was called twice since update()."
-            raise self._refused(message, part, method, CLIP)
-        return part
+        if measured.is_refused and error_if_nonfinite:
+            raise not_finite(float(measured.norm), norm_type)
+        return measured.norm
 
     def _measure(
         self,
@@ -203,25 +238,24 @@ class ScalerCore(_TorchGradScaler):
         norm_type: float,
         *,
         refuses: bool,
-    ) -> Measured:
+    ) -> _Measured:
         # The global norm. Gradients are only read, unless they must be divided first.
         scale, group = self._scale_or_one(), self._find_group(part)
         carried = number_in(scale)
-        infs: FoundInf = {}
-        if part.stage is OptState.UNSCALED:  # of an earlier unscale_
-            infs = {**part.found}
+        is_divided = part.stage is OptState.UNSCALED
+        infs: FoundInf = {**part.found} if is_divided else {}  # of an earlier unscale_
         grads = GradsByMesh()
-        max_norm = check_number("max_norm", max_norm)
-        norm_type = check_number("norm_type", norm_type)
+        max_norm, norm_type = check_clip(max_norm, norm_type)
         if part.record is not None:
-            if part.stage is OptState.READY and self._is_below_one():
-                infs = self._unscale_here(part)
+            # Gradients grow when a scale below one divides them: an overflow shows
+            # only afterwards.
+            if not is_divided and isinstance(carried, float) and carried < 1.0:
+                infs, is_divided = self._unscale_here(part), True
             allow_fp16 = self._fp16_gradients == "in_place"
-            rank, ranks = ranks_of(group)
             grads = grads_by_mesh(
-                part.optimizer, part.record, rank, ranks, allow_fp16=allow_fp16
+                part.optimizer, part.record, group, allow_fp16=allow_fp16
             )
-        if part.stage is OptState.UNSCALED:
+        if is_divided:
             carried = carried / carried  # one, on the device of the scale
         entries, flag = local_norms(grads, norm_type, carried)
         if flag is not None:
@@ -234,23 +268,48 @@ class ScalerCore(_TorchGradScaler):
         else:
             clip: Any = {"call": CLIP, "max_norm": max_norm, "norm_type": norm_type}
             clip["refuses"] = float(refuses)
-            with one_at_a_time(group):
+            with state_of(group).turn:
                 infs, result = self._synced(part, infs, group, method, entries, **clip)
-                norm = norm_over(self._sync, result, part, norm_type, carried)
+                norm = self._norm_over(result, part, norm_type, carried)
             if result.host_rows is not None:  # else no rank hears of another one's wish
-                refuses = result.host_rows.any("refuses")
+                refuses = bool(result.host_rows.highest.refuses)
             if isinstance(norm, torch.Tensor):
                 norm = norm.to(scale.device)
-        part.found = infs
         found_inf = any_of(infs.values(), scale.device)
-        factor = clip_factor(norm, max_norm)
+        # The factor of torch.nn.utils.clip_grad_norm_, in fp64.
+        factor = max_norm / (norm + 1e-6)
         if isinstance(factor, torch.Tensor):
             # The host cannot see an overflow, and counts gradients as divided: a factor
             # of zero would leave none to an optimizer that shares one.
-            factor = torch.where(found_inf > 0.0, 1.0, factor)
-        is_refused = refuses and not math.isfinite(norm)
+            factor = torch.where(found_inf > 0.0, 1.0, factor.clamp(max=1.0))
+        else:
+            factor = min(factor, 1.0)  # of nan and 1 it is nan
         is_finite = not is_true(found_inf)
-        return Measured(norm, grads, carried, factor, is_finite, is_refused)
+        if is_refused := refuses and not math.isfinite(norm):
+            # As after an overflow, also where only the norm is not finite.
+            infs, is_finite = {scale.device: torch.ones_like(scale)}, False
+            part.result = None
+        part.found = infs
+        # fp32, but for a norm that only fp64 holds, as far as the host sees.
+        is_large = isinstance(norm, float) and HIGHEST_SCALE < norm < math.inf
+        dtype = torch.float64 if is_large else torch.float32
+        norm_tensor = torch.as_tensor(norm, dtype=dtype, device=scale.device)
+        return _Measured(
+            norm_tensor, grads, is_divided, carried, factor, is_finite, is_refused
+        )
+
+    def _norm_over(
+        self, result: SyncResult, part: Part, norm_type: float, carried: Number
+    ) -> Number:
+        # From the rows of all ranks, which all call this.
+        if result.host_rows is None:
+            return global_norm(result.rows[:, FIELDS:], norm_type)
+        norm = norm_on_host(result.host_rows.norms(), norm_type)
+        if norm is None:  # on all ranks alike
+            entries = entries_told_apart(self._sync, result, part, norm_type, carried)
+            norm = norm_on_host(entries, norm_type, is_told=True)
+        assert norm is not None
+        return norm
 
     # - Step
 
@@ -260,23 +319,56 @@ class ScalerCore(_TorchGradScaler):
         grad_scale: torch.Tensor | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
+        fused: bool,
     ) -> Any:
         # Steps or skips; ``grad_scale`` is what a kernel is still to divide by.
-        optimizer, record = part.optimizer, part.record
-        assert record is not None
+        optimizer = part.optimizer
         if "grad_scaler" in kwargs:
             result = optimizer.step(*args, **kwargs)
-        elif is_fused(optimizer):
-            device = self._scale_or_one().device
-            result = step_fused(part, grad_scale, device, args, kwargs)
+        elif fused:
+            result = self._step_fused(part, grad_scale, args, kwargs)
         else:
             if not part.found:
                 raise AssertionError("No inf checks were recorded for this optimizer.")
             result = self._maybe_opt_step(optimizer, part.state, *args, **kwargs)
-        part.stage = OptState.STEPPED
-        # All devices hold the same once the ranks have synced.
-        record.found_inf = next(iter(part.found.values()), None)
+        part.end_step()
         return result
+
+    def _step_fused(
+        self,
+        part: Part,
+        grad_scale: torch.Tensor | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        # Unless the host sees that the kernel would skip.
+        optimizer, record = part.optimizer, part.record
+        assert record is not None
+        own = getattr(optimizer, "grad_scale", None)  # torch's: the user's own
+        # What an interrupted step has left there is not the user's.
+        if own is not None and own is not record.grad_scale:
+            grad_scale = own if grad_scale is None else grad_scale * own
+        # An object of its own: the user may set one tensor before each step.
+        if isinstance(grad_scale, torch.Tensor):
+            grad_scale = grad_scale.detach()
+        flags = part.found.values()
+        # The int 0, as torch's sum, where nothing was checked: a kernel that finds
+        # gradients made since raises, where a tensor would let it step on scaled ones.
+        found_inf: Any = any_of(flags, self._scale_or_one().device) if flags else 0
+        record.grad_scale = grad_scale
+        try:
+            optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+            # bool synchronises, until an SGD with momentum has taken its first step.
+            if flags and (
+                is_true(found_inf) or (_makes_momentum(optimizer) and bool(found_inf))
+            ):
+                return None
+            return optimizer.step(*args, **kwargs)
+        finally:
+            for name in ("grad_scale", "found_inf"):
+                with contextlib.suppress(AttributeError):  # interrupted before it was
+                    delattr(optimizer, name)
 
     def _maybe_opt_step(
         self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
@@ -285,8 +377,9 @@ class ScalerCore(_TorchGradScaler):
         result = None if part is None else part.result
         if result is not None and result.host_rows is None:
             # The rows have been on their way to the host since the sync.
-            skips = (rows := result.read()).any("found_inf")
-            if not (self._steps_without_gradients or rows.any("has_gradients")):
+            rows = result.read()
+            skips = bool(rows.highest.found_inf)
+            if not (self._steps_without_gradients or rows.highest.has_gradients):
                 raise AssertionError("No inf checks were recorded for this optimizer.")
         else:
             skips = False
@@ -297,57 +390,7 @@ class ScalerCore(_TorchGradScaler):
             self._note_overflow(optimizer, rank)
         return None if skips else optimizer.step(*args, **kwargs)
 
-    def _check_lacks(self) -> None:
-        # A rank on its own lacks no optimizer: None is a mistake, raised as by torch.
-        if not self._sync.group.is_distributed:
-            raise AttributeError("'NoneType' object has no attribute 'param_groups'")
-
-    def _take_part(self, part: Part, method: str, **fields: float) -> None:
-        # In the other ranks' sync of an optimizer that this rank lacks.
-        exchanges = self._sync.exchanges
-        try:
-            if (group := self._find_group(part)) is None:
-                return
-            with one_at_a_time(group):
-                infs, result = self._synced(part, {}, group, method, None, **fields)
-                rows = result.host_rows
-                if rows is not None and (norm_type := rows.value("norm_type")):
-                    norm = norm_over(self._sync, result, part, norm_type, 1.0)
-                    if rows.any("refuses") and not math.isfinite(norm):
-                        infs = {key: torch.ones_like(x) for key, x in infs.items()}
-            part.found = infs
-        except BaseException as error:
-            call = fields.get("call", math.nan)
-            self._fail(error, part, method, call, exchanges)
-            raise
-
     # - Check and sync
-
-    def _check_and_sync(
-        self,
-        part: Part,
-        method: str,
-        *,
-        allow_fp16: bool | None = None,
-        only_check: bool = False,
-    ) -> None:
-        # Checks this rank's gradients, divides them unless asked not to, and replaces
-        # what this rank found by what any rank found.
-        group = self._find_group(part)
-        if only_check:
-            scale = self._scale_or_one()
-            one, zero = torch.ones_like(scale), torch.zeros_like(scale)
-            infs = self._unscale_grads_(part.optimizer, one, zero, True)
-        else:
-            infs = self._unscale_here(part, allow_fp16)
-        if group is not None:
-            infs, _ = self._synced(part, infs, group, method, call=CHECK)
-        else:
-            self._remember_overflow(part, infs)
-            if len(infs) > 1:
-                any_found = any_of(infs.values(), self._scale_or_one().device)
-                infs = {place: any_found.to(flag) for place, flag in infs.items()}
-        part.found = infs
 
     def _unscale_here(self, part: Part, allow_fp16: bool | None = None) -> FoundInf:
         # Divides this rank's gradients; returns what this rank found.
@@ -373,29 +416,94 @@ class ScalerCore(_TorchGradScaler):
             infs[found_inf.device] = found_inf
         return infs
 
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-        # For optimizers that unscale by themselves: check only, change nothing.
-        self._check_scale_growth_tracker("_check_inf_per_device")
-        part = self._part_of(optimizer)
-        self._check_and_sync(part, "step", only_check=True)
-        return part.found
+    def _find_group(self, part: Part | None) -> dist.ProcessGroup | None:
+        if part is not None and part.result is not None:
+            return part.result.group
+        return self._sync.group.find()
 
-    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-        return self._part_of(optimizer).found
-
-    def _part_of(self, optimizer: Any) -> Part:
-        part, states = (
-            self._iteration.parts.get(id(optimizer)),
-            self._per_optimizer_states,
+    def _row(self) -> Row:
+        # The state that must be equal on all ranks.
+        tracker, left = self._growth_tracker, self._hysteresis_left
+        return self._policy_row._replace(
+            scale=number_in(self._scale_or_one()),
+            growth_tracker=0.0 if tracker is None else number_in(tracker),
+            growth_factor=self._growth_factor,
+            backoff_factor=self._backoff_factor,
+            growth_interval=self._growth_interval,
+            hysteresis_left=0.0 if left is None else number_in(left),
+            was_scaled=float(self._was_scaled),
         )
-        if part is None:
-            part = self._iteration.begin_part(optimizer, self._records, states)
-        part.optimizer, part.state = optimizer, states[id(optimizer)]
-        return part
 
-    def _end_iteration(self) -> None:
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._iteration = Iteration()
+    def _synced(
+        self,
+        part: Part,
+        found: FoundInf,
+        group: dist.ProcessGroup,
+        method: str,
+        norms: list[Number] | None = None,
+        **fields: float,
+    ) -> tuple[FoundInf, SyncResult]:
+        # What any rank found, in place of what this one did.
+        scale, record = self._scale_or_one(), part.record
+        if record is not None and record.number is None:
+            record.taken = self._records.numbers()
+        if found:
+            found_inf = number_in(any_of(found.values(), scale.device))
+            fields |= {"found_inf": found_inf, "has_gradients": 1.0}  # type: ignore[dict-item]  # or a tensor
+            if isinstance(found_inf, float) and found_inf:
+                fields["first_bad"] = first_nonfinite(part.optimizer)
+        row = self._row()._replace(**fields)
+        result = self._sync.exchange(group, method, row, norms or (), record)
+        part.result = result
+        flags = found or {scale.device: torch.zeros_like(scale)}
+        self._was_scaled = True
+        if (rows := result.host_rows) is None:
+            any_found = result.found_inf
+            return {place: any_found.to(flag) for place, flag in flags.items()}, result
+        if rows.highest.found_inf:
+            flags = {place: torch.ones_like(flag) for place, flag in flags.items()}
+        if not (self._steps_without_gradients or rows.highest.has_gradients):
+            flags = {}  # as in one process, where only an unfused step refuses it
+        return flags, result
+
+    def _note(self, result: SyncResult, rows: Rows) -> None:
+        # Called when the host has read the rows, at once or at the next sync.
+        if rows.highest.found_inf:
+            rank = max(rank for rank, x in enumerate(rows.column("found_inf")) if x)
+            code = int(rows.column("first_bad")[rank])
+            optimizer = None if result.record is None else result.record.optimizer()
+            overflow = overflow_of(code, rank, result.group.rank(), optimizer)
+            is_here = is_readable(self._scale_or_one())
+            self._history.overflowed(
+                overflow, None if is_here else rows.column("scale")[rank]
+            )
+        if not result.is_late or (norm_type := rows.value("norm_type")) is None:
+            return
+        if norm_on_host(rows.norms(), norm_type) is None:
+            self._sync.settle()
+            warnings.warn(
+                f"The last {result.method} has counted replicas more than once: some "
+                "ranks hold parameters together and others alone, which shows only now "
+                "on an accelerator. The next clips are right.",
+                stacklevel=2,
+            )
+
+    def _remember_overflow(self, part: Part, found: FoundInf) -> None:
+        # On a rank on its own, where the host sees it.
+        if part.optimizer is not None and any(map(is_true, found.values())):
+            self._note_overflow(part.optimizer, 0)
+
+    def _note_overflow(self, optimizer: Any, rank: int) -> None:
+        if not (code := first_nonfinite(optimizer)):
+            return
+        overflow, scale = overflow_of(code, rank, rank, optimizer), self._scale_or_one()
+        if is_readable(scale):
+            self._history.overflowed(overflow)
+            return
+        # Looked at after a clip, which makes nan of inf; the rows have been logged.
+        overflow = overflow._replace(kind=INF_OR_NAN)
+        is_logged = self._sync.group.find() is not None
+        self._history.overflowed(overflow, None if is_logged else float(scale))
 
     # - Calls that raise; see [Note: A call that raises] in grad_scaler.py
 
@@ -410,11 +518,6 @@ class ScalerCore(_TorchGradScaler):
         # A call has raised, before the first sync since ``exchanges``: the other ranks
         # hear of it, and the iteration begins anew.
         is_told = self._tell(error, exchanges, part, method, call)
-        self._begin_anew(error, part, is_told=is_told)
-
-    def _begin_anew(
-        self, error: BaseException, part: Part | None, *, is_told: bool
-    ) -> None:
         scale = self._scale_or_one()
         self._iteration.begin_anew(error, part, self._sync, scale, is_told=is_told)
 
@@ -456,134 +559,6 @@ class ScalerCore(_TorchGradScaler):
             )
             return False
 
-    def _find_group(self, part: Part | None) -> dist.ProcessGroup | None:
-        if part is not None and part.result is not None:
-            return part.result.group
-        return self._sync.group.find()
-
-    def _row(self) -> Row:
-        # The state that must be equal on all ranks.
-        tracker, left = self._growth_tracker, self._hysteresis_left
-        return Row(
-            scale=number_in(self._scale_or_one()),
-            growth_tracker=0.0 if tracker is None else number_in(tracker),
-            growth_factor=self._growth_factor,
-            backoff_factor=self._backoff_factor,
-            growth_interval=self._growth_interval,
-            hysteresis_left=0.0 if left is None else number_in(left),
-            was_scaled=float(self._was_scaled),
-            **self._policy.fields(),
-        )
-
-    def _synced(
-        self,
-        part: Part,
-        found: FoundInf,
-        group: dist.ProcessGroup,
-        method: str,
-        norms: list[Number] | None = None,
-        **fields: float,
-    ) -> tuple[FoundInf, SyncResult]:
-        # What any rank found, in place of what this one did.
-        scale, record = self._scale_or_one(), part.record
-        if record is not None and record.number is None:
-            record.taken = self._records.numbers()
-        if found:
-            found_inf = number_in(any_of(found.values(), scale.device))
-            fields |= {"found_inf": found_inf, "has_gradients": 1.0}  # type: ignore[dict-item]  # or a tensor
-            if isinstance(found_inf, float) and found_inf:
-                fields["first_bad"] = first_nonfinite(part.optimizer)
-        row = self._row()._replace(**fields)
-        result = self._sync.exchange(group, method, row, norms or (), record)
-        part.result = result
-        flags = found or {scale.device: torch.zeros_like(scale)}
-        self._was_scaled = True
-        if (rows := result.host_rows) is None:
-            any_found = result.found_inf
-            return {place: any_found.to(flag) for place, flag in flags.items()}, result
-        if rows.any("found_inf"):
-            flags = {place: torch.ones_like(flag) for place, flag in flags.items()}
-        if not (self._steps_without_gradients or rows.any("has_gradients")):
-            flags = {}  # as in one process, where only an unfused step refuses it
-        return flags, result
-
-    def _note(self, result: SyncResult, rows: Rows) -> None:
-        # Called when the host has read the rows, at once or at the next sync.
-        if rows.any("found_inf"):
-            rank = max(rank for rank, x in enumerate(rows.column("found_inf")) if x)
-            code = int(rows.column("first_bad")[rank])
-            optimizer = None if result.record is None else result.record.optimizer()
-            overflow = overflow_of(code, rank, result.group.rank(), optimizer)
-            is_here = is_readable(self._scale_or_one())
-            self._history.overflowed(
-                overflow, None if is_here else rows.column("scale")[rank]
-            )
-        norm_type = rows.value("norm_type")
-        if not result.is_late or norm_type is None:
-            return
-        if norm_on_host(rows.norms(), norm_type) is None:
-            self._sync.settle()
-            warnings.warn(
-                f"The last {result.method} has counted replicas more than once: some "
-                "ranks hold parameters together and others alone, which shows only now "
-                "on an accelerator. The next clips are right.",
-                stacklevel=2,
-            )
-
-    def _remember_overflow(self, part: Part, found: FoundInf) -> None:
-        # On a rank on its own, where the host sees it.
-        if part.optimizer is not None and any(map(is_true, found.values())):
-            self._note_overflow(part.optimizer, 0)
-
-    def _note_overflow(self, optimizer: Any, rank: int) -> None:
-        if not (code := first_nonfinite(optimizer)):
-            return
-        overflow, scale = overflow_of(code, rank, rank, optimizer), self._scale_or_one()
-        if is_readable(scale):
-            self._history.overflowed(overflow)
-            return
-        # Looked at after a clip, which makes nan of inf; the rows have been logged.
-        overflow = overflow._replace(kind=INF_OR_NAN)
-        is_logged = self._sync.group.find() is not None
-        self._history.overflowed(overflow, None if is_logged else float(scale))
-
-    # - Move the scale
-
-    def _move_scale(
-        self,
-        found_inf: torch.Tensor,
-        tracker: torch.Tensor,
-        chosen: Number | None = None,
-    ) -> None:
-        # By the rule; or to what the caller chose, which leaves the tracker, as torch.
-        scale = self._scale_or_one()
-        before: Any = scale.tolist() if is_readable(scale) else scale.clone()
-        rule = self._growth_factor, self._backoff_factor, self._growth_interval
-        left = self._hysteresis_left
-        if chosen is not None:
-            scale.fill_(chosen)
-            after = chosen
-        else:
-            after = advance(scale, tracker, found_inf, rule, self._policy, left)
-        self._history.record(found_inf, before, after, by_rule=chosen is None)
-
-    def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
-        _, tracker = self._check_scale_growth_tracker("_amp_update_scale_cpu_")
-        self._move_scale(found_inf.clamp(max=1.0).reshape(()), tracker)
-
-    def _limit_tracker(self) -> None:
-        # torch's kernel asks for equality: a tracker beyond a lowered interval would
-        # never grow the scale again.
-        most = min(self._growth_interval, 2**31) - 1
-        self._init_growth_tracker = min(self._init_growth_tracker, most)
-        if self._growth_tracker is not None:
-            self._growth_tracker.clamp_(max=most)
-
-    def _get_hysteresis_left(self) -> int:
-        if self._hysteresis_left is None:
-            return self._init_hysteresis_left
-        return int(self._hysteresis_left.item())
-
 
 def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
     # (), fp32: one over the scale, rounded once. On an accelerator an fp32 division may
@@ -591,3 +566,58 @@ def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
     if scale.is_cpu or scale.device.type == "mps":
         return scale.reciprocal()
     return scale.double().reciprocal().float()
+
+
+# - Fused optimizers
+
+
+def is_fused(optimizer: Any) -> bool:
+    """Return whether the optimizer divides by ``grad_scale`` and skips by itself."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def takes_scaler(optimizer: Any, *, stacklevel: int) -> bool:
+    """Return whether ``step`` asks for the scaler itself, the old contract.
+
+    Warns then, as torch does, of the line ``stacklevel`` frames above.
+    """
+    step: Any = getattr(optimizer.step, "__func__", optimizer.step)
+    try:
+        takes_it = _TAKES_SCALER.get(step)
+    except TypeError:  # a callable that cannot be a key
+        takes_it = None
+    if takes_it is None:  # reading a signature takes longer than a small step
+        takes_it = "grad_scaler" in inspect.signature(step).parameters
+        with contextlib.suppress(TypeError):
+            _TAKES_SCALER[step] = takes_it
+    if takes_it:
+        warnings.warn(
+            "GradScaler is going to stop passing itself as a keyword argument to the "
+            "passed optimizer. It sets `grad_scale` and `found_inf` on it instead.",
+            FutureWarning,
+            stacklevel=stacklevel,
+        )
+    return takes_it
+
+
+_TAKES_SCALER: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def _makes_momentum(optimizer: Any) -> bool:
+    """Return whether the next step makes the momentum of torch's SGD, in any group.
+
+    torch's fused SGD makes it of uninitialised memory for the kernel to fill, for a
+    whole group at once. A kernel that is to skip does not fill it, and the next step
+    takes what lay there (B21).
+    """
+    try:
+        for group in optimizer.param_groups:
+            if group["momentum"]:
+                firsts = (p for p in group["params"] if p.grad is not None)
+                first = next(firsts, None)
+                state = optimizer.state.get(first, {})
+                if first is not None and state.get("momentum_buffer") is None:
+                    return True
+    except Exception:  # an optimizer that keeps no momentum as SGD does
+        return False
+    return False

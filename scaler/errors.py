@@ -1,7 +1,12 @@
-"""Errors of a scaler: `InvalidSettingError` at once, `ScalerError` while training."""
+"""Errors of a scaler: `InvalidSettingError` at once, `ScalerError` while training.
+
+The second half is what errors of a sync say, from the values of all ranks.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -72,3 +77,149 @@ class TooManySkipsError(ScalerError):
 
     skips: int
     scales: tuple[float, ...]
+
+
+def not_finite(norm: float, norm_type: float) -> RuntimeError:
+    """Return what a clip raises that refuses a norm which is not finite."""
+    return RuntimeError(
+        f"The total norm of order {norm_type} of the gradients is {norm}, so "
+        "they cannot be clipped. Pass error_if_nonfinite=False to let step() skip "
+        "instead."
+    )
+
+
+# - What the ranks of a sync are told
+
+
+CHECK, CLIP, UPDATE, LOAD = range(4)
+CALLS = (
+    "unscale_() or step()",
+    "clip_grad_norm_() or clip_and_step()",
+    "update()",
+    "load_state_dict()",
+)
+"""Purpose of a sync, and the methods that make it."""
+
+
+def peer_failed(
+    method: str, rank: int, size: int, failed: Sequence[int]
+) -> PeerFailedError:
+    """Return the error for an exception on other ranks, the ``failed`` ones."""
+    return PeerFailedError(
+        f"{method} on rank {rank} of {size}: {_ranks(failed)} raised before or "
+        "while reading its gradients, so no rank steps. The cause is in that "
+        "rank's traceback.",
+        rank=rank,
+        call=method,
+        failed=tuple(failed),
+    )
+
+
+def ranks_disagree(
+    method: str,
+    rank: int,
+    size: int,
+    here: Mapping[str, float],
+    columns: Mapping[str, Sequence[float]],
+) -> RanksDisagreeError:
+    """Return the error for fields that differ.
+
+    Args:
+        method: name of the calling method.
+        rank: this rank.
+        size: number of ranks.
+        here: what this rank holds, by field.
+        columns: the values of all ranks, by field that differs.
+    """
+    # A row of another call has another position, too: the first one is told.
+    first, way_out = next(
+        (each for each in _WAYS_OUT if each[0] & columns.keys()),
+        (columns.keys(), _OTHER_WAY_OUT),
+    )
+    shown = "; ".join(
+        _differs(name, column) for name, column in columns.items() if name in first
+    )
+    compared = {
+        name: [value for value in column if not math.isnan(value)]
+        for name, column in columns.items()
+    }
+    return RanksDisagreeError(
+        f"{method} on rank {rank} of {size}: {shown}. All ranks must hold the "
+        f"same. {way_out}",
+        rank=rank,
+        world_size=size,
+        call=method,
+        here=dict(here),
+        lowest={name: min(values) for name, values in compared.items()},
+        highest={name: max(values) for name, values in compared.items()},
+        values={name: tuple(column) for name, column in columns.items()},
+    )
+
+
+_WAYS_OUT = (
+    (
+        {"failures"},
+        "A call raised on some ranks only, after all ranks had agreed to step: their "
+        "weights differ. Load a checkpoint on every rank.",
+    ),
+    (
+        {"scaler", "made_after"},
+        "Use the scalers in the same order on every rank, and make them in the same "
+        "order; scalers of independent models need sync_over=, their process group or "
+        "mesh.",
+    ),
+    (
+        {"call"},
+        "Make the same calls on every rank between two update(); a rank that lacks an "
+        "optimizer passes None for it.",
+    ),
+    (
+        {"iteration", "position"},
+        "Call step() for the same number of optimizers on every rank before update(); "
+        "a rank that lacks one calls step(None).",
+    ),
+    (
+        {"optimizer"},
+        "Step the optimizers in the same order on every rank. They are numbered in the "
+        "order in which they first stepped; a set has another order on every rank.",
+    ),
+    (
+        {"max_norm", "norm_type"},
+        "Call clip_grad_norm_() with the same max_norm and norm_type on every rank.",
+    ),
+)
+
+_OTHER_WAY_OUT = (
+    "Build the scaler with the same arguments on every rank and load the same "
+    "state_dict on every rank; if these ranks train independent models, pass "
+    "sync_over=, their process group or mesh."
+)
+
+
+def _differs(name: str, column: Sequence[float]) -> str:
+    # "scale is 4 on ranks 0, 2 and 8 on rank 1"
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(column):
+        ranks.setdefault(_shown(name, value), []).append(rank)
+    each = [f"{value} on {_ranks(held)}" for value, held in ranks.items()]
+    return f"{name} is {', '.join(each[:-1])} and {each[-1]}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"ranks {shown}{more}"
+
+
+def _shown(name: str, value: float) -> str:
+    if math.isnan(value):
+        return "not compared"
+    if name == "call":
+        return CALLS[int(value)]
+    if name == "made_after":
+        return f"made after {value:g} others"
+    if name == "position":
+        return f"sync {value:g} of the iteration"
+    return f"{value:g}"

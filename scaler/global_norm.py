@@ -23,6 +23,7 @@ replicas may differ by rounding.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,21 +37,29 @@ import torch.distributed as dist
 
 from .grads import (
     Gradients,
+    Norms,
     Number,
     by_device_and_dtype,
     gradients_of,
     local_tensor,
+    norms,
     parameters_of,
+    scaled_norm,
     tensor_of,
 )
-from .local_norms import Norms, hashed, norms, scaled_norm
-from .optimizer_record import OptimizerRecord
-from .replicas import Holders, table_of, told_apart
-from .row import NORMS
+from .iteration import OptimizerRecord
+from .sync import NORMS
 from .torch_internals import specs
 
 MESHES = NORMS // 3
 """Meshes that the gradients of one optimizer may lie on, on one rank."""
+
+
+@lru_cache(maxsize=65536)
+def hashed(text: str) -> float:
+    """Return 52 bits, exact in fp64, the same in every process, unlike hash()."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return float(int.from_bytes(digest, "big") >> 12) + 1.0
 
 
 class Layout(NamedTuple):
@@ -80,17 +89,24 @@ def _layout_on(mesh: Any, placements: tuple[Any, ...]) -> Layout:
     return Layout(-hashed(str(ranks)), tuple(sorted(ranks)), kind, copies)
 
 
+def layout_of(spec: Any) -> Layout:
+    """Return where the gradient of a spec lies; without one it is a plain tensor.
+
+    A plain tensor has a mesh of this rank alone.
+    """
+    if spec is not None:
+        return _layout_on(spec.mesh, spec.placements)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return Layout(-hashed(f"({rank},)"), (rank,), "plain", 1)
+
+
 _FAMILY = 2**26  # kinds of one family have their highest bits in common
 
 
 @lru_cache(maxsize=65536)
 def _kind_of(family: str, detail: str) -> float:
     # A kind of mesh as a number: a family, and what tells meshes of it from others.
-    return _family_of(hashed(family)) * _FAMILY + hashed(detail) % _FAMILY
-
-
-def _family_of(number: float) -> float:
-    return number // _FAMILY
+    return hashed(family) // _FAMILY * _FAMILY + hashed(detail) % _FAMILY
 
 
 class GradsByMesh(dict[Layout, Gradients]):
@@ -123,26 +139,27 @@ class Places(NamedTuple):
 def grads_by_mesh(
     optimizer: Any,
     record: OptimizerRecord,
-    rank: int,
-    ranks: tuple[int, ...],
+    group: dist.ProcessGroup | None,
     *,
     allow_fp16: bool,
 ) -> GradsByMesh:
     """Collect the local gradients of an optimizer by where they lie.
 
-    Partial gradients are summed up first, a collective over their mesh. ``rank`` is
-    that of this process in the default process group, ``ranks`` are those that sync.
+    Partial gradients are summed up first, a collective over their mesh. ``group``: the
+    ranks that sync; None if this rank is on its own.
 
     Raises:
         ValueError: an fp16 gradient, and ``allow_fp16`` is false; or a mesh has other
             ranks than those that sync.
     """
-    alone, holders = _alone(rank), record.holders
+    holders = record.holders
     by_mesh = GradsByMesh()
     gradients, locals_ = gradients_of(optimizer)
     if locals_ is gradients and gradients and holders is None:  # no DTensor among them
+        alone = layout_of(None)
         by_mesh[alone] = by_device_and_dtype(gradients, allow_fp16=allow_fp16)
-        by_mesh.kinds = _kinds(by_mesh, {alone.mesh: sum(map(torch.numel, gradients))})
+        elements = sum(map(torch.numel, gradients))
+        by_mesh.kinds = {alone.mesh: _kind_of(alone.kind, f"{elements}")}
         return by_mesh
     layouts_now, places = specs(gradients), record.places
     # fully_shard gives the same spec to a parameter's gradient in every step.
@@ -155,13 +172,17 @@ def grads_by_mesh(
         if locals_ is None or any(map(_is_partial, layouts_now)):
             gradients, locals_ = _one_by_one(optimizer, layouts_now)
             layouts_now = specs(gradients)
-        places = _places(layouts_now, locals_, alone)
+        places = _places(layouts_now, locals_)
         # Neither the rank of a plain tensor nor its size follows from a spec.
         is_plain = any(spec is None for spec in layouts_now)
         record.places = None if is_plain else places
     if holders is not None:
-        places = _told_apart(places, locals_, holders.of(_with_gradients(optimizer)))
+        places = _told_apart(places, locals_, holders.of(with_gradients(optimizer)))
     by_mesh.kinds = places.kinds
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    ranks: tuple[int, ...] = (rank,)
+    if group is not None:
+        ranks = tuple(sorted(dist.get_process_group_ranks(group)))
     for layout, indices in places.members.items():
         if layout.ranks != ranks and not set(layout.ranks) <= set(ranks):
             raise ValueError(_not_covered(layout, ranks))
@@ -172,12 +193,8 @@ def grads_by_mesh(
     return by_mesh
 
 
-def _alone(rank: int) -> Layout:
-    # A plain tensor has a mesh of this rank alone.
-    return Layout(-hashed(f"({rank},)"), (rank,), "plain", 1)
-
-
-def _with_gradients(optimizer: Any) -> list[Any]:
+def with_gradients(optimizer: Any) -> list[Any]:
+    """Return the parameters of an optimizer that have a gradient."""
     return [p for p in parameters_of(optimizer) if p.grad is not None]
 
 
@@ -212,20 +229,20 @@ def _not_covered(layout: Layout, ranks: tuple[int, ...]) -> str:
     )
 
 
-def _places(found: list[Any], locals_: list[torch.Tensor], alone: Layout) -> Places:
+def _places(found: list[Any], locals_: list[torch.Tensor]) -> Places:
     members: dict[Layout, list[int]] = defaultdict(list)
     elements: dict[float, int] = Counter()  # on each mesh
+    alone = layout_of(None)
     for index, (spec, local) in enumerate(zip(found, locals_, strict=True)):
-        layout = alone if spec is None else _layout_on(spec.mesh, spec.placements)
+        layout = alone if spec is None else layout_of(spec)
         members[layout].append(index)
         count = local.numel() if spec is None else math.prod(spec.shape)
         elements[layout.mesh] += count
-    return Places(found, members, _kinds(members, elements))
-
-
-def _kinds(layouts: Iterable[Layout], elements: dict[float, int]) -> dict[float, float]:
-    kinds = {layout.mesh: layout.kind for layout in layouts}
-    return {mesh: _kind_of(kinds[mesh], f"{count}") for mesh, count in elements.items()}
+    kinds = {
+        layout.mesh: _kind_of(layout.kind, f"{elements[layout.mesh]}")
+        for layout in members
+    }
+    return Places(found, members, kinds)
 
 
 def _is_partial(spec: Any) -> bool:
@@ -233,7 +250,7 @@ def _is_partial(spec: Any) -> bool:
 
 
 def _one_by_one(optimizer: Any, found: list[Any]) -> tuple[list[Any], list[Any]]:
-    mine = _with_gradients(optimizer)
+    mine = with_gradients(optimizer)
     with torch.no_grad():
         for parameter, spec in zip(mine, found, strict=True):
             if _is_partial(spec):
@@ -324,55 +341,6 @@ def _largest(norms: Sequence[float]) -> float:
     return math.nan if any(map(math.isnan, norms)) else max(norms, default=0.0)
 
 
-# - Replicas by parameter; see `replicas.py`
-
-
-def gradient_table(optimizer: Any, rank: int) -> torch.Tensor:
-    """Return what `tell_apart` needs of this rank, (n, COLUMNS), int64."""
-    mine = [] if optimizer is None else _with_gradients(optimizer)
-    placed = specs([parameter.grad for parameter in mine])
-    layouts = [
-        _alone(rank) if spec is None else _layout_on(spec.mesh, spec.placements)
-        for spec in placed
-    ]
-    families = [
-        layout.kind if spec is None else f"{layout.kind} {spec.placements} {spec.shape}"
-        for layout, spec in zip(layouts, placed, strict=True)
-    ]
-    with torch.no_grad():
-        locals_ = [local_tensor(parameter, coalesce=True) for parameter in mine]
-    return table_of([layout.mesh for layout in layouts], families, locals_)
-
-
-def tell_apart(
-    optimizer: Any,
-    record: OptimizerRecord | None,
-    tables: list[torch.Tensor],
-    index: int,
-    method: str,
-) -> None:
-    """Keep which meshes hold each parameter, from the tables of all ranks.
-
-    ``index`` is this rank's among them.
-
-    Raises:
-        ValueError: the parameters of a rank, of any rank, are held by too many sets.
-    """
-    sets = told_apart(tables)
-    meshes = [table[:, 0].tolist() for table in tables]
-    ranks = zip(meshes, sets, strict=True)
-    most = max(len({*zip(*each, strict=True)}) for each in ranks)
-    if most > MESHES:
-        raise ValueError(
-            f"{method}: other ranks hold some parameters of this optimizer, too, in "
-            f"{most} different ways, a clip knows at most {MESHES}. Use one optimizer "
-            "for the parameters that all ranks hold and another one for the rest."
-        )
-    if record is not None and optimizer is not None:
-        record.holders = record.holders or Holders()
-        record.holders.keep(_with_gradients(optimizer), sets[index])
-
-
 # - All ranks
 
 
@@ -388,7 +356,7 @@ def norm_alone(entries: list[Number], norm_type: float) -> Number:
 
 ROUNDING = 2.0**-12
 """Norms of one gradient that are rounded in another order differ by less: twice the
-6e-5 of [Note: Exact enough] in local_norms.py."""
+6e-5 of [Note: Exact enough] in grads.py."""
 
 
 def norm_on_host(
@@ -429,7 +397,7 @@ def _is_unclear(
     # Whether meshes may hold some parameters together and others alone.
     families: dict[float, list[float]] = defaultdict(list)
     for mesh, kind in kinds.items():
-        families[_family_of(kind)].append(mesh)
+        families[kind // _FAMILY].append(mesh)
     for meshes in families.values():
         if any(mesh < 0 for mesh in meshes):  # it may be a replica of any other
             if len({(kinds[mesh], totals[mesh]) for mesh in meshes}) > 1:
@@ -478,11 +446,3 @@ def global_norm(entries: torch.Tensor, norm_type: float) -> torch.Tensor:
     total[1:].masked_fill_(is_copy, 0)
     whole = (total.sum().double() / one).pow(1.0 / norm_type) * divisor
     return torch.where(is_usable, whole, largest)
-
-
-def clip_factor(norm: Number, max_norm: float) -> Number:
-    """Return the factor of ``torch.nn.utils.clip_grad_norm_``, in fp64."""
-    factor = max_norm / (norm + 1e-6)
-    if isinstance(factor, torch.Tensor):
-        return factor.clamp(max=1.0)
-    return min(factor, 1.0)  # of nan and 1 it is nan

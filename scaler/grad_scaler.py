@@ -5,7 +5,7 @@
    gradients (``grads.py``) and syncs found_inf with the other ranks (``sync.py``); the
    gradients are divided, here or in a fused optimizer.
 3. ``step`` or ``clip_and_step`` calls the optimizer, on all ranks or on none.
-4. ``update`` moves the scale (``scale_update.py``) and ends the iteration.
+4. ``update`` moves the scale (``policy.py``) and ends the iteration.
 
 Nothing about a gradient is kept between calls: what ``.grad`` holds follows from the
 name of the last call.
@@ -22,6 +22,7 @@ order are raised before anything has happened; the other ranks hear of them, too
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable
 from functools import cached_property
@@ -31,25 +32,24 @@ import torch
 from torch.amp.grad_scaler import OptState as OptState
 from torch.amp.grad_scaler import _MultiDeviceReplicator as _MultiDeviceReplicator
 
-from .config import (
+from .core import ScalerCore, is_fused, takes_scaler
+from .errors import CHECK, CLIP, LOAD, UPDATE, TooManySkipsError, not_finite
+from .grads import Number, any_of, clip_, is_readable, number_in
+from .history import Counters, History, Overflow
+from .iteration import Part
+from .iteration import _refresh_per_optimizer_state as _refresh_per_optimizer_state
+from .policy import (
     FP16Gradients,
     Policy,
+    advance,
     check_choice,
     check_count,
     check_number,
     check_state,
+    checked_scale,
 )
-from .core import ScalerCore
-from .disabled import Disabled
-from .errors import TooManySkipsError
-from .fused import is_fused, takes_scaler
-from .grads import any_of, number_in
-from .history import Counters, History, Overflow
-from .iteration import _refresh_per_optimizer_state as _refresh_per_optimizer_state
-from .row import CHECK, LOAD, UPDATE
-from .scale_update import checked_scale
 from .sync import NOTHING_CHECKED
-from .sync_group import SyncGroup, SyncOver
+from .sync_group import SyncGroup, SyncOver, state_of
 from .torch_internals import no_compile
 
 Outputs = TypeVar("Outputs", bound="torch.Tensor | Iterable[Any]")
@@ -121,8 +121,8 @@ class GradScaler(ScalerCore):
         self._begin(device, SyncGroup(sync_over), History(), fp16_gradients, policy)
 
     @cached_property
-    def _disabled(self) -> Disabled:
-        return Disabled(self)
+    def _disabled(self) -> _Disabled:
+        return _Disabled(self)
 
     # - The scale
 
@@ -145,6 +145,13 @@ class GradScaler(ScalerCore):
         scaled = scale(outputs)
         self._was_scaled = True
         return scaled  # type: ignore[no-any-return]
+
+    def _scaled(self, output: torch.Tensor) -> torch.Tensor:
+        # As torch has it, but torch.compile does not trace into torch's.
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(output.device)
+        assert self._scale is not None
+        return output * self._scale.to(device=output.device, non_blocking=True)
 
     # - Unscale and clip
 
@@ -338,20 +345,83 @@ class GradScaler(ScalerCore):
         exchanges = -1 if is_unscaled else self._sync.exchanges
         try:
             grad_scale = None
-            if not is_fused(optimizer):
+            if not (fused := is_fused(optimizer)):
                 if not is_unscaled:
                     self.unscale_(optimizer)
             elif takes_scaler(optimizer, stacklevel=3):
                 kwargs["grad_scaler"] = self
             elif not is_unscaled:
-                if self._is_below_one():
+                # A scale below one makes gradients grow when it divides them: an
+                # overflow shows only afterwards.
+                scale = number_in(self._scale_or_one())
+                if isinstance(scale, float) and scale < 1.0:
                     self._check_and_sync(part, "step", allow_fp16=True)
                 else:
                     self._check_inf_per_device(optimizer)
                     grad_scale = self._scale
-            return self._step_checked(part, grad_scale, args, kwargs)
+            return self._step_checked(part, grad_scale, args, kwargs, fused=fused)
         except BaseException as error:
             self._fail(error, part, "step", CHECK, exchanges)
+            raise
+
+    def _check_and_sync(
+        self,
+        part: Part,
+        method: str,
+        *,
+        allow_fp16: bool | None = None,
+        only_check: bool = False,
+    ) -> None:
+        # Checks this rank's gradients, divides them unless asked not to, and replaces
+        # what this rank found by what any rank found.
+        group = self._find_group(part)
+        if only_check:
+            scale = self._scale_or_one()
+            one, zero = torch.ones_like(scale), torch.zeros_like(scale)
+            infs = self._unscale_grads_(part.optimizer, one, zero, True)
+        else:
+            infs = self._unscale_here(part, allow_fp16)
+        if group is not None:
+            infs, _ = self._synced(part, infs, group, method, call=CHECK)
+        else:
+            self._remember_overflow(part, infs)
+            if len(infs) > 1:
+                any_found = any_of(infs.values(), self._scale_or_one().device)
+                infs = {place: any_found.to(flag) for place, flag in infs.items()}
+        part.found = infs
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        # For optimizers that unscale by themselves: check only, change nothing.
+        self._check_scale_growth_tracker("_check_inf_per_device")
+        part = self._part_of(optimizer)
+        self._check_and_sync(part, "step", only_check=True)
+        return part.found
+
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        return self._part_of(optimizer).found
+
+    def _check_lacks(self) -> None:
+        # A rank on its own lacks no optimizer: None is a mistake, raised as by torch.
+        if not self._sync.group.is_distributed:
+            raise AttributeError("'NoneType' object has no attribute 'param_groups'")
+
+    def _take_part(self, part: Part, method: str, **fields: float) -> None:
+        # In the other ranks' sync of an optimizer that this rank lacks.
+        exchanges = self._sync.exchanges
+        try:
+            if (group := self._find_group(part)) is None:
+                return
+            with state_of(group).turn:
+                infs, result = self._synced(part, {}, group, method, None, **fields)
+                rows = result.host_rows
+                if rows is not None and (norm_type := rows.value("norm_type")):
+                    norm = self._norm_over(result, part, norm_type, 1.0)
+                    if rows.highest.refuses and not math.isfinite(norm):
+                        infs = {key: torch.ones_like(x) for key, x in infs.items()}
+            part.found = infs
+        except BaseException as error:
+            call = fields.get("call", math.nan)
+            self._fail(error, part, method, call, exchanges)
             raise
 
     # - Update
@@ -402,7 +472,7 @@ class GradScaler(ScalerCore):
             )
         except BaseException as error:
             if self._tell(error, exchanges, None, "update", UPDATE):
-                self._begin_anew(error, None, is_told=True)
+                iteration.begin_anew(error, None, self._sync, scale, is_told=True)
             raise
         if not flags and not iteration.has_failed and chosen is None:
             raise AssertionError(NOTHING_CHECKED)
@@ -425,6 +495,41 @@ class GradScaler(ScalerCore):
                 skips=skips,
                 scales=scales,
             )
+
+    def _move_scale(
+        self,
+        found_inf: torch.Tensor,
+        tracker: torch.Tensor,
+        chosen: Number | None = None,
+    ) -> None:
+        # By the rule; or to what the caller chose, which leaves the tracker, as torch.
+        scale = self._scale_or_one()
+        before: Any = scale.tolist() if is_readable(scale) else scale.clone()
+        rule = self._growth_factor, self._backoff_factor, self._growth_interval
+        left = self._hysteresis_left
+        if chosen is not None:
+            scale.fill_(chosen)
+            after = chosen
+        else:
+            after = advance(scale, tracker, found_inf, rule, self._policy, left)
+        self._history.record(found_inf, before, after, by_rule=chosen is None)
+
+    def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
+        _, tracker = self._check_scale_growth_tracker("_amp_update_scale_cpu_")
+        self._move_scale(found_inf.clamp(max=1.0).reshape(()), tracker)
+
+    def _limit_tracker(self) -> None:
+        # torch's kernel asks for equality: a tracker beyond a lowered interval would
+        # never grow the scale again.
+        most = min(self._growth_interval, 2**31) - 1
+        self._init_growth_tracker = min(self._init_growth_tracker, most)
+        if self._growth_tracker is not None:
+            self._growth_tracker.clamp_(max=most)
+
+    def _get_hysteresis_left(self) -> int:
+        if self._hysteresis_left is None:
+            return self._init_hysteresis_left
+        return int(self._hysteresis_left.item())
 
     # - What happened
 
@@ -554,3 +659,48 @@ class GradScaler(ScalerCore):
             state["_init_hysteresis_left"] = self._get_hysteresis_left()
             state["_hysteresis_left"] = None
         return state
+
+
+class _Disabled(ScalerCore):
+    # Clips of a disabled scaler: gradients without a scale have the same global norm
+    # over all ranks. No step is skipped, and each clip is an iteration. Its other
+    # methods are one line each above, so that a program may read and set `_enabled`.
+
+    _steps_without_gradients = True
+
+    def __init__(self, scaler: ScalerCore) -> None:
+        device, group, history = scaler._device, scaler._sync.group, scaler._history
+        self._begin(device, group, history, "in_place", Policy())
+        self._growth_factor, self._backoff_factor, self._growth_interval = 2.0, 0.5, 1
+        self._was_scaled = True  # by one
+
+    def _clip(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+        *,
+        steps: bool,
+    ) -> torch.Tensor:
+        method = "clip_and_step" if steps else "clip_grad_norm_"
+        states, exchanges = self._per_optimizer_states, self._sync.exchanges
+        part = self._iteration.lacking(states)
+        if optimizer is not None:
+            part = self._part_of(optimizer)
+        try:
+            measured = self._measure(
+                part, method, max_norm, norm_type, refuses=error_if_nonfinite
+            )
+            if not measured.is_refused:
+                clip_(measured.grads.values(), measured.factor, measured.carried)
+                if steps and optimizer is not None:
+                    optimizer.step()
+        except BaseException as error:
+            self._fail(error, part, method, CLIP, exchanges)
+            raise
+        finally:
+            self._end_iteration()
+        if measured.is_refused and error_if_nonfinite:
+            raise not_finite(float(measured.norm), norm_type)
+        return measured.norm

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .grads import Number, local_tensor, number_in, parameters_of
-from .local_norms import norms
+from .grads import Number, local_tensor, norms, number_in, parameters_of
 
 _log = logging.getLogger("gradparity.scaler")
 _KINDS = ("inf", "nan")

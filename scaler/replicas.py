@@ -27,10 +27,72 @@ from typing import Any
 
 import torch
 
-from .local_norms import hashed
+from .errors import PeerFailedError
+from .global_norm import (
+    MESHES,
+    GradsByMesh,
+    grads_by_mesh,
+    hashed,
+    layout_of,
+    local_norms,
+    with_gradients,
+)
+from .grads import Number, local_tensor, tensor_of
+from .iteration import Part
+from .sync import OverflowSync, SyncResult
+from .sync_group import exchange
+from .torch_internals import specs
 
-COLUMNS = 4
-"""Integers for each gradient in the table: mesh, family, shape and bits."""
+
+def entries_told_apart(
+    sync: OverflowSync,
+    result: SyncResult,
+    part: Part,
+    norm_type: float,
+    carried: Number,
+) -> list[list[float]]:
+    """Return the entries of all ranks once more, with replicas told apart.
+
+    Makes three more collectives, on all ranks alike: each has read in the rows of
+    ``result`` that they are needed. The record of the optimizer then has `Holders`.
+
+    Raises:
+        PeerFailedError: another rank could not read its gradients.
+        ValueError: the parameters of a rank, of any rank, are held by too many sets.
+    """
+    table, error = None, None
+    try:
+        table = _table(part.optimizer)
+    except Exception as caught:  # the other ranks wait for the table
+        error = caught
+    try:
+        tables = sync.tables_of(result, table)
+    except PeerFailedError as failed:
+        raise error or failed from None
+    sets = _sets_of_meshes(tables)
+    ways = [
+        {*zip(table[:, 0].tolist(), of_rank, strict=True)}
+        for table, of_rank in zip(tables, sets, strict=True)
+    ]
+    if (most := max(map(len, ways))) > MESHES:
+        raise ValueError(
+            f"{result.method}: other ranks hold some parameters of this optimizer, "
+            f"too, in {most} different ways, a clip knows at most {MESHES}. Use one "
+            "optimizer for the parameters that all ranks hold and another one for the "
+            "rest."
+        )
+    grads = GradsByMesh()
+    if part.record is not None:
+        holders = part.record.holders = part.record.holders or Holders()
+        holders.keep(with_gradients(part.optimizer), sets[result.group.rank()])
+        grads = grads_by_mesh(
+            part.optimizer, part.record, result.group, allow_fp16=True
+        )
+    entries, _ = local_norms(grads, norm_type, carried)
+    mine = tensor_of(entries, result.rows.device)
+    rows = exchange(result.group, result.method, mine)
+    numbers: list[list[float]] = rows.reshape(-1, 3).tolist()
+    return numbers
 
 
 class Holders:
@@ -56,31 +118,31 @@ class Holders:
             self._sets[id(parameter)] = weakref.ref(parameter), meshes
 
 
-def table_of(
-    meshes: Sequence[float], families: Sequence[str], gradients: Iterable[Any]
-) -> torch.Tensor:
-    """Return this rank's table, (number of gradients, COLUMNS), int64, on the CPU.
-
-    Args:
-        meshes: of each gradient, as a number.
-        families: likewise, as text; what differs in it is not compared.
-        gradients: the local tensors.
-    """
-    rows = [
-        [
-            int(mesh),
-            int(hashed(family)),
-            int(hashed(f"{tuple(local.shape)} {local.dtype}")),
-            sum_of_bits(local),
-        ]
-        for mesh, family, local in zip(meshes, families, gradients, strict=True)
-    ]
-    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
-    return table.reshape(-1, COLUMNS)
+COLUMNS = 4
+"""Integers for each gradient in the table: mesh, family, shape and bits."""
 
 
-def sum_of_bits(tensor: torch.Tensor) -> int:
-    """Return the sum of the elements as integers, in 64 bits; no order changes it."""
+def _table(optimizer: Any) -> torch.Tensor:
+    # Of this rank: (number of gradients, COLUMNS), int64, on the CPU.
+    mine = [] if optimizer is None else with_gradients(optimizer)
+    rows: list[list[int]] = []
+    with torch.no_grad():
+        for parameter, spec in zip(
+            mine, specs([parameter.grad for parameter in mine]), strict=True
+        ):
+            layout = layout_of(spec)
+            family = layout.kind  # what differs in it is not compared
+            if spec is not None:
+                family = f"{family} {spec.placements} {spec.shape}"
+            local = local_tensor(parameter, coalesce=True)
+            shape = hashed(f"{tuple(local.shape)} {local.dtype}")
+            row = [layout.mesh, hashed(family), shape, _sum_of_bits(local)]
+            rows.append(list(map(int, row)))
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, COLUMNS)
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> int:
+    # The elements as integers, added in 64 bits: no order changes the sum.
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()])
@@ -90,11 +152,9 @@ def sum_of_bits(tensor: torch.Tensor) -> int:
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def told_apart(tables: Sequence[torch.Tensor]) -> list[list[float]]:
-    """Return for each rank and gradient a number that stands for its set of meshes.
-
-    The same on every rank, since it follows from the tables of all ranks.
-    """
+def _sets_of_meshes(tables: Sequence[torch.Tensor]) -> list[list[float]]:
+    # For each rank and gradient a number that stands for its set of meshes; the same on
+    # every rank, since it follows from the tables of all ranks.
     listed = [table.tolist() for table in tables]
     # The parts of a parameter on all ranks of its mesh are added up.
     bits: dict[tuple[int, int], int] = defaultdict(int)

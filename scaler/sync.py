@@ -1,9 +1,16 @@
 """Syncs of one scaler: all ranks exchange one row each, and read or raise the same.
 
+[Note: One row]
+A row has the same length and dtype on every rank, whatever this rank has and whichever
+method it called. All ranks get the rows of all ranks by one collective, on every
+device. A field is either a finding of one rank, or a number that must be equal on all
+ranks; nan is not compared. Behind the fields are the norms of a clip, zeros in other
+syncs. All ranks read the same rows, so they come to the same verdict.
+
 [Note: What belongs together]
 Every sync, of whatever method, begins with the same collective: same operation, shape
 and dtype. Its content names the scaler, the optimizer, the method and the state that
-must be equal (`row.py`), so calls that do not belong together raise
+must be equal (`Row`), so calls that do not belong together raise
 `RanksDisagreeError` on every rank. A clip that must tell replicas apart adds more
 collectives, which begin only when all ranks know from the rows that they clip.
 
@@ -52,35 +59,153 @@ does each one after it, until the ranks load a checkpoint.
 from __future__ import annotations
 
 import itertools
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from .errors import PeerFailedError, RanksDisagreeError
-from .grads import Host, Number
-from .row import (
+from .errors import (
     CHECK,
     CLIP,
     LOAD,
     UPDATE,
-    Row,
-    Rows,
-    any_found,
-    exchange,
-    exchange_rows,
+    PeerFailedError,
+    RanksDisagreeError,
+    peer_failed,
+    ranks_disagree,
 )
-from .sync_group import SyncGroup, message_device
+from .grads import Host, Number, tensor_of
+from .sync_group import GroupState, SyncGroup, exchange, message_device, state_of
 
 SETTLES = 8
 """Iterations; the phases of a GAN, or of frozen parts, have passed by then."""
 
 NOTHING_CHECKED = "No inf checks were recorded prior to update."
+
+NORMS = 12
+"""Numbers of a clip behind the fields of a row."""
+
+
+class Row(NamedTuple):
+    """Fields of a row; nan is not compared.
+
+    Attributes:
+        found_inf: 1 if a gradient of this rank is not finite. Findings of this rank,
+            like the next ones; 1 is yes.
+        failed: this rank is about to raise.
+        has_gradients: it has a gradient.
+        was_scaled: the scale came from `scale()` or a checkpoint on this rank.
+        takes_part: it has no optimizer, and takes part in a check or a clip.
+        refuses: it raises if the norm is not finite.
+        first_bad: a number for the first bad gradient, 0 if unknown (`history.py`).
+        call: CHECK, CLIP, UPDATE or LOAD. Equal on all ranks, like the next ones.
+        scaler: number by which the ranks know the scaler; nan if it is new.
+        made_after: how many numbered scalers are older than a new one.
+        iteration: of this scaler, counted by `update`.
+        position: of the sync in the iteration, from 1.
+        scale: loss scale of this rank.
+        growth_tracker: good iterations in a row.
+        growth_factor: setting of this rank.
+        backoff_factor: setting of this rank.
+        growth_interval: setting of this rank.
+        hysteresis_left: overflows until the next backoff; 0 without hysteresis.
+        min_scale: of the policy, like the next ones.
+        max_scale: limit of the scale.
+        hysteresis: overflows until a backoff.
+        refill: 1 if a good step refills the hysteresis.
+        max_consecutive_skips: 0 without a limit.
+        constant: 1 if the scale stays.
+        failures: calls of this rank that raised after their sync.
+        max_norm: bound of a clip.
+        norm_type: order of the norm of a clip.
+        optimizer: number by which the ranks know the optimizer; nan if it is new.
+    """
+
+    found_inf: Number = 0.0
+    failed: float = 0.0
+    has_gradients: float = 0.0
+    was_scaled: float = 1.0
+    takes_part: float = 0.0
+    refuses: float = 0.0
+    first_bad: float = 0.0
+    call: float = math.nan
+    scaler: float = math.nan
+    made_after: float = math.nan
+    iteration: float = 0.0
+    position: float = 0.0
+    scale: Number = 1.0
+    growth_tracker: Number = 0.0
+    growth_factor: float = 1.0
+    backoff_factor: float = 1.0
+    growth_interval: float = 1.0
+    hysteresis_left: Number = 0.0
+    min_scale: float = 0.0
+    max_scale: float = 0.0
+    hysteresis: float = 1.0
+    refill: float = 0.0
+    max_consecutive_skips: float = 0.0
+    constant: float = 0.0
+    failures: float = 0.0
+    max_norm: float = math.nan
+    norm_type: float = math.nan
+    optimizer: float = math.nan
+
+
+FIELDS = len(Row._fields)
+LENGTH = FIELDS + NORMS
+_PLACE = {name: place for place, name in enumerate(Row._fields)}
+_FINDINGS = _PLACE["call"]  # fields before it are findings of one rank
+_COMPARED = Row._fields[_FINDINGS:]
+
+
+class Rows:
+    """Rows of all ranks, on the host.
+
+    Args:
+        table: (number of ranks, LENGTH), fp64, on the CPU.
+
+    Attributes:
+        highest: of each field; -inf if no rank compares it.
+        lowest: of each field.
+    """
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+        fields = table[:, :FIELDS]
+        ends = torch.stack(
+            [
+                fields.nan_to_num(-math.inf, math.inf, -math.inf).amax(0),
+                fields.nan_to_num(math.inf, math.inf, -math.inf).amin(0),
+            ]
+        )
+        self.highest, self.lowest = map(Row._make, ends.tolist())
+
+    def value(self, name: str) -> float | None:
+        """Return what all ranks share; None if no rank compares it."""
+        value: float = getattr(self.highest, name)
+        return None if value == -math.inf else value
+
+    def column(self, name: str) -> list[float]:
+        """Return the values of all ranks, in their order."""
+        values: list[float] = self.table[:, _PLACE[name]].tolist()
+        return values
+
+    def norms(self) -> list[list[float]]:
+        """Return mesh, kind and norm of each entry of each rank; unused ones are 0."""
+        table: list[list[float]] = self.table[:, FIELDS:].reshape(-1, 3).tolist()
+        return table
+
+    def differing(self) -> list[str]:
+        """Return the names of fields that should be equal and differ."""
+        highest, lowest = self.highest[_FINDINGS:], self.lowest[_FINDINGS:]
+        fields = zip(_COMPARED, highest, lowest, strict=True)
+        names = [name for name, x, y in fields if x != y and x != -math.inf]
+        if self.highest.takes_part and self.highest.call > CLIP:
+            names = ["call", *(name for name in names if name != "call")]
+        return names
 
 
 @dataclass(eq=False)
@@ -116,7 +241,8 @@ class SyncResult:
     @property
     def found_inf(self) -> torch.Tensor:
         """(), fp32, exactly 0 or 1, on the device that alone knows it."""
-        return any_found(self.rows)
+        # A rank that raises skips for all ranks.
+        return self.rows[:, : _PLACE["failed"] + 1].amax().float()
 
     def read(self) -> Rows:
         """Return the rows on the host; synchronises once at most.
@@ -135,43 +261,35 @@ class SyncResult:
                 event.synchronize()
             self.was_read = True
             rows = Rows(table.cpu())
-            rows.check(self.method, self.group.rank(), self.row)
+            if rows.highest.failed:
+                failed = [i for i, x in enumerate(rows.column("failed")) if x]
+                raise self.peer_failed(failed)
+            if names := rows.differing():
+                raise self.disagreement(rows, names)
+            if not rows.highest.was_scaled:
+                raise AssertionError(
+                    f"Attempted {self.method} but _scale is None.  This may indicate "
+                    "your script did not use scaler.scale(loss or outputs) earlier in "
+                    "the iteration."
+                )
             self.host_rows = rows
             self.on_read(self, rows)
         return self.host_rows
 
+    def peer_failed(self, failed: Sequence[int]) -> PeerFailedError:
+        """Return the error for an exception on other ranks."""
+        return peer_failed(self.method, self.group.rank(), self.group.size(), failed)
 
-@dataclass
-class _OfGroup:
-    # State of a group in this process. Threads that sync over it take turns, for a
-    # whole sync: gloo aborts on calls at one time, and collectives of one sync belong
-    # together.
-    turn: Any = field(default_factory=threading.RLock)
-    is_gloo: bool = False  # exchanges rows on a CPU
-    scalers: int = 0  # that any rank has synced over it
-    numbers: dict[int, int] = field(default_factory=dict)  # of this rank's, as made
+    def disagreement(self, rows: Rows, names: Sequence[str]) -> RanksDisagreeError:
+        """Return the error for fields that differ, with the values of all ranks."""
+        own = zip(_COMPARED, map(float, self.row[_FINDINGS:]), strict=True)
+        here = {name: value for name, value in own if not math.isnan(value)}
+        columns = {name: rows.column(name) for name in names}
+        rank, size = self.group.rank(), self.group.size()
+        return ranks_disagree(self.method, rank, size, here, columns)
 
 
-_groups: weakref.WeakKeyDictionary[Any, _OfGroup] = weakref.WeakKeyDictionary()
 _made = itertools.count()
-
-
-def _of(group: dist.ProcessGroup) -> _OfGroup:
-    of_group = _groups.get(group)
-    if of_group is None:
-        is_gloo = "cpu:gloo" in str(dist.get_backend_config(group))
-        of_group = _groups.setdefault(group, _OfGroup(is_gloo=is_gloo))
-    return of_group
-
-
-@contextmanager
-def one_at_a_time(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Keep other threads of this process from syncing over the group meanwhile."""
-    if group is None:
-        yield
-    else:
-        with _of(group).turn:
-            yield
 
 
 class OverflowSync:
@@ -255,52 +373,48 @@ class OverflowSync:
             RanksDisagreeError: the ranks hold different state.
             AssertionError: no rank has scaled a loss, or had a gradient.
         """
-        of_group = _of(group)
-        with of_group.turn:
-            return self._exchange(of_group, group, method, row, norms, record)
-
-    def _exchange(
-        self,
-        of_group: _OfGroup,
-        group: dist.ProcessGroup,
-        method: str,
-        row: Row,
-        norms: Sequence[Number],
-        record: Any,
-    ) -> SyncResult:
-        self.told = 0
-        late = self._late_error() if self._unread else None
-        row = self._numbered(row, of_group, record, failed=late is not None)
-        device = torch.device("cpu")
-        if self._cpu_group is not group:
-            device = message_device(group, self._device_type, row.scale)
-            self._cpu_group = group if device.type == "cpu" else None
-        is_gloo = of_group.is_gloo and device.type == "cpu"
-        is_load = row.call == LOAD
-        with explained(group, method), self._counted(is_load):
-            rows = exchange_rows(group, row, norms, device, is_gloo=is_gloo)
-        result = SyncResult(group, method, row, rows, self._on_read, record)
-        self.is_void = self.is_void and bool(row.failed)
-        is_read = self._is_read_at_once(rows)
-        if row.failed:
-            if is_read:
-                self._begin_anew()
-        elif is_read:
+        with (of_group := state_of(group)).turn:
+            self.told = 0
+            late = self._late_error() if self._unread else None
+            row = self._numbered(row, of_group, record, failed=late is not None)
+            device = torch.device("cpu")
+            if self._cpu_group is not group:
+                device = message_device(group, self._device_type, row.scale)
+                self._cpu_group = group if device.type == "cpu" else None
+            sent = self.sent + (row.call != LOAD)  # a load is no part of an iteration
             try:
-                rows_read = result.read()
-            except (PeerFailedError, RanksDisagreeError):
-                self._begin_anew()
+                mine = tensor_of([*row, *(norms or [0.0] * NORMS)], device)
+                rows = exchange(group, method, mine)
+                self.sent, self.exchanges = sent, self.exchanges + 1
+            except RuntimeError:
+                # Over a broken group, which raises this, nothing can follow. Any other
+                # row that was not sent does not count: that of a failure may follow.
+                self.sent, self.exchanges = sent, self.exchanges + 1
                 raise
-            self._learn(result, rows_read, of_group)
-        else:
-            self._unread.append(_on_its_way(result))  # for the next sync of all ranks
-        if late is not None:
-            self.told = id(late)  # all ranks have read the same rows
-            raise late
-        return result
+            result = SyncResult(group, method, row, rows, self._on_read, record)
+            self.is_void = self.is_void and bool(row.failed)
+            # The same on all ranks. See [Note: When the host reads].
+            is_early = self._iteration < self._settled and not _is_captured(rows)
+            is_read = is_early or (rows.is_cpu and Host.reads_cpu)
+            if row.failed:
+                if is_read:
+                    self._begin_anew()
+            elif is_read:
+                try:
+                    rows_read = result.read()
+                except (PeerFailedError, RanksDisagreeError):
+                    self._begin_anew()
+                    raise
+                self._learn(result, rows_read, of_group)
+            else:
+                self._unread.append(_on_its_way(result))  # for the next sync of all
+            if late is not None:
+                self.told = id(late)  # all ranks have read the same rows
+                raise late
+            return result
 
     def _numbered(
-        self, row: Row, of_group: _OfGroup, record: Any, *, failed: bool
+        self, row: Row, of_group: GroupState, record: Any, *, failed: bool
     ) -> Row:
         fields: dict[str, float] = {"failed": 1.0} if failed else {}
         number = of_group.numbers.get(self._made)
@@ -319,29 +433,6 @@ class OverflowSync:
             fields["failures"] = self.failures
         return row._replace(**fields)
 
-    @contextmanager
-    def _counted(self, is_load: bool) -> Iterator[None]:
-        # A row that was not sent does not count, and may be followed by that of a
-        # failure; over a broken group, which raises RuntimeError, nothing can follow.
-        # A load is no part of an iteration.
-        try:
-            yield
-        except RuntimeError:
-            self.sent, self.exchanges = self.sent + (not is_load), self.exchanges + 1
-            raise
-        self.sent, self.exchanges = self.sent + (not is_load), self.exchanges + 1
-
-    def _is_read_at_once(self, rows: torch.Tensor) -> bool:
-        # The same on all ranks. See [Note: When the host reads].
-        if self.reads(rows.device):
-            return True
-        return self._iteration < self._settled and not _is_captured(rows)
-
-    @staticmethod
-    def reads(device: torch.device) -> bool:
-        """Return whether the host reads rows on this device without waiting."""
-        return device.type == "cpu" and Host.reads_cpu
-
     def _late_error(self) -> Exception | None:
         # See [Note: When the host reads] and [Note: An error on one rank].
         if _is_captured(self._unread[0].rows):
@@ -353,7 +444,7 @@ class OverflowSync:
         if result.was_read and result.host_rows is None:
             return None  # it was raised where it was read
         try:
-            self._learn(result, result.read(), _of(result.group))
+            self._learn(result, result.read(), state_of(result.group))
         except (PeerFailedError, RanksDisagreeError, AssertionError) as error:
             return error
         if result.ends:
@@ -364,7 +455,7 @@ class OverflowSync:
                 )
         return None
 
-    def _learn(self, result: SyncResult, rows: Rows, of_group: _OfGroup) -> None:
+    def _learn(self, result: SyncResult, rows: Rows, of_group: GroupState) -> None:
         # On all ranks alike, those without an optimizer too.
         if self._made not in of_group.numbers:
             number = rows.value("scaler")
@@ -372,9 +463,9 @@ class OverflowSync:
             of_group.numbers[self._made] = int(number or of_group.scalers)
         if rows.value("call") not in (None, CHECK, CLIP):
             return
-        self._has_gradients |= rows.any("has_gradients")
+        self._has_gradients |= bool(rows.highest.has_gradients)
         number = rows.value("optimizer")
-        if number is None and rows.all("takes_part"):
+        if number is None and rows.lowest.takes_part:
             return
         number = int(number or self._optimizers + 1)
         self._optimizers = max(self._optimizers, number)
@@ -382,17 +473,8 @@ class OverflowSync:
         if record is not None and record.number is None:
             if number in record.taken:
                 self.failures += 1  # the other ranks see nothing wrong
-                raise rows.disagreement(
-                    result.method, result.group.rank(), result.row, ["optimizer"]
-                )
+                raise result.disagreement(rows, ["optimizer"])
             record.number = number
-
-    def rows_of(self, result: SyncResult, mine: torch.Tensor) -> torch.Tensor:
-        """Return what all ranks bring, (number of ranks, elements)."""
-        of_group = _of(result.group)
-        with of_group.turn, explained(result.group, result.method):
-            is_gloo = of_group.is_gloo and mine.is_cpu
-            return exchange(result.group, mine, is_gloo=is_gloo)
 
     def tables_of(
         self, result: SyncResult, table: torch.Tensor | None
@@ -402,18 +484,16 @@ class OverflowSync:
         Raises:
             PeerFailedError: a rank could not make its table, and has None.
         """
-        device = result.rows.device
+        group, method, device = result.group, result.method, result.rows.device
         length = -1 if table is None else len(table)
         count = torch.tensor([length], dtype=torch.int64, device="cpu").to(device)
-        counts = self.rows_of(result, count).flatten().tolist()
+        counts = exchange(group, method, count).flatten().tolist()
         if table is None or min(counts) < 0:
             self._begin_anew()
-            failed = [rank for rank, count in enumerate(counts) if count < 0]
-            rank = result.group.rank()
-            raise result.read().peer_failed(result.method, rank, failed)
+            raise result.peer_failed([i for i, n in enumerate(counts) if n < 0])
         padded = table.new_zeros(max(counts), table.shape[1])
         padded[: len(table)] = table
-        gathered = self.rows_of(result, padded.flatten().to(device)).cpu()
+        gathered = exchange(group, method, padded.flatten().to(device)).cpu()
         tables = gathered.reshape(-1, *padded.shape)
         return [each[:count] for each, count in zip(tables, counts, strict=True)]
 
@@ -475,20 +555,3 @@ def _on_its_way(result: SyncResult) -> SyncResult:
         event.record()
         result.copy = (host, event)
     return result
-
-
-@contextmanager
-def explained(group: dist.ProcessGroup, method: str) -> Iterator[None]:
-    """Add to the error of a broken collective which argument may be missing."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, (PeerFailedError, RanksDisagreeError)):
-            error.add_note(
-                f"gradparity: in the sync of {method} on rank {group.rank()} of "
-                f"{group.size()}. Each of these ranks must call step() and update() "
-                "the same number of times. If only this rank has a scaler, or ranks "
-                'need not agree, pass sync_over="local" to it; if some ranks have one, '
-                "or ranks train independent models, their process group or mesh."
-            )
-        raise

@@ -1,4 +1,4 @@
-"""Which ranks sync: from what the caller said to one process group.
+"""Which ranks sync, as one process group, and the collective over it.
 
 [Note: Which ranks sync]
 The group of a sync must never follow from what one rank happens to hold: a rank with
@@ -10,10 +10,18 @@ mistakes do not weigh the same: syncing with too few ranks trains on silently wi
 different scales, syncing with too many is loud or harmless. So all ranks of the default
 process group sync by default, whatever they hold; other ranks are named in the
 constructor, by a group or a mesh that each of them has.
+
+[Note: One collective]
+gloo sends rows by an all-to-all, directly from rank to rank. For small messages that is
+as fast as an all-reduce of one number; its all-gather goes around a ring and takes up
+to three times as long (docs/scale.md has the figures).
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -108,6 +116,65 @@ def message_device(
     if kind == "cuda" and isinstance(scale, torch.Tensor) and scale.is_cuda:
         return scale.device
     return torch.device(kind)
+
+
+# Its name before torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass
+class GroupState:
+    """State of a process group in this process.
+
+    Attributes:
+        turn: threads that sync over the group take turns, for a whole sync: gloo aborts
+            on calls at one time, and collectives of one sync belong together.
+        is_gloo: it exchanges messages on a CPU by gloo.
+        scalers: number of scalers that any rank has synced over it.
+        numbers: of this rank's scalers, by the count at which they were made.
+    """
+
+    turn: Any = field(default_factory=threading.RLock)
+    is_gloo: bool = False
+    scalers: int = 0
+    numbers: dict[int, int] = field(default_factory=dict)
+
+
+_states: weakref.WeakKeyDictionary[Any, GroupState] = weakref.WeakKeyDictionary()
+
+
+def state_of(group: dist.ProcessGroup) -> GroupState:
+    """Return the state of a group, the same object in each call."""
+    state = _states.get(group)
+    if state is None:
+        is_gloo = "cpu:gloo" in str(dist.get_backend_config(group))
+        state = _states.setdefault(group, GroupState(is_gloo=is_gloo))
+    return state
+
+
+def exchange(group: dist.ProcessGroup, method: str, mine: torch.Tensor) -> torch.Tensor:
+    """Return what all ranks bring, (number of ranks, elements); one collective.
+
+    The error of a broken one says for which ``method``, and what may be missing.
+    """
+    ranks, state = group.size(), state_of(group)
+    try:
+        rows = mine.new_empty(ranks, len(mine))
+        with state.turn:
+            if state.is_gloo and mine.is_cpu:
+                dist.all_to_all_single(rows.flatten(), mine.repeat(ranks), group=group)
+            else:
+                _all_gather(rows.flatten(), mine, group=group)
+    except RuntimeError as error:
+        error.add_note(
+            f"gradparity: in the sync of {method} on rank {group.rank()} of {ranks}. "
+            "Each of these ranks must call step() and update() the same number of "
+            "times. If only this rank has a scaler, or ranks need not agree, pass "
+            'sync_over="local" to it; if some ranks have one, or ranks train '
+            "independent models, their process group or mesh."
+        )
+        raise
+    return rows
 
 
 def _if_shared(group: Any) -> dist.ProcessGroup | None:

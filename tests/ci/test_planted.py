@@ -66,7 +66,7 @@ PLANTS = {
         "parity.gradient",
     ),
     "growth tracker off by one": plant(
-        "scaler/core.py",
+        "scaler/grad_scaler.py",
         "rule = self._growth_factor, self._backoff_factor, self._growth_interval",
         "rule = self._growth_factor, self._backoff_factor, self._growth_interval + 1",
         "scale.rule",

@@ -15,7 +15,7 @@ from gradparity.benchmarks.scaler_tables import (
     tables,
     write_tables,
 )
-from gradparity.scaler.row import LENGTH
+from gradparity.scaler.sync import LENGTH
 
 RECORD: dict[str, Any] = json.loads(RESULTS.read_text())
 

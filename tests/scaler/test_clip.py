@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler
-from gradparity.scaler.local_norms import norms
+from gradparity.scaler.grads import norms
 from gradparity.tests.products import pairs
 from gradparity.tests.stepping import BOTH, FUSED, exchanged
 

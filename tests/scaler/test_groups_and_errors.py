@@ -25,7 +25,7 @@ from gradparity.scaler import (
     TooManySkipsError,
     sync_group,
 )
-from gradparity.scaler.local_norms import norms
+from gradparity.scaler.grads import norms
 from gradparity.scaler.sync_group import message_device
 from gradparity.tests.beside_torch import GroupOfOne, scaled_once
 from gradparity.tests.stepping import (

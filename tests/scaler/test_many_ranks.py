@@ -31,7 +31,7 @@ from gradparity.fixtures.faulty.collectives import (
     SendsAnotherDtypeWhenBad,
 )
 from gradparity.scaler import GradScaler
-from gradparity.scaler.row import LENGTH
+from gradparity.scaler.sync import LENGTH
 from gradparity.tests.docs_blocks import ROOT
 
 OURS_MADE = partial(GradScaler, "cpu", init_scale=1024.0)
