@@ -30,6 +30,7 @@ class Job:
 
     tensor_parallel: bool = False
     pipeline: bool = False
+    """Also ties the head to the embedding, of which both ends then have one."""
     distributed_optimizer: bool = False
     dtype: torch.dtype = torch.float32
     gated: bool = False
@@ -144,6 +145,7 @@ def main(name: str, fault: str = "") -> None:
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
+        share_embeddings_and_output_weights=job.pipeline,
     )  # fmt: skip
     hurt(model, fault)
     ddp = DistributedDataParallel(

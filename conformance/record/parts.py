@@ -173,21 +173,26 @@ class Roots:
             text = f"sharded_state_dict: {type(error).__name__}: {error}"
             self.notes.append(text[:400])
 
-    def pieces(self, name: str, parameter: Any) -> list[Piece]:
-        """Pieces of a parameter, as declared, as in a checkpoint, or as it looks."""
+    def pieces(self, name: str, parameter: Any, box: Box) -> list[Piece]:
+        """Pieces of a parameter, as declared, as in a checkpoint, or as it looks.
+
+        Args:
+            name: without the names of wrappers.
+            parameter: of the model.
+            box: what :func:`place` says of the parameter.
+        """
         declared = None if self.places is None else self.places(name, parameter)
         if declared is not None:
             name, shape, offsets = declared
-            local = tuple(place(parameter)[0].shape)
-            return [Piece(name, 0, Box(tuple(shape), tuple(offsets), local))]
+            return [Piece(name, 0, Box(tuple(shape), tuple(offsets), box.local))]
         if id(parameter) in self.checkpointed:
             return self.checkpointed[id(parameter)][1]
-        return [Piece(name, 0, place(parameter)[1])]
+        return [Piece(name, 0, box)]
 
     def unstepped(self, stepped: Iterable[str]) -> list[str]:
         """Names of parameters that require a gradient and that no optimizer steps."""
         named = (item for m in self.modules for item in m.named_parameters())
-        trained = ((bare(name), p) for name, p in named if p.requires_grad)
+        trained = ((bare(n), p, place(p)[1]) for n, p in named if p.requires_grad)
         names = {piece.name for each in trained for piece in self.pieces(*each)}
         return sorted(names.difference(stepped))
 
@@ -222,26 +227,26 @@ def parts_of(optimizer: Any, roots: Roots) -> Iterator[Part]:
         name = roots.names.get(id(parameter))
         if name is None:
             continue
-        for piece in roots.pieces(name, parameter):
-            for cut, box in cuts(stepped, first, piece):
+        local, whole = place(stepped)
+        for piece in roots.pieces(name, parameter, whole):
+            for cut, box in cuts(local, first, piece):
                 number = numbers[piece.name]
                 numbers[piece.name] += 1
-                part = cut(stepped)[0]
+                part = cut(local)[0]
                 yield Part(piece.name, part, box, stepped, cut, number)
 
 
 Cut = Callable[[Any], tuple[Tensor, Box]]
 
 
-def cuts(stepped: Any, first: int, piece: Piece) -> Iterator[tuple[Cut, Box]]:
+def cuts(local: Tensor, first: int, piece: Piece) -> Iterator[tuple[Cut, Box]]:
     """Yield the boxes of a piece that a tensor has.
 
     Args:
-        stepped: consecutive elements of a local parameter, or all of them.
+        local: consecutive elements of a local parameter, or all of them.
         first: place of the first of them in the flattened local parameter.
         piece: of the same parameter.
     """
-    local, _ = place(stepped)
     box = piece.box
     if piece.first == first == 0 and box.size == local.numel():
         yield partial(_placed, local=tuple(local.shape), box=box), box
@@ -393,7 +398,7 @@ def pieces_of_megatron(module: nn.Module) -> dict[int, tuple[Any, list[Piece]]]:
             for name, sharded in each.sharded_state_dict().items():
                 if (parameter := named.get(bare(name))) is not None:
                     of_parameter = [
-                        _piece_of(bare(f"{prefix}{name}"), parameter, shard)
+                        _piece_of(prefix, name, parameter, shard)
                         for shard in _shards(sharded)
                         if shard.data.is_contiguous()
                     ]
@@ -413,17 +418,17 @@ def _shards(sharded: Any) -> list[Any]:
     return [shard for shard in nested if isinstance(shard.data, Tensor)]
 
 
-def _piece_of(name: str, parameter: Tensor, shard: Any) -> Piece:
+def _piece_of(prefix: str, name: str, parameter: Tensor, shard: Any) -> Piece:
     axes = shard.prepend_axis_num  # of layers and experts, one number each
     numbers, offsets = shard.global_offset[:axes], shard.global_offset[axes:]
     path = name.split(".")
     local = [place for place, word in enumerate(path) if word.isdigit()]
-    if len(local) == len(numbers):
+    if axes and len(local) == axes:
         for index, number in zip(local, numbers, strict=True):
             path[index] = str(number)
-        name = ".".join(path)
-    else:
-        name = ".".join([shard.key, *map(str, numbers)])
+    else:  # a tied weight of the last stage has the key of the first stage's
+        path = [shard.key, *map(str, numbers)]
+    name = bare(f"{prefix}{'.'.join(path)}")
     first = shard.data.data_ptr() - parameter.data_ptr()
     box = Box(tuple(shard.global_shape[axes:]), offsets, tuple(shard.data.shape))
     return Piece(name, first // parameter.element_size(), box)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .kept import Box, mix, places_of
-from .parts import Roots, bare, copies_of_megatron, cuts, fp32_range_of
+from .parts import Roots, bare, copies_of_megatron, cuts, fp32_range_of, place
 
 __all__ = ["begin_from", "nudge", "write_start"]
 
@@ -56,8 +56,9 @@ def _weights(module: nn.Module, roots: Roots) -> Iterator[tuple[str, Tensor, Box
             part = part.detach().narrow(0, 0, master[1].size if master else 0)
             yield bare(name), part, Box(shape, start, tuple(part.shape))
             continue
-        pieces = roots.pieces(bare(name), parameter)
-        for tensor, first in [*masters.get(id(parameter), ()), (parameter, 0)]:
+        local, box = place(parameter)
+        pieces = roots.pieces(bare(name), parameter, box)
+        for tensor, first in [*masters.get(id(parameter), ()), (local, 0)]:
             for piece in pieces:
                 for cut, _ in cuts(tensor, first, piece):
                     yield piece.name, *cut(tensor)

@@ -77,13 +77,20 @@ class Layer(nn.Module):
 
 
 class Stage(nn.Module):
-    """Layers of one rank of ``tp`` x ``pp``; names count layers from 0."""
+    """Layers of one rank of ``tp`` x ``pp``; names count layers from 0.
+
+    The first stage has words, and a later one a head that is tied to them.
+    """
 
     def __init__(self, tp: int, pp: int, rank: int) -> None:
         super().__init__()
         self.tp, self.rank = tp, rank % tp
         own = LAYERS // pp
         self.first = rank // tp * own
+        torch.manual_seed(LAYERS)
+        words = nn.Parameter(torch.randn(5, HIDDEN))
+        self.tied = "head" if self.first else "words"
+        setattr(self, self.tied, words)
         self.layers = nn.ModuleList()
         for number in range(self.first, self.first + own):
             torch.manual_seed(number)
@@ -93,7 +100,8 @@ class Stage(nn.Module):
             self.layers.append(Layer(mine, down.chunk(tp, 1)[self.rank].contiguous()))
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"layers.0.up._extra_state": None}
+        tied = Shard("words", getattr(self, self.tied), (5, HIDDEN), (0, 0), 0)
+        found: dict[str, Any] = {"layers.0.up._extra_state": None, self.tied: tied}
         layer: Any
         for local, layer in enumerate(self.layers):
             number, width = local + self.first, FEATURES // self.tp
@@ -193,7 +201,7 @@ def with_gradients(model: nn.Module) -> tuple[nn.Module, Any]:
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2)])
 def test_stages_and_shards_are_one_model(tp: int, pp: int) -> None:
     one = merged([alone()])
-    assert len(one) == 3 * LAYERS and "layers.1.up.weight" in one
+    assert len(one) == 3 * LAYERS + 1 and "layers.1.up.weight" in one
     other = merged([with_gradients(Stage(tp, pp, rank)) for rank in range(tp * pp)])
     assert {n: w.digest for n, w in other.items()} == {
         n: w.digest for n, w in one.items()
@@ -239,7 +247,7 @@ def test_masters_begin_as_the_weights_of_another_layout(tmp_path: Path) -> None:
     copies = vars(optimizers[1])["shard_fp32_from_float16_groups"][0]
     for (name, whole), copy in zip(model.named_parameters(), copies, strict=True):
         halves = whole.detach().chunk(2) if "up" in name else (whole.detach(),)
-        dim = {"norm": None, "up": 0, "down": 1}[name.split(".")[2]]
+        dim = 0 if "up" in name else 1 if "down" in name else None
         parts = halves if dim is None else [half.chunk(2, dim)[1] for half in halves]
         assert torch.equal(copy, torch.cat([*parts]).flatten())
     for rounded, copy in zip(sharded[1].parameters(), copies, strict=True):
@@ -256,7 +264,7 @@ def test_a_layout_that_cannot_be_read_is_noted() -> None:
     roots = Roots()
     roots.add(model)
     assert "TypeError" in roots.notes[0]
-    assert len([*parts_of(optimizer, roots)]) == 3 * LAYERS
+    assert len([*parts_of(optimizer, roots)]) == 3 * LAYERS + 1
 
 
 @pytest.mark.slow
