@@ -1,4 +1,4 @@
-"""Measurements of ``scaler.py`` against its goals: for a terminal, docs/scaler-speed.md."""
+"""Measurements of ``scaler.py`` and their goals, for a terminal and its page."""
 
 from __future__ import annotations
 
