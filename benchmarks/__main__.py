@@ -15,7 +15,7 @@ from gradparity.conformance.status import UsageError, unknown
 __all__ = ["SPEED", "VALIDATION", "main"]
 
 SPEED = {
-    "scaler": "the scaler beside torch's in the same run: docs/scaler.md",
+    "scaler": "the scaler beside torch's in the same run: docs/scaler-speed.md",
     "gpu_scaler": "the scaler on a GPU: docs/gpu.md",
     "scale": "a step of the scaler as the world grows: docs/scale.md",
     "harness": "the harness beside torch's test classes: docs/harness-inside.md",

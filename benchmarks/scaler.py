@@ -8,7 +8,7 @@
 3. Collectives and numbers that the host reads, counted in worlds of several sizes.
 
 Without ``--json`` the record becomes ``results/scaler.json``, and the tables of
-docs/scaler.md are written from it.
+docs/scaler-speed.md are written from it.
 
 Both sides of a ratio alternate within one run, so that noise meets them alike. Ranks
 start each repeat at one moment of the clock, and the slower one is what training waits

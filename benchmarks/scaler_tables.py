@@ -1,4 +1,4 @@
-"""Measurements of ``scaler.py`` against its goals: for a terminal, docs/scaler.md."""
+"""Measurements of ``scaler.py`` and their goals, for a terminal and its page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradparity.benchmarks.tables import row, write_between
 
 __all__ = ["PAGE", "lines", "rows", "tables", "write_tables"]
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "scaler.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "scaler-speed.md"
 
 SMALL, TINY, LARGE = "500 of 64x64", "2000 of 16", "1000 of 256x256"
 OPTIMIZERS = "1000 optimizers of one parameter"

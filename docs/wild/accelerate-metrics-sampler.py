@@ -36,7 +36,7 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """What main(rank, *given) returns on each rank."""
+    """Return what main(rank, *given) returns, a list by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
@@ -71,12 +71,12 @@ DISPATCH = DataLoaderConfiguration(dispatch_batches=True)
 
 
 def data(dtype: torch.dtype) -> Tensor:
-    """What is evaluated, one number a sample."""
+    """Numbers to evaluate, one a sample."""
     return torch.arange(1, max(DATASETS) + 1).to(dtype).square()
 
 
 def gathered(size: int, way: str, batch: int = BATCH) -> Tensor:
-    """What gather_for_metrics returns in one epoch."""
+    """Return what gather_for_metrics gives in one epoch."""
     for state in (AcceleratorState, GradientState):
         state._reset_state()
     settings = {"dataloader_config": DISPATCH} if way == "dispatched" else {}
@@ -94,7 +94,7 @@ WAYS = "sampler", "subset", "dispatched"
 
 
 def rank_main(rank: int) -> dict[str, Tensor]:
-    """What is gathered of each dataset, in each way."""
+    """Gather each dataset, in each way."""
     os.environ["MASTER_ADDR"] = "localhost"  # asked for, not used
     return {f"{n} samples, {way}": gathered(n, way) for n in DATASETS for way in WAYS}
 

@@ -36,7 +36,7 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """What main(rank, *given) returns on each rank."""
+    """Return what main(rank, *given) returns, a list by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
@@ -76,7 +76,7 @@ def modules(dtype: torch.dtype) -> tuple[Tensor, Any, Any]:
 
 
 def gradient(tokens: Tensor, below: Any, mix: Any, transposed: bool) -> Tensor:
-    """Of the projection: tokens are mixed, as in an MLP-Mixer."""
+    """Gradient of the projection: tokens are mixed, as in an MLP-Mixer."""
     hidden = below(tokens).tanh().t()  # not contiguous
     mix(hidden if transposed else hidden.contiguous()).square().sum().backward()
     found: Tensor = below.weight.grad

@@ -37,7 +37,7 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """What main(rank, *given) returns on each rank."""
+    """Return what main(rank, *given) returns, a list by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
@@ -79,7 +79,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Of the head."""
+        """Loss of the head."""
         return cross_entropy(self.head(x).flatten(0, 1), y.flatten())
 
     def forward(self, tiles: int) -> Any:
@@ -96,7 +96,7 @@ class Model(nn.Module):
 
 
 def gradients(dtype: torch.dtype, tiles: int) -> dict[str, Tensor]:
-    """Of both losses together."""
+    """Gradients of both losses together."""
     model = Model().to(dtype)
     model(tiles).backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

@@ -36,7 +36,7 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """What main(rank, *given) returns on each rank."""
+    """Return what main(rank, *given) returns, a list by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
@@ -97,7 +97,7 @@ def reference(dtype: torch.dtype) -> list[Any]:
 
 
 def rank_main(rank: int) -> list[Tensor]:
-    """What a step of SGD with learning rate 1 moves, over two micro-batches a rank."""
+    """Weight changes of one step of SGD at rate 1, over two micro-batches a rank."""
     optimizer = torch.optim.SGD((tiled := model()).parameters(), lr=1.0)
     engine, *_ = deepspeed.initialize(model=tiled, optimizer=optimizer, config=CONFIG)
     for row in ROWS[rank::2]:

@@ -36,7 +36,7 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """What main(rank, *given) returns on each rank."""
+    """Return what main(rank, *given) returns, a list by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
@@ -118,7 +118,7 @@ STAGES = 0, 1, 2, 3  # 3 is the default
 
 @without_cuda()
 def rank_main(rank: int) -> dict[str, str]:
-    """What fully_shard_model raises, for each stage."""
+    """Call fully_shard_model for each stage, and keep its error."""
     from megatron_fsdp import fully_shard_model
 
     mesh, found = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")), {}

@@ -38,7 +38,7 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """What main(rank, *given) returns on each rank."""
+    """Return what main(rank, *given) returns, a list by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
@@ -85,7 +85,7 @@ def trained(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor | None]:
 
 
 def rank_main(rank: int, folder: str) -> dict[str, Tensor | None]:
-    """Of the model under its own plan."""
+    """Gradients of the model under its own plan."""
     plan = DistributedConfig(tp_size=2)
     model = LlamaForCausalLM.from_pretrained(folder, distributed_config=plan)
     return trained(model, torch.float32)

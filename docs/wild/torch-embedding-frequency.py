@@ -36,7 +36,7 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """What main(rank, *given) returns on each rank."""
+    """Return what main(rank, *given) returns, a list by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
@@ -77,7 +77,7 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gradient(table: Tensor, tokens: Tensor, target: Tensor, by: bool) -> Any:
-    """Of the table."""
+    """Gradient of the table."""
     leaf = table.detach().requires_grad_()
     (embedding(tokens, leaf, scale_grad_by_freq=by) - target).square().sum().backward()
     return leaf.grad

@@ -38,7 +38,7 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """What main(rank, *given) returns on each rank."""
+    """Return what main(rank, *given) returns, a list by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
@@ -80,7 +80,7 @@ def penalty(leaf: Tensor) -> tuple[Any, Any]:
 
 
 def rank_main(rank: int) -> list[Tensor]:
-    """Of a weight whose rows are split over the ranks."""
+    """Gradients of a weight whose rows are split over the ranks."""
     mesh = init_device_mesh("cpu", (2,))
     sharded = distribute_tensor(weight(torch.float32), mesh, [Shard(0)])
     return [found.full_tensor() for found in penalty(sharded)]

@@ -36,7 +36,7 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """What main(rank, *given) returns on each rank."""
+    """Return what main(rank, *given) returns, a list by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
@@ -78,7 +78,7 @@ def problem(dtype: torch.dtype, ranks: int, outputs: int) -> tuple[Tensor, Tenso
 
 
 def rank_main(rank: int, ranks: int) -> dict[str, Any]:
-    """What each metric is on all ranks, or what it raises."""
+    """Value of each metric on all ranks, or its error."""
     found: dict[str, Any] = {}
     for outputs in (1, OUTPUTS):
         x, y = (t[rank] for t in problem(torch.float32, ranks, outputs))

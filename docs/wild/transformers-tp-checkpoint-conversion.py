@@ -37,7 +37,7 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """What main(rank, *given) returns on each rank."""
+    """Return what main(rank, *given) returns, a list by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
@@ -90,7 +90,7 @@ def seen(model, tokens=ROWS):
 
 
 def rank_main(rank, folder):
-    """Of the model loaded under its plan."""
+    """Run the model loaded under its plan."""
     return seen(HrmTextForCausalLM.from_pretrained(folder, distributed_config=PLAN))
 
 

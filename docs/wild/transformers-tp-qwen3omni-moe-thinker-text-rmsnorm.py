@@ -37,7 +37,7 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """What main(rank, *given) returns on each rank."""
+    """Return what main(rank, *given) returns, a list by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
@@ -84,7 +84,7 @@ def drawn_model():
 
 
 def gradient(model, rows):
-    """Of the mean over all rows, accumulated over the micro-batches."""
+    """Gradients of the mean over all rows, accumulated over the micro-batches."""
     model.set_experts_implementation("eager")  # grouped ones take no fp64
     for tokens in rows.chunk(1):
         output = model(input_ids=tokens[:, :-1]).last_hidden_state
@@ -97,7 +97,7 @@ def gradient(model, rows):
 
 
 def rank_main(rank, folder):
-    """In fp32 and fp64, of the model loaded under its plan."""
+    """Gradients in fp32 and fp64, of the model loaded under its plan."""
     load = Qwen3OmniMoeThinkerTextModel.from_pretrained
     models = (load(folder, dtype=d, distributed_config=PLAN) for d in DTYPES)
     return [gradient(model, ROWS) for model in models]

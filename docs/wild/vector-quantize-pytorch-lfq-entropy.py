@@ -36,7 +36,7 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """What main(rank, *given) returns on each rank."""
+    """Return what main(rank, *given) returns, a list by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
@@ -92,7 +92,7 @@ def problem(dtype: torch.dtype, way: str) -> tuple[Net, Tensor]:
 
 
 def mean_of_ranks(t: Tensor) -> Tensor:
-    """As the function in its place, but for what becomes of the sum."""
+    """Do as the package's function, but divide the sum by the ranks."""
     return all_reduce(t) / RANKS
 
 
