@@ -139,7 +139,7 @@ class Roots:
         self.checkpointed: dict[int, tuple[Any, list[Piece]]] = {}
         """id of a parameter -> itself and its pieces, as checkpoints have them."""
         self.notes: list[str] = []
-        """Layouts that could not be read."""
+        """Why a layout could not be read."""
 
     def add(self, module: nn.Module) -> None:
         """Name the parameters of a module."""
@@ -171,7 +171,7 @@ class Roots:
             self.checkpointed |= pieces_of_megatron(module)
         except Exception as error:  # its code, and not made for this
             text = f"sharded_state_dict: {type(error).__name__}: {error}"
-            self.notes.append(text[:400])
+            self.notes = [text[:400]]
 
     def pieces(self, name: str, parameter: Any, box: Box) -> list[Piece]:
         """Pieces of a parameter, as declared, as in a checkpoint, or as it looks.
@@ -284,7 +284,7 @@ def boxes_of_range(
     """Cut a range of a flattened tensor into boxes, in the order of their elements.
 
     Returns:
-        Offsets and sizes of each box; at most two for each dim, and one.
+        Offsets and sizes of each box; at most two for each dim but the last, and one.
     """
     if start >= end:
         return []
@@ -452,7 +452,8 @@ def copies_of_megatron(roots: Roots) -> list[tuple[Tensor, Any, int]]:
     copies: list[tuple[Tensor, Any, int]] = []
     for parameter, _ in roots.checkpointed.values():
         main = getattr(parameter, "main_param", None)
-        if isinstance(main, Tensor) and main.numel() == parameter.numel():
+        is_range = getattr(parameter, "main_param_sharded", False)  # in the lists below
+        if isinstance(main, Tensor) and not is_range:
             copies.append((main, parameter, 0))
     for optimizer in _distributed_optimizers():
         for names in GROUPS:

@@ -127,7 +127,7 @@ def begin_from(folder: Path, module: nn.Module, roots: Roots) -> str:
                 raw = (file.metadata() or {}).get(PLACES, "{}")
                 boxes = msgspec.json.decode(raw, type=dict[str, Box])
                 for key, box in boxes.items():
-                    if (name := key.split("/", 1)[1]) in wanted:
+                    if (name := key.partition("/")[2]) in wanted:
                         part = file.get_tensor(key)
                         parts_by_name.setdefault(name, []).append((part, box))
         except (SafetensorError, msgspec.DecodeError) as error:

@@ -156,6 +156,7 @@ class DistributedOptimizer:
             lists["shard_fp32_groups"][0].append(part)
             return part
         copy = part.float()
+        parameter.main_param, parameter.main_param_sharded = copy, True  # type: ignore[attr-defined]
         lists["model_float16_groups"][0].append(parameter)
         lists["shard_float16_groups"][0].append(part)
         lists["shard_fp32_from_float16_groups"][0].append(copy)
@@ -256,6 +257,16 @@ def test_masters_begin_as_the_weights_of_another_layout(tmp_path: Path) -> None:
     assert begin_from(tmp_path / "masters", again, Roots()) == ""
     for mine, its in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(mine, its)
+
+
+def test_each_master_is_nudged_once() -> None:
+    model = Stage(1, 1, 0).bfloat16()
+    optimizer = DistributedOptimizer(model, 1, 0)
+    copies = vars(optimizer)["shard_fp32_from_float16_groups"][0]
+    before = torch.cat(copies)
+    nudge(model, 1, Roots())
+    units = torch.cat(copies).view(torch.int32) - before.view(torch.int32)
+    assert (units.abs() == 1).float().mean() > 0.95
 
 
 def test_a_layout_that_cannot_be_read_is_noted() -> None:
