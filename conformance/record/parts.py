@@ -138,6 +138,8 @@ class Roots:
         """id of what no module has -> itself: a flat tensor or a copy."""
         self.checkpointed: dict[int, tuple[Any, list[Piece]]] = {}
         """id of a parameter -> itself and its pieces, as checkpoints have them."""
+        self.distributed: list[Any] = []
+        """Distributed optimizers of Megatron in this process."""
         self.notes: list[str] = []
         """Why a layout could not be read."""
 
@@ -168,7 +170,9 @@ class Roots:
     def learn(self, module: nn.Module) -> None:
         """Learn the layout of a module of Megatron."""
         try:
-            self.checkpointed |= pieces_of_megatron(module)
+            if pieces := pieces_of_megatron(module):
+                self.checkpointed |= pieces
+                self.distributed = _distributed_optimizers()
         except Exception as error:  # its code, and not made for this
             text = f"sharded_state_dict: {type(error).__name__}: {error}"
             self.notes = [text[:400]]
@@ -455,7 +459,7 @@ def copies_of_megatron(roots: Roots) -> list[tuple[Tensor, Any, int]]:
         is_range = getattr(parameter, "main_param_sharded", False)  # in the lists below
         if isinstance(main, Tensor) and not is_range:
             copies.append((main, parameter, 0))
-    for optimizer in _distributed_optimizers():
+    for optimizer in roots.distributed:
         for names in GROUPS:
             for groups in zip(*(getattr(optimizer, n) for n in names), strict=True):
                 for parameter, part, stepped in zip(*groups, strict=True):

@@ -380,8 +380,8 @@ def _bits_of(optimizer: Any, part: Part) -> dict[tuple[str, str], Wanted]:
     state = getattr(optimizer, "state", None) or {}
     for key, value in state.get(part.stepped, {}).items():
         if isinstance(value, Tensor):
-            alike = value.shape == part.stepped.shape
-            local, box = part.cut(value) if alike else place(value)
+            has_its_shape = value.shape == part.stepped.shape
+            local, box = part.cut(value) if has_its_shape else place(value)
             bits[f"state.{key}", part.key] = Wanted(local, box, only_bits=True)
     return bits
 

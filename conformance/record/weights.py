@@ -36,7 +36,7 @@ PLACES = "gradparity.places"
 def _weights(module: nn.Module, roots: Roots) -> Iterator[tuple[str, Tensor, Box]]:
     """Name, local elements and place of each piece of what a model trains.
 
-    fp32 masters of a parameter come under its name, too.
+    The fp32 masters of a parameter have its name.
     """
     roots.learn(module)
     masters: dict[int, list[tuple[Tensor, int]]] = {}
