@@ -10,6 +10,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,6 +96,8 @@ def record(
             result = code
             if not _has_files(out / name):
                 say(LINES if code == 0 else f"gradparity: {_nothing(code)}")
+                with suppress(OSError):  # not empty: half of a file
+                    out.rmdir()
                 return code or 2
         if code == STOPPED:
             break

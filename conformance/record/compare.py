@@ -21,7 +21,14 @@ from statistics import median
 import numpy as np
 
 from ..status import counted
-from .equal import equal_inputs, lacking, listed, other_inputs, proved_names
+from .equal import (
+    equal_inputs,
+    lacking,
+    listed,
+    other_again,
+    other_inputs,
+    proved_names,
+)
 from .merge import Run, Side, Whole
 from .modules import GRADIENT, OUTPUT
 
@@ -33,6 +40,8 @@ WHOLE = 3.0
 """Right variants came to 1.6 noises at most; faults that are spread to 5 or more."""
 UNIT = 2.0**-24
 """Unit roundoff of fp32: no tensor has less noise, relative to its size."""
+CLIPPED = 1e-4
+"""Relative difference of norms that are one length: clipping adds 1e-6 to a norm."""
 KINDS = ("gradient", "update")
 NO_STEP = (
     "the two sides recorded no step in common: give record the same --steps, and "
@@ -106,6 +115,7 @@ def compare(one: Side, other: Side) -> Comparison:
         at = min((row.step for row in comparison.rows if row.differs), default=steps[0])
         comparison.blocks, where = _where(one, other, at)
         comparison.lines[1:1] = [where] if where else []
+    comparison.lines += _clipped(one.run, other.run, steps)
     comparison.lines += _losses(one.run, other.run, steps)
     comparison.lines += _left_out(one.run, other.run, names, comparison.rows, steps)
     return comparison
@@ -123,6 +133,9 @@ def _obstacles(
         return
     for step in steps:
         for text in other_inputs(one.run, other.run, names, step):
+            yield NOT_COMPARABLE, text
+    for side in (one, other):
+        for text in other_again(side, steps):
             yield NOT_COMPARABLE, text
     for text in lacking(one, other, names, steps):
         yield DIFFERENT, text
@@ -145,6 +158,24 @@ def _obstacles(
     if not one.noisy:
         text = f"{one.name} has no noise: record it with --noise 2, or compare --exact"
         yield UNDECIDED, text
+
+
+def _clipped(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
+    """Say that clipping has made all gradients one length, if it has at every step."""
+    norms = []
+    for run in (one, other):
+        squares = dict.fromkeys(steps, 0.0)
+        for (step, kind, _), whole in run.tensors.items():
+            if kind == "gradient" and step in squares:
+                squares[step] += whole.square
+        norms += [math.sqrt(square) for square in squares.values()]
+    alike = max(norms) - min(norms) <= CLIPPED * max(norms)
+    if len(steps) > 1 and min(norms) > 0 and alike:
+        yield (
+            f"clipped: all gradients together have the norm {norms[0]:.4g} at each "
+            "step on both sides, and a wrong factor of the loss is not seen: record "
+            "once without clipping"
+        )
 
 
 def _losses(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:

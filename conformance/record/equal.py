@@ -10,7 +10,14 @@ from typing import Any
 
 from .merge import Run, Side
 
-__all__ = ["equal_inputs", "lacking", "listed", "other_inputs", "proved_names"]
+__all__ = [
+    "equal_inputs",
+    "lacking",
+    "listed",
+    "other_again",
+    "other_inputs",
+    "proved_names",
+]
 
 FREE = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
 """Settings that choose an implementation, and not what is computed."""
@@ -80,6 +87,29 @@ def other_inputs(
     for name, key, mine, its in _settings(one, other, names, step):
         if mine != its:
             yield f"other settings: {key} of {name} is {mine} and {its} at step {step}"
+
+
+def other_again(side: Side, steps: Sequence[int]) -> Iterator[str]:
+    """Yield what a run for the noise did otherwise than the run it repeats.
+
+    Weights are compared at step 0 alone: later ones may differ by the noise itself, and
+    those of nudged runs do from the start.
+    """
+    advice = (
+        "so its noise says nothing. Seed the job, and if it goes on from its own "
+        "files, remove these before each run"
+    )
+    for number, run in enumerate(side.noisy):
+        name = f"nudged-{number} of {side.name}" if number else f"again of {side.name}"
+        if absent := [step for step in steps if step not in run.steps]:
+            yield f"{name} has no step {absent[0]}, and plain has one, {advice}"
+        for key in side.run.tensors if number == 0 else ():
+            if key[:2] == (0, "weight") and (its := run.tensors.get(key)) is not None:
+                if its.digest != side.run.tensors[key].digest:
+                    yield f"{name} began with other values of {key[2]}, {advice}"
+        for step in steps:
+            if not _same_rows(side.run, run, step):
+                yield f"{name} had other rows at step {step} than plain, {advice}"
 
 
 def equal_inputs(

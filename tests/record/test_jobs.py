@@ -342,10 +342,30 @@ def test_a_job_without_an_optimizer_ends_with_the_lines_to_add(tmp_path: Path) -
     assert "with gradparity.record(model, optimizer): ..." in done.stderr
 
 
+def test_a_job_that_looks_for_torch_before_it_imports_it_is_recorded(
+    tmp_path: Path,
+) -> None:
+    # as the package datasets does
+    job = """\
+import importlib.util
+assert importlib.util.find_spec("torch") and importlib.util.find_spec("torch")
+import torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+    done = record(tmp_path / "r", "--noise", "0", of=[sys.executable, "-c", job])
+    assert done.returncode == 0, done.stderr
+    assert "recorded plain" in done.stderr
+
+
 def test_the_exit_code_is_that_of_the_command(command: Command, tmp_path: Path) -> None:
     done = record(tmp_path / "r", of=command("plain", "dies"))
     assert done.returncode == 7
     assert "the command ended with 7 before an optimizer's step was" in done.stderr
+    assert not (tmp_path / "r").exists()  # the name can be used again
 
 
 @pytest.mark.slow

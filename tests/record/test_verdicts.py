@@ -144,6 +144,44 @@ def test_noise_as_large_as_every_tensor_decides_nothing() -> None:
     assert found.lines[0].startswith("noise is as large as every tensor")
 
 
+@pytest.mark.parametrize(
+    ("number", "again", "words"),
+    [
+        (0, changed(run(1), (0, "weight", "b"), digest=7), "other values of b"),
+        (0, replace(run(1), rows={0: frozenset({1, 3})}), "other rows at step 0"),
+        (1, replace(run(2), rows={1: frozenset({1, 3})}), "other rows at step 1"),
+        (2, run(3, steps=1), "has no step 1"),
+    ],
+)
+def test_a_job_that_does_not_repeat_itself_has_no_noise(
+    number: int, again: Run, words: str
+) -> None:
+    noisy = [*ONE.noisy]
+    noisy[number] = again
+    told = compare(replace(ONE, noisy=noisy), Side(name="mesh", run=run(4)))
+    assert told.code == NOT_COMPARABLE
+    name = f"nudged-{number} of one" if number else "again of one"
+    assert told.lines[0].startswith(name)
+    assert words in told.lines[0]
+    assert "so its noise says nothing" in told.lines[0]
+
+
+def test_clipping_at_every_step_is_told() -> None:
+    def clipped(of: Run, squares: Sequence[float]) -> Run:
+        for step, square in enumerate(squares):
+            of = changed(of, (step, "gradient", "a"), square=square)
+        return of
+
+    one = replace(ONE, run=clipped(ONE.run, [1.0, 0.99999]))
+    mesh = clipped(run(4), [1.00001, 1.0])
+    told = compare(one, Side(name="mesh", run=mesh))
+    assert told.code == SAME
+    assert any(line.startswith("clipped: all gradients") for line in told.lines)
+    one_step = changed(mesh, (1, "gradient", "a"), square=0.9)
+    told = compare(one, Side(name="mesh", run=one_step))
+    assert not any(line.startswith("clipped:") for line in told.lines)
+
+
 def test_without_noise_nothing_is_decided() -> None:
     found = against(run(4), replace(ONE, noisy=()))
     assert found.code == UNDECIDED and "record it with --noise 2" in found.lines[0]

@@ -12,19 +12,31 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class _AfterTorch:
-    """Finds torch as it is found without this, and begins once it is imported."""
+    """Finds torch as it is found without this, and begins once it is imported.
+
+    It stays until torch is imported: some packages look for torch before, and do not
+    import it.
+    """
+
+    def __init__(self) -> None:
+        self.looks = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Return torch's own spec, whose loader then also begins to record."""
-        if name != "torch":
+        if name != "torch" or self.looks:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        self.looks = True
+        try:
+            spec = importlib.util.find_spec("torch")
+        finally:
+            self.looks = False
         if spec is None or spec.loader is None:
             return None
         run = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             run(module)
             _begin()
 
