@@ -66,7 +66,7 @@ def record(
     if not command:
         raise UsageError("give the command after --: gradparity record RUN -- COMMAND")
     if out.exists() or out.is_symlink():
-        raise UsageError(f"{out}: exists: choose another name")
+        raise UsageError(f"{out} exists: choose another name, or delete it")
     if orders.start and not any(Path(orders.start).glob("start-*.safetensors")):
         raise UsageError(
             f"{orders.start}: has no weights: record that run with --keep-start"
@@ -110,6 +110,11 @@ def record(
     )
     write_whole(out / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
     say(f"gradparity: recorded {', '.join(done)} in {out}")
+    if noise:
+        other = (
+            f"gradparity record OTHER --noise 0 -- COMMAND; gradparity compare {out}"
+        )
+        say(f"gradparity: next, the other side: {other} OTHER")
     return result
 
 
@@ -218,7 +223,10 @@ def _manifest(folder: Path) -> Manifest:
     try:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError as error:
-        text = f"{folder}: is no recording: it has no {MANIFEST}"
+        text = (
+            f"{folder} is not a recording: {MANIFEST} is missing. To make one: "
+            f"gradparity record {folder} -- COMMAND"
+        )
         raise UsageError(text) from error
     except (OSError, msgspec.MsgspecError) as error:
         raise UsageError(f"{path}: {error}") from error

@@ -247,7 +247,7 @@ def _read(path: Path) -> Recording:
                 else np.empty(0, np.float32)
             )
     except (SafetensorError, msgspec.DecodeError, OSError) as error:
-        raise ValueError(f"{path}: is no recording: {error}") from error
+        raise ValueError(f"{path} is not a recording: {error}") from error
     sizes = [length or 0 for _, _, length, *_ in header.numbers]
     if sum(sizes) != len(sketches):
         raise ValueError(f"{path}: has {len(sketches)} of {sum(sizes)} numbers")

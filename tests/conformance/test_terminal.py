@@ -207,7 +207,7 @@ def test_the_report_shows_how_much_each_law_compared() -> None:
     }
     made, file = console(terminal=False)
     print_report(made, report)
-    line = "compared: parity.update 10 of 40, all other checks all they could\n"
+    line = "compared: parity.update 10 of 40, everything in all other checks\n"
     assert line in file.getvalue()
     laws = {"parity.update": LawText(text="t", reason="r")}
     page = render_page(replace(report, header=replace(report.header, laws=laws)))

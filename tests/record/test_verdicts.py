@@ -206,7 +206,7 @@ def not_proved() -> Run:
         (
             replace(run(4), drew=frozenset({1}), drops=("drop",)),
             UNDECIDED,
-            "random numbers were drawn in forward at step 1: drop",
+            "random numbers were drawn in forward at step 1 of mesh: drop",
         ),
         (
             replace(run(4), unstepped=("b",)),
@@ -221,11 +221,26 @@ def not_proved() -> Run:
         (
             replace(run(4), replicas={(1, "weight", "c"): (2, 3)}),
             DIFFERENT,
-            "step 1: replicas of c have other bits on rank 2, 3 of mesh",
+            "step 1: replicas of c differ: rank 2, 3 of mesh has other bits",
         ),
         (run(4, steps=0), NOT_COMPARABLE, "the two sides recorded no step"),
+        (
+            replace(run(4), tensors={k: t for k, t in run(4).tensors.items() if k[0]}),
+            NOT_COMPARABLE,
+            "the sides begin at steps 0 and 1",
+        ),
     ],
-    ids=["start", "rows", "settings", "drew", "unstepped", "none", "replicas", "steps"],
+    ids=[
+        "start",
+        "rows",
+        "settings",
+        "drew",
+        "unstepped",
+        "none",
+        "replicas",
+        "steps",
+        "begins",
+    ],
 )
 def test_what_must_be_equal_comes_first(other: Run, code: int, words: str) -> None:
     found = against(other)
