@@ -266,7 +266,7 @@ def test_counts_are_exact_where_they_are_integers(
 # - The page's own example
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "workload-protocol.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "workload-trainers.md").read_text()
 (ENGINE,) = re.findall(r"```python\n(class Engine:.*?)```", PAGE, re.DOTALL)
 
 
