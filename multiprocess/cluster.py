@@ -58,7 +58,7 @@ class BaseCluster(ABC):
 
         Args:
             timeout_s: Limit for the whole world, from when it is ready.
-            isolation: What a call shares with earlier ones.
+            isolation: Processes and state that a call shares with earlier ones.
 
         Example:
             >>> cluster.with_options(timeout_s=5).run(train, lr=0.1)

@@ -267,9 +267,9 @@ class GradScaler(ScalerCore):
         and steps.
 
         Args:
-            optimizer: as in `clip_grad_norm_`; None on a rank that lacks it.
-            max_norm: as in `clip_grad_norm_`.
-            norm_type: as in `clip_grad_norm_`.
+            optimizer: see `clip_grad_norm_`; None on a rank that lacks it.
+            max_norm: see `clip_grad_norm_`.
+            norm_type: see `clip_grad_norm_`.
             error_if_nonfinite: raise if the norm is not finite; synchronises. The step
                 is skipped then, as without it.
 

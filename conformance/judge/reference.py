@@ -193,7 +193,7 @@ def check_equal_start(model: str, what: str, one: str, others: Iterable[str]) ->
     the bound made of it would let every gradient pass.
 
     Args:
-        model: what they train.
+        model: model that they train.
         what: who is compared, for the message.
         one: digest of the first one's weights.
         others: digests of the others' weights.

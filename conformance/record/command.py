@@ -51,7 +51,7 @@ def record(
     Args:
         out: a new folder.
         command: the job.
-        orders: what its processes are asked to do; of each run, ``out`` and ``nudge``
+        orders: orders for its processes; of each run, ``out`` and ``nudge``
             are filled in.
         noise: number of runs with moved weights.
         say: prints a line.
@@ -166,7 +166,7 @@ def compare(
         a: the reference, with noise.
         b: the side in question. Either may be several folders with commas between, one
             a host.
-        exact: whether bits are compared.
+        exact: true if bits are compared.
         json: where to write all that was compared.
         html: folder in which to write a page.
         say: prints a line.

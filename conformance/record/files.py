@@ -193,7 +193,7 @@ def read_run(*folders: Path) -> Iterator[tuple[int, Recording]]:
     """Read what each rank of a run recorded.
 
     Args:
-        folders: that of the run, on each host where hosts share none.
+        folders: folder of the run; one for each host if hosts share none.
 
     Yields:
         (rank, recording), in the order of ranks.

@@ -158,8 +158,8 @@ def batch_of(parts: Sequence[Wanted], rows: Sequence[NDArray[np.int64]]) -> Batc
     """Keep numbers of parts of one device, one dtype and one dtype of weights.
 
     Args:
-        parts: of dtypes in ``DTYPES``.
-        rows: what `rows_of` returns for each part.
+        parts: tensors with dtypes in ``DTYPES``.
+        rows: result of `rows_of` for each part.
     """
     first = parts[0]
     device, dtype = first.part.device, first.part.dtype

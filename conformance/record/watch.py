@@ -181,7 +181,7 @@ def watch(
     with other rows that draw the same numbers in forward, once.
 
     Args:
-        model: as the optimizers train it.
+        model: model that the optimizers train.
         optimizers: called in this order at each step.
         mesh: the ranks, if rows are to be watched.
         data: axes of the mesh along which ranks train on other rows. Along all other

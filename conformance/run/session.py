@@ -115,7 +115,7 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
     """Run, report and return the exit code.
 
     Args:
-        settings: what to run.
+        settings: selection to run, and how.
         console: where to print it.
         agent: this process's part in a run under torchrun, as its leader.
 
@@ -319,7 +319,7 @@ def _earlier_attempt(path: Path, launcher: Launcher, command: str) -> _Earlier:
 
     Args:
         path: the report of the earlier attempt.
-        launcher: of the run that begins now.
+        launcher: launcher of the run that begins now.
         command: its command line; cases of another command are not kept.
     """
     if launcher.attempt == 0:

@@ -114,7 +114,7 @@ def micro_batches(
         step: its number.
         start: scales a loss.
         unsynced: context of all but the last.
-        counted: whether the loss is (sum, count).
+        counted: true if the loss is (sum, count).
     """
     run, work, module = training.run, training.work, training.module
     parts = training.micro_batches(step)

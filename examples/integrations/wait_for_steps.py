@@ -20,8 +20,8 @@ def wait_for_steps(scheduler: Any, scaler: GradScaler) -> None:
 
     Args:
         scheduler: a learning-rate scheduler, not yet wrapped by the trainer.
-        scaler: whose last `update` decides; of several optimizers any one that was
-            skipped holds the schedule. On an accelerator it synchronises.
+        scaler: the scaler. Its last `update` decides: one skipped optimizer of several
+            holds the schedule. On an accelerator it synchronises.
     """
     # A class, because what lies in the instance would be saved with its state.
     scheduler.__class__ = _waiting(type(scheduler), scaler)

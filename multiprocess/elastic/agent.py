@@ -357,7 +357,7 @@ class AgentCluster(BaseCluster):
 
         Args:
             agent: The leader.
-            spec: What the world is asked to be.
+            spec: Description of the world to make.
         """
         if not agent.leads:
             raise HarnessError(

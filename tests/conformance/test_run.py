@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the cases come to, one after another; no rank is started."""
+    """Results of the cases, one after another; no rank is started."""
     due: list[str] = []
     left: Iterator[str] = iter(due)
 

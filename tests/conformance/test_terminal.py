@@ -36,7 +36,7 @@ def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
 def watch(
     report: Report, *, terminal: bool, quiet: bool = False, second: float = 0
 ) -> str:
-    """What is seen while the cases of ``report`` are judged, each in so long."""
+    """Text on the terminal while the cases of ``report`` run, each in so long."""
     made, file = console(terminal=terminal)
     clock = itertools.count(step=second).__next__
     cases = len(report.cases)

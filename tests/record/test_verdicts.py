@@ -1,4 +1,4 @@
-"""What two recordings say together, from made-up runs: no job is run."""
+"""Verdicts on two recordings, from made-up runs: no job is run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the survey, write its records and its page, and print the table.
 
     Args:
-        arguments: those of the command line; None takes the process's own.
+        arguments: arguments of the command line; None takes the process's own.
 
     Returns:
         As the other commands': 0 all right, 1 some are wrong, 2 bad usage, 3 some have

@@ -41,10 +41,10 @@ def _permitted(
     """The states that the rule permits after the step: one, if the tracker is known.
 
     Args:
-        scenario: what was trained.
+        scenario: scenario that was trained.
         seen: the step.
         growth: the tracker before it; None where it is not known.
-        bad: whether any gradient of any rank was bad.
+        bad: true if any gradient of any rank was bad.
     """
     recipe = scenario.parsed_recipe
     if not recipe.enabled:
