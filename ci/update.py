@@ -54,7 +54,7 @@ def update(
         accept_failures: true if what fails is written into the baseline.
 
     Returns:
-        Whether ``path`` now is the baseline of ``reports``.
+        True if ``path`` now is the baseline of ``reports``.
 
     Raises:
         Refused: if a report is incomplete, contradicts itself, compared nothing or,

@@ -78,7 +78,7 @@ class BaseCluster(ABC):
             **kwargs: Sent to every rank.
 
         Returns:
-            What each rank returned, in rank order.
+            The result of each rank, in rank order.
 
         Raises:
             WorldError: At least one rank did not return.

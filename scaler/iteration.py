@@ -218,7 +218,7 @@ class Iteration:
         """Warn, of the line that called `update`, if two optimizers share a parameter.
 
         Returns:
-            Whether it has warned.
+            True if it has warned.
         """
         owners: dict[int, Part] = {}
         for part in self.parts.values():

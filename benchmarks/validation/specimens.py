@@ -1,10 +1,10 @@
-"""Judge the specimens: faults that people met, each beside its right twin.
+"""Run the specimens: bugs that people met, each beside its fixed version.
 
     gradparity bench specimens
 
-Broken workloads are judged as ``run --quick --scaler none --fail-fast`` does, right
-ones in all scenarios of ``--quick`` and over several seeds. Beside it stand the means
-that people use (``specimen_peers.py``). The record goes to
+Broken workloads run as with ``run --quick --scaler none --fail-fast``, fixed ones in
+all scenarios of ``--quick`` and over several seeds. The checks that people use today
+(``specimen_peers.py``) run on the same workloads. The record goes to
 ``benchmarks/results/specimens.json`` and its tables to ``docs/specimens.md``.
 """
 

@@ -206,7 +206,7 @@ def _over_parts(law: Law, evidence: Evidence) -> Finding:
 
 
 _REFERENCE = ("parity", "norm")
-"""Chapters that compare with a reference; a random forward has none."""
+"""Chapters that compare with a reference. Runs with random layers have none."""
 
 
 def _finding(law: Law, evidence: Evidence) -> Finding:

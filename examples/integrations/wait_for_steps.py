@@ -13,10 +13,10 @@ from gradparity.scaler import GradScaler
 
 
 def wait_for_steps(scheduler: Any, scaler: GradScaler) -> None:
-    """Let a schedule stay where it is when the last iteration was skipped.
+    """Hold a schedule if the last iteration was skipped.
 
-    The trainer goes on to call ``scheduler.step()`` after every batch. The scheduler's
-    state is what it was, so old checkpoints load.
+    The trainer still calls ``scheduler.step()`` after every batch. The scheduler's
+    state does not change, so old checkpoints load.
 
     Args:
         scheduler: a learning-rate scheduler, not yet wrapped by the trainer.

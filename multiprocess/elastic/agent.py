@@ -168,7 +168,7 @@ class Agent:
         """Carry out ``request`` on all agents.
 
         Returns:
-            Whether all ranks were ready, and one fact a rank: of the call, or of its
+            True if all ranks were ready, and one fact a rank: of the call, or of its
             start.
         """
         # [Note: Two rounds of a call]

@@ -206,6 +206,6 @@ class RemoteRanks:
         return self._failed
 
     def report_fault(self) -> int:
-        """Let their agents know that one of ours has failed."""
+        """Tell the other agents that a rank of ours has failed."""
         self._failed = True
         return self._store.set_flag(self._key)

@@ -156,7 +156,7 @@ class SignedStore:
         author: int,
         readers: int = 1,
     ) -> bytes | None:
-        """Do as :meth:`read` with a message, once; the last reader removes it.
+        """Read a message once, like :meth:`read`; its last reader removes it.
 
         Args:
             stream: The row of messages.

@@ -18,6 +18,7 @@ SECTION = re.compile(
     r"^ *(Args|Attributes):\n(?P<entries>.*?)(?=^ *$|\Z)", re.MULTILINE | re.DOTALL
 )
 ENTRY = re.compile(r"^( +[\w*`]+: (\w+).*)$", re.MULTILINE)
+RETURNS = re.compile(r"^ *(?:Returns|Yields):\n( +(\w+).*)$", re.MULTILINE)
 AT_MOST = 60
 """Empty names that may be left; lower it when there are fewer."""
 
@@ -44,8 +45,11 @@ def decoded(tree: ast.Module) -> Iterator[str]:
 
 
 def decoded_entries(tree: ast.Module) -> Iterator[str]:
-    """Entries of ``Args:`` and ``Attributes:`` that have to be decoded."""
+    """Entries of ``Args:``, ``Attributes:``, ``Returns:`` that have to be decoded."""
     for text in docstrings(tree):
+        for line, word in RETURNS.findall(text):
+            if word in BEGINNINGS:
+                yield line.strip()
         for section in SECTION.finditer(text):
             for line, word in ENTRY.findall(section["entries"]):
                 if word.capitalize() in BEGINNINGS:
@@ -87,7 +91,7 @@ MADE_UP = '''def f(a, b):
         b: number of some.
 
     Returns:
-        x: of y.
+        Whether it is: of y.
     """
     found = 1
     return found
@@ -99,5 +103,8 @@ A = 1
 def test_all_would_be_seen() -> None:
     tree = ast.parse(MADE_UP)
     assert sorted(decoded(tree)) == ["Of it.", "What it is."]
-    assert [*decoded_entries(tree)] == ["a: whether it is."]
+    assert sorted(decoded_entries(tree)) == [
+        "Whether it is: of y.",
+        "a: whether it is.",
+    ]
     assert [*empty_names(tree)] == [11]

@@ -60,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: arguments of the command line; None takes the process's own.
 
     Returns:
-        As the other commands': 0 all right, 1 some are wrong, 2 bad usage, 3 some have
-        no verdict, 4 nothing could be compared for some.
+        Exit code of every command: 0 all right, 1 some are wrong, 2 bad usage, 3 some
+        have no verdict, 4 nothing could be compared for some.
     """
     try:
         return _conduct(list(sys.argv[1:] if arguments is None else arguments))

@@ -47,7 +47,7 @@ def follow(
         patience_s: how long ranks wait for one that does not return.
 
     Returns:
-        What this rank saw at the call at which any rank departed; None when none did.
+        The difference on this rank at the first call where any rank differs, or None.
     """
     try:
         follower = _Follower(history, load_scaler(spec, folder), patience_s)
