@@ -215,7 +215,7 @@ class Iteration:
             each.begin_anew(scale)
 
     def warns_of_shared_parameters(self) -> bool:
-        """Warn, of the line that called `update`, if two optimizers share a parameter.
+        """Warn at the line that called `update` if two optimizers share a parameter.
 
         Returns:
             True if it has warned.

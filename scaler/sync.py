@@ -240,7 +240,7 @@ class SyncResult:
 
     @property
     def found_inf(self) -> torch.Tensor:
-        """Flag of a skip: a scalar in fp32, exactly 0 or 1; the host may not know it."""
+        """Flag of a skip: a scalar in fp32, 0 or 1, that the host may not know yet."""
         # A rank that raises skips for all ranks.
         return self.rows[:, : _PLACE["failed"] + 1].amax().float()
 

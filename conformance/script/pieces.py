@@ -1,4 +1,4 @@
-"""Parts of standalone scripts that only some need: a run or a workload names them."""
+"""Parts that a standalone script gets only if its run or its workload needs them."""
 
 from __future__ import annotations
 
