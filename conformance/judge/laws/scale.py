@@ -5,7 +5,7 @@ the scale by the backoff factor and resets the tracker; a good step counts, and 
 the count reaches the interval the scale is multiplied by the growth factor, unless the
 product is not finite, and the count starts again. ``update(new_scale)`` sets the scale
 and leaves the count. A scale that would fall below the smallest normal number may stop
-anywhere above 0: the rule would make it 0, from which nothing recovers (B05b).
+anywhere above 0: the rule would make it 0, from which nothing recovers.
 A tracker that ``state_dict`` lacks is counted from the scales.
 """
 
@@ -132,7 +132,7 @@ def _text(tracker: int | None) -> str:
 @law(
     "scale.positive",
     "The scale is never zero, infinite or nan.",
-    "A run cannot recover from such a scale: gradients become nan or zero (B05).",
+    "A run cannot recover from such a scale: gradients become nan or zero.",
 )
 def positive(evidence: Evidence) -> Finding:
     """Look at every scale that any rank showed."""
