@@ -271,7 +271,7 @@ def _show(settings: RunSettings, console: Console, place: Place) -> None:
     # a pass of what was tried must not look like a pass of everything
     lines += [plain(f"not tried: {why}") for why in [*skipped, *left_out]]
     failed = [case for case in report.cases if case.status in ("fail", "error")]
-    if failed and not settings.scenarios:
+    if failed and len(report.cases) > 1:
         lines.append(f"again:  {plain(failed[0].replay)}")
     lines.append(f"report: {path}")
     if settings.report is None or settings.out is not None:

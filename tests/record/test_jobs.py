@@ -56,6 +56,7 @@ def one(once: Once, command: Command) -> Path:
         done = record(folder / "one", "--modules", of=command("plain"))
         assert done.returncode == 0, done.stderr
         assert "the command runs 4 times" in done.stderr
+        assert "next, the other side: gradparity record OTHER --noise 0" in done.stderr
 
     return once("recording", make) / "one"
 

@@ -185,6 +185,13 @@ def not_proved() -> Run:
     return changed(other, (0, "weight", "x"), digest=77)
 
 
+def all_other() -> Run:
+    """Tensors of other names, with other bits."""
+    other = run(4, names=("x", "y", "z"))
+    tensors = {key: replace(each, digest=99) for key, each in other.tensors.items()}
+    return replace(other, tensors=tensors)
+
+
 @pytest.mark.parametrize(
     ("other", "code", "words"),
     [
@@ -225,6 +232,11 @@ def not_proved() -> Run:
         ),
         (run(4, steps=0), NOT_COMPARABLE, "the two sides recorded no step"),
         (
+            all_other(),
+            NOT_COMPARABLE,
+            "another start: no tensor has equal bits. Begin both",
+        ),
+        (
             replace(run(4), tensors={k: t for k, t in run(4).tensors.items() if k[0]}),
             NOT_COMPARABLE,
             "the sides begin at steps 0 and 1",
@@ -239,6 +251,7 @@ def not_proved() -> Run:
         "none",
         "replicas",
         "steps",
+        "all",
         "begins",
     ],
 )
