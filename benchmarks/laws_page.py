@@ -13,10 +13,6 @@ from gradparity.conformance.files import write_whole
 from gradparity.conformance.judge import laws as laws
 from gradparity.conformance.judge.law import LAWS, MOST, Law
 from gradparity.conformance.status import UsageError
-from gradparity.fixtures.faulty import FAULTY
-from gradparity.fixtures.faulty.own_steps import FAULTY_STEPS
-from gradparity.fixtures.faulty.stacks import FAULTY_STACKS
-from gradparity.fixtures.faulty.trainers import FAULTY_TRAINERS
 
 __all__ = ["main", "render"]
 
@@ -30,6 +26,9 @@ shows one in the terminal. In code and reports a check is called a law.
 Each verdict says how many comparisons were made, and how many were impossible. A check
 that compared too little is `inconclusive`, never a pass. It needs half of its
 comparisons, unless another share is named.
+
+[Known defects](defects.md) of published scalers break some of these checks. [Faulty
+versions](mutants.md) of scalers and of training test every check.
 
 `gradparity bench laws-page` writes this page from `conformance/judge/laws/`.
 """
@@ -81,10 +80,6 @@ def _lines(law: Law) -> Iterator[str]:
     if law.least != MOST:
         share = f"{law.least:.0%} of its comparisons" if law.least else "one comparison"
         yield _filled(f"*A pass needs at least* {share}.")
-    every = FAULTY | FAULTY_STACKS | FAULTY_TRAINERS | FAULTY_STEPS
-    faulty = [f"`{made.__name__}`" for made, how in every.items() if how.law == law.id]
-    if faulty:
-        yield _filled(f"*Faulty versions that it finds:* {', '.join(faulty)}")
 
 
 def _filled(text: str) -> str:

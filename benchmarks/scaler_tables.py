@@ -20,13 +20,13 @@ class Goal(NamedTuple):
     """A ratio of two times, and what it should be.
 
     Attributes:
-        work: what is done.
+        work: kind of work.
         size: on what; a key of the record's ``seconds``.
         over: name of the time above the line.
         under: name of the time below it.
         bound: at least this where torch's time is above, else at most.
         limit: name of the time that no scaler can beat, in the place of ours.
-        unit: what the ratio is.
+        unit: unit of the ratio.
     """
 
     work: str

@@ -63,11 +63,11 @@ class Calls(TorchDispatchMode):
 
     Args:
         mesh: its axes name the groups.
-        answers: what another rank sent into each all-reduce and all-gather.
+        answers: messages that another rank sent into each all-reduce and all-gather.
 
     Attributes:
         seen: the collectives.
-        sent: what this rank sent into each of these.
+        sent: messages that this rank sent into each of these.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Compared:
     """Collectives that all ranks of a world issue.
 
     Attributes:
-        calls: of rank 0, by situation.
+        calls: calls of rank 0, by situation.
         different: ranks that issue something else.
     """
 

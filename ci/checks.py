@@ -265,7 +265,7 @@ def check_whole(
         report: all of it.
         baseline: the baseline, if any.
         min_cases: judged cases that were promised.
-        any_torch: whether the baseline holds for other minor versions of torch, too.
+        any_torch: true if the baseline holds for other minor versions of torch, too.
     """
     decided = [c for c in report.cases if _decided(c)]
     if not decided:

@@ -181,11 +181,14 @@ def _say(decision: Decision) -> None:
     if decision.known_failures:
         failures_text = counted(decision.known_failures, "known failure")
         word += f", with {failures_text} in the baseline"
-    counts = (
+    why = (
         counted(len(decision.causes), "cause"),
         counted(len(decision.reasons), "reason"),
+    )
+    counts = (
+        *(why if decision.reasons else ()),
         counted(decision.cases, "case"),
-        counted(decision.judged, "judgement"),
+        counted(decision.judged, "check"),
     )
     say(f"gate: {word}: {', '.join(counts)}")
     for cause in decision.causes:

@@ -94,7 +94,7 @@ def job_text(system: str, workload: str, address: Address, torch: str) -> str:
     Args:
         system: a key of :data:`FILES`.
         workload: ``module:attribute``.
-        address: of gradparity.
+        address: address of gradparity.
         torch: the version to install.
     """
     environment = Environment(

@@ -51,10 +51,10 @@ def update(
             and the new one no longer will.
         expectations: known violations. They are not written into the baseline: a later
             gate needs the expectation for them, too.
-        accept_failures: whether what fails is written into the baseline.
+        accept_failures: true if what fails is written into the baseline.
 
     Returns:
-        Whether ``path`` now is the baseline of ``reports``.
+        True if ``path`` now is the baseline of ``reports``.
 
     Raises:
         Refused: if a report is incomplete, contradicts itself, compared nothing or,

@@ -322,8 +322,12 @@ def _table(parsed: argparse.Namespace) -> int:
 
 def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """The arguments of ``record``, and those of the job, which follow after ``--``."""
-    if not arguments or arguments[0] != "record" or "--" not in arguments:
+    if not arguments or arguments[0] != "record":
         return arguments, ()
+    if "--" not in arguments:
+        if {*arguments} & {"-h", "--help"}:
+            return arguments, ()
+        raise UsageError("give the command after --: gradparity record RUN -- COMMAND")
     at = [*arguments].index("--")
     return arguments[:at], arguments[at + 1 :]
 

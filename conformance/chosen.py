@@ -42,7 +42,7 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
-        """From options by their names; a command need not have all of them."""
+        """Make it from options by name; a command need not have all of them."""
         named = {name.replace("-", "_"): value for name, value in options.items()}
         given = {_PLURALS.get(name, name): value for name, value in named.items()}
         found: dict[str, Any] = {

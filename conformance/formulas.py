@@ -34,7 +34,7 @@ def clip_factor(norm: float, clip_norm: float) -> float:
     """The factor of every gradient, as ``torch.nn.utils.clip_grad_norm_`` has it.
 
     Args:
-        norm: of the whole unscaled gradient; nan gives nan.
+        norm: norm of the whole unscaled gradient; nan gives nan.
         clip_norm: the largest norm that is left as it is.
     """
     factor = clip_norm / (norm + 1e-6)
@@ -49,7 +49,7 @@ def bias_error(betas: Iterable[float], steps_made: int) -> float:
     subtraction leaves, which rounds once. The second correction is under a root.
 
     Args:
-        betas: of the first and the second moment.
+        betas: decay rates of the first and the second moment.
         steps_made: ``t``, with this step.
     """
     powers = [float(beta) ** steps_made for beta in betas]

@@ -58,7 +58,7 @@ class BaseCluster(ABC):
 
         Args:
             timeout_s: Limit for the whole world, from when it is ready.
-            isolation: What a call shares with earlier ones.
+            isolation: Processes and state that a call shares with earlier ones.
 
         Example:
             >>> cluster.with_options(timeout_s=5).run(train, lr=0.1)
@@ -78,7 +78,7 @@ class BaseCluster(ABC):
             **kwargs: Sent to every rank.
 
         Returns:
-            What each rank returned, in rank order.
+            The result of each rank, in rank order.
 
         Raises:
             WorldError: At least one rank did not return.

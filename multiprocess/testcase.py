@@ -137,7 +137,7 @@ class TestCase(unittest.TestCase):
 
         Args:
             first: Any value; tensors may lie in sequences and mappings.
-            second: What it must be equal to.
+            second: Expected value.
             msg: Shown when it is not.
             **tolerances: ``rtol``, ``atol`` and others of ``assert_close``.
         """

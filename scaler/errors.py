@@ -22,7 +22,7 @@ class ScalerError(RuntimeError):
     """Root of everything that goes wrong while training; can be pickled.
 
     Args:
-        message: what went wrong, and the way out.
+        message: cause of the error, and the way out.
         **data: the attributes of the error.
     """
 
@@ -38,7 +38,7 @@ class RanksDisagreeError(ScalerError):
         rank: this rank, in the group that syncs.
         world_size: number of ranks in that group.
         call: the method that this rank had called.
-        here: what this rank holds, by field.
+        here: values of this rank, by field.
         lowest: the smallest value over all ranks, by field that differs.
         highest: the largest value over all ranks, by field that differs.
         values: the value of each rank, by field that differs; nan is not compared.
@@ -128,7 +128,7 @@ def ranks_disagree(
         method: name of the calling method.
         rank: this rank.
         size: number of ranks.
-        here: what this rank holds, by field.
+        here: values of this rank, by field.
         columns: the values of all ranks, by field that differs.
     """
     # A row of another call has another position, too: the first one is told.

@@ -68,7 +68,7 @@ class Layout(NamedTuple):
     Attributes:
         mesh: 52 bits that stand for the ranks of the mesh, in its order; below zero
             unless its parameters are told apart (``replicas.py``).
-        ranks: in ascending order, as ranks of the default process group.
+        ranks: ranks of the default process group, in ascending order.
         kind: the axes of the mesh and their sizes.
         copies: how often the mesh holds each element.
     """
@@ -113,7 +113,7 @@ class GradsByMesh(dict[Layout, Gradients]):
     """Local gradients by where they lie, then by device and dtype.
 
     Attributes:
-        kinds: what kind of mesh and how many elements on it, as a number; of each mesh.
+        kinds: kind and number of elements of each mesh, as one number.
     """
 
     kinds: Mapping[float, float] = {}
@@ -123,9 +123,9 @@ class Places(NamedTuple):
     """Where the gradients of an optimizer lay in its last clip.
 
     Attributes:
-        specs: of each gradient.
+        specs: spec of each gradient.
         members: the positions of the gradients of each layout.
-        kinds: of the meshes, as in GradsByMesh.
+        kinds: kinds of the meshes, as in GradsByMesh.
     """
 
     specs: list[Any]

@@ -261,15 +261,14 @@ class GradScaler(ScalerCore):
 
         The same as `clip_grad_norm_` and `step`, faster: a fused optimizer divides and
         clips in its own kernel, by its ``grad_scale``; others take one multiplication.
-        Afterwards ``.grad`` is unscaled and clipped; with a fused optimizer it is what
-        the kernel leaves, and torch's write just this back. As in `step`, a pre-hook of
-        a fused optimizer sees gradients that are still scaled. A disabled scaler clips
-        and steps.
+        Afterwards ``.grad`` is unscaled and clipped; a fused optimizer's kernel writes
+        it back. As in `step`, a pre-hook of a fused optimizer sees gradients that are
+        still scaled. A disabled scaler clips and steps.
 
         Args:
-            optimizer: as in `clip_grad_norm_`; None on a rank that lacks it.
-            max_norm: as in `clip_grad_norm_`.
-            norm_type: as in `clip_grad_norm_`.
+            optimizer: see `clip_grad_norm_`; None on a rank that lacks it.
+            max_norm: see `clip_grad_norm_`.
+            norm_type: see `clip_grad_norm_`.
             error_if_nonfinite: raise if the norm is not finite; synchronises. The step
                 is skipped then, as without it.
 
@@ -298,14 +297,14 @@ class GradScaler(ScalerCore):
         scale themselves and skip on the device, without a host synchronisation.
 
         Args:
-            optimizer: the optimizer to step. None on a rank that lacks it, at its place
-                in the order of the others; it takes part in their first sync of it,
-                whatever they call, unless `unscale_` or a clip with None has.
+            optimizer: the optimizer to step. Pass None on a rank that lacks it, in the
+                order of the other ranks. The call takes part in their first sync of
+                that optimizer, unless `unscale_` or a clip with None has done so.
             *args: handed to ``optimizer.step``.
             **kwargs: handed to ``optimizer.step``.
 
         Returns:
-            What ``optimizer.step`` returned; None if it was skipped.
+            The result of ``optimizer.step``; None if it was skipped.
 
         Raises:
             RuntimeError: a closure; called twice.
@@ -560,7 +559,7 @@ class GradScaler(ScalerCore):
         ``scheduler.optimizer`` decides; the other arguments go to ``scheduler.step``.
 
         Returns:
-            Whether the scheduler stepped.
+            True if the scheduler stepped.
 
         Raises:
             ValueError: this scaler has not stepped the scheduler's optimizer yet.

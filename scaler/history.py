@@ -40,7 +40,7 @@ class Overflow(NamedTuple):
     """The first bad gradient of the highest rank that had one.
 
     Attributes:
-        rank: in the group that agrees; 0 when this process is on its own.
+        rank: rank in the group that agrees; 0 when this process is on its own.
         parameter: position in the optimizer on that rank, over all its groups; None
             where the host of that rank has not looked (an accelerator).
         name: name of the parameter, if the optimizer was given names and the rank is

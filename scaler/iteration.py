@@ -40,10 +40,10 @@ class Part:
 
     Attributes:
         optimizer: None on a rank that lacks it.
-        record: what outlasts the iteration; None without an optimizer.
+        record: state kept between iterations; None without an optimizer.
         state: torch's state of it.
         key: id of the optimizer that was handed first, of a wrapper and that inside.
-        result: of its sync; None without one.
+        result: result of its sync; None without one.
         is_clipped: clip_grad_norm_ was called.
         is_undivided: a clip has found an overflow, and has left the gradients alone.
         stepped_on: weak references to the gradients of its step, if a call of the
@@ -119,8 +119,8 @@ class Iteration:
     """The parts of one iteration, by the id of the optimizer.
 
     Attributes:
-        parts: of a wrapper and the optimizer inside the same one.
-        lacked: of optimizers that this rank lacks, which others have looked at and not
+        parts: parts; a wrapper and the optimizer inside have the same one.
+        lacked: parts of optimizers that this rank lacks; others have looked at and not
             stepped yet.
         has_failed: a call raised.
         is_unusual: it need not have as many syncs as others.
@@ -194,11 +194,11 @@ class Iteration:
         """Undo what a call that raised leaves; see [Note: A call that raises].
 
         Args:
-            error: what the call raised.
-            part: of its optimizer, which is dropped; None in an update. The other
+            error: exception of the call.
+            part: part of its optimizer, which is dropped; None in an update. The other
                 parts keep what was found in them.
             sync: counts failures that other ranks do not hear of.
-            scale: of gradients that are multiplied again.
+            scale: scale of gradients that are multiplied again.
             is_told: the other ranks know of it.
         """
         self.has_failed = True
@@ -215,10 +215,10 @@ class Iteration:
             each.begin_anew(scale)
 
     def warns_of_shared_parameters(self) -> bool:
-        """Warn, of the line that called `update`, if two optimizers share a parameter.
+        """Warn at the line that called `update` if two optimizers share a parameter.
 
         Returns:
-            Whether it has warned.
+            True if it has warned.
         """
         owners: dict[int, Part] = {}
         for part in self.parts.values():
@@ -247,12 +247,12 @@ class OptimizerRecord:
     Attributes:
         optimizers: weak references to the optimizer and its wrappers.
         groups_key: stands for their ``param_groups``, by which wrappers are known.
-        number: that the ranks know it by; None before its first sync.
+        number: number by which the ranks know it; None before its first sync.
         taken: the numbers of this rank's other optimizers, where it has none yet.
         found_inf: (), fp32: 1 if its last step was skipped; None before the first.
         places: where its gradients lay in the last clip (``global_norm.py``).
         holders: the meshes that hold each of its parameters (``replicas.py``).
-        grad_scale: what a fused kernel was handed last.
+        grad_scale: scale that a fused kernel was handed last.
     """
 
     optimizers: list[Callable[[], Any]] = field(default_factory=list)

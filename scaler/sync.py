@@ -104,15 +104,15 @@ class Row(NamedTuple):
         call: CHECK, CLIP, UPDATE or LOAD. Equal on all ranks, like the next ones.
         scaler: number by which the ranks know the scaler; nan if it is new.
         made_after: how many numbered scalers are older than a new one.
-        iteration: of this scaler, counted by `update`.
-        position: of the sync in the iteration, from 1.
+        iteration: iteration of this scaler, counted by `update`.
+        position: position of the sync in the iteration, from 1.
         scale: loss scale of this rank.
         growth_tracker: good iterations in a row.
         growth_factor: setting of this rank.
         backoff_factor: setting of this rank.
         growth_interval: setting of this rank.
         hysteresis_left: overflows until the next backoff; 0 without hysteresis.
-        min_scale: of the policy, like the next ones.
+        min_scale: limit of the policy, like the next ones.
         max_scale: limit of the scale.
         hysteresis: overflows until a backoff.
         refill: 1 if a good step refills the hysteresis.
@@ -168,8 +168,8 @@ class Rows:
         table: (number of ranks, LENGTH), fp64, on the CPU.
 
     Attributes:
-        highest: of each field; -inf if no rank compares it.
-        lowest: of each field.
+        highest: highest value of each field; -inf if no rank compares it.
+        lowest: lowest value of each field.
     """
 
     def __init__(self, table: torch.Tensor) -> None:
@@ -215,10 +215,10 @@ class SyncResult:
     Attributes:
         group: the ranks that made it.
         method: name of the calling method, for messages.
-        row: of this rank.
-        rows: of all ranks, on the device that exchanged them.
+        row: row of this rank.
+        rows: rows of all ranks, on the device that exchanged them.
         on_read: called with the rows when the host has read them.
-        record: of the optimizer, None without one.
+        record: record of the optimizer, None without one.
         copy: on its way to the host, and the event of its arrival.
         host_rows: rows that the host has read and that raised nothing, or None.
         was_read: the host has read the rows, or has raised what they say.
@@ -240,7 +240,7 @@ class SyncResult:
 
     @property
     def found_inf(self) -> torch.Tensor:
-        """(), fp32, exactly 0 or 1, on the device that alone knows it."""
+        """Flag of a skip: a scalar in fp32, 0 or 1, that the host may not know yet."""
         # A rank that raises skips for all ranks.
         return self.rows[:, : _PLACE["failed"] + 1].amax().float()
 
@@ -359,11 +359,11 @@ class OverflowSync:
         """Exchange one row with each rank.
 
         Args:
-            group: what ``group.find`` returned.
+            group: result of ``group.find``.
             method: name of the calling method, for messages.
-            row: of this rank; what this class knows is filled in.
+            row: row of this rank; this class fills in its own fields.
             norms: entries of a clip, zeros by default.
-            record: of the optimizer; gets its ``number`` when the host knows it.
+            record: record of the optimizer; gets its ``number`` when the host knows it.
 
         Returns:
             The result, read unless that would synchronise.

@@ -131,7 +131,7 @@ class GroupState:
             on calls at one time, and collectives of one sync belong together.
         is_gloo: it exchanges messages on a CPU by gloo.
         scalers: number of scalers that any rank has synced over it.
-        numbers: of this rank's scalers, by the count at which they were made.
+        numbers: numbers of this rank's scalers, by the count at which they were made.
     """
 
     turn: Any = field(default_factory=threading.RLock)

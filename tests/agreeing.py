@@ -1,4 +1,4 @@
-"""What the tests of agreement hold a rank to: one iteration, and what came of it."""
+"""Iterations that tests of agreement run on a rank, and their results."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ NAN = float("nan")
 
 
 class Seen(NamedTuple):
-    """What one rank ended up with after one iteration."""
+    """Result of one iteration on one rank."""
 
     skipped: bool
     scale: float

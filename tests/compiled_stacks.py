@@ -71,7 +71,7 @@ class Compiled(Right):
             module.compile(backend=self.backend, fullgraph=self.fullgraph)
 
     def compiled(self, model: nn.Module) -> Iterator[nn.Module]:
-        """What is compiled, each by itself."""
+        """Yield the modules to compile, each by itself."""
         yield model
 
 
@@ -125,7 +125,7 @@ class OwnStep(Blocks):
 
 
 class Coded(Tensor):
-    """As a state of torchao's: two tensors, and few operators."""
+    """State like torchao's: two tensors, and few operators."""
 
     mantissa: Tensor
     exponent: Tensor
@@ -152,7 +152,7 @@ class Coded(Tensor):
 
 
 class EightBit(torch.optim.Optimizer):
-    """As torchao's: compiles, in ``step``, what it does to each parameter."""
+    """Compiles its work on each parameter in ``step``, like torchao's."""
 
     def __init__(self, parameters: Any, backend: Backend) -> None:
         super().__init__(parameters, {"lr": 0.1})

@@ -1,4 +1,4 @@
-"""What several test files share, most of it made once a session for all workers."""
+"""Fixtures of several test files, most made once a session for all workers."""
 
 import gc
 import importlib

@@ -1,4 +1,4 @@
-"""What the documentation holds: its blocks, inline commands, links and headings.
+"""Blocks, inline commands, links and headings of the documentation.
 
 Blocks are found by a Markdown parser. A comment right before a block says that it does
 not run as it stands; CONTRIBUTING.md documents both forms:

@@ -110,11 +110,11 @@ class Fault:
 
     has: dict[str, Any] = field(default_factory=dict)
     leaves: bool = False
-    """Whether it prints a process that it leaves behind, which must end with it."""
+    """True if it prints a process that it leaves behind, which must end with it."""
 
     @property
     def hangs(self) -> bool:
-        """Whether it ends by its limit."""
+        """True if it ends by its limit."""
         return HUNG in self.states
 
 

@@ -137,7 +137,7 @@ def wait_for_the_others(
 
 
 def command_line(pid: int) -> str:
-    """What a process runs; nothing for one that has ended."""
+    """Command line of a process; empty for one that has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200]
     except OSError:

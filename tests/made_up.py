@@ -103,7 +103,7 @@ def add(parity: Parity, row: ParityRow) -> None:
 
 
 def row(kind: str, error: float) -> ParityRow:
-    """Of a truth of 0, so that its bound of 1 tells."""
+    """Row with a truth of 0, so that its bound of 1 tells."""
     return ParityRow(
         kind=kind,
         step=2,
@@ -145,7 +145,7 @@ def doubts_in(of: Evidence) -> list[Doubt]:
 
 
 def finding(of: Evidence, law: str) -> Finding:
-    """What one law says."""
+    """Finding of one law."""
     (verdict,) = [v for v in judge(of) if v.law == law]
     return verdict
 

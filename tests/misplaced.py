@@ -366,7 +366,7 @@ class NoSumInBackward(Right):
 
 
 class NormNotReduced(RightSequence):
-    """Of one norm each rank keeps the gradient of its own tokens."""
+    """Each rank keeps its own tokens' gradient of one norm."""
 
     def reduced(self, name: str, parameter: Tensor, mesh: DeviceMesh) -> None:
         if name != "blocks.0.norm_2.weight":
@@ -867,7 +867,7 @@ class WrongTokens(Right):
 
 
 class _Trained:
-    """What a stack that steps by itself keeps."""
+    """State of a stack that steps by itself."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.module, self.optimizer = module, optimizer

@@ -181,13 +181,13 @@ class RecomputesReentrant(Recomputes):
 
 
 class ForgetsTheGenerator(Recomputes):
-    """What is recomputed drops other elements."""
+    """The second forward drops other elements."""
 
     preserves = False
 
 
 class ForgetsTheGeneratorReentrant(Recomputes):
-    """As above."""
+    """Same fault with reentrant checkpointing."""
 
     reentrant, preserves = True, False
 
@@ -211,7 +211,7 @@ class RestoresItsOwnGenerator(Dropout):
 
 
 class ForgetsItsOwnGenerator(RestoresItsOwnGenerator):
-    """What is recomputed draws on from where forward has ended."""
+    """The second forward draws on from where the first has ended."""
 
     restores = False
 

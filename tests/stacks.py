@@ -282,7 +282,7 @@ class ForgetsAllReduce(Right):
 
 
 class NeverAverages(ForgetsAllReduce):
-    """As above, under other names of the axis that splits the data."""
+    """Same workload, under other names of the axis that splits the data."""
 
     meshes: object = (
         {"dp": 2},
@@ -296,7 +296,7 @@ class NeverAverages(ForgetsAllReduce):
 
 
 class NeverAveragesOverRows(NeverAverages):
-    """As above, under a name of its own."""
+    """Same workload, under an axis name of its own."""
 
     meshes = ({"rows": 2},)
     data_axes = ("rows",)

@@ -1,4 +1,4 @@
-"""What tests of the scaler share: settings to try, and one step of two elements."""
+"""Settings that tests of the scaler share, and one step of two elements."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

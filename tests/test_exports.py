@@ -1,4 +1,4 @@
-"""What the rooms hand on: ``__all__`` is complete, sorted and true."""
+"""Exports of the rooms: ``__all__`` is complete, sorted and true."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""What lies beside the checkout hides no installed package."""
+"""Files beside the checkout hide no installed package."""
 
 import sys
 from pathlib import Path

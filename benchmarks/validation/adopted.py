@@ -208,7 +208,7 @@ def sample(
         tests: All that there are.
         most: How many tests to draw of each file and base, if there are as many.
         share: Or this share of them, if that is more.
-        seed: Of the draw.
+        seed: Seed of the draw.
     """
     groups = defaultdict(list)
     for name, line in tests.items():
@@ -382,7 +382,7 @@ def cost(tests: Iterable[Mapping[str, Any]]) -> tuple[float, float, int]:
     """Return the CPU seconds of torch's classes and of ours, of how many tests.
 
     Args:
-        tests: Those that no process was spawned for are left out: they were skipped.
+        tests: Tests; without a spawned process (skipped ones) they are left out.
     """
     both = [t for t in tests if (t["torch_spawned_cpu_s"] or 0.0) > _SPAWNED_S]
     theirs_s = sum(t["torch_spawned_cpu_s"] for t in both)

@@ -255,7 +255,7 @@ def lightning(model: Any) -> None:
     import pytorch_lightning as pl
 
     class Module(pl.LightningModule):  # type: ignore[misc]  # has no types
-        """Its optimizer takes the gradients in a closure."""
+        """The model; its optimizer computes the gradients in a closure."""
 
         def __init__(self) -> None:
             super().__init__()

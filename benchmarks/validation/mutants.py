@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
         argv: arguments after ``gradparity mutants``.
 
     Returns:
-        As :func:`mutants`.
+        See :func:`mutants`.
 
     Raises:
         UsageError: if an option has a wrong value.

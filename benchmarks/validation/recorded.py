@@ -309,7 +309,7 @@ def laid_out(model: Llama, device: str, data: int, tensor: int) -> int:
 
 @contextmanager
 def recording(model: Llama, orders: Orders) -> Iterator[None]:
-    """Record what is trained inside, and let go of it then."""
+    """Record training inside of the block, and uninstall the recorder at its end."""
     recorder = Recorder(orders)
     recorder.roots.add(model)
     recorder.install()

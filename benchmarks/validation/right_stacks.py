@@ -290,8 +290,8 @@ def judged(spec: str, source: str, seeds: int) -> Found:
     """Judge one entry of the corpus.
 
     Args:
-        spec: of the workload or of the scaler.
-        source: as :func:`corpus` gives it.
+        spec: spec of the workload or of the scaler.
+        source: source, one of :func:`corpus`.
         seeds: how many, from 0.
     """
     found, start, first_s = Right(), time.monotonic(), 0.0

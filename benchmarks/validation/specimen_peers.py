@@ -48,7 +48,7 @@ def peers_of(cluster: Callable[[int], Cluster], spec: str) -> dict[str, Any]:
         spec: the workload.
 
     Returns:
-        By way; and the figures that they go by.
+        Verdicts by way of checking, and the figures behind them.
     """
     workload = named("workload", spec, "")
     world = math.prod(workload.meshes[0].values())

@@ -1,10 +1,10 @@
-"""Judge the specimens: faults that people met, each beside its right twin.
+"""Run the specimens: bugs that people met, each beside its fixed version.
 
     gradparity bench specimens
 
-Broken workloads are judged as ``run --quick --scaler none --fail-fast`` does, right
-ones in all scenarios of ``--quick`` and over several seeds. Beside it stand the means
-that people use (``specimen_peers.py``). The record goes to
+Broken workloads run as with ``run --quick --scaler none --fail-fast``, fixed ones in
+all scenarios of ``--quick`` and over several seeds. The checks that people use today
+(``specimen_peers.py``) run on the same workloads. The record goes to
 ``benchmarks/results/specimens.json`` and its tables to ``docs/specimens.md``.
 """
 
@@ -119,9 +119,9 @@ def judged_right(
     """Judge a right workload in all scenarios of ``--quick``.
 
     Args:
-        runner: of the cases.
+        runner: runner of the cases.
         spec: the workload.
-        seed: of weights and batches.
+        seed: seed of weights and batches.
         not_tried: a topology, or the beginning of recipes, that is left out.
     """
     for scenario in select("quick", _selection(spec, seed)):
@@ -181,10 +181,10 @@ def measure(names: Sequence[str], seeds: int, jobs: int, peers: bool) -> dict[st
     """Judge everything; returns the record.
 
     Args:
-        names: of the specimens.
+        names: names of the specimens.
         seeds: how many of the right twins.
         jobs: pairs that are judged at once.
-        peers: whether the other means are tried, too.
+        peers: true if the other means are tried, too.
     """
     header = make_header(
         planned=0,

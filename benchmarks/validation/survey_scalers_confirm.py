@@ -57,8 +57,8 @@ def confirm(report: Report, scalers: Iterable[str], folder: Path) -> list[Confir
     """Run the scripts of every broken law of ``scalers``; they are kept in ``folder``.
 
     Args:
-        report: what was found.
-        scalers: whose violations to confirm.
+        report: report with the violations.
+        scalers: scalers with violations to confirm.
         folder: for the scripts; made if it is not there.
     """
     folder.mkdir(parents=True, exist_ok=True)

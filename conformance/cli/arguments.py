@@ -177,6 +177,7 @@ def _parsers() -> tuple[Parser, Commands]:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_record(commands)
+    _add_compare(commands)
     _add_run(commands)
     _add_replay(commands)
     _add_localise(commands)
@@ -206,6 +207,20 @@ def _command(commands: Commands, name: str, text: str) -> argparse.ArgumentParse
     command: argparse.ArgumentParser
     command = commands.add_parser(name, help=text, description=sentence)
     return command
+
+
+def _add_compare(commands: Commands) -> None:
+    compare = _command(
+        commands, "compare", "compare two recordings (folders), or two reports (files)"
+    )
+    compare.add_argument("before", **_REPORT | {"metavar": "A"})
+    compare.add_argument("after", **_REPORT | {"metavar": "B"})
+    exact = "compare two recordings bit for bit"
+    compare.add_argument("--exact", action="store_true", help=exact)
+    rows = "write all that was compared of two recordings to FILE"
+    compare.add_argument("--json", type=file, metavar="FILE", help=rows)
+    page = "write a page about two recordings into DIR"
+    compare.add_argument("--html", type=Path, metavar="DIR", help=page)
 
 
 def _add_run(commands: Commands) -> None:
@@ -323,17 +338,6 @@ def _add_small(commands: Commands) -> None:
         commands, "table", "print the layouts of a report as a Markdown table"
     )
     table.add_argument("report", **_REPORT)
-    compare = _command(
-        commands, "compare", "compare two recordings (folders), or two reports (files)"
-    )
-    compare.add_argument("before", **_REPORT | {"metavar": "A"})
-    compare.add_argument("after", **_REPORT | {"metavar": "B"})
-    exact = "compare two recordings bit for bit"
-    compare.add_argument("--exact", action="store_true", help=exact)
-    rows = "write all that was compared of two recordings to FILE"
-    compare.add_argument("--json", type=file, metavar="FILE", help=rows)
-    page = "write a page about two recordings into DIR"
-    compare.add_argument("--html", type=Path, metavar="DIR", help=page)
 
 
 def _add_record(commands: Commands) -> None:
@@ -523,7 +527,7 @@ Options = Mapping[str, Mapping[str, Any]]
 _JUDGED: Options = {
     "scaler": repeated(
         "SPEC",
-        f"module:attribute to judge ({DEFAULT_SCALER}), or none: the stack alone",
+        f"module:attribute to check ({DEFAULT_SCALER}), or none: the training alone",
         _specs,
     ),
 }

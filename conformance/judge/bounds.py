@@ -160,9 +160,9 @@ def make_parity_bounds(
     """Train the references and derive truth and bounds; see [Note: Bounds].
 
     Args:
-        scenario: what was trained.
+        scenario: scenario that was trained.
         schedule: skips and scales.
-        loss_dtypes: of the losses that ranks returned, where they were tensors.
+        loss_dtypes: dtypes of the losses that ranks returned as tensors.
     """
     precision, skipped = scenario.parsed_precision, schedule.skipped
     adaptive = scenario.workload.adaptive(scenario.optimizer)
@@ -264,8 +264,8 @@ def expected_choices(
     """The choices of learned routers at each step, with the bounds of their scores.
 
     Args:
-        scenario: what is trained.
-        schedule: what the run on the ranks will do, or did.
+        scenario: scenario to train.
+        schedule: schedule of the run on the ranks.
     """
     truth = train_reference(scenario, schedule, TRUTH)
     runs = _noisy_runs(scenario, schedule, truth)
@@ -330,11 +330,11 @@ def _sides(
     """Runs that have what rounding decides on the other side; see [Note: Sides].
 
     Args:
-        scenario: what is trained.
+        scenario: scenario to train.
         schedule: the skips and scales.
         truth: the run in fp64.
         runs: the noisy ones, the plain one first.
-        inputs: whether inputs of functions whose derivative jumps move, too.
+        inputs: true if inputs of functions whose derivative jumps move, too.
     """
     signs: Limits = ()
     if scenario.workload.adaptive(scenario.optimizer) and scenario.in_half:

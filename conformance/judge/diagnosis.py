@@ -36,7 +36,7 @@ def causes_of(factor: float, off: float, facts: Facts) -> str:
     Args:
         factor: the value found, divided by the right one.
         off: largest relative error of ``factor``.
-        facts: of the step.
+        facts: facts of the step.
 
     Returns:
         The causes in words, joined by "or"; the empty string if none is known.

@@ -23,11 +23,11 @@ def doubts_of(
     """The doubts about the reference of one run.
 
     Args:
-        scenario: what was trained.
+        scenario: scenario that was trained.
         steps: each step, seen on all ranks.
         unclear: settings that the stack moves for copies of unknown parameters, in
             words.
-        draws_idly: whether the reference, on one rank, draws numbers without effect.
+        draws_idly: true if the reference, on one rank, draws numbers without effect.
     """
     if scenario.workload.one_rank:
         if draws_idly:

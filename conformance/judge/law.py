@@ -206,7 +206,7 @@ def _over_parts(law: Law, evidence: Evidence) -> Finding:
 
 
 _REFERENCE = ("parity", "norm")
-"""Chapters that compare with a reference; a random forward has none."""
+"""Chapters that compare with a reference. Runs with random layers have none."""
 
 
 def _finding(law: Law, evidence: Evidence) -> Finding:
@@ -316,7 +316,7 @@ def count_or_inconclusive(compared: int, what: str, not_compared: int = 0) -> Fi
 
     Args:
         compared: comparisons that were made, and agreed.
-        what: of what, in words.
+        what: subject of the verdict, in words.
         not_compared: comparisons that were due and could not be made.
     """
     return Finding(

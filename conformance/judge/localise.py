@@ -62,9 +62,9 @@ def locate(
     """Find where the run first differs from the truth.
 
     Args:
-        scenario: what was trained.
+        scenario: scenario that was trained.
         phases: the traces of the run that was judged.
-        parity: of that run.
+        parity: parity of that run.
         step: its first bad step; any step of a case that has none.
         watched: one a rank of the world that made this step, made by a second run.
     """

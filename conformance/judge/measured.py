@@ -67,7 +67,7 @@ class Doubt:
 
         Args:
             step: at which something departs.
-            kind: of the comparison, as in :data:`ORDER`.
+            kind: kind of the comparison, one of :data:`ORDER`.
             parameter: its name; None for a value of all parameters.
         """
         if step != self.since_step:
@@ -125,7 +125,7 @@ class Parity:
         """Add what was measured of one tensor on one rank at one step.
 
         Args:
-            kind: as in ``ParityRow``.
+            kind: see ``ParityRow``.
             rows: its measures; those that compare nothing are dropped.
             elements: number of elements compared, if any measure compares.
             left_out: number of elements that were due and are in no measure.

@@ -108,7 +108,7 @@ def one_rank_references(scenario: Scenario, schedule: Schedule) -> OneRank:
     Called in a process group of one rank.
 
     Args:
-        scenario: what the ranks have trained.
+        scenario: scenario that the ranks trained.
         schedule: skips and scales, which the one rank follows.
 
     Raises:
@@ -127,7 +127,7 @@ def watched_on_one_rank(
     Called in a process group of one rank, for a workload that trains on one rank.
 
     Args:
-        scenario: what the ranks have trained.
+        scenario: scenario that the ranks trained.
         schedule: skips and scales, which the one rank follows.
         step: the one to watch.
 
@@ -256,10 +256,10 @@ def _train(
     """Train on this rank.
 
     Args:
-        scenario: what the ranks have trained.
+        scenario: scenario that the ranks trained.
         alone: how this run differs.
         steps: how many.
-        dtype: in which all parameters and gradients must be.
+        dtype: dtype that all parameters and gradients must have.
         watched: gets what modules did in the last step.
         sides: how inputs of functions move whose derivative jumps.
     """

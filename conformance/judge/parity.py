@@ -85,7 +85,7 @@ def followed_schedule(scenario: Scenario, *phases: Sequence[RankTrace]) -> Sched
     """The demanded schedule, and which gradients a user's own workload left out.
 
     Args:
-        scenario: what was trained.
+        scenario: scenario that was trained.
         phases: one trace a rank for each world that the run was on, in order.
     """
     schedule = demanded_schedule(*phases)
@@ -132,7 +132,7 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
     """Compare every rank and every step with the truth.
 
     Args:
-        scenario: what was trained.
+        scenario: scenario that was trained.
         phases: one complete trace a rank, for each world that it was on.
     """
     schedule = followed_schedule(scenario, *phases)

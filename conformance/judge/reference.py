@@ -193,7 +193,7 @@ def check_equal_start(model: str, what: str, one: str, others: Iterable[str]) ->
     the bound made of it would let every gradient pass.
 
     Args:
-        model: what they train.
+        model: model that they train.
         what: who is compared, for the message.
         one: digest of the first one's weights.
         others: digests of the others' weights.
@@ -438,10 +438,10 @@ class ReferenceRun:
         return [values for values, _ in passes], weights
 
     def _cast(self, passes: Callable[[], T]) -> T:
-        """Make passes while the model has copies of its parameters in their dtype.
+        """Run the passes on copies of the parameters in the compute dtype.
 
-        As in ``fully_shard``: parameters stay in fp32, and the forward sees the copies.
-        So does backward, in which activation checkpointing runs the forward again.
+        The parameters stay in fp32, as in ``fully_shard``. Backward also uses the
+        copies, because activation checkpointing runs the forward again there.
         """
         dtype = self.precision.parameter_dtype
         if dtype is None:

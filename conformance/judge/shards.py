@@ -28,7 +28,7 @@ class InShards:
         even: number of parts; 1 leaves the parameter whole.
 
     Attributes:
-        parts: what the optimizer is made of: the shards, or the parameter itself.
+        parts: tensors of the optimizer: the shards, or the parameter itself.
     """
 
     def __init__(

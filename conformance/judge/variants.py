@@ -71,5 +71,5 @@ def in_shards(count: int) -> Variant:
 
 
 def on_sides(sides: Sides) -> Variant:
-    """Return a run with what rounding decides on the other side."""
+    """Return a run in which each choice that rounding decides goes the other way."""
     return Variant(noise=_in_order(sides))

@@ -220,7 +220,7 @@ def _probe(
     Args:
         scaler: the judged scaler, after an ``update``.
         optimizers: its optimizers; their gradients are those of a backward after it.
-        read_state: what a refused call must leave as it is, part -> digest.
+        read_state: reads the state that a refused call must not change, part -> digest.
         watch: wraps a legal call; what that raises is the scaler's fault.
     """
     seen: list[Misuse] = []

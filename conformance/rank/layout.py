@@ -113,9 +113,9 @@ def build_engine(
     """Lay the scenario's model out over ``mesh`` and make its optimizer.
 
     Args:
-        scenario: what to train.
-        mesh: of all ranks.
-        device: of this rank.
+        scenario: scenario to train.
+        mesh: mesh of all ranks.
+        device: device of this rank.
         variation: how a reference on one rank differs.
         places: the map of an earlier layout; None: to be read from one.
     """

@@ -66,7 +66,7 @@ def check_layout(
 
     Args:
         workload: the workload.
-        module: what its ``parallelize`` returned.
+        module: result of its ``parallelize``.
         whole: the model's parameters by name.
         tied: a second name of one of them -> the name in ``whole``.
 
@@ -128,7 +128,7 @@ def check_share(
         workload: the workload.
         batch: the global batch.
         share: this rank's part of it.
-        groups: those of the mesh's axes along which ranks see different parts.
+        groups: groups of the mesh's axes along which ranks see different parts.
 
     Raises:
         WorkloadError: on every rank, if elements are missing or occur twice.

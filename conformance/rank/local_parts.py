@@ -52,7 +52,7 @@ def parameters_of(module: nn.Module, whole: Container[str]) -> dict[str, nn.Para
     """The parameters of a laid out module, by their names in the full model.
 
     Args:
-        module: what ``parallelize`` gave.
+        module: result of ``parallelize``.
         whole: the names that the full model has.
     """
     named = {full_name(name, whole): p for name, p in module.named_parameters()}
@@ -219,7 +219,7 @@ def check_values(
     Args:
         workload: the workload.
         parts: this rank's parts of the parameters right after ``parallelize``.
-        values: of the whole parameters.
+        values: values of the whole parameters.
 
     Raises:
         WorkloadError: names the parameter that has other values.

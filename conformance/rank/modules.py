@@ -202,7 +202,7 @@ def names_of(
     its children.
 
     Args:
-        root: of the stack.
+        root: root module of the stack.
         whole: names of the modules of the full model.
         parameters: name in the full model -> the stack's parameter.
     """
@@ -262,8 +262,8 @@ def watch_modules(
     """Record what passes the boundaries of modules.
 
     Args:
-        roots: what holds all modules. An outermost call (of a root, its wrapped module
-            or a stage) happens once per micro-batch.
+        roots: modules that hold all others. An outermost call (of a root, its wrapped
+            module or a stage) happens once per micro-batch.
         names: the modules to record -> their names in the full model.
         calls: a log of collectives that is active.
     """

@@ -80,7 +80,7 @@ def plant_and_read(
 
     Args:
         seen: the step; gets both.
-        faults: of the scenario.
+        faults: faults of the scenario.
         gradients: name -> gradient that a scaler is about to read.
     """
     planted = inject(faults, gradients, dist.get_rank(), seen.step)

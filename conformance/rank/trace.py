@@ -114,7 +114,7 @@ class Kind(StrEnum):
     """Kind of an event of an optimizer in a training step."""
 
     HANDED = "handed"
-    """A call of the scaler with it begins."""
+    """A call of the scaler with this optimizer begins."""
     RETURNED = "returned"
     """The call has ended."""
     BEGINS = "begins"

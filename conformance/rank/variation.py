@@ -127,12 +127,11 @@ class Variation:
 class Reduction:
     """The rounding of a promised reduction, as noise on one rank.
 
-    One rank has no partial gradients that a reduction would round, or it rounds the
-    same whole gradient in all runs. So a noisy run changes gradients by as much: each
-    element by up to a unit roundoff of the promised dtype, of itself and of the root
-    mean square of the tensor, since the parts that cancel in a small element are as
-    large as those of others. It does so when backward has added to a gradient, or else,
-    for an optimizer of copies, when the optimizer uses it.
+    One rank has no partial gradients to round, or rounds the same whole gradient in all
+    runs. So a noisy run changes each element by up to a unit roundoff of the promised
+    dtype, of the element and of the root mean square of the tensor: parts that cancel
+    in a small element are as large as those of others. The change comes after backward
+    has added to a gradient, or when an optimizer of copies uses the gradient.
     """
 
     def __init__(

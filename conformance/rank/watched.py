@@ -73,7 +73,7 @@ class WatchedScaler:
             watch: a context for a call; what that raises is the scaler's fault.
             inject: makes a loss bad where a fault is due, before it is scaled.
             handing: optimizer -> a context for a call that is handed it.
-            new_scale: what ``update`` is given where it is given nothing.
+            new_scale: argument for ``update`` where it is given nothing.
         """
         self._scaler = scaler
         self._watch = watch

@@ -30,12 +30,12 @@ def observe_modules(
     """Train on this rank up to ``step``, and watch the modules in that step.
 
     Args:
-        scenario: what to train.
+        scenario: scenario to train.
         spec: the judged scaler, or ``none``.
         folder: import path of the scaler and of the workload.
-        saved: what another world came to at the resume, to go on from there.
+        saved: state of another world at the resume, to go on from there.
         step: the last one.
-        facts: of the workload.
+        facts: facts of the workload.
         files: a folder for checkpoints.
     """
     watched: list[Watched] = []
@@ -61,7 +61,7 @@ def watched_step(engine: Engine, step: int, found: list[Watched]) -> Iterator[No
     """Watch the modules in a step.
 
     Args:
-        engine: what makes it.
+        engine: engine that makes it.
         step: its number.
         found: gets the record, in which rank and coordinate are still unknown.
     """

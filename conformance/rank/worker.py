@@ -83,7 +83,7 @@ def observe_rank(
     """Train ``scenario`` on this rank and return what was seen.
 
     Args:
-        scenario: what to train.
+        scenario: scenario to train.
         spec: the judged scaler, or ``none`` to train without one.
         folder: import path of the judged scaler and of the workload.
         saved: the state of the first phase, to resume from.
@@ -91,7 +91,7 @@ def observe_rank(
         choices: per step what learned routers are to choose.
         around: (engine, step) -> a context in which the step is made.
         last: the step to end with, and no wrong calls after it.
-        facts: of the workload; None: to be found out here.
+        facts: facts of the workload; None: to be found out here.
         alone: makes the run a reference, on a mesh of the same axes at size 1.
         files: a folder for checkpoints; None: the system's for temporary files.
 

@@ -52,7 +52,7 @@ def record(
     Args:
         out: a new folder.
         command: the job.
-        orders: what its processes are asked to do; of each run, ``out`` and ``nudge``
+        orders: orders for its processes; of each run, ``out`` and ``nudge``
             are filled in.
         noise: number of runs with moved weights.
         say: prints a line.
@@ -67,7 +67,7 @@ def record(
     if not command:
         raise UsageError("give the command after --: gradparity record RUN -- COMMAND")
     if out.exists() or out.is_symlink():
-        raise UsageError(f"{out}: exists: choose another name")
+        raise UsageError(f"{out} exists: choose another name, or delete it")
     if orders.start and not any(Path(orders.start).glob("start-*.safetensors")):
         raise UsageError(
             f"{orders.start}: has no weights: record that run with --keep-start"
@@ -113,6 +113,11 @@ def record(
     )
     write_whole(out / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
     say(f"gradparity: recorded {', '.join(done)} in {out}")
+    if noise:
+        other = (
+            f"gradparity record OTHER --noise 0 -- COMMAND; gradparity compare {out}"
+        )
+        say(f"gradparity: next, the other side: {other} OTHER")
     return result
 
 
@@ -164,7 +169,7 @@ def compare(
         a: the reference, with noise.
         b: the side in question. Either may be several folders with commas between, one
             a host.
-        exact: whether bits are compared.
+        exact: true if bits are compared.
         json: where to write all that was compared.
         html: folder in which to write a page.
         say: prints a line.
@@ -221,7 +226,10 @@ def _manifest(folder: Path) -> Manifest:
     try:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError as error:
-        text = f"{folder}: is no recording: it has no {MANIFEST}"
+        text = (
+            f"{folder} is not a recording: {MANIFEST} is missing. To make one: "
+            f"gradparity record {folder} -- COMMAND"
+        )
         raise UsageError(text) from error
     except (OSError, msgspec.MsgspecError) as error:
         raise UsageError(f"{path}: {error}") from error

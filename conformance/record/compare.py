@@ -22,6 +22,7 @@ import numpy as np
 
 from ..status import counted
 from .equal import (
+    SAME_START,
     equal_inputs,
     lacking,
     listed,
@@ -129,7 +130,7 @@ def _obstacles(
         yield NOT_COMPARABLE, NO_STEP
         return
     if not names:
-        yield NOT_COMPARABLE, ""  # the line on the start says it
+        yield NOT_COMPARABLE, _no_names(one.run, other.run)
         return
     for step in steps:
         for text in other_inputs(one.run, other.run, names, step):
@@ -140,11 +141,13 @@ def _obstacles(
     for text in lacking(one, other, names, steps):
         yield DIFFERENT, text
     if drew := one.run.drew | other.run.drew:
+        drawing = [side.name for side in (one, other) if side.run.drew]
         where = f": {', '.join(other.run.drops[:4])}" if other.run.drops else ""
         yield (
             UNDECIDED,
-            f"random numbers were drawn in forward at step {min(drew)}{where}. Set all "
-            "dropout to 0 and record both sides again",
+            f"random numbers were drawn in forward at step {min(drew)} of "
+            f"{' and '.join(drawing)}{where}. Set all dropout to 0 and record both "
+            "sides again",
         )
     first = min(steps)
     every = one.run.names("weight", first)
@@ -153,11 +156,24 @@ def _obstacles(
         yield (
             UNDECIDED,
             f"too little was compared: {len(names)} of {len(elements)} tensors have "
-            "a partner on the other side. Begin both from one checkpoint",
+            f"a partner on the other side. {SAME_START}",
         )
     if not one.noisy:
         text = f"{one.name} has no noise: record it with --noise 2, or compare --exact"
         yield UNDECIDED, text
+
+
+def _no_names(one: Run, other: Run) -> str:
+    """Reason why no tensor has a partner, or empty if the line on the start says it."""
+    first, second = min(one.steps), min(other.steps)
+    if first != second:
+        return (
+            f"the sides begin at steps {first} and {second}, so weights of the start "
+            "cannot be matched: give record the same --steps"
+        )
+    mine, its = (run.names("weight", first) for run in (one, other))
+    same = any(name in its for name in mine)
+    return "" if same else f"another start: no tensor has equal bits. {SAME_START}"
 
 
 def _clipped(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:

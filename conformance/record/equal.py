@@ -19,6 +19,9 @@ __all__ = [
     "proved_names",
 ]
 
+SAME_START = (
+    "Begin both from the same weights: the same seed, a checkpoint, or record --start"
+)
 FREE = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
 """Settings that choose an implementation, and not what is computed."""
 
@@ -67,7 +70,7 @@ def proved_names(one: Run, other: Run) -> tuple[dict[str, str], str]:
     if differ:
         words = (
             f"another start: {len(differ)} of {len(starts)} tensors began with other "
-            f"values, {differ[0]} first. Begin both from one checkpoint"
+            f"values, {differ[0]} first. {SAME_START}"
         )
         return {}, words
     return proved, words
@@ -159,9 +162,9 @@ def lacking(
             if kind == "weight":
                 end = ". If these are other tensors, give them other names"
                 yield (
-                    f"step {step}: replicas of {name} have other bits on rank "
-                    f"{listed(ranks)} of {side.name} than on the first rank that has "
-                    f"it{end if step == min(steps) else ''}"
+                    f"step {step}: replicas of {name} differ: rank {listed(ranks)} of "
+                    f"{side.name} has other bits than the first rank with it"
+                    f"{end if step == min(steps) else ''}"
                 )
     partners = {its: mine for mine, its in names.items()}
     for has, lacks, paired, its_paired in (

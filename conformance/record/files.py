@@ -193,7 +193,7 @@ def read_run(*folders: Path) -> Iterator[tuple[int, Recording]]:
     """Read what each rank of a run recorded.
 
     Args:
-        folders: that of the run, on each host where hosts share none.
+        folders: folder of the run; one for each host if hosts share none.
 
     Yields:
         (rank, recording), in the order of ranks.
@@ -247,7 +247,7 @@ def _read(path: Path) -> Recording:
                 else np.empty(0, np.float32)
             )
     except (SafetensorError, msgspec.DecodeError, OSError) as error:
-        raise ValueError(f"{path}: is no recording: {error}") from error
+        raise ValueError(f"{path} is not a recording: {error}") from error
     sizes = [length or 0 for _, _, length, *_ in header.numbers]
     if sum(sizes) != len(sketches):
         raise ValueError(f"{path}: has {len(sketches)} of {sum(sizes)} numbers")

@@ -272,8 +272,8 @@ def keep_values(
         rows: (rows,) int64 digests that name the rows of the whole, in any order.
 
     Returns:
-        What adds up over parts, on the device of the part; with the digest, unless
-        there is a ``weight``.
+        Numbers that add up over parts, on the device of the part; with the digest,
+        unless there is a ``weight``.
     """
     device = part.device
     flat = part.detach().reshape(-1)

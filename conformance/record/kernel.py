@@ -158,8 +158,8 @@ def batch_of(parts: Sequence[Wanted], rows: Sequence[NDArray[np.int64]]) -> Batc
     """Keep numbers of parts of one device, one dtype and one dtype of weights.
 
     Args:
-        parts: of dtypes in ``DTYPES``.
-        rows: what `rows_of` returns for each part.
+        parts: tensors with dtypes in ``DTYPES``.
+        rows: result of `rows_of` for each part.
     """
     first = parts[0]
     device, dtype = first.part.device, first.part.dtype
@@ -225,10 +225,10 @@ def _table(
 
 
 def rows_of(each: Wanted) -> NDArray[np.int64] | None:
-    """Rows of one part for the kernel, one a piece; None if it is not made of few.
+    """Rows of one part for the kernel, one for each piece; None if it has many pieces.
 
-    The first element of a piece, in elements of the part, stands in place of the two
-    pointers, and its number of programs in place of the first of these.
+    A row has the first element of the piece where the kernel later gets the two
+    pointers, and the number of programs where it gets the first program.
     """
     return _rows_of(each.box, each.weight is not None, each.only_bits, each.rounded)
 

@@ -22,7 +22,7 @@ def send(numbers: Sequence[int | Tensor], device: torch.device) -> Tensor:
 
     Args:
         numbers: int64.
-        device: of the result.
+        device: device of the result.
 
     Returns:
         (n,) int64.
@@ -50,7 +50,7 @@ class Landing:
 
         Args:
             tensors: on one device; nobody writes them from now on.
-            works: of the collectives that make them.
+            works: handles of the collectives that make them.
         """
         self._tensors, self._works = [*tensors], [*works]
         self._event: Any = None

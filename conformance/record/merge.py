@@ -219,7 +219,7 @@ def read_merged(*folders: Path) -> Run:
     """Read a run and merge its ranks.
 
     Args:
-        folders: that of the run, on each host where hosts share none.
+        folders: folder of the run; one for each host if hosts share none.
 
     Raises:
         ValueError: if a rank is missing or a file is broken.

@@ -182,8 +182,8 @@ class Roots:
 
         Args:
             name: without the names of wrappers.
-            parameter: of the model.
-            box: what :func:`place` says of the parameter.
+            parameter: parameter of the model.
+            box: result of :func:`place` for the parameter.
         """
         declared = None if self.places is None else self.places(name, parameter)
         if declared is not None:
@@ -249,7 +249,7 @@ def cuts(local: Tensor, first: int, piece: Piece) -> Iterator[tuple[Cut, Box]]:
     Args:
         local: consecutive elements of a local parameter, or all of them.
         first: place of the first of them in the flattened local parameter.
-        piece: of the same parameter.
+        piece: piece of the same parameter.
     """
     box = piece.box
     if piece.first == first == 0 and box.size == local.numel():

@@ -28,7 +28,7 @@ def pieces_of(
     """Cut a part into rectangles; None if it is not made of few.
 
     Args:
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         offsets: place of the first element, in each dim or in the flattened whole.
         local: shape of the part.
     """

@@ -55,7 +55,7 @@ class _Step:
     call: Call
     parts: list[Part]
     sums: Sums[tuple[str, str]]
-    """(kind, key of a part) of what is read before the step."""
+    """(kind, key of a part) of tensors that are read before the step."""
     gradients: dict[str, tuple[Tensor, Box]]
     """Key of a part -> gradient and its place, until the step has ended."""
     after: Sums[tuple[str, str]] | None = None

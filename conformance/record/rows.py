@@ -39,7 +39,7 @@ def rows_of(values: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]]:
         values: arguments of the model; dicts, tuples and lists are searched.
 
     Returns:
-        Those of inputs that hold integers, and those of the others.
+        Digests of inputs that hold integers, and digests of the others.
     """
     digests_by_kind: tuple[list[Tensor], list[Tensor]] = [], []
     for tensor in (t for value in values for t in tensors_in(value)):

@@ -157,7 +157,7 @@ class Weights:
         Args:
             named: parameters of this rank.
             optimizers: hold their settings.
-            weights: as :func:`weights_of` has them.
+            weights: result of :func:`weights_of`.
             turn: weights that have their turn at one step.
         """
         self.size = 2 * turn
@@ -259,8 +259,8 @@ class Clipped:
             own: no other rank counts the elements that this one holds of them.
             clipped: gives norm and limit.
             period: one in so many steps is looked at.
-            group: of all ranks; None for one process.
-            device: that of the parameters.
+            group: group of all ranks; None for one process.
+            device: device of the parameters.
         """
         self._own, self._clipped = own, clipped
         self._period, self._group, self._device = period, group, device

@@ -1,14 +1,15 @@
-"""Watch a training job in production: ranks that must be equal are, at each step.
+"""Watch a training job in production: compare ranks that must be equal, at each step.
 
 [Note: One small message]
-After each step every rank puts some numbers into one vector, with the complement of
-each beside it. The largest of a complement is the complement of the least. So one
-all-reduce with MAX says for each number whether all ranks that gave one agree; a rank
-without one gives the least number there is. A number is 48 bits of a digest, and the
-rank in 16: the two that are compared are known. Messages have a process group of their
-own, and nobody waits for them: each is read at the first step that finds it arrived. A
-rank that skips a step falls behind by a message, and disturbs nobody; its weights are
-others, which is told.
+After each step every rank puts some numbers into one vector, and the complement of each
+number beside it. One all-reduce with MAX gives the largest of each number, and from the
+complements the least. If both are equal, all ranks agree. A rank without a number sends
+the least one that exists. A number has 48 bits of a digest and 16 bits of the rank, so
+the report can name two ranks that differ.
+
+Messages have a process group of their own, and no rank waits for them: a message is
+read at the first step after it arrived. A rank that skips a step falls behind by one
+message and disturbs no other rank. Its weights then differ, which is reported.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def watch(
     with other rows that draw the same numbers in forward, once.
 
     Args:
-        model: as the optimizers train it.
+        model: model that the optimizers train.
         optimizers: called in this order at each step.
         mesh: the ranks, if rows are to be watched.
         data: axes of the mesh along which ranks train on other rows. Along all other

@@ -240,7 +240,7 @@ def _left_out(report: Report) -> str:
     part = {law: text for law, text in shares.items() if len({*text.split(" of ")}) > 1}
     words = [f"{law} {text}" for law, text in part.items()]
     if len(part) < len(shares):
-        words.append(f"{'all other' if part else 'all'} checks all they could")
+        words.append(f"everything in {'all other' if part else 'all'} checks")
     return f"compared: {', '.join(words)}" if words else ""
 
 

@@ -50,8 +50,8 @@ def traces_of(failure: WorldError, *, judged: bool) -> tuple[RankTrace, ...]:
       memory. The same holds for any other exception: it is the judge's or the stack's.
 
     Args:
-        failure: of a run.
-        judged: whether there was a scaler; then a hang is the scaler's.
+        failure: failure of a run.
+        judged: true if there was a scaler; then a hang is the scaler's.
 
     Raises:
         WorldError: if the failure is neither the scaler's nor a stray collective.
@@ -141,9 +141,9 @@ def why_not_run(
     support in its own ``no_sync()``.
 
     Args:
-        failure: of the world.
+        failure: failure of the world.
         spec: the judged scaler, or ``none``.
-        scenario: what the world was to train.
+        scenario: scenario that the world was to train.
         alone: calls a function on the process of the references.
     """
     error, recipe = failure.root.exception, scenario.parsed_recipe

@@ -90,7 +90,7 @@ class Place:
         """Call a function on one process; see [Note: One process].
 
         Args:
-            function: of a module; its calls wait for each other.
+            function: function of a module; its calls wait for each other.
             *args: sent to it.
             in_group: call it on a process that is the one rank of a process group.
 

@@ -159,8 +159,8 @@ class _Seen:
         """Turn an exception into this case's problem, so that the run continues.
 
         Args:
-            place: of the ranks.
-            always: whether ``parallelize`` raises in every scenario.
+            place: place of the ranks.
+            always: true if ``parallelize`` raises in every scenario.
         """
         try:
             yield
@@ -238,7 +238,7 @@ class Runner:
 
         Args:
             spec: ``module:attribute``.
-            scenario: what to train.
+            scenario: scenario to train.
             parity: False leaves parity inconclusive, if only other laws matter: a
                 scaler with other scales needs new references, which cost most of the
                 time.
@@ -251,7 +251,7 @@ class Runner:
 
         Args:
             spec: ``module:attribute``, or ``none``.
-            scenario: what to train.
+            scenario: scenario to train.
 
         Raises:
             WorldError: if the failure is not the scaler's.

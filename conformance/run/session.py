@@ -115,7 +115,7 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
     """Run, report and return the exit code.
 
     Args:
-        settings: what to run.
+        settings: selection to run, and how.
         console: where to print it.
         agent: this process's part in a run under torchrun, as its leader.
 
@@ -270,6 +270,9 @@ def _show(settings: RunSettings, console: Console, place: Place) -> None:
     left_out = [] if settings.scenarios else place.alone(not_tried, settings.selection)
     # a pass of what was tried must not look like a pass of everything
     lines += [plain(f"not tried: {why}") for why in [*skipped, *left_out]]
+    failed = [case for case in report.cases if case.status in ("fail", "error")]
+    if failed and len(report.cases) > 1:
+        lines.append(f"again:  {plain(failed[0].replay)}")
     lines.append(f"report: {path}")
     if settings.report is None or settings.out is not None:
         page = write_page(report, settings.out or path.parent)
@@ -316,7 +319,7 @@ def _earlier_attempt(path: Path, launcher: Launcher, command: str) -> _Earlier:
 
     Args:
         path: the report of the earlier attempt.
-        launcher: of the run that begins now.
+        launcher: launcher of the run that begins now.
         command: its command line; cases of another command are not kept.
     """
     if launcher.attempt == 0:

@@ -23,7 +23,7 @@ def train(id: str, spec: str, place: Place) -> int:
     """Train a scenario on its ranks.
 
     Args:
-        id: of the scenario; ``model=file.py:Class`` in it names a workload.
+        id: scenario id; ``model=file.py:Class`` in it names a workload.
         spec: the scaler to train with, or ``none``.
         place: has the ranks.
 

@@ -37,7 +37,7 @@ class Waiting(Generic[S, C]):
         Args:
             thread: judges the cases; of one worker.
             judge: gives the judged case.
-            needs_ranks: whether ``complete`` needs free ranks for a case.
+            needs_ranks: true if ``complete`` needs free ranks for a case.
             complete: called while the ranks are free.
             end: called with each case; True ends the run.
         """
@@ -54,7 +54,7 @@ class Waiting(Generic[S, C]):
 
         Args:
             seen: the case.
-            size: of what it keeps in memory until then.
+            size: bytes that it keeps in memory until then.
         """
         self._cases.append((size, self._thread.submit(self._judged, seen)))
 

@@ -94,10 +94,10 @@ class Bundle:
         """The source of a value; adds what it needs.
 
         Args:
-            value: of dataclasses (of which only what is no default is written),
+            value: dataclasses (of which only what is no default is written),
                 functions, classes, ``partial``, :class:`Code`, containers, and what
                 ``repr`` is the source of.
-            indent: of the line on which it begins.
+            indent: indent of the line on which it begins.
         """
         if isinstance(value, Code):
             first = re.split("[.(]", value.name)[0]

@@ -1,4 +1,4 @@
-"""Parts of standalone scripts that only some need: a run or a workload names them."""
+"""Parts that a standalone script gets only if its run or its workload needs them."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def micro_batches(
         step: its number.
         start: scales a loss.
         unsynced: context of all but the last.
-        counted: whether the loss is (sum, count).
+        counted: true if the loss is (sum, count).
     """
     run, work, module = training.run, training.work, training.module
     parts = training.micro_batches(step)

@@ -48,7 +48,7 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
     """A Python script that shows a failure of a scaler with torch alone.
 
     Args:
-        scenario: in which the scaler failed.
+        scenario: scenario in which the scaler failed.
         scaler_spec: ``module:attribute`` of the scaler.
 
     Raises:

@@ -39,7 +39,7 @@ def cover(
 
     Args:
         choices: the values of each column.
-        fits: whether the values chosen so far go together; must stay False once it is.
+        fits: true if the values chosen so far go together; must stay False once it is.
         wanted: the sets of columns whose combinations must be covered; pairs of other
             columns are covered as far as that needs no further row.
     """
@@ -111,9 +111,9 @@ def most_new_first(
     """Order items: the next one adds most new pairs of words for its cost.
 
     Args:
-        items: in the order that decides between equals.
-        words: of an item.
-        cost: of an item; more than 0.
+        items: items in the order that decides between equals.
+        words: words of an item.
+        cost: cost of an item; more than 0.
     """
     pairs = [set(itertools.combinations(sorted(set(words(i))), 2)) for i in items]
     costs = [cost(item) for item in items]

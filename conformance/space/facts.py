@@ -188,8 +188,8 @@ def clips_by_norm(workload: ResolvedWorkload, training: Training) -> bool:
 def clip_norm_of(workload: ResolvedWorkload, training: Training) -> float | None:
     """The norm to which gradients are clipped: by the recipe or by ``train_step``.
 
-    The recipe's is smaller for a ``train_step`` whose gradients are: if it clipped
-    nothing, a wrong norm would not show.
+    For a ``train_step`` with small gradients the recipe takes a smaller norm: a wrong
+    norm shows only if something is clipped.
     """
     if training.clip != "norm":
         return None if training.clip else workload.clip_norm

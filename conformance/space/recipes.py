@@ -58,7 +58,7 @@ class Training:
 
         Args:
             first: the loss of the workload.
-            output: of the model; logits where there is a second loss.
+            output: output of the model; logits where there is a second loss.
         """
         if self.losses == 1:
             return [first]
@@ -286,8 +286,8 @@ def frozen_names(workload: ResolvedWorkload, names: Sequence[str]) -> set[str]:
     """The parameters of the second half of a model.
 
     Args:
-        workload: what is trained.
-        names: of all parameters, in the model's order.
+        workload: workload to train.
+        names: names of all parameters, in the model's order.
     """
     if not workload.frozen:
         return {*names[(len(names) + 1) // 2 :]}

@@ -3,12 +3,12 @@ r"""Accelerate 1.15.0 in fp16 as a workload: optimizer, schedule, clipping, chec
     gradparity run --quick --precision fp16-autocast \
         --workload examples.integrations.accelerate_step:Ddp
 
-Needs accelerate. Ends with PASS with our scaler, in under a minute on two cores. The
-same with --scaler torch.amp:GradScaler is Accelerate's own step; docs/integrations has
-what breaks under which, also for the other classes here.
+Needs accelerate. Ends with PASS with our scaler, in under a minute on two cores. With
+--scaler torch.amp:GradScaler it is Accelerate's own step. docs/integrations lists which
+checks fail with which scaler, also for the other classes here.
 
-Accelerate makes no fp16 scaler where the device is a CPU (accelerator.py, line 566),
-and gives CPU ranks DDP even where FSDP is asked for; both are replaced here.
+On a CPU Accelerate makes no fp16 scaler (accelerator.py, line 566), and uses DDP even
+if you ask for FSDP. This file replaces both.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def lay_out(model: nn.Module, mesh: DeviceMesh, whole_tp: bool = True) -> nn.Mod
     """DDP, FSDP2, HSDP, tensor parallel, or the last with one of the others.
 
     Args:
-        model: of :class:`Regression`.
+        model: model of :class:`Regression`.
         mesh: its axes say which.
         whole_tp: split the last layer, too; else its parameters stay plain tensors.
     """

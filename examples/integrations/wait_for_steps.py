@@ -13,15 +13,15 @@ from gradparity.scaler import GradScaler
 
 
 def wait_for_steps(scheduler: Any, scaler: GradScaler) -> None:
-    """Let a schedule stay where it is when the last iteration was skipped.
+    """Hold a schedule if the last iteration was skipped.
 
-    The trainer goes on to call ``scheduler.step()`` after every batch. The scheduler's
-    state is what it was, so old checkpoints load.
+    The trainer still calls ``scheduler.step()`` after every batch. The scheduler's
+    state does not change, so old checkpoints load.
 
     Args:
         scheduler: a learning-rate scheduler, not yet wrapped by the trainer.
-        scaler: whose last `update` decides; of several optimizers any one that was
-            skipped holds the schedule. On an accelerator it synchronises.
+        scaler: the scaler. Its last `update` decides: one skipped optimizer of several
+            holds the schedule. On an accelerator it synchronises.
     """
     # A class, because what lies in the instance would be saved with its state.
     scheduler.__class__ = _waiting(type(scheduler), scaler)

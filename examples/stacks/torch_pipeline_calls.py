@@ -23,7 +23,7 @@ from .torch_pipeline import GPipe
 
 
 class OneForwardOneBackward(GPipe):
-    """Backward as soon as there is one."""
+    """Runs each backward as soon as its micro-batch is ready (1F1B)."""
 
     kind: Any = schedules.Schedule1F1B
     clip_norm = 0.5

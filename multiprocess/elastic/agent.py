@@ -168,7 +168,7 @@ class Agent:
         """Carry out ``request`` on all agents.
 
         Returns:
-            Whether all ranks were ready, and one fact a rank: of the call, or of its
+            True if all ranks were ready, and one fact a rank: of the call, or of its
             start.
         """
         # [Note: Two rounds of a call]
@@ -357,7 +357,7 @@ class AgentCluster(BaseCluster):
 
         Args:
             agent: The leader.
-            spec: What the world is asked to be.
+            spec: Description of the world to make.
         """
         if not agent.leads:
             raise HarnessError(

@@ -103,12 +103,12 @@ class LocalRanks:
         """Begin with none.
 
         Args:
-            rank: Of this agent, and of its rank in every world.
+            rank: Rank of this agent, and of its process in every world.
             local_size: Agents on this machine.
             hosts: Machines of the run.
             run: Prefix in torchrun's store of all that is this run's.
-            env: Of this process when it became an agent: what the leader sets later and
-                does not send is seen by no rank, its own included.
+            env: Environment when this process became an agent. Ranks do not get
+                variables that the leader sets later, unless it sends them.
         """
         self._rank = rank
         self._local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -206,6 +206,6 @@ class RemoteRanks:
         return self._failed
 
     def report_fault(self) -> int:
-        """Let their agents know that one of ours has failed."""
+        """Tell the other agents that a rank of ours has failed."""
         self._failed = True
         return self._store.set_flag(self._key)

@@ -92,8 +92,8 @@ class SignedStore:
 
         Args:
             store: Any of torch's.
-            rank: Of this process: it signs as this one.
-            scope: What the values belong to; no other scope's are accepted.
+            rank: Rank as which this process signs.
+            scope: Owner of the values; values of another scope are refused.
         """
         self.raw = store
         self.rank = rank
@@ -156,11 +156,11 @@ class SignedStore:
         author: int,
         readers: int = 1,
     ) -> bytes | None:
-        """Do as :meth:`read` with a message, once; the last reader removes it.
+        """Read a message once, like :meth:`read`; its last reader removes it.
 
         Args:
             stream: The row of messages.
-            number: In the row; larger than of any that was taken before.
+            number: Number in the row; larger than all that were taken before.
             limit_s: How long to wait.
             check: Called repeatedly while waiting.
             author: The rank that must have written it.

@@ -282,7 +282,7 @@ def fork_forkserver() -> bool:
     a fork copies one thread and all memory.
 
     Returns:
-        Whether it was made: not where there is one, or where there are other threads.
+        True if it was made: not if there is one, or if there are other threads.
     """
     global _client
     with _client_lock:

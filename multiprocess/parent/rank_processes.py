@@ -224,7 +224,7 @@ class RankProcesses:
 
         Args:
             spec: The world.
-            ranks: Those that are this process's; all by default.
+            ranks: Ranks of this process; all by default.
         """
         if reason := unsupported():
             raise HarnessError(reason)
@@ -370,7 +370,7 @@ class RankProcesses:
         ranks that wait for it in native code leave, too.
 
         Args:
-            ranks: Those that have not answered.
+            ranks: Ranks that have not answered.
             limit_s: How long they may take; the caller kills what is left.
         """
         for rank in self.ranks:

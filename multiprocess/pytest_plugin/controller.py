@@ -300,7 +300,7 @@ class ItemRun:
                     )
 
     def complete(self, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-        """Put into one phase's report what the ranks' own reports say."""
+        """Add the ranks' own reports to the report of one phase."""
         ranks = self._reports.get(call.when, [])
         for each in ("duration", "start", "stop"):
             values = [getattr(r, each) for _, r in ranks if hasattr(r, each)]

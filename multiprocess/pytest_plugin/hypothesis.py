@@ -62,8 +62,8 @@ def in_step(test: Any, seed: int) -> Iterator[None]:
     """Have a test made by ``@given`` run the same examples on all ranks.
 
     Args:
-        test: What pytest calls.
-        seed: Of what is drawn, unless the test or the command line has one.
+        test: Function that pytest calls.
+        seed: Seed of the draws, unless the test or the command line has one.
     """
     __tracebackhide__ = True
     owner = getattr(test, "__func__", test)

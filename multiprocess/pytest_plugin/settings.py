@@ -135,8 +135,8 @@ def world_of(
 
     Args:
         size: One of ``sizes_of``.
-        settings: Those of the marker.
-        defaults: Those of ``defaults_of``.
+        settings: Settings of the marker.
+        defaults: Settings of ``defaults_of``.
         torchrun_size: How many ranks torchrun has made, if it has.
 
     Raises:

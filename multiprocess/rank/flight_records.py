@@ -75,7 +75,7 @@ class RecordWriter:
         """Note where the rank is from now on.
 
         Args:
-            place: Of the thread that made this writer; those of others are not noted.
+            place: Place of the thread that made this writer; other threads note none.
             record: The collective that it is in, as :meth:`record` returned it.
 
         Returns:

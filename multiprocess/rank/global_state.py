@@ -154,7 +154,7 @@ def keep_settings(values: Sequence[object] | None = None) -> list[Any]:
     """Make these values, or those of now, the ones that the current call gives back.
 
     Args:
-        values: As an earlier call of this function has returned them.
+        values: Values that an earlier call of this function returned.
 
     Returns:
         The values that it would have given back.

@@ -1,4 +1,4 @@
-"""What docs/gpu.md says is what was recorded, and what a report had."""
+"""Figures of docs/gpu.md are those of its records, and those of a report."""
 
 import json
 from typing import Any

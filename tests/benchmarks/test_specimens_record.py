@@ -1,4 +1,4 @@
-"""What docs/specimens.md says is what was recorded, and what was promised."""
+"""Figures of docs/specimens.md are recorded and keep the promised limits."""
 
 import json
 from typing import Any

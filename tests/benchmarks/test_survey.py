@@ -85,7 +85,7 @@ def wrong(name: str, **departed: float) -> Run:
 
 
 def test_failures_of_one_rule_are_one_family() -> None:
-    """What accumulates and what is wrong at once have causes of their own."""
+    """Accumulated gradients and gradients wrong at once have causes of their own."""
     one = record("qwen3", wrong("2 equal micro-batches", **{Q_NORM: 0.8}))
     other = record("olmo2", wrong("3 unequal micro-batches", **{Q_NORM: 0.7}))
     beside = record("qwen3", wrong("2 equal micro-batches", **{Q_NORM: 0.8}), plan="ep")

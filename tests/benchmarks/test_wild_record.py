@@ -28,7 +28,7 @@ from gradparity.benchmarks.validation.wild import (
 SCRIPTS = sorted(PAGES.glob("*.py"))
 OWN = [script for script in SCRIPTS if not script.stem.startswith(SURVEYED)]
 LINES = 80
-"""Of a script beside the frame that all have."""
+"""Lines of a script at most, beside the frame that all have."""
 KEYS = {
     "id", "package", "version", "what", "parameter", "relative_error", "reference",
     "where", "thread", "script", "date", "command",

@@ -32,7 +32,7 @@ class Plant:
     right: str
     wrong: str
     laws: frozenset[str]
-    """Of these at least one must be named."""
+    """Laws; the gate must name at least one."""
 
 
 def plant(file: str, right: str, wrong: str, *laws: str) -> Plant:

@@ -39,7 +39,7 @@ def verdict(
     compared: int | None = None,
     not_compared: int = 0,
 ) -> Verdict:
-    """By default a pass rests on 6 comparisons, and nothing else on any."""
+    """Make a verdict; by default a pass rests on 6 comparisons, all else on none."""
     if compared is None:
         compared = 6 if status == "pass" else 0
     if message is None:

@@ -17,7 +17,7 @@ BETAS = (0.9, 0.999)
 
 
 def ratios(steps: Tensor, betas: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """Of each correction in fp32 to the exact one."""
+    """Ratio of each correction in fp32 to the exact one."""
     first, second = ((1 - b**steps) / (1 - b ** steps.double()) for b in betas)
     return first, second
 

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def checked(late_s: float = 0.0, *, strays: bool = False) -> tuple[float, bool]:
-    """What the last rank gets that comes late, or the first that sends a stray one."""
+    """Result of the last rank if it is late, or of the first if it strays."""
     rank = current_world().rank
     if rank == 1:
         time.sleep(late_s)

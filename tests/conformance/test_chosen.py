@@ -1,4 +1,4 @@
-"""What options choose is one record, however the options are spelt."""
+"""Options make one record, however they are spelt."""
 
 from typing import Any
 

@@ -89,7 +89,7 @@ def halved(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 
 class SumsAndHalves(SumsInFp16):
-    """As above; and the gradients are half of what they are to be."""
+    """Same run, with gradients of half their size."""
 
     hook = staticmethod(halved)
 

@@ -1,4 +1,4 @@
-"""What a workload needs, has, and is found to have."""
+"""Facts of a workload: its needs and its capabilities."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What laws say on made-up traces, word by word: counts, groups, steps and limits."""
+"""Findings of laws on made-up traces, word by word: counts, groups, steps, limits."""
 
 from dataclasses import replace
 
@@ -412,7 +412,7 @@ def test_a_bound_itself_is_kept_and_no_error_is_worst_of_none() -> None:
 def one_step(
     settings: str, before: tuple[float, int], after: tuple[float, int], *, bad: bool
 ) -> str:
-    """What the rule says of one step: MANUAL_STEP of a run of two ranks."""
+    """Finding of the rule for one step: MANUAL_STEP of a run of two ranks."""
     of = evidence(scenario=Scenario.parse(f"ddp/2/fp32/sgd/none/steps=1,{settings}"))
     for trace in of.ranks:
         trace.steps = [trace.steps[MANUAL_STEP]]

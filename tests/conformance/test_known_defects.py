@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
     @property
     def history(self) -> str:
-        """Of calls, where the row is no scenario."""
+        """Calls of the history, or empty if the row is a scenario."""
         kind, _, text = self.scenario.partition(" ")
         return text.strip("`") if kind == "history" else ""
 

@@ -249,7 +249,7 @@ ALWAYS_KNOWN = {
     "scale.positive": "the scale",
     "scale.continuity": "the scale",
 }
-"""What these laws look at is in every trace of a step."""
+"""Every trace of a step has all that these laws read."""
 
 
 def stopped() -> Evidence:

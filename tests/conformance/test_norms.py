@@ -188,7 +188,7 @@ def test_a_factor_may_be_off_by_rounding_though_no_reference_rounds() -> None:
 
 
 def norms(reports: dict[int, float | None], *, step: int = 1, size: int = 2) -> Finding:
-    """What is said where ranks report these norms at a step; 0.5 is right."""
+    """Finding if ranks report these norms at a step; 0.5 is right."""
     of = evidence(size=size)
     for rank, norm in reports.items():
         of.ranks[rank].steps[step].reported_norm = norm
@@ -295,7 +295,7 @@ def test_a_step_without_a_bound_is_not_compared(law: str) -> None:
 
 
 def factors(gradients: float, *rows: float, due: float = 0.5) -> Finding:
-    """What is said of these factors, two a rank, of gradients of a common size.
+    """Finding for these factors, two a rank, of gradients of a common size.
 
     Args:
         gradients: norm of the whole gradient as it was used; the limit is 0.25.

@@ -88,7 +88,7 @@ def test_models_of_ours(ranks: dict[int, Cluster], place: str, recipe: str) -> N
 
 
 def drawn_in_its_layout(scenario: Scenario) -> tuple[float, float]:
-    """What a layout draws after seed 0, and the first number after it."""
+    """Numbers that a layout draws after seed 0, and the first number after it."""
     world = current_world()
     shape = scenario.parsed_topology.mesh_shape(scenario.world_size)
     mesh = world.mesh(tuple(shape.values()), tuple(shape))

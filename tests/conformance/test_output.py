@@ -1,4 +1,4 @@
-"""What is printed: no line begins a command of a CI system; any terminal takes it."""
+"""Printed lines begin no command of a CI system, and any terminal takes them."""
 
 import io
 import os
@@ -40,7 +40,7 @@ BEGINS = re.compile(
     r"|.*(section_(start|end)|travis_fold):"  # GitLab, Travis
     r"|(---|\+\+\+|~~~|\^\^\^) "  # Buildkite
 )
-"""What the runners look for in a line of a log."""
+"""Commands that CI runners look for in a line of a log."""
 
 
 def begun(text: str) -> list[str]:

@@ -376,7 +376,7 @@ def test_half_of_what_a_side_changes_is_noise(
 
 @pytest.mark.slow
 def test_one_flipped_weight_accuses_no_scaler() -> None:
-    """As in fsdp+tp/4/fp16-reduce/adagrad on the text, whose scaler was right."""
+    """A run like fsdp+tp/4/fp16-reduce/adagrad on the text; its scaler was right."""
     scenario = Scenario.parse("single/1/fp16-autocast/adagrad/none/model=text,steps=4")
     truth = train_reference(scenario, WHOLE, TRUTH)
     size = np.abs(truth.gradients[0][TURNED])
@@ -460,7 +460,7 @@ def test_references_are_rounded_otherwise_where_rows_are_alike_or_coupled(
 def test_a_parameter_of_one_element_is_not_accused(
     runner: Runner, precision: str, seed: int
 ) -> None:
-    """By chance its error was small in all runs that rounded each row alike."""
+    """The error was small by chance in all runs that rounded each row alike."""
     model = "gradparity.tests.stacks:Scalars"
     text = f"tp2/2/{precision}/own/none/model={model},steps=2,seed={seed}"
     found = runner.run("none", Scenario.parse(text))

@@ -1,4 +1,4 @@
-"""What parity compares, row by row: made-up traces against a made-up parity_bounds."""
+"""Rows that parity compares: made-up traces against made-up bounds."""
 
 import math
 from collections.abc import Sequence

@@ -204,7 +204,7 @@ def test_presets_try_every_layout_with_random_layers_on(preset: str) -> None:
 
 
 def test_draws_that_no_module_shows_in_backward_are_told(runner: Runner) -> None:
-    """What the user checkpoints is a method, and its generator one of its own."""
+    """The user checkpoints a method, and its generator is one of its own."""
     case = runner.run("none", scenario(stacks.ForgetsItsOwnGenerator, "dp2/2/fp32"))
     (told,) = (v for v in case.verdicts if v.law == "random.recompute")
     assert told.status == "skipped" and told.not_compared == 4  # 2 ranks x 2 steps

@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 
 def logged(model: nn.Module, dtype: torch.dtype = torch.float32) -> Seen:
-    """What is seen of two passes, a clip and a step."""
+    """Observation of two passes, a clip and a step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for log in (ReductionLog(), ReductionLog()):  # the second of two steps
         with log:

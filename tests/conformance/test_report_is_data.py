@@ -31,7 +31,7 @@ class Done(NamedTuple):
     code: int
     printed: str
     said: str
-    """What went to standard error, and what was imported that must not be."""
+    """Text of standard error, and modules that must not be imported."""
 
 
 # One process, because none of its commands may import anything: where one does, the

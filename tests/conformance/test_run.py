@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the cases come to, one after another; no rank is started."""
+    """Results of the cases, one after another; no rank is started."""
     due: list[str] = []
     left: Iterator[str] = iter(due)
 
@@ -109,6 +109,17 @@ def test_fail_fast_stops_at_the_first_violation_and_at_nothing_less(
     assert run("--fail-fast") == 1
     assert [case.status for case in report().cases] == ["inconclusive", "fail"]
     assert report().incomplete == "stopped at the first failed check: 2 of 3 cases ran"
+
+
+@pytest.mark.parametrize("status", ["fail", "error"])
+def test_the_command_that_runs_the_first_failure_again_is_printed(
+    judge: list[str], capsys: pytest.CaptureFixture[str], status: str
+) -> None:
+    judge += ["pass", status, "pass"]
+    run()
+    again = report().cases[1].replay
+    assert f"again:  {again}\n" in capsys.readouterr().out
+    assert IDS[1] in again
 
 
 def test_an_exception_of_the_workload_that_comes_twice_ends_the_run(

@@ -76,7 +76,7 @@ def hangs() -> Traces:
 
 
 def stack(file: str, line: int, function: str) -> str:
-    """Of a main thread in ``function``, as faulthandler writes it."""
+    """Stack of a main thread in ``function``, as faulthandler writes it."""
     return f"""Thread 0x7f01 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 324 in wait
 
@@ -136,7 +136,7 @@ def _failure(traces: Traces) -> WorldError:
 
 
 def drifts() -> Traces:
-    """Of a stack with a kernel that sums in another order each time."""
+    """Traces of a workload with a kernel that sums in another order each time."""
     traces = right()
     traces[1].steps[2].gradients["w"][1] *= np.float32(1 + 2.0**-23)
     return traces

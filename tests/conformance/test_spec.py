@@ -1,4 +1,4 @@
-"""What a judged scaler must offer, and how one that does not is refused."""
+"""A scaler under test must offer these calls; one without them is refused."""
 
 from pathlib import Path
 from typing import Any

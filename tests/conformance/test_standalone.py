@@ -196,7 +196,7 @@ def test_a_recipe_with_a_loop_of_its_own_has_no_script(recipe: str) -> None:
 def test_every_failure_of_the_parity_preset_is_shown(
     scripts: Scripts, tmp_path: Path
 ) -> None:
-    """Of torch's class, and what passes there is not accused."""
+    """The script finds faults of torch's class, and no false positives."""
     with Runner(folder=str(tmp_path)) as runner:
         statuses = {
             scenario.id: runner.run(TORCH, scenario).status

@@ -36,7 +36,7 @@ def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
 def watch(
     report: Report, *, terminal: bool, quiet: bool = False, second: float = 0
 ) -> str:
-    """What is seen while the cases of ``report`` are judged, each in so long."""
+    """Text on the terminal while the cases of ``report`` run, each in so long."""
     made, file = console(terminal=terminal)
     clock = itertools.count(step=second).__next__
     cases = len(report.cases)
@@ -207,7 +207,7 @@ def test_the_report_shows_how_much_each_law_compared() -> None:
     }
     made, file = console(terminal=False)
     print_report(made, report)
-    line = "compared: parity.update 10 of 40, all other checks all they could\n"
+    line = "compared: parity.update 10 of 40, everything in all other checks\n"
     assert line in file.getvalue()
     laws = {"parity.update": LawText(text="t", reason="r")}
     page = render_page(replace(report, header=replace(report.header, laws=laws)))

@@ -266,7 +266,7 @@ def test_counts_are_exact_where_they_are_integers(
 # - The page's own example
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "workload-protocol.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "workload-trainers.md").read_text()
 (ENGINE,) = re.findall(r"```python\n(class Engine:.*?)```", PAGE, re.DOTALL)
 
 
@@ -293,7 +293,7 @@ def test_the_engine_on_the_page_is_right_with_unequal_micro_batches(
 
 
 class PreparesFirst(optim.SGD):
-    """As SOAP: whole matrices, and the first step only fills the preconditioner."""
+    """Takes whole matrices; the first step only fills the preconditioner (SOAP)."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as SGD
@@ -400,7 +400,7 @@ class WarmsUp(TableWithItsOwnOptimizer):
 
 
 class Adapter(nn.Module):
-    """What a frozen layer is added to begins at zero, as with LoRA."""
+    """Begins at zero and is added to a frozen layer, as LoRA is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -487,7 +487,7 @@ def test_an_optimizer_that_prepares_first_is_known_for_whole_matrices() -> None:
 
 
 class RaisesInBf16(Replicated):
-    """As a scatter of two dtypes under autocast."""
+    """Raises like a scatter of two dtypes under autocast."""
 
     def model(self) -> nn.Module:
         model = super().model()

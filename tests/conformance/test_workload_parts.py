@@ -1,4 +1,4 @@
-"""What each rank and each backward sees: shards, micro-batches, counts, idle layers."""
+"""Ranks and backwards see their shards, micro-batches, counts and idle layers."""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -284,7 +284,7 @@ class KeepsTheLastUnsynchronised(Ddp):
 
 
 class KeepsTheLastOfItsOwn(KeepsTheLast):
-    """As above, with micro-batches of its own."""
+    """Same workload, with micro-batches of its own."""
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
         return Cuts().micro_batches(batch)

@@ -166,7 +166,7 @@ class MakesModulesAnew(steps.Trains):
 
 
 class Hidden:
-    """What no one can look into."""
+    """Opaque object: its modules cannot be found."""
 
     __slots__ = ("module", "optimizer")
 

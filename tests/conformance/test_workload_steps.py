@@ -24,7 +24,7 @@ MicroBatches = list[tuple[Tensor, Tensor]]
 
 @dataclass
 class Engine:
-    """What owns a module and its optimizer, as engines and trainers do."""
+    """Owner of a module and its optimizer, as engines and trainers are."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -374,7 +374,7 @@ class Pipeline(Trains):
     meshes = ({"pp": 2},)
     clip_norm = None  # type: ignore[assignment]  # as absent
     scales = False
-    """Whether each call of the schedule divides all gradients, also those before it."""
+    """True if each call of the schedule divides all gradients, also those before it."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         assert isinstance(model, nn.Sequential)
@@ -639,7 +639,7 @@ RIGHT = (Trains, TrainsSharded, TrainsAModule, TwoOptimizers, FlatShards, Pipeli
 
 
 def elements(found: Case) -> int:
-    """Of all parameters, on each rank that holds them."""
+    """Count elements of all parameters, on each rank that holds them."""
     assert found.evidence is not None
     return sum(len(i) for t in found.evidence.ranks for i in t.index.values())
 

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.extras("mkdocs", "mkdocstrings")]
 
 @dataclass
 class Page(HTMLParser):
-    """What a page is called by, what it links to, and what it loads."""
+    """Names, links and loaded files of a page."""
 
     ids: set[str] = field(default_factory=set)
     links: list[str] = field(default_factory=list)
@@ -98,7 +98,7 @@ def test_the_reference_has_every_public_name_and_the_search_finds_it(
 
 
 def test_a_link_that_leads_nowhere_ends_the_build(tmp_path: Path) -> None:
-    """As in a copy of the tree with one such link."""
+    """Build a copy of the tree with one such link."""
     broken = (
         "import sys, logging\n"
         "logging.basicConfig(level=logging.WARNING)\n"

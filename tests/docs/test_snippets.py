@@ -112,7 +112,7 @@ def test_commands(block: Block, project: Path) -> None:
 
 
 def run_ours(words: list[str]) -> None:
-    """In this process: what is appended keeps it short."""
+    """Run it in this process; appended options keep it short."""
     if any(word.startswith("[") for word in words):
         return check_options(words)
     argv = [PLACEHOLDERS.get(word, word) for word in words[1:]]
@@ -206,7 +206,7 @@ def test_commands_in_the_text_exist(page: Path) -> None:
 
 
 def names() -> dict[str, Any]:
-    """What the snippets take for granted."""
+    """Names that the snippets take for granted."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return {

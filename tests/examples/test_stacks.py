@@ -278,7 +278,7 @@ def test_a_loss_by_the_counts_of_each_rank_is_found(runner: Runner) -> None:
 
 
 def confirmed(*command: str) -> str:
-    """What a script says that knows nothing of gradparity."""
+    """Output of a script that knows nothing of gradparity."""
     done = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, cwd=ROOT
     )
@@ -338,7 +338,7 @@ def trained(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def premultiplied() -> dict[str, torch.Tensor]:
-    """What sums give on this rank whose inputs are to be multiplied by a quarter."""
+    """Results of sums on this rank whose inputs are multiplied by a quarter."""
     quarter = dist._make_nccl_premul_sum(0.25)
     mine = torch.arange(4.0) + dist.get_rank()
     with torch.cuda.stream(torch.cuda.Stream()), dist._coalescing_manager():
@@ -371,7 +371,7 @@ def test_the_stand_in_for_cuda_changes_no_result(two: Cluster) -> None:
 
 
 def still_there() -> tuple[bool, bool]:
-    """Whether torch is as it was on this rank."""
+    """True if torch is as it was on this rank."""
     given = dist.all_reduce.__module__ == "torch.distributed.distributed_c10d"
     return given, isinstance(torch.cuda.Stream, type)
 

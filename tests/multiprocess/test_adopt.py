@@ -310,7 +310,7 @@ NOT_OF_THIS = (
     "in wait",
     "lines left out",
 )
-"""What a test returns goes nowhere; its group is made and left in the test, so a rank
+"""Result of a test goes nowhere; its group is made and left in the test, so a rank
 that raises breaks the connections of the others, which raise, too."""
 
 

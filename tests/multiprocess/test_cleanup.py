@@ -91,7 +91,7 @@ def first_line(parent: subprocess.Popen[str]) -> bytes:
 
 
 def alive(pids: set[int]) -> set[int]:
-    """Those that are not gone; a zombie that waits for its reaper counts as gone."""
+    """Processes that are left; a zombie that waits for its reaper counts as gone."""
     found = set()
     for pid in pids:
         try:
@@ -104,7 +104,7 @@ def alive(pids: set[int]) -> set[int]:
 
 
 def wait_until_gone(pids: set[int], limit_s: float = LIMIT_S, but: int = 0) -> set[int]:
-    """Those that are left when ``but`` so many are, or the limit is over."""
+    """Processes left once only ``but`` many are, or after the limit."""
     deadline = time.monotonic() + limit_s
     while len(alive(pids)) > but and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""What a cluster promises when nothing goes wrong."""
+"""Promises of a cluster when nothing goes wrong."""
 
 import gc
 import io

@@ -1,4 +1,4 @@
-"""What the pages show runs: the foreign project, and torch's own simulated ranks."""
+"""Examples of the pages run: the foreign project, and torch's simulated ranks."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""What a test or its program may do without harm to the harness: each was found."""
+"""Hostile tests and programs do no harm to the harness: each was found."""
 
 import os
 import signal

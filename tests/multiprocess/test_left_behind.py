@@ -1,4 +1,4 @@
-"""What a test leaves running does not reach the next test."""
+"""Leftovers of a test do not reach the next test."""
 
 # regression: M14
 import sys

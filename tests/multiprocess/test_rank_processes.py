@@ -1,4 +1,4 @@
-"""What the parent holds of a world is given back once, and nobody else is hit."""
+"""Resources of a world are given back once, and other processes are not hit."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""What crosses torchrun's store is plain data, or signed before it is unpickled."""
+"""Values in torchrun's store are plain data, or signed before they are unpickled."""
 
 import itertools
 import os

@@ -56,6 +56,7 @@ def one(once: Once, command: Command) -> Path:
         done = record(folder / "one", "--modules", of=command("plain"))
         assert done.returncode == 0, done.stderr
         assert "the command runs 4 times" in done.stderr
+        assert "next, the other side: gradparity record OTHER --noise 0" in done.stderr
 
     return once("recording", make) / "one"
 
@@ -144,7 +145,7 @@ def trained(output: str) -> set[str]:
                 ("zero", 1, "the gradient of blocks.1.mix.weight differs by 1 of"),
                 ("rows", 2, "other rows: at step 0 0 of 8 rows"),
                 ("seed", 2, "another start: "),
-                ("drop", 4, "random numbers were drawn in forward at step 0: blocks.0"),
+                ("drop", 4, "random numbers were drawn in forward at step 0 of "),
             )
         ),
     ],
@@ -412,12 +413,13 @@ def test_a_second_process_of_a_rank_overwrites_nothing(
     ("arguments", "words"),
     [
         (["r"], "give the command after --"),
+        (["r", "python", "train.py"], "give the command after --"),
         (
             ["r", "--steps", "x", "--", "true"],
             "--steps: 'x' is neither a number of steps",
         ),
         (["r", "--", "nosuchcommand"], "nosuchcommand: No such file"),
-        ([".", "--", "true"], ".: exists: choose another name"),
+        ([".", "--", "true"], ". exists: choose another name"),
     ],
 )
 def test_bad_usage_is_told_in_one_line(
@@ -446,7 +448,7 @@ def test_a_broken_recording_is_told_in_one_line(
         assert error.count("\n") == 1, error
         return error
 
-    assert "is no recording: it has no run.json" in told()
+    assert "is not a recording: run.json is missing. To make one" in told()
     later = manifest.replace(f'"version": {VERSION}', f'"version": {VERSION + 1}')
     (broken / "run.json").write_text(later)
     assert f"has version {VERSION + 1}, expected {VERSION}" in told()
@@ -456,6 +458,6 @@ def test_a_broken_recording_is_told_in_one_line(
     assert "holds no recording" in told()
     whole = (one / "plain" / "rank-0.safetensors").read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    assert "is no recording" in told()
+    assert "is not a recording" in told()
     path.write_bytes(whole.replace(b'\\"world_size\\":1', b'\\"world_size\\":2'))
     assert "of 2 ranks these wrote nothing: 1" in told()

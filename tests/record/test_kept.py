@@ -1,4 +1,4 @@
-"""What is kept of tensors adds up over any layout, and estimates distances."""
+"""Sketches of tensors add up over any layout, and estimate distances."""
 
 import itertools
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""What two recordings say together, from made-up runs: no job is run."""
+"""Verdicts on two recordings, from made-up runs: no job is run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -223,6 +223,13 @@ def not_proved() -> Run:
     return changed(other, (0, "weight", "x"), digest=77)
 
 
+def all_other() -> Run:
+    """Tensors of other names, with other bits."""
+    other = run(4, names=("x", "y", "z"))
+    tensors = {key: replace(each, digest=99) for key, each in other.tensors.items()}
+    return replace(other, tensors=tensors)
+
+
 @pytest.mark.parametrize(
     ("other", "code", "words"),
     [
@@ -244,7 +251,7 @@ def not_proved() -> Run:
         (
             replace(run(4), drew=frozenset({1}), drops=("drop",)),
             UNDECIDED,
-            "random numbers were drawn in forward at step 1: drop",
+            "random numbers were drawn in forward at step 1 of mesh: drop",
         ),
         (
             replace(run(4), unstepped=("b",)),
@@ -259,11 +266,32 @@ def not_proved() -> Run:
         (
             replace(run(4), replicas={(1, "weight", "c"): (2, 3)}),
             DIFFERENT,
-            "step 1: replicas of c have other bits on rank 2, 3 of mesh",
+            "step 1: replicas of c differ: rank 2, 3 of mesh has other bits",
         ),
         (run(4, steps=0), NOT_COMPARABLE, "the two sides recorded no step"),
+        (
+            all_other(),
+            NOT_COMPARABLE,
+            "another start: no tensor has equal bits. Begin both",
+        ),
+        (
+            replace(run(4), tensors={k: t for k, t in run(4).tensors.items() if k[0]}),
+            NOT_COMPARABLE,
+            "the sides begin at steps 0 and 1",
+        ),
     ],
-    ids=["start", "rows", "settings", "drew", "unstepped", "none", "replicas", "steps"],
+    ids=[
+        "start",
+        "rows",
+        "settings",
+        "drew",
+        "unstepped",
+        "none",
+        "replicas",
+        "steps",
+        "all",
+        "begins",
+    ],
 )
 def test_what_must_be_equal_comes_first(other: Run, code: int, words: str) -> None:
     found = against(other)

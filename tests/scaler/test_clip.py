@@ -147,7 +147,7 @@ def test_overflow_is_skipped_and_named(fused: bool, bad: float) -> None:
 def test_gradients_are_clipped_after_a_clip(
     fused: bool, where: str, iteration: int
 ) -> None:
-    """In every iteration, with any optimizer: whoever looks or writes is right."""
+    """Readers and writers are right in every iteration, with any optimizer."""
     params = parameters_with([torch.zeros(4), torch.zeros(4)])
     optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
     scaler = scaled()
@@ -307,7 +307,7 @@ def test_errors() -> None:
 def test_a_norm_that_is_refused_is_not_stepped_by(
     value: float, call: str, fused: bool, enabled: bool
 ) -> None:
-    """Of gradients that overflow, and of finite ones whose norm does."""
+    """Gradients overflow, or finite ones have a norm that does."""
     params = parameters_with([torch.full((4,), value, dtype=torch.float64)])
     before = params[0].detach().clone()
     optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)

@@ -1,4 +1,4 @@
-"""What agreement costs: collectives and host synchronisations of a step."""
+"""Cost of agreement: collectives and host synchronisations of a step."""
 
 import pytest
 import torch

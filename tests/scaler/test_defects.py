@@ -1,4 +1,4 @@
-"""What goes wrong in one process with torch's scalers, by the ids of the defects."""
+"""Defects of torch's scalers in one process, by their ids."""
 
 import math
 from collections.abc import Iterator
@@ -117,7 +117,7 @@ def test_b08d_sparse_gradients(make: Any) -> None:
 
 @pytest.fixture
 def nan_in_new_memory() -> Iterator[None]:
-    """What nobody has written is nan, and not what lay there by chance."""
+    """Memory that nobody has written is nan, and not what lay there by chance."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,4 +1,4 @@
-"""What needs an accelerator: no synchronisation, and capture in a CUDA graph.
+"""Tests on an accelerator: no synchronisation, and capture in a CUDA graph.
 
 Run with ``pytest -m gpu`` where there is one; elsewhere each test is skipped, which
 says why.

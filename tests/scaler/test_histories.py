@@ -264,7 +264,7 @@ def test_a_fault_is_found_and_shrunk(ranks: Ranks) -> None:
 
 
 def outcomes(text: str) -> tuple[list[Any], list[Any]]:
-    """What mathematics and torch come to in a history of one rank."""
+    """Results of mathematics and of torch in a history of one rank."""
     history = parse(text)
     tracks = tracks_of(history)[:2]
     seen: dict[int, list[Any]] = defaultdict(list)

@@ -111,7 +111,7 @@ def test_b10g_skip_is_visible_and_runs_no_hook(make: Any, fused: bool) -> None:
 
 
 def beside_torch(program: Any, **settings: Any) -> tuple[Any, Any]:
-    """What a program of one process comes to, with torch's class and with ours."""
+    """Results of a program of one process, with torch's class and with ours."""
     return program(scaled(torch.amp.GradScaler)), program(scaled(**settings))
 
 

@@ -1,4 +1,4 @@
-"""What the scale may do beyond torch's rule, and what the scaler tells about it."""
+"""Policies of the scale beyond torch's rule, and their reports."""
 
 import logging
 import math

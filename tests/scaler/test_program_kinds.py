@@ -442,7 +442,7 @@ def test_groups_without_get(make: Any, kind: Any) -> None:
 @PLAIN
 @FUSED
 def test_a_step_under_fake_tensors(make: Any, fused: bool) -> None:
-    """As torch: a fused step reads nothing, an unfused one cannot know found_inf."""
+    """Same as torch: a fused step reads nothing, an unfused one lacks found_inf."""
 
     def step() -> None:
         with FakeTensorMode():
@@ -561,7 +561,7 @@ def test_the_work_is_linear_in_the_number_of_optimizers(
 def test_gradients_are_what_the_call_says(
     make: Any, fused: bool, call: str, is_view: bool, other: bool
 ) -> None:
-    """In every iteration; what is written to them then counts."""
+    """Gradients are right in every iteration; what is written to them then counts."""
     a, b, c = scalar_weight(), scalar_weight(), scalar_weight()
     optimizer, scaler = sgd(a, b, fused=fused), make(init_scale=1024.0)
     second = sgd(c, fused=fused)

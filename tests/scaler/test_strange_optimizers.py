@@ -460,7 +460,7 @@ class UnscalesByHand:
 
 
 class UnscalesInShapeOne(UnscalesByHand):
-    """As torch's sharded class."""
+    """Same as torch's sharded class."""
 
     shape = (1,)
 

@@ -1,4 +1,4 @@
-"""What torch's tests of several ranks ask of its scalers, asked of ours as well.
+"""Tests of torch for its scalers on several ranks, run on ours as well.
 
 Each test runs on torch's class and on ours: on torch's it shows that the test is right.
 """

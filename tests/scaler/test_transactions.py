@@ -36,7 +36,7 @@ BAD = pytest.mark.parametrize("bad", [False, True])
 
 
 class Struck(Exception):
-    """What a call out of the scaler raises."""
+    """Exception that a call out of the scaler raises."""
 
 
 @pytest.fixture(autouse=True)
@@ -378,7 +378,7 @@ def test_a_call_that_raised_is_made_again(
 def test_the_second_of_two_optimizers_raises(
     name: str, updates: bool, fused: bool
 ) -> None:
-    """What the first one did in the iteration stands."""
+    """The first one's work in the iteration stands."""
     calls = SEQUENCES[name]
 
     def trial(at: int) -> bool:

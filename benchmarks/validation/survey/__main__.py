@@ -57,11 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the survey, write its records and its page, and print the table.
 
     Args:
-        arguments: those of the command line; None takes the process's own.
+        arguments: arguments of the command line; None takes the process's own.
 
     Returns:
-        As the other commands': 0 all right, 1 some are wrong, 2 bad usage, 3 some have
-        no verdict, 4 nothing could be compared for some.
+        Exit code of every command: 0 all right, 1 some are wrong, 2 bad usage, 3 some
+        have no verdict, 4 nothing could be compared for some.
     """
     try:
         return _conduct(list(sys.argv[1:] if arguments is None else arguments))

@@ -310,7 +310,7 @@ def write_finding(family: Family, survey: Survey, folder: Path) -> FindingRecord
     """Write script, text and record of a finding; None if no script shows it.
 
     Args:
-        family: of failures.
+        family: family of failures.
         survey: with the scripts that ran.
         folder: for the three files.
     """

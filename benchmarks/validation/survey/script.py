@@ -56,8 +56,8 @@ def script_of(
 
     Args:
         title: one sentence on what it shows.
-        date: of the survey.
-        versions: of transformers and torch.
+        date: date of the survey.
+        versions: versions of transformers and torch.
         plan: a key of ``PLANS``.
         replaced: rules in the place of the plan's own.
         run: name of the run that fails.
@@ -67,7 +67,7 @@ def script_of(
         settings: arguments of the configuration.
         inputs: argument of the model -> expression in ``tokens``.
         output: attribute of what the model returns.
-        misloads: whether it shows weights and outputs in fp32, and no gradient.
+        misloads: true if it shows weights and outputs in fp32, and no gradient.
     """
     mesh = PLANS[plan].mesh
     shares = mesh.get("dp", 1)

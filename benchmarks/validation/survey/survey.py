@@ -230,7 +230,7 @@ class Judging:
 
         Args:
             log: takes what the child and its libraries print.
-            limit_s: what a model may take under a plan.
+            limit_s: seconds that a model may take under a plan.
         """
         self.log = log
         self.limit_s = limit_s

@@ -138,7 +138,7 @@ def shrink(kind: Any, **settings: Any) -> dict[str, Any]:
 
     Args:
         kind: a subclass of ``PreTrainedConfig``.
-        **settings: what to set in any case.
+        **settings: settings to set in any case.
     """
     default = kind()
     known: dict[str, Any] = {}

@@ -399,7 +399,7 @@ def rule_of_loader() -> Rule:
 
 
 def _place_of(kind: Any) -> str:
-    """A class and where in its package it begins."""
+    """Name of a class, and file and line where it begins."""
     path = Path(inspect.getsourcefile(kind) or "")
     parts = path.parts[path.parts.index("site-packages") + 1 :] or path.parts[-1:]
     return f"{kind.__name__} ({'/'.join(parts)}:{inspect.getsourcelines(kind)[1]})"

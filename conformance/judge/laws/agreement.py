@@ -26,7 +26,7 @@ Seen = TypeVar("Seen", StepTrace, Decision)
 
 DRIFT = (
     "Ranks that disagree train with different effective learning rates or on different "
-    "steps; weights drift apart and nothing reports it (defects B01, B03, B04)."
+    "steps; weights drift apart and nothing reports it."
 )
 
 
@@ -100,7 +100,7 @@ def scale(evidence: Evidence) -> Finding:
 @law(
     "agreement.growth",
     "After every step all ranks hold the same growth state.",
-    "If growth trackers differ, the scales differ some steps later (B15b).",
+    "If growth trackers differ, the scales differ some steps later.",
 )
 def growth(evidence: Evidence) -> Finding:
     """Compare the growth tracker of the state dict, where it has one."""
@@ -128,7 +128,7 @@ def skip(evidence: Evidence) -> Finding:
     "After every step all replicas of a parameter are bitwise equal, and so is a "
     "buffer of the model that training moves.",
     "Replicas that differ are different models. Once the scales are equal again, only "
-    "the parameters show the difference (B01d). Running statistics of a rank's own "
+    "the parameters show the difference. Running statistics of a rank's own "
     "rows depend on the rank that saves them.",
     of_stack=True,
 )

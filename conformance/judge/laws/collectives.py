@@ -21,7 +21,7 @@ from ..law import (
     "Inside the scaler's calls, any two ranks issue the same sequence of collectives "
     "on the groups that both are in.",
     "If the sequence depends on local gradients, one of its collectives pairs with the "
-    "user's next one and gives wrong numbers, or hangs (B14).",
+    "user's next one and gives wrong numbers, or hangs.",
 )
 def same_sequence(evidence: Evidence) -> Finding:
     """Compare the logs of all pairs of ranks, call by call."""

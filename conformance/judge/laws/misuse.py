@@ -18,7 +18,7 @@ from ..law import (
     "A call in a wrong order raises and changes nothing: a second unscale_ or step, "
     "unscale_ after step, step with a closure, update before any step.",
     "If such a call is accepted silently, gradients are divided or parameters move "
-    "twice, or the scale changes without a step (B10). torch documents the order and "
+    "twice, or the scale changes without a step. torch documents the order and "
     "raises.",
 )
 def refused(evidence: Evidence) -> Finding:

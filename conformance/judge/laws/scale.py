@@ -5,7 +5,7 @@ the scale by the backoff factor and resets the tracker; a good step counts, and 
 the count reaches the interval the scale is multiplied by the growth factor, unless the
 product is not finite, and the count starts again. ``update(new_scale)`` sets the scale
 and leaves the count. A scale that would fall below the smallest normal number may stop
-anywhere above 0: the rule would make it 0, from which nothing recovers (B05b).
+anywhere above 0: the rule would make it 0, from which nothing recovers.
 A tracker that ``state_dict`` lacks is counted from the scales.
 """
 
@@ -41,10 +41,10 @@ def _permitted(
     """The states that the rule permits after the step: one, if the tracker is known.
 
     Args:
-        scenario: what was trained.
+        scenario: scenario that was trained.
         seen: the step.
         growth: the tracker before it; None where it is not known.
-        bad: whether any gradient of any rank was bad.
+        bad: true if any gradient of any rank was bad.
     """
     recipe = scenario.parsed_recipe
     if not recipe.enabled:
@@ -132,7 +132,7 @@ def _text(tracker: int | None) -> str:
 @law(
     "scale.positive",
     "The scale is never zero, infinite or nan.",
-    "A run cannot recover from such a scale: gradients become nan or zero (B05).",
+    "A run cannot recover from such a scale: gradients become nan or zero.",
 )
 def positive(evidence: Evidence) -> Finding:
     """Look at every scale that any rank showed."""

@@ -89,7 +89,7 @@ def _steps_itself(evidence: Evidence) -> bool:
     "skip.no-side-effects",
     "A skipped step leaves parameters, optimizer state and counters bitwise equal.",
     "Adam's bias correction depends on the step counter: if the counter includes "
-    "skipped steps, training changes (B13 and similar defects).",
+    "skipped steps, training changes.",
     decides=True,
 )
 def no_side_effects(evidence: Evidence) -> Finding:

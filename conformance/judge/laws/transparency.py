@@ -111,8 +111,9 @@ ONE_STEP = 0.0
 can be compared, wherever it comes. One step before it is enough: a scaling that is not
 exact changes bits in each."""
 SUBNORMAL = 2.0**-100
-"""Below it products of the control run may have been subnormal, and so rounded. A term
-that is (below 2^-126) is less than an eighth of a unit in the last place of this."""
+"""Limit below which products of the control run may have been subnormal, and rounded.
+A subnormal term (below 2^-126) is less than an eighth of a unit in the last place of
+this limit."""
 
 
 @law(

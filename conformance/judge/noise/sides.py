@@ -238,7 +238,7 @@ def sides_of(
 
     Args:
         truth: per step, the inputs of the truth.
-        plain: those of a run with the same calls.
+        plain: per step, the inputs of a run with the same calls.
         signs: gradient elements whose signs rounding decides.
     """
     distances: Distances = tuple(map(_distances, truth, plain))

@@ -63,9 +63,9 @@ def jittered(
     """Change every weight inside by a random part of its rounding.
 
     Args:
-        weights: those of a model; they have their values back afterwards.
+        weights: weights of a model; they have their values back afterwards.
         size: largest relative change; 0 changes nothing.
-        generator: of the random numbers.
+        generator: generator of the random numbers.
     """
     if not size:
         yield

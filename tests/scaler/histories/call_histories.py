@@ -43,7 +43,7 @@ QUICK_S, PATIENT_S = 4.0, 15.0
 
 
 class _Departs(Exception):
-    """What hypothesis shrinks; any other exception is a fault of these tests."""
+    """Exception that hypothesis shrinks; any other is a fault of these tests."""
 
 
 class Ranks(dict[int, Cluster]):
@@ -71,7 +71,7 @@ class Ranks(dict[int, Cluster]):
         Args:
             history: the calls.
             scaler: ``module:attribute``.
-            quick: whether to believe a hang without another look.
+            quick: true to believe a hang without another look.
         """
         found = self._departure(history, scaler, QUICK_S)
         if found is not None and HANGS in found.text and not quick:

@@ -41,13 +41,13 @@ def follow(
     """Make the calls on this rank, next to all others, until one of them departs.
 
     Args:
-        history: what to do.
+        history: history to follow.
         spec: the judged scaler.
         folder: where to import it from.
         patience_s: how long ranks wait for one that does not return.
 
     Returns:
-        What this rank saw at the call at which any rank departed; None when none did.
+        The difference on this rank at the first call where any rank differs, or None.
     """
     try:
         follower = _Follower(history, load_scaler(spec, folder), patience_s)
@@ -245,7 +245,7 @@ class _Follower:
                 self.moved[name] = max(self.moved.get(name, 0.0), size)
 
     def _divides_once(self) -> bool:
-        """Whether torch divides the gradients of this call correctly.
+        """True if torch divides the gradients of this call correctly.
 
         If not, an overflow may make its outcome right by chance.
         """
@@ -258,7 +258,7 @@ class _Follower:
         )
 
     def _is_mixed_norm(self, norm: float, order: float) -> bool:
-        """Whether it may be of gradients each as mathematics or as torch has it."""
+        """True if ``norm`` fits gradients that are each mathematics' or torch's."""
         counted = [each.facts.counted for each in self.tracks]
         if len(set(map(len, counted))) > 1:
             return True  # not the same gradients: nothing to hold it against
@@ -288,7 +288,7 @@ class _Follower:
         return ""
 
     def _torch_departs_later(self, place: int) -> bool:
-        """Whether torch is wrong in a later call of the history."""
+        """True if torch is wrong in a later call of the history."""
         mathematics, torchs = self.tracks[:2]
         for call in self.history.calls[place + 1 :]:
             if not self._is_made(call):

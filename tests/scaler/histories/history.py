@@ -372,7 +372,7 @@ FAMILIES: Mapping[str, Family] = {
         world_size=2,
     ),
 }
-"""By name; the search gives each an equal share of its time."""
+"""Families by name; the search gives each an equal share of its time."""
 
 
 def histories(family: Family) -> st.SearchStrategy[History]:

@@ -61,11 +61,11 @@ class Facts:
     unscaled: list[torch.Tensor] = field(default_factory=list)
     """The gradients that the call is about, on all ranks, unscaled."""
     counted: list[torch.Tensor] = field(default_factory=list)
-    """Those of which the norm is, each element once."""
+    """Gradients that belong to the norm, each element once."""
 
 
 class _Beyond:
-    """What is beyond torch's class, made of ``unscale_`` and ``step``."""
+    """Calls beyond torch's class, made of ``unscale_`` and ``step``."""
 
     replica: Replica
     facts: Callable[[], Facts]
@@ -106,7 +106,7 @@ class _Beyond:
         return not self.step_was_skipped(scheduler.optimizer)
 
     def lacking(self) -> dict[int, bool]:
-        """What the others have found for each optimizer that this rank lacks."""
+        """Verdict of the other ranks on each optimizer that this rank lacks."""
         used = self.replica.clipped | self.replica.stepped
         bad = self.facts().bad
         return {which: bad[which] for which in used if self.replica.lacks(which)}
@@ -136,7 +136,7 @@ class Mathematics(_Beyond):
         self.value, self.tracker = state["scale"], state["_growth_tracker"]
 
     def factor(self, which: int) -> float:
-        """What gradients must be multiplied by to be unscaled."""
+        """Factor that unscales gradients."""
         return 1.0
 
     def has_found(self, optimizer: Any) -> bool:
@@ -202,7 +202,7 @@ class AgreedTorch(_Beyond, torch.amp.GradScaler):
         )
 
     def factor(self, which: int) -> float:
-        """What gradients must be multiplied by to be unscaled."""
+        """Factor that unscales gradients."""
         optimizer = self.replica.optimizers[which] if self.replica.optimizers else None
         return 1.0 if self.is_unscaled(optimizer) else 1.0 / self.get_scale()
 
@@ -225,13 +225,13 @@ class AgreedTorch(_Beyond, torch.amp.GradScaler):
         return found
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """As torch's; notes whether it was skipped."""
+        """Step as torch does; note whether it was skipped."""
         result = super().step(optimizer, *args, **kwargs)
         self.skipped[self.number(optimizer)] = self.has_found(optimizer)
         return result
 
     def update(self, new_scale: Any = None) -> None:
-        """As torch's, on an idle rank too."""
+        """Update as torch does, also on an idle rank."""
         # torch makes its scale in the first call of scale
         self.scale(torch.ones(()))
         for which, bad in self.lacking().items():
@@ -246,7 +246,7 @@ class PlainTorch(AgreedTorch):
     def clip_grad_norm_(
         self, optimizer: Any, max_norm: float, norm_type: float
     ) -> float:
-        """By hand, after unscale_, unless a gradient is not finite."""
+        """Clip by hand, after unscale_, unless a gradient is not finite."""
         facts = self.facts()
         if optimizer is None or not facts.bad[self.number(optimizer)]:
             return super().clip_grad_norm_(optimizer, max_norm, norm_type)
@@ -262,7 +262,7 @@ class TidyTorch(AgreedTorch):
     """The same, but a step that raises leaves nothing on a fused optimizer."""
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """As torch's."""
+        """Step as torch does."""
         try:
             return super().step(optimizer, *args, **kwargs)
         except Exception:  # any that a hook of the optimizer raises; it is raised again

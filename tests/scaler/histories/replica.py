@@ -53,7 +53,7 @@ PATIENCE = timedelta(seconds=30)
 
 
 class _Interrupted(Exception):
-    """What a hook raises before the optimizer has done anything."""
+    """Exception of a hook, raised before the optimizer has done anything."""
 
 
 class _Around:
@@ -84,7 +84,7 @@ class Duck(_Around):
 
 
 class Wrapper(_Around):
-    """As torch's PostLocalSGDOptimizer."""
+    """Wraps an optimizer, as torch's PostLocalSGDOptimizer does."""
 
 
 class Ring(Wrapper):
@@ -160,7 +160,7 @@ class Replica:
     """One rank's side of a history.
 
     Attributes:
-        params: by name.
+        params: parameters by name.
         optimizers: two, or none on an idle rank.
         scaler: the scaler under test.
     """
@@ -181,7 +181,7 @@ class Replica:
             rank: which rank this is.
             construct: makes a scaler; called again by ``reload``.
             exact: parameters in double precision, and no optimizer is fused.
-            world: that of this process, where the ranks are real; else tensors are
+            world: world of this process, if the ranks are real; else tensors are
                 plain parts and there is no communication.
         """
         self.history = history
@@ -217,11 +217,11 @@ class Replica:
     # - Set-up
 
     def lacks(self, which: int) -> bool:
-        """Whether other ranks have an optimizer and this one has not."""
+        """True if other ranks have an optimizer that this one lacks."""
         return self.idle or ("lacks" in self.words and self.is_last and which == 0)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a parameter."""
+        """Dtype of a parameter."""
         if "complex" in self.words and name != "b":
             return torch.complex128 if self.exact else torch.complex64
         wide = self.exact or "fp64" in self.words
@@ -232,11 +232,11 @@ class Replica:
         return SLOPES[name] * (LARGE if "fp64" in self.words else 1.0)
 
     def is_sharded(self, name: str) -> bool:
-        """Whether the ranks hold parts of a parameter."""
+        """True if the ranks hold parts of a parameter."""
         return "permuted" in self.words or ("dtensor" in self.words and name != "a")
 
     def counts(self, name: str) -> bool:
-        """Whether this rank's part counts in the global norm."""
+        """True if this rank's part counts in the global norm."""
         if "permuted" in self.words:
             return self.rank < 2
         return self.is_sharded(name) or self.rank == 0
@@ -299,7 +299,7 @@ class Replica:
     # - Calls
 
     def allows(self, call: Call) -> bool:
-        """Whether a call is meaningful here, for any scaler.
+        """True if a call is meaningful here, for any scaler.
 
         A step or a clip without a backward since the last step has no right result.
         """
@@ -591,7 +591,7 @@ class Replica:
             handle.remove()
 
     def _fail(self, call: Call) -> bool:
-        """Whether it raised, on this rank."""
+        """Make a call that fails; True if it raised on this rank."""
         self.failed = self.begun_anew = True
         raised = True  # in the oracle it is as if the batch had not been
         if self.world is not None:
@@ -725,7 +725,7 @@ class Replica:
         return state | {"the scale": float(self.scaler.get_scale())}
 
     def is_bad(self, which: int) -> bool:
-        """Whether a gradient of this optimizer is not finite."""
+        """True if a gradient of this optimizer is not finite."""
         grads = (local(g) for p in self.held(which) if (g := p.grad) is not None)
         return any(
             not bool((g._values() if g.is_sparse else g).isfinite().all())
@@ -733,7 +733,7 @@ class Replica:
         )
 
     def has_gradients(self, which: int) -> bool:
-        """Whether this optimizer has any."""
+        """True if this optimizer has any gradient."""
         return any(p.grad is not None for p in self.held(which))
 
     def counted(self, which: int) -> list[torch.Tensor]:
