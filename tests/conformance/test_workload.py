@@ -276,29 +276,29 @@ def command(
 
 
 @pytest.mark.slow
-def test_the_example_runs_and_replays(tmp_path: Path, warm_python: list[str]) -> None:
+def test_the_example_runs_and_replays(tmp_path: Path, warm_ranks: list[str]) -> None:
     words = ["-m", "gradparity.conformance", "run", "--scaler=none", "--quick"]
     words += [
         "--workload=examples.workload:Stack",
         "--world-size=2",
         f"--out={tmp_path}",
     ]
-    done = command(HERE.parent, warm_python, *words)
+    done = command(HERE.parent, warm_ranks, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     report = read_report(tmp_path / "report.jsonl")
     assert {c.status for c in report.cases} == {"pass"}
     assert [*report.header.data] == ["examples.workload:Stack"]
     again = ["replay", report.cases[0].scenario, "--scaler=none", f"--out={tmp_path}"]
-    assert command(HERE.parent, warm_python, *words[:2], *again).returncode == 0
+    assert command(HERE.parent, warm_ranks, *words[:2], *again).returncode == 0
 
 
 def test_a_hunt_finds_a_fault_in_a_stack(
-    tmp_path: Path, warm_python: list[str]
+    tmp_path: Path, warm_ranks: list[str]
 ) -> None:
     words = ["-m", "gradparity.conformance", "hunt", "--scaler=none", "--budget=2s"]
     words += ["--workload=stacks:SumsForMean", "--world-size=2"]
     (tmp_path / "stacks.py").write_text((HERE / "stacks.py").read_text())
-    done = command(tmp_path, warm_python, *words)
+    done = command(tmp_path, warm_ranks, *words)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "violation of parity." in done.stdout
     assert "model=stacks:SumsForMean" in done.stdout
@@ -326,7 +326,7 @@ def test_under_torchrun_the_ranks_find_the_workload(
 
 @pytest.mark.slow
 def test_the_pytest_plugin_takes_a_workload(
-    tmp_path: Path, warm_python: list[str]
+    tmp_path: Path, warm_ranks: list[str]
 ) -> None:
     (tmp_path / "stacks.py").write_text((HERE / "stacks.py").read_text())
     options = [
@@ -335,7 +335,7 @@ def test_the_pytest_plugin_takes_a_workload(
         "--gradparity-quick",
         "--gradparity-topology=dp2",
     ]
-    done = command(tmp_path, warm_python, "-m", "pytest", "-q", *options)
+    done = command(tmp_path, warm_ranks, "-m", "pytest", "-q", *options)
     assert done.returncode == 1, done.stdout
     assert "agreement.replicas" in done.stdout
 

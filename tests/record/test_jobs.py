@@ -336,8 +336,10 @@ def test_an_optimizer_that_is_not_torchs_is_recorded_by_two_lines(
 # - What goes wrong
 
 
-def test_a_job_without_an_optimizer_ends_with_the_lines_to_add(tmp_path: Path) -> None:
-    done = record(tmp_path / "r", of=[sys.executable, "-c", "import torch"])
+def test_a_job_without_an_optimizer_ends_with_the_lines_to_add(
+    tmp_path: Path, warm_python: list[str]
+) -> None:
+    done = record(tmp_path / "r", of=[*warm_python, "-c", "import torch"])
     assert done.returncode == 2
     assert "with gradparity.record(model, optimizer): ..." in done.stderr
 
