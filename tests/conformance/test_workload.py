@@ -292,9 +292,7 @@ def test_the_example_runs_and_replays(tmp_path: Path, warm_ranks: list[str]) -> 
     assert command(HERE.parent, warm_ranks, *words[:2], *again).returncode == 0
 
 
-def test_a_hunt_finds_a_fault_in_a_stack(
-    tmp_path: Path, warm_ranks: list[str]
-) -> None:
+def test_a_hunt_finds_a_fault_in_a_stack(tmp_path: Path, warm_ranks: list[str]) -> None:
     words = ["-m", "gradparity.conformance", "hunt", "--scaler=none", "--budget=2s"]
     words += ["--workload=stacks:SumsForMean", "--world-size=2"]
     (tmp_path / "stacks.py").write_text((HERE / "stacks.py").read_text())
