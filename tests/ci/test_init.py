@@ -14,8 +14,9 @@ from gradparity.ci.init import main as init
 from gradparity.ci.job import Address, address_of_gradparity, job_text, parse_address
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.report.records import read_report
-from gradparity.tests.ci.test_templates import SCHEMAS, lint
+from gradparity.tests.ci.test_templates import SCHEMAS
 from gradparity.tests.extras import needs
+from gradparity.tests.json_schemas import lint
 
 ROOT = Path(gradparity.__file__).parent
 HF = needs("transformers")

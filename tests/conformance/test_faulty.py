@@ -59,7 +59,10 @@ def accusations(case: Case) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("scaler", "broken"), FAULTY.items(), ids=lambda x: getattr(x, "__name__", "")
+    ("scaler", "broken"),
+    # those of one scenario share its run without a scaler
+    sorted(FAULTY.items(), key=lambda item: item[1].at),
+    ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_a_faulty_scaler_is_caught_by_its_law(
     runner: Runner, scaler: type[Any], broken: Broken

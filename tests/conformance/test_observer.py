@@ -79,7 +79,7 @@ PLACES = (
 
 
 @pytest.mark.parametrize(
-    ("place", "recipe"), in_turn(PLACES, ("plain", "accumulate", "recompute"))
+    ("place", "recipe"), in_turn(PLACES, ("plain", "accumulate", "recompute"), each=1)
 )
 def test_models_of_ours(ranks: dict[int, Cluster], place: str, recipe: str) -> None:
     if recipe == "accumulate" and place.startswith("pp"):
