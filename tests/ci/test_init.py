@@ -139,6 +139,7 @@ def is_clean(file: Path) -> bool:
 
 
 QUICK = ["run", "--quick", "--scaler", "none", "--workload"]
+NARROW = ["--topology", "dp2", "--precision", "fp32"]
 
 
 @pytest.mark.slow
@@ -172,6 +173,8 @@ def test_a_draft_runs_as_it_is_written(
     run = [*QUICK, f"{name}:Workload"]
     if spec == "zoo:titan":  # its vocabulary takes minutes in all scenarios
         run = [*(word for word in run if word != "--quick"), "--layouts", "dp2"]
+    elif blocks is not None:  # the other scenarios are those of the small models
+        run += NARROW
     assert main(run) == 0
     report = read_report(folder / "parity-report" / "report.jsonl")
     gradients = [
@@ -188,15 +191,14 @@ def test_a_draft_is_judged_and_a_fault_in_it_is_found(folder: Path) -> None:
     assert init(["zoo:plain", "--out", "first_draft.py"]) == 0
     file = folder / "first_draft.py"
     assert is_clean(file)
-    narrow = ["--topology", "dp2", "--precision", "fp32"]
-    assert main([*QUICK, "first_draft:Workload", *narrow]) == 0
+    assert main([*QUICK, "first_draft:Workload", *NARROW]) == 0
     text = file.read_text()
     shard = "        fully_shard(model, mesh=mesh, mp_policy=policy)\n"
     assert shard in text
     (folder / "broken_draft.py").write_text(
         text.replace(shard, "        if mesh.size() < 2:\n    " + shard)
     )
-    assert main([*QUICK, "broken_draft:Workload", "--fail-fast", *narrow]) == 1
+    assert main([*QUICK, "broken_draft:Workload", "--fail-fast", *NARROW]) == 1
 
 
 @pytest.mark.parametrize(
