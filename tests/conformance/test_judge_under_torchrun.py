@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -56,18 +55,13 @@ SAME = [
 LARGE = "hsdp/4/fp32/sgd/none/steps=3"
 
 
-def start(
-    folder: Path,
-    *arguments: str,
-    restarts: int = 0,
-    python: Sequence[str] = (sys.executable,),
-) -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str, restarts: int = 0) -> subprocess.Popen[str]:
     """torchrun on two ranks, in ``folder``, which holds ``mine.py``."""
     (folder / "mine.py").write_text(SCALERS)
-    launcher = [*python, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc-per-node=2", f"--max-restarts={restarts}", "--no-python"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node=2", f"--max-restarts={restarts}"]
     return subprocess.Popen(
-        [*launcher, *python, *RUN, *arguments],
+        [*launcher, *RUN, *arguments],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -91,7 +85,7 @@ def scenarios(*ids: str) -> list[str]:
     return [f"--scenario={each}" for each in ids]
 
 
-def pool(folder: Path, python: Sequence[str], *arguments: str) -> Report:
+def pool(folder: Path, python: list[str], *arguments: str) -> Report:
     (folder / "mine.py").write_text(SCALERS)
     subprocess.run(
         [*python, *RUN, *arguments, "--report", "pool.jsonl", "--quiet"],
@@ -142,14 +136,12 @@ def agent_of(process: subprocess.Popen[str], rank: int) -> int:
 
 
 @pytest.mark.slow
-def test_the_same_report_as_on_the_pool(
-    tmp_path: Path, warm_python: list[str], warm_ranks: list[str]
-) -> None:
+def test_the_same_report_as_on_the_pool(tmp_path: Path, warm_ranks: list[str]) -> None:
     judged = ["--scaler", OURS, "--scaler", TORCH]
     same = [*judged, *scenarios(*SAME)]
     before = pool(tmp_path, warm_ranks, *same)
     run = [*same, *scenarios(LARGE), "--out", "out"]
-    code, output = ended(start(tmp_path, *run, python=warm_python))
+    code, output = ended(start(tmp_path, *run))
     assert code == 1 and exit_codes(output) == {1}, output
     after = read_report(tmp_path / "out" / "report.jsonl")
     assert after.incomplete == ""
@@ -172,13 +164,13 @@ def test_the_same_report_as_on_the_pool(
 
 @pytest.mark.slow
 def test_a_rank_that_dies_or_hangs_is_a_verdict_as_on_the_pool(
-    tmp_path: Path, warm_python: list[str], warm_ranks: list[str]
+    tmp_path: Path, warm_ranks: list[str]
 ) -> None:
     judged = ["--scaler", "mine:Kills", "--scaler", "mine:Hangs", "--scaler", PLAIN]
     # beyond the 30 s after which the other rank once gave up, as if it were at fault
     run = [*judged, *scenarios(SAME[2]), "--timeout-s", "35"]
     before = pool(tmp_path, warm_ranks, *run)
-    process = start(tmp_path, *run, "--report", "r.jsonl", python=warm_python)
+    process = start(tmp_path, *run, "--report", "r.jsonl")
     code, output = ended(process)
     assert code == 1 and exit_codes(output) == {3}, output
     after = read_report(tmp_path / "r.jsonl")
@@ -258,8 +250,8 @@ def test_a_restart_keeps_what_is_judged_and_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bad_usage_is_reported_once(tmp_path: Path, warm_python: list[str]) -> None:
-    code, output = ended(start(tmp_path, "--topology", "ring", python=warm_python))
+def test_bad_usage_is_reported_once(tmp_path: Path) -> None:
+    code, output = ended(start(tmp_path, "--topology", "ring"))
     assert code == 1 and exit_codes(output) == {2}, output
     assert output.count("unknown topology 'ring'") == 1
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != "") == ["mine.py"]
