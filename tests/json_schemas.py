@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from check_jsonschema import main
+from check_jsonschema import main  # type: ignore[import-untyped]  # it has no types
 from click.testing import CliRunner
 
 

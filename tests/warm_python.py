@@ -45,8 +45,8 @@ def command(path: str, *, ranks: bool = False) -> list[str]:
 
 def run(path: str, words: list[str], ranks: bool) -> None:
     """Have the server run a program; end as it ends."""
-    request = {"words": words, "cwd": os.getcwd(), "env": dict(os.environ)}
-    request["ranks"] = ranks
+    program = {"words": words, "cwd": os.getcwd(), "env": dict(os.environ)}
+    request = {**program, "ranks": ranks}
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)
         fds = array.array("i", (0, 1, 2)).tobytes()

@@ -58,11 +58,14 @@ def accusations(case: Case) -> dict[str, str]:
     return {v.law: v.message for v in case.verdicts if v.status is Status.FAIL}
 
 
+BY_SCENARIO: list[tuple[type[Any], Broken]] = sorted(
+    FAULTY.items(), key=lambda item: item[1].at
+)
+"""Those of one scenario, which share its run without a scaler, follow each other."""
+
+
 @pytest.mark.parametrize(
-    ("scaler", "broken"),
-    # those of one scenario share its run without a scaler
-    sorted(FAULTY.items(), key=lambda item: item[1].at),
-    ids=lambda x: getattr(x, "__name__", ""),
+    ("scaler", "broken"), BY_SCENARIO, ids=lambda x: getattr(x, "__name__", "")
 )
 def test_a_faulty_scaler_is_caught_by_its_law(
     runner: Runner, scaler: type[Any], broken: Broken
