@@ -124,3 +124,9 @@ def test_frozen_and_mixed_dtypes(make: Any) -> None:
     narrow.grad.fill_(INF)
     scaler.step(optimizer)
     assert scaler.step_was_skipped(optimizer)
+
+
+def test_b20_sharded_works_alone() -> None:
+    p = parameter(0.0)
+    one_step(scaled(ShardedGradScaler), sgd(p), 4.0)
+    assert p.tolist() == [-1.0, -1.0]
