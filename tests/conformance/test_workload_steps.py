@@ -236,7 +236,7 @@ def test_a_stack_without_gradients_does_not_pass(runner: Runner, stack: type) ->
         (HidesAllFromTheJudge, "a stack of another type needs weights(stack)"),
         (ReturnsText, "train_step: returned '0.5' as the loss, expected a number"),
         (ReturnsThree, "train_step: returned 3 values, expected the loss, or"),
-        (TrainRaises, "train_step: raised RuntimeError: no norm here (test_workload"),
+        (TrainRaises, "train_step: raised RuntimeError: no norm here (steps"),
     ],
 )
 def test_a_step_that_breaks_the_protocol_is_an_error(
