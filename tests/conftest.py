@@ -61,8 +61,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def warm_python(once: Once) -> list[str]:
-    """How a command line begins that runs a program by a Python that has torch."""
+def warm_socket(once: Once) -> str:
+    """Start the Python that has torch, and return its socket."""
     from gradparity.tests import warm_python
 
     session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
@@ -75,7 +75,23 @@ def warm_python(once: Once) -> list[str]:
             [*server, str(folder / "socket"), str(session)], check=True, env=env
         )
 
-    return warm_python.command(str(once("warm-python", serve) / "socket"))
+    return str(once("warm-python", serve) / "socket")
+
+
+@pytest.fixture(scope="session")
+def warm_python(warm_socket: str) -> list[str]:
+    """How a command line begins that runs a program by a Python that has torch."""
+    from gradparity.tests import warm_python
+
+    return warm_python.command(warm_socket)
+
+
+@pytest.fixture(scope="session")
+def warm_ranks(warm_socket: str) -> list[str]:
+    """The same for a program that starts ranks: these have torch, too."""
+    from gradparity.tests import warm_python
+
+    return warm_python.command(warm_socket, ranks=True)
 
 
 @pytest.fixture
@@ -205,12 +221,12 @@ def _call(command: list[str], folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def real_report(once: Once, warm_python: list[str]) -> Path:
+def real_report(once: Once, warm_ranks: list[str]) -> Path:
     """``report.jsonl`` of a run in which ours passes and torch's scaler fails under tp.
 
     Its page is beside it.
     """
-    return once("real-report", partial(_run, warm_python)) / "report.jsonl"
+    return once("real-report", partial(_run, warm_ranks)) / "report.jsonl"
 
 
 def _run(python: list[str], folder: Path) -> None:

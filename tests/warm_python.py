@@ -5,10 +5,11 @@ by the first test that needs it; it ends with the session::
 
     python warm_python.py serve SOCKET PID      until process PID has ended
     python warm_python.py run SOCKET PROGRAM... as python PROGRAM...
+    python warm_python.py ranks SOCKET PROGRAM... the same; its ranks are forks, too
 
-``run`` hands over its descriptors, folder, environment and words, and ends as the
-program does. A program is a path or ``-m`` with a module; what it writes at its end, it
-must write through ``atexit``.
+``run`` hands over its descriptors, folder, environment and words, passes on ctrl-C, and
+ends as the program does. A program is a path, ``-m`` with a module or ``-c`` with code;
+what it writes at its end, it must write through ``atexit``.
 """
 
 from __future__ import annotations
@@ -28,25 +29,34 @@ HEAVY = (
 """Modules that small jobs import, some of them in their first step."""
 
 
-def command(path: str) -> list[str]:
-    """How a command line begins that runs a program in the server at ``path``."""
+def command(path: str, *, ranks: bool = False) -> list[str]:
+    """Begin a command line that runs a program in the server at ``path``.
+
+    Args:
+        path: the server's socket.
+        ranks: have the program's forkserver be a fork as well.
+    """
     # neither site nor the environment: the program has its own
-    return [sys.executable, "-I", "-S", __file__, "run", path]
+    return [sys.executable, "-I", "-S", __file__, "ranks" if ranks else "run", path]
 
 
 # - The program's place in the session
 
 
-def run(path: str, words: list[str]) -> None:
+def run(path: str, words: list[str], ranks: bool) -> None:
     """Have the server run a program; end as it ends."""
-    request = {"words": words, "cwd": os.getcwd(), "env": dict(os.environ)}
+    program = {"words": words, "cwd": os.getcwd(), "env": dict(os.environ)}
+    request = {**program, "ranks": ranks}
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)
         fds = array.array("i", (0, 1, 2)).tobytes()
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
         server.sendmsg([b"!"], rights)
         server.sendall(json.dumps(request).encode() + b"\n")
-        answer = server.makefile().readline()
+        answers = server.makefile()
+        if pid := int(answers.readline() or 0):
+            signal.signal(signal.SIGINT, lambda *_: os.kill(pid, signal.SIGINT))
+        answer = answers.readline()
     code = int(answer or 1)
     if code < 0:
         os.kill(os.getpid(), -code)
@@ -71,7 +81,8 @@ def serve(path: str, session: int) -> None:
 
 
 def _answer(listening: socket.socket, session: int) -> None:
-    """Fork for each request, and tell its exit code."""
+    """Fork for each request; tell its process id, and at its end its exit code."""
+    import contextlib
     import select
 
     running: dict[int, tuple[int, socket.socket]] = {}
@@ -98,10 +109,8 @@ def _answer(listening: socket.socket, session: int) -> None:
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             os.close(fd)
             with client:
-                try:
+                with contextlib.suppress(OSError):  # it is gone
                     client.sendall(f"{code}\n".encode())
-                except OSError:  # it is gone
-                    continue
         if listening.fileno() in ready:
             client, _ = listening.accept()
             _, rights, _, _ = client.recvmsg(1, 64)
@@ -120,14 +129,17 @@ def _answer(listening: socket.socket, session: int) -> None:
             for fd in fds:
                 os.close(fd)
             running[os.pidfd_open(pid)] = pid, client
+            with contextlib.suppress(OSError):  # it is gone
+                client.sendall(f"{pid}\n".encode())
 
 
-def _become(words: list[str], cwd: str, env: dict[str, str]) -> None:
+def _become(words: list[str], cwd: str, env: dict[str, str], ranks: bool) -> None:
     """Be the program that a client asks for."""
     import atexit
     import runpy
     import threading
     import traceback
+    import types
 
     os.chdir(cwd)
     os.environ.clear()
@@ -140,9 +152,17 @@ def _become(words: list[str], cwd: str, env: dict[str, str]) -> None:
                 sys.argv = words[1:]
                 _customize(os.getcwd())
                 sys.modules.pop(words[1], None)
+                _fork_forkserver(ranks)
                 runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            elif words[0] == "-c":
+                sys.argv = ["-c", *words[2:]]
+                _customize("")
+                _fork_forkserver(ranks)
+                program = sys.modules["__main__"] = types.ModuleType("__main__")
+                exec(compile(words[1], "<string>", "exec"), program.__dict__)
             else:
                 _customize(os.path.dirname(os.path.abspath(words[0])))
+                _fork_forkserver(ranks)
                 runpy.run_path(words[0], run_name="__main__")
         except SystemExit as end:
             if isinstance(end.code, str):
@@ -157,6 +177,14 @@ def _become(words: list[str], cwd: str, env: dict[str, str]) -> None:
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+def _fork_forkserver(ranks: bool) -> None:
+    """Make the forkserver of a program with ranks now, while it has one thread."""
+    if ranks:
+        from gradparity.multiprocess.parent import forkserver_client
+
+        assert forkserver_client.fork_forkserver()
 
 
 def _customize(first: str) -> None:
@@ -179,4 +207,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "serve":
         serve(sys.argv[2], int(sys.argv[3]))
     else:
-        run(sys.argv[2], sys.argv[3:])
+        run(sys.argv[2], sys.argv[3:], ranks=sys.argv[1] == "ranks")

@@ -114,13 +114,13 @@ EXAMPLES = (
 ``PlanModulesToSave``, ``ReplicatedGPipe`` and ``FrozenStage``."""
 
 ONCE_ACCUSED = {
-    "stacks": (
+    "workloads.stacks": (
         "Right",
         "Nested",
         "ExpertsSeeTheSameRows",
         "ZeroBiases",
     ),
-    "random_stacks": (
+    "workloads.random_stacks": (
         "Dropout",
         "SeedsInBatch",
         "OwnStep",
@@ -132,8 +132,13 @@ ONCE_ACCUSED = {
         "NoisyAttention",
         "DropsLayers",
     ),
-    "routed_stacks": ("TopOne", "TopTwo", "ByMaximum", "Recomputed"),
-    "misplaced": ("RightSequence", "RightSharded", "RightPipeline", "RightContext"),
+    "workloads.routed_stacks": ("TopOne", "TopTwo", "ByMaximum", "Recomputed"),
+    "workloads.misplaced": (
+        "RightSequence",
+        "RightSharded",
+        "RightPipeline",
+        "RightContext",
+    ),
     "conformance.test_bias_corrections": (
         "InFp32",
         "Compiled",
@@ -148,7 +153,7 @@ ONCE_ACCUSED = {
         "StepsShards",
         "HasAnEmptyParameter",
     ),
-    "conformance.test_stack_schedules": (
+    "workloads.schedules": (
         "WarmsUp",
         "Cosine",
         "OnTwoAxes",
@@ -186,7 +191,7 @@ ONCE_ACCUSED = {
         "UsesHalf",
         "UsesHalfSharded",
     ),
-    "conformance.test_workload_steps": (
+    "workloads.steps": (
         "Trains",
         "TrainsSharded",
         "TrainsOnTwoAxes",
@@ -215,13 +220,16 @@ NOT_TRIED = {
     "examples.stacks.deepspeed_zero:Zero1": ("accumulate", _DROPS),
     "examples.stacks.deepspeed_stages:Zero2": ("accumulate", _DROPS),
     "examples.stacks.torch_fsdp1:Hybrid": ("dp_replicate2-dp_shard1", _NEVER),
-    "gradparity.tests.misplaced:RightPipeline": ("accumulate", _WHOLE),
-    "gradparity.tests.random_stacks:SequenceParallel": ("accumulate-uneven", _EVEN),
-    "gradparity.tests.conformance.test_stack_schedules:Piped": (
+    "gradparity.tests.workloads.misplaced:RightPipeline": ("accumulate", _WHOLE),
+    "gradparity.tests.workloads.random_stacks:SequenceParallel": (
         "accumulate-uneven",
         _EVEN,
     ),
-    "gradparity.tests.conformance.test_workload_steps:Pipeline": (
+    "gradparity.tests.workloads.schedules:Piped": (
+        "accumulate-uneven",
+        _EVEN,
+    ),
+    "gradparity.tests.workloads.steps:Pipeline": (
         "accumulate-uneven",
         _EVEN,
     ),

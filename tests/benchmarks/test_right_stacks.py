@@ -70,10 +70,18 @@ def test_a_part_that_is_judged_again_leaves_the_rest_of_the_record(
 @pytest.mark.parametrize(
     ("spec", "code", "told"),
     [
-        ("gradparity.tests.stacks:Right", 0, "0 of 1 right stacks accused"),
-        ("gradparity.tests.stacks:SumsForMean", 1, "1 of 1 right stacks accused"),
+        ("Right", 0, "0 of 1 right stacks accused"),
+        (
+            "gradparity.tests.workloads.stacks:SumsForMean",
+            1,
+            "1 of 1 right stacks accused",
+        ),
         # a run that judged nothing is no pass
-        ("gradparity.tests.stacks:NoMeshes", 1, "0 of 0 right stacks accused"),
+        (
+            "gradparity.tests.workloads.stacks:NoMeshes",
+            1,
+            "0 of 0 right stacks accused",
+        ),
     ],
 )
 def test_the_exit_code_says_whether_any_was_accused(
@@ -83,6 +91,7 @@ def test_the_exit_code_says_whether_any_was_accused(
     code: int,
     told: str,
 ) -> None:
-    monkeypatch.setattr(right_stacks, "corpus", lambda: {spec: "once accused"})
+    entry = f"gradparity.tests.workloads.stacks:{spec}"
+    monkeypatch.setattr(right_stacks, "corpus", lambda: {entry: "once accused"})
     assert main(["--seeds", "1"]) == code
     assert told in capsys.readouterr().out

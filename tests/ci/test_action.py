@@ -15,7 +15,8 @@ import gradparity
 from gradparity.ci.gate import main
 from gradparity.ci.reasons import Outcome
 from gradparity.conformance.status import USAGE
-from gradparity.tests.ci.test_templates import TEMPLATES, lint
+from gradparity.tests.ci.test_templates import TEMPLATES
+from gradparity.tests.json_schemas import lint
 
 ROOT = Path(gradparity.__file__).parent
 ACTION = ROOT / "action.yml"

@@ -14,8 +14,9 @@ from gradparity.ci.init import main as init
 from gradparity.ci.job import Address, address_of_gradparity, job_text, parse_address
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.report.records import read_report
-from gradparity.tests.ci.test_templates import SCHEMAS, lint
+from gradparity.tests.ci.test_templates import SCHEMAS
 from gradparity.tests.extras import needs
+from gradparity.tests.json_schemas import lint
 
 ROOT = Path(gradparity.__file__).parent
 HF = needs("transformers")
@@ -138,6 +139,7 @@ def is_clean(file: Path) -> bool:
 
 
 QUICK = ["run", "--quick", "--scaler", "none", "--workload"]
+NARROW = ["--topology", "dp2", "--precision", "fp32"]
 
 
 @pytest.mark.slow
@@ -171,6 +173,8 @@ def test_a_draft_runs_as_it_is_written(
     run = [*QUICK, f"{name}:Workload"]
     if spec == "zoo:titan":  # its vocabulary takes minutes in all scenarios
         run = [*(word for word in run if word != "--quick"), "--layouts", "dp2"]
+    elif blocks is not None:  # the other scenarios are those of the small models
+        run += NARROW
     assert main(run) == 0
     report = read_report(folder / "parity-report" / "report.jsonl")
     gradients = [
@@ -187,15 +191,14 @@ def test_a_draft_is_judged_and_a_fault_in_it_is_found(folder: Path) -> None:
     assert init(["zoo:plain", "--out", "first_draft.py"]) == 0
     file = folder / "first_draft.py"
     assert is_clean(file)
-    narrow = ["--topology", "dp2", "--precision", "fp32"]
-    assert main([*QUICK, "first_draft:Workload", *narrow]) == 0
+    assert main([*QUICK, "first_draft:Workload", *NARROW]) == 0
     text = file.read_text()
     shard = "        fully_shard(model, mesh=mesh, mp_policy=policy)\n"
     assert shard in text
     (folder / "broken_draft.py").write_text(
         text.replace(shard, "        if mesh.size() < 2:\n    " + shard)
     )
-    assert main([*QUICK, "broken_draft:Workload", "--fail-fast", *narrow]) == 1
+    assert main([*QUICK, "broken_draft:Workload", "--fail-fast", *NARROW]) == 1
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import gradparity
 from gradparity.ci.gate import main
 from gradparity.ci.reasons import Outcome
 from gradparity.conformance.report.records import read_report
+from gradparity.tests.json_schemas import lint
 
 ROOT = Path(gradparity.__file__).parent
 TEMPLATES = ROOT / "ci" / "templates"
@@ -127,12 +128,6 @@ def test_templates_keep_the_schema_of_their_system(name: str, tmp_path: Path) ->
 )
 def test_files_of_this_repository_keep_their_schema(file: str, schema: str) -> None:
     assert lint(ROOT / file, schema) == (0, "")
-
-
-def lint(file: Path, schema: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "check_jsonschema", "-q", "--builtin-schema"]
-    done = subprocess.run([*command, schema, str(file)], capture_output=True, text=True)
-    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.formulas import bias_error
-from gradparity.tests.conformance.test_workload_steps import Engine, Trains
-from gradparity.tests.stacks import Named, rank
+from gradparity.tests.workloads.stacks import Named, rank
+from gradparity.tests.workloads.steps import Engine, Trains
 
 MODULE = "gradparity.tests.conformance.test_bias_corrections"
 BETAS = (0.9, 0.999)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.status import Verdict
 from gradparity.fixtures import WorkloadError, resolve_workload
-from gradparity.tests.stacks import Batch, Named, Right
+from gradparity.tests.workloads.stacks import Batch, Named, Right
 
 DATA, TENSOR = "dp2/2/fp32/own/none", "dp1-tp2/2/fp32/own/none"
 

@@ -8,10 +8,10 @@ import pytest
 
 from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.__main__ import main
-from gradparity.tests import compiled_stacks as stacks
 from gradparity.tests.products import in_turn
+from gradparity.tests.workloads import compiled_stacks as stacks
 
-MODULE = "gradparity.tests.compiled_stacks"
+MODULE = "gradparity.tests.workloads.compiled_stacks"
 
 
 def scenario(

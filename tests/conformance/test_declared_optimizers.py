@@ -10,17 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from gradparity.conformance import Case, Runner, Scenario
 from gradparity.fixtures import WorkloadError, resolve_workload
 from gradparity.fixtures.faulty.own_steps import Stepped, Steps
-from gradparity.tests.conformance.test_stack_schedules import (
-    PLAIN,
-    OfCopiesInTwoGroups,
-)
-from gradparity.tests.conformance.test_workload_steps import (
-    Engine,
-    MicroBatches,
-    failed,
-)
+from gradparity.tests.verdicts import failed
+from gradparity.tests.workloads.schedules import OfCopiesInTwoGroups
+from gradparity.tests.workloads.steps import Engine, MicroBatches
 
 MODULE = "gradparity.tests.conformance.test_declared_optimizers"
+PLAIN = "gradparity.fixtures.faulty:PlainScaler"
 
 
 class StepsMasters(Steps):

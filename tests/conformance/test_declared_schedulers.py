@@ -10,10 +10,10 @@ from torch.optim import lr_scheduler
 
 from gradparity.conformance import Case, Runner, Scenario
 from gradparity.fixtures import WorkloadError, resolve_workload
-from gradparity.tests.conformance.test_stack_schedules import (
-    PLAIN,
+from gradparity.tests.conformance.test_stack_schedules import BeginsAgain, update
+from gradparity.tests.verdicts import failed
+from gradparity.tests.workloads.schedules import (
     BeganElsewhere,
-    BeginsAgain,
     Cosine,
     CyclesBetas,
     CyclesMomentum,
@@ -23,20 +23,19 @@ from gradparity.tests.conformance.test_stack_schedules import (
     Piped,
     TwoRates,
     WarmsUp,
-    update,
     warm_up,
 )
-from gradparity.tests.conformance.test_workload_steps import (
+from gradparity.tests.workloads.stacks import Named
+from gradparity.tests.workloads.steps import (
     Engine,
     MicroBatches,
     Pipeline,
     Trains,
     TrainsOnTwoAxes,
-    failed,
 )
-from gradparity.tests.stacks import Named
 
 MODULE = "gradparity.tests.conformance.test_declared_schedulers"
+PLAIN = "gradparity.fixtures.faulty:PlainScaler"
 
 
 class Declares:

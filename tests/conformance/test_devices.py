@@ -313,7 +313,7 @@ def test_ranks_share_a_gpu(tmp_path: Path, topology: str) -> None:
     ("name", "status"), [("SlightlyOff", "fail"), ("InTF32", "inconclusive")]
 )
 def test_what_departs_on_a_gpu(tmp_path: Path, name: str, status: str) -> None:
-    scenario = f"dp2/2/fp32/own/none/model=gradparity.tests.stacks:{name}"
+    scenario = f"dp2/2/fp32/own/none/model=gradparity.tests.workloads.stacks:{name}"
     options = ["--share-gpus", "--scaler", "none"]
     report = report_on_gpu(tmp_path, "replay", scenario, *options)
     assert {case.status for case in report.cases} == {status}

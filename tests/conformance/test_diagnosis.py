@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.judge.diagnosis import Facts, causes_of
-from gradparity.tests.stacks import Right
+from gradparity.tests.workloads.stacks import Right
 
 HERE = "gradparity.tests.conformance.test_diagnosis"
 

@@ -19,7 +19,7 @@ from gradparity.fixtures import (
     resolve_workload,
 )
 
-RIGHT = "gradparity.tests.stacks:Right"
+RIGHT = "gradparity.tests.workloads.stacks:Right"
 STEPS = "gradparity.fixtures.faulty.own_steps:Steps"
 COUNTED = "gradparity.tests.conformance.test_workload_parts:Counted"
 

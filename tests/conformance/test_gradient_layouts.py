@@ -19,7 +19,7 @@ from torch.distributed.tensor import (
 
 from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.rank.observe import partial_ranks
-from gradparity.tests.stacks import Right
+from gradparity.tests.workloads.stacks import Right
 
 MODULE = "gradparity.tests.conformance.test_gradient_layouts"
 

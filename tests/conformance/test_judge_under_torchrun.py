@@ -55,13 +55,11 @@ SAME = [
 LARGE = "hsdp/4/fp32/sgd/none/steps=3"
 
 
-def start(
-    folder: Path, *arguments: str, ranks: int = 2, restarts: int = 0
-) -> subprocess.Popen[str]:
-    """torchrun on ``ranks`` ranks, in ``folder``, which holds ``mine.py``."""
+def start(folder: Path, *arguments: str, restarts: int = 0) -> subprocess.Popen[str]:
+    """torchrun on two ranks, in ``folder``, which holds ``mine.py``."""
     (folder / "mine.py").write_text(SCALERS)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    launcher += ["--nproc-per-node=2", f"--max-restarts={restarts}"]
     return subprocess.Popen(
         [*launcher, *RUN, *arguments],
         cwd=folder,
@@ -87,10 +85,10 @@ def scenarios(*ids: str) -> list[str]:
     return [f"--scenario={each}" for each in ids]
 
 
-def pool(folder: Path, *arguments: str) -> Report:
+def pool(folder: Path, python: list[str], *arguments: str) -> Report:
     (folder / "mine.py").write_text(SCALERS)
     subprocess.run(
-        [sys.executable, *RUN, *arguments, "--report", "pool.jsonl", "--quiet"],
+        [*python, *RUN, *arguments, "--report", "pool.jsonl", "--quiet"],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "2"},  # must not show in the report
         capture_output=True,
@@ -138,11 +136,12 @@ def agent_of(process: subprocess.Popen[str], rank: int) -> int:
 
 
 @pytest.mark.slow
-def test_the_same_report_as_on_the_pool(tmp_path: Path) -> None:
+def test_the_same_report_as_on_the_pool(tmp_path: Path, warm_ranks: list[str]) -> None:
     judged = ["--scaler", OURS, "--scaler", TORCH]
     same = [*judged, *scenarios(*SAME)]
-    before = pool(tmp_path, *same)
-    code, output = ended(start(tmp_path, *same, *scenarios(LARGE), "--out", "out"))
+    before = pool(tmp_path, warm_ranks, *same)
+    run = [*same, *scenarios(LARGE), "--out", "out"]
+    code, output = ended(start(tmp_path, *run))
     assert code == 1 and exit_codes(output) == {1}, output
     after = read_report(tmp_path / "out" / "report.jsonl")
     assert after.incomplete == ""
@@ -164,11 +163,13 @@ def test_the_same_report_as_on_the_pool(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_or_hangs_is_a_verdict_as_on_the_pool(tmp_path: Path) -> None:
+def test_a_rank_that_dies_or_hangs_is_a_verdict_as_on_the_pool(
+    tmp_path: Path, warm_ranks: list[str]
+) -> None:
     judged = ["--scaler", "mine:Kills", "--scaler", "mine:Hangs", "--scaler", PLAIN]
     # beyond the 30 s after which the other rank once gave up, as if it were at fault
     run = [*judged, *scenarios(SAME[2]), "--timeout-s", "35"]
-    before = pool(tmp_path, *run)
+    before = pool(tmp_path, warm_ranks, *run)
     process = start(tmp_path, *run, "--report", "r.jsonl")
     code, output = ended(process)
     assert code == 1 and exit_codes(output) == {3}, output
@@ -257,7 +258,9 @@ def test_bad_usage_is_reported_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_large_value_goes_through_the_store(tmp_path: Path) -> None:
+def test_a_large_value_goes_through_the_store(
+    tmp_path: Path, warm_python: list[str]
+) -> None:
     (tmp_path / "program.py").write_text(
         "from gradparity.multiprocess import WorldSpec\n"
         "from gradparity.multiprocess.elastic.agent import Agent, AgentCluster\n"
@@ -269,9 +272,9 @@ def test_a_large_value_goes_through_the_store(tmp_path: Path) -> None:
         "    else:\n"
         "        agent.follow()\n"
     )
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher = [*warm_python, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*launcher, "--nproc-per-node=2", "program.py"],
+        [*launcher, "--nproc-per-node=2", "--no-python", *warm_python, "program.py"],
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

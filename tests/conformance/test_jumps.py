@@ -17,9 +17,9 @@ from gradparity.conformance.judge.noise.ties import FLIPPED
 from gradparity.conformance.judge.reference import Schedule
 from gradparity.conformance.judge.variants import on_sides
 from gradparity.tests.conformance.test_routing import failed
-from gradparity.tests.stacks import AtZero
+from gradparity.tests.workloads.stacks import AtZero
 
-STACKS = "gradparity.tests.stacks"
+STACKS = "gradparity.tests.workloads.stacks"
 SIDE = "tp2/2/fp32/own/none/model={},steps=1,seed=10"
 """Where the sum over two ranks is on the other side of zero than all five noisy runs
 are, and so is the truth."""
@@ -264,7 +264,10 @@ def test_functions_that_cannot_be_noted_run_as_they_are() -> None:
 
 def test_scores_that_were_moved_are_no_noise_of_scores() -> None:
     key = reference._Key(
-        model="gradparity.tests.routed_stacks:TopOne", optimizer="own", steps=1, seed=0
+        model="gradparity.tests.workloads.routed_stacks:TopOne",
+        optimizer="own",
+        steps=1,
+        seed=0,
     )
     run = reference.ReferenceRun(key, "fp32", on_sides(moves(1)))
     run.step(0, frozenset(), 1.0, reference.Idle())

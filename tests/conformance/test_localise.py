@@ -27,11 +27,10 @@ from gradparity.conformance.report.page import render_page
 from gradparity.conformance.report.records import Location, read_report
 from gradparity.conformance.report.terminal import print_report
 from gradparity.conformance.run.session import RunSettings
-from gradparity.tests import misplaced
-from gradparity.tests.conformance.test_one_rank import Alone
-from gradparity.tests.conformance.test_workload_steps import Engine
+from gradparity.tests.workloads import misplaced
+from gradparity.tests.workloads.steps import Alone, Engine
 
-MODULE = "gradparity.tests.misplaced"
+MODULE = "gradparity.tests.workloads.misplaced"
 TWICE = "gradparity.fixtures.faulty:UnscalesTwice"
 
 
@@ -374,7 +373,7 @@ def test_the_verdict_and_not_the_place_decides_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A layer looks at all rows: the reference on a part of them is another model."""
-    stack = "model=gradparity.tests.stacks:BatchStatistics,steps=2"
+    stack = "model=gradparity.tests.workloads.stacks:BatchStatistics,steps=2"
     id = f"dp2/2/fp32/own/none/{stack}"
     # the checks before a run refuse a loss that is no mean over rows
     monkeypatch.setattr(RunSettings, "chosen", lambda *_: [Scenario.parse(id)])

@@ -13,12 +13,8 @@ from gradparity.conformance.judge.bounds import _loss_roundoff
 from gradparity.conformance.judge.reference import Reference
 from gradparity.conformance.status import Verdict
 from gradparity.fixtures import PRECISIONS
-from gradparity.tests.conformance.test_workload_parts import Ddp
-from gradparity.tests.conformance.test_workload_steps import (
-    ClipsInTurns,
-    Engine,
-    Trains,
-)
+from gradparity.tests.workloads.stacks import Ddp
+from gradparity.tests.workloads.steps import ClipsInTurns, Engine, Trains
 
 FULL, HALF = "dp2/2/fp32/own/none", "dp2/2/bf16-autocast/own/none"
 

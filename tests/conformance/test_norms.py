@@ -177,7 +177,7 @@ def test_a_factor_is_known_in_noise_that_is_as_large_as_the_gradient(
 
 
 def test_a_factor_may_be_off_by_rounding_though_no_reference_rounds() -> None:
-    model = "model=gradparity.tests.stacks:Exact,steps=1,recipe=clip-norm"
+    model = "model=gradparity.tests.workloads.stacks:Exact,steps=1,recipe=clip-norm"
     scenario = Scenario.parse(f"single/1/fp32/own/none/{model}")
     (trace,) = traces_of(scenario)
     gradient = trace.steps[0].gradients["weight"]

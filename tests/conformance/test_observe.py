@@ -11,7 +11,7 @@ from gradparity.conformance.rank.observe import CallLog, optimizer_digest
 from gradparity.conformance.rank.trace import Collective
 from gradparity.conformance.run import runner
 from gradparity.multiprocess import Cluster
-from gradparity.tests.compiled_stacks import Coded
+from gradparity.tests.workloads.compiled_stacks import Coded
 
 
 def test_zeros_are_no_optimizer_state_and_anything_else_is() -> None:

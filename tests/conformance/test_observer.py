@@ -20,7 +20,7 @@ from gradparity.multiprocess import Cluster, current_world
 from gradparity.tests.products import in_turn
 
 STEPS = 2
-COMPILED = "gradparity.tests.compiled_stacks"
+COMPILED = "gradparity.tests.workloads.compiled_stacks"
 STACKS = "gradparity.fixtures.faulty.stacks"
 
 
@@ -79,7 +79,7 @@ PLACES = (
 
 
 @pytest.mark.parametrize(
-    ("place", "recipe"), in_turn(PLACES, ("plain", "accumulate", "recompute"))
+    ("place", "recipe"), in_turn(PLACES, ("plain", "accumulate", "recompute"), each=1)
 )
 def test_models_of_ours(ranks: dict[int, Cluster], place: str, recipe: str) -> None:
     if recipe == "accumulate" and place.startswith("pp"):
@@ -99,7 +99,7 @@ def drawn_in_its_layout(scenario: Scenario) -> tuple[float, float]:
 
 
 def test_the_layout_that_shows_the_map_draws_nothing(two: Cluster) -> None:
-    model = "gradparity.tests.stacks:Draws"
+    model = "gradparity.tests.workloads.stacks:Draws"
     scenario = Scenario.parse(f"dp2/2/fp32/own/none/model={model}")
     for drawn, first in two.run(drawn_in_its_layout, scenario):
         assert drawn == first
@@ -152,7 +152,8 @@ def test_compiled_stacks(ranks: dict[int, Cluster], stack: str, recipe: str) -> 
 
 
 def test_a_learned_router_whose_choices_do_not_tip(ranks: dict[int, Cluster]) -> None:
-    text = "dp2/2/fp32/own/none/model=gradparity.tests.routed_stacks:TopTwo,steps=2"
+    model = "gradparity.tests.workloads.routed_stacks:TopTwo"
+    text = f"dp2/2/fp32/own/none/model={model},steps=2"
     scenario = Scenario.parse(text)
     schedule = Schedule(skipped=(frozenset(),) * STEPS, scales=(1.0,) * STEPS)
     known = expected_choices(scenario, schedule)

@@ -25,18 +25,19 @@ from gradparity.fixtures import (
 )
 from gradparity.fixtures.specimens import ONE_RANK
 from gradparity.multiprocess import current_world
-from gradparity.tests.conformance.test_workload_steps import (
-    PLAIN,
+from gradparity.tests.verdicts import failed
+from gradparity.tests.workloads.stacks import Named, Right
+from gradparity.tests.workloads.steps import (
+    Alone,
     Engine,
     MicroBatches,
     StepsTwice,
     Trains,
     TrainsOnTwoAxes,
-    failed,
 )
-from gradparity.tests.stacks import Named, Right
 
 MODULE = "gradparity.tests.conformance.test_one_rank"
+PLAIN = "gradparity.fixtures.faulty:PlainScaler"
 
 
 def case(runner: Runner, spec: str, scaler: str = "none", **more: str) -> Case:
@@ -95,12 +96,6 @@ def test_the_example_of_a_gan_passes_and_is_short(runner: Runner) -> None:
 
 
 # - With a scaler
-
-
-class Alone(Trains):
-    """An engine that could be compared with the plain reference, too."""
-
-    reference = "one rank"
 
 
 @pytest.mark.parametrize(

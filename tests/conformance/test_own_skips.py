@@ -8,12 +8,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.fixtures import REFERENCE_LINE
-from gradparity.tests.conformance.test_workload_steps import (
-    Engine,
-    MicroBatches,
-    Trains,
-)
-from gradparity.tests.stacks import Batch
+from gradparity.tests.verdicts import failed
+from gradparity.tests.workloads.stacks import Batch
+from gradparity.tests.workloads.steps import Engine, MicroBatches, Trains
 
 SPIKE = 1
 """The step whose rows on rank 1 have targets far away."""
@@ -93,10 +90,6 @@ def judged(runner: Runner, stack: type, scaler: str = "none") -> Case:
     case = runner.run(scaler, Scenario.parse(text))
     assert not case.problem
     return case
-
-
-def failed(case: Case) -> dict[str, str]:
-    return {v.law: v.message for v in case.verdicts if v.status is Status.FAIL}
 
 
 @pytest.mark.parametrize("stack", [SkipsSpikes, AsksOneRank])

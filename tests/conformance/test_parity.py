@@ -418,9 +418,9 @@ def test_few_references_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FREQUENCY = "gradparity.benchmarks.validation.wild_workloads:Frequency"
-STATISTICS = "gradparity.tests.stacks:BatchStatistics"
-ALIKE = "gradparity.tests.stacks:RowsAlike"
-WEAK = "gradparity.tests.stacks:BalancesAGate"
+STATISTICS = "gradparity.tests.workloads.stacks:BatchStatistics"
+ALIKE = "gradparity.tests.workloads.stacks:RowsAlike"
+WEAK = "gradparity.tests.workloads.stacks:BalancesAGate"
 
 
 @pytest.mark.parametrize(
@@ -461,7 +461,7 @@ def test_a_parameter_of_one_element_is_not_accused(
     runner: Runner, precision: str, seed: int
 ) -> None:
     """The error was small by chance in all runs that rounded each row alike."""
-    model = "gradparity.tests.stacks:Scalars"
+    model = "gradparity.tests.workloads.stacks:Scalars"
     text = f"tp2/2/{precision}/own/none/model={model},steps=2,seed={seed}"
     found = runner.run("none", Scenario.parse(text))
     assert found.status == "pass", found.verdicts

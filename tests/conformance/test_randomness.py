@@ -17,11 +17,11 @@ from gradparity.conformance.space.random_layers import turn_off_random_layers
 from gradparity.conformance.space.workload_checks import check_workload
 from gradparity.conformance.status import UsageError
 from gradparity.fixtures import WorkloadError
-from gradparity.tests import random_stacks as stacks
 from gradparity.tests.made_up import finding, rank_trace
+from gradparity.tests.workloads import random_stacks as stacks
 
-MODULE = "gradparity.tests.random_stacks"
-PLAIN_MODULE = "gradparity.tests.stacks"
+MODULE = "gradparity.tests.workloads.random_stacks"
+PLAIN_MODULE = "gradparity.tests.workloads.stacks"
 
 
 def scenario(stack: type, place: str, recipe: str = "random") -> Scenario:

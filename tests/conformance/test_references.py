@@ -18,7 +18,7 @@ from gradparity.conformance.judge.reference import Schedule
 from gradparity.conformance.rank import layout
 from gradparity.fixtures import WorkloadError
 from gradparity.multiprocess import current_world
-from gradparity.tests.stacks import Right
+from gradparity.tests.workloads.stacks import Right
 
 DIGITS = Scenario.parse("single/1/fp32/sgd/none/steps=3")
 HERE = "gradparity.tests.conformance.test_references"
@@ -81,7 +81,7 @@ def test_a_probe_that_seeds_while_references_train_changes_no_bound() -> None:
 
 def test_a_run_draws_nothing_from_the_generator_of_the_process_that_judges() -> None:
     scenario = Scenario.parse(
-        "dp2/2/fp32/own/none/model=gradparity.tests.stacks:Right,steps=2"
+        "dp2/2/fp32/own/none/model=gradparity.tests.workloads.stacks:Right,steps=2"
     )
     torch.manual_seed(5)
     before = torch.get_rng_state()

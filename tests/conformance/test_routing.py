@@ -17,10 +17,10 @@ from gradparity.conformance.judge.reference import Reference, Schedule
 from gradparity.conformance.judge.variants import Variant
 from gradparity.conformance.rank.routing import ChoiceLog, Choices, chooses_in_forward
 from gradparity.conformance.run import runner
-from gradparity.tests import routed_stacks as stacks
 from gradparity.tests.made_up import add, doubts_in, evidence, finding, row
+from gradparity.tests.workloads import routed_stacks as stacks
 
-MODULE = "gradparity.tests.routed_stacks"
+MODULE = "gradparity.tests.workloads.routed_stacks"
 TIPS = "tp2/2/bf16-autocast", "steps=6,seed=6"
 """Where sums over two ranks are rounded otherwise and a row goes to another expert."""
 
@@ -145,7 +145,7 @@ def test_noise_of_scores_contains_half_of_what_flipped_signs_change(
 
 def test_only_forwards_that_choose_by_numbers_are_replayed() -> None:
     assert chooses_in_forward(f"{MODULE}:TopOne")
-    assert not chooses_in_forward("gradparity.tests.stacks:Right")
+    assert not chooses_in_forward("gradparity.tests.workloads.stacks:Right")
     assert not chooses_in_forward("digits-experts")  # routes by a hash
 
 

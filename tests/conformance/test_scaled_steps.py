@@ -16,13 +16,9 @@ from gradparity.conformance.rank.watched import WatchedScaler
 from gradparity.examples.gan import Gan
 from gradparity.fixtures.faulty.agreement import NeverAgrees
 from gradparity.fixtures.faulty.plain import ClippingScaler, PlainScaler
-from gradparity.tests.conformance.test_workload_steps import (
-    Engine,
-    MicroBatches,
-    Trains,
-)
 from gradparity.tests.products import in_turn
-from gradparity.tests.stacks import rank
+from gradparity.tests.workloads.stacks import rank
+from gradparity.tests.workloads.steps import Engine, MicroBatches, Trains
 
 OURS = "gradparity.scaler:GradScaler"
 OVERFLOWS = "scale=1.7e38,backoff=0.0001"

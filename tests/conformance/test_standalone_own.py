@@ -16,17 +16,17 @@ from gradparity.conformance import Scenario
 from gradparity.conformance.script.standalone import standalone_script
 from gradparity.conformance.status import UsageError
 from gradparity.fixtures import specimens
-from gradparity.tests import stacks
-from gradparity.tests.conformance.test_one_rank import Alone
 from gradparity.tests.extras import needs
-from gradparity.tests.misplaced import StepsTwice
 from gradparity.tests.scripts import LIMIT_S, Scripts, alone
+from gradparity.tests.workloads import stacks
+from gradparity.tests.workloads.misplaced import StepsTwice
+from gradparity.tests.workloads.steps import Alone
 
-MODULE = "gradparity.tests.stacks"
+MODULE = "gradparity.tests.workloads.stacks"
 ALONE = "gradparity.tests.conformance.test_one_rank"
 HERE = "gradparity.tests.conformance.test_standalone_own"
-STEPS = "gradparity.tests.conformance.test_workload_steps"
-SCHEDULES = "gradparity.tests.conformance.test_stack_schedules"
+STEPS = "gradparity.tests.workloads.steps"
+SCHEDULES = "gradparity.tests.workloads.schedules"
 LAYOUTS = "gradparity.tests.conformance.test_gradient_layouts"
 OURS = "gradparity.scaler:GradScaler"
 NEVER = "gradparity.fixtures.faulty:NeverAgrees"

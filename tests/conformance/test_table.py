@@ -156,6 +156,7 @@ def test_a_run_prints_the_table_and_nothing_else(
         "single",
         "--topology",
         "ddp",
+        "--quick",
         "--table",
     ]
     assert main(["run", *options, "--out", str(tmp_path)]) == 0

@@ -16,11 +16,11 @@ from gradparity.conformance.report.records import read_report
 from gradparity.conformance.space.facts import probe
 from gradparity.fixtures import OfWorkload, WorkloadError, resolve_workload
 from gradparity.multiprocess import Cluster
-from gradparity.tests import random_stacks, stacks
+from gradparity.tests.workloads import random_stacks, stacks
 
 HERE = Path(__file__).parents[1]
 OURS = "gradparity.scaler:GradScaler"
-MODULE = "gradparity.tests.stacks"
+MODULE = "gradparity.tests.workloads.stacks"
 NEVER = "gradparity.fixtures.faulty:NeverAgrees"
 
 
@@ -276,29 +276,27 @@ def command(
 
 
 @pytest.mark.slow
-def test_the_example_runs_and_replays(tmp_path: Path, warm_python: list[str]) -> None:
+def test_the_example_runs_and_replays(tmp_path: Path, warm_ranks: list[str]) -> None:
     words = ["-m", "gradparity.conformance", "run", "--scaler=none", "--quick"]
     words += [
         "--workload=examples.workload:Stack",
         "--world-size=2",
         f"--out={tmp_path}",
     ]
-    done = command(HERE.parent, warm_python, *words)
+    done = command(HERE.parent, warm_ranks, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     report = read_report(tmp_path / "report.jsonl")
     assert {c.status for c in report.cases} == {"pass"}
     assert [*report.header.data] == ["examples.workload:Stack"]
     again = ["replay", report.cases[0].scenario, "--scaler=none", f"--out={tmp_path}"]
-    assert command(HERE.parent, warm_python, *words[:2], *again).returncode == 0
+    assert command(HERE.parent, warm_ranks, *words[:2], *again).returncode == 0
 
 
-def test_a_hunt_finds_a_fault_in_a_stack(
-    tmp_path: Path, warm_python: list[str]
-) -> None:
+def test_a_hunt_finds_a_fault_in_a_stack(tmp_path: Path, warm_ranks: list[str]) -> None:
     words = ["-m", "gradparity.conformance", "hunt", "--scaler=none", "--budget=2s"]
     words += ["--workload=stacks:SumsForMean", "--world-size=2"]
-    (tmp_path / "stacks.py").write_text((HERE / "stacks.py").read_text())
-    done = command(tmp_path, warm_python, *words)
+    (tmp_path / "stacks.py").write_text((HERE / "workloads" / "stacks.py").read_text())
+    done = command(tmp_path, warm_ranks, *words)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "violation of parity." in done.stdout
     assert "model=stacks:SumsForMean" in done.stdout
@@ -318,7 +316,7 @@ def test_under_torchrun_the_ranks_find_the_workload(
         "--workload=stacks:Right",
     ]
     words += ["--preset=parity", "--topology=dp2", "--out=out"]
-    (tmp_path / "stacks.py").write_text((HERE / "stacks.py").read_text())
+    (tmp_path / "stacks.py").write_text((HERE / "workloads" / "stacks.py").read_text())
     done = command(tmp_path, warm_python, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(read_report(tmp_path / "out" / "report.jsonl").cases) == 3
@@ -326,16 +324,16 @@ def test_under_torchrun_the_ranks_find_the_workload(
 
 @pytest.mark.slow
 def test_the_pytest_plugin_takes_a_workload(
-    tmp_path: Path, warm_python: list[str]
+    tmp_path: Path, warm_ranks: list[str]
 ) -> None:
-    (tmp_path / "stacks.py").write_text((HERE / "stacks.py").read_text())
+    (tmp_path / "stacks.py").write_text((HERE / "workloads" / "stacks.py").read_text())
     options = [
         "--gradparity-scaler=none",
         "--gradparity-workload=stacks:ForgetsOneBias",
         "--gradparity-quick",
         "--gradparity-topology=dp2",
     ]
-    done = command(tmp_path, warm_python, "-m", "pytest", "-q", *options)
+    done = command(tmp_path, warm_ranks, "-m", "pytest", "-q", *options)
     assert done.returncode == 1, done.stdout
     assert "agreement.replicas" in done.stdout
 

@@ -7,9 +7,9 @@ import pytest
 from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.__main__ import main
 from gradparity.fixtures import resolve_workload
-from gradparity.tests import stacks
+from gradparity.tests.workloads import stacks
 
-MODULE = "gradparity.tests.stacks"
+MODULE = "gradparity.tests.workloads.stacks"
 
 
 @pytest.mark.parametrize(

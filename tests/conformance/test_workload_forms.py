@@ -28,7 +28,7 @@ from gradparity.conformance.space.workload_checks import check_workload, counts_
 from gradparity.conformance.status import UsageError
 from gradparity.fixtures import WorkloadError, resolve_workload
 from gradparity.fixtures.faulty.stacks import Base, Named
-from gradparity.tests.stacks import Right
+from gradparity.tests.workloads.stacks import Right
 
 VOCABULARY = 12
 

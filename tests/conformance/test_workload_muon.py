@@ -12,7 +12,7 @@ from torch.distributed.tensor import parallel as tp
 
 from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.rank.elementwise import HalfNoise, not_elementwise
-from gradparity.tests.stacks import Named, Right
+from gradparity.tests.workloads.stacks import Named, Right
 
 MODULE = "gradparity.tests.conformance.test_workload_muon"
 
@@ -103,7 +103,7 @@ def test_gradients_of_the_first_step_are_held_as_tightly_as_ever(
 def test_whole_matrix_optimizers_are_recognised_by_their_updates() -> None:
     assert not_elementwise(f"{MODULE}:Matrices", "own") == {"0.weight", "2.weight"}
     right = f"{Right.__module__}:{Right.__name__}"
-    nested = "gradparity.tests.stacks:Nested"  # AdamW
+    nested = "gradparity.tests.workloads.stacks:Nested"  # AdamW
     assert not_elementwise(right, "own") == not_elementwise(nested, "own") == set()
     assert not_elementwise("digits", "adamw") == set()
 

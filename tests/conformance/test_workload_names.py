@@ -12,7 +12,7 @@ from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.rank.local_parts import full_name
 from gradparity.fixtures.faulty import PlainScaler
 from gradparity.tests.scripts import Scripts
-from gradparity.tests.stacks import Right
+from gradparity.tests.workloads.stacks import Right
 
 MODULE = "gradparity.tests.conformance.test_workload_names"
 

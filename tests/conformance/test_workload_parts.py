@@ -19,18 +19,10 @@ from gradparity.conformance.report.records import read_report
 from gradparity.conformance.space.catalogue import Selection, not_tried, select
 from gradparity.conformance.space.facts import facts_of
 from gradparity.fixtures import resolve_workload
-from gradparity.tests.stacks import Batch, Named, Right, SixRows, rank
+from gradparity.tests.verdicts import failed
+from gradparity.tests.workloads.stacks import Batch, Ddp, Named, Right, SixRows, rank
 
 MODULE = "gradparity.tests.conformance.test_workload_parts"
-
-
-class Ddp(Right):
-    """No fault: DDP, which can put off the synchronisation of gradients."""
-
-    meshes: object = ({"dp": 2},)
-
-    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        return DistributedDataParallel(model, process_group=mesh.get_group("dp"))
 
 
 class Counted(Ddp):
@@ -494,10 +486,6 @@ def case(
     return runner.run(scaler, Scenario.parse(f"{mesh}/2/fp32/own/none/{settings}"))
 
 
-def failed(found: Case) -> dict[str, str]:
-    return {v.law: v.message for v in found.verdicts if v.status == "fail"}
-
-
 ACCUMULATE = ("accumulate", "accumulate-no-sync", "accumulate-uneven")
 
 
@@ -636,7 +624,7 @@ def test_faults_of_a_workload_known_before_the_run_are_usage_errors(
 
 def test_quick_accumulates_on_every_mesh_and_narrows_each_axis() -> None:
     for no_scaler in (True, False):
-        spec = "gradparity.tests.stacks:Right"
+        spec = "gradparity.tests.workloads.stacks:Right"
         quick = select("quick", Selection(workload=spec, no_scaler=no_scaler))
         tried = {(s.topology, s.recipe) for s in quick if s.faults == "none"}
         for mesh in ("dp2", "dp2-tp2"):

@@ -24,11 +24,7 @@ from gradparity.fixtures.faulty.plain import Broken
 from gradparity.fixtures.faulty.stacks import Held, Named
 from gradparity.fixtures.faulty.steps import FAULTY_STEPS, RIGHT_STEPS
 from gradparity.multiprocess import WorldError
-from gradparity.tests.conformance.test_workload_steps import (
-    Engine,
-    MicroBatches,
-    Trains,
-)
+from gradparity.tests.workloads.steps import Engine, MicroBatches, Trains
 
 PLAIN = "gradparity.fixtures.faulty:PlainScaler"
 TRAINS = "gradparity.fixtures.faulty.steps:Trains"
@@ -79,7 +75,7 @@ def test_a_train_step_is_skipped_only_for_what_it_decides_itself() -> None:
             "the workload has no save_checkpoint and load_checkpoint",
         ),
         (
-            "gradparity.tests.random_stacks:Recomputes",
+            "gradparity.tests.workloads.random_stacks:Recomputes",
             "recompute",
             "its model recomputes by itself, in every recipe",
         ),

@@ -6,7 +6,6 @@ meet, as on two nodes. The PyTorchJob keeps the schema of Kubeflow's models.
 
 import os
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from ruamel.yaml import YAML
 from gradparity.conformance.cli.arguments import build_parser
 from gradparity.conformance.report.records import read_report
 from gradparity.tests.docs_blocks import ROOT
+from gradparity.tests.json_schemas import lint_by_file
 
 CLUSTER = ROOT / "examples" / "cluster"
 SLURM = CLUSTER / "slurm.sbatch"
@@ -121,14 +121,8 @@ def job() -> Any:
     return YAML(typ="safe").load(JOB.read_text())
 
 
-def keeps_schema(file: Path) -> tuple[int, str]:
-    command = [sys.executable, "-m", "check_jsonschema", "--schemafile", str(SCHEMA)]
-    done = subprocess.run([*command, str(file)], capture_output=True, text=True)
-    return done.returncode, done.stdout
-
-
 def test_the_job_keeps_the_schema(tmp_path: Path) -> None:
-    assert keeps_schema(JOB)[0] == 0
+    assert lint_by_file(JOB, SCHEMA)[0] == 0
     for right, wrong in (
         ("backoffLimit", "backOffLimit"),
         ('nprocPerNode: "2"', "nprocPerNode: 2"),
@@ -137,7 +131,7 @@ def test_the_job_keeps_the_schema(tmp_path: Path) -> None:
     ):
         broken = tmp_path / "broken.yaml"
         broken.write_text(JOB.read_text().replace(right, wrong))
-        code, told = keeps_schema(broken)
+        code, told = lint_by_file(broken, SCHEMA)
         assert code == 1, f"{wrong!r} passes"
         assert wrong.split(":")[0] in told
 

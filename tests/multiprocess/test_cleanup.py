@@ -21,14 +21,6 @@ RUN_S = 200.0
 
 Parent = subprocess.Popen[str]
 
-FORK = """
-import os
-os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else NumPy's library starts threads
-import torch
-from gradparity.multiprocess.parent.forkserver_client import fork_forkserver
-assert fork_forkserver()
-"""
-
 PROGRAM = """
 import os, subprocess, sys, time
 from gradparity.multiprocess import Cluster, current_world
@@ -42,38 +34,40 @@ def stay():
 
 cluster = Cluster(2)
 children = cluster.run(child)
-print(forkserver().pid, *cluster.pids, *children, flush=True)
+print(os.getpid(), forkserver().pid, *cluster.pids, *children, flush=True)
 {then}
 """
 
 
 @pytest.fixture(
     params=[
-        pytest.param("", id="fresh"),
-        pytest.param(FORK, id="forked", marks=pytest.mark.slow),
+        pytest.param(True, id="forked"),
+        pytest.param(False, id="fresh", marks=pytest.mark.slow),
     ]
 )
-def first(request: pytest.FixtureRequest) -> str:
-    """How a program begins: its forkserver is fresh, or a fork of the program."""
-    return str(request.param)
+def python(request: pytest.FixtureRequest, warm_ranks: list[str]) -> list[str]:
+    """How a program begins: its forkserver is a fork of it, or imports torch."""
+    return warm_ranks if request.param else [sys.executable]
 
 
 @contextmanager
 def program(
-    then: str, folder: Path, first: str = ""
-) -> Iterator[tuple[subprocess.Popen[str], set[int]]]:
+    then: str, folder: Path, python: list[str]
+) -> Iterator[tuple[Parent, int, set[int]]]:
+    """Start it; give it, its process id and those of the processes that it began."""
     env = {**os.environ, "TMPDIR": str(folder)}
     with subprocess.Popen(
-        [sys.executable, "-c", first + PROGRAM.format(then=then)],
+        [*python, "-c", PROGRAM.format(then=then)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=env,
     ) as parent:
-        pids = {int(word) for word in first_line(parent).split()}
+        own, *others = (int(word) for word in first_line(parent).split())
+        pids = set(others)
         assert len(pids) == 5
         try:
-            yield parent, pids
+            yield parent, own, pids
         finally:
             parent.kill()
             parent.wait()
@@ -122,21 +116,21 @@ def shared_memory() -> set[str]:
 
 @pytest.mark.parametrize("then", ["time.sleep(1000)", "cluster.run(stay)"])
 def test_sigkill_of_the_parent_leaves_nothing(
-    then: str, tmp_path: Path, first: str
+    then: str, tmp_path: Path, python: list[str]
 ) -> None:
-    with program(then, tmp_path, first) as (parent, pids):
+    with program(then, tmp_path, python) as (parent, own, pids):
         assert alive(pids) == pids
-        parent.kill()
+        os.kill(own, signal.SIGKILL)
         parent.wait()
         assert wait_until_gone(pids) == set()
     assert left_in(tmp_path) == []
     assert shared_memory() == set()
 
 
-def test_ctrl_c_ends_the_call_and_the_ranks(tmp_path: Path, first: str) -> None:
-    with program("cluster.run(stay)", tmp_path, first) as (parent, pids):
+def test_ctrl_c_ends_the_call_and_the_ranks(tmp_path: Path, python: list[str]) -> None:
+    with program("cluster.run(stay)", tmp_path, python) as (parent, own, pids):
         time.sleep(0.3)
-        parent.send_signal(signal.SIGINT)
+        os.kill(own, signal.SIGINT)
         _, errors = parent.communicate(timeout=RUN_S)
         assert "KeyboardInterrupt" in errors
         assert parent.returncode != 0
@@ -144,26 +138,28 @@ def test_ctrl_c_ends_the_call_and_the_ranks(tmp_path: Path, first: str) -> None:
     assert left_in(tmp_path) == []
 
 
-def test_daemons_of_ranks_end_with_the_last_rank(tmp_path: Path, first: str) -> None:
+def test_daemons_of_ranks_end_with_the_last_rank(
+    tmp_path: Path, python: list[str]
+) -> None:
     then = "cluster.close(); time.sleep(1000)"
-    with program(then, tmp_path, first) as (parent, pids):
+    with program(then, tmp_path, python) as (parent, _, pids):
         assert len(wait_until_gone(pids, but=1)) == 1  # the forkserver
         assert parent.poll() is None
 
 
 def test_a_parent_that_forgets_to_close_leaves_nothing(
-    tmp_path: Path, first: str
+    tmp_path: Path, python: list[str]
 ) -> None:
-    with program("", tmp_path, first) as (parent, pids):
+    with program("", tmp_path, python) as (parent, _, pids):
         parent.communicate(timeout=RUN_S)
         assert parent.returncode == 0
         assert wait_until_gone(pids) == set()
     assert left_in(tmp_path) == []
 
 
-def test_ranks_die_with_their_forkserver(tmp_path: Path, first: str) -> None:
+def test_ranks_die_with_their_forkserver(tmp_path: Path, python: list[str]) -> None:
     then = "os.kill(forkserver().pid, 9); time.sleep(1); print(cluster.run(child))"
-    with program(then, tmp_path, first) as (parent, pids):
+    with program(then, tmp_path, python) as (parent, _, pids):
         output, errors = parent.communicate(timeout=RUN_S)
         ranks = pids - {max(pids)}
         assert "[" in output, errors  # a new server and new ranks took over
@@ -181,11 +177,11 @@ def test_a_closed_cluster_leaves_no_process_and_no_descriptor() -> None:
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_output_needs_no_disk(tmp_path: Path) -> None:
+def test_output_needs_no_disk(tmp_path: Path, warm_ranks: list[str]) -> None:
     # There is no file: a full disk, or no temporary folder at all, changes nothing.
     missing = tmp_path / "missing"
     then = "print(cluster.outcomes(lambda: print('kept'))[1].output)"
-    with program(then, missing) as (parent, _):
+    with program(then, missing, warm_ranks) as (parent, *_):
         output, _ = parent.communicate(timeout=RUN_S)
     assert "kept" in output
 

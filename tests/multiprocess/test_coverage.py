@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,10 @@ with Cluster(2) as cluster:
 """
 
 
-def run(folder: Path, *command: str) -> None:
+def run(folder: Path, python: Sequence[str], *command: str) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("COV", "PYTEST_"))}
     done = subprocess.run(
-        [sys.executable, "-m", *command],
+        [*python, "-m", *command],
         cwd=folder,
         env={**env, "PYTHONPATH": str(folder)},
         capture_output=True,
@@ -89,13 +90,13 @@ def check(folder: Path) -> None:
     [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)],
 )
 def test_pytest_cov_measures_the_ranks(
-    tmp_path: Path, options: tuple[str, ...]
+    tmp_path: Path, warm_python: list[str], options: tuple[str, ...]
 ) -> None:
     (tmp_path / "measured.py").write_text(MODULE)
     (tmp_path / "test_it.py").write_text(TESTS)
     (tmp_path / ".coveragerc").write_text(SETTINGS)
     cov = ("--cov", "--cov-report=json")
-    run(tmp_path, "pytest", "-q", "-p", "no:cacheprovider", *cov, *options)
+    run(tmp_path, warm_python, "pytest", "-q", "-p", "no:cacheprovider", *cov, *options)
     check(tmp_path)
 
 
@@ -103,7 +104,7 @@ def test_coverage_run_measures_the_ranks_of_a_program(tmp_path: Path) -> None:
     (tmp_path / "measured.py").write_text(MODULE)
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / ".coveragerc").write_text(SETTINGS)
-    run(tmp_path, "coverage", "run", "program.py")
-    run(tmp_path, "coverage", "combine")
-    run(tmp_path, "coverage", "json")
+    run(tmp_path, [sys.executable], "coverage", "run", "program.py")
+    run(tmp_path, [sys.executable], "coverage", "combine")
+    run(tmp_path, [sys.executable], "coverage", "json")
     check(tmp_path)

@@ -30,14 +30,14 @@ def run(folder: Path, python: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_foreign_project_passes_and_its_fault_is_found(
-    tmp_path: Path, warm_python: list[str]
+    tmp_path: Path, warm_ranks: list[str]
 ) -> None:
     folder = shutil.copytree(PROJECT, tmp_path / "project")
     test = folder / "test_sum.py"
     wrong = test.read_text().replace("test_every", "test_wrong_every")
     wrong = wrong.replace("world.rank\n", "world.rank + (world.rank == 1)\n")
     (folder / "test_wrong.py").write_text(wrong)
-    done = run(folder, warm_python)
+    done = run(folder, warm_ranks)
     assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
     assert "root cause: rank" in done.stdout
     assert "value.item() == sum(range(world.world_size))" in done.stdout

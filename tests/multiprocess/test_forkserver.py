@@ -99,6 +99,7 @@ def test_the_stderr_of_a_server_that_ends_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent_is_slow: bool
 ) -> None:
     (tmp_path / "dies.py").write_text(DIES)
+    monkeypatch.setattr(forkserver_client, "PRELOAD", ())  # torch: it dies first
     preload = forkserver_client.ForkserverClient.preload
 
     def preload_until_it_ends(*given: Any) -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,11 @@ def rank() -> int:
     return current_world().rank
 
 
-def program(text: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+def program(
+    text: str, python: Sequence[str] = (sys.executable,)
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", text],
-        capture_output=True,
-        text=True,
-        timeout=RUN_S,
-        **settings,
+        [*python, "-c", text], capture_output=True, text=True, timeout=RUN_S
     )
 
 
@@ -156,16 +154,6 @@ def test_a_rank_may_end_long_before_the_others(cluster: Cluster) -> None:
     assert cluster.run(body) == [3, 6, 6]
 
 
-def test_an_import_path_may_hold_what_python_ignores() -> None:
-    done = program("""
-import pathlib, sys
-sys.path.append(pathlib.Path("/nowhere"))
-from gradparity.multiprocess import Cluster, current_world
-print(Cluster(2).run(lambda: current_world().rank))
-""")
-    assert done.stdout == "[0, 1]\n", done.stderr
-
-
 def test_close_in_a_fork_of_the_parent_leaves_its_ranks(cluster: Cluster) -> None:
     cluster.start()
     pids = cluster.pids
@@ -190,8 +178,10 @@ def test_lists_may_be_given_for_names() -> None:
         WorldSpec(world_size=1, preload="json")  # type: ignore[arg-type]
 
 
-def test_without_descriptors_a_start_says_so_and_leaks_none() -> None:
-    done = program("""
+def test_without_descriptors_a_start_says_so_and_leaks_none(
+    warm_ranks: list[str],
+) -> None:
+    text = """
 import os, resource
 from gradparity.multiprocess import Cluster, HarnessError
 Cluster(1).run(os.getpid)
@@ -207,7 +197,8 @@ for _ in range(4):
         print(error)
 assert opened() == before, (opened(), before)
 print(Cluster(2).run(lambda: 7))
-""")
+"""
+    done = program(text, warm_ranks)
     assert done.stdout.count("raise the limit (ulimit -n)") == 4, done.stderr
     assert done.stdout.endswith("[7, 7]\n"), done.stderr
 
@@ -282,9 +273,11 @@ with Cluster(1) as cluster:
 
 
 def test_the_import_path_and_the_environment_may_be_long() -> None:
+    """The path may also hold what Python ignores."""
     # regression: M15, the kernel takes no argument above 128 KiB
     done = program("""
-import os, sys
+import os, pathlib, sys
+sys.path.append(pathlib.Path("/nowhere"))
 from gradparity.multiprocess import Cluster
 sys.path += [f"/nowhere/{number}" + "x" * 1000 for number in range(300)]
 os.environ["LONG"] = "x" * (1 << 18)

@@ -3,7 +3,6 @@
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -56,11 +55,11 @@ class TestIt(TestCase):
     ],
 )
 def test_ctrl_c_shows_where_each_rank_is(
-    tmp_path: Path, body: str, command: list[str]
+    tmp_path: Path, warm_ranks: list[str], body: str, command: list[str]
 ) -> None:
     (tmp_path / "test_it.py").write_text(HEAD + body)
     with subprocess.Popen(
-        [sys.executable, *command, "test_it.py"],
+        [*warm_ranks, *command, "test_it.py"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -114,14 +114,21 @@ def against(
         ),
     ],
 )
-def test_a_right_layout_is_the_same(
-    against: Against, command: Command, job: str, ranks: int
-) -> None:
-    code, told, output = against(job, "", ranks, modules=True)
+def test_a_right_layout_is_the_same(against: Against, job: str, ranks: int) -> None:
+    code, told, _ = against(job, "", ranks, modules=True)
     assert code == 0, told
     assert "start: 21 of 21 tensors have equal bits" in told
     assert "rows: equal at 3 of 3 steps" in told
-    # recording changes no bit of the training
+
+
+@pytest.mark.parametrize(
+    ("job", "ranks"),
+    [("plain", 1), pytest.param("fsdp-tp", 4, marks=pytest.mark.slow)],
+)
+def test_recording_changes_no_bit_of_the_training(
+    against: Against, command: Command, job: str, ranks: int
+) -> None:
+    *_, output = against(job, "", ranks, modules=True)
     of = command(job, ranks=ranks)
     alone = subprocess.run(of, capture_output=True, text=True, check=True)
     assert trained(alone.stdout) == trained(output)
@@ -337,8 +344,10 @@ def test_an_optimizer_that_is_not_torchs_is_recorded_by_two_lines(
 # - What goes wrong
 
 
-def test_a_job_without_an_optimizer_ends_with_the_lines_to_add(tmp_path: Path) -> None:
-    done = record(tmp_path / "r", of=[sys.executable, "-c", "import torch"])
+def test_a_job_without_an_optimizer_ends_with_the_lines_to_add(
+    tmp_path: Path, warm_python: list[str]
+) -> None:
+    done = record(tmp_path / "r", of=[*warm_python, "-c", "import torch"])
     assert done.returncode == 2
     assert "with gradparity.record(model, optimizer): ..." in done.stderr
 

@@ -16,6 +16,7 @@ from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler
 from gradparity.scaler.grads import norms
 from gradparity.tests.products import pairs
+from gradparity.tests.scaler.optimizers import Wrapper
 from gradparity.tests.stepping import BOTH, FUSED, exchanged
 
 SCALE = 1024.0
@@ -181,16 +182,6 @@ def test_gradients_made_in_inference_mode_are_clipped_there(fused: bool) -> None
     assert p.detach().norm().item() == pytest.approx(0.5, rel=1e-5)
 
 
-class Around:
-    """A wrapper that does not say whether the optimizer in it is fused."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self.param_groups = inner, inner.param_groups
-
-    def step(self) -> None:
-        self.inner.step()
-
-
 class AsksForTheScaler(torch.optim.SGD):
     """The older contract of fused optimizers: it leaves unscaled gradients alone."""
 
@@ -201,7 +192,7 @@ class AsksForTheScaler(torch.optim.SGD):
 
 
 def step_in_a_wrapper(scaler: GradScaler, optimizer: Any) -> None:
-    scaler.step(Around(optimizer))  # type: ignore[arg-type]  # has what torch's has
+    scaler.step(Wrapper(optimizer))  # type: ignore[arg-type]  # has what torch's has
 
 
 def step_interrupted(scaler: GradScaler, optimizer: Any) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler
 from gradparity.tests.products import pairs
-from gradparity.tests.stepping import BOTH, FUSED, INF, scaled
+from gradparity.tests.stepping import BOTH, FUSED, INF, parameter, scaled, sgd
 
 # torch's own, of graphs that break
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -82,3 +82,19 @@ def test_the_first_scale_may_be_made_in_a_full_graph() -> None:
     scaler = GradScaler("cpu", init_scale=4.0)
     step = torch.compile(scaler.scale, backend="eager", fullgraph=True)
     assert step(torch.ones(())).item() == 4.0 and scaler.get_scale() == 4.0
+
+
+def test_b17_compiled_step_is_right() -> None:
+    p = parameter(0.0)
+    scaler, optimizer = scaled(), sgd(p)
+
+    def step() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    compiled_step = torch.compile(step, backend="eager")
+    for gradient, value in ((4.0, -1.0), (INF, -1.0), (2.0, -2.0)):
+        p.grad = torch.full_like(p, gradient)
+        compiled_step()
+        assert p.tolist() == [value, value]
+    assert scaler.get_scale() == 2.0

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from gradparity.tests.scaler.optimizers import Follower, Wrapper
 from gradparity.tests.stepping import (
     BOTH,
     FUSED,
@@ -19,27 +20,13 @@ from gradparity.tests.stepping import (
 )
 
 
-class Wrapper:
-    """Shares its parameter groups with the optimizer inside, as accelerate does."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-    @property
-    def param_groups(self) -> Any:
-        return self.optimizer.param_groups
-
-    def step(self, closure: Any = None) -> None:
-        self.optimizer.step(closure)
-
-
 @BOTH
 def test_b10a_wrapped_optimizer_is_unscaled_once(make: Any) -> None:
     p = parameter(0.0)
     scaler, inner = scaled(make), sgd(p)
     p.grad = torch.full_like(p, 4.0)
     scaler.unscale_(inner)
-    scaler.step(Wrapper(Wrapper(inner)))
+    scaler.step(Follower(Follower(inner)))
     assert p.tolist() == [-1.0, -1.0]
     with pytest.raises(RuntimeError, match="already been called"):
         scaler.step(inner)
@@ -168,19 +155,9 @@ def test_b10f_gradients_changed_after_unscale(
     assert ours == theirs
 
 
-class Around:
-    """Keeps the groups that its optimizer had when it was wrapped."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
-
-    def step(self) -> None:
-        self.optimizer.step()
-
-
 # regression: T18
 @BOTH
-@pytest.mark.parametrize("wrap", [Wrapper, Around])
+@pytest.mark.parametrize("wrap", [Follower, Wrapper])
 @pytest.mark.parametrize("seen", ["none", "inner", "outer", "both"])
 def test_a_wrapper_counts_as_one_after_a_load(make: Any, wrap: Any, seen: str) -> None:
     """``load_state_dict`` of the optimizer makes new groups around the parameters."""

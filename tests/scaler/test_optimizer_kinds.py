@@ -1,5 +1,7 @@
 """Optimizers that share parameters, are fused, wrapped or unusual."""
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +19,19 @@ from gradparity.tests.beside_torch import (
     scaled_once,
     torch_sharded,
 )
-from gradparity.tests.stepping import FUSED, INF, Kernels, scalar_weight, sgd
+from gradparity.tests.scaler.optimizers import Fused, Slotted, Unhashable
+from gradparity.tests.stepping import (
+    FUSED,
+    INF,
+    Kernels,
+    exchanged,
+    one_step,
+    parameter,
+    scalar_weight,
+    scaled,
+    sgd,
+    with_grad,
+)
 
 OURS = pytest.mark.parametrize("make", [ours_plain, ours_sharded])
 
@@ -252,61 +266,15 @@ def test_a_wrapper_and_the_optimizer_inside_are_one(make: Any, wrap: Any) -> Non
     assert value(p) == 0.5
 
 
-class Duck:
-    """No optimizer of torch's, with the little that torch's scaler asks for."""
-
-    def __init__(self, *params: Any) -> None:
-        group: dict[str, Any] = {"params": list(params), "momentum": 0.5}
-        self.param_groups = [group]
-
-    def step(self) -> None:
-        with torch.no_grad():
-            for p in self.param_groups[0]["params"]:
-                p.sub_(p.grad / self.divisor())
-
-    def divisor(self) -> Any:
-        return 1.0
-
-
-class Unhashable(Duck):
-    """Equal to others by what it holds."""
-
-    __hash__: Any = None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unhashable)
-
-
-class Slotted:
-    """Has no room for a weak reference."""
-
-    __slots__ = ("param_groups",)
-    param_groups: list[dict[str, Any]]
-
-    def __init__(self, *params: Any) -> None:
-        self.param_groups = [{"params": list(params)}]
-
-    def step(self) -> None:
-        Duck(*self.param_groups[0]["params"]).step()
-
-
-class Stateless(Duck):
-    """Divides by itself, and keeps no state."""
-
-    _step_supports_amp_scaling = True
-    grad_scale: Any = 1
-    found_inf: Any
-
-    def step(self) -> None:
-        if not self.found_inf:
-            super().step()
-
-    def divisor(self) -> Any:
-        return 1.0 if self.grad_scale is None else self.grad_scale
+def stateless(*params: Any) -> Any:
+    """Return one that divides by itself and keeps no state, with momentum."""
+    optimizer: Any = Fused(*params)
+    optimizer.param_groups[0]["momentum"] = 0.5
+    return optimizer
 
 
 @CLASSES
-@pytest.mark.parametrize("kind", [Unhashable, Slotted, Stateless])
+@pytest.mark.parametrize("kind", [Unhashable, Slotted, stateless])
 @pytest.mark.parametrize("explicit", [False, True])
 def test_duck_typed_optimizers(make: Any, kind: Any, explicit: bool) -> None:
     p = scalar_weight()
@@ -326,7 +294,7 @@ def test_duck_typed_optimizers(make: Any, kind: Any, explicit: bool) -> None:
 
 
 @OURS
-@pytest.mark.parametrize("kind", [Unhashable, Slotted, Stateless])
+@pytest.mark.parametrize("kind", [Unhashable, Slotted, stateless])
 def test_duck_typed_optimizers_are_clipped(make: Any, kind: Any) -> None:
     p = scalar_weight()
     optimizer, scaler = kind(p), make(init_scale=4.0)
@@ -353,3 +321,67 @@ def test_a_skipped_step_calls_no_kernel_for_each_parameter(make: Any) -> None:
 
     few, many = kernels(16), kernels(256)
     assert many - few <= 16
+
+
+# - Kernels that step fused
+
+
+@pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    """Memory that nobody has written is nan, and not what lay there by chance."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
+@pytest.mark.parametrize("how", ["cpu", "settled"])
+def test_b21_fused_momentum_waits_for_a_good_step(how: str) -> None:
+    p = parameter()
+    optimizer = torch.optim.SGD([p], lr=0.5, momentum=0.5, fused=True)
+    scaler = scaled(scale=4.0)
+    with exchanged(how):
+        for gradient in (INF, INF, 2.0, 2.0):
+            one_step(scaler, optimizer, gradient)
+    # scales 4, 2, 1, 1: momentum 2 and then 3
+    assert p.tolist() == [1.0 - 0.5 * 2.0 - 0.5 * 3.0] * 2
+
+
+# regression: S6
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_fused_momentum_of_a_group_whose_gradient_comes_later() -> None:
+    first, later = parameter(), parameter()
+    groups: Any = [{"params": [first]}, {"params": [later]}]
+    optimizer = torch.optim.SGD(groups, lr=0.5, momentum=0.5, fused=True)
+    scaler = scaled(scale=4.0)
+    first.grad = torch.full_like(first, 4.0)
+    with exchanged("settled"):
+        scaler.step(optimizer)
+        scaler.update()
+        for gradient in (INF, 2.0, 2.0):
+            one_step(scaler, optimizer, gradient)
+    assert later.tolist() == [1.0 - 0.5 * 1.0 - 0.5 * 1.5] * 2
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_torch_takes_momentum_that_nobody_wrote() -> None:
+    """Why the scaler looks itself; when this fails, torch is mended."""
+    p = parameter()
+    optimizer = torch.optim.SGD([p], lr=0.5, momentum=0.5, fused=True)
+    scaler = scaled(torch.amp.GradScaler)
+    for gradient in (INF, 2.0):
+        one_step(scaler, optimizer, gradient)
+    assert all(map(math.isnan, p.tolist()))
+
+
+def test_fused_attributes_are_removed() -> None:
+    p = with_grad()
+    optimizer = sgd(p, fused=True)
+
+    def fail(*_: Any) -> None:
+        raise KeyError("from a hook")
+
+    optimizer.register_step_pre_hook(fail)
+    with pytest.raises(KeyError):
+        scaled().step(optimizer)
+    assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")

@@ -30,6 +30,12 @@ from gradparity.tests.beside_torch import (
     torch_sharded,
 )
 from gradparity.tests.products import pairs
+from gradparity.tests.scaler.optimizers import (
+    Group,
+    Refusing,
+    TakesScaler,
+    knows_its_wrapper,
+)
 from gradparity.tests.stepping import FUSED, INF, scalar_weight, sgd
 
 OURS = pytest.mark.parametrize("make", [ours_plain, ours_sharded])
@@ -180,31 +186,12 @@ def test_found_inf_of_one_element_is_no_skip() -> None:
 # - G03: wrappers
 
 
-class Wrapper:
-    """Shares its optimizer's groups; the optimizer knows it, too."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, inner.wrapper = inner, self
-        self.param_groups = inner.param_groups
-
-    def step(self) -> None:
-        self.inner.step()
-
-
-class Refusing:
-    """Raises whenever it is asked for its groups."""
-
-    @property
-    def param_groups(self) -> Any:
-        raise RuntimeError("not yet")
-
-
 @CLASSES
 @pytest.mark.parametrize("outer", [False, True])
 def test_an_inner_optimizer_that_knows_its_wrapper(make: Any, outer: bool) -> None:
     p = scalar_weight(gradient=2.0)
     inner, scaler = sgd(p), scaled_once(make(init_scale=4.0))
-    wrapper = Wrapper(inner)
+    wrapper = knows_its_wrapper(inner)
     optimizer: Any = wrapper if outer else inner
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
@@ -216,7 +203,7 @@ def test_an_inner_optimizer_that_knows_its_wrapper(make: Any, outer: bool) -> No
 def test_an_attribute_that_raises_is_no_inner_optimizer(make: Any) -> None:
     p = scalar_weight(gradient=2.0)
     optimizer, scaler = sgd(p), scaled_once(make(init_scale=4.0))
-    optimizer.other = Refusing()
+    optimizer.other = Refusing(RuntimeError("not yet"))
     scaler.step(optimizer)
     scaler.update()
     assert p.item() == 0.5
@@ -255,8 +242,8 @@ def test_a_subclass_that_assigns_torch_s_states(fused: bool, explicit: bool) -> 
 @CLASSES
 def test_the_state_of_a_wrapper_lies_under_its_own_id(make: Any) -> None:
     p = scalar_weight(gradient=INF)
-    wrapper, scaler = Wrapper(sgd(p)), scaled_once(make(init_scale=4.0))
-    del wrapper.inner.wrapper
+    wrapper, scaler = knows_its_wrapper(sgd(p)), scaled_once(make(init_scale=4.0))
+    del wrapper.optimizer.wrapper
     scaler.unscale_(wrapper)
     state = scaler._per_optimizer_states[id(wrapper)]
     assert state["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
@@ -361,18 +348,6 @@ class OwnFused:
                 p.sub_(p.grad / divisor)
 
 
-class TakesScaler(OwnFused):
-    """The old contract: the scaler comes as an argument."""
-
-    def step(self, grad_scaler: Any = None) -> None:
-        found = grad_scaler._check_inf_per_device(self)
-        self.grad_scale, self.found_inf = (
-            grad_scaler._get_scale_async(),
-            sum(found.values()),
-        )
-        super().step()
-
-
 @CLASSES
 def test_an_int_in_the_state_of_a_fused_optimizer(make: Any) -> None:
     p = scalar_weight()
@@ -395,22 +370,12 @@ def test_an_argument_called_grad_scaler_is_replaced(make: Any) -> None:
     assert p.item() == 0.5
 
 
-class Group:
-    """A mapping with no more than torch's scaler asks for."""
-
-    def __init__(self, *params: Any) -> None:
-        self.params = list(params)
-
-    def __getitem__(self, name: str) -> Any:
-        return {"params": self.params}[name]
-
-
 class OddGroups(OwnFused):
     """Its groups have no ``get``."""
 
     def __init__(self, *params: Any) -> None:
         super().__init__(*params)
-        self.param_groups = [Group(*params)]  # type: ignore[list-item]
+        self.param_groups = [Group([*params])]  # type: ignore[list-item]
 
 
 class Unfused(OddGroups):

@@ -27,51 +27,24 @@ from gradparity.tests.beside_torch import (
     torch_plain,
     torch_sharded,
 )
+from gradparity.tests.scaler.optimizers import (
+    Delegating,
+    Duck,
+    Fused,
+    Group,
+    Refusing,
+    Slotted,
+    TakesScaler,
+    Unhashable,
+    Wrapper,
+    knows_its_wrapper,
+    move,
+)
 
 INF, NAN = float("inf"), float("nan")
 GRADIENTS = (2.0, INF, 4.0, NAN, 1.0, 2.0)
 
 # - Optimizers
-
-
-class Duck:
-    """No optimizer of torch's: groups and a step, no ``state``."""
-
-    def __init__(self, *params: Any) -> None:
-        self.param_groups: Any = [{"params": list(params), "lr": 1.0}]
-
-    def step(self) -> Any:
-        return move(self)
-
-
-def move(optimizer: Any, divisor: Any = None) -> str:
-    with torch.no_grad():
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad if divisor is None else p.grad / divisor)
-    return "stepped"
-
-
-class Slotted:
-    """No dictionary, no weak references."""
-
-    __slots__ = ("param_groups",)
-
-    def __init__(self, *params: Any) -> None:
-        self.param_groups = [{"params": list(params)}]
-
-    def step(self) -> str:
-        return move(self)
-
-
-class Unhashable(Duck):
-    """Equal to all of its kind, and in no set."""
-
-    __hash__: Any = None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unhashable)
 
 
 class EqualToAll(Duck):
@@ -105,16 +78,6 @@ class FreshGroups(Duck):
         return [{"params": list(self.held)}]
 
 
-class Group:
-    """Has ``[]`` and nothing else."""
-
-    def __init__(self, params: Any) -> None:
-        self.params = params
-
-    def __getitem__(self, name: str) -> Any:
-        return {"params": self.params}[name]
-
-
 def grouped(make_group: Callable[[Any], Any], kind: Any = Duck) -> Any:
     def make(*params: Any) -> Any:
         optimizer = kind(*params)
@@ -124,36 +87,8 @@ def grouped(make_group: Callable[[Any], Any], kind: Any = Duck) -> Any:
     return make
 
 
-class Wrapper:
-    """Holds its optimizer, and shares its groups."""
-
-    def __init__(self, inner: Any) -> None:
-        self.optimizer = inner
-        self.param_groups = inner.param_groups
-
-    def step(self) -> Any:
-        return self.optimizer.step()
-
-
-class Delegating:
-    """Looks everything up in the optimizer that it holds."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["inner"], name)
-
-
-class Refusing:
-    """Raises whenever it is asked for its groups."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    @property
-    def param_groups(self) -> Any:
-        raise self.error
+def known_by_inner(*params: Any) -> Any:
+    return knows_its_wrapper(Duck(*params))
 
 
 def wraps(*params: Any) -> Any:
@@ -166,12 +101,6 @@ def wraps_twice(*params: Any) -> Any:
 
 def delegates(*params: Any) -> Any:
     return Delegating(torch.optim.SGD(list(params), lr=1.0))
-
-
-def known_by_inner(*params: Any) -> Any:
-    inner: Any = Duck(*params)
-    inner.wrapper = wrapper = Wrapper(inner)
-    return wrapper
 
 
 def knows_wrapper(*params: Any) -> Any:
@@ -207,19 +136,6 @@ def same_groups_elsewhere(*params: Any) -> Any:
     return optimizer
 
 
-class Fused(Duck):
-    """Divides and skips by itself."""
-
-    _step_supports_amp_scaling: Any = True
-    grad_scale: Any
-    found_inf: Any
-
-    def step(self) -> Any:
-        if float(self.found_inf):
-            return None
-        return move(self, self.grad_scale)
-
-
 def fused_with(state: Any, **settings: Any) -> Any:
     def make(*params: Any) -> Any:
         optimizer: Any = Fused(*params)
@@ -243,18 +159,6 @@ class Zero(Duck):
     """Says so by a number."""
 
     _step_supports_amp_scaling = 0
-
-
-class TakesScaler(Duck):
-    """The old contract: asks the scaler that comes as an argument."""
-
-    _step_supports_amp_scaling = True
-
-    def step(self, *, grad_scaler: Any = None) -> Any:
-        found = grad_scaler._check_inf_per_device(self)
-        if any(float(flag) for flag in found.values()):
-            return None
-        return move(self, grad_scaler._get_scale_async())
 
 
 class TakesScalerAndUnscales(Duck):

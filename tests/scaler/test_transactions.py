@@ -250,9 +250,18 @@ def test_each_call_out_of_the_scaler_raises_once(
         assert len(list(takewhile(trial, count(1)))) > 2
 
 
-@SEQUENCE
 @pytest.mark.parametrize(
-    ("fused", "bad", "updates"), [(False, True, True), (True, False, False)]
+    ("name", "fused", "bad", "updates"),
+    # "both" has the lines of unscale_ and clip; without updates one call is struck
+    [
+        ("step", False, True, True),
+        ("both", False, True, True),
+        ("clip_and_step", False, True, True),
+        ("step", True, False, False),
+        ("unscale_", True, False, False),
+        ("clip", True, False, False),
+        ("clip_and_step", True, False, False),
+    ],
 )
 def test_interrupted_before_each_line_it_raises_or_is_right(
     fused: bool, name: str, bad: bool, updates: bool

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import parallel as tp
 from torch.utils.checkpoint import checkpoint
 
-from gradparity.tests.stacks import Batch, Named, Right
+from gradparity.tests.workloads.stacks import Batch, Named, Right
 
 WIDTH, EXPERTS, ROWS = 8, 4, 64
 

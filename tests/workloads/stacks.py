@@ -698,3 +698,12 @@ class LeavesOut(Right):
 
     def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
         return super().optimizer([(n, p) for n, p in parameters if "bias" not in n])
+
+
+class Ddp(Right):
+    """No fault: DDP, which can put off the synchronisation of gradients."""
+
+    meshes: object = ({"dp": 2},)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return DistributedDataParallel(model, process_group=mesh.get_group("dp"))

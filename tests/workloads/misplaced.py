@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gradparity.examples.gan import Gan
-from gradparity.tests.stacks import Batch, Named
+from gradparity.tests.workloads.stacks import Batch, Named
 
 Group = Any
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gradparity.tests.stacks import Batch, Right
-from gradparity.tests.stacks import Named as NamedParameters
+from gradparity.tests.workloads.stacks import Batch, Right
+from gradparity.tests.workloads.stacks import Named as NamedParameters
 
 WIDTH = 32
 Backend = str | Callable[..., Any]

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from gradparity.tests.stacks import Batch, Right
+from gradparity.tests.workloads.stacks import Batch, Right
 
 WIDTH = 32
 
