@@ -112,7 +112,8 @@ def record(
         complete=len(done) == len(names),
     )
     write_whole(out / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
-    say(f"gradparity: recorded {', '.join(done)} in {out}")
+    after = f"; the command then ended with {result}" if result else ""
+    say(f"gradparity: recorded {', '.join(done)} in {out}{after}")
     if noise:
         other = (
             f"gradparity record OTHER --noise 0 -- COMMAND; gradparity compare {out}"

@@ -66,7 +66,7 @@ class Row:
     noise: float
     """The distance that correct runs have."""
     words: str = ""
-    """The second side in words: a multiple of the first, zeros, the step before."""
+    """Predicate of the second side: a multiple of the first, zeros, the step before."""
 
     @property
     def differs(self) -> bool:
@@ -241,10 +241,11 @@ def _decide(found: Comparison, steps: Sequence[int]) -> None:
 
 def _sentence(row: Row, count: int, of: int) -> str:
     others = f"; {counted(count - 1, 'more tensor')} there" if count > 1 else ""
-    what = f": {row.words}" if row.words else ""
+    words = f"{row.words}: it " if row.words else ""
     return (
-        f"step {row.step}: the {row.kind} of {row.name} differs by {row.distance:.2g} "
-        f"of its size, noise explains {row.bound:.2g}{what}{others} (of {of} compared)"
+        f"step {row.step}: the {row.kind} of {row.name} {words}differs by "
+        f"{row.distance:.2g} of its size, and noise explains {row.bound:.2g}{others} "
+        f"(of {of} compared)"
     )
 
 
@@ -317,21 +318,21 @@ def _noise(side: Side, name: str, step: int, kind: str) -> float:
 def _words(one: Run, mine: Whole, its: Whole, name: str, step: int, kind: str) -> str:
     """Return what the second side is, where a sketch shows it."""
     if its.bad or mine.bad:
-        return f"{its.bad} elements are not finite, and {mine.bad} on the first side"
+        return f"has {its.bad} elements that are not finite, the first side {mine.bad}"
     if not its.norm and mine.norm:
-        return "it is zero"
+        return "is zero"
     if not mine.norm:
-        return "it is zero on the first side"
+        return "is zero on the first side"
     assert mine.sketch is not None and its.sketch is not None
     factor = float(mine.sketch @ its.sketch) / mine.norm**2
     rest = float(np.linalg.norm(its.sketch - factor * mine.sketch)) / mine.norm
     if rest <= 0.01 * abs(factor) and abs(factor - 1) > 0.01:
-        return f"it is {factor:.3f} x the first side"
+        return f"is {factor:.3f} x the first side"
     before = one.tensors.get((step - 1, kind, name))
     if before is not None and before.norm:
         late = its.distance(before) / before.norm
         if late <= 0.01:
-            return "it is that of the step before"
+            return "is that of the step before"
     return ""
 
 
@@ -355,7 +356,7 @@ def _where(one: Side, other: Side, step: int) -> tuple[list[Row], str]:
         return forward, (
             f"{start}in forward. {row.name} is the first of {of} whose output differs"
             f"{before}: by {row.distance:.2g} of its size, noise explains "
-            f"{row.bound:.2g}{f': {row.words}' if row.words else ''}"
+            f"{row.bound:.2g}{f': it {row.words}' if row.words else ''}"
         )
     same = f"{start}outputs of {of} are the same. "
     last = [n for n in every if (step, GRADIENT, n) in one.run.tensors][-1:]

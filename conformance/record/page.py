@@ -89,7 +89,7 @@ def _cell(row: Row) -> Cell:
     blind = row.bound >= 1 and not row.differs
     shade = bisect_left(SHADES, row.ratio)
     share = f"{row.ratio:.2g}" if row.ratio < 10 else f"{row.ratio:.0f}"
-    what = f"; {row.words}" if row.words else ""
+    what = f"; it {row.words}" if row.words else ""
     return Cell(
         shade=None if blind else shade,
         share="·" if blind else share,

@@ -148,7 +148,7 @@ def trained(output: str) -> set[str]:
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("half", 1, "it is 0.500 x the first side"),
+                ("half", 1, "is 0.500 x the first side"),
                 ("zero", 1, "the gradient of blocks.1.mix.weight differs by 1 of"),
                 ("rows", 2, "other rows: at step 0 0 of 8 rows"),
                 ("seed", 2, "another start: "),
@@ -239,7 +239,7 @@ def test_a_step_that_only_makes_states_is_no_step_of_training(
     ("fault", "code", "words"),
     [
         ("", 0, "start: 21 of 21 tensors have equal bits"),
-        ("scale", 1, "it is 4.000 x the first side"),
+        ("scale", 1, "is 4.000 x the first side"),
         ("names", 1, "If these are other tensors, give them other names"),
         ("names-declared", 0, "start: 21 of 21 tensors have equal bits"),
     ],
