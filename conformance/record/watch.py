@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from .kept import Box
 from .landing import Landing, send
-from .parts import bare, place
+from .parts import Roots, bare, place
 from .topics import (
     Answer,
     Clipped,
@@ -220,12 +220,12 @@ def watch(
         raise ValueError(
             "clipped= needs one optimizer of all parameters, and no apart="
         )
-    named = _named(model, apart)
+    named, boxes = _named(model, apart)
     device = next(iter(named.values())).device
-    own = dict[str, tuple[Box, int]]()
-    for name, parameter in named.items():
-        part, box = place(parameter)
-        own[name] = box, int(digest_of(part))
+    own = {
+        name: (boxes[name], int(digest_of(place(parameter)[0])))
+        for name, parameter in named.items()
+    }
     here = tuple(mesh.get_local_rank(axis) for axis in data) if mesh is not None else ()
     everyone: list[Any] = [(own, here)]
     group = None
@@ -256,17 +256,27 @@ def watch(
     return watching
 
 
-def _named(model: nn.Module, apart: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Parameters that are watched, by name."""
+def _named(
+    model: nn.Module, apart: Sequence[str]
+) -> tuple[dict[str, nn.Parameter], dict[str, Box]]:
+    """Parameters that are watched, by name, and the place of each in the whole model.
+
+    Of a parameter with several pieces, such as a gated layer, the first one stands for
+    all: ranks that share it share all of them.
+    """
+    roots = Roots()
+    roots.add(model)
     named: dict[str, nn.Parameter] = {}
+    boxes: dict[str, Box] = {}
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_tensor") or hasattr(parameter, "_hp_mapping"):
             raise ValueError("DeepSpeed's parameters hide what a rank holds")
         name = bare(name)
         if parameter.requires_grad and not name.startswith(tuple(apart)):
-            named[name] = parameter
+            piece = roots.pieces(name, parameter, place(parameter)[1])[0]
+            named[piece.name], boxes[piece.name] = parameter, piece.box
     if any(hasattr(module, "_handle") for module in model.modules()):
         raise ValueError("FSDP1's parameters hide what a rank holds: use FSDP2")
     if not named:
         raise ValueError("the model has no parameter that is trained and not apart")
-    return named
+    return named, boxes

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 import gradparity
 from gradparity.conformance.record.topics import Weights
 from gradparity.multiprocess import Cluster, WorldError, current_world
+from gradparity.tests.record.megatron_stage import Stage
 
 PERIOD, STEPS = 4, 9
 FAULTS = {
@@ -133,6 +134,30 @@ def test_other_tensors_of_one_name_are_asked_for(four: Cluster) -> None:
     with pytest.raises(WorldError, match=r"name them in apart="):
         four.run(starts_apart, ())
     assert four.run(starts_apart, ("experts.",)) == [2] * 4
+
+
+def of_stages(drifts: bool) -> list[str]:
+    """Two stages of two halves each, whose layers are all counted from 0."""
+    rank = current_world().rank
+    model = Stage(tp=2, pp=2, rank=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told: list[str] = []
+    with gradparity.watch(model, optimizer, period=1, act=told.append):
+        for step in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            if drifts and rank == 3 and step == 0:
+                norm = model.layers[0].norm
+                norm.data[0] = torch.nextafter(norm.data[0], torch.tensor(2.0))
+            optimizer.step()
+    return told
+
+
+def test_megatrons_layout_says_which_ranks_hold_the_same(four: Cluster) -> None:
+    assert four.run(of_stages, False) == [[]] * 4
+    told = four.run(of_stages, True)
+    assert all("layers.1.norm has other bits" in text for text in told[3])
+    assert told[3]
 
 
 def test_a_weight_that_never_moves_is_logged(
