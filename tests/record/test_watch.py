@@ -147,7 +147,7 @@ def of_stages(drifts: bool) -> list[str]:
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             if drifts and rank == 3 and step == 0:
-                norm = model.layers[0].norm
+                norm = model.get_parameter("layers.0.norm")
                 norm.data[0] = torch.nextafter(norm.data[0], torch.tensor(2.0))
             optimizer.step()
     return told
