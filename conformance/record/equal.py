@@ -158,13 +158,20 @@ def lacking(
 ) -> Iterator[str]:
     """Yield which replicas differ, and what one side lacks."""
     for side in (one, other):
+        first_by_name = dict[str, int]()  # step at which its gradient differs
+        for step, kind, name in sorted(side.run.replicas):
+            if kind == "gradient":
+                first_by_name.setdefault(name, step)
         for (step, kind, name), ranks in side.run.replicas.items():
             if kind == "weight":
-                end = ". If these are other tensors, give them other names"
+                end = ""
+                if (first := first_by_name.get(name, step)) < step:
+                    end = f". Its gradient differs from step {first} on"
+                elif step == min(steps):
+                    end = ". If these are other tensors, give them other names"
                 yield (
                     f"step {step}: replicas of {name} differ: rank {listed(ranks)} of "
-                    f"{side.name} has other bits than the first rank with it"
-                    f"{end if step == min(steps) else ''}"
+                    f"{side.name} has other bits than the first rank with it{end}"
                 )
     partners = {its: mine for mine, its in names.items()}
     for has, lacks, paired, its_paired in (
