@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after ``gradparity gate``; None takes the process's own.
 
     Returns:
-        0 pass, 1 regression, 2 usage, 3 invalid or incomplete report, 4 inconclusive.
+        0 pass, 1 fail, 2 usage, 3 invalid or incomplete report, 4 inconclusive.
     """
     try:
         arguments = list(sys.argv[1:] if argv is None else argv)
@@ -67,7 +67,7 @@ def _parser() -> Parser:
         prog="gradparity gate",
         description="Check a report against a baseline and expectations. "
         "docs/gate.md explains the rules.",
-        epilog="exit codes: 0 pass, 1 regression, 2 usage, 3 invalid or incomplete "
+        epilog="exit codes: 0 pass, 1 fail, 2 usage, 3 invalid or incomplete "
         "report, 4 inconclusive",
     )
     add = parser.add_argument

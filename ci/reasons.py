@@ -27,9 +27,9 @@ class Outcome(Enum):
     """The result of the gate as exit code. 2, bad usage, is no outcome."""
 
     PASS = EXIT_CODES["pass"]
-    """No law and no part of the baseline is broken."""
-    REGRESSION = EXIT_CODES["fail"]
-    """A law or a part of the baseline is broken."""
+    """Every check holds, and so does the baseline."""
+    FAIL = EXIT_CODES["fail"]
+    """A check or a part of the baseline is broken."""
     INVALID = EXIT_CODES["error"]
     """The report contradicts itself or is incomplete."""
     INCONCLUSIVE = EXIT_CODES["inconclusive"]
@@ -48,13 +48,13 @@ BEGINS = "where it begins"
 # case the first kind is taken for the cause.
 KINDS = {
     "invalid": Outcome.INVALID,
-    "worse": Outcome.REGRESSION,
-    "failing": Outcome.REGRESSION,
-    "vanished": Outcome.REGRESSION,
-    "too-few": Outcome.REGRESSION,
-    "sequence": Outcome.REGRESSION,
-    "ratio": Outcome.REGRESSION,
-    "expectation": Outcome.REGRESSION,
+    "worse": Outcome.FAIL,
+    "failing": Outcome.FAIL,
+    "vanished": Outcome.FAIL,
+    "too-few": Outcome.FAIL,
+    "sequence": Outcome.FAIL,
+    "ratio": Outcome.FAIL,
+    "expectation": Outcome.FAIL,
     "undecided": Outcome.INCONCLUSIVE,
     "nothing": Outcome.INCONCLUSIVE,
     "environment": Outcome.INCONCLUSIVE,
@@ -63,7 +63,7 @@ KINDS = {
 
 # A report that contradicts itself shows neither a violation nor a pass, so invalid
 # comes first; a violation that was seen is one whatever else was not compared.
-_FIRST = (Outcome.INVALID, Outcome.REGRESSION, Outcome.INCONCLUSIVE)
+_FIRST = (Outcome.INVALID, Outcome.FAIL, Outcome.INCONCLUSIVE)
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -205,6 +205,6 @@ def at(case: CaseRecord) -> str:
 
 
 def outcome_of(reasons: Iterable[Reason]) -> Outcome:
-    """The outcome of ``reasons``: invalid before regression before inconclusive."""
+    """The outcome of ``reasons``: invalid before fail before inconclusive."""
     outcomes = {KINDS[reason.kind] for reason in reasons}
     return next((each for each in _FIRST if each in outcomes), Outcome.PASS)

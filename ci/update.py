@@ -90,7 +90,7 @@ def _refuse_failures(report: Report, expectations: Sequence[Expectation]) -> Non
     Else the gate would be green over failures that its reader has not seen.
     """
     decision = decide(report, Terms(today=date.today(), expectations=expectations))
-    causes = [c for c in decision.causes if KINDS[c.reason.kind] is Outcome.REGRESSION]
+    causes = [c for c in decision.causes if KINDS[c.reason.kind] is Outcome.FAIL]
     if causes:
         first, *others = causes
         more = f" (and {counted(len(others), 'more cause')})" if others else ""
@@ -98,7 +98,7 @@ def _refuse_failures(report: Report, expectations: Sequence[Expectation]) -> Non
             f"no baseline is made of a report that fails: {first.line}{more}; list "
             "what is known in expectations.toml and give --expect, or let later gates "
             "pass with it: --accept-failures",
-            Outcome.REGRESSION.value,
+            Outcome.FAIL.value,
         )
 
 

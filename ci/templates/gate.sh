@@ -11,7 +11,7 @@
 #     GRADPARITY_BASELINE  what must hold                 gradparity-baseline.jsonl
 #     GRADPARITY_EXPECT    known violations               gradparity-expectations.toml
 #
-# Exit codes: 0 pass, 1 regression, 2 usage, 3 invalid or incomplete, 4 inconclusive.
+# Exit codes: 0 pass, 1 fail, 2 usage, 3 invalid or incomplete, 4 inconclusive.
 set -eu
 
 if [ "$#" -eq 0 ]; then

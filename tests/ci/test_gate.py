@@ -282,7 +282,7 @@ def test_equal_causes_of_many_cases_are_one_line(
     code, told = gate(report, tmp_path, capsys, *options)
     assert code == 1
     head, line = told.splitlines()
-    assert head == "gate: REGRESSION: 1 cause, 15 reasons, 3 cases, 30 checks"
+    assert head == "gate: FAIL: 1 cause, 15 reasons, 3 cases, 30 checks"
     assert line == (
         "worse (3 cases, 12 consequences): agreement.scale pass -> fail in "
         "fsdp/2/fp32/sgd/none mine.amp:Scaler: step 1: agreement.scale in fsdp"
@@ -457,7 +457,7 @@ def test_a_pass_says_how_many_known_failures_it_passes_over(
         assert json.loads(target.read_text())["known_failures"] == 2
     worse = relabel("agreement.scale", "fail")(failing)
     _, told = gate(worse, tmp_path, capsys, "--baseline", str(path))
-    assert told.startswith("gate: REGRESSION, with 2 known failures in the baseline")
+    assert told.startswith("gate: FAIL, with 2 known failures in the baseline")
 
 
 def test_too_few_cases_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -531,7 +531,7 @@ def test_a_reason_names_law_topology_step_and_is_in_json(
     )
     assert told.splitlines()[1:] == [line]
     said = json.loads(target.read_text())
-    assert (said["outcome"], said["exit_code"]) == ("regression", code)
+    assert (said["outcome"], said["exit_code"]) == ("fail", code)
     (reason,) = said["reasons"]
     assert reason["line"] == line
     where = (reason["law"], reason["scenario"])
