@@ -185,10 +185,12 @@ def _clipped(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
             if kind == "gradient" and step in squares:
                 squares[step] += whole.square
         norms += [math.sqrt(square) for square in squares.values()]
-    alike = max(norms) - min(norms) <= CLIPPED * max(norms)
-    if len(steps) > 1 and min(norms) > 0 and alike:
+    first = norms[0]
+    # written so that nan, of gradients that are still to be summed, is no norm
+    alike = all(abs(norm - first) <= CLIPPED * first for norm in norms)
+    if len(steps) > 1 and first > 0 and alike:
         yield (
-            f"clipped: all gradients together have the norm {norms[0]:.4g} at each "
+            f"clipped: all gradients together have the norm {first:.4g} at each "
             "step on both sides, and a wrong factor of the loss is not seen: record "
             "once without clipping"
         )

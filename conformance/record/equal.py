@@ -106,10 +106,11 @@ def other_again(side: Side, steps: Sequence[int]) -> Iterator[str]:
         name = f"nudged-{number} of {side.name}" if number else f"again of {side.name}"
         if absent := [step for step in steps if step not in run.steps]:
             yield f"{name} has no step {absent[0]}, and plain has one, {advice}"
-        for key in side.run.tensors if number == 0 else ():
-            if key[:2] == (0, "weight") and (its := run.tensors.get(key)) is not None:
-                if its.digest != side.run.tensors[key].digest:
-                    yield f"{name} began with other values of {key[2]}, {advice}"
+        for weight in side.run.names("weight", 0) if number == 0 else ():
+            key = (0, "weight", weight)
+            its = run.tensors.get(key)
+            if its is not None and its.digest != side.run.tensors[key].digest:
+                yield f"{name} began with other values of {weight}, {advice}"
         for step in steps:
             if not _same_rows(side.run, run, step):
                 yield f"{name} had other rows at step {step} than plain, {advice}"
