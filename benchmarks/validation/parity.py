@@ -17,7 +17,7 @@ import numpy as np
 
 from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.files import write_whole
-from gradparity.conformance.judge.parity import SAFETY_FACTOR
+from gradparity.conformance.judge.compare import SAFETY_FACTOR
 from gradparity.conformance.judge.variants import NOISY
 from gradparity.conformance.rank.devices import Devices
 from gradparity.conformance.run.launcher import Pool

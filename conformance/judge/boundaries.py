@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...fixtures import Batch, judged_parameters
+from ...fixtures import judged_parameters
 from ..rank.modules import (
     INPUT,
     INPUT_GRADIENT,
@@ -41,21 +41,15 @@ from ..rank.modules import (
     OUTPUT_GRADIENT,
     Boundary,
     Call,
-    ModuleLog,
     Watched,
-    watch_modules,
 )
 from ..report.records import Location
 from ..space.facts import facts_of
 from ..space.scenario import Scenario
 from ..status import rank_list
-from .bounds import HALF, SAFETY_FACTOR
-from .compare import Doubles, Pair, compare, multiple_of, relative_floor, sizes
-from .noise.sides import JumpLog, sides_of
-from .noise.weights import jittered
-from .one_rank import watched_on_one_rank
-from .reference import ReferenceRun, Schedule, reference_before, rows_apart
-from .variants import PLAIN, TRUTH
+from .compare import Doubles, compare, multiple_of, sizes
+from .reference import Schedule, rows_apart
+from .watched_references import Expected, OnOneProcess, OnOneRank
 
 __all__ = ["BACKWARD", "FORWARD", "Boundaries", "Direction"]
 
@@ -82,15 +76,6 @@ class Direction:
 
 FORWARD = Direction(name="forward", enters=INPUT, leaves=OUTPUT)
 BACKWARD = Direction(name="backward", enters=OUTPUT_GRADIENT, leaves=INPUT_GRADIENT)
-
-
-@dataclass(frozen=True)
-class _Known:
-    """The reference's value of one tensor."""
-
-    truth: Doubles
-    bound: tuple[float, float]
-    """Bounds on the norm and on the largest element of an error."""
 
 
 @dataclass(frozen=True)
@@ -123,18 +108,18 @@ class Boundaries:
         }
         self.of_whole = False
         """True if references ran on whole batches: micro-batches have any rows."""
-        self.known: dict[str, dict[Boundary, _Known]] = {}
+        self.expected: dict[str, dict[Boundary, Expected]] = {}
         self.order: list[Boundary] = []
         self.after: dict[Boundary, int] = {}
         """Steps of optimizers before a tensor, within the watched one."""
         self.inside: dict[Call, Call] = {}
         one_rank = scenario.workload.one_rank
-        references = _OnOneRank if one_rank else _OnOneProcess
+        references = OnOneRank if one_rank else OnOneProcess
         self.references = references(scenario, schedule, step)
         for each in watched:
             # ranks that see the same rows share a reference
-            if each.rows not in self.known:
-                self.known[each.rows], truth = self.references.known(each)
+            if each.rows not in self.expected:
+                self.expected[each.rows], truth = self.references.expected(each)
                 self.of_whole |= self.references.of_whole
                 self.order, self.inside = list(truth.passed), truth.inside
                 self.after = {b: p.after for b, p in truth.passed.items()}
@@ -190,7 +175,7 @@ class Boundaries:
         Empty where a rank has one micro-batch, or where the reference cannot run on
         the rows of one rank.
         """
-        if not isinstance(self.references, _OnOneProcess):
+        if not isinstance(self.references, OnOneProcess):
             return
         shares = list(
             {each.rows: each.batches for each in self.ranks.values()}.values()
@@ -351,20 +336,20 @@ class Boundaries:
         if self.coupled:
             return None
         each = self.ranks[rank]
-        bounded = self.known[each.rows].get(boundary)
-        if bounded is None or not np.isfinite(bounded.bound).all():
+        expected = self.expected[each.rows].get(boundary)
+        if expected is None or not np.isfinite(expected.bound).all():
             return None
         factor = 1.0
         if boundary.kind in (OUTPUT_GRADIENT, INPUT_GRADIENT):
             factor = self.factors[rank, boundary.micro_batch]
-        best = self._best(rank, boundary, bounded, factor)
+        best = self._best(rank, boundary, expected, factor)
         if best is None or best.state == "right":
             return best
         # A plain tensor does not say whether it is a partial sum. Sums are tried only
         # for one that is wrong: a sum of right replicas is a multiple of the truth.
         for group in self.groups:
             if rank in group:
-                summed = self._best(rank, boundary, bounded, factor, group)
+                summed = self._best(rank, boundary, expected, factor, group)
                 if summed is not None and summed.state == "right":
                     return replace(best, state="partial")
         return best
@@ -373,7 +358,7 @@ class Boundaries:
         self,
         rank: int,
         boundary: Boundary,
-        known: _Known,
+        expected: Expected,
         factor: float,
         group: Sequence[int] = (),
     ) -> _Found | None:
@@ -382,8 +367,8 @@ class Boundaries:
         if values is None:
             return None
         differences = [
-            _compared(values, factor * part, known, abs(factor))
-            for part in self._parts(rank, boundary, known.truth)
+            _compared(values, factor * part, expected, abs(factor))
+            for part in self._parts(rank, boundary, expected.truth)
         ]
         return min(differences, key=lambda f: f.error / (f.bound or 1.0), default=None)
 
@@ -477,23 +462,25 @@ class Boundaries:
         }
 
     def _factor(self, rank: int, boundary: Boundary) -> float | None:
-        bounded = self.known[self.ranks[rank].rows].get(boundary)
-        if bounded is None or boundary not in self.ranks[rank].log.passed:
+        expected = self.expected[self.ranks[rank].rows].get(boundary)
+        if expected is None or boundary not in self.ranks[rank].log.passed:
             return None
         values = self._values(rank, boundary, ())
         if values is None:
             return None
         ratios = [
             multiple_of(values, part)
-            for part in self._parts(rank, boundary, bounded.truth)
+            for part in self._parts(rank, boundary, expected.truth)
         ]
         ratio, rest = min(ratios, key=lambda f: f[1], default=(0.0, 1.0))
         return ratio if rest < MULTIPLE else None
 
 
-def _compared(values: Doubles, truth: Doubles, known: _Known, factor: float) -> _Found:
-    whole = factor * sizes(known.truth)[0]
-    spread = factor * known.bound[0], factor * known.bound[1]
+def _compared(
+    values: Doubles, truth: Doubles, expected: Expected, factor: float
+) -> _Found:
+    whole = factor * sizes(expected.truth)[0]
+    spread = factor * expected.bound[0], factor * expected.bound[1]
     both = compare(values, truth, spread, (whole, whole))
     worst = max(both, key=lambda found: found.ratio)
     state: State = "right" if worst.ratio <= 1 else "wrong"
@@ -553,132 +540,3 @@ def _groups(watched: Sequence[Watched]) -> Iterator[list[int]]:
                 rest = [i for a, i in each.coordinate.items() if a not in crossed]
                 lines.setdefault((each.rows, *rest), []).append(each.rank)
             yield from (line for line in lines.values() if len(line) > 1)
-
-
-# - The reference, watched
-
-
-class _OnOneProcess:
-    """The plain reference up to a step: the truth and its noisy runs."""
-
-    def __init__(self, scenario: Scenario, schedule: Schedule, step: int) -> None:
-        self.scenario = scenario
-        self.truth = reference_before(scenario, schedule, TRUTH, step)
-        self.plain = reference_before(scenario, schedule, PLAIN, step)
-        self.whole = scenario.workload.batch(step, scenario.seed)
-        self.of_whole = False
-        precision = scenario.parsed_precision
-        self.roundoff = precision.roundoff
-        self.scale = 1.0 if precision.is_full else schedule.scales[step]
-
-    def known(self, each: Watched) -> tuple[dict[Boundary, _Known], ModuleLog]:
-        """The tensors of a run on a rank's batches with bounds, and the truth's log."""
-        batches = [self._of_whole_rows(batch) for batch in each.batches]
-        with JumpLog() as due:
-            truth = self._watched(self.truth, batches)
-        with JumpLog() as had:
-            noisy = [self._watched(self.plain, batches)]
-        # a second noisy run: rounding of the weights stands for another order of sums
-        generator = torch.Generator().manual_seed(0)
-        with jittered(self.plain.parameters.values(), self.roundoff, generator):
-            noisy.append(self._watched(self.plain, batches))
-        sides = []
-        for side in sides_of([due.inputs], [had.inputs]):
-            with JumpLog(side):
-                sides.append(self._watched(self.plain, batches))
-        return _bounded(truth, noisy, sides, self.roundoff), truth
-
-    def _of_whole_rows(self, batch: Batch) -> Batch:
-        """A micro-batch that a reference can run by itself.
-
-        Parts of rows, such as parts of a sequence, depend on each other. Then the
-        reference runs on the whole, and the rank's tensors are parts of its tensors.
-        """
-        shapes = [[t.shape[1:] for t in b.tensors] for b in (batch, self.whole)]
-        self.of_whole = shapes[0] != shapes[1]
-        return self.whole if self.of_whole else batch
-
-    def _watched(self, run: ReferenceRun, batches: Sequence[Batch]) -> ModuleLog:
-        names = {module: name for name, module in run.model.named_modules()}
-        scale = 1.0 if run.variant.double else self.scale
-        run.weights_of_heads()  # runs a forward, which must come before the watch
-        with watch_modules([run.model], names) as log:
-            for batch in batches:
-                run.one_pass(batch, scale)
-        run.model.zero_grad()
-        for boundary, passed in log.passed.items() if scale != 1.0 else ():
-            if boundary.kind in (INPUT_GRADIENT, OUTPUT_GRADIENT):
-                log.passed[boundary] = replace(passed, values=passed.values / scale)
-        return log
-
-
-class _OnOneRank:
-    """The workload's own step on one rank, where each call has all rows of its like."""
-
-    of_whole = True
-
-    def __init__(self, scenario: Scenario, schedule: Schedule, step: int) -> None:
-        self.truth, noisy, sides = watched_on_one_rank(scenario, schedule, step)
-        roundoff = scenario.parsed_precision.roundoff
-        self.bounded = _bounded(self.truth, noisy, sides, roundoff)
-
-    def known(self, each: Watched) -> tuple[dict[Boundary, _Known], ModuleLog]:
-        """The tensors of one rank with bounds, and the truth's log.
-
-        Where modules are called more or less often than there, nothing says which calls
-        belong together.
-        """
-        mine, due = ([len(rows) for rows in log.rows] for log in (each.log, self.truth))
-        if mine == due:
-            return self.bounded, self.truth
-        each.log.unpaired = each.log.unpaired or (
-            f"its outermost modules were called {mine} times, and {due} times on one "
-            "rank"
-        )
-        return {}, self.truth
-
-
-def _bounded(
-    truth: ModuleLog,
-    noisy: Sequence[ModuleLog],
-    sides: Sequence[ModuleLog],
-    roundoff: float,
-) -> dict[Boundary, _Known]:
-    """Derived like bounds of gradients, see the notes in :mod:`.bounds`."""
-    values = {b: p.values.astype(np.float64) for b, p in truth.passed.items()}
-    noise: dict[Boundary, Pair] = {}
-    changed: dict[Boundary, Pair] = {}
-    for boundary, value in values.items():
-        noise[boundary] = _largest_distance(noisy, boundary, value)
-        plain = noisy[0].passed.get(boundary)
-        if plain is not None:
-            changed[boundary] = _largest_distance(sides, boundary, plain.values)
-    bounds = {}
-    # activations and gradients are rounded differently: a median noise for each
-    for kinds in ((INPUT, OUTPUT), (INPUT_GRADIENT, OUTPUT_GRADIENT)):
-        group = [b for b in values if b.kind in kinds]
-        own = {b: sizes(values[b]) for b in group}
-        floor = relative_floor({b: noise[b] for b in group}, own, roundoff)
-        for b in group:
-            side = changed.get(b, (0.0, 0.0))
-            norm, largest = (
-                SAFETY_FACTOR * max(noise[b][i], floor[i] * own[b][i], HALF * side[i])
-                for i in (0, 1)
-            )
-            bounds[b] = _Known(values[b], (norm, largest))
-    return bounds
-
-
-def _largest_distance(
-    logs: Sequence[ModuleLog], boundary: Boundary, value: NDArray[np.floating]
-) -> Pair:
-    """Distance of a tensor in some runs from a value; infinite if one has none."""
-    norms, largest_ones = [0.0], [0.0]
-    for log in logs:
-        passed = log.passed.get(boundary)
-        if passed is None or passed.values.shape != value.shape:
-            return np.inf, np.inf
-        norm, largest = sizes(passed.values.astype(np.float64) - value)
-        norms.append(norm)
-        largest_ones.append(largest)
-    return max(norms), max(largest_ones)

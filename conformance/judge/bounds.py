@@ -91,7 +91,15 @@ from ...fixtures import OfWorkload, Precision
 from ..rank.elementwise import not_elementwise
 from ..rank.routing import MASKED, Choices
 from ..space.scenario import Scenario
-from .compare import Doubles, Pair, relative_floor, sizes
+from .compare import (
+    HALF,
+    SAFETY_FACTOR,
+    Doubles,
+    Pair,
+    Spread,
+    relative_floor,
+    sizes,
+)
 from .kept import Kept, bytes_of
 from .noise.sides import Limits, sides_of
 from .one_rank import one_rank_references
@@ -104,19 +112,14 @@ from .reference import (
 from .variants import NOISY, TRUTH, in_shards, longer, on_sides
 
 __all__ = [
-    "HALF",
-    "SAFETY_FACTOR",
     "ParityBounds",
     "expected_choices",
     "make_parity_bounds",
 ]
 
-SAFETY_FACTOR = 8.0
 SHARED = 2.0
 """Factor of the 8-bit rounding error that all correct runs share; see [Note:
 Quantisation]."""
-HALF = 0.5
-"""Share of what one of the two runs changes that counts; see [Note: Sides]."""
 SHARDS = (2, 3, 8)
 """Parts of each parameter, in the references that measure a rounded state whose shards
 nobody saw: blocks that are powers of two, or not, end elsewhere in one of them."""
@@ -464,11 +467,9 @@ def _bound(
     roundoff: float | None = None,
 ) -> list[dict[str, Pair]]:
     """See [Note: Bounds], [Note: Sides] and [Note: Quantisation]."""
-    worst: dict[str, Pair] = {}
-    changed: dict[str, Pair] = {}
+    spreads: dict[str, Spread] = {}
     bounds: list[dict[str, Pair]] = []
     for step, tensors in enumerate(truth):
-        own = {name: sizes(t) for name, t in tensors.items()}
         for name, tensor in tensors.items():
             # a gradient that is not used need not be finite
             if name not in skipped[step]:
@@ -477,27 +478,22 @@ def _bound(
                 values = [run[step].get(name, 0.0 * tensor) for run in runs]
                 # a reference that overflowed by itself does not measure noise
                 values = [v for v in values if np.isfinite(v).all()]
-                errors = _noise_of(values, tensor, precision)
-                finite = [e for e in errors if np.isfinite(e).all()]
-                before = worst.get(name, (0.0, 0.0))
-                worst[name] = _larger(before, *(finite or [_UNKNOWN]))
                 effects = [
                     sizes(side[step][name] - runs[0][step][name])
                     for side in sides
                     if name in side[step] and name in runs[0][step]
                 ]
-                changed[name] = _larger(
-                    changed.get(name, (0.0, 0.0)),
-                    *(_scaled(HALF, e) for e in effects if np.isfinite(e).all()),
-                )
-        floor = relative_floor(worst, own, roundoff or precision.roundoff)
+                before = spreads.get(name, Spread())
+                errors = _noise_of(values, tensor, precision)
+                spreads[name] = before.widened(errors, effects)
+        own = {name: sizes(t) for name, t in tensors.items()}
+        floor = relative_floor(spreads, own, roundoff or precision.roundoff)
         bounds.append({})
-        for name in tensors:
-            noises = [worst.get(name, (0.0, 0.0)), _times(own[name], floor)]
-            noises.append(changed.get(name, (0.0, 0.0)))
+        for name, size in own.items():
+            least = [(floor[0] * size[0], floor[1] * size[1])]
             if hidden is not None:
-                noises.append(sizes(hidden[step][name]))
-            bounds[-1][name] = _scaled(SAFETY_FACTOR, _larger(*noises))
+                least.append(sizes(hidden[step][name]))
+            bounds[-1][name] = spreads.get(name, Spread()).bound(*least)
     return bounds
 
 
@@ -508,21 +504,7 @@ def _noise_of(
     if not precision.quantises or not values:
         return [sizes(v - truth) for v in values]
     middle: Doubles = np.mean(values, axis=0)
-    shared = _scaled(SHARED / SAFETY_FACTOR, sizes(middle - truth))
+    norm, largest = sizes(middle - truth)
+    share = SHARED / SAFETY_FACTOR
     apart = [sizes(v - middle) for v in values]
-    return [(shared[0] + a[0], shared[1] + a[1]) for a in apart]
-
-
-_UNKNOWN = (float("inf"), float("inf"))
-
-
-def _larger(*pairs: Pair) -> Pair:
-    return max(p[0] for p in pairs), max(p[1] for p in pairs)
-
-
-def _times(a: Pair, b: Pair) -> Pair:
-    return a[0] * b[0], a[1] * b[1]
-
-
-def _scaled(factor: float, pair: Pair) -> Pair:
-    return factor * pair[0], factor * pair[1]
+    return [(share * norm + a[0], share * largest + a[1]) for a in apart]

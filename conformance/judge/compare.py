@@ -8,7 +8,7 @@ drift.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
@@ -17,9 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "HALF",
+    "SAFETY_FACTOR",
     "Doubles",
     "Measure",
     "Pair",
+    "Spread",
     "compare",
     "multiple_of",
     "relative_floor",
@@ -31,6 +34,12 @@ Doubles = NDArray[np.float64]
 Pair = tuple[float, float]
 """Norm and largest element, of a tensor or of a bound."""
 MEASURES = ("norm", "largest element")
+SAFETY_FACTOR = 8.0
+"""Bound over the noise of correct runs; docs/parity.md derives it."""
+HALF = 0.5
+"""Share of the effect of another side that counts; see [Note: Sides] in bounds."""
+NONE = (0.0, 0.0)
+UNKNOWN = (math.inf, math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +75,45 @@ class Measure:
         if self.error == 0.0:
             return 0.0
         return self.error / self.bound if self.bound else math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How far correct runs are from the truth of one tensor, up to some step."""
+
+    noise: Pair = NONE
+    """Largest error of runs that differ by rounding."""
+    effect: Pair = NONE
+    """Largest change by a run that has what rounding decides on the other side."""
+
+    def widened(self, errors: Iterable[Pair], effects: Iterable[Pair] = ()) -> Spread:
+        """Return the spread with the runs of one more step.
+
+        Args:
+            errors: Errors of correct runs; those that are not finite do not count, and
+                without any the noise is unknown, which no bound can hold.
+            effects: Changes by runs on other sides.
+        """
+        finite = [e for e in errors if all(map(math.isfinite, e))] or [UNKNOWN]
+        changes = [e for e in effects if all(map(math.isfinite, e))]
+        return Spread(
+            noise=_largest(self.noise, *finite),
+            effect=_largest(self.effect, *changes),
+        )
+
+    def bound(self, *least: Pair) -> Pair:
+        """Return the largest permitted error.
+
+        Args:
+            *least: Noise that the tensor has at least.
+        """
+        half = (HALF * self.effect[0], HALF * self.effect[1])
+        norm, largest = _largest(self.noise, half, *least)
+        return SAFETY_FACTOR * norm, SAFETY_FACTOR * largest
+
+
+def _largest(*pairs: Pair) -> Pair:
+    return max(p[0] for p in pairs), max(p[1] for p in pairs)
 
 
 def compare(
@@ -118,20 +166,20 @@ def multiple_of(values: Doubles, truth: Doubles) -> Pair:
 
 
 def relative_floor(
-    noise: Mapping[Name, Pair], own: Mapping[Name, Pair], roundoff: float
+    spreads: Mapping[Name, Spread], own: Mapping[Name, Pair], roundoff: float
 ) -> Pair:
     """Median relative noise of all tensors, at least one unit roundoff.
 
     Args:
-        noise: name -> sizes of the errors of correct runs; not finite: unknown.
+        spreads: name -> spread of correct runs.
         own: name -> the tensor's own sizes.
         roundoff: unit roundoff of the precision.
     """
     floors = []
     for measure in (0, 1):
         relative = [
-            noise[n][measure] / own[n][measure]
-            for n in noise
+            spreads[n].noise[measure] / own[n][measure]
+            for n in spreads
             if n in own and own[n][measure] > 0
         ]
         finite = [r for r in relative if math.isfinite(r)]

@@ -26,8 +26,7 @@ from ..space.facts import facts_of
 from ..space.scenario import Scenario
 from ..status import rank_list
 from .boundaries import BACKWARD, FORWARD, Boundaries
-from .bounds import SAFETY_FACTOR
-from .compare import multiple_of
+from .compare import SAFETY_FACTOR, multiple_of
 from .diagnosis import Facts, causes_of
 from .measured import ORDER, Parity, gradient_of
 from .one_rank import one_rank_references

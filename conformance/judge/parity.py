@@ -22,8 +22,8 @@ from ..rank.trace import RankTrace, StepTrace
 from ..space.facts import clip_norm_of
 from ..space.scenario import Scenario
 from ..space.workload_checks import counts_equal, listed
-from .bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds
-from .compare import Doubles, compare, multiple_of, sizes
+from .bounds import ParityBounds, make_parity_bounds
+from .compare import SAFETY_FACTOR, Doubles, compare, multiple_of, sizes
 from .doubts import doubts_of
 from .measured import ClipRow, Parity, ParityRow, Seen, gradient_of
 from .reference import Idle, Reference, Schedule, check_equal_start
@@ -31,7 +31,6 @@ from .settings import against_planned, stack_schedule
 from .shards import Shards
 
 __all__ = [
-    "SAFETY_FACTOR",
     "demanded_schedule",
     "followed_schedule",
     "mean_loss",

@@ -1,7 +1,8 @@
-"""Runner: scenarios x scalers on warm clusters -> judged cases.
+"""Runner: a scaler in a scenario -> a judged case.
 
-Worlds are kept by size, the last runs without a scaler by scenario, references by their
-schedule; each is made once and shared by all scalers of a scenario.
+Three functions, one after another: ``_observe`` has the scenario trained (``Runs``),
+``_judge`` compares the traces with references and applies the laws, and ``localise``
+looks for the place where parity begins to fail.
 """
 
 from __future__ import annotations
@@ -13,54 +14,36 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self
 
 import msgspec
 
 from ...fixtures import OfWorkload, UndecidedError, WorkloadError
 from ...multiprocess import RankState, WorldError
 from ..judge import laws as laws
-from ..judge.bounds import expected_choices
 from ..judge.law import LAWS, Evidence, judge
 from ..judge.laws.transparency import first_difference
 from ..judge.localise import first_bad_step, locate
 from ..judge.measured import Parity
-from ..judge.parity import demanded_schedule, followed_schedule, measure_parity
-from ..judge.reference import Idle, Schedule
+from ..judge.parity import demanded_schedule, measure_parity
 from ..rank.devices import Devices
-from ..rank.fold import fold
 from ..rank.layout_checks import check_whole
-from ..rank.modules import Watched
-from ..rank.reshard import gathered
-from ..rank.routing import Choices, chooses_in_forward
 from ..rank.scaler_spec import NO_SCALER
-from ..rank.trace import RankTrace, Saved
-from ..rank.watched_step import observe_modules
-from ..rank.worker import observe_rank
+from ..rank.trace import RankTrace
 from ..report.records import Location
-from ..space.facts import WorkloadFacts, facts_of, remember
 from ..space.scenario import Scenario
 from ..status import Status, Verdict, case_status
-from .failures import ran_out_of_time, traces_of, why_not_run
+from .failures import ran_out_of_time, why_not_run
 from .launcher import AloneError, Place, Pool, root_cause
+from .runs import Phases, Runs, is_of_parallelize, without_scaler
 from .waiting import Waiting
 
-__all__ = ["Case", "Phases", "Runner"]
+__all__ = ["Case", "Runner"]
 
-T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
 BEHIND = 24
 """Number of traces, one a rank, of cases whose ranks have ended and that wait to be
 judged: they are in memory until then. One case may wait, however many ranks it has."""
-CONTROLS = 4
-"""Number of runs without a scaler that are kept: the scalers of a scenario run one
-after another, and few scenarios share a control (3 of 224 in all presets)."""
-TRIES = 3
-"""How often a run is made until the reference's choices fit it: with the choices of no
-skips, of its skips, and once more where these choices change the skips. Skips that move
-still are compared as they are."""
-Phases = tuple[tuple[RankTrace, ...], ...]
-"""One trace a rank, for each world that a run was on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,23 +136,18 @@ class _Seen:
         return self.complete and not planned and (recipe.parts > 1 or recipe.resume)
 
     @contextmanager
-    def broken(
-        self, place: Place, always: Callable[[Scenario], bool]
-    ) -> Iterator[None]:
-        """Turn an exception into this case's problem, so that the run continues.
-
-        Args:
-            place: place of the ranks.
-            always: true if ``parallelize`` raises in every scenario.
-        """
+    def broken(self, runs: Runs) -> Iterator[None]:
+        """Turn an exception into this case's problem, so that the run continues."""
         try:
             yield
         # a fault that shows only in the reference, or on all ranks together
         except (WorkloadError, AloneError) as error:
             self.problem, self.error = str(error), error
         except WorldError as failure:
-            cannot = why_not_run(failure, self.spec, self.scenario, place.alone)
-            if cannot and not (_of_parallelize(failure) and always(self.scenario)):
+            place, scenario = runs.place, self.scenario
+            cannot = why_not_run(failure, self.spec, scenario, place.alone)
+            own = is_of_parallelize(failure) and runs.never_laid_out(scenario)
+            if cannot and not own:
                 undecided = isinstance(failure.root.exception, UndecidedError)
                 status = Status.INCONCLUSIVE if undecided else Status.SKIPPED
                 not_run = _not_run(self.spec, self.scenario, cannot, status)
@@ -182,15 +160,6 @@ class _Seen:
                 :400
             ]
             self.error = error
-
-
-@dataclass(kw_only=True)
-class _Control:
-    """A run without a scaler."""
-
-    phases: Phases
-    differs: str | None = None
-    """Where a second such run differs bitwise; empty: nowhere; None: not yet made."""
 
 
 class Runner:
@@ -213,14 +182,11 @@ class Runner:
             localises: number of parity failures to localise, at most one for each
                 scaler, topology and recipe.
         """
-        self.folder = folder
         self.localises = localises
         self._localised: set[tuple[str, str, str]] = set()
         self.place = place or Pool(Devices(), timeout_s)
-        self._controls: dict[Scenario, _Control] = {}
+        self.runs = Runs(self.place, folder)
         self._stacks: dict[Scenario, Case | None] = {}
-        self._known: dict[str, tuple[WorkloadFacts, bool]] = {}
-        self._laid_out: dict[tuple[str, str], bool] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -246,23 +212,6 @@ class Runner:
         case = self._judge(self._observe(spec, scenario), parity)
         return self._localised_where_due(case)
 
-    def traces(self, spec: str, scenario: Scenario) -> Phases:
-        """Traces of a new run, not judged, up to the phase that failed.
-
-        Args:
-            spec: ``module:attribute``, or ``none``.
-            scenario: scenario to train.
-
-        Raises:
-            WorldError: if the failure is not the scaler's.
-        """
-        seen: list[tuple[RankTrace, ...]] = []
-        try:
-            seen.extend(self._followed(spec, scenario))
-        except WorldError as failure:
-            seen.append(traces_of(failure, judged=spec != NO_SCALER))
-        return tuple(seen)
-
     def run_all(
         self,
         pairs: Iterable[tuple[str, Scenario]],
@@ -286,7 +235,7 @@ class Runner:
             # before the first references: a case would wait for them with free ranks;
             # an error is that of the case that asks again
             for model in dict.fromkeys(scenario.model for _, scenario in pairs):
-                judge.submit(self._found_out, model)
+                judge.submit(self.runs.facts, model)
             steps = self._judge, self._is_localised, self._localised_where_due
             waiting = Waiting(judge, *steps, end)
             try:
@@ -310,28 +259,28 @@ class Runner:
         if reason := self.place.not_runnable(ranks):
             seen.case = _not_run(spec, scenario, reason)
             return seen
-        with seen.broken(self.place, self._never_laid_out):
-            self._found_out(scenario.model)
+        with seen.broken(self.runs):
+            self.runs.facts(scenario.model)
             if (stack := self._stack_fault(spec, scenario)) is not None:
                 seen.case = replace(stack, scaler=spec, scenario=scenario)
                 return seen
-            seen.phases = self._run_ranks(spec, scenario)
+            seen.phases = self.runs.run(spec, scenario)
             if late := ran_out_of_time(seen.phases[-1]):
                 # Time alone proves nothing: the machine may have been busy. The world
                 # that failed was ended, so the second try has ranks of its own.
-                seen.phases, seen.first_try = self._run_ranks(spec, scenario), late
+                seen.phases, seen.first_try = self.runs.run(spec, scenario), late
             # bitwise laws need fp32, where scaling is exact, and a run whose control
             # cannot skip
             compared = spec != NO_SCALER and scenario.faults == "none"
             if seen.complete and compared and scenario.parsed_precision.is_full:
-                seen.control = self._control_of(scenario).phases
+                seen.control = self.runs.control(scenario)
                 # A second control is needed only after a difference: it may be the
                 # control's.
                 if first_difference(seen.control, seen.phases):
-                    seen.control_differs = self._compare_controls(scenario)
+                    seen.control_differs = self.runs.control_differs(scenario)
             if seen.may_lose_settings or seen.averages_otherwise:
                 whole = replace(scenario, recipe="plain")
-                traces = self._run_ranks(spec, whole)[-1]
+                traces = self.runs.run(spec, whole)[-1]
                 seen.uninterrupted = traces if seen.may_lose_settings else None
                 seen.plain = traces if seen.averages_otherwise else None
         seen.seconds = time.monotonic() - start
@@ -344,7 +293,7 @@ class Runner:
         start = time.monotonic()
         evidence: Evidence | None = None
         verdicts: list[Verdict] = []
-        with seen.broken(self.place, self._never_laid_out):
+        with seen.broken(self.runs):
             if not seen.problem:
                 evidence = self._evidence(seen, parity)
                 verdicts = judge(evidence)
@@ -375,9 +324,9 @@ class Runner:
         before = [evidence.before.ranks] if evidence.before else []
         phases = [*before, evidence.ranks]
         try:
-            watched = self._watched(case.scaler, scenario, step)
+            watched = self.runs.watched(case.scaler, scenario, step)
             evidence_there = phases, evidence.parity, step, watched
-            location = self._with_references(locate, scenario, *evidence_there)
+            location = self.runs.beside_references(locate, scenario, *evidence_there)
         # the verdict does not depend on localisation
         except Exception as error:
             _LOGGER.info("not localised: %s", scenario.id, exc_info=True)
@@ -388,13 +337,6 @@ class Runner:
         return msgspec.structs.replace(
             location, seconds=round(time.monotonic() - start, 3)
         )
-
-    def _with_references(
-        self, compare: Callable[..., T], scenario: Scenario, *args: Any
-    ) -> T:
-        """Call ``compare`` on the process that trains the scenario's references."""
-        one_rank = scenario.workload.one_rank
-        return self.place.alone(compare, scenario, *args, in_group=one_rank)
 
     def _is_localised(self, case: Case) -> bool:
         broken = {v.law.partition(".")[0] for v in case.verdicts if v.status == "fail"}
@@ -411,7 +353,7 @@ class Runner:
         scenario, phases = seen.scenario, seen.phases
         random = scenario.parsed_recipe.training.random
         due = seen.complete and measured and not random
-        parity = self._with_references(_on_one_process, scenario, phases, due)
+        parity = self.runs.beside_references(_on_one_process, scenario, phases, due)
         evidence: Evidence | None = None
         for number, traces in enumerate(phases):
             evidence = Evidence(
@@ -436,155 +378,10 @@ class Runner:
         """
         if spec == NO_SCALER or OfWorkload.JUDGED not in scenario.workload.has:
             return None
-        alone = _without_scaler(scenario)
+        alone = without_scaler(scenario)
         if alone not in self._stacks:
             self._stacks[alone] = _unjudged(self.run(NO_SCALER, alone))
         return self._stacks[alone]
-
-    def _never_laid_out(self, scenario: Scenario) -> bool:
-        """True if ``parallelize`` raises without any of the judge's choices, too.
-
-        Else a recipe would be called skipped for what is wrong in every scenario.
-        """
-        topology = scenario.parsed_topology
-        if topology.narrowed:  # of a mesh that the workload has declared
-            layouts = scenario.workload.topologies.values()
-            topology = next(t for t in layouts if t.parallel and not t.narrowed)
-        key = scenario.model, topology.name
-        if key not in self._laid_out:
-            size = topology.default_world_size
-            place = f"{topology.name}/{size}/fp32/{scenario.optimizer}/none"
-            plain = Scenario.parse(f"{place}/model={scenario.model},steps=1")
-            self._laid_out[key] = True
-            if not self.place.not_runnable(size):
-                try:
-                    list(self._phases(NO_SCALER, plain))
-                except WorldError as failure:
-                    self._laid_out[key] = not _of_parallelize(failure)
-        return not self._laid_out[key]
-
-    def _control_of(self, scenario: Scenario) -> _Control:
-        key = _without_scaler(scenario)
-        if key not in self._controls:
-            control = _Control(phases=tuple(self._followed(NO_SCALER, key)))
-            while len(self._controls) >= CONTROLS:
-                self._controls.pop(next(iter(self._controls)))
-            self._controls[key] = control
-        return self._controls[key]
-
-    def _compare_controls(self, scenario: Scenario) -> str:
-        """Where two runs without a scaler differ bitwise; else empty.
-
-        Without this check a nondeterministic kernel would accuse the scaler.
-        """
-        control = self._control_of(scenario)
-        if control.differs is None:
-            again = tuple(self._followed(NO_SCALER, _without_scaler(scenario)))
-            control.differs = first_difference(control.phases, again)
-        return control.differs
-
-    def _run_ranks(self, spec: str, scenario: Scenario) -> Phases:
-        """The traces of each phase, up to the first that failed."""
-        if spec != NO_SCALER:
-            return self.traces(spec, scenario)
-        try:
-            # without a scaler the judged run is the control: it trains once
-            return self._control_of(scenario).phases
-        except WorldError as failure:
-            return (traces_of(failure, judged=False),)
-
-    def _followed(
-        self, spec: str, scenario: Scenario
-    ) -> Iterable[tuple[RankTrace, ...]]:
-        """The phases; learned routers make the reference's choices in them.
-
-        The reference trains first, as if no step were skipped. If the run then skips
-        steps, it runs again with the choices of a reference that skips the same steps.
-        """
-        # with random layers on, scores are random, too: no choice to make again
-        random = scenario.parsed_recipe.training.random
-        if random or scenario.workload.one_rank:
-            return self._phases(spec, scenario)
-        if not self._found_out(scenario.model)[1]:
-            return self._phases(spec, scenario)
-        scale = 1.0 if spec == NO_SCALER else scenario.init_scale
-        steps = scenario.steps
-        schedule = Schedule(
-            skipped=(frozenset(),) * steps,
-            scales=(scale,) * steps,
-            idle=(Idle(),) * steps,
-        )
-        for _ in range(TRIES):
-            choices = self.place.alone(expected_choices, scenario, schedule)
-            phases = tuple(self._phases(spec, scenario, choices))
-            followed = followed_schedule(scenario, *phases)
-            if replace(followed, scales=schedule.scales) == schedule:
-                break
-            # with other choices it may skip other steps, so it is compared again
-            schedule = followed
-        return phases
-
-    def _found_out(self, model: str) -> tuple[WorkloadFacts, bool]:
-        """The facts of a workload, and whether its routers choose in forward.
-
-        Found once, on the process of the references.
-        """
-        if model not in self._known:
-            self._known[model] = self.place.alone(_find_out, model)
-            remember(model, self._known[model][0])
-        return self._known[model]
-
-    def _phases(
-        self,
-        spec: str,
-        scenario: Scenario,
-        choices: tuple[dict[str, Choices], ...] = (),
-    ) -> Iterator[tuple[RankTrace, ...]]:
-        saved: Saved | None = None
-        for phase in scenario.phases:
-            more = phase != scenario
-            results = self.place.ranks(phase.world_size).run(
-                observe_rank,
-                phase,
-                spec,
-                self.folder,
-                saved,
-                more,
-                choices,
-                facts=self._found_out(phase.model)[0],
-                files=self._files(phase),
-            )
-            saved = gathered(results) if more else None
-            yield fold(results)
-
-    def _files(self, scenario: Scenario) -> str | None:
-        # a killed process leaves its folder: none is made where nothing is saved
-        saves = scenario.workload.save_checkpoint is not None
-        return self.place.files if saves else None
-
-    def _watched(self, spec: str, scenario: Scenario, step: int) -> list[Watched]:
-        """The watched ``step`` of each rank of the world that trained it."""
-        saved: Saved | None = None
-        facts, _ = self._found_out(scenario.model)
-        for phase in scenario.phases:
-            ranks, arguments = (
-                self.place.ranks(phase.world_size),
-                (phase, spec, self.folder, saved),
-            )
-            if step < phase.steps:
-                files = self._files(phase)
-                return ranks.run(observe_modules, *arguments, step, facts, files)
-            saved = gathered(ranks.run(observe_rank, *arguments, True, facts=facts))
-        raise AssertionError(f"no phase makes step {step}")
-
-
-def _of_parallelize(failure: WorldError) -> bool:
-    error = failure.root.exception
-    return isinstance(error, WorkloadError) and error.call == "parallelize"
-
-
-def _find_out(model: str) -> tuple[WorkloadFacts, bool]:
-    return facts_of(model), chooses_in_forward(model)
 
 
 def _on_one_process(scenario: Scenario, phases: Phases, due: bool) -> Parity | None:
@@ -595,11 +392,6 @@ def _on_one_process(scenario: Scenario, phases: Phases, due: bool) -> Parity | N
     """
     check_whole(scenario.workload, phases[-1])
     return measure_parity(scenario, *phases) if due else None
-
-
-def _without_scaler(scenario: Scenario) -> Scenario:
-    """The scenario without scaler settings: all scalers share its control run."""
-    return replace(scenario, init_scale=1.0, growth_interval=1, faults="none")
 
 
 def _unjudged(stack: Case) -> Case | None:

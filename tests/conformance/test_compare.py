@@ -10,6 +10,7 @@ import torch
 
 from gradparity.conformance.formulas import clip_factor, equal_but_for_rounding
 from gradparity.conformance.judge.compare import (
+    Spread,
     compare,
     multiple_of,
     relative_floor,
@@ -65,8 +66,25 @@ def test_a_multiple_is_found_by_least_squares() -> None:
 
 def test_the_floor_is_the_median_of_what_is_known_or_the_roundoff() -> None:
     own = dict.fromkeys("abcd", (2.0, 1.0))
-    noise = {"a": (2.0, 0.0), "b": (4.0, 0.0), "c": (8.0, 0.0), "d": (math.inf, 0.0)}
-    assert relative_floor(noise, own, 0.25) == (2.0, 0.25)
+    norms = {"a": 2.0, "b": 4.0, "c": 8.0, "d": math.inf}
+    spreads = {name: Spread(noise=(norm, 0.0)) for name, norm in norms.items()}
+    assert relative_floor(spreads, own, 0.25) == (2.0, 0.25)
+
+
+def test_a_spread_grows_with_each_step_and_a_bound_is_eight_times_its_largest() -> None:
+    spread = Spread().widened([(1.0, 0.5), (0.5, 0.75)])
+    assert spread.noise == (1.0, 0.75)
+    assert spread.widened([(0.25, 0.25)]).noise == (1.0, 0.75)
+    assert spread.bound() == (8.0, 6.0)
+    assert spread.bound((0.0, 2.0)) == (8.0, 16.0)
+    # half of what another side changes counts
+    assert spread.widened([(0.0, 0.0)], [(4.0, 1.0)]).bound() == (16.0, 6.0)
+
+
+def test_a_run_that_is_not_finite_measures_nothing() -> None:
+    spread = Spread().widened([(math.nan, 1.0), (1.0, 1.0)], [(math.inf, 1.0)])
+    assert spread == Spread(noise=(1.0, 1.0))
+    assert spread.widened([(math.inf, 1.0)]).bound() == (math.inf, math.inf)
 
 
 @pytest.mark.parametrize("norm", [0.0, 0.2, 0.25, 3.0, math.inf, math.nan])

@@ -10,11 +10,8 @@ import pytest
 
 from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.judge import bounds, kept
-from gradparity.conformance.judge.bounds import (
-    HALF,
-    SAFETY_FACTOR,
-    make_parity_bounds,
-)
+from gradparity.conformance.judge.bounds import make_parity_bounds
+from gradparity.conformance.judge.compare import HALF, SAFETY_FACTOR
 from gradparity.conformance.judge.noise.sides import BOTH, Sides
 from gradparity.conformance.judge.parity import demanded_schedule, measure_parity
 from gradparity.conformance.judge.reference import (

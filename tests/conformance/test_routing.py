@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.judge import bounds, reference
-from gradparity.conformance.judge.bounds import HALF, expected_choices
+from gradparity.conformance.judge.bounds import expected_choices
+from gradparity.conformance.judge.compare import HALF
 from gradparity.conformance.judge.noise.sides import BOTH, Sides
 from gradparity.conformance.judge.reference import Reference, Schedule
 from gradparity.conformance.judge.variants import Variant
 from gradparity.conformance.rank.routing import ChoiceLog, Choices, chooses_in_forward
-from gradparity.conformance.run import runner
+from gradparity.conformance.run import runs
 from gradparity.tests.made_up import add, doubts_in, evidence, finding, row
 from gradparity.tests.workloads import routed_stacks as stacks
 
@@ -46,7 +47,7 @@ def test_a_right_stack_whose_choice_tips_is_accused_without_the_replay(
     judge: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert case(judge, stacks.TopOne, *TIPS).status == "pass"
-    for module in (runner, reference):
+    for module in (runs, reference):
         monkeypatch.setattr(module, "chooses_in_forward", lambda _: False)
     reference._train.cache_clear()
     try:

@@ -21,8 +21,10 @@ from gradparity.conformance.rank.trace import Problem, RankTrace
 from gradparity.conformance.rank.worker import JudgedError
 from gradparity.conformance.report.records import read_report
 from gradparity.conformance.run import runner as runner_module
+from gradparity.conformance.run import runs
 from gradparity.conformance.run.launcher import Place
-from gradparity.conformance.run.runner import BEHIND, CONTROLS
+from gradparity.conformance.run.runner import BEHIND
+from gradparity.conformance.run.runs import CONTROLS
 from gradparity.conformance.run.waiting import Waiting
 from gradparity.multiprocess import RankOutcome, RankState, WorldError
 from gradparity.tests.made_up import SCENARIO, rank_trace
@@ -52,7 +54,7 @@ class MadeUp(Place):
     def alone(
         self, function: Callable[..., Any], *args: Any, in_group: bool = False
     ) -> Any:
-        if function is runner_module._find_out:
+        if function is runs._find_out:
             self.asked |= {*args}
         return function(*args)
 

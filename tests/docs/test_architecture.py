@@ -154,7 +154,7 @@ def test_a_scenario(two: Cluster) -> None:
     with Runner(folder=os.getcwd()) as runner:
         ran = called(runner.run, OURS, scenario)
         other = replace(scenario, seed=1)  # whose references are not there yet
-        phases = runner.traces(OURS, other)
+        phases = runner.runs.traces(OURS, other)
         alone = runner.place.alone(called, measure_parity, other, *phases)
     assert missed(walks()[1], ran) == []
     assert missed(walks()[2], alone) == []

@@ -1,0 +1,166 @@
+"""The reference of the boundaries of modules: the truth of each tensor, and its bound.
+
+The plain reference runs on the rows of one rank. The reference on one rank makes the
+workload's own step, in which each call has all rows of its like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...fixtures import Batch
+from ..rank.modules import (
+    INPUT,
+    INPUT_GRADIENT,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    Boundary,
+    ModuleLog,
+    Watched,
+    watch_modules,
+)
+from ..space.scenario import Scenario
+from .compare import Doubles, Pair, Spread, relative_floor, sizes
+from .noise.sides import JumpLog, sides_of
+from .noise.weights import jittered
+from .one_rank import watched_on_one_rank
+from .reference import ReferenceRun, Schedule, reference_before
+from .variants import PLAIN, TRUTH
+
+__all__ = ["Expected", "OnOneProcess", "OnOneRank"]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The reference's value of one tensor."""
+
+    truth: Doubles
+    bound: Pair
+    """Largest permitted norm and element of an error."""
+
+
+class OnOneProcess:
+    """The plain reference up to a step: the truth and its noisy runs."""
+
+    def __init__(self, scenario: Scenario, schedule: Schedule, step: int) -> None:
+        self.scenario = scenario
+        self.truth = reference_before(scenario, schedule, TRUTH, step)
+        self.plain = reference_before(scenario, schedule, PLAIN, step)
+        self.whole = scenario.workload.batch(step, scenario.seed)
+        self.of_whole = False
+        precision = scenario.parsed_precision
+        self.roundoff = precision.roundoff
+        self.scale = 1.0 if precision.is_full else schedule.scales[step]
+
+    def expected(self, each: Watched) -> tuple[dict[Boundary, Expected], ModuleLog]:
+        """The tensors of a run on a rank's batches with bounds, and the truth's log."""
+        batches = [self._of_whole_rows(batch) for batch in each.batches]
+        with JumpLog() as due:
+            truth = self._watched(self.truth, batches)
+        with JumpLog() as had:
+            noisy = [self._watched(self.plain, batches)]
+        # a second noisy run: rounding of the weights stands for another order of sums
+        generator = torch.Generator().manual_seed(0)
+        with jittered(self.plain.parameters.values(), self.roundoff, generator):
+            noisy.append(self._watched(self.plain, batches))
+        sides = []
+        for side in sides_of([due.inputs], [had.inputs]):
+            with JumpLog(side):
+                sides.append(self._watched(self.plain, batches))
+        return _bounded(truth, noisy, sides, self.roundoff), truth
+
+    def _of_whole_rows(self, batch: Batch) -> Batch:
+        """A micro-batch that a reference can run by itself.
+
+        Parts of rows, such as parts of a sequence, depend on each other. Then the
+        reference runs on the whole, and the rank's tensors are parts of its tensors.
+        """
+        shapes = [[t.shape[1:] for t in b.tensors] for b in (batch, self.whole)]
+        self.of_whole = shapes[0] != shapes[1]
+        return self.whole if self.of_whole else batch
+
+    def _watched(self, run: ReferenceRun, batches: Sequence[Batch]) -> ModuleLog:
+        names = {module: name for name, module in run.model.named_modules()}
+        scale = 1.0 if run.variant.double else self.scale
+        run.weights_of_heads()  # runs a forward, which must come before the watch
+        with watch_modules([run.model], names) as log:
+            for batch in batches:
+                run.one_pass(batch, scale)
+        run.model.zero_grad()
+        for boundary, passed in log.passed.items() if scale != 1.0 else ():
+            if boundary.kind in (INPUT_GRADIENT, OUTPUT_GRADIENT):
+                log.passed[boundary] = replace(passed, values=passed.values / scale)
+        return log
+
+
+class OnOneRank:
+    """The workload's own step on one rank, where each call has all rows of its like."""
+
+    of_whole = True
+
+    def __init__(self, scenario: Scenario, schedule: Schedule, step: int) -> None:
+        self.truth, noisy, sides = watched_on_one_rank(scenario, schedule, step)
+        roundoff = scenario.parsed_precision.roundoff
+        self.bounded = _bounded(self.truth, noisy, sides, roundoff)
+
+    def expected(self, each: Watched) -> tuple[dict[Boundary, Expected], ModuleLog]:
+        """The tensors of one rank with bounds, and the truth's log.
+
+        Where modules are called more or less often than there, nothing says which calls
+        belong together.
+        """
+        mine, due = ([len(rows) for rows in log.rows] for log in (each.log, self.truth))
+        if mine == due:
+            return self.bounded, self.truth
+        each.log.unpaired = each.log.unpaired or (
+            f"its outermost modules were called {mine} times, and {due} times on one "
+            "rank"
+        )
+        return {}, self.truth
+
+
+def _bounded(
+    truth: ModuleLog,
+    noisy: Sequence[ModuleLog],
+    sides: Sequence[ModuleLog],
+    roundoff: float,
+) -> dict[Boundary, Expected]:
+    """Derived like bounds of gradients, see the notes in :mod:`.bounds`."""
+    values = {b: p.values.astype(np.float64) for b, p in truth.passed.items()}
+    spreads: dict[Boundary, Spread] = {}
+    for boundary, value in values.items():
+        spread = Spread(noise=_largest_distance(noisy, boundary, value))
+        if (plain := noisy[0].passed.get(boundary)) is not None:
+            effect = _largest_distance(sides, boundary, plain.values)
+            spread = replace(spread, effect=effect)
+        spreads[boundary] = spread
+    expected = {}
+    # activations and gradients are rounded differently: a median noise for each
+    for kinds in ((INPUT, OUTPUT), (INPUT_GRADIENT, OUTPUT_GRADIENT)):
+        group = {b: spreads[b] for b in values if b.kind in kinds}
+        own = {b: sizes(values[b]) for b in group}
+        floor = relative_floor(group, own, roundoff)
+        for b, spread in group.items():
+            least = floor[0] * own[b][0], floor[1] * own[b][1]
+            expected[b] = Expected(values[b], spread.bound(least))
+    return expected
+
+
+def _largest_distance(
+    logs: Sequence[ModuleLog], boundary: Boundary, value: NDArray[np.floating]
+) -> Pair:
+    """Distance of a tensor in some runs from a value; infinite if one has none."""
+    norms, largest_ones = [0.0], [0.0]
+    for log in logs:
+        passed = log.passed.get(boundary)
+        if passed is None or passed.values.shape != value.shape:
+            return np.inf, np.inf
+        norm, largest = sizes(passed.values.astype(np.float64) - value)
+        norms.append(norm)
+        largest_ones.append(largest)
+    return max(norms), max(largest_ones)

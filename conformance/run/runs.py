@@ -1,0 +1,244 @@
+"""Runs on ranks: traces of scenarios, and what several cases share of them.
+
+Facts of a workload, and the last runs without a scaler, are made once and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from ...fixtures import WorkloadError
+from ...multiprocess import WorldError
+from ..judge.bounds import expected_choices
+from ..judge.laws.transparency import first_difference
+from ..judge.parity import followed_schedule
+from ..judge.reference import Idle, Schedule
+from ..rank.fold import fold
+from ..rank.modules import Watched
+from ..rank.reshard import gathered
+from ..rank.routing import Choices, chooses_in_forward
+from ..rank.scaler_spec import NO_SCALER
+from ..rank.trace import RankTrace, Saved
+from ..rank.watched_step import observe_modules
+from ..rank.worker import observe_rank
+from ..space.facts import WorkloadFacts, facts_of, remember
+from ..space.scenario import Scenario
+from .failures import traces_of
+from .launcher import Place
+
+__all__ = ["Phases", "Runs", "is_of_parallelize", "without_scaler"]
+
+T = TypeVar("T")
+CONTROLS = 4
+"""Number of runs without a scaler that are kept: the scalers of a scenario run one
+after another, and few scenarios share a control (3 of 224 in all presets)."""
+TRIES = 3
+"""How often a run is made until the reference's choices fit it: with the choices of no
+skips, of its skips, and once more where these choices change the skips. Skips that move
+still are compared as they are."""
+Phases = tuple[tuple[RankTrace, ...], ...]
+"""One trace a rank, for each world that a run was on."""
+
+
+@dataclass(kw_only=True)
+class _Control:
+    """A run without a scaler."""
+
+    phases: Phases
+    differs: str | None = None
+    """Where a second such run differs bitwise; empty: nowhere; None: not yet made."""
+
+
+class Runs:
+    """Trains scenarios on the ranks of a place."""
+
+    def __init__(self, place: Place, folder: str) -> None:
+        """Train on the ranks of ``place``.
+
+        Args:
+            place: where ranks come from.
+            folder: import path of the scalers.
+        """
+        self.place = place
+        self._folder = folder
+        self._controls: dict[Scenario, _Control] = {}
+        self._facts: dict[str, tuple[WorkloadFacts, bool]] = {}
+        self._never_laid_out: dict[tuple[str, str], bool] = {}
+
+    def run(self, spec: str, scenario: Scenario) -> Phases:
+        """The traces of each phase, up to the first that failed."""
+        if spec != NO_SCALER:
+            return self.traces(spec, scenario)
+        try:
+            # without a scaler the judged run is the control: it trains once
+            return self.control(scenario)
+        except WorldError as failure:
+            return (traces_of(failure, judged=False),)
+
+    def traces(self, spec: str, scenario: Scenario) -> Phases:
+        """Traces of a new run, not judged, up to the phase that failed.
+
+        Args:
+            spec: ``module:attribute``, or ``none``.
+            scenario: scenario to train.
+
+        Raises:
+            WorldError: if the failure is not the scaler's.
+        """
+        seen: list[tuple[RankTrace, ...]] = []
+        try:
+            seen.extend(self._followed(spec, scenario))
+        except WorldError as failure:
+            seen.append(traces_of(failure, judged=spec != NO_SCALER))
+        return tuple(seen)
+
+    def control(self, scenario: Scenario) -> Phases:
+        """The traces of the scenario without a scaler."""
+        return self._control(scenario).phases
+
+    def _control(self, scenario: Scenario) -> _Control:
+        key = without_scaler(scenario)
+        if key not in self._controls:
+            control = _Control(phases=tuple(self._followed(NO_SCALER, key)))
+            while len(self._controls) >= CONTROLS:
+                self._controls.pop(next(iter(self._controls)))
+            self._controls[key] = control
+        return self._controls[key]
+
+    def control_differs(self, scenario: Scenario) -> str:
+        """Where two runs without a scaler differ bitwise; else empty.
+
+        Without this check a nondeterministic kernel would accuse the scaler.
+        """
+        control = self._control(scenario)
+        if control.differs is None:
+            again = tuple(self._followed(NO_SCALER, without_scaler(scenario)))
+            control.differs = first_difference(control.phases, again)
+        return control.differs
+
+    def _followed(
+        self, spec: str, scenario: Scenario
+    ) -> Iterable[tuple[RankTrace, ...]]:
+        """The phases; learned routers make the reference's choices in them.
+
+        The reference trains first, as if no step were skipped. If the run then skips
+        steps, it runs again with the choices of a reference that skips the same steps.
+        """
+        # with random layers on, scores are random, too: no choice to make again
+        random = scenario.parsed_recipe.training.random
+        own = random or scenario.workload.one_rank
+        if own or not self.facts(scenario.model)[1]:
+            return self._phases(spec, scenario)
+        scale = 1.0 if spec == NO_SCALER else scenario.init_scale
+        steps = scenario.steps
+        schedule = Schedule(
+            skipped=(frozenset(),) * steps,
+            scales=(scale,) * steps,
+            idle=(Idle(),) * steps,
+        )
+        for _ in range(TRIES):
+            choices = self.place.alone(expected_choices, scenario, schedule)
+            phases = tuple(self._phases(spec, scenario, choices))
+            followed = followed_schedule(scenario, *phases)
+            if replace(followed, scales=schedule.scales) == schedule:
+                break
+            # with other choices it may skip other steps, so it is compared again
+            schedule = followed
+        return phases
+
+    def _phases(
+        self,
+        spec: str,
+        scenario: Scenario,
+        choices: tuple[dict[str, Choices], ...] = (),
+    ) -> Iterator[tuple[RankTrace, ...]]:
+        saved: Saved | None = None
+        for phase in scenario.phases:
+            more = phase != scenario
+            results = self.place.ranks(phase.world_size).run(
+                observe_rank,
+                phase,
+                spec,
+                self._folder,
+                saved,
+                more,
+                choices,
+                facts=self.facts(phase.model)[0],
+                files=self._files(phase),
+            )
+            saved = gathered(results) if more else None
+            yield fold(results)
+
+    def watched(self, spec: str, scenario: Scenario, step: int) -> list[Watched]:
+        """The watched ``step`` of each rank of the world that trained it."""
+        saved: Saved | None = None
+        facts, _ = self.facts(scenario.model)
+        for phase in scenario.phases:
+            ranks = self.place.ranks(phase.world_size)
+            arguments = phase, spec, self._folder, saved
+            if step < phase.steps:
+                files = self._files(phase)
+                return ranks.run(observe_modules, *arguments, step, facts, files)
+            saved = gathered(ranks.run(observe_rank, *arguments, True, facts=facts))
+        raise AssertionError(f"no phase makes step {step}")
+
+    def facts(self, model: str) -> tuple[WorkloadFacts, bool]:
+        """The facts of a workload, and whether its routers choose in forward.
+
+        Found once, on the process of the references.
+        """
+        if model not in self._facts:
+            self._facts[model] = self.place.alone(_find_out, model)
+            remember(model, self._facts[model][0])
+        return self._facts[model]
+
+    def never_laid_out(self, scenario: Scenario) -> bool:
+        """True if ``parallelize`` raises without any of the judge's choices, too.
+
+        Else a recipe would be called skipped for what is wrong in every scenario.
+        """
+        topology = scenario.parsed_topology
+        if topology.narrowed:  # of a mesh that the workload has declared
+            layouts = scenario.workload.topologies.values()
+            topology = next(t for t in layouts if t.parallel and not t.narrowed)
+        key = scenario.model, topology.name
+        if key not in self._never_laid_out:
+            size = topology.default_world_size
+            place = f"{topology.name}/{size}/fp32/{scenario.optimizer}/none"
+            plain = Scenario.parse(f"{place}/model={scenario.model},steps=1")
+            self._never_laid_out[key] = False
+            if not self.place.not_runnable(size):
+                try:
+                    list(self._phases(NO_SCALER, plain))
+                except WorldError as failure:
+                    self._never_laid_out[key] = is_of_parallelize(failure)
+        return self._never_laid_out[key]
+
+    def beside_references(
+        self, compare: Callable[..., T], scenario: Scenario, *args: Any
+    ) -> T:
+        """Call ``compare`` on the process that trains the scenario's references."""
+        one_rank = scenario.workload.one_rank
+        return self.place.alone(compare, scenario, *args, in_group=one_rank)
+
+    def _files(self, scenario: Scenario) -> str | None:
+        # a killed process leaves its folder: none is made where nothing is saved
+        saves = scenario.workload.save_checkpoint is not None
+        return self.place.files if saves else None
+
+
+def is_of_parallelize(failure: WorldError) -> bool:
+    """True if the workload's ``parallelize`` raised."""
+    error = failure.root.exception
+    return isinstance(error, WorkloadError) and error.call == "parallelize"
+
+
+def without_scaler(scenario: Scenario) -> Scenario:
+    """The scenario without scaler settings: all scalers share its control run."""
+    return replace(scenario, init_scale=1.0, growth_interval=1, faults="none")
+
+
+def _find_out(model: str) -> tuple[WorkloadFacts, bool]:
+    return facts_of(model), chooses_in_forward(model)
