@@ -41,13 +41,14 @@ JOBS = {
     "megatron-pp": "megatron-core",
     "megatron-zero": "megatron-core",
     "megatron-bf16": "megatron-core",
+    "megatron-ep": "megatron-core",
 }
 """Job -> the package whose loop it is."""
 SCRIPTS = {"megatron-core": "megatron_jobs.py"}
 """Package -> the script that has its jobs, if it is not ``foreign_jobs.py``."""
-STARTS = {"megatron-pp"}
-"""Jobs on ranks that begin from the weights of the job on one process: a stage draws
-other ones."""
+STARTS = {"megatron-pp", "megatron-ep"}
+"""Jobs on ranks that begin from the weights of the job on one process: a stage, and a
+rank of experts, draws other ones."""
 FAULTS = {"half": 1, "twice": 1, "frozen": 1}
 """Fault -> the exit code that tells it."""
 GRADPARITY = (sys.executable, "-m", "gradparity.conformance")

@@ -34,6 +34,8 @@ class Job:
     distributed_optimizer: bool = False
     dtype: torch.dtype = torch.float32
     gated: bool = False
+    experts: bool = False
+    """Four experts a layer, two of them on each rank."""
 
 
 JOBS = {
@@ -46,12 +48,14 @@ JOBS = {
         dtype=torch.bfloat16,
         gated=True,
     ),
+    "megatron-ep": Job(experts=True, distributed_optimizer=True),
 }
 
 
 def replace_cuda() -> None:
     """Let the CPU stand for the device that Megatron asks for: not needed on GPUs."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import moe_utils
 
     def without_device(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def made(*arguments: Any, **keywords: Any) -> Tensor:
@@ -80,6 +84,7 @@ def replace_cuda() -> None:
     methods: dict[str, Any] = {"type": type_on_gpu, "cuda": lambda tensor, *_: tensor}
     for name, stand_in in methods.items():
         setattr(Tensor, name, stand_in)
+    moe_utils.te_general_gemm = None  # defined only by Transformer Engine
     # no dropout draws numbers
     CudaRNGStatesTracker.fork = lambda *_: nullcontext()
 
@@ -87,7 +92,9 @@ def replace_cuda() -> None:
 def hurt(model: Any, fault: str) -> None:
     """Plant a fault into the second layer or the head, on the ranks that have these."""
     for layer in model.decoder.layers:
-        weight = layer.mlp.linear_fc1.weight
+        experts = getattr(layer.mlp, "experts", None)
+        mlp = layer.mlp if experts is None else experts.local_experts[0]
+        weight = mlp.linear_fc1.weight
         if layer.layer_number == 2 and fault == "half":  # of a gradient
             weight.register_hook(lambda gradient: gradient / 2)
         if layer.layer_number == 2 and fault == "frozen":
@@ -125,7 +132,17 @@ def main(name: str, fault: str = "") -> None:
     split = 2 if WORLD > 1 else 1
     tp = split if job.tensor_parallel else 1
     pp = split if job.pipeline else 1
-    parallel_state.initialize_model_parallel(tp, pp)
+    ep = split if job.experts else 1
+    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
+    experts: dict[str, Any] = {}
+    if job.experts:
+        experts = {
+            "num_moe_experts": 4,
+            "moe_router_topk": 2,
+            "moe_token_dispatcher_type": "allgather",
+            "moe_router_load_balancing_type": "none",
+            "expert_model_parallel_size": ep,
+        }
     half = job.dtype == torch.bfloat16
     config = TransformerConfig(
         num_layers=4, hidden_size=32, ffn_hidden_size=64,
@@ -138,10 +155,13 @@ def main(name: str, fault: str = "") -> None:
         bf16=half, params_dtype=job.dtype, pipeline_dtype=job.dtype,
         use_cpu_initialization=True, gradient_accumulation_fusion=False,
         finalize_model_grads_func=finalize_model_grads,
+        **experts,
     )  # fmt: skip
     torch.manual_seed(0)
     model = GPTModel(
-        config, gpt_layer_specs.get_gpt_layer_local_spec(), WORDS, LENGTH,
+        config, gpt_layer_specs.get_gpt_layer_local_spec(
+            num_experts=experts.get("num_moe_experts")
+        ), WORDS, LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",

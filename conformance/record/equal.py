@@ -22,8 +22,11 @@ __all__ = [
 SAME_START = (
     "Begin both from the same weights: the same seed, a checkpoint, or record --start"
 )
-FREE = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
-"""Settings that choose an implementation, and not what is computed."""
+FREE = frozenset(
+    {"foreach", "fused", "capturable", "differentiable", "initial_lr"}
+    | {"is_expert_parallel"}  # of Megatron: which ranks hold the group
+)
+"""Settings that choose an implementation or a layout, and not what is computed."""
 
 
 def proved_names(one: Run, other: Run) -> tuple[dict[str, str], str]:

@@ -128,6 +128,8 @@ class Roots:
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
+        self.called: list[nn.Module] = []
+        """Outermost modules, in the order of their first forward."""
         self.names: dict[int, str] = {}
         """id of a parameter -> its name, without the names of wrappers."""
         self.kept: list[nn.Parameter] = []
@@ -166,6 +168,29 @@ class Roots:
         self.modules = []
         for module in sorted(roots, key=_count):  # the largest one names last
             self.add(module)
+        self._distinguish()
+
+    def _distinguish(self) -> None:
+        """Give parameters of several models other names, in the order of their calls.
+
+        An optimizer may step two critics, which are objects of one class.
+        """
+        called = {id(module): at for at, module in enumerate(self.called)}
+
+        def first_call(root: nn.Module) -> int:
+            at = (called.get(id(each), len(called)) for each in root.modules())
+            return min(at)
+
+        owners: dict[str, list[int]] = {}
+        for module in sorted(self.modules, key=first_call):
+            for parameter in module.parameters():
+                key = id(parameter)
+                ids = owners.setdefault(self.names[key], [])
+                if key not in ids:
+                    ids.append(key)
+        for name, ids in owners.items():
+            for number, key in enumerate(ids[1:], 2):
+                self.names[key] = f"{name} (model {number})"
 
     def learn(self, module: nn.Module) -> None:
         """Learn the layout of a module of Megatron."""
@@ -195,8 +220,9 @@ class Roots:
 
     def unstepped(self, stepped: Iterable[str]) -> list[str]:
         """Names of parameters that require a gradient and that no optimizer steps."""
-        named = (item for m in self.modules for item in m.named_parameters())
-        trained = ((bare(n), p, place(p)[1]) for n, p in named if p.requires_grad)
+        every = (p for module in self.modules for p in module.parameters())
+        named = ((self.names[id(p)], p) for p in every if p.requires_grad)
+        trained = ((name, p, place(p)[1]) for name, p in named)
         names = {piece.name for each in trained for piece in self.pieces(*each)}
         return sorted(names.difference(stepped))
 
@@ -319,17 +345,18 @@ def _boxes_in_row(
 def _of_deepspeed(own: Sequence[Any], roots: Roots) -> Iterator[Part]:
     """ZeRO 1 to 3: ranges of the flat fp32 tensors that the optimizer steps."""
     for module in roots.modules:
-        for name, parameter in module.named_parameters():
+        for parameter in module.parameters():
             range_of_parameter = fp32_range_of(parameter)
             if range_of_parameter is None:
                 continue
+            name = roots.names[id(parameter)]
             fragment, box = range_of_parameter
             for flat in own:
                 # the fragment is a view of it
                 first = (fragment.data_ptr() - flat.data_ptr()) // flat.element_size()
                 if 0 <= first < flat.numel():
                     cut = partial(_range_of, first=first, box=box)
-                    yield Part(bare(name), fragment, box, flat, cut)
+                    yield Part(name, fragment, box, flat, cut)
 
 
 def fp32_range_of(parameter: Any) -> tuple[Tensor, Box] | None:

@@ -97,10 +97,8 @@ class Recorder:
         self.done: list[_Step] = []
         self.final: Sums[str] | None = None
         """Key -> bits after the last recorded step."""
-        self.outermost: list[nn.Module] = []
-        """Models that were called before the first step of an optimizer."""
         self.inner: set[int] = set()
-        """ids of the modules in these."""
+        """ids of the modules in the models that were called."""
         self.blocks = Blocks(self._noting) if orders.modules else None
         self.generators: dict[int, list[Tensor]] = {}
         """id of a model -> states of the random generators when it was called."""
@@ -130,16 +128,17 @@ class Recorder:
         with self._noting("the first forward"):
             if not torch.is_grad_enabled() or not trains(module):
                 return
-            self.outermost.append(module)
+            self.roots.called.append(module)
             self.inner |= {id(each) for each in module.modules()}
             if self.orders.start:
-                note = begin_from(Path(self.orders.start), module, self.roots)
+                number = len(self.roots.called) - 1
+                note = begin_from(Path(self.orders.start), number, module, self.roots)
                 self.recording.notes += [note] if note else []
             if self.orders.keep_start:
                 write_start(self.out, _rank(), module, self.roots)
             if self.orders.nudge:
                 nudge(module, self.orders.nudge, self.roots)
-            if self.blocks is not None and len(self.outermost) == 1:
+            if self.blocks is not None and len(self.roots.called) == 1:
                 with self._noting("--modules"):
                     self.blocks.hook(module)
             # a hook that is set now misses this call, and a global one gets no keywords
@@ -152,7 +151,7 @@ class Recorder:
             return
         with self._noting("rows"):
             # a second model may get what the first one has computed
-            if module is self.outermost[0]:
+            if module is self.roots.called[0]:
                 inputs = [*args, *kwargs.values()]
                 tokens, floats = rows_of(inputs)
                 out = self.recording
@@ -169,7 +168,7 @@ class Recorder:
             self.generators[id(module)] = _generators(module)
 
     def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.blocks is not None and module is self.outermost[0]:
+        if self.blocks is not None and module is self.roots.called[0]:
             self.blocks.end()
         before = self.generators.pop(id(module), None)
         if before is None:
@@ -200,7 +199,7 @@ class Recorder:
         """
         rates = [group.get("lr") for group in optimizer.param_groups]
         numbers = [rate for rate in rates if isinstance(rate, int | float)]
-        return not self.outermost and not any(numbers) and len(numbers) == len(rates)
+        return not self.roots.called and not any(numbers) and len(numbers) == len(rates)
 
     def _before(self, optimizer: Any) -> None:
         if self.written or self._prepares(optimizer):
@@ -331,7 +330,7 @@ class Recorder:
         out.world_size = dist.get_world_size() if dist.is_initialized() else 1
         out.drops = sorted(
             name
-            for module in self.outermost
+            for module in self.roots.called
             for name, each in module.named_modules()
             if isinstance(getattr(each, "p", None), float) and 0 < each.p < 1
         )

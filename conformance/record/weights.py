@@ -6,6 +6,7 @@ model is moved alike, and begins alike.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,11 +109,13 @@ def write_start(folder: Path, rank: int, module: nn.Module, roots: Roots) -> Non
 
 
 @torch.no_grad()
-def begin_from(folder: Path, module: nn.Module, roots: Roots) -> str:
+def begin_from(folder: Path, number: int, module: nn.Module, roots: Roots) -> str:
     """Give a model the weights of another job, in whatever layout either has.
 
     Args:
-        folder: holds ``start-*.safetensors``, as :func:`write_start` left them.
+        folder: holds ``start-RANK-NUMBER.safetensors`` of :func:`write_start`.
+        number: number of the model, in the order of first calls: two models may have
+            the same names.
         module: its trained parameters are written.
         roots: names and places of parameters.
 
@@ -120,19 +123,25 @@ def begin_from(folder: Path, module: nn.Module, roots: Roots) -> str:
         A note on parameters that keep their values, if there are any.
     """
     wanted = {name: box.shape for name, _, box in _weights(module, roots)}
-    parts_by_name: dict[str, list[tuple[Tensor, Box]]] = {}
+    parts_by_name: dict[str, dict[int, list[tuple[Tensor, Box]]]] = {}
     for path in sorted(folder.glob("start-*.safetensors")):
+        of_model = int(path.stem.rpartition("-")[2])
         try:
             with safe_open(path, framework="pt") as file:
                 raw = (file.metadata() or {}).get(PLACES, "{}")
                 boxes = msgspec.json.decode(raw, type=dict[str, Box])
                 for key, box in boxes.items():
                     if (name := key.partition("/")[2]) in wanted:
+                        parts = parts_by_name.setdefault(name, {})
                         part = file.get_tensor(key)
-                        parts_by_name.setdefault(name, []).append((part, box))
+                        parts.setdefault(of_model, []).append((part, box))
         except (SafetensorError, msgspec.DecodeError) as error:
             raise ValueError(f"{path}: holds no weights: {error}") from error
-    whole_by_name = {name: _whole(parts) for name, parts in parts_by_name.items()}
+    whole_by_name = {
+        # stages of one model have numbers of their own, and each name once
+        name: _whole(parts.get(number) or [*itertools.chain(*parts.values())])
+        for name, parts in parts_by_name.items()
+    }
     left = dict[str, None]()
     for name, part, box in _weights(module, roots):
         whole = whole_by_name.get(name, torch.empty(0))

@@ -164,7 +164,7 @@ def test_masters_begin_as_the_weights_of_another_layout(tmp_path: Path) -> None:
     sharded = [Stage(2, 1, rank).bfloat16() for rank in range(2)]
     optimizers = [DistributedOptimizer(each, 1, 0) for each in sharded]
     for rank, each in enumerate(sharded):
-        assert begin_from(tmp_path, each, Roots()) == ""
+        assert begin_from(tmp_path, 0, each, Roots()) == ""
         write_start(tmp_path / "masters", rank, each, Roots())
     copies = vars(optimizers[1])["shard_fp32_from_float16_groups"][0]
     for (name, whole), copy in zip(model.named_parameters(), copies, strict=True):
@@ -175,9 +175,30 @@ def test_masters_begin_as_the_weights_of_another_layout(tmp_path: Path) -> None:
     for rounded, copy in zip(sharded[1].parameters(), copies, strict=True):
         assert torch.equal(rounded.flatten(), copy.bfloat16())
     again, _ = alone()
-    assert begin_from(tmp_path / "masters", again, Roots()) == ""
+    assert begin_from(tmp_path / "masters", 0, again, Roots()) == ""
     for mine, its in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(mine, its)
+
+
+def test_models_of_one_class_have_names_of_their_own() -> None:
+    """Two critics have one optimizer, and nobody steps a third."""
+    critics = [nn.Linear(3, 2) for _ in range(3)]
+    roots = Roots()
+    roots.called += [critics[1], critics[0]]
+    both = [*critics[0].parameters(), *critics[1].parameters()]
+    names = [part.name for part in parts_of(torch.optim.Adam(both), roots)]
+    assert names == ["weight (model 2)", "bias (model 2)", "weight", "bias"]
+    assert roots.names[id(critics[2].weight)] in roots.unstepped(names)
+    assert not {*names} & {*roots.unstepped(names)}
+
+
+def test_models_of_one_class_begin_each_from_its_own_weights(tmp_path: Path) -> None:
+    critics = [nn.Linear(3, 2) for _ in range(4)]
+    for critic in critics[:2]:
+        write_start(tmp_path, 0, critic, Roots())
+    for number, critic in enumerate(critics[2:]):
+        assert begin_from(tmp_path, number, critic, Roots()) == ""
+        assert torch.equal(critic.weight, critics[number].weight)
 
 
 def test_each_master_is_nudged_once() -> None:

@@ -324,9 +324,11 @@ def test_a_parameter_that_one_side_does_not_train_comes_first() -> None:
     assert against(not_proved()).code == SAME
 
 
-def test_a_choice_of_an_implementation_is_no_other_setting() -> None:
-    settings = {(0, "b"): {"lr": 0.1, "fused": True}}
-    assert against(replace(run(4), settings=settings)).code == SAME
+@pytest.mark.parametrize("key", ["fused", "is_expert_parallel"])
+def test_a_choice_of_an_implementation_is_no_other_setting(key: str) -> None:
+    mine, its = ({(0, "b"): {"lr": 0.1, key: value}} for value in (None, True))
+    one = replace(ONE, run=replace(ONE.run, settings=mine))
+    assert against(replace(run(4), settings=its), one).code == SAME
 
 
 def test_what_was_not_compared_is_told() -> None:
