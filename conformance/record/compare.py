@@ -211,7 +211,8 @@ def _decide(found: Comparison, steps: Sequence[int]) -> None:
     compared = [row for row in found.rows if row.bound < 1 or row.differs]
     if not compared:
         found.code = UNDECIDED
-        found.lines.insert(0, "noise is as large as every tensor: nothing was compared")
+        why = "noise is as large as every tensor" if found.rows else "see below"
+        found.lines.insert(0, f"nothing was compared: {why}")
         return
     wrong = [row for row in compared if row.differs]
     spread = {step: _spread(found.rows, step) for step in steps}
@@ -280,15 +281,19 @@ def _rows(
                     noises[name] += _noise(other, its, step, kind)
             for name, noise in noises.items():
                 worst[kind, name] = max(worst.get((kind, name), 0.0), noise)
-            sizes = {name: mine.norm for name, (mine, _) in pairs.items()}
+            sizes = {
+                name: mine.norm if mine.is_finite else 0.0
+                for name, (mine, _) in pairs.items()
+            }
             shares = [noises[n] / size for n, size in sizes.items() if size]
             least = max(median(shares) if shares else 0.0, UNIT)
             for name, (mine, theirs) in pairs.items():
                 size = sizes[name]
-                distance = mine.distance(theirs)
+                both = mine.is_finite and theirs.is_finite
+                distance = mine.distance(theirs) if both else math.inf
                 noise = max(worst[kind, name], size * least)
                 bound = FACTOR * noise
-                if kind == "update":  # see [Note: Bounds]
+                if kind == "update" and both:  # see [Note: Bounds]
                     bound = max(bound, math.sqrt(max(mine.square, theirs.square)))
                 yield Row(
                     step=step,
@@ -307,14 +312,21 @@ def _pairs(
     for mine, its in names.items():
         a = one.tensors.get((step, kind, mine))
         b = other.tensors.get((step, kind, its))
-        if a is not None and b is not None and a.is_whole and b.is_whole:
+        if a is None or b is None or not (a.is_whole and b.is_whole):
+            continue
+        skipped = (step, mine) in one.skipped and (step, its) in other.skipped
+        if not skipped and (a.is_finite or b.is_finite):
             yield mine, (a, b)
 
 
 def _noise(side: Side, name: str, step: int, kind: str) -> float:
+    """Return the largest distance of runs again; infinite if some are not finite."""
     plain = side.run.tensors[step, kind, name]
     again = [run.tensors.get((step, kind, name)) for run in side.noisy]
-    return max((plain.distance(each) for each in again if each), default=0.0)
+    every = [plain, *(each for each in again if each)]
+    if not all(each.is_finite for each in every):
+        return math.inf if any(each.is_finite for each in every) else 0.0
+    return max(plain.distance(each) for each in every)
 
 
 def _words(one: Run, mine: Whole, its: Whole, name: str, step: int, kind: str) -> str:
@@ -418,18 +430,23 @@ def _left_out(
             f"other side has their start ({unproved[0]} first)"
         )
     compared = {(row.step, row.kind, row.name) for row in rows}
-    absent = [
-        (step, name)
-        for step in steps
-        for name in names
-        if (step, "gradient", name) in one.tensors
-        and (step, "gradient", name) not in compared
-    ]
-    if absent:
-        step, name = absent[0]
+    absent: dict[str, list[tuple[int, str]]] = {}
+    for step in steps:
+        for name in names:
+            gradient = one.tensors.get((step, "gradient", name))
+            if gradient is None or (step, "gradient", name) in compared:
+                continue
+            if (step, name) in one.skipped:
+                why = "of steps that a scaler skips on both sides, for an inf"
+            elif not gradient.is_finite:
+                why = "which are not finite on both sides"
+            else:
+                why = "of which not all elements were recorded on both sides"
+            absent.setdefault(why, []).append((step, name))
+    for why, keys in absent.items():
+        step, name = keys[0]
         yield (
-            f"not compared: {len(absent)} gradients, of which not all elements were "
-            f"recorded on both sides ({name}, step {step}, first)"
+            f"not compared: {len(keys)} gradients, {why} ({name}, step {step}, first)"
         )
     blind = [row for row in rows if row.bound >= 1 and not row.differs]
     if blind:

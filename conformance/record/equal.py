@@ -199,6 +199,13 @@ def lacking(
             )
     for step in steps:
         for mine, its in names.items():
+            skips = (step, mine) in one.run.skipped, (step, its) in other.run.skipped
+            if skips[0] != skips[1]:
+                side, steps_it = (one, other) if skips[0] else (other, one)
+                yield (
+                    f"step {step}: {side.name} has found an inf and skips {mine}, and "
+                    f"{steps_it.name} steps it"
+                )
             first = (step, mine) not in one.run.without_gradient
             second = (step, its) not in other.run.without_gradient
             if first != second:

@@ -7,6 +7,7 @@ under another name and renamed, so a file that is there is whole.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,15 +129,18 @@ class _Header(msgspec.Struct):
     rows_of_floats: dict[int, list[list[int]]]
     rows_of_blocks: dict[int, list[list[int]]]
     bags: dict[int, list[int]]
-    losses: dict[int, list[float]]
+    losses: dict[int, list[float | None]]
     drew: list[int]
     drops: list[str]
     unstepped: list[str]
     notes: list[str]
     places: list[Box]
-    numbers: list[tuple[str, int, int | None, int, int, float, float, int]]
+    numbers: list[
+        tuple[str, int, int | None, int, int, float | None, float | None, int]
+    ]
     """(key, number of its place, length of its sketch, digest, rounded, square,
-    largest, non-finite). Sketches follow each other in one array."""
+    largest, non-finite). Sketches follow each other in one array. JSON has no numbers
+    that are not finite: they are null."""
 
 
 def write_rank(folder: Path, rank: int, recording: Recording) -> None:
@@ -150,7 +154,7 @@ def write_rank(folder: Path, rank: int, recording: Recording) -> None:
     if path.exists():
         raise FileExistsError(f"another process has recorded as rank {rank}: {path}")
     places: dict[Box, int] = {}
-    numbers: list[tuple[str, int, int | None, int, int, float, float, int]] = []
+    numbers: list[Any] = []
     sketches: list[NDArray[np.float32]] = []
     for key, each in recording.tensors.items():
         where = places.setdefault(each.place, len(places))
@@ -168,7 +172,7 @@ def write_rank(folder: Path, rank: int, recording: Recording) -> None:
         rows_of_floats=_listed(recording.rows_of_floats),
         rows_of_blocks=_listed(recording.rows_of_blocks),
         bags=recording.bags,
-        losses=recording.losses,
+        losses={step: [*losses] for step, losses in recording.losses.items()},
         drew=sorted(recording.drew),
         drops=recording.drops,
         unstepped=recording.unstepped,
@@ -183,6 +187,10 @@ def write_rank(folder: Path, rank: int, recording: Recording) -> None:
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _number(stored: float | None) -> float:
+    return math.nan if stored is None else stored
 
 
 def _listed(rows: dict[int, list[Any]]) -> dict[int, list[list[int]]]:
@@ -259,7 +267,10 @@ def _read(path: Path) -> Recording:
         rows_of_floats=dict(header.rows_of_floats),
         rows_of_blocks=dict(header.rows_of_blocks),
         bags=dict(header.bags),
-        losses=dict(header.losses),
+        losses={
+            step: [_number(loss) for loss in losses]
+            for step, losses in header.losses.items()
+        },
         drew=set(header.drew),
         drops=header.drops,
         unstepped=header.unstepped,
@@ -269,8 +280,8 @@ def _read(path: Path) -> Recording:
                 place=header.places[where],
                 digest=digest,
                 rounded=rounded,
-                square=square,
-                largest=largest,
+                square=_number(square),
+                largest=_number(largest),
                 bad=bad,
                 sketch=None if length is None else sketches[end - length : end],
             )

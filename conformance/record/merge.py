@@ -60,6 +60,12 @@ class Whole:
         return self.digest is not None
 
     @property
+    def is_finite(self) -> bool:
+        """True if no element is an inf or a nan."""
+        sketch = self.sketch
+        return not self.bad and (sketch is None or bool(np.isfinite(sketch).all()))
+
+    @property
     def is_rounded(self) -> bool:
         """True if each element is a number of bf16.
 
@@ -194,6 +200,8 @@ class Run:
     notes: tuple[str, ...]
     replicas: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
     """Tensors of which ranks hold other bits -> those ranks."""
+    skipped: frozenset[tuple[int, str]] = frozenset()
+    """(step, parameter) where a scaler found an inf, and the optimizer did nothing."""
 
     @property
     def steps(self) -> list[int]:
@@ -276,6 +284,14 @@ def read_merged(*folders: Path) -> Run:
         unnamed=max((c.unnamed for r in ranks.values() for c in r.calls), default=0),
         notes=tuple(f"rank {n}: {text}" for n, r in ranks.items() for text in r.notes),
         replicas={key: each.unlike for key, each in whole.items() if each.unlike},
+        skipped=frozenset(
+            (call.step, name)
+            for recording in ranks.values()
+            for call in recording.calls
+            if call.found_inf
+            for group in call.settings
+            for name in group.names
+        ),
     )
 
 

@@ -219,8 +219,15 @@ class Roots:
         return [Piece(name, 0, box)]
 
     def unstepped(self, stepped: Iterable[str]) -> list[str]:
-        """Names of parameters that require a gradient and that no optimizer steps."""
-        every = (p for module in self.modules for p in module.parameters())
+        """Names of parameters of called models that no optimizer steps."""
+        called = {id(module) for module in self.called}
+        models = [
+            root
+            for root in self.modules
+            # compiled code calls no module
+            if not called or not called.isdisjoint(map(id, root.modules()))
+        ]
+        every = (p for module in models for p in module.parameters())
         named = ((self.names[id(p)], p) for p in every if p.requires_grad)
         trained = ((name, p, place(p)[1]) for name, p in named)
         names = {piece.name for each in trained for piece in self.pieces(*each)}

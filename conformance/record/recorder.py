@@ -16,9 +16,11 @@ after the step before.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +41,7 @@ from .modules import Blocks
 from .orders import ORDERS, Orders
 from .parts import Part, Places, Roots, parts_of, place, trains
 from .rows import bag_of, rows_of
-from .steps import StepHooks
+from .steps import StepHooks, parameters_of
 from .weights import begin_from, nudge, write_start
 
 __all__ = ["Recorder", "install", "record"]
@@ -95,6 +97,9 @@ class Recorder:
         self.running: dict[int, _Step] = {}
         """id of an optimizer -> its step that is recorded and under way."""
         self.done: list[_Step] = []
+        self.others: list[Any] | None = None
+        """Weak references to all optimizers of torch, once those that were called have
+        made their steps."""
         self.final: Sums[str] | None = None
         """Key -> bits after the last recorded step."""
         self.inner: set[int] = set()
@@ -222,12 +227,26 @@ class Recorder:
             with self._noting("the update"), torch.no_grad():
                 self._read_after(step)
                 self.done.append(step)
-        if all(count >= self.steps.stop for count in self.calls.values()):
+        if self._is_complete():
             with self._noting("the weights after the last step"), torch.no_grad():
                 self._read_final()
             self.write()
             if self.orders.stop:
                 self._end()
+
+    def _is_complete(self) -> bool:
+        """True if all optimizers have made their steps: one may begin after others."""
+        if any(count < self.steps.stop for count in self.calls.values()):
+            return False
+        if self.others is None:
+            every = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
+            self.others = [weakref.ref(each) for each in every]
+        called = [parameters_of(each) for _, each, _ in self.optimizers.values()]
+        stepped = set[int]().union(*called)
+        there = (o for ref in self.others if (o := ref()) is not None)
+        # one that has parameters of another one wraps it
+        unlike = (own for o in there if (own := parameters_of(o)).isdisjoint(stepped))
+        return not any(unlike)
 
     def watch(self, optimizer: Any) -> None:
         """Watch the ``step`` of an optimizer that is not one of torch."""
@@ -283,7 +302,7 @@ class Recorder:
             if part.stepped.grad is None:
                 call.without_gradient.append(part.name)
                 continue
-            gradient, box = gradients[part.key] = part.cut(part.stepped.grad)
+            gradient, box = gradients[part.key] = part.cut(_dense(part.stepped.grad))
             wanted["gradient", part.key] = Wanted(gradient, box)
             if box == part.box:
                 wanted["before", part.key] = Wanted(part.weight, box, weight=gradient)
@@ -390,6 +409,11 @@ def _generators(module: nn.Module) -> list[Tensor]:
     device = next(module.parameters()).device
     own = [] if device.type in ("cpu", "meta") else [torch.get_device_module(device)]
     return [torch.get_rng_state(), *(each.get_rng_state(device) for each in own)]
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """The gradient itself, or a copy of one that has some rows of an embedding."""
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

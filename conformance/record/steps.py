@@ -13,13 +13,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-__all__ = ["StepHooks"]
+__all__ = ["StepHooks", "parameters_of"]
 
 
 @dataclass
 class _Running:
     """A step that is under way."""
 
+    optimizer: Optimizer
     height: int
     """Height of the stack in the outermost call."""
     last: Any
@@ -32,7 +33,9 @@ class _Running:
 class StepHooks:
     """Calls three functions with each optimizer of torch that steps.
 
-    A step that raised an error does not end; its optimizer may begin another.
+    A step that raised an error does not end; its optimizer may begin another. A step
+    within that of an optimizer of the same parameters is a part of it: torch's
+    ``ZeroRedundancyOptimizer`` steps one of each rank's share.
     """
 
     begins: Callable[[Optimizer], object]
@@ -65,10 +68,20 @@ class StepHooks:
             return
         if outer is not None:  # that step raised an error, which the job has caught
             outer.last.remove()
+        if self._is_part(optimizer, height):
+            return
         self.begins(optimizer)
         # the hooks of the job itself may wait for gradients: this one comes last
         last = optimizer.register_step_pre_hook(self._uses)
-        self._running[id(optimizer)] = _Running(height, last)
+        self._running[id(optimizer)] = _Running(optimizer, height, last)
+
+    def _is_part(self, optimizer: Optimizer, height: int) -> bool:
+        """True within a step of an optimizer that has all of these parameters."""
+        own = parameters_of(optimizer)
+        return any(
+            outer.height < height and own <= parameters_of(outer.optimizer)
+            for outer in self._running.values()
+        )
 
     def _uses(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -94,6 +107,12 @@ class StepHooks:
             del self._running[id(optimizer)]
             running.last.remove()
             self.ended(optimizer)
+
+
+def parameters_of(optimizer: Any) -> set[int]:
+    """Return the ids of the parameters that an optimizer trains."""
+    every = (p for group in optimizer.param_groups for p in group["params"])
+    return {id(p) for p in every if p.requires_grad}
 
 
 def _height() -> int:

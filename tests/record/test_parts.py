@@ -184,7 +184,7 @@ def test_models_of_one_class_have_names_of_their_own() -> None:
     """Two critics have one optimizer, and nobody steps a third."""
     critics = [nn.Linear(3, 2) for _ in range(3)]
     roots = Roots()
-    roots.called += [critics[1], critics[0]]
+    roots.called += [critics[1], critics[0], critics[2]]
     both = [*critics[0].parameters(), *critics[1].parameters()]
     names = [part.name for part in parts_of(torch.optim.Adam(both), roots)]
     assert names == ["weight (model 2)", "bias (model 2)", "weight", "bias"]

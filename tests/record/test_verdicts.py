@@ -142,7 +142,7 @@ def test_noise_as_large_as_every_tensor_decides_nothing() -> None:
     ]
     found = against(run(4), replace(ONE, noisy=noisy))
     assert found.code == UNDECIDED
-    assert found.lines[0].startswith("noise is as large as every tensor")
+    assert found.lines[0] == "nothing was compared: noise is as large as every tensor"
 
 
 @pytest.mark.parametrize(
@@ -368,6 +368,43 @@ def test_bits_are_compared_step_by_step() -> None:
     assert found.lines == ["other settings: lr of a is 0.1 and 0.2 at step 0"]
     kernel = replace(run(), settings={(0, "a"): {"lr": 0.1, "fused": True}})
     assert compare_exactly(one, Side(name="mesh", run=kernel)).code == SAME
+
+
+def test_a_step_that_both_skip_is_not_compared() -> None:
+    skips = frozenset((0, name) for name in NAMES)
+    one = replace(ONE, run=replace(ONE.run, skipped=skips))
+    tensors = {
+        key: replace(each, sketch=each.sketch * math.nan, bad=SIZE)
+        if key[0] == 0 and each.sketch is not None
+        else each
+        for key, each in run(4).tensors.items()
+    }
+    found = against(replace(run(4), tensors=tensors, skipped=skips), one)
+    assert found.code == SAME and len(found.rows) == 6
+    assert "3 gradients, of steps that a scaler skips on both sides" in found.lines[-1]
+    found = against(run(4), one)
+    assert found.code == DIFFERENT
+    assert found.lines[0] == (
+        "step 0: one has found an inf and skips a, and mesh steps it"
+    )
+
+
+def test_what_is_not_finite_on_both_sides_is_not_compared() -> None:
+    key = (1, "gradient", "b")
+    bad = {"sketch": values(1, "b") * math.inf, "bad": 3}
+    one = replace(ONE, run=changed(ONE.run, key, **bad))
+    noisy = [changed(each, key, **bad) for each in ONE.noisy]
+    found = against(changed(run(4), key, **bad), replace(one, noisy=noisy))
+    assert found.code == SAME and len(found.rows) == 11
+    assert "not compared: 1 gradients, which are not finite on both" in found.lines[-1]
+    for mine, its in ((one.run, run(4)), (ONE.run, changed(run(4), key, **bad))):
+        found = against(its, replace(ONE, run=mine, noisy=noisy[:0] or ONE.noisy))
+    assert found.code == DIFFERENT
+    told = "step 1: the gradient of b has 3 elements that are not finite, the first "
+    assert found.lines[0].startswith(told)
+    # a run for the noise overflows where the first one did not: nobody knows
+    found = against(run(4), replace(ONE, noisy=noisy))
+    assert found.code == SAME and "noise is as large as" in found.lines[-1]
 
 
 ODD = 'a/b\x1b[31m <i>\n"é'

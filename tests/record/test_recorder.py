@@ -1,0 +1,141 @@
+"""What a recorder sees of a training loop, in this process."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradparity.conformance.record.merge import Run, read_merged
+from gradparity.conformance.record.orders import Orders
+from gradparity.conformance.record.recorder import Recorder
+
+Losses = Iterator[Tensor]
+
+
+def recorded(folder: Path, losses: Losses, **orders: Any) -> Run:
+    """Record while losses are asked for; each is propagated back before the next."""
+    recorder = Recorder(Orders(out=str(folder), **orders))
+    recorder.install()
+    try:
+        for loss in losses:
+            loss.backward()
+        recorder.write()
+    finally:
+        recorder.remove()
+    return read_merged(folder)
+
+
+def rows(step: int) -> Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+
+
+def test_an_optimizer_that_begins_late_is_recorded(tmp_path: Path) -> None:
+    """A generator steps after five steps of its critic."""
+    critic, generator = nn.Linear(3, 1), nn.Linear(3, 3)
+    fast = torch.optim.SGD(critic.parameters(), 0.1)
+    slow = torch.optim.SGD(generator.parameters(), 0.1)
+
+    def losses() -> Losses:
+        for step in range(10):
+            fast.zero_grad()
+            yield critic(rows(step)).square().sum()
+            fast.step()
+            if step % 5 == 4:
+                slow.zero_grad()
+                yield critic(generator(rows(step))).square().sum()
+                slow.step()
+
+    run = recorded(tmp_path, losses(), steps=(0, 1))
+    names = {"weight", "bias", "weight (model 2)", "bias (model 2)"}
+    assert {*run.names("gradient", 0)} == names
+    assert run.steps == [0] and run.unstepped == ()
+
+
+def test_an_optimizer_that_never_steps_ends_no_recording(tmp_path: Path) -> None:
+    model, other = nn.Linear(3, 1), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    idle = torch.optim.SGD(other.parameters(), 0.1)
+
+    def losses() -> Losses:
+        for step in range(3):
+            optimizer.zero_grad()
+            yield (model(rows(step)) + other(rows(step))).sum()
+            optimizer.step()
+
+    run = recorded(tmp_path, losses(), steps=(0, 2))
+    assert run.steps == [0, 1] and idle.state == {}
+    assert run.unstepped == ("bias (model 2)", "weight (model 2)")
+
+
+def test_rows_of_an_embedding_have_a_gradient(tmp_path: Path) -> None:
+    words = nn.Embedding(6, 2, sparse=True)
+    optimizer = torch.optim.SGD(words.parameters(), 0.1)
+
+    def losses() -> Losses:
+        yield words(torch.tensor([[1, 4]])).square().sum()
+        optimizer.step()
+
+    run = recorded(tmp_path, losses(), steps=(0, 1))
+    (gradient,) = (each for key, each in run.tensors.items() if key[1] == "gradient")
+    assert gradient.is_whole and gradient.norm > 0
+    assert (0, "update", "weight") in run.tensors and run.notes == ()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_is_written(tmp_path: Path, bad: float) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def losses() -> Losses:
+        yield (model(rows(0)) * bad).sum()
+        optimizer.step()
+
+    run = recorded(tmp_path, losses(), steps=(0, 1))
+    assert not run.tensors[0, "gradient", "weight"].is_finite
+    assert run.tensors[0, "weight", "weight"].is_finite
+
+
+def test_a_kernel_that_skips_is_a_step_that_is_skipped(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+
+    def losses() -> Losses:
+        for found_inf in (1.0, 0.0):
+            yield model(rows(0)).sum()
+            optimizer.grad_scale = torch.ones(1)  # type: ignore[attr-defined]  # as torch's scaler does
+            optimizer.found_inf = torch.full((1,), found_inf)  # type: ignore[attr-defined]  # as above
+            optimizer.step()
+
+    run = recorded(tmp_path, losses(), steps=(0, 2))
+    assert run.skipped == {(0, "weight"), (0, "bias")}
+
+
+class OfShares(torch.optim.Optimizer):
+    """Steps one optimizer of each share, as torch's ZeroRedundancyOptimizer does."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        every = [*parameters]
+        super().__init__(every, {"lr": 0.1})
+        self.shares = [torch.optim.AdamW([each], lr=0.1) for each in every]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
+        for share in self.shares:
+            share.step()
+
+
+def test_a_step_within_a_step_is_a_part_of_it(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = OfShares(model.parameters())
+
+    def losses() -> Losses:
+        yield model(rows(0)).square().sum()
+        optimizer.step()
+
+    run = recorded(tmp_path, losses(), steps=(0, 1))
+    assert (
+        {*run.names("gradient", 0)} == {*run.names("update", 0)} == {"weight", "bias"}
+    )
+    assert run.unstepped == () and run.notes == ()
