@@ -28,7 +28,9 @@ from .equal import (
     listed,
     other_again,
     other_inputs,
+    other_on_ranks,
     proved_names,
+    unmoved,
 )
 from .merge import Run, Side, Whole
 from .modules import GRADIENT, OUTPUT
@@ -111,7 +113,10 @@ def compare(one: Side, other: Side) -> Comparison:
         comparison.lines[:0] = [text] if text else []
         return comparison
     comparison.rows = list(_rows(one, other, names, steps))
-    _decide(comparison, steps)
+    left = other.run.left
+    _decide(
+        comparison, steps, {n: left[its] for n, its in names.items() if its in left}
+    )
     if comparison.code == DIFFERENT:
         at = min((row.step for row in comparison.rows if row.differs), default=steps[0])
         comparison.blocks, where = _where(one, other, at)
@@ -132,6 +137,9 @@ def _obstacles(
     if not names:
         yield NOT_COMPARABLE, _no_names(one.run, other.run)
         return
+    for side in (one, other):
+        for text in other_on_ranks(side):
+            yield DIFFERENT, text
     for step in steps:
         for text in other_inputs(one.run, other.run, names, step):
             yield NOT_COMPARABLE, text
@@ -158,6 +166,9 @@ def _obstacles(
             f"too little was compared: {len(names)} of {len(elements)} tensors have "
             f"a partner on the other side. {SAME_START}",
         )
+    for side in (one, other):
+        if text := unmoved(side):
+            yield UNDECIDED, text
     if not one.noisy:
         text = f"{one.name} has no noise: record it with --noise 2, or compare --exact"
         yield UNDECIDED, text
@@ -207,7 +218,9 @@ def _losses(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
         yield f"loss, a mean over ranks, at steps {listed(seen)}: {', '.join(pairs)}"
 
 
-def _decide(found: Comparison, steps: Sequence[int]) -> None:
+def _decide(
+    found: Comparison, steps: Sequence[int], left: Mapping[str, Sequence[int]]
+) -> None:
     compared = [row for row in found.rows if row.bound < 1 or row.differs]
     if not compared:
         found.code = UNDECIDED
@@ -222,7 +235,10 @@ def _decide(found: Comparison, steps: Sequence[int]) -> None:
         at_first = [row for row in wrong if row.step == first]
         worst = max(at_first, key=lambda row: (row.kind == "gradient", row.ratio))
         found.code = DIFFERENT
-        found.lines.insert(0, _sentence(worst, len(at_first), len(compared)))
+        sentence = _sentence(worst, len(at_first), len(compared))
+        if worst.name in left:
+            sentence += f". Rank {listed(left[worst.name])} does not step it"
+        found.lines.insert(0, sentence)
     elif far:
         found.code = DIFFERENT
         found.lines.insert(

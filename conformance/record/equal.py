@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from .merge import Run, Side
+from .rows import NEAR
 
 __all__ = [
     "equal_inputs",
@@ -16,7 +19,9 @@ __all__ = [
     "listed",
     "other_again",
     "other_inputs",
+    "other_on_ranks",
     "proved_names",
+    "unmoved",
 ]
 
 SAME_START = (
@@ -79,6 +84,27 @@ def proved_names(one: Run, other: Run) -> tuple[dict[str, str], str]:
     return proved, words
 
 
+def other_on_ranks(side: Side) -> Iterator[str]:
+    """Yield what the ranks of one side do otherwise than each other."""
+    for (step, name), by_rank in side.run.other_settings.items():
+        (first, mine), *others = by_rank.items()
+        for rank, its in others:
+            for key in mine.keys() & its.keys() - FREE:
+                if mine[key] != its[key]:
+                    yield (
+                        f"step {step}: ranks of {side.name} have other settings for "
+                        f"{name}: {key} is {mine[key]} on rank {first} and {its[key]} "
+                        f"on rank {rank}"
+                    )
+    for name, ranks in side.run.left.items():
+        _, start = side.run.starts[name]
+        if not start.is_whole:
+            yield (
+                f"rank {listed(ranks)} of {side.name} does not step its elements of "
+                f"{name}, and other ranks step theirs"
+            )
+
+
 def other_inputs(
     one: Run, other: Run, names: Mapping[str, str], step: int
 ) -> Iterator[str]:
@@ -119,15 +145,39 @@ def other_again(side: Side, steps: Sequence[int]) -> Iterator[str]:
                 yield f"{name} had other rows at step {step} than plain, {advice}"
 
 
+def unmoved(side: Side) -> str:
+    """Say that a nudged run began with the weights of plain, if it did; else empty."""
+    for number, run in enumerate(side.noisy[1:], 1):
+        sizes = {True: 0, False: 0}
+        for name, (step, mine) in side.run.starts.items():
+            its = run.tensors.get((step, "weight", name))
+            if step == 0 and its is not None:
+                sizes[its.digest == mine.digest] += mine.size
+        if sizes[True] > sizes[False]:
+            return (
+                f"nudged-{number} of {side.name} began with the weights of plain, so "
+                "there is no noise: the model was compiled as a whole, or its weights "
+                "were loaded after a first forward. Put the loop into `with "
+                "gradparity.record(model, optimizer):`"
+            )
+    return ""
+
+
 def equal_inputs(
     one: Run, other: Run, names: Mapping[str, str], steps: Sequence[int]
 ) -> Iterator[str]:
     """Yield at how many steps rows and settings are equal."""
     seen = [step for step in steps if step in one.rows and step in other.rows]
     same = [_same_rows(one, other, step) for step in seen]
-    cut = [step for step in seen if one.rows[step] != other.rows[step]]
-    pieces = f"; at {len(cut)} their tokens are, in other pieces" if cut else ""
-    rows = f"rows: equal at {sum(same)} of {len(steps)} steps{pieces}"
+    unlike = [step for step in seen if one.rows[step] != other.rows[step]]
+    padded = [step for step in unlike if _padded_alike(one, other, step)]
+    computed = [step for step in unlike if _computed_alike(one, other, step)]
+    cut = len(unlike) - len(padded) - len(computed)
+    end = f"; at {cut} their tokens are, in other pieces" if cut else ""
+    end += f"; at {len(padded)} but for padding" if padded else ""
+    if computed:
+        end += f"; at {len(computed)} up to rounding: the job computed some of them"
+    rows = f"rows: equal at {sum(same)} of {len(steps)} steps{end}"
     if all(same):
         yield rows if seen else "rows: not seen, no model was called as one"
     pairs = [[*_settings(one, other, names, step)] for step in steps]
@@ -142,7 +192,38 @@ def _same_rows(one: Run, other: Run, step: int) -> bool:
     if step not in one.rows or step not in other.rows:
         return True
     in_pieces = step in one.bags and one.bags[step] == other.bags.get(step)
-    return one.rows[step] == other.rows[step] or in_pieces
+    equal = one.rows[step] == other.rows[step]
+    alike = _padded_alike, _computed_alike
+    return equal or in_pieces or any(are(one, other, step) for are in alike)
+
+
+def _padded_alike(one: Run, other: Run, step: int) -> bool:
+    """True if the rows that are not equal are so without padding."""
+    names = []
+    for run in (one, other):
+        unpadded = run.unpadded.get(step, {})
+        if not run.rows[step] <= unpadded.keys():
+            return False
+        names.append([{row, *unpadded[row]} for row in run.rows[step]])
+    every = [set[int]().union(*of_rows) for of_rows in names]
+    return all(row & every[1] for row in names[0]) and all(
+        row & every[0] for row in names[1]
+    )
+
+
+def _computed_alike(one: Run, other: Run, step: int) -> bool:
+    """True if the rows that are not equal differ as rounding may make them differ."""
+    mine, its = one.rows[step], other.rows[step]
+    sums, theirs = one.sums.get(step, {}), other.sums.get(step, {})
+    apart = sorted(mine - its), sorted(its - mine)
+    if not mine <= sums.keys() or not its <= theirs.keys() or not all(apart):
+        return False
+    found = np.array([sums[row] for row in apart[0]], dtype=float)
+    free = np.array([theirs[row] for row in apart[1]], dtype=float)
+    size = free[:, 0] + np.finfo(float).tiny
+    near = [(np.abs(free - row).max(1) <= NEAR * size) for row in found]
+    # each has a partner on the other side; nan has none
+    return all(n.any() for n in near) and bool(np.logical_or.reduce(near).all())
 
 
 def _settings(

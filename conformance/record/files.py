@@ -101,6 +101,10 @@ class Recording(msgspec.Struct):
     """Step -> digests of the rows of each input of the model that holds integers."""
     rows_of_floats: dict[int, list[Any]] = {}
     """The same of the other inputs."""
+    unpadded: dict[int, list[Any]] = {}
+    """Step -> two digests of each row of integers, without padding at either end."""
+    sums_of_rows: dict[int, list[Any]] = {}
+    """Step -> sums of each row of the others, which name it up to rounding."""
     rows_of_blocks: dict[int, list[Any]] = {}
     """The same of the first input alone, which names the rows of outputs of blocks."""
     bags: dict[int, list[Any]] = {}
@@ -127,6 +131,8 @@ class _Header(msgspec.Struct):
     calls: list[Call]
     rows: dict[int, list[list[int]]]
     rows_of_floats: dict[int, list[list[int]]]
+    unpadded: dict[int, list[list[list[int]]]]
+    sums_of_rows: dict[int, list[list[list[float | None]]]]
     rows_of_blocks: dict[int, list[list[int]]]
     bags: dict[int, list[int]]
     losses: dict[int, list[float | None]]
@@ -170,6 +176,8 @@ def write_rank(folder: Path, rank: int, recording: Recording) -> None:
         calls=recording.calls,
         rows=_listed(recording.rows),
         rows_of_floats=_listed(recording.rows_of_floats),
+        unpadded=_listed(recording.unpadded),
+        sums_of_rows=_listed(recording.sums_of_rows),
         rows_of_blocks=_listed(recording.rows_of_blocks),
         bags=recording.bags,
         losses={step: [*losses] for step, losses in recording.losses.items()},
@@ -193,7 +201,7 @@ def _number(stored: float | None) -> float:
     return math.nan if stored is None else stored
 
 
-def _listed(rows: dict[int, list[Any]]) -> dict[int, list[list[int]]]:
+def _listed(rows: dict[int, list[Any]]) -> dict[int, list[Any]]:
     return {step: [each.tolist() for each in inputs] for step, inputs in rows.items()}
 
 
@@ -265,6 +273,8 @@ def _read(path: Path) -> Recording:
         calls=header.calls,
         rows=dict(header.rows),
         rows_of_floats=dict(header.rows_of_floats),
+        unpadded=dict(header.unpadded),
+        sums_of_rows=dict(header.sums_of_rows),
         rows_of_blocks=dict(header.rows_of_blocks),
         bags=dict(header.bags),
         losses={

@@ -187,6 +187,10 @@ class Run:
     rows: Mapping[int, frozenset[int]]
     """Step -> digests of the rows that the model was given; tokens, if it was given
     such, else numbers with a point, which later stages of a pipeline are given, too."""
+    unpadded: Mapping[int, Mapping[int, Sequence[int]]]
+    """Step -> digest of a row of tokens -> its digests without padding."""
+    sums: Mapping[int, Mapping[int, Sequence[float | None]]]
+    """Step -> digest of a row of numbers with a point -> its sums."""
     bags: Mapping[int, int]
     """Step -> a number for all tokens together; ranks with the same rows count once."""
     losses: Mapping[int, float]
@@ -200,6 +204,12 @@ class Run:
     notes: tuple[str, ...]
     replicas: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
     """Tensors of which ranks hold other bits -> those ranks."""
+    other_settings: Mapping[tuple[int, str], Mapping[int, Mapping[str, Any]]] = field(
+        default_factory=dict
+    )
+    """(step, parameter) of which ranks have other settings -> those of each rank."""
+    left: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Parameter -> ranks that have it and do not step it, while others do."""
     skipped: frozenset[tuple[int, str]] = frozenset()
     """(step, parameter) where a scaler found an inf, and the optimizer did nothing."""
 
@@ -208,9 +218,22 @@ class Run:
         """Steps that were recorded."""
         return sorted({step for step, kind, _ in self.tensors if kind == "gradient"})
 
+    @property
+    def starts(self) -> dict[str, tuple[int, Whole]]:
+        """Parameter -> the first step that was recorded of it, and its weight then."""
+        stepped, starts = {*self.steps}, dict[str, tuple[int, Whole]]()
+        for (step, kind, name), whole in sorted(self.tensors.items(), key=_by_step):
+            if kind == "weight" and step in stepped:
+                starts.setdefault(name, (step, whole))
+        return starts
+
     def names(self, kind: str, step: int) -> list[str]:
         """Names of the tensors of a kind at a step, in the order of the model."""
         return [n for s, k, n in self.tensors if (s, k) == (step, kind)]
+
+
+def _by_step(item: tuple[Key, Whole]) -> int:
+    return item[0][0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,26 +283,36 @@ def read_merged(*folders: Path) -> Run:
     }
     first = ranks[min(ranks)]
     stepped = {name for _, kind, name in whole if kind == "weight"}
+    settings: dict[tuple[int, str], dict[int, Mapping[str, Any]]] = {}
+    unstepped: dict[str, list[int]] = {}
+    for rank, recording in ranks.items():
+        for call in recording.calls:
+            for group in call.settings:
+                for name in group.names:
+                    by_rank = settings.setdefault((call.step, name), {})
+                    by_rank[rank] = group.values
+        for name in recording.unstepped:
+            unstepped.setdefault(name, []).append(rank)
     return Run(
         ranks=len(ranks),
         tensors=whole,
         settings={
-            (call.step, name): group.values
-            for recording in ranks.values()
-            for call in recording.calls
-            for group in call.settings
-            for name in group.names
+            key: next(iter(by_rank.values())) for key, by_rank in settings.items()
         },
+        other_settings={
+            key: by_rank
+            for key, by_rank in settings.items()
+            if any(each != by_rank[min(by_rank)] for each in by_rank.values())
+        },
+        left={n: tuple(ranks) for n, ranks in unstepped.items() if n in stepped},
         rows=_rows(ranks.values()),
+        unpadded=_by_row((r.rows, r.unpadded) for r in ranks.values()),
+        sums=_by_row((r.rows_of_floats, r.sums_of_rows) for r in ranks.values()),
         bags=_bags(ranks.values()),
         losses=_losses(ranks.values()),
         drew=frozenset(step for r in ranks.values() for step in r.drew),
         drops=tuple(first.drops),
-        unstepped=tuple(
-            name
-            for name in sorted({n for r in ranks.values() for n in r.unstepped})
-            if name not in stepped
-        ),
+        unstepped=tuple(sorted(unstepped.keys() - stepped)),
         without_gradient=frozenset(lacking - had),
         unnamed=max((c.unnamed for r in ranks.values() for c in r.calls), default=0),
         notes=tuple(f"rank {n}: {text}" for n, r in ranks.items() for text in r.notes),
@@ -304,6 +337,18 @@ def _rows(ranks: Collection[Recording]) -> dict[int, frozenset[int]]:
             for rows in inputs:
                 rows_by_step.setdefault(step, set()).update(rows)
     return {step: frozenset(rows) for step, rows in rows_by_step.items()}
+
+
+def _by_row(
+    ranks: Iterable[tuple[Mapping[int, Sequence[Any]], Mapping[int, Sequence[Any]]]],
+) -> dict[int, dict[int, Any]]:
+    """Step -> digest of a row -> other numbers of it."""
+    by_step: dict[int, dict[int, Any]] = {}
+    for rows, numbers in ranks:
+        for step, inputs in numbers.items():
+            for digests, others in zip(rows[step], inputs, strict=True):
+                by_step.setdefault(step, {}).update(zip(digests, others, strict=True))
+    return by_step
 
 
 def _rows_of_blocks(

@@ -8,7 +8,7 @@ __all__ = ["ORDERS", "VERSION", "Manifest", "Orders"]
 
 ORDERS = "GRADPARITY_RECORD"
 """Name of the environment variable with the :class:`Orders` of a job, as JSON."""
-VERSION = 5
+VERSION = 6
 """Version of ``run.json`` and of the files of ranks; another one is refused."""
 
 

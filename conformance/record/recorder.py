@@ -40,7 +40,7 @@ from .kept import Box, Sums, Wanted
 from .modules import Blocks
 from .orders import ORDERS, Orders
 from .parts import Part, Places, Roots, parts_of, place, trains
-from .rows import bag_of, rows_of
+from .rows import bag_of, rows_of, sums_of, unpadded_of
 from .steps import StepHooks, parameters_of
 from .weights import begin_from, nudge, write_start
 
@@ -102,9 +102,13 @@ class Recorder:
         made their steps."""
         self.final: Sums[str] | None = None
         """Key -> bits after the last recorded step."""
+        self.prepared: set[int] = set()
+        """ids of parameters whose weights were written, replaced or moved."""
+        self.models = 0
+        """Models that were prepared."""
         self.inner: set[int] = set()
         """ids of the modules in the models that were called."""
-        self.blocks = Blocks(self._noting) if orders.modules else None
+        self.blocks = Blocks(self.noting) if orders.modules else None
         self.generators: dict[int, list[Tensor]] = {}
         """id of a model -> states of the random generators when it was called."""
         self.written = False
@@ -130,31 +134,40 @@ class Recorder:
         """Find the outermost models: those with trained parameters."""
         if torch.compiler.is_compiling() or id(module) in self.inner:
             return
-        with self._noting("the first forward"):
+        with self.noting("the first forward"):
             if not torch.is_grad_enabled() or not trains(module):
                 return
             self.roots.called.append(module)
             self.inner |= {id(each) for each in module.modules()}
-            if self.orders.start:
-                number = len(self.roots.called) - 1
-                note = begin_from(Path(self.orders.start), number, module, self.roots)
-                self.recording.notes += [note] if note else []
-            if self.orders.keep_start:
-                write_start(self.out, _rank(), module, self.roots)
-            if self.orders.nudge:
-                nudge(module, self.orders.nudge, self.roots)
+            self.prepare(module)
             if self.blocks is not None and len(self.roots.called) == 1:
-                with self._noting("--modules"):
+                with self.noting("--modules"):
                     self.blocks.hook(module)
             # a hook that is set now misses this call, and a global one gets no keywords
             self._enters(module, args, _keywords_of_caller())
             module.register_forward_pre_hook(self._enters, with_kwargs=True)
             module.register_forward_hook(self._leaves, always_call=True)
 
+    def prepare(self, module: nn.Module) -> None:
+        """Write, replace or move the weights of a model, once."""
+        trained = {id(p) for p in module.parameters() if p.requires_grad}
+        if trained <= self.prepared:
+            return
+        number = self.models
+        self.models += 1
+        self.prepared |= trained
+        if self.orders.start:
+            note = begin_from(Path(self.orders.start), number, module, self.roots)
+            self.recording.notes += [note] if note else []
+        if self.orders.keep_start:
+            write_start(self.out, _rank(), module, self.roots)
+        if self.orders.nudge:
+            nudge(module, self.orders.nudge, self.roots)
+
     def _enters(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or not self._records_next():
             return
-        with self._noting("rows"):
+        with self.noting("rows"):
             # a second model may get what the first one has computed
             if module is self.roots.called[0]:
                 inputs = [*args, *kwargs.values()]
@@ -167,6 +180,8 @@ class Recorder:
                 for rows_by_call, rows in (
                     (out.rows, tokens),
                     (out.rows_of_floats, floats),
+                    (out.unpadded, unpadded_of(inputs)),
+                    (out.sums_of_rows, sums_of(inputs)),
                 ):
                     if rows:
                         rows_by_call.setdefault(self._next(), []).extend(rows)
@@ -178,7 +193,7 @@ class Recorder:
         before = self.generators.pop(id(module), None)
         if before is None:
             return
-        with self._noting("the output of the model"):
+        with self.noting("the output of the model"):
             if not all(map(torch.equal, before, _generators(module))):
                 self.recording.drew.add(self._next())
             loss = getattr(output, "loss", output)
@@ -212,7 +227,7 @@ class Recorder:
         if id(optimizer) in self.running:
             return  # a closure that runs again
         number = self._number(optimizer)
-        with self._noting("the gradients"), torch.no_grad():
+        with self.noting("the gradients"), torch.no_grad():
             if self.calls[number] in self.steps:
                 self.running[id(optimizer)] = self._read(optimizer, number)
 
@@ -224,11 +239,11 @@ class Recorder:
         number = self._number(optimizer)
         self.calls[number] += 1
         if step is not None:
-            with self._noting("the update"), torch.no_grad():
+            with self.noting("the update"), torch.no_grad():
                 self._read_after(step)
                 self.done.append(step)
         if self._is_complete():
-            with self._noting("the weights after the last step"), torch.no_grad():
+            with self.noting("the weights after the last step"), torch.no_grad():
                 self._read_final()
             self.write()
             if self.orders.stop:
@@ -337,7 +352,7 @@ class Recorder:
             return
         self.written = True  # hooks stay: this one may be called by them
         before = len(self.recording.notes)
-        with self._noting("writing"):
+        with self.noting("writing"):
             self._fill()
             write_rank(self.out, _rank(), self.recording)
         for note in self.recording.notes[before:]:  # no file has it
@@ -379,7 +394,7 @@ class Recorder:
         os._exit(0)
 
     @contextmanager
-    def _noting(self, what: str) -> Iterator[None]:
+    def noting(self, what: str) -> Iterator[None]:
         """Note an error of the recorder: the job goes on."""
         try:
             yield
@@ -480,6 +495,8 @@ def record(
         return
     recorder.roots.places = places
     recorder.roots.add(model)
+    with recorder.noting("the weights of the start"), torch.no_grad():
+        recorder.prepare(model)
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             recorder.watch(optimizer)

@@ -1,7 +1,10 @@
 """Rows: a digest of each row of a model's inputs, and of a batch as a bag of tokens.
 
 Sets of digests over all ranks say whether two runs saw the same rows, whatever rank or
-micro-batch had them; bags say so where ranks have parts of rows.
+micro-batch had them; bags say so where ranks have parts of rows. A row of tokens may be
+padded on either side: a batch is as long as its longest row, on each rank another.
+Rows of numbers with a point may be computed by the job, such as by a generator: a few
+sums of each tell rows that differ by rounding from other rows.
 """
 
 from __future__ import annotations
@@ -14,8 +17,13 @@ from torch import Tensor
 
 from .kept import mix
 
-__all__ = ["MOST", "bag_of", "rows_of", "tensors_in"]
+__all__ = ["MOST", "NEAR", "bag_of", "rows_of", "sums_of", "tensors_in", "unpadded_of"]
 
+SUMS = 4
+"""Sums that are kept of a row of numbers with a point."""
+NEAR = 0.02
+"""Largest difference of a sum, of the norm of a row, between rows that differ by
+rounding: a bf16 forward is off by half of it. Other rows are off by their norm."""
 MOST = 4096
 """Rows of a tensor that are digested: one digest a row is kept."""
 
@@ -44,9 +52,60 @@ def rows_of(values: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]]:
     digests_by_kind: tuple[list[Tensor], list[Tensor]] = [], []
     for tensor in (t for value in values for t in tensors_in(value)):
         if tensor.ndim > 1 and len(tensor):
-            digests = _digests(tensor.detach()[:MOST])
+            digests = _digests(_flat(tensor))
             digests_by_kind[tensor.is_floating_point()].append(digests)
     return digests_by_kind
+
+
+def unpadded_of(values: Iterable[Any]) -> list[Tensor]:
+    """Digests of rows without padding, for each input of integers.
+
+    A batch is as long as its longest row, which has no padding, and nothing says what
+    padding is: of equal tokens at one end of a row any number may be.
+
+    Args:
+        values: arguments of the model; dicts, tuples and lists are searched.
+
+    Returns:
+        (rows, 2) int64 for each input: the digest without the equal tokens at the end,
+        and without those at the start.
+    """
+    digests = []
+    for tensor in (t for value in values for t in tensors_in(value)):
+        if tensor.ndim > 1 and tensor.numel() and not tensor.is_floating_point():
+            rows = _flat(tensor)
+            length = rows.shape[1]
+            places = torch.arange(length, device=rows.device)
+            last = torch.where(rows != rows[:, -1:], places, -1).amax(1, keepdim=True)
+            first = torch.where(rows != rows[:, :1], places, length).amin(1, True)
+            ends = _digests(rows * (places <= last))
+            moved = (places + first).clamp(max=length - 1)
+            start = rows.gather(1, moved) * (places + first < length)
+            digests.append(torch.stack([ends, _digests(start)], 1))
+    return digests
+
+
+def sums_of(values: Iterable[Any]) -> list[Tensor]:
+    """Sums that name rows up to rounding, for each input with a point.
+
+    Args:
+        values: arguments of the model; dicts, tuples and lists are searched.
+
+    Returns:
+        (rows, SUMS) float64 for each input: the norm of a row, and sums of its
+        elements with drawn signs.
+    """
+    sums = []
+    for tensor in (t for value in values for t in tensors_in(value)):
+        if tensor.ndim > 1 and len(tensor) and tensor.is_floating_point():
+            rows = _flat(tensor)
+            places = torch.arange(rows.shape[1], device=rows.device)
+            drawn = mix(places + 1)
+            signs = [1 - 2 * ((drawn >> shift) & 1) for shift in range(1, SUMS)]
+            doubles = rows.to(torch.float64)
+            columns = [doubles.norm(dim=1), *((doubles * s).sum(1) for s in signs)]
+            sums.append(torch.stack(columns, 1))
+    return sums
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -61,9 +120,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(each)
 
 
+def _flat(tensor: Tensor) -> Tensor:
+    rows = tensor.detach()[:MOST]
+    return rows.reshape(len(rows), -1)
+
+
 def _digests(rows: Tensor) -> Tensor:
-    flat = rows.reshape(len(rows), -1)
     # as in fp32, in which a batch is made: a copy in half precision has other bits
-    bits = flat.to(torch.float32).view(torch.int32).to(torch.int64)
-    places = torch.arange(flat.shape[1], dtype=torch.int64, device=flat.device)
+    bits = rows.to(torch.float32).view(torch.int32).to(torch.int64)
+    places = torch.arange(rows.shape[1], dtype=torch.int64, device=rows.device)
     return (bits * (mix(places + 1) | 1)).sum(1)

@@ -22,7 +22,8 @@ from gradparity.conformance.record.files import Stored
 from gradparity.conformance.record.kept import Box, Kept, keep_bits, keep_values
 from gradparity.conformance.record.merge import Whole, merge
 from gradparity.conformance.record.parts import Roots, parts_of, place
-from gradparity.conformance.record.rows import bag_of
+from gradparity.conformance.record.rows import NEAR as NEAR_ROW
+from gradparity.conformance.record.rows import bag_of, rows_of, sums_of, unpadded_of
 from gradparity.conformance.record.weights import NEAR, nudge
 from gradparity.multiprocess import Cluster, current_world
 
@@ -195,6 +196,34 @@ def test_a_layout_made_by_hand_is_declared() -> None:
         gradient = part.cut(part.stepped.grad)
         stored.append((rank, Stored.of(gradient[1], keep(*gradient))))
     assert equal(merge(stored), whole_of(whole))
+
+
+@pytest.mark.parametrize("pad", [0, 3])
+def test_a_row_is_known_without_its_padding(pad: int) -> None:
+    rows = torch.tensor([[5, 6, 7], [6, 5, 7]])
+    (digests,), _ = rows_of([rows])
+    for side, widths in ((0, (0, 2)), (1, (2, 0))):
+        (padded,) = unpadded_of([nn.functional.pad(rows, widths, value=pad)])
+        assert torch.equal(padded[:, side], digests)
+        (more,) = unpadded_of(
+            [nn.functional.pad(rows, (3 * widths[0], 3 * widths[1]), value=pad)]
+        )
+        assert torch.equal(padded[:, side], more[:, side])
+    (plain,) = unpadded_of([rows])
+    assert plain.shape == (2, 2) and not {*plain.flatten().tolist()} & {
+        *digests.tolist()
+    }
+
+
+def test_a_row_with_a_point_is_known_up_to_rounding() -> None:
+    rows = torch.randn(3, 500, generator=torch.Generator().manual_seed(0))
+    (sums,), (near,) = sums_of([rows]), sums_of([rows.bfloat16()])
+    size = sums[:, :1]
+    assert ((sums - near).abs() <= NEAR_ROW * size).all()
+    apart = [
+        (sums[i] - sums[j]).abs().max() / size[i] for i, j in ((0, 1), (1, 2), (0, 2))
+    ]
+    assert min(apart) > 4 * NEAR_ROW
 
 
 def test_a_bag_of_tokens_adds_up_over_pieces_of_rows() -> None:

@@ -67,6 +67,8 @@ def run(draw: int = 0, names: Sequence[str] = NAMES, steps: int = 2) -> Run:
             (s, n): {"lr": 0.1, "fused": None} for s in range(steps) for n in names
         },
         rows={s: frozenset({1, 2}) for s in range(steps)},
+        unpadded={},
+        sums={},
         bags={},
         losses={},
         drew=frozenset(),
@@ -78,7 +80,19 @@ def run(draw: int = 0, names: Sequence[str] = NAMES, steps: int = 2) -> Run:
     )
 
 
-ONE = Side(name="one", run=run(), noisy=(run(1), run(2), run(3)))
+def nudged(draw: int, names: Sequence[str] = NAMES) -> Run:
+    """A run that began with other weights."""
+    plain = run(draw, names)
+    tensors = {
+        key: replace(each, digest=(each.digest or 0) + 7)
+        if key[1] == "weight"
+        else each
+        for key, each in plain.tensors.items()
+    }
+    return replace(plain, tensors=tensors)
+
+
+ONE = Side(name="one", run=run(), noisy=(run(1), nudged(2), nudged(3)))
 
 
 def against(other: Run, one: Side = ONE) -> Comparison:
@@ -370,6 +384,79 @@ def test_bits_are_compared_step_by_step() -> None:
     assert compare_exactly(one, Side(name="mesh", run=kernel)).code == SAME
 
 
+def test_runs_for_the_noise_whose_weights_were_not_moved_decide_nothing() -> None:
+    found = against(run(4), replace(ONE, noisy=(run(1), nudged(2), run(3))))
+    assert found.code == UNDECIDED
+    told = "nudged-2 of one began with the weights of plain, so there is no noise: "
+    assert found.lines[0].startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("factor", "code"), [(1 + 1e-4, SAME), (1.2, NOT_COMPARABLE), (math.nan, 2)]
+)
+def test_rows_that_the_job_computes_may_differ_by_rounding(
+    factor: float, code: int
+) -> None:
+    """A critic is given data, and what a generator has made."""
+    data = {1: (1.0, 0.5, -0.2, 0.1)}
+    mine = {**data, 2: (2.0, 1.0, 0.3, -0.7)}
+    its = {**data, 3: tuple(factor * x for x in mine[2])}
+    one, other = (
+        replace(side, rows={0: frozenset(sums)}, sums={0: sums})
+        for side, sums in ((run(), mine), (run(4), its))
+    )
+    found = against(other, Side(name="one", run=one, noisy=ONE.noisy))
+    assert found.code == code, found.lines
+    told = "at 1 up to rounding: the job computed some of them"
+    assert any(told in line for line in found.lines) == (code == SAME)
+    fewer = replace(other, rows={0: frozenset(data)}, sums={0: data})
+    assert against(fewer, Side(name="one", run=one)).code == NOT_COMPARABLE
+
+
+def test_rows_may_have_other_padding() -> None:
+    """Rows 1 and 2: the first is as long as its batch here, and padded there."""
+    given = (
+        ({1: (10, 11), 2: (20, 21)}, {3: (1, 31), 4: (20, 41)}, SAME),
+        ({1: (10, 11), 2: (20, 21)}, {3: (1, 31), 4: (40, 41)}, NOT_COMPARABLE),
+        ({1: (10, 11)}, {1: (10, 11), 4: (40, 41)}, NOT_COMPARABLE),
+    )
+    for mine, its, code in given:
+        one, other = (
+            replace(side, rows={0: frozenset(rows)}, unpadded={0: rows})
+            for side, rows in ((run(), mine), (run(4), its))
+        )
+        found = against(other, replace(ONE, run=one))
+        assert found.code == code, found.lines
+        if code == SAME:
+            assert "rows: equal at 1 of 2 steps; at 1 but for padding" in found.lines
+
+
+def test_ranks_with_other_settings_are_told() -> None:
+    ranks: dict[int, dict[str, Any]] = {
+        0: {"lr": 0.1, "fused": None},
+        1: {"lr": 0.2, "fused": True},
+    }
+    found = against(replace(run(4), other_settings={(1, "b"): ranks}))
+    assert found.code == DIFFERENT
+    assert found.lines[0] == (
+        "step 1: ranks of mesh have other settings for b: lr is 0.1 on rank 0 and 0.2 "
+        "on rank 1"
+    )
+    ranks[1]["lr"] = 0.1
+    assert against(replace(run(4), other_settings={(1, "b"): ranks})).code == SAME
+
+
+def test_a_rank_that_does_not_step_a_parameter_is_told() -> None:
+    left = replace(run(4), left={"b": (1,)})
+    assert against(left).code == SAME  # another rank may step it for all
+    wrong = changed(left, (1, "gradient", "b"), sketch=2 * values(1, "b"))
+    assert ". Rank 1 does not step it" in against(wrong).lines[0]
+    found = against(changed(left, (0, "weight", "b"), held=SIZE // 2))
+    assert found.code == DIFFERENT
+    told = "rank 1 of mesh does not step its elements of b, and other ranks step theirs"
+    assert found.lines[0] == told
+
+
 def test_a_step_that_both_skip_is_not_compared() -> None:
     skips = frozenset((0, name) for name in NAMES)
     one = replace(ONE, run=replace(ONE.run, skipped=skips))
@@ -412,7 +499,7 @@ ODD = 'a/b\x1b[31m <i>\n"é'
 
 def test_a_name_with_odd_characters_is_kept_and_escaped(tmp_path: Path) -> None:
     names = (ODD, "b", "c")
-    one = replace(ONE, run=run(names=names), noisy=(run(1, names), run(2, names)))
+    one = replace(ONE, run=run(names=names), noisy=(run(1, names), nudged(2, names)))
     mesh = Side(name="<mesh>", run=run(4, names))
     path = write_page(tmp_path / "page", one, mesh, compare(one, mesh))
     text = path.read_text()
