@@ -157,9 +157,7 @@ def _obstacles(
             f"{' and '.join(drawing)}{where}. Set all dropout to 0 and record both "
             "sides again",
         )
-    first = min(steps)
-    every = one.run.names("weight", first)
-    elements = {name: one.run.tensors[first, "weight", name].size for name in every}
+    elements = {name: start.size for name, (_, start) in one.run.starts.items()}
     if sum(elements[name] for name in names) < sum(elements.values()) / 2:
         yield (
             UNDECIDED,
@@ -439,7 +437,7 @@ def _left_out(
     steps: Sequence[int],
 ) -> Iterator[str]:
     """Yield what was not compared, and why."""
-    every = [*one.names("weight", min(steps))]
+    every = one.starts
     if unproved := [name for name in every if name not in names]:
         yield (
             f"not compared: {len(unproved)} of {len(every)} tensors, no tensor of the "
@@ -453,7 +451,10 @@ def _left_out(
             if gradient is None or (step, "gradient", name) in compared:
                 continue
             if (step, name) in one.skipped:
-                why = "of steps that a scaler skips on both sides, for an inf"
+                why = (
+                    "of steps that a scaler skips on both sides, for an inf: record "
+                    "later --steps"
+                )
             elif not gradient.is_finite:
                 why = "which are not finite on both sides"
             else:

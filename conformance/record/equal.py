@@ -5,6 +5,8 @@ A difference there is the answer, and no number needs to be compared.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,40 +43,34 @@ def proved_names(one: Run, other: Run) -> tuple[dict[str, str], str]:
         Name of the first side -> name of the other, and what the user is told of the
         start; no names if the sides began with other weights.
     """
-    at = min([*one.steps, *other.steps], default=0)
-    starts = {n: one.tensors[at, "weight", n] for n in one.names("weight", at)}
-    theirs = {n: other.tensors[at, "weight", n] for n in other.names("weight", at)}
-    proved, rounded, renamed, differ = dict[str, str](), 0, 0, []
-    by_digest: dict[tuple[Any, ...], list[str]] = {}
-    for name, whole in theirs.items():
-        by_digest.setdefault((whole.shape, whole.digest), []).append(name)
+    first = {*one.steps[:1], *other.steps[:1]}
+    starts, theirs = one.starts, other.starts
+    proved, rounded, late, differ = dict[str, str](), 0, 0, []
     taken = set[str]()
-    for name, mine in starts.items():
-        its = theirs.get(name)
+    for name, (step, mine) in starts.items():
+        step_there, its = theirs.get(name, (0, None))
         if its is not None and its.shape == mine.shape and its.is_whole:
             if its.digest == mine.digest:
                 proved[name] = name
             elif its.rounded == mine.rounded and (its.is_rounded or mine.is_rounded):
                 proved[name], rounded = name, rounded + 1
+            elif {step, step_there} != first and len(first) == 1:
+                # another optimizer may have moved it before
+                proved[name], late = name, late + 1
             else:
                 differ.append(name)
             taken.add(name)
-    for name, mine in starts.items():
-        if name in proved or name in differ:
-            continue
-        same = [
-            n for n in by_digest.get((mine.shape, mine.digest), ()) if n not in taken
-        ]
-        ends = [n for n in same if n.endswith(name) or name.endswith(n)] or same
-        if ends:  # equal tensors, such as all ones: the order decides
-            proved[name] = ends[0]
-            taken.add(ends[0])
-            renamed += 1
-    words = f"start: {len(proved)} of {len(starts)} tensors have equal bits"
+    rest = [name for name in starts if name not in proved and name not in differ]
+    renamed = _renamed(one, other, rest, [n for n in theirs if n not in taken])
+    proved |= renamed
+    equal = len(proved) - late
+    words = f"start: {equal} of {len(starts)} tensors have equal bits"
     if rounded:
         words += f", {rounded} of them after rounding to bf16"
+    if late:
+        words += f", and {late} that join later are matched by their names"
     if renamed:
-        words += f", {renamed} under another name"
+        words += f", {len(renamed)} under another name"
     if differ:
         words = (
             f"another start: {len(differ)} of {len(starts)} tensors began with other "
@@ -82,6 +78,44 @@ def proved_names(one: Run, other: Run) -> tuple[dict[str, str], str]:
         )
         return {}, words
     return proved, words
+
+
+def _renamed(
+    one: Run, other: Run, mine: Sequence[str], theirs: Sequence[str]
+) -> dict[str, str]:
+    """Match tensors by their initial bits, whatever their names.
+
+    Several tensors may begin equal, such as all ones. If their names have no common
+    end, those of the nearest first gradients are pairs.
+    """
+
+    def bits(run: Run, name: str) -> tuple[Any, ...]:
+        step, start = run.starts[name]
+        return step, start.shape, start.digest
+
+    def distance(pair: tuple[str, str]) -> tuple[bool, float]:
+        first, second = pair
+        gradients = [
+            run.tensors.get((run.starts[name][0], "gradient", name))
+            for run, name in zip((one, other), pair, strict=True)
+        ]
+        ends = first.endswith(second) or second.endswith(first)
+        known = [g for g in gradients if g is not None and g.is_finite]
+        return not ends, known[0].distance(known[1]) if len(known) > 1 else math.inf
+
+    found = dict[str, str]()
+    its_by_bits: dict[tuple[Any, ...], list[str]] = {}
+    for name in theirs:
+        its_by_bits.setdefault(bits(other, name), []).append(name)
+    mine_by_bits: dict[tuple[Any, ...], list[str]] = {}
+    for name in mine:
+        mine_by_bits.setdefault(bits(one, name), []).append(name)
+    for key, alike in mine_by_bits.items():
+        pairs = itertools.product(alike, its_by_bits.get(key, ()))
+        for first, second in sorted(pairs, key=distance):
+            if first not in found and second not in found.values():
+                found[first] = second
+    return {name: found[name] for name in mine if name in found}
 
 
 def other_on_ranks(side: Side) -> Iterator[str]:
@@ -263,8 +297,7 @@ def lacking(
         (one, other, names, partners),
         (other, one, partners, names),
     ):
-        stepped = has.run.names("weight", min(steps))
-        theirs = {*lacks.run.names("weight", min(steps))}
+        stepped, theirs = has.run.starts, lacks.run.starts.keys()
         # then no tensor there can be the partner of one without a partner
         all_paired = theirs == its_paired.keys() and not lacks.run.unnamed
         alone = [
@@ -280,6 +313,16 @@ def lacking(
             )
     for step in steps:
         for mine, its in names.items():
+            there = (
+                (step, "weight", mine) in one.run.tensors,
+                (step, "weight", its) in other.run.tensors,
+            )
+            if there[0] != there[1]:
+                side, lacks = (one, other) if there[0] else (other, one)
+                yield (
+                    f"step {step}: {lacks.name} does not step {mine}, and {side.name} "
+                    "does"
+                )
             skips = (step, mine) in one.run.skipped, (step, its) in other.run.skipped
             if skips[0] != skips[1]:
                 side, steps_it = (one, other) if skips[0] else (other, one)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,7 @@ class Run:
         """Steps that were recorded."""
         return sorted({step for step, kind, _ in self.tensors if kind == "gradient"})
 
-    @property
+    @cached_property
     def starts(self) -> dict[str, tuple[int, Whole]]:
         """Parameter -> the first step that was recorded of it, and its weight then."""
         stepped, starts = {*self.steps}, dict[str, tuple[int, Whole]]()

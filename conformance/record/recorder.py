@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .files import Call, Recording, Settings, Stored, write_rank
@@ -137,16 +138,20 @@ class Recorder:
         with self.noting("the first forward"):
             if not torch.is_grad_enabled() or not trains(module):
                 return
-            self.roots.called.append(module)
             self.inner |= {id(each) for each in module.modules()}
+            # a job may call the module that DDP wraps, too
+            is_wrapper = isinstance(module, DistributedDataParallel)
+            model: nn.Module = module.module if is_wrapper else module  # type: ignore[assignment]  # that of DDP is a module
+            self.roots.called.append(model)
             self.prepare(module)
             if self.blocks is not None and len(self.roots.called) == 1:
                 with self.noting("--modules"):
-                    self.blocks.hook(module)
-            # a hook that is set now misses this call, and a global one gets no keywords
-            self._enters(module, args, _keywords_of_caller())
-            module.register_forward_pre_hook(self._enters, with_kwargs=True)
-            module.register_forward_hook(self._leaves, always_call=True)
+                    self.blocks.hook(model)
+            if not is_wrapper:
+                # hooks that are set now miss this call; a global one gets no keywords
+                self._enters(model, args, _keywords_of_caller())
+            model.register_forward_pre_hook(self._enters, with_kwargs=True)
+            model.register_forward_hook(self._leaves, always_call=True)
 
     def prepare(self, module: nn.Module) -> None:
         """Write, replace or move the weights of a model, once."""
@@ -284,8 +289,6 @@ class Recorder:
             number = len(self.optimizers)
             self.optimizers[key] = number, optimizer, first
             self.calls[number] = self.orders.first
-            if number == 0:  # all models were called before a first step
-                self.seeks.remove()
         return self.optimizers[key][0]
 
     def _read(self, optimizer: Any, number: int) -> _Step:
@@ -351,6 +354,7 @@ class Recorder:
                 print(f"gradparity: nothing was recorded: {note}", file=sys.stderr)
             return
         self.written = True  # hooks stay: this one may be called by them
+        self.seeks.remove()
         before = len(self.recording.notes)
         with self.noting("writing"):
             self._fill()

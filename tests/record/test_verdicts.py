@@ -1,5 +1,6 @@
 """Verdicts on two recordings, from made-up runs: no job is run."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -411,6 +412,50 @@ def test_rows_that_the_job_computes_may_differ_by_rounding(
     assert any(told in line for line in found.lines) == (code == SAME)
     fewer = replace(other, rows={0: frozenset(data)}, sums={0: data})
     assert against(fewer, Side(name="one", run=one)).code == NOT_COMPARABLE
+
+
+def later(run: Run, name: str = "c") -> Run:
+    """The same run, of which one parameter is not stepped at step 0."""
+    tensors = {k: w for k, w in run.tensors.items() if k[0] or k[2] != name}
+    return replace(run, tensors=tensors)
+
+
+def test_a_parameter_that_joins_later_is_compared() -> None:
+    one = replace(ONE, run=later(ONE.run), noisy=[later(each) for each in ONE.noisy])
+    found = against(later(run(4)), one)
+    assert found.code == SAME and len(found.rows) == 10
+    moved = changed(later(run(4)), (1, "weight", "c"), digest=5)
+    found = against(moved, one)
+    assert found.code == SAME
+    told = "start: 2 of 3 tensors have equal bits, and 1 that join later are matched"
+    assert found.lines[1].startswith(told)
+    key = (1, "gradient", "c")
+    wrong = against(changed(moved, key, sketch=2 * values(1, "c")), one)
+    assert wrong.code == DIFFERENT and "the gradient of c is 2.000 x" in wrong.lines[0]
+    early = against(run(4), one)
+    assert early.code == DIFFERENT
+    assert early.lines[0] == "step 0: one does not step c, and mesh does"
+
+
+def test_equal_starts_under_other_names_are_paired_by_their_first_gradients() -> None:
+    """Norms are all ones, and another implementation lists them in another order."""
+
+    def norms(given: Run, names: Sequence[str]) -> Run:
+        for step, name in itertools.product(range(2), names):
+            given = changed(given, (step, "weight", name), digest=5 + step)
+        return given
+
+    one = Side(
+        name="one",
+        run=norms(run(), NAMES),
+        noisy=(norms(run(1), NAMES), nudged(2), nudged(3)),
+    )
+    names = ("z", "x", "y")
+    other = norms(run(4, names), names)
+    tensors = {key: other.tensors[key] for key in sorted(other.tensors)}
+    found = against(replace(other, tensors=tensors), one)
+    assert found.code == SAME, found.lines
+    assert "3 under another name" in found.lines[1]
 
 
 def test_rows_may_have_other_padding() -> None:
