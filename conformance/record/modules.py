@@ -73,6 +73,7 @@ class Blocks:
     _rows: Tensor | None = None
     """(rows,) int64 digests while the model runs; None between its calls."""
     _calls: Counter[str] = field(default_factory=Counter)
+    _handles: list[Any] = field(default_factory=list)
 
     def hook(self, model: nn.Module) -> None:
         """Read the blocks of a model from now on.
@@ -84,7 +85,13 @@ class Blocks:
         if not blocks:
             raise ValueError("the model is compiled as a whole, or has no blocks")
         for name, block in blocks:
-            block.register_forward_hook(partial(self._returns, bare(name)))
+            hook = partial(self._returns, bare(name))
+            self._handles.append(block.register_forward_hook(hook))
+
+    def remove(self) -> None:
+        """Read no more."""
+        for handle in self._handles:
+            handle.remove()
 
     def begin(self, step: int, rows: list[Tensor]) -> None:
         """The model is called in a step, with these digests of its inputs' rows."""

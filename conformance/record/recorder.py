@@ -32,7 +32,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -41,7 +44,7 @@ from .kept import Box, Sums, Wanted
 from .modules import Blocks
 from .orders import ORDERS, Orders
 from .parts import Part, Places, Roots, parts_of, place, trains
-from .rows import bag_of, rows_of, sums_of, unpadded_of
+from .rows import bag_of, rows_of, sums_of, tensors_in, unpadded_of
 from .steps import StepHooks, parameters_of
 from .weights import begin_from, nudge, write_start
 
@@ -113,19 +116,25 @@ class Recorder:
         self.generators: dict[int, list[Tensor]] = {}
         """id of a model -> states of the random generators when it was called."""
         self.written = False
-        self.seeks: Any = None
-        """Handle of the hook that sees each call of each module."""
+        self.outer: set[int] = set()
+        """ids of the models that were called."""
+        self.calls_of_modules: list[Any] = []
+        """Handles of the hooks of all modules: a model with hooks of its own would be
+        saved and copied with the recorder."""
         self.hooks = StepHooks(self._begins, self._before, self._ended)
 
     def install(self) -> None:
         """Hook optimizers and the outermost model."""
-        self.seeks = register_module_forward_pre_hook(self._called)
+        self.calls_of_modules = [
+            register_module_forward_pre_hook(self._called),
+            register_module_forward_hook(self._left, always_call=True),
+        ]
         self.hooks.install()
         atexit.register(self.write)
 
     def remove(self) -> None:
         """Undo :meth:`install`: nothing refers to the model from here any more."""
-        self.seeks.remove()
+        self._look_away()
         self.hooks.remove()
         atexit.unregister(self.write)
 
@@ -133,7 +142,11 @@ class Recorder:
 
     def _called(self, module: nn.Module, args: Any) -> None:
         """Find the outermost models: those with trained parameters."""
-        if torch.compiler.is_compiling() or id(module) in self.inner:
+        if _is_traced():
+            return
+        if id(module) in self.inner:
+            if id(module) in self.outer:
+                self._enters(module, args)
             return
         with self.noting("the first forward"):
             if not torch.is_grad_enabled() or not trains(module):
@@ -143,15 +156,13 @@ class Recorder:
             is_wrapper = isinstance(module, DistributedDataParallel)
             model: nn.Module = module.module if is_wrapper else module  # type: ignore[assignment]  # that of DDP is a module
             self.roots.called.append(model)
+            self.outer.add(id(model))
             self.prepare(module)
             if self.blocks is not None and len(self.roots.called) == 1:
                 with self.noting("--modules"):
                     self.blocks.hook(model)
-            if not is_wrapper:
-                # hooks that are set now miss this call; a global one gets no keywords
-                self._enters(model, args, _keywords_of_caller())
-            model.register_forward_pre_hook(self._enters, with_kwargs=True)
-            model.register_forward_hook(self._leaves, always_call=True)
+            if not is_wrapper:  # else the hook is called again
+                self._enters(model, args)
 
     def prepare(self, module: nn.Module) -> None:
         """Write, replace or move the weights of a model, once."""
@@ -169,13 +180,25 @@ class Recorder:
         if self.orders.nudge:
             nudge(module, self.orders.nudge, self.roots)
 
-    def _enters(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+        if id(module) in self.outer and not _is_traced():
+            self._leaves(module, output)
+
+    def _look_away(self) -> None:
+        for handle in self.calls_of_modules:
+            handle.remove()
+        if self.blocks is not None:
+            self.blocks.remove()
+
+    def _enters(self, module: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled() or not self._records_next():
             return
         with self.noting("rows"):
             # a second model may get what the first one has computed
             if module is self.roots.called[0]:
-                inputs = [*args, *kwargs.values()]
+                inputs = [*args, *_keywords_of_caller().values()]
+                if not all(_has_values(t) for each in inputs for t in tensors_in(each)):
+                    return
                 tokens, floats = rows_of(inputs)
                 out = self.recording
                 if (bag := bag_of(inputs)) is not None:
@@ -192,7 +215,7 @@ class Recorder:
                         rows_by_call.setdefault(self._next(), []).extend(rows)
             self.generators[id(module)] = _generators(module)
 
-    def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leaves(self, module: nn.Module, output: Any) -> None:
         if self.blocks is not None and module is self.roots.called[0]:
             self.blocks.end()
         before = self.generators.pop(id(module), None)
@@ -202,7 +225,7 @@ class Recorder:
             if not all(map(torch.equal, before, _generators(module))):
                 self.recording.drew.add(self._next())
             loss = getattr(output, "loss", output)
-            if isinstance(loss, Tensor) and loss.numel() == 1:
+            if isinstance(loss, Tensor) and loss.numel() == 1 and _has_values(loss):
                 self.recording.losses.setdefault(self._next(), []).append(loss.detach())
 
     def _next(self) -> int:
@@ -353,8 +376,8 @@ class Recorder:
             for note in self.recording.notes if not self.written else ():
                 print(f"gradparity: nothing was recorded: {note}", file=sys.stderr)
             return
-        self.written = True  # hooks stay: this one may be called by them
-        self.seeks.remove()
+        self.written = True  # hooks of steps stay: one of them may be the caller
+        self._look_away()
         before = len(self.recording.notes)
         with self.noting("writing"):
             self._fill()
@@ -430,6 +453,23 @@ def _generators(module: nn.Module) -> list[Tensor]:
     return [torch.get_rng_state(), *(each.get_rng_state(device) for each in own)]
 
 
+def _is_traced() -> bool:
+    """True while a compiler looks at what modules do."""
+    tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]  # not listed
+    return torch.compiler.is_compiling() or bool(tracing())
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """False within ``vmap``, where a tensor stands for a batch, and of a fake one."""
+    if type(tensor).__name__ == "FakeTensor":  # it would warn of what follows
+        return False
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
 def _dense(gradient: Tensor) -> Tensor:
     """The gradient itself, or a copy of one that has some rows of an embedding."""
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
@@ -469,7 +509,7 @@ def _rank() -> int:
 
 def _keywords_of_caller() -> dict[str, Any]:
     """Keyword arguments of the module call that a global hook is in."""
-    frame: Any = sys._getframe(2)
+    frame: Any = sys._getframe(3)
     while frame is not None and frame.f_code.co_name not in ("inner", "_call_impl"):
         frame = frame.f_back
     keywords = {} if frame is None else frame.f_locals.get("kwargs", {})

@@ -51,7 +51,7 @@ def rows_of(values: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]]:
     """
     digests_by_kind: tuple[list[Tensor], list[Tensor]] = [], []
     for tensor in (t for value in values for t in tensors_in(value)):
-        if tensor.ndim > 1 and len(tensor):
+        if tensor.ndim > 1 and tensor.numel():
             digests = _digests(_flat(tensor))
             digests_by_kind[tensor.is_floating_point()].append(digests)
     return digests_by_kind
@@ -97,7 +97,7 @@ def sums_of(values: Iterable[Any]) -> list[Tensor]:
     """
     sums = []
     for tensor in (t for value in values for t in tensors_in(value)):
-        if tensor.ndim > 1 and len(tensor) and tensor.is_floating_point():
+        if tensor.ndim > 1 and tensor.numel() and tensor.is_floating_point():
             rows = _flat(tensor)
             places = torch.arange(rows.shape[1], device=rows.device)
             drawn = mix(places + 1)

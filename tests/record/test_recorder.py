@@ -1,11 +1,14 @@
 """What a recorder sees of a training loop, in this process."""
 
+import copy
+import pickle
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradparity.conformance.record.merge import Run, read_merged
@@ -111,6 +114,60 @@ def test_a_kernel_that_skips_is_a_step_that_is_skipped(tmp_path: Path) -> None:
 
     run = recorded(tmp_path, losses(), steps=(0, 2))
     assert run.skipped == {(0, "weight"), (0, "bias")}
+
+
+def test_a_model_can_be_saved_copied_and_traced_while_it_is_recorded(
+    tmp_path: Path,
+) -> None:
+    """A hook on the model would go with it, and bring the recorder."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    saved = pickle.dumps(model)
+
+    def losses() -> Losses:
+        for step in range(2):
+            optimizer.zero_grad(set_to_none=True)
+            yield model(rows(step)).sum()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            assert len(pickle.dumps(model)) == len(saved)
+            copied = copy.deepcopy(model)
+            assert all(not m._forward_pre_hooks for m in copied.modules())
+            assert all(not m._forward_hooks for m in copied.modules())
+            torch.export.export(model, (rows(step),))
+
+    run = recorded(tmp_path, losses(), steps=(0, 2))
+    assert run.steps == [0, 1] and run.notes == ()
+    assert {*run.rows} == {0, 1}
+
+
+def test_calls_of_a_model_for_each_row_are_no_rows(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def losses() -> Losses:
+        yield torch.vmap(model)(rows(0)[:, None]).sum()
+        optimizer.step()
+
+    run = recorded(tmp_path, losses(), steps=(0, 1))
+    assert run.names("gradient", 0) == ["weight", "bias"] and run.notes == ()
+    assert run.rows == {} and run.losses == {}
+
+
+def test_the_module_that_ddp_wraps_may_be_called_itself(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def losses() -> Losses:
+            yield model(rows(0)).sum() + model.module(rows(1)).sum()
+            optimizer.step()
+
+        run = recorded(tmp_path, losses(), steps=(0, 1))
+    finally:
+        dist.destroy_process_group()
+    assert len(run.rows[0]) == 8 and run.notes == ()
 
 
 class OfShares(torch.optim.Optimizer):
