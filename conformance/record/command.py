@@ -18,7 +18,7 @@ import msgspec
 
 from ..files import write_whole
 from ..status import UsageError, counted, plain
-from .orders import ORDERS, VERSION, Manifest, Orders
+from .orders import ORDERS, VERSION, Manifest, Orders, Unrecorded
 
 if TYPE_CHECKING:  # imported where it is used: recording needs none of it
     from .compare import Side
@@ -95,14 +95,15 @@ def record(
         if number == 0:
             result = code
             if not _has_files(out / name):
-                say(LINES if code == 0 else f"gradparity: {_nothing(code)}")
+                say(_why_not(out / name, orders, code))
                 with suppress(OSError):  # not empty: half of a file
+                    (out / name).rmdir()
                     out.rmdir()
                 return code or 2
         if code == STOPPED:
             break
         if not _has_files(out / name):
-            say(f"gradparity: {name}: {_nothing(code)}; see {out / name}.log")
+            say(f"{_why_not(out / name, orders, code, name)}; see {out / name}.log")
             break
         done.append(name)
     manifest = Manifest(
@@ -110,6 +111,7 @@ def record(
         steps=f"{orders.steps[0]}:{orders.steps[1]}",
         runs=done,
         complete=len(done) == len(names),
+        code=result,
     )
     write_whole(out / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
     after = f"; the command then ended with {result}" if result else ""
@@ -122,8 +124,29 @@ def record(
     return result
 
 
-def _nothing(code: int) -> str:
-    return f"the command ended with {code} before an optimizer's step was recorded"
+def _why_not(folder: Path, orders: Orders, code: int, name: str = "") -> str:
+    """Say why a run has recorded nothing; removes what its processes say of it."""
+    start = f"gradparity: {name}: " if name else "gradparity: "
+    paths = sorted(folder.glob("unrecorded-*.json"))
+    every = [msgspec.json.decode(p.read_bytes(), type=Unrecorded) for p in paths]
+    for path in paths:
+        path.unlink()
+    notes = [note for why in every for note in why.notes]
+    calls = [each for why in every for each in why.calls.items()]
+    if notes:
+        return f"{start}nothing was recorded: {notes[0]}"
+    if code or (name and not calls):
+        text = f"the command ended with {code} before an optimizer's step was recorded"
+        return f"{start}{text}"
+    if not calls:
+        return LINES
+    kind, count = calls[0]
+    first, asked = orders.first, orders.steps[0]
+    return (
+        f"{start}{kind} was called {counted(count, 'time')}, as steps {first} to "
+        f"{first + count - 1}, and steps {asked}:{orders.steps[1]} were asked for. A "
+        f"job that goes on from step {asked} needs --first {asked}"
+    )
 
 
 def _run(command: Sequence[str], out: Path, name: str, orders: Orders) -> int:
@@ -219,7 +242,8 @@ def _side(path: Path, say: Say) -> Side:
         ]
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: {error}") from error
-    return Side(name=str(path), run=first, noisy=noisy)
+    code = max(each.code for each in manifests)
+    return Side(name=str(path), run=first, noisy=noisy, code=code)
 
 
 def _manifest(folder: Path) -> Manifest:

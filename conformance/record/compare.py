@@ -121,10 +121,31 @@ def compare(one: Side, other: Side) -> Comparison:
         at = min((row.step for row in comparison.rows if row.differs), default=steps[0])
         comparison.blocks, where = _where(one, other, at)
         comparison.lines[1:1] = [where] if where else []
+    _tell_steps(comparison, one, other, steps)
     comparison.lines += _clipped(one.run, other.run, steps)
     comparison.lines += _losses(one.run, other.run, steps)
     comparison.lines += _left_out(one.run, other.run, names, comparison.rows, steps)
     return comparison
+
+
+def _tell_steps(
+    found: Comparison, one: Side, other: Side, steps: Sequence[int]
+) -> None:
+    """Say which steps one side alone has; a job that broke off decides nothing."""
+    for side, longer in ((one, other), (other, one)):
+        lost = sorted({*longer.run.steps} - {*steps})
+        if not lost:
+            continue
+        ended = f": {side.name} ended with {side.code}" if side.code else ""
+        text = (
+            f"compared: step {listed(steps)} alone; {longer.name} has step "
+            f"{listed(lost)}, too{ended}"
+        )
+        if side.code and found.code == SAME:
+            found.code = UNDECIDED
+            found.lines.insert(0, text)
+        else:
+            found.lines.insert(1, text)
 
 
 def _obstacles(

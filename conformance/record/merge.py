@@ -245,6 +245,8 @@ class Side:
     run: Run
     noisy: Sequence[Run] = ()
     """The same job again, as it is and nudged."""
+    code: int = 0
+    """Exit code of the job."""
 
 
 def read_merged(*folders: Path) -> Run:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["ORDERS", "VERSION", "Manifest", "Orders"]
+__all__ = ["ORDERS", "VERSION", "Manifest", "Orders", "Unrecorded"]
 
 ORDERS = "GRADPARITY_RECORD"
 """Name of the environment variable with the :class:`Orders` of a job, as JSON."""
@@ -43,3 +43,14 @@ class Manifest(msgspec.Struct, kw_only=True):
     """Names of the folders of its runs, the plain one first."""
     complete: bool
     """True if all runs came to their end."""
+    code: int = 0
+    """Exit code of the command, run as it is."""
+
+
+class Unrecorded(msgspec.Struct, kw_only=True):
+    """``unrecorded-RANK.json``: why a process has recorded no step."""
+
+    calls: dict[str, int]
+    """Kind of an optimizer -> its calls."""
+    notes: list[str]
+    """Errors of the recorder."""

@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 from .files import Call, Recording, Settings, Stored, write_rank
 from .kept import Box, Sums, Wanted
 from .modules import Blocks
-from .orders import ORDERS, Orders
+from .orders import ORDERS, Orders, Unrecorded
 from .parts import Part, Places, Roots, parts_of, place, trains
 from .rows import bag_of, rows_of, sums_of, tensors_in, unpadded_of
 from .steps import StepHooks, parameters_of
@@ -372,9 +372,11 @@ class Recorder:
 
     def write(self) -> None:
         """Write what was recorded, once; a process without an optimizer writes none."""
-        if self.written or not self.done:
-            for note in self.recording.notes if not self.written else ():
-                print(f"gradparity: nothing was recorded: {note}", file=sys.stderr)
+        if self.written:
+            return
+        if not self.done:
+            with self.noting("writing"):
+                self._write_why_not()
             return
         self.written = True  # hooks of steps stay: one of them may be the caller
         self._look_away()
@@ -384,6 +386,17 @@ class Recorder:
             write_rank(self.out, _rank(), self.recording)
         for note in self.recording.notes[before:]:  # no file has it
             print(f"gradparity: nothing was recorded: {note}", file=sys.stderr)
+
+    def _write_why_not(self) -> None:
+        calls = {
+            type(optimizer).__name__: self.calls[number] - self.orders.first
+            for number, optimizer, _ in self.optimizers.values()
+        }
+        if calls or self.recording.notes:
+            self.out.mkdir(parents=True, exist_ok=True)
+            why = Unrecorded(calls=calls, notes=self.recording.notes)
+            path = self.out / f"unrecorded-{_rank()}.json"
+            path.write_bytes(msgspec.json.encode(why))
 
     def _fill(self) -> None:
         """Read all numbers from their devices."""

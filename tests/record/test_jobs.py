@@ -383,6 +383,15 @@ def test_the_exit_code_is_that_of_the_command(command: Command, tmp_path: Path) 
     assert not (tmp_path / "r").exists()  # the name can be used again
 
 
+def test_steps_that_never_come_are_told(command: Command, tmp_path: Path) -> None:
+    options = ("--noise", "0", "--steps", "100:102")
+    done = record(tmp_path / "r", *options, of=command("plain"))
+    assert done.returncode == 2
+    told = "was called 3 times, as steps 0 to 2, and steps 100:102 were asked for."
+    assert told in done.stderr and "needs --first 100" in done.stderr
+    assert not (tmp_path / "r").exists()
+
+
 @pytest.mark.slow
 def test_a_job_that_is_killed_leaves_a_recording_that_says_so(
     one: Path, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -414,6 +414,17 @@ def test_rows_that_the_job_computes_may_differ_by_rounding(
     assert against(fewer, Side(name="one", run=one)).code == NOT_COMPARABLE
 
 
+def test_a_side_that_has_fewer_steps_is_told() -> None:
+    tensors = {key: each for key, each in run(4).tensors.items() if not key[0]}
+    short = Side(name="mesh", run=replace(run(4), tensors=tensors))
+    told = "compared: step 0 alone; one has step 1, too"
+    found = compare(ONE, short)
+    assert (found.code, found.lines[1]) == (SAME, told)
+    found = compare(ONE, replace(short, code=7))
+    assert (found.code, found.lines[0]) == (UNDECIDED, f"{told}: mesh ended with 7")
+    assert compare(ONE, replace(short, run=run(4), code=7)).code == SAME
+
+
 def later(run: Run, name: str = "c") -> Run:
     """The same run, of which one parameter is not stepped at step 0."""
     tensors = {k: w for k, w in run.tensors.items() if k[0] or k[2] != name}
