@@ -96,9 +96,9 @@ def record(
             result = code
             if not _has_files(out / name):
                 say(_why_not(out / name, orders, code))
-                with suppress(OSError):  # not empty: half of a file
-                    (out / name).rmdir()
-                    out.rmdir()
+                for folder in (out / name, out):
+                    with suppress(OSError):  # not empty: half of a file
+                        folder.rmdir()
                 return code or 2
         if code == STOPPED:
             break
