@@ -78,7 +78,9 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Distance over bound."""
+        """Distance over bound; 0 / 0 is 0."""
+        if not self.distance:
+            return 0.0
         return self.distance / self.bound if self.bound else math.inf
 
 
@@ -485,6 +487,20 @@ def _left_out(
         step, name = keys[0]
         yield (
             f"not compared: {len(keys)} gradients, {why} ({name}, step {step}, first)"
+        )
+    written = [
+        (step, name)
+        for step, kind, name in compared
+        if kind == "gradient"
+        and (step, "update", name) not in compared
+        and one.tensors[step, kind, name].is_summed
+        and other.tensors[step, kind, names[name]].is_summed
+    ]
+    if written:
+        step, name = min(written)
+        yield (
+            f"not compared: {len(written)} updates, the optimizer writes into the "
+            f"gradient ({name}, step {step}, first)"
         )
     blind = [row for row in rows if row.bound >= 1 and not row.differs]
     if blind:

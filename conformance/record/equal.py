@@ -29,6 +29,7 @@ __all__ = [
 SAME_START = (
     "Begin both from the same weights: the same seed, a checkpoint, or record --start"
 )
+SKIPPED = ". If a scaler skips steps on one side alone, that is what differs"
 FREE = frozenset(
     {"foreach", "fused", "capturable", "differentiable", "initial_lr"}
     | {"is_expert_parallel"}  # of Megatron: which ranks hold the group
@@ -144,11 +145,12 @@ def other_inputs(
 ) -> Iterator[str]:
     """Yield what a step was given otherwise: rows, and settings of parameters."""
     if not _same_rows(one, other, step):
-        shared = len(one.rows[step] & other.rows[step])
+        mine, its = one.rows[step], other.rows[step]
         yield (
-            f"other rows: at step {step} {shared} of {len(one.rows[step])} rows of "
-            "the model's inputs are on both sides. Give both the same data in the "
-            "same order, such as without shuffling"
+            f"other rows: at step {step} the model was given {len(mine)} and "
+            f"{len(its)} rows, {len(mine & its)} of them on both sides. Give both the "
+            "same data in the same order, such as without shuffling"
+            + (SKIPPED if mine < its or its < mine else "")
         )
     for name, key, mine, its in _settings(one, other, names, step):
         if mine != its:

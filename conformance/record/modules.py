@@ -23,7 +23,7 @@ from .kept import Box, Kept, keep_values
 from .parts import WRAPPERS, bare, place
 from .rows import MOST, tensors_in
 
-__all__ = ["GRADIENT", "OUTPUT", "Blocks", "blocks_of"]
+__all__ = ["GRADIENT", "OUTPUT", "Blocks", "blocks_of", "is_traced"]
 
 OUTPUT, GRADIENT = "output", "output-gradient"
 COMPILED = "_orig_mod"
@@ -89,7 +89,7 @@ class Blocks:
             self._handles.append(block.register_forward_hook(hook))
 
     def remove(self) -> None:
-        """Read no more."""
+        """Read these blocks no more."""
         for handle in self._handles:
             handle.remove()
 
@@ -134,6 +134,12 @@ class Blocks:
                 before, sums = self.kept[key]
                 box, sums_here = _longer(before, box), sums.plus(sums_here)
             self.kept[key] = box, sums_here
+
+
+def is_traced() -> bool:
+    """True while a compiler looks at what modules do."""
+    tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]  # not listed
+    return torch.compiler.is_compiling() or bool(tracing())
 
 
 def _longer(one: Box, other: Box) -> Box:

@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 
 from .files import Call, Recording, Settings, Stored, write_rank
 from .kept import Box, Sums, Wanted
-from .modules import Blocks
+from .modules import Blocks, is_traced
 from .orders import ORDERS, Orders, Unrecorded
 from .parts import Part, Places, Roots, parts_of, place, trains
 from .rows import bag_of, rows_of, sums_of, tensors_in, unpadded_of
@@ -142,7 +142,7 @@ class Recorder:
 
     def _called(self, module: nn.Module, args: Any) -> None:
         """Find the outermost models: those with trained parameters."""
-        if _is_traced():
+        if is_traced():
             return
         if id(module) in self.inner:
             if id(module) in self.outer:
@@ -151,7 +151,9 @@ class Recorder:
         with self.noting("the first forward"):
             if not torch.is_grad_enabled() or not trains(module):
                 return
-            self.inner |= {id(each) for each in module.modules()}
+            ids = {id(each) for each in module.modules()}
+            self._forget_parts(ids)
+            self.inner |= ids
             # a job may call the module that DDP wraps, too
             is_wrapper = isinstance(module, DistributedDataParallel)
             model: nn.Module = module.module if is_wrapper else module  # type: ignore[assignment]  # that of DDP is a module
@@ -163,6 +165,24 @@ class Recorder:
                     self.blocks.hook(model)
             if not is_wrapper:  # else the hook is called again
                 self._enters(model, args)
+
+    def _forget_parts(self, ids: set[int]) -> None:
+        """Drop models that are parts of one that is called later.
+
+        A layer may be called by itself while the model is made, to learn its size.
+        """
+        called = self.roots.called
+        if called and id(called[0]) in ids:
+            out = self.recording
+            for by_step in (
+                *(out.rows, out.rows_of_floats, out.unpadded, out.sums_of_rows),
+                *(out.bags, out.losses),
+            ):
+                by_step.clear()
+            if self.blocks is not None:
+                self.blocks.remove()
+        self.outer -= ids
+        called[:] = [each for each in called if id(each) not in ids]
 
     def prepare(self, module: nn.Module) -> None:
         """Write, replace or move the weights of a model, once."""
@@ -181,7 +201,7 @@ class Recorder:
             nudge(module, self.orders.nudge, self.roots)
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
-        if id(module) in self.outer and not _is_traced():
+        if id(module) in self.outer and not is_traced():
             self._leaves(module, output)
 
     def _look_away(self) -> None:
@@ -464,12 +484,6 @@ def _generators(module: nn.Module) -> list[Tensor]:
     device = next(module.parameters()).device
     own = [] if device.type in ("cpu", "meta") else [torch.get_device_module(device)]
     return [torch.get_rng_state(), *(each.get_rng_state(device) for each in own)]
-
-
-def _is_traced() -> bool:
-    """True while a compiler looks at what modules do."""
-    tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]  # not listed
-    return torch.compiler.is_compiling() or bool(tracing())
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -14,10 +14,12 @@ message and disturbs no other rank. Its weights then differ, which is reported.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -29,6 +31,7 @@ from torch.optim import Optimizer
 
 from .kept import Box
 from .landing import Landing, send
+from .modules import is_traced
 from .parts import Roots, bare, place
 from .topics import (
     Answer,
@@ -240,7 +243,8 @@ def watch(
         for rank, (_, coordinate) in enumerate(everyone):
             sets.setdefault(coordinate, []).append(rank)
         topics.append(rows := Data([tuple(r) for _, r in sorted(sets.items())], device))
-        handles.append(model.register_forward_pre_hook(rows.enters, with_kwargs=True))
+        enters = _Enters(rows)
+        handles.append(model.register_forward_pre_hook(enters, with_kwargs=True))
     weights = weights_of([held for held, _ in everyone])
     if clipped is not None:
         rank = rank_here()
@@ -254,6 +258,21 @@ def watch(
     handles.append(optimizers[-1].register_step_post_hook(watching.stepped))
     watching.handles = handles
     return watching
+
+
+class _Enters:
+    """Hook of the model; where the model is saved or copied, one that does nothing."""
+
+    def __init__(self, rows: Data) -> None:
+        self._rows = rows
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not is_traced():
+            self._rows.enters(module, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # takes any arguments, returns None, and needs nothing of ours to be loaded
+        return partial, (sys.audit, "gradparity.watch")
 
 
 def _named(

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradparity.conformance.record.merge import Run, read_merged
+from gradparity.conformance.record.compare import compare
+from gradparity.conformance.record.merge import Run, Side, read_merged
+from gradparity.conformance.record.modules import OUTPUT
 from gradparity.conformance.record.orders import Orders
 from gradparity.conformance.record.recorder import Recorder
+from gradparity.conformance.record.rows import rows_of
 
 Losses = Iterator[Tensor]
 
@@ -139,6 +143,53 @@ def test_a_model_can_be_saved_copied_and_traced_while_it_is_recorded(
     run = recorded(tmp_path, losses(), steps=(0, 2))
     assert run.steps == [0, 1] and run.notes == ()
     assert {*run.rows} == {0, 1}
+
+
+def test_a_part_that_is_called_before_the_model_is_no_model(tmp_path: Path) -> None:
+    """A layer is called by itself to learn the size of what it returns."""
+
+    def losses() -> Losses:
+        body = nn.Linear(4, 2)
+        size = body(torch.zeros(1, 4)).shape[1]
+        model = nn.Sequential(nn.Linear(3, 4), body, nn.Linear(size, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(2):
+            yield model(rows(step)).sum()
+            optimizer.step()
+
+    run = recorded(tmp_path, losses(), steps=(0, 2), modules=True)
+    given = [rows_of([rows(step)])[1][0].tolist() for step in range(2)]
+    assert run.rows == {step: {*digests} for step, digests in enumerate(given)}
+    assert [*run.names(OUTPUT, 0)] == ["0", "1", "2"]
+
+
+def test_updates_of_an_optimizer_that_writes_gradients_are_told(tmp_path: Path) -> None:
+    class Clips(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad.clamp_(-0.1, 0.1)
+            return super().step(closure)
+
+    model = nn.Linear(3, 1)
+    optimizer = Clips(model.parameters(), 0.1)
+
+    def losses() -> Losses:
+        yield model(rows(0)).sum()
+        optimizer.step()
+
+    run = recorded(tmp_path, losses(), steps=(0, 1))
+    noisy = (run, replace(run, tensors={**run.tensors, **_moved(run)}))
+    lines = compare(Side(name="a", run=run, noisy=noisy), Side(name="b", run=run)).lines
+    told = "not compared: 2 updates, the optimizer writes into the gradient ("
+    assert any(line.startswith(told) for line in lines), lines
+
+
+def _moved(run: Run) -> dict[Any, Any]:
+    return {
+        key: replace(each, digest=1)
+        for key, each in run.tensors.items()
+        if key[1] == "weight"
+    }
 
 
 def test_calls_of_a_model_for_each_row_are_no_rows(tmp_path: Path) -> None:

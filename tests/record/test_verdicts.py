@@ -258,7 +258,7 @@ def all_other() -> Run:
         (
             replace(run(4), rows={0: frozenset({1, 2}), 1: frozenset({1, 3})}),
             NOT_COMPARABLE,
-            "other rows: at step 1 1 of 2 rows",
+            "other rows: at step 1 the model was given 2 and 2 rows, 1 of them on",
         ),
         (
             replace(run(4), settings={(0, "b"): {"lr": 0.2}}),

@@ -1,6 +1,8 @@
 """``gradparity.watch``: ranks that must be equal are, in a job that goes on."""
 
+import copy
 import logging
+import pickle
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -128,6 +130,26 @@ def starts_apart(apart: Sequence[str]) -> int:
     with gradparity.watch(model, optimizer, apart=apart) as watch:
         (weights,) = (each for each in watch.topics if isinstance(each, Weights))
         return sum(map(len, weights.turns))
+
+
+def is_saved_and_copied() -> tuple[bool, bool]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradparity.watch(model, optimizer, mesh=mesh, data=("dp",)):
+        copied = copy.deepcopy(model)
+        text = pickle.dumps(model)
+    loaded = pickle.loads(text)
+    rows = torch.ones(1, 2)
+    outputs = [each(rows) for each in (model, copied, loaded)]
+    return all(
+        torch.equal(outputs[0], o) for o in outputs
+    ), b"gradparity.conformance" in text
+
+
+def test_a_model_that_is_watched_can_be_saved_and_copied(two: Cluster) -> None:
+    assert two.run(is_saved_and_copied) == [(True, False)] * 2
 
 
 def test_other_tensors_of_one_name_are_asked_for(four: Cluster) -> None:
