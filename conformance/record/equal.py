@@ -192,9 +192,9 @@ def unmoved(side: Side) -> str:
         if sizes[True] > sizes[False]:
             return (
                 f"nudged-{number} of {side.name} began with the weights of plain, so "
-                "there is no noise: the model was compiled as a whole, or its weights "
-                "were loaded after a first forward. Put the loop into `with "
-                "gradparity.record(model, optimizer):`"
+                "there is no noise: the model was compiled as a whole, its weights "
+                "were loaded after a first forward, or no module has them. Put the "
+                "loop into `with gradparity.record(model, optimizer):`"
             )
     return ""
 
@@ -215,7 +215,8 @@ def equal_inputs(
         end += f"; at {len(computed)} up to rounding: the job computed some of them"
     rows = f"rows: equal at {sum(same)} of {len(steps)} steps{end}"
     if all(same):
-        yield rows if seen else "rows: not seen, no model was called as one"
+        why = "no model was called as one, or nothing it was given has rows"
+        yield rows if seen else f"rows: not seen, {why}"
     pairs = [[*_settings(one, other, names, step)] for step in steps]
     same = [all(mine == its for *_, mine, its in each) for each in pairs if each]
     settings = f"settings: equal at {sum(same)} of {len(steps)} steps"

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from .files import Recording, Stored, read_run
 from .modules import GRADIENT, OUTPUT
+from .parts import UNNAMED
 
 __all__ = ["Run", "Side", "Whole", "merge", "read_merged"]
 
@@ -277,6 +278,13 @@ def read_merged(*folders: Path) -> Run:
         else _merge_outputs(each, _rows_of_blocks(ranks, key[0]))
         for key, each in parts.items()
     }
+    # nothing says how ranks hold a tensor that no module has
+    hidden = {
+        name
+        for (_, kind, name), each in whole.items()
+        if kind == "weight" and name.startswith(UNNAMED) and each.unlike
+    }
+    whole = {key: each for key, each in whole.items() if key[2] not in hidden}
     had = {(step, name) for step, kind, name in whole if kind == "gradient"}
     lacking = {
         (call.step, name)
@@ -317,7 +325,8 @@ def read_merged(*folders: Path) -> Run:
         drops=tuple(first.drops),
         unstepped=tuple(sorted(unstepped.keys() - stepped)),
         without_gradient=frozenset(lacking - had),
-        unnamed=max((c.unnamed for r in ranks.values() for c in r.calls), default=0),
+        unnamed=len(hidden)
+        + max((c.unnamed for r in ranks.values() for c in r.calls), default=0),
         notes=tuple(f"rank {n}: {text}" for n, r in ranks.items() for text in r.notes),
         replicas={key: each.unlike for key, each in whole.items() if each.unlike},
         skipped=frozenset(

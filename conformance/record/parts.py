@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from .kept import Box
 
 __all__ = [
+    "UNNAMED",
     "Part",
     "Piece",
     "Roots",
@@ -42,6 +43,8 @@ WRAPPERS = frozenset(
 """Parts of names that wrappers add: DDP, compile, FSDP1, activation checkpointing."""
 
 
+UNNAMED = "parameter "
+"""Start of the name of a tensor that no module has: its position in the optimizer."""
 Places = Callable[[str, nn.Parameter], tuple[str, Sequence[int], Sequence[int]] | None]
 """(name, parameter) -> its name in the whole model, the shape of the whole tensor, and
 the place of its first element there; None: as it looks."""
@@ -83,8 +86,17 @@ class Part:
 def place(tensor: Tensor) -> tuple[Tensor, Box]:
     """The local elements of a tensor or DTensor, and where they lie.
 
-    Nothing is sent: a DTensor that is partial or sharded stays as it is.
+    Nothing is sent: a DTensor that is partial or sharded stays as it is. A complex
+    number is two elements.
     """
+    local, box = _place(tensor)
+    if local.is_complex():
+        more = (*box.shape, 2), (*box.offsets, 0), (*box.local, 2)
+        return torch.view_as_real(local), Box(*more, box.summand)
+    return local, box
+
+
+def _place(tensor: Tensor) -> tuple[Tensor, Box]:
     # without this module, whose import takes long, there is no DTensor
     sharded = sys.modules.get("torch.distributed.tensor")
     if sharded is None or not isinstance(tensor, sharded.DTensor):
@@ -259,11 +271,9 @@ def parts_of(optimizer: Any, roots: Roots) -> Iterator[Part]:
             return
     numbers = Counter[str]()
     wholes = {id(s): (p, first) for s, p, first in copies_of_megatron(roots)}
-    for stepped in own:
+    for position, stepped in enumerate(own):
         parameter, first = wholes.get(id(stepped), (stepped, 0))
-        name = roots.names.get(id(parameter))
-        if name is None:
-            continue
+        name = roots.names.get(id(parameter), f"{UNNAMED}{position}")
         local, whole = place(stepped)
         for piece in roots.pieces(name, parameter, whole):
             for cut, box in cuts(local, first, piece):
@@ -389,11 +399,14 @@ def fp32_range_of(parameter: Any) -> tuple[Tensor, Box] | None:
 
 
 def _of_fsdp1(own: Sequence[Any], roots: Roots) -> Iterator[Part]:
-    """FSDP1 with original parameters: views of a range of a flat tensor."""
+    """FSDP1: parameters are views of a flat tensor, or that is stepped itself."""
+    flats = {id(parameter): parameter for parameter in own}
     infos: dict[int, tuple[Any, tuple[int, ...]]] = {}
     for module in {m for root in roots.modules for m in root.modules()}:
         handle = getattr(module, "_handle", None)
         flat = getattr(handle, "flat_param", None)
+        if id(flat) in flats:
+            yield from _of_flat(flat, roots)
         for parameter, info, shape in zip(
             getattr(flat, "_params", None) or (),
             getattr(flat, "_shard_param_infos", ()),
@@ -411,6 +424,18 @@ def _of_fsdp1(own: Sequence[Any], roots: Roots) -> Iterator[Part]:
         box = Box(shape, (start,), (weight.numel(),))
         cut = partial(_range_of, first=0, box=box)
         yield Part(name, weight, box, parameter, cut)
+
+
+def _of_flat(flat: Any, roots: Roots) -> Iterator[Part]:
+    prefix = roots.names[id(flat)].rpartition("_flat_param")[0]
+    local = flat.detach()
+    lists = (getattr(flat, n) for n in ("_fqns", "_shapes", "_shard_param_infos"))
+    for name, shape, info in zip(*lists, strict=True):
+        if info.in_shard:
+            first, size = info.offset_in_shard, info.numel_in_shard
+            box = Box(tuple(shape), (info.intra_param_start_idx,), (size,))
+            cut = partial(_range_of, first=first, box=box)
+            yield Part(bare(f"{prefix}{name}"), cut(local)[0], box, flat, cut)
 
 
 # - Megatron: a model says itself how its checkpoints lay it out

@@ -37,6 +37,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .files import Call, Recording, Settings, Stored, write_rank
@@ -151,6 +152,8 @@ class Recorder:
         with self.noting("the first forward"):
             if not torch.is_grad_enabled() or not trains(module):
                 return
+            if any(map(is_lazy, module.parameters())):
+                return  # this call makes them
             ids = {id(each) for each in module.modules()}
             self._forget_parts(ids)
             self.inner |= ids

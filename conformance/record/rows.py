@@ -9,7 +9,8 @@ sums of each tell rows that differ by rounding from other rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,12 +50,12 @@ def rows_of(values: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]]:
     Returns:
         Digests of inputs that hold integers, and digests of the others.
     """
-    digests_by_kind: tuple[list[Tensor], list[Tensor]] = [], []
-    for tensor in (t for value in values for t in tensors_in(value)):
-        if tensor.ndim > 1 and tensor.numel():
-            digests = _digests(_flat(tensor))
-            digests_by_kind[tensor.is_floating_point()].append(digests)
-    return digests_by_kind
+    given = [*values]
+    tokens, floats = (
+        [_digests(rows) for rows in _flat(given, is_float)]
+        for is_float in (False, True)
+    )
+    return tokens, floats
 
 
 def unpadded_of(values: Iterable[Any]) -> list[Tensor]:
@@ -71,17 +72,15 @@ def unpadded_of(values: Iterable[Any]) -> list[Tensor]:
         and without those at the start.
     """
     digests = []
-    for tensor in (t for value in values for t in tensors_in(value)):
-        if tensor.ndim > 1 and tensor.numel() and not tensor.is_floating_point():
-            rows = _flat(tensor)
-            length = rows.shape[1]
-            places = torch.arange(length, device=rows.device)
-            last = torch.where(rows != rows[:, -1:], places, -1).amax(1, keepdim=True)
-            first = torch.where(rows != rows[:, :1], places, length).amin(1, True)
-            ends = _digests(rows * (places <= last))
-            moved = (places + first).clamp(max=length - 1)
-            start = rows.gather(1, moved) * (places + first < length)
-            digests.append(torch.stack([ends, _digests(start)], 1))
+    for rows in _flat(values, False):
+        length = rows.shape[1]
+        places = torch.arange(length, device=rows.device)
+        last = torch.where(rows != rows[:, -1:], places, -1).amax(1, keepdim=True)
+        first = torch.where(rows != rows[:, :1], places, length).amin(1, True)
+        ends = _digests(rows * (places <= last))
+        moved = (places + first).clamp(max=length - 1)
+        start = rows.gather(1, moved) * (places + first < length)
+        digests.append(torch.stack([ends, _digests(start)], 1))
     return digests
 
 
@@ -96,33 +95,36 @@ def sums_of(values: Iterable[Any]) -> list[Tensor]:
         elements with drawn signs.
     """
     sums = []
-    for tensor in (t for value in values for t in tensors_in(value)):
-        if tensor.ndim > 1 and tensor.numel() and tensor.is_floating_point():
-            rows = _flat(tensor)
-            places = torch.arange(rows.shape[1], device=rows.device)
-            drawn = mix(places + 1)
-            signs = [1 - 2 * ((drawn >> shift) & 1) for shift in range(1, SUMS)]
-            doubles = rows.to(torch.float64)
-            columns = [doubles.norm(dim=1), *((doubles * s).sum(1) for s in signs)]
-            sums.append(torch.stack(columns, 1))
+    for rows in _flat(values, True):
+        drawn = mix(torch.arange(rows.shape[1], device=rows.device) + 1)
+        signs = [1 - 2 * ((drawn >> shift) & 1) for shift in range(1, SUMS)]
+        doubles = rows.to(torch.float64)
+        columns = [doubles.norm(dim=1), *((doubles * s).sum(1) for s in signs)]
+        sums.append(torch.stack(columns, 1))
     return sums
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a value; dicts, tuples and lists are searched."""
+    """Yield the tensors of a value; mappings, lists and dataclasses are searched."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for each in value.values():
             yield from tensors_in(each)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for each in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, each.name))
     elif isinstance(value, tuple | list):
         for each in value:
             yield from tensors_in(each)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    rows = tensor.detach()[:MOST]
-    return rows.reshape(len(rows), -1)
+def _flat(values: Iterable[Any], is_float: bool) -> Iterator[Tensor]:
+    """Yield the rows of each input of one kind, as (rows, elements)."""
+    for tensor in (t for value in values for t in tensors_in(value)):
+        rows = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if rows.ndim > 1 and rows.numel() and rows.is_floating_point() == is_float:
+            yield rows.detach()[:MOST].reshape(min(MOST, len(rows)), -1)
 
 
 def _digests(rows: Tensor) -> Tensor:

@@ -83,11 +83,11 @@ def laid_out(job: str, model: nn.Module, world: int) -> tuple[nn.Module, int, in
     blocks = [each for each in model.modules() if isinstance(each, Block)]
     if job == "ddp":
         return nn.parallel.DistributedDataParallel(model), world, rank
-    if job == "fsdp1":
+    if job in ("fsdp1", "fsdp1-flat"):
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         made = FullyShardedDataParallel(
-            model, device_id=torch.device("cpu"), use_orig_params=True
+            model, device_id=torch.device("cpu"), use_orig_params=job == "fsdp1"
         )
         return made, world, rank
     if job in ("fsdp", "tp", "fsdp-tp", "hsdp"):

@@ -2,8 +2,9 @@
 
 import copy
 import pickle
+from collections import UserDict
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,60 @@ def _moved(run: Run) -> dict[Any, Any]:
         for key, each in run.tensors.items()
         if key[1] == "weight"
     }
+
+
+def test_a_complex_parameter_is_recorded_as_pairs(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1, dtype=torch.complex64)
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+
+    def losses() -> Losses:
+        yield model(rows(0).to(torch.complex64)).abs().sum()
+        optimizer.step()
+
+    run = recorded(tmp_path, losses(), steps=(0, 1), nudge=1)
+    assert run.tensors[0, "gradient", "weight"].shape == (1, 3, 2)
+    assert run.tensors[0, "update", "weight"].norm > 0 and run.notes == ()
+
+
+def test_a_tensor_that_no_module_has_is_named_by_its_position(tmp_path: Path) -> None:
+    prompt = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *prompt], 0.1)
+
+    def losses() -> Losses:
+        yield model(sum(prompt)).sum()
+        optimizer.step()
+
+    run = recorded(tmp_path, losses(), steps=(0, 1))
+    assert run.names("gradient", 0) == ["weight", "bias", "parameter 2", "parameter 3"]
+    assert run.unnamed == 0
+
+
+def test_the_first_call_of_a_lazy_model_makes_it(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def losses() -> Losses:
+        for step in range(2):
+            yield model(rows(step)).sum()
+            optimizer.step()
+
+    run = recorded(tmp_path, losses(), steps=(0, 2))
+    assert run.drew == frozenset() and run.notes == () and [*run.rows] == [1]
+
+
+@dataclass
+class Fields:
+    """A batch as some packages have it."""
+
+    words: Tensor
+
+
+@pytest.mark.parametrize("kind", [Fields, lambda words: UserDict(words=words)])
+def test_rows_are_found_in_what_holds_them(kind: Any) -> None:
+    words = torch.tensor([[1, 2], [3, 4]])
+    (digests,), _ = rows_of([kind(words)])
+    assert torch.equal(digests, rows_of([words])[0][0])
 
 
 def test_calls_of_a_model_for_each_row_are_no_rows(tmp_path: Path) -> None:
