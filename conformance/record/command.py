@@ -18,7 +18,14 @@ import msgspec
 
 from ..files import write_whole
 from ..status import UsageError, counted, plain
-from .orders import ORDERS, VERSION, Manifest, Orders, Unrecorded
+from .orders import (
+    ORDERS,
+    TWICE,
+    VERSION,
+    Manifest,
+    Orders,
+    Unrecorded,
+)
 
 if TYPE_CHECKING:  # imported where it is used: recording needs none of it
     from .compare import Side
@@ -30,8 +37,9 @@ MANIFEST = "run.json"
 STOPPED = 130
 """Exit code of a job that Ctrl-C has ended."""
 LINES = """\
-gradparity: no optimizer of torch was called. If the optimizer is not one of torch, or
-the job runs Python with -I or in a container, add two lines around the training:
+gradparity: no optimizer of torch was called. A step that is compiled is not seen: call
+the optimizer's own. If the optimizer is not one of torch, or the job sets PYTHONPATH or
+runs Python with -I, with -E or in a container, add two lines around the training:
 
     import gradparity
     with gradparity.record(model, optimizer): ...
@@ -112,8 +120,11 @@ def record(
         runs=done,
         complete=len(done) == len(names),
         code=result,
+        twice=_twice(out),
     )
     write_whole(out / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
+    if manifest.twice:
+        say(f"gradparity: {out}: {_several(manifest.twice)}")
     after = f"; the command then ended with {result}" if result else ""
     say(f"gradparity: recorded {', '.join(done)} in {out}{after}")
     if noise:
@@ -122,6 +133,19 @@ def record(
         )
         say(f"gradparity: next, the other side: {other} OTHER")
     return result
+
+
+def _twice(out: Path) -> list[int]:
+    names = (path.name.removeprefix(TWICE) for path in out.glob(f"*/{TWICE}*"))
+    return sorted({int(name) for name in names if name.isdigit()})
+
+
+def _several(ranks: Sequence[int]) -> str:
+    return (
+        f"several processes recorded as rank {ranks[0]}, and the one that ended first "
+        "was kept. If the job starts a program that trains, too, start that with `env "
+        f"-u {ORDERS}`"
+    )
 
 
 def _why_not(folder: Path, orders: Orders, code: int, name: str = "") -> str:
@@ -232,6 +256,8 @@ def _side(path: Path, say: Say) -> Side:
 
     folders = [path] if path.exists() else [Path(p) for p in str(path).split(",")]
     manifests = [_manifest(folder) for folder in folders]
+    if twice := [rank for each in manifests for rank in each.twice]:
+        raise UsageError(f"{path}: {_several(twice)}")
     if not all(each.complete for each in manifests):
         say(plain(f"{path}: ended early, with the runs {', '.join(manifests[0].runs)}"))
     try:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["ORDERS", "VERSION", "Manifest", "Orders", "Unrecorded"]
+__all__ = [
+    "ORDERS",
+    "TWICE",
+    "VERSION",
+    "Manifest",
+    "Orders",
+    "Unrecorded",
+]
 
 ORDERS = "GRADPARITY_RECORD"
 """Name of the environment variable with the :class:`Orders` of a job, as JSON."""
+TWICE = "twice-"
+"""Start of the name of a file that says: another process has recorded as this rank."""
 VERSION = 6
 """Version of ``run.json`` and of the files of ranks; another one is refused."""
 
@@ -45,6 +54,8 @@ class Manifest(msgspec.Struct, kw_only=True):
     """True if all runs came to their end."""
     code: int = 0
     """Exit code of the command, run as it is."""
+    twice: list[int] = []
+    """Ranks as which several processes have recorded."""
 
 
 class Unrecorded(msgspec.Struct, kw_only=True):

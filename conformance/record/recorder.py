@@ -43,7 +43,7 @@ from torch.optim import Optimizer
 from .files import Call, Recording, Settings, Stored, write_rank
 from .kept import Box, Sums, Wanted
 from .modules import Blocks, is_traced
-from .orders import ORDERS, Orders, Unrecorded
+from .orders import ORDERS, TWICE, Orders, Unrecorded
 from .parts import Part, Places, Roots, parts_of, place, trains
 from .rows import bag_of, rows_of, sums_of, tensors_in, unpadded_of
 from .steps import StepHooks, parameters_of
@@ -406,7 +406,11 @@ class Recorder:
         before = len(self.recording.notes)
         with self.noting("writing"):
             self._fill()
-            write_rank(self.out, _rank(), self.recording)
+            try:
+                write_rank(self.out, _rank(), self.recording)
+            except FileExistsError:
+                (self.out / f"{TWICE}{_rank()}").touch()
+                raise
         for note in self.recording.notes[before:]:  # no file has it
             print(f"gradparity: nothing was recorded: {note}", file=sys.stderr)
 

@@ -35,7 +35,8 @@ def bag_of(values: Iterable[Any]) -> Tensor | None:
     It adds up over rows and over parts of rows: context parallelism cuts rows.
     """
     for tensor in (t for value in values for t in tensors_in(value)):
-        if tensor.ndim > 1 and not tensor.is_floating_point():
+        has_points = tensor.is_floating_point() or tensor.is_complex()
+        if tensor.ndim > 1 and not has_points:
             words = mix(tensor.detach().to(torch.int64) & 0xFFFFFFFF)
             return (words * words).sum()
     return None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -61,6 +62,8 @@ class StepHooks:
         self._running.clear()
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        if torch.compiler.is_compiling():  # hooks would be compiled with the step
+            return
         outer = self._running.get(id(optimizer))
         height = _height()
         if outer is not None and height > outer.height:
@@ -99,6 +102,8 @@ class StepHooks:
         return (args[0], evaluated, *args[2:]), kwargs
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         running = self._running.get(id(optimizer))
         if running is None:
             return

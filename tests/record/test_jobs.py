@@ -11,6 +11,7 @@ from typing import Protocol
 import pytest
 
 from gradparity.conformance.__main__ import main
+from gradparity.conformance.record.merge import read_merged
 from gradparity.conformance.record.orders import VERSION
 
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -425,15 +426,20 @@ def test_a_disk_that_is_full_ends_no_job(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_second_process_of_a_rank_overwrites_nothing(
-    command: Command, tmp_path: Path
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = shlex.join(command("plain"))
     of = ["bash", "-c", f"{program}; {program} rate"]
     done = record(tmp_path / "r", "--noise", "0", of=of)
     assert done.returncode == 0
-    assert "another process has recorded as rank 0" in done.stderr
-    done = record(tmp_path / "one", "--noise", "0", of=command("plain"))
-    assert main(["compare", "--exact", str(tmp_path / "r"), str(tmp_path / "one")]) == 0
+    told = "several processes recorded as rank 0, and the one that ended first was kept"
+    assert told in done.stderr
+    record(tmp_path / "one", "--noise", "0", of=command("plain"))
+    runs = [read_merged(tmp_path / name / "plain") for name in ("r", "one")]
+    first, alone = ({k: w.digest for k, w in run.tensors.items()} for run in runs)
+    assert first == alone
+    assert main(["compare", "--exact", str(tmp_path / "r"), str(tmp_path / "one")]) == 2
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
