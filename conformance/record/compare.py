@@ -524,7 +524,8 @@ def _left_out(
     if partial:
         yield (
             f"{len(partial)} gradients are not summed when the optimizer is called, "
-            f"{partial[0]} first: their sums over ranks were compared"
+            f"{partial[0]} first: their sums or means over ranks were compared, and "
+            "not their updates"
         )
     if other.unnamed:
         yield f"not compared: {other.unnamed} parameters that no module names"

@@ -4,18 +4,22 @@
 A part is counted by its place in the whole tensor. Ranks with the same place hold
 replicas, whatever a mesh says of them: a DTensor on a part of the mesh does not know
 that other ranks hold the same. One replica counts, and the others must have its digest.
-Parts of a tensor that is still to be summed add up in the sketch alone.
+Parts of a tensor that is still to be summed add up in the sketch alone. An optimizer
+may sum gradients in its own step: then replicas of gradients differ before it, and
+those of the weights after it do not. Their mean is the gradient.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -93,15 +97,22 @@ def _norm(sketch: NDArray[np.float64]) -> float:
     return math.sqrt(sketch @ sketch)
 
 
-def merge(parts: Iterable[tuple[int, Stored]]) -> Whole:
-    """Merge the parts of one tensor.
+def merge(parts: Iterable[tuple[int, Stored]], *, averages: bool = False) -> Whole:
+    """Merge the parts of one tensor; see [Note: Parts by box].
 
     Args:
-        parts: (rank, what it stored); see [Note: Parts by box].
+        parts: (rank, what it stored).
+        averages: True if replicas are summands of a mean.
     """
     by_rank = sorted(parts, key=lambda part: part[0])
     boxes: dict[tuple[Any, ...], Stored] = {}
     unlike = []
+    if averages:
+        replicas = Counter(part.place for _, part in by_rank)
+        by_rank = [
+            (rank, _share_of(part, rank, replicas[part.place]))
+            for rank, part in by_rank
+        ]
     for rank, part in by_rank:
         where = part.place
         if not math.prod(where.local):
@@ -126,6 +137,13 @@ def merge(parts: Iterable[tuple[int, Stored]]) -> Whole:
         held=sum(elements_by_box.values()),
         unlike=tuple(unlike),
     )
+
+
+def _share_of(part: Stored, rank: int, replicas: int) -> Stored:
+    """The summand that a rank's replica is of a mean."""
+    where = replace(part.place, summand=(rank,))
+    sketch = None if part.sketch is None else part.sketch / np.float32(replicas)
+    return msgspec.structs.replace(part, place=where, sketch=sketch)
 
 
 def _merge_outputs(
@@ -278,6 +296,13 @@ def read_merged(*folders: Path) -> Run:
         else _merge_outputs(each, _rows_of_blocks(ranks, key[0]))
         for key, each in parts.items()
     }
+    unlike = [which for which, each in whole.items() if each.unlike]
+    for which in unlike:
+        at, what, of = which
+        after = whole.get((at + 1, "weight", of))
+        if what == "gradient" and after is not None and not after.unlike:
+            whole[which] = merge(parts[which], averages=True)
+            whole.pop((at, "update", of), None)  # weighted by other gradients
     # nothing says how ranks hold a tensor that no module has
     hidden = {
         name

@@ -133,6 +133,22 @@ def test_a_replica_with_other_bits_is_named() -> None:
     assert merge(parts).unlike == (2,)
 
 
+def test_replicas_that_are_summands_of_a_mean_are_averaged() -> None:
+    """An optimizer that sums gradients in its step has other ones on each rank."""
+    shards = made((4, 6)).chunk(2), made((4, 6)).flip(0).chunk(2)
+    box = Box((4, 6), (0, 0), (2, 6)), Box((4, 6), (2, 0), (2, 6))
+    parts = [
+        (2 * replica + at, Stored.of(box[at], keep(shards[replica][at], box[at])))
+        for replica in range(2)
+        for at in range(2)
+    ]
+    mean = merge(parts, averages=True)
+    true = whole_of((torch.cat(shards[0]) + torch.cat(shards[1])) / 2)
+    assert not mean.is_summed and mean.is_whole and mean.unlike == ()
+    assert mean.distance(true) <= 2**-22 * true.norm
+    assert merge(parts).unlike == (2, 3)
+
+
 def test_what_nobody_holds_is_counted() -> None:
     box = Box((7, 3), (0,), (10,))
     found = merge([(0, Stored.of(box, keep(made((7, 3)).reshape(-1)[:10], box)))])

@@ -1,4 +1,4 @@
-"""What a recorder sees of a training loop, in this process."""
+"""Training loops of this process, recorded."""
 
 import copy
 import pickle
