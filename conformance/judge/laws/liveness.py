@@ -16,8 +16,7 @@ from ..law import (
 @law(
     "liveness.completes",
     "Every call of a legal training step returns on every rank.",
-    "A scaler that raises or hangs on a mesh cannot be used on it. If one rank stops, "
-    "the others wait in a collective.",
+    "If one rank raises or hangs, the others wait in a collective.",
     of_stack=True,
 )
 def completes(evidence: Evidence) -> Finding:
