@@ -152,7 +152,7 @@ def _provenance(report: Report) -> str:
 
 
 def _summary(record: Record) -> Iterator[str]:
-    yield "| scaler | version | SPEC | pass | fail | undecided |"
+    yield "| scaler | version | pass | fail | undecided | SPEC |"
     yield "|---|---|---|---|---|---|"
     yield _row("ours", "`GradScaler`", "", record.run, OURS)
     reasons = not_judged(record)
@@ -160,7 +160,7 @@ def _summary(record: Record) -> Iterator[str]:
         number = f"{peer.package} {record.versions.get(peer.package, '')}".strip()
         if name in reasons:
             reason = escape(reasons[name])
-            yield f"| **{name}**: {peer.text} | {number} | not judged: {reason} | | | |"
+            yield f"| **{name}**: {peer.text} | {number} | | | | not judged: {reason} |"
         else:
             yield _row(name, peer.text, number, record.run, peer.spec)
 
@@ -170,8 +170,8 @@ def _row(name: str, text: str, number: str, report: Report, spec: str) -> str:
     counts = {s: sum(c.status == s for c in cases) for s in RANKING}
     undecided = len(cases) - counts["pass"] - counts["fail"]
     return (
-        f"| **{name}**: {text} | {number} | `{spec}` | {counts['pass']} "
-        f"| {counts['fail']} | {undecided} |"
+        f"| **{name}**: {text} | {number} | {counts['pass']} | {counts['fail']} "
+        f"| {undecided} | `{spec}` |"
     )
 
 
