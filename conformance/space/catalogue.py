@@ -458,8 +458,8 @@ def not_tried(selection: Selection) -> list[str]:
             recipes.setdefault(text.partition(": ")[2], {})[recipe] = None
     lines = [f"{', '.join(of)}: {why}" for why, of in recipes.items() if why]
     if narrowed:
-        text = f"in fp32 with {', '.join(('plain', *WITH_EVERY_MESH))} at most"
-        lines.append(f"{', '.join(narrowed)}: an axis at size 1 is tried {text}")
+        text = f"only in fp32 with {', '.join(('plain', *WITH_EVERY_MESH))}"
+        lines.append(f"{', '.join(narrowed)}: an axis of size 1 is tried {text}")
     return lines
 
 

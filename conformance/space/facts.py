@@ -117,7 +117,7 @@ def probe(workload: ResolvedWorkload) -> WorkloadFacts:
         reasons = {
             OfWorkload.RANDOM_LAYERS: ""
             if draws
-            else f"it needs random layers, and {workload.name} has none",
+            else f"{workload.name} has no random layers",
             OfWorkload.RECOMPUTED: _why_not_recomputed(workload),
             OfWorkload.TWO_KINDS: _why_not_parted(workload),
         }
@@ -371,7 +371,7 @@ def _why_not_recomputed(workload: ResolvedWorkload) -> str:
             workload, model, objective_of(workload, model, [part])[0]
         )
     except WorkloadError as error:
-        return f"on one process its model cannot run again in backward: {error}"
+        return f"on one process the model cannot run again in backward: {error}"
     if not counted.again:
         return "its model calls no module of its own that has parameters"
     sizes = (float(g.abs().max()) for g in plain.values() if g.numel())

@@ -243,7 +243,7 @@ class Scenario:
     def not_runnable(self) -> str:
         """Why the parts exclude each other, or the empty string."""
         if not self.parsed_recipe.enabled and self.faults != "none":
-            return "a disabled scaler has no answer to bad gradients: choose no faults"
+            return "a disabled scaler does not handle bad gradients: choose no faults"
         choices = {name: getattr(self, name) for name in self._tables()}
         return why_not(self.workload, {**choices, "model": self.model})
 
@@ -290,7 +290,9 @@ def _parse_settings(text: str) -> dict[str, Any]:
         try:
             settings[fields[key].name] = kind(value)
         except ValueError:
-            raise UsageError(f"setting {part!r:.60} is no {kind.__name__}") from None
+            raise UsageError(
+                f"setting {part!r:.60} is not of type {kind.__name__}"
+            ) from None
     return settings
 
 
