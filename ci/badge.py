@@ -21,7 +21,7 @@ def percentage(passed: int, total: int) -> int:
         ValueError: if the counts are no share.
     """
     if not 0 <= passed <= total or total == 0:
-        raise ValueError(f"{passed} of {total} is no share")
+        raise ValueError(f"{passed} of {total} is not a share")
     return 100 * passed // total
 
 

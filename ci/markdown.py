@@ -65,7 +65,7 @@ def _open(case: CaseRecord) -> list[Verdict]:
     if not verdicts and case.status == "inconclusive":
         why = case.verdicts[0].message if case.verdicts else "it has no verdicts"
         verdicts = [
-            Verdict(law="", status="inconclusive", message=f"nothing held: {why}")
+            Verdict(law="", status="inconclusive", message=f"no check passed: {why}")
         ]
     return verdicts
 
