@@ -488,9 +488,8 @@ class GradScaler(ScalerCore):
             raise TooManySkipsError(
                 f"update: {skips} iterations in a row were skipped, the policy allows "
                 f"fewer than {most}. Scales so far: {list(scales)}; last: "
-                f"{self.last_overflow}. A gradient that is nan at any scale is no "
-                "question of scaling: look at the data, the loss and the learning "
-                "rate.",
+                f"{self.last_overflow}. No scale helps a gradient that is always nan: "
+                "look at the data, the loss and the learning rate.",
                 skips=skips,
                 scales=scales,
             )

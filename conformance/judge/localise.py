@@ -225,9 +225,9 @@ class _Gradients:
             and abs(self._unweighted() - 1) <= self.rest
         ):
             return (
-                ", and right where all ranks weigh the same: what backward starts from "
-                "(sum x ranks / count of the whole batch) is no mean of what was "
-                f"counted here. {due}"
+                ", and right where all ranks weigh the same: backward starts from "
+                "sum x ranks / count of the whole batch, which is not a mean of the "
+                f"counts here. {due}"
             )
         axes = [n for n in self.facts.axes.values() if n > 1]
         parts = {*axes, math.prod(axes), self.facts.passes} - {1}
@@ -304,7 +304,7 @@ class _Gradients:
         if explained or found.factor is not None or not rows:
             return ""
         return (
-            "; if this is no single step from averaged gradients (SAM, PowerSGD), "
+            "; if this is not a single step from averaged gradients (SAM, PowerSGD), "
             + REFERENCE_LINE
         )
 

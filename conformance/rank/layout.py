@@ -291,9 +291,11 @@ def _check_trainable(
         raise workload.refuse("parallelize", f"{text} train_step that trains it")
     for name, part in parts.items():
         if not isinstance(part.tensor, nn.Parameter):
-            text = f"gave {name}, which is no nn.Parameter: without a train_step the"
+            text = (
+                f"returned {name}, which is not an nn.Parameter: without a train_step"
+            )
             raise workload.refuse(
-                "weights", f"{text} judge's optimizer takes what it gives"
+                "weights", f"{text} gradparity trains what it returns"
             )
 
 

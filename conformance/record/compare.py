@@ -190,9 +190,9 @@ def _clipped(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
     alike = all(abs(norm - first) <= CLIPPED * first for norm in norms)
     if len(steps) > 1 and first > 0 and alike:
         yield (
-            f"clipped: all gradients together have the norm {first:.4g} at each "
-            "step on both sides, and a wrong factor of the loss is not seen: record "
-            "once without clipping"
+            f"clipped: the norm of the whole gradient is {first:.4g} at each step on "
+            "both sides, which hides a wrong factor of the loss: record once without "
+            "clipping"
         )
 
 
@@ -211,7 +211,9 @@ def _decide(found: Comparison, steps: Sequence[int]) -> None:
     compared = [row for row in found.rows if row.bound < 1 or row.differs]
     if not compared:
         found.code = UNDECIDED
-        found.lines.insert(0, "noise is as large as every tensor: nothing was compared")
+        found.lines.insert(
+            0, "the noise is as large as every tensor: nothing was compared"
+        )
         return
     wrong = [row for row in compared if row.differs]
     spread = {step: _spread(found.rows, step) for step in steps}
@@ -226,8 +228,8 @@ def _decide(found: Comparison, steps: Sequence[int]) -> None:
         found.code = DIFFERENT
         found.lines.insert(
             0,
-            f"step {far[0]} differs as a whole: the median tensor by "
-            f"{spread[far[0]]:.1f} times its noise, more than {WHOLE:g}",
+            f"step {far[0]} differs as a whole: the median tensor differs by "
+            f"{spread[far[0]]:.1f} times its noise (limit {WHOLE:g})",
         )
     else:
         largest = max(compared, key=lambda row: row.ratio)
@@ -334,7 +336,7 @@ def _words(one: Run, mine: Whole, its: Whole, name: str, step: int, kind: str) -
     if before is not None and before.norm:
         late = its.distance(before) / before.norm
         if late <= 0.01:
-            return "is that of the step before"
+            return "is the tensor of the step before"
     return ""
 
 
@@ -348,7 +350,7 @@ def _where(one: Side, other: Side, step: int) -> tuple[list[Row], str]:
     names = {name: name for name in every}
     forward = list(_rows(one, other, names, [step], [OUTPUT]))
     if not forward:
-        return [], "where: no output of a block is known on both sides" if every else ""
+        return [], "where: no block has an output on both sides" if every else ""
     start = f"where: step {step}: "
     of = f"{len(forward)} of {len(every)} blocks"
     wrong = [row for row in forward if row.differs]
@@ -364,18 +366,18 @@ def _where(one: Side, other: Side, step: int) -> tuple[list[Row], str]:
     last = [n for n in every if (step, GRADIENT, n) in one.run.tensors][-1:]
     scaled = _scaled(other, one.run, step, last[0]) if last else None
     if scaled is None:
-        return forward, f"{same}Their gradients are not known on both sides"
+        return forward, f"{same}Their gradients were not recorded on both sides"
     backward = list(_rows(one, scaled, names, [step], [GRADIENT]))[::-1]
     wrong = [row for row in backward if row.differs]
     rows = forward + backward
     if not wrong:
         return rows, (
-            f"{same}So are the gradients of outputs: what differs is how gradients of "
-            "parameters are made from them, summed or kept"
+            f"{same}So are the gradients of outputs. Gradients of parameters are "
+            "computed, summed or kept in another way"
         )
     number = backward.index(wrong[0])
     if not number:
-        return rows, f"{same}In backward, the loss or what follows {wrong[0].name}"
+        return rows, f"{same}In backward, in the loss or after {wrong[0].name}"
     return rows, (
         f"{same}In backward through {backward[number - 1].name}: the gradient of the "
         f"output of {wrong[0].name} is the first that differs"
@@ -414,8 +416,8 @@ def _left_out(
     every = [*one.names("weight", min(steps))]
     if unproved := [name for name in every if name not in names]:
         yield (
-            f"not compared: {len(unproved)} of {len(every)} tensors, no tensor of the "
-            f"other side has their start ({unproved[0]} first)"
+            f"not compared: {len(unproved)} of {len(every)} tensors, because no tensor "
+            f"of the other side has their initial values ({unproved[0]} first)"
         )
     compared = {(row.step, row.kind, row.name) for row in rows}
     absent = [
@@ -428,14 +430,15 @@ def _left_out(
     if absent:
         step, name = absent[0]
         yield (
-            f"not compared: {len(absent)} gradients, of which not all elements were "
+            f"not compared: {len(absent)} gradients, because elements were not "
             f"recorded on both sides ({name}, step {step}, first)"
         )
     blind = [row for row in rows if row.bound >= 1 and not row.differs]
     if blind:
         yield (
-            f"not compared: {len(blind)} of {len(rows)}, noise is as large as the "
-            f"tensor ({blind[0].kind} of {blind[0].name}, step {blind[0].step}, first)"
+            f"not compared: {len(blind)} of {len(rows)}, because noise is as large as "
+            f"the tensor ({blind[0].kind} of {blind[0].name}, step {blind[0].step}, "
+            "first)"
         )
     gradients = [key for key in other.replicas if key[1] == "gradient"]
     if gradients:

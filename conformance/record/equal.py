@@ -85,7 +85,7 @@ def other_inputs(
         yield (
             f"other rows: at step {step} {shared} of {len(one.rows[step])} rows of "
             "the model's inputs are on both sides. Give both the same data in the "
-            "same order, such as without shuffling"
+            "same order, for example without shuffling"
         )
     for name, key, mine, its in _settings(one, other, names, step):
         if mine != its:
@@ -99,18 +99,18 @@ def other_again(side: Side, steps: Sequence[int]) -> Iterator[str]:
     those of nudged runs do from the start.
     """
     advice = (
-        "so its noise says nothing. Seed the job, and if it goes on from its own "
-        "files, remove these before each run"
+        "so its noise cannot be used. Seed the job. If it resumes from files that it "
+        "wrote, remove them before each run"
     )
     for number, run in enumerate(side.noisy):
         name = f"nudged-{number} of {side.name}" if number else f"again of {side.name}"
         if absent := [step for step in steps if step not in run.steps]:
-            yield f"{name} has no step {absent[0]}, and plain has one, {advice}"
+            yield f"{name} has no step {absent[0]}, which plain has, {advice}"
         for weight in side.run.names("weight", 0) if number == 0 else ():
             key = (0, "weight", weight)
             its = run.tensors.get(key)
             if its is not None and its.digest != side.run.tensors[key].digest:
-                yield f"{name} began with other values of {weight}, {advice}"
+                yield f"{name} began with other values of {weight} than plain, {advice}"
         for step in steps:
             if not _same_rows(side.run, run, step):
                 yield f"{name} had other rows at step {step} than plain, {advice}"
@@ -123,15 +123,17 @@ def equal_inputs(
     seen = [step for step in steps if step in one.rows and step in other.rows]
     same = [_same_rows(one, other, step) for step in seen]
     cut = [step for step in seen if one.rows[step] != other.rows[step]]
-    pieces = f"; at {len(cut)} their tokens are, in other pieces" if cut else ""
+    pieces = f"; at {len(cut)} only their tokens, cut in other pieces" if cut else ""
     rows = f"rows: equal at {sum(same)} of {len(steps)} steps{pieces}"
     if all(same):
-        yield rows if seen else "rows: not seen, no model was called as one"
+        yield (
+            rows if seen else "rows: not recorded, the model was not called as a whole"
+        )
     pairs = [[*_settings(one, other, names, step)] for step in steps]
     same = [all(mine == its for *_, mine, its in each) for each in pairs if each]
     settings = f"settings: equal at {sum(same)} of {len(steps)} steps"
     if all(same):
-        yield settings if same else "settings: not seen"
+        yield settings if same else "settings: not recorded"
 
 
 def _same_rows(one: Run, other: Run, step: int) -> bool:
@@ -169,7 +171,7 @@ def lacking(
                 if (first := first_by_name.get(name, step)) < step:
                     end = f". Its gradient differs from step {first} on"
                 elif step == min(steps):
-                    end = ". If these are other tensors, give them other names"
+                    end = ". If these are different tensors, give them different names"
                 yield (
                     f"step {step}: replicas of {name} differ: rank {listed(ranks)} of "
                     f"{side.name} has other bits than the first rank with it{end}"
@@ -191,8 +193,8 @@ def lacking(
         if alone:
             more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
             yield (
-                f"{lacks.name} does not train {alone[0]}{more}: no optimizer that was "
-                f"recorded steps it, and one of {has.name} does"
+                f"{lacks.name} does not train {alone[0]}{more}: no recorded optimizer "
+                f"steps it, but one of {has.name} does"
             )
     for step in steps:
         for mine, its in names.items():

@@ -44,8 +44,8 @@ def compare_exactly(one: Side, other: Side) -> Comparison:
     if parts:
         step, kind, name = parts[0]
         lines.append(
-            f"not compared: {len(parts)} tensors, of which not all elements were "
-            f"recorded on both sides ({_called(kind)} of {name}, step {step}, first)"
+            f"not compared: {len(parts)} tensors, because elements were not recorded "
+            f"on both sides ({_called(kind)} of {name}, step {step}, first)"
         )
     return Comparison(code=SAME, lines=lines)
 
@@ -80,7 +80,7 @@ def _inexact(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str]:
                 continue  # one side was recorded without modules
             if mine is None or its is None:
                 lacks = one if mine is None else other
-                yield f"step {step}: {lacks.name} has not {what}"
+                yield f"step {step}: {lacks.name} lacks {what}"
             elif (
                 mine.is_whole and its.is_whole and mine.digest != its.digest
             ) or mine.shape != its.shape:

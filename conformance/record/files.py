@@ -206,18 +206,18 @@ def read_run(*folders: Path) -> Iterator[tuple[int, Recording]]:
     paths = [path for each in folders for path in each.glob("rank-*.safetensors")]
     if not paths:
         raise ValueError(
-            f"{listed}: holds no recording: no optimizer of torch was seen"
+            f"{listed}: has no recording, because no optimizer of torch ran"
         )
     recordings: dict[int, Recording] = {}
     for path in paths:
         if _rank_of(path) in recordings:
-            raise ValueError(f"{path}: another folder has this rank, too")
+            raise ValueError(f"{path}: another folder also has this rank")
         recordings[_rank_of(path)] = _read(path)
     size = max(recording.world_size for recording in recordings.values())
     missing = sorted({*range(size)} - {*recordings})
     if missing:
         ranks = ", ".join(map(str, missing))
-        raise ValueError(f"{listed}: of {size} ranks these wrote nothing: {ranks}")
+        raise ValueError(f"{listed}: these of {size} ranks wrote nothing: {ranks}")
     yield from sorted(recordings.items())
 
 
@@ -228,7 +228,7 @@ def _rank_of(path: Path) -> int:
 
 def _read(path: Path) -> Recording:
     if path.is_symlink() or path.parent.is_symlink() or not path.is_file():
-        raise ValueError(f"{path}: is no regular file")
+        raise ValueError(f"{path}: is not a regular file")
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}

@@ -133,7 +133,7 @@ def weights_of(held: Sequence[Mapping[str, tuple[Box, int]]]) -> list[_Weight]:
             if held[rank][name][1] != held[ranks[0]][name][1]:
                 raise RanksDifferError(
                     f"{name} begins with other values on rank {rank} than on rank "
-                    f"{ranks[0]}. If these are other tensors, name them in apart="
+                    f"{ranks[0]}. If these are different tensors, name them in apart="
                 )
     weights += [_Weight(name, tuple(sorted(r)), False) for name, r in parts.items()]
     return sorted(weights, key=lambda each: (each.name, each.ranks))
@@ -196,7 +196,7 @@ class Weights:
                     yield f"{each.name} has other bits {bits.where}"
                 if settings.ranks:
                     where = settings.where
-                    yield f"the settings for {each.name} are others {where}"
+                    yield f"the settings for {each.name} differ {where}"
 
         return numbers, read
 
@@ -231,7 +231,7 @@ class Numbers:
         def read(answers: Sequence[Answer]) -> Iterator[str]:
             for name, answer in zip(self._equal, answers, strict=True):
                 if answer.ranks:
-                    yield f"{name} is another number {answer.where}"
+                    yield f"{name} differs {answer.where}"
 
         return [Number(_bits(number())) for number in self._equal.values()], read
 
@@ -359,7 +359,7 @@ class Data:
             for answer in rows:
                 if answer.ranks:
                     one, other = answer.ranks
-                    yield f"rank {one} and rank {other} train on other rows"
+                    yield f"rank {one} and rank {other} train on different rows"
             if _are_equal(rows) and not any(answer.ranks for answer in rows):
                 yield f"ranks {sets[0]} train on the same rows as ranks {sets[1]}"
             if _are_equal(draws) and not self._logged:

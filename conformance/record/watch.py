@@ -270,13 +270,13 @@ def _named(
     boxes: dict[str, Box] = {}
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_tensor") or hasattr(parameter, "_hp_mapping"):
-            raise ValueError("DeepSpeed's parameters hide what a rank holds")
+            raise ValueError("DeepSpeed's parameters hide the shard of a rank")
         name = bare(name)
         if parameter.requires_grad and not name.startswith(tuple(apart)):
             piece = roots.pieces(name, parameter, place(parameter)[1])[0]
             named[piece.name], boxes[piece.name] = parameter, piece.box
     if any(hasattr(module, "_handle") for module in model.modules()):
-        raise ValueError("FSDP1's parameters hide what a rank holds: use FSDP2")
+        raise ValueError("FSDP1's parameters hide the shard of a rank: use FSDP2")
     if not named:
-        raise ValueError("the model has no parameter that is trained and not apart")
+        raise ValueError("the model has no trained parameter outside of apart=")
     return named, boxes
