@@ -26,7 +26,7 @@ def percentage(passed: int, total: int) -> int:
 
 
 def render(report: Report) -> str:
-    """The badge of a report; one that is incomplete or empty shows no percentage."""
+    """The badge of a report; an incomplete or empty report has no percentage."""
     total = len(report.cases)
     if report.incomplete:
         return render_badge("incomplete", _UNKNOWN)

@@ -1,4 +1,4 @@
-"""Baseline: what must hold on one platform, checked in as JSON lines.
+"""Baseline: required results on one platform, checked in as JSON lines.
 
 The first line is provenance. Each further line is one case, with two kinds of fields:
 

@@ -1,7 +1,8 @@
 """Markdown: the job summary on GitHub, causes first, under its limit of 1 MiB.
 
-In texts of models, tests and exceptions, what Markdown or HTML would read as markup is
-written as character references. The rest stays as it is: pages are readable raw.
+Texts of models, tests and exceptions have character references in place of characters
+that Markdown or HTML would read as markup. The rest stays as it is: pages are readable
+raw.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Update: show what the gate says against the old baseline, ask, and write the new."""
+"""Update: show the gate's findings against the old baseline, ask, write the new one."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def update(
         show: called with each line of what the old baseline says to the first report,
             and the new one no longer will.
         expectations: known violations. They are not written into the baseline: a later
-            gate needs the expectation for them, too.
-        accept_failures: true if what fails is written into the baseline.
+            gate also needs the expectation for them.
+        accept_failures: true if failures are written into the baseline.
 
     Returns:
         True if ``path`` now is the baseline of ``reports``.

@@ -85,7 +85,7 @@ def _main(
 
 
 def _drop_output() -> None:
-    """Discard what cannot be written, because Python flushes stdout at exit."""
+    """Discard output that cannot be written: Python would flush stdout at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -116,7 +116,7 @@ def _command(arguments: Sequence[str], agent: Agent | None, is_program: bool) ->
 
 
 def _fork_forkserver() -> None:
-    """Import what a rank needs, and make the forkserver a fork of this process.
+    """Import the modules of a rank, and make the forkserver a fork of this process.
 
     Torch and the judge are then imported once for this process and for the ranks. A
     process with threads cannot be forked, so this comes first. Where forking is not

@@ -241,7 +241,7 @@ def _if_enough(law: Law, finding: Finding, evidence: Evidence) -> Finding:
 
 
 def _doubt_of(law: Law, finding: Finding, evidence: Evidence) -> str:
-    """Why the reference may be what departs there, or the empty string."""
+    """Reason why the reference may be wrong there, or the empty string."""
     if narrow := narrowed(evidence):
         return narrow
     parity, step = evidence.parity, finding.step

@@ -244,7 +244,7 @@ class _Gradients:
         return sum(losses) / len(losses) / (self.truth_loss or 1.0)
 
     def circumstances(self, where: str) -> str:
-        """Say what happened just before, or may be meant so.
+        """Describe the last event before the difference, or a likely intention.
 
         Args:
             where: the kind of place that was found, as in ``Location``.
@@ -267,7 +267,8 @@ class _Gradients:
     def _is_rounded(self) -> bool:
         """Return whether the errors look like sums over ranks in 16 bits.
 
-        Rounding goes in all directions: what a common factor explains is none.
+        Rounding goes in all directions: a difference with a common factor is not
+        rounding.
         """
         rows = self.departed["gradient"]
         # largest error of a sum in bf16
@@ -284,7 +285,7 @@ class _Gradients:
         """The line to add for training that is no single step.
 
         Only where nothing else explains what differs, and the workload may have it: a
-        fault that the one rank has, too, would be hidden.
+        fault that one rank also has would be hidden.
         """
         workload = self.scenario.workload
         may = not (workload.one_rank or workload.scheduler)  # refused beside it
@@ -403,7 +404,7 @@ class _Gradients:
     def _compared_count(self) -> int:
         """Number of gradients that can show a factor: not zero, not only rounding.
 
-        A right one that is no multiple of the truth is only rounding.
+        A right gradient that is not a multiple of the truth differs by rounding only.
         """
         return sum(
             name in self.names

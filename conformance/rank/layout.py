@@ -4,7 +4,7 @@ A model is laid out twice. The first time every parameter is filled with its own
 numbers: the values that each rank then holds are the map from local elements to the
 full tensor, for any placements. That layout is dropped, and the model is laid out with
 its true values, which are compared through the map. This needs no knowledge of sharding
-internals, the judge writes nothing into what it judges, and ranks with equal maps hold
+internals, the judge writes nothing into the model, and ranks with equal maps hold
 replicas.
 
 A workload with a method ``weights`` describes the local parts itself (``local_parts``),

@@ -2,13 +2,13 @@
 
 [Note: Bounds]
 The reference side was recorded again as it is, and with its weights moved by a unit in
-the last place. What these runs differ by from the first is the noise of the job. A
-tensor may differ by ``FACTOR`` times the largest noise that it showed up to this step,
-and by no less than that of the median tensor of the step. A bound as large as the
-tensor compares nothing. An update may besides be off by a unit in the last place of
-each weight: a few elements round to the other side, which two nudged runs need not
-show. A second test takes the step as a whole: the median over tensors of distance over
-noise, above ``WHOLE``, is a difference that is spread.
+the last place. Their difference from the first run is the noise of the job. A tensor
+may differ by ``FACTOR`` times the largest noise that it showed up to this step, and by
+no less than that of the median tensor of the step. A bound as large as the tensor
+compares nothing. An update may besides be off by a unit in the last place of each
+weight: a few elements round to the other side, which two nudged runs need not show. A
+second test takes the step as a whole: the median over tensors of distance over noise,
+above ``WHOLE``, is a difference that is spread.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def compare(one: Side, other: Side) -> Comparison:
 def _obstacles(
     one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
 ) -> Iterator[tuple[int, str]]:
-    """Yield what keeps numbers from being compared: a code and a sentence."""
+    """Yield reasons why numbers cannot be compared: an exit code and a sentence."""
     if not steps:
         yield NOT_COMPARABLE, NO_STEP
         return
@@ -320,7 +320,7 @@ def _noise(side: Side, name: str, step: int, kind: str) -> float:
 
 
 def _words(one: Run, mine: Whole, its: Whole, name: str, step: int, kind: str) -> str:
-    """Return what the second side is, where a sketch shows it."""
+    """Describe the second side relative to the first, where a sketch shows it."""
     if its.bad or mine.bad:
         return f"has {its.bad} elements that are not finite, the first side {mine.bad}"
     if not its.norm and mine.norm:
@@ -412,7 +412,7 @@ def _left_out(
     rows: Sequence[Row],
     steps: Sequence[int],
 ) -> Iterator[str]:
-    """Yield what was not compared, and why."""
+    """Yield one sentence for each part that was not compared, with the reason."""
     every = [*one.names("weight", min(steps))]
     if unproved := [name for name in every if name not in names]:
         yield (

@@ -30,8 +30,8 @@ def proved_names(one: Run, other: Run) -> tuple[dict[str, str], str]:
     """Match names of the first side to names of the other by their initial weights.
 
     Returns:
-        Name of the first side -> name of the other, and what the user is told of the
-        start; no names if the sides began with other weights.
+        Name of the first side -> name of the other, and the sentence about the start;
+        no names if the sides began with other weights.
     """
     at = min([*one.steps, *other.steps], default=0)
     starts = {n: one.tensors[at, "weight", n] for n in one.names("weight", at)}
@@ -79,7 +79,7 @@ def proved_names(one: Run, other: Run) -> tuple[dict[str, str], str]:
 def other_inputs(
     one: Run, other: Run, names: Mapping[str, str], step: int
 ) -> Iterator[str]:
-    """Yield what a step was given otherwise: rows, and settings of parameters."""
+    """Yield different inputs of a step: rows, and settings of parameters."""
     if not _same_rows(one, other, step):
         shared = len(one.rows[step] & other.rows[step])
         yield (
@@ -93,10 +93,10 @@ def other_inputs(
 
 
 def other_again(side: Side, steps: Sequence[int]) -> Iterator[str]:
-    """Yield what a run for the noise did otherwise than the run it repeats.
+    """Yield differences of a noise run from the run that it repeats.
 
-    Weights are compared at step 0 alone: later ones may differ by the noise itself, and
-    those of nudged runs do from the start.
+    Weights are compared only at step 0. Later weights may differ by the noise, and
+    weights of nudged runs differ from the start.
     """
     advice = (
         "so its noise cannot be used. Seed the job. If it resumes from files that it "
@@ -159,7 +159,7 @@ def _settings(
 def lacking(
     one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
 ) -> Iterator[str]:
-    """Yield which replicas differ, and what one side lacks."""
+    """Yield replicas that differ, and tensors that one side lacks."""
     for side in (one, other):
         first_by_name = dict[str, int]()  # step at which its gradient differs
         for step, kind, name in sorted(side.run.replicas):

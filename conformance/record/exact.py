@@ -22,7 +22,8 @@ __all__ = ["compare_exactly"]
 def compare_exactly(one: Side, other: Side) -> Comparison:
     """Compare all that was recorded bit for bit, step by step.
 
-    Weights and states of the optimizer come first, then what a step adds to them.
+    Weights and states of the optimizer come first, then outputs of blocks and
+    gradients.
     """
     a, b = one.run, other.run
     steps = sorted({s for s, _, _ in a.tensors} & {s for s, _, _ in b.tensors})

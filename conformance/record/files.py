@@ -1,7 +1,7 @@
-"""Files of a recording: ``rank-N.safetensors`` and no pickle; what one rank recorded.
+"""Files of a recording: ``rank-N.safetensors``, one for each rank, no pickle.
 
 A folder of one run has a file for each rank that an optimizer stepped on. It is written
-under another name and renamed, so a file that is there is whole.
+under another name and renamed, so a file that exists is complete.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class _Header(msgspec.Struct):
 
 
 def write_rank(folder: Path, rank: int, recording: Recording) -> None:
-    """Write what a rank recorded, whole or not at all.
+    """Write the recording of a rank, whole or not at all.
 
     Raises:
         FileExistsError: if another process has recorded as this rank.
@@ -190,7 +190,7 @@ def _listed(rows: dict[int, list[Any]]) -> dict[int, list[list[int]]]:
 
 
 def read_run(*folders: Path) -> Iterator[tuple[int, Recording]]:
-    """Read what each rank of a run recorded.
+    """Read the recording of each rank of a run.
 
     Args:
         folders: folder of the run; one for each host if hosts share none.

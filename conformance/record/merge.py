@@ -1,4 +1,4 @@
-"""Merge: what all ranks of a run recorded, as one process would have it.
+"""Merge: recordings of all ranks of a run, as one process would have them.
 
 [Note: Parts by box]
 A part is counted by its place in the whole tensor. Ranks with the same place hold
@@ -63,7 +63,7 @@ class Whole:
     def is_rounded(self) -> bool:
         """True if each element is a number of bf16.
 
-        The bits of such a number in fp32 are those in bf16 and 16 zeros.
+        In fp32 such a number has its bits of bf16, followed by 16 zeros.
         """
         return self.rounded is not None and self.digest in (
             self.rounded,
@@ -89,7 +89,7 @@ def merge(parts: Iterable[tuple[int, Stored]]) -> Whole:
     """Merge the parts of one tensor.
 
     Args:
-        parts: (rank, what it stored); see [Note: Parts by box].
+        parts: (rank, its stored numbers); see [Note: Parts by box].
     """
     by_rank = sorted(parts, key=lambda part: part[0])
     boxes: dict[tuple[Any, ...], Stored] = {}
@@ -130,7 +130,7 @@ def _merge_outputs(
     neither, or nobody has some rows, no element counts as held.
 
     Args:
-        parts: (rank, what it stored).
+        parts: (rank, its stored numbers).
         rows: rank -> digests of the rows that its model was given.
     """
     of_rows: dict[frozenset[int], list[tuple[int, Stored]]] = {}

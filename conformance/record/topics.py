@@ -45,7 +45,7 @@ class RanksDifferError(RuntimeError):
 
 @dataclass(frozen=True)
 class Number:
-    """A number of this rank in a message."""
+    """One number of this rank, sent to the other ranks."""
 
     value: int | Tensor = 0
     is_given: bool = True
@@ -86,7 +86,7 @@ Read = Callable[[Sequence[Answer]], Iterator[str]]
 
 
 class Topic(Protocol):
-    """A thing to watch: gives its numbers of a step, and reads what comes of them."""
+    """A thing to watch: gives its numbers of a step, and reads the answers."""
 
     size: int
     """Numbers that it gives at most."""
@@ -201,7 +201,7 @@ class Weights:
         return numbers, read
 
     def _moves(self, step: int, weight: _Weight, digest: int) -> None:
-        """Log a weight that is what it was when its turn came last."""
+        """Log a weight that has not changed since its last turn."""
         speaks = not weight.same or rank_here() == weight.ranks[0]
         if self._last.get(weight.name) == digest and speaks:
             turns = len(self.turns)
@@ -221,7 +221,7 @@ class Numbers:
     """Numbers of the job's own."""
 
     def __init__(self, equal: Mapping[str, Callable[[], float | Tensor]]) -> None:
-        """Take what gives each of them, by name."""
+        """Take the function that gives each number, by name."""
         self.size = len(equal)
         self._equal = equal
 

@@ -71,7 +71,7 @@ class _Message:
     and of their complements."""
 
     def read(self) -> Iterator[str]:
-        """Yield what the topics say."""
+        """Yield the sentences of the topics."""
         own, both = (tensor.tolist() for tensor in self.landing.read())
         answers = [
             Answer(number, *((None, None) if NONE in pair else (pair[0], ~pair[1])))
@@ -116,7 +116,7 @@ class Watch:
                 time.sleep(0.001)
 
     def stepped(self, *_: Any) -> None:
-        """Read what has arrived, and send the numbers of this step; a hook."""
+        """Read arrived messages, and send the numbers of this step; a hook."""
         while self._sent and (
             len(self._sent) > UNREAD or self._sent[0].landing.is_there
         ):
@@ -178,8 +178,8 @@ def watch(
     All ranks of the default process group call it, after the model is laid out and
     before the first step. One message of less than 1 KB is sent after each step, on a
     process group of its own, and nobody waits for it. Each weight has its turn in
-    ``period`` steps; one that did not move since its last turn is logged. So are ranks
-    with other rows that draw the same numbers in forward, once.
+    ``period`` steps; a weight that did not move since its last turn is logged. So are
+    ranks with other rows that draw the same numbers in forward, once.
 
     Args:
         model: model that the optimizers train.

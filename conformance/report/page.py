@@ -303,7 +303,7 @@ def _broken(records: Sequence[CaseRecord]) -> set[str]:
 
 
 def _plots(record: CaseRecord) -> list[Markup]:
-    """The plots that show what a record breaks; one that passes has none."""
+    """The plots of a failed record; a record that passes has none."""
     curves, broken = record.curves, _broken([record])
     if curves is None:
         return []

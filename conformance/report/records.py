@@ -270,9 +270,9 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
     def failures(self) -> tuple[Verdict, ...]:
         """Violations, and why the harness broke: the cause first.
 
-        The first check to fail is the cause of others: that of the earliest step, and
-        of two at one step the one that stands first in the list of checks. A check
-        without a step, such as a count, follows from those with one.
+        The first check to fail is the cause of others: the one of the earliest step,
+        and at one step the first in the list of checks. A check without a step, such as
+        a count, follows from those with one.
         """
         failures = [v for v in self.findings if v.status in ("fail", "error")]
         return tuple(sorted(failures, key=_precedence))

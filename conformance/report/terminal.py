@@ -206,7 +206,7 @@ def cell(records: Sequence[CaseRecord]) -> str:
 
 
 def _cause(record: CaseRecord) -> tuple[str, str, str]:
-    """Chapter, what makes causes alike, and the words of what is wrong in a run."""
+    """Chapter of a failed run, the key of its cause, and the message."""
     if record.failures:
         first = record.failures[0]
         chapter = first.law.partition(".")[0]

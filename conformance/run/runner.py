@@ -442,9 +442,9 @@ class Runner:
         return self._stacks[alone]
 
     def _never_laid_out(self, scenario: Scenario) -> bool:
-        """True if ``parallelize`` raises without any of the judge's choices, too.
+        """True if ``parallelize`` also raises without any choice of the judge.
 
-        Else a recipe would be called skipped for what is wrong in every scenario.
+        Else a recipe would count as skipped for an error of every scenario.
         """
         topology = scenario.parsed_topology
         if topology.narrowed:  # of a mesh that the workload has declared

@@ -207,10 +207,9 @@ def _judge(
 
 
 class _Raised:
-    """Errors of a workload without a scaler: one that comes twice ends the run.
+    """Errors of a workload without a scaler: the second equal error ends the run.
 
-    Nothing that an exception, or a hang, comes to by a third case is news, and each
-    takes its time: a hang takes the whole time limit.
+    A third case would show nothing new, and a hang takes the whole time limit.
     """
 
     def __init__(self) -> None:

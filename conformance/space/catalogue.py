@@ -443,7 +443,7 @@ def _plain_runs(selection: Selection, **choices: str) -> Iterator[Scenario]:
 
 
 def not_tried(selection: Selection) -> list[str]:
-    """Name what the presets of a user's own workload leave out, and why."""
+    """Name meshes and recipes that a workload's presets leave out, with reasons."""
     if not selection.workload:
         return []
     resolved, names = selection.resolved, columns(selection)

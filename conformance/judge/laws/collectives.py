@@ -69,7 +69,7 @@ def no_crosstalk(evidence: Evidence) -> Finding:
 
 
 def _gave(got: float) -> str:
-    """Say what a collective gave; a wait that timed out is recorded as nan."""
+    """Describe the result of a collective; a wait that timed out is recorded as nan."""
     return "did not come back in time" if math.isnan(got) else f"gave {got:g}"
 
 

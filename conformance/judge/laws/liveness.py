@@ -1,4 +1,4 @@
-"""Liveness: a legal training step comes to its end on every rank."""
+"""Liveness: a legal training step ends on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norm: the reported norm and the clipping factor are those of the whole gradient."""
+"""Norm: the reported norm and the clipping factor belong to the whole gradient."""
 
 from __future__ import annotations
 

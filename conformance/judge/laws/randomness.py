@@ -86,7 +86,7 @@ def _wrong(
 def _judged(
     evidence: Evidence, compared: int, missed: int, what: str, otherwise: str
 ) -> Finding:
-    """A pass, or skipped if nothing was compared; both count what could not be."""
+    """A pass, or skipped if nothing was compared; both count missing comparisons."""
     if compared or evidence.unseen:
         return count_or_inconclusive(compared, what, evidence.unseen + missed)
     left = f"; {missed} draws could not be: {_OUT_OF_SIGHT}" if missed else ""
@@ -207,7 +207,7 @@ def _apart(evidence: Evidence, trace: RankTrace, other: RankTrace) -> bool:
 )
 @_where_drawn
 def size(evidence: Evidence) -> Finding:
-    """Compare the factor of what each dropout of the model kept."""
+    """Compare the factor by which each dropout multiplies kept elements."""
     off = 8 * evidence.phase.parsed_precision.roundoff
     compared = missed = 0
     for step, trace, draw in _draws(evidence):

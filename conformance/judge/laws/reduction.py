@@ -65,7 +65,7 @@ def _parameters(trace: RankTrace, sizes: dict[str, int], seen: Reduction) -> lis
 
 
 def _holds(dtype: str, promised: str) -> bool:
-    """True if every number of ``promised`` is one of ``dtype``, too."""
+    """True if ``dtype`` represents every number of ``promised``."""
     got: torch.dtype = getattr(torch, dtype)
     return torch.promote_types(got, getattr(torch, promised)) == got
 

@@ -78,7 +78,7 @@ def _beside(evidence: Evidence, what: str) -> Iterator[_Beside]:
 
 @dataclass(kw_only=True)
 class _Loads:
-    """Comparisons of a saved value with the one that the new stack has loaded."""
+    """Comparisons of a saved value with the value that the new stack has loaded."""
 
     compared: int = 0
     missed: int = 0
@@ -233,9 +233,9 @@ def average(evidence: Evidence) -> Finding:
 def _as_in_plain_steps(evidence: Evidence) -> tuple[int, Finding | None]:
     """Averages of the same training with whole rows and no resume, compared.
 
-    An average is a weighted mean of the weights up to there. So two of them are no
-    further apart than the weights were at most, but for rounding, if both give the same
-    weights to the same steps.
+    An average is a weighted mean of the weights up to there. If two averages give the
+    same weights to the same steps, their distance is at most the largest distance of
+    the weights, apart from rounding.
     """
     compared = 0
     apart: dict[tuple[int, str], float] = {}
