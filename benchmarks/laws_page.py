@@ -20,17 +20,17 @@ WIDTH = 100
 _HEAD = """\
 # Checks
 
-Rules that right training and a right scaler keep, by group. `gradparity explain ID`
-shows one in the terminal. In code and reports a check is called a law.
+`gradparity explain ID` shows one check in the terminal. Code and reports call a check a
+law.
 
-Each verdict says how many comparisons were made, and how many were impossible. A check
-that compared too little is `inconclusive`, never a pass. It needs half of its
-comparisons, unless another share is named.
+A pass needs half of the comparisons that the run should make, unless the check names
+another share. With fewer the check is `inconclusive`. Each verdict counts its
+comparisons.
 
 [Known defects](defects.md) of published scalers break some of these checks. [Faulty
 versions](mutants.md) of scalers and of training test every check.
 
-`gradparity bench laws-page` writes this page from `conformance/judge/laws/`.
+<!-- Written by `gradparity bench laws-page` from conformance/judge/laws/. -->
 """
 
 
@@ -77,9 +77,17 @@ def _lines(law: Law) -> Iterator[str]:
     yield f"### {law.id}\n"
     yield _filled(law.text)
     yield _filled(f"*Why:* {law.reason}")
+    conditions = [*_conditions(law)]
+    if conditions:
+        yield _filled(f"*{' '.join(conditions)}*")
+
+
+def _conditions(law: Law) -> Iterator[str]:
+    if not law.of_stack:
+        yield "Only with a scaler."
     if law.least != MOST:
-        share = f"{law.least:.0%} of its comparisons" if law.least else "one comparison"
-        yield _filled(f"*A pass needs at least* {share}.")
+        share = f"{law.least:.0%} of the comparisons" if law.least else "one comparison"
+        yield f"A pass needs {share}."
 
 
 def _filled(text: str) -> str:

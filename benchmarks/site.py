@@ -38,6 +38,7 @@ PAGES = (
     "benchmarks/results/*.md",
     "fixtures/data/README.md",
 )
+STYLE = "docs/site.css"
 _LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)((?:#[^)\s]+)?)\)")
 _LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".yaml": "yaml"}
 _IMAGES = (".svg", ".png")
@@ -78,6 +79,7 @@ def gather(staged: Path) -> None:
         linked = partial(_linked, page=page, staged=staged)
         text = _LINK.sub(linked, page.read_text())
         _write(staged / page.relative_to(ROOT), text)
+    _write(staged / STYLE, (ROOT / STYLE).read_text())
     for package, names in REFERENCE.items():
         _write(staged / "reference" / f"{package}.md", _reference(package, names))
     _write(staged / "reference" / "command.md", "\n".join(_commands()))

@@ -1,7 +1,7 @@
 """Annotations: GitHub workflow commands, one a broken law of a scaler.
 
 GitHub shows ten errors per step and drops the others, so violations of one law share a
-line and the last line says what is missing.
+line and the last line counts the missing ones.
 """
 
 from __future__ import annotations

@@ -21,12 +21,12 @@ def percentage(passed: int, total: int) -> int:
         ValueError: if the counts are no share.
     """
     if not 0 <= passed <= total or total == 0:
-        raise ValueError(f"{passed} of {total} is no share")
+        raise ValueError(f"{passed} of {total} is not a share")
     return 100 * passed // total
 
 
 def render(report: Report) -> str:
-    """The badge of a report; one that is incomplete or empty shows no percentage."""
+    """The badge of a report; an incomplete or empty report has no percentage."""
     total = len(report.cases)
     if report.incomplete:
         return render_badge("incomplete", _UNKNOWN)

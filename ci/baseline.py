@@ -1,4 +1,4 @@
-"""Baseline: what must hold on one platform, checked in as JSON lines.
+"""Baseline: required results on one platform, checked in as JSON lines.
 
 The first line is provenance. Each further line is one case, with two kinds of fields:
 
@@ -130,8 +130,8 @@ def make_baseline(reports: Sequence[Report], without: Sequence[str] = ()) -> Bas
     for number, other in enumerate(cases[1:], 2):
         if other.keys() != cases[0].keys():
             raise BaselineError(
-                f"report {number} holds other cases than report 1: repeated reports "
-                "come from the same command"
+                f"report {number} has other cases than report 1: repeat the same "
+                "command"
             )
     cases_ = [_case([run[key] for run in cases], without) for key in sorted(cases[0])]
     return Baseline(
@@ -215,13 +215,13 @@ def read_baseline(path: Path) -> Baseline:
     head = lines[0] if lines else None
     if not isinstance(head, Provenance):
         raise BaselineError(
-            f"{path}: line 1 is no provenance of a baseline; `gradparity gate REPORT "
-            f"--baseline {path} --update-baseline` writes one"
+            f"{path}: line 1 is not the header of a baseline. To write one: gradparity "
+            f"gate REPORT --baseline {path} --update-baseline"
         )
     if head.schema != BASELINE_VERSION:
         raise BaselineError(
-            f"{path}: version {head.schema}, this program reads {BASELINE_VERSION}; "
-            "--update-baseline records it anew"
+            f"{path}: version {head.schema}, this program reads {BASELINE_VERSION}: "
+            "write a new one with --update-baseline"
         )
     cases = tuple(line for line in lines if isinstance(line, BaselineCase))
     _check(path, head, cases, len(lines) - 1)
@@ -245,8 +245,8 @@ def _check(
     distinct: Mapping[tuple[str, str], BaselineCase] = {c.key: c for c in cases}
     if not head.cases == lines == len(distinct):
         raise BaselineError(
-            f"{path}: line 1 promises {head.cases} cases, the file holds "
-            f"{len(distinct)} distinct ones on {lines} lines"
+            f"{path}: line 1 says {head.cases} cases, the file has {len(distinct)} "
+            f"on {lines} lines"
         )
 
 

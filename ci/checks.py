@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..conformance.report.compare import SEQUENCES, Rows, difference
 from ..conformance.report.records import CaseRecord, Header, Report
-from ..conformance.status import Number, Status, Verdict, is_worse
+from ..conformance.status import VERBS, Number, Status, Verdict, is_worse
 from .baseline import Baseline, BaselineCase, Provenance
 from .ratios import Spread, limit, worst
 from .reasons import Reason, at
@@ -83,9 +83,9 @@ def _reason(
     if not is_worse(now, before or ("pass" if known else "skipped")):
         return None
     kind = "worse" if before else "failing"
-    change = f"{before} -> {now}" if before else f"is {now}"
+    change = f"{before} -> {now}" if before else VERBS[now]
     if not before and now == "skipped":
-        kind, change = "undecided", "is skipped, and the baseline does not know it,"
+        kind, change = "undecided", "is skipped and missing in the baseline,"
     return Reason(
         kind="undecided" if now == "inconclusive" else kind,
         text=f"{verdict.law} {change} in {at(case)}: {_step(verdict)}{verdict.message}",

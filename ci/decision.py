@@ -15,7 +15,7 @@ from datetime import date
 import msgspec
 
 from ..conformance.report.records import Report
-from ..conformance.status import UsageError
+from ..conformance.status import VERBS, UsageError
 from .baseline import Baseline
 from .checks import FAILURES, Checked, check_cases, check_vanished, check_whole
 from .expectations import Expectation
@@ -153,14 +153,14 @@ def _excuse(
 def _better(checked: Checked) -> tuple[object, str]:
     case, law, status = checked.case, checked.verdict.law, checked.verdict.status
     return (case.scaler, law, status), (
-        f"better: {law} is {status} in {at(case)}: --update-baseline makes it a promise"
+        f"better: {law} {VERBS[status]} in {at(case)}: --update-baseline records it"
     )
 
 
 def _known(checked: Checked) -> tuple[object, str]:
     case, law, status = checked.case, checked.verdict.law, checked.verdict.status
     return (case.scaler, law, status, checked.verdict.cause), (
-        f"known to the baseline: {law} is {status} in {at(case)}: "
+        f"known to the baseline: {law} {VERBS[status]} in {at(case)}: "
         f"{checked.verdict.message}"
     )
 
@@ -180,7 +180,7 @@ def _idle(live: Sequence[Expectation], checked: Sequence[Checked]) -> Iterator[s
         elif not any(entry.expects(c.case, c.verdict) for c in matched):
             yield (
                 f"the expectation of {entry.name} is stale: none of {len(matched)} "
-                f"verdicts is {' or '.join(entry.statuses)}"
+                f"verdicts has the status {' or '.join(entry.statuses)}"
             )
 
 
@@ -210,7 +210,7 @@ def _unknown(report: Report, baseline: Baseline) -> Iterator[str]:
         for verdict in sorted(case.verdicts, key=lambda v: v.law):
             if verdict.law not in old.exact.laws:
                 law, now = verdict.law, verdict.status
-                text = f"new: check {law} is not in the baseline: it is {now} in "
-                text += f"{at(case)}: --update-baseline makes it a promise"
+                text = f"new: check {law} is not in the baseline: it {VERBS[now]} in "
+                text += f"{at(case)}: --update-baseline records it"
                 new.append(((law, now), text))
     yield from folded(new)

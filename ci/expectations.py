@@ -138,7 +138,7 @@ def read_expectations(path: Path) -> list[Expectation]:
 def version_holds(condition: str, version: str) -> bool:
     """True if ``version`` meets a condition such as ``>=2.11,<2.15`` or ``==2.13.*``.
 
-    What a build adds (``+cpu``, ``.dev0``, ``rc1``) does not count.
+    Suffixes of builds (``+cpu``, ``.dev0``, ``rc1``) do not count.
     """
     try:
         return Version(version).base_version in SpecifierSet(condition)

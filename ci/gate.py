@@ -157,7 +157,7 @@ def _with_the_way_out(decision: Decision, parsed: argparse.Namespace) -> Decisio
     report, baseline = str(parsed.report), str(parsed.baseline)
     command = ["gradparity", "gate", report, "--baseline", baseline]
     note = (
-        "once what changed is meant, record the baseline anew: "
+        "if the change is intended, write a new baseline: "
         f"{shlex.join([*command, '--update-baseline'])} "
         '(docs/gate.md, "After an upgrade of torch")'
     )
@@ -237,7 +237,7 @@ def _update(parsed: argparse.Namespace) -> int:
     if update(parsed.baseline, reports, ask, say, expected, accept_failures=accept):
         say(f"written: {parsed.baseline}")
         return Outcome.PASS.value
-    raise UsageError("the baseline is left as it was: answer y, or give --yes")
+    raise UsageError("the baseline was not written: answer y, or give --yes")
 
 
 def _agree(question: str) -> bool:

@@ -90,7 +90,8 @@ def _address(text: str) -> Address:
     address = parse_address(text)
     if address is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no repository, such as https://github.com/OWNER/gradparity"
+            f"{text!r} is not a repository: give one such as "
+            "https://github.com/OWNER/gradparity"
         )
     return address
 
@@ -99,7 +100,7 @@ def _init(parsed: argparse.Namespace) -> int:
     spec = parsed.model
     if not all(spec.partition(":")):
         raise UsageError(
-            f"{spec!r} is no module:attribute, such as mypackage.model:MyModel"
+            f"{spec!r} is not module:attribute, such as mypackage.model:MyModel"
         )
     if parsed.source and not parsed.ci:
         raise UsageError("--source goes with --ci")
@@ -140,7 +141,7 @@ def _module(out: Path) -> str:
 
 def _refuse_existing(path: Path, way: str) -> None:
     if path.exists() or path.is_symlink():
-        raise UsageError(f"{path} exists and is left as it is: {way}")
+        raise UsageError(f"{path} exists: {way}")
 
 
 def _write(path: Path, text: str) -> None:
@@ -182,8 +183,8 @@ def _write_job(parsed: argparse.Namespace, path: Path, workload: str) -> int:
     _write(path, text := job_text(parsed.ci, workload, address, version))
     if "TODO" in text:
         say(
-            f"{path} has a TODO: the repository of gradparity cannot be seen from this "
-            "installation: write it there, or give --source"
+            f"{path} has a TODO: this installation does not know the repository of "
+            "gradparity. Write it into the file, or give --source"
         )
         return EXIT_CODES["inconclusive"]
     if parsed.ci == "gitlab":

@@ -24,9 +24,9 @@ def contradictions(report: Report) -> list[str]:
     if broken and not report.incomplete:
         first = broken[0]
         faults.append(
-            f"it says that it is complete, but {counted(len(broken), 'case')} of "
-            f"{len(report.cases)} have no verdict; first "
-            f"{first.whose or HARNESS}: {first.problem}"
+            "the report says that it is complete, but "
+            f"{counted(len(broken), 'case')} of {len(report.cases)} have no verdict; "
+            f"first {first.whose or HARNESS}: {first.problem}"
         )
     for case in report.cases:
         faults += [f"{text} in {at(case)}" for rule in _RULES for text in rule(case)]
@@ -45,7 +45,7 @@ def _status_follows(case: CaseRecord) -> Iterator[str]:
     # a stack that cannot run a scenario: every law is skipped, with the reason
     not_run = case.status == Status.SKIPPED and statuses <= {Status.SKIPPED}
     if case.status != expected and not not_run:
-        yield f"the case says {case.status}, its verdicts come to {expected}"
+        yield f"the case has the status {case.status}, its verdicts give {expected}"
 
 
 def _id_agrees(case: CaseRecord) -> Iterator[str]:
@@ -54,7 +54,7 @@ def _id_agrees(case: CaseRecord) -> Iterator[str]:
     # With the slash, so that fsdp/2/fp16 is not taken for the begin of
     # fsdp/2/fp16-params.
     if not f"{case.scenario}/".startswith(f"{seen}/"):
-        yield f"the case says {seen}, which is not how its scenario id begins"
+        yield f"the case says {seen}, but its scenario id begins otherwise"
 
 
 def _ratios_are_numbers(case: CaseRecord) -> Iterator[str]:
@@ -64,7 +64,7 @@ def _ratios_are_numbers(case: CaseRecord) -> Iterator[str]:
         return
     steps = {len(row) for row in curves.scale}
     if steps != {len(curves.parity)}:
-        yield f"error / bound is given for {len(curves.parity)} steps, not for all"
+        yield f"error / bound has {len(curves.parity)} steps, the run has more or fewer"
     ratios = [*curves.parity, *curves.parameters.values()]
     if any(float(value) < 0 for value in ratios):
         yield "an error / bound is below 0"

@@ -116,7 +116,7 @@ def job_text(system: str, workload: str, address: Address, torch: str) -> str:
 
 
 def _project() -> str:
-    """Return what pip must install of the project in this folder."""
+    """Return pip's argument that installs the project in this folder."""
     if Path("pyproject.toml").is_file() or Path("setup.py").is_file():
         return " -e ."
     return " -r requirements.txt" if Path("requirements.txt").is_file() else ""

@@ -1,7 +1,8 @@
 """Markdown: the job summary on GitHub, causes first, under its limit of 1 MiB.
 
-In texts of models, tests and exceptions, what Markdown or HTML would read as markup is
-written as character references. The rest stays as it is: pages are readable raw.
+Texts of models, tests and exceptions have character references in place of characters
+that Markdown or HTML would read as markup. The rest stays as it is: pages are readable
+raw.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _open(case: CaseRecord) -> list[Verdict]:
     if not verdicts and case.status == "inconclusive":
         why = case.verdicts[0].message if case.verdicts else "it has no verdicts"
         verdicts = [
-            Verdict(law="", status="inconclusive", message=f"nothing held: {why}")
+            Verdict(law="", status="inconclusive", message=f"no check passed: {why}")
         ]
     return verdicts
 

@@ -34,7 +34,9 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not 0 <= float(self.low) <= float(self.high):
-            raise ValueError(f"{self.low} to {self.high} is no range of error / bound")
+            raise ValueError(
+                f"{self.low} to {self.high} is not a range of error / bound"
+            )
 
 
 def spread_of(values: Iterable[float]) -> Spread:

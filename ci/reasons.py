@@ -188,7 +188,7 @@ def folded(lines: Iterable[tuple[object, str]]) -> list[str]:
     """One line for each kind of line: its first one, and how many more there are.
 
     Args:
-        lines: (what makes lines alike, the line), in the order to be kept.
+        lines: (key of equal lines, the line), in the order of the result.
     """
     alike: dict[object, list[str]] = {}
     for what, line in lines:

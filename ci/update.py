@@ -1,4 +1,4 @@
-"""Update: show what the gate says against the old baseline, ask, and write the new."""
+"""Update: show the gate's findings against the old baseline, ask, write the new one."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def update(
         show: called with each line of what the old baseline says to the first report,
             and the new one no longer will.
         expectations: known violations. They are not written into the baseline: a later
-            gate needs the expectation for them, too.
-        accept_failures: true if what fails is written into the baseline.
+            gate also needs the expectation for them.
+        accept_failures: true if failures are written into the baseline.
 
     Returns:
         True if ``path`` now is the baseline of ``reports``.
@@ -95,9 +95,9 @@ def _refuse_failures(report: Report, expectations: Sequence[Expectation]) -> Non
         first, *others = causes
         more = f" (and {counted(len(others), 'more cause')})" if others else ""
         raise Refused(
-            f"no baseline is made of a report that fails: {first.line}{more}; list "
-            "what is known in expectations.toml and give --expect, or let later gates "
-            "pass with it: --accept-failures",
+            f"a failing report cannot be a baseline: {first.line}{more}. List known "
+            "failures in expectations.toml and give --expect, or accept them in later "
+            "gates: --accept-failures",
             Outcome.FAIL.value,
         )
 
@@ -106,9 +106,9 @@ def _check(report: Report) -> None:
     broken = contradictions(report)
     if broken:
         raise Refused(
-            f"no baseline is made of this report: {broken[0]}", EXIT_CODES["error"]
+            f"this report cannot be a baseline: {broken[0]}", EXIT_CODES["error"]
         )
     empty = list(check_whole(report, None, 0))
     if empty:
-        text = f"no baseline is made of this report: {empty[0].text}"
+        text = f"this report cannot be a baseline: {empty[0].text}"
         raise Refused(text, EXIT_CODES["inconclusive"])

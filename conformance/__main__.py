@@ -85,7 +85,7 @@ def _main(
 
 
 def _drop_output() -> None:
-    """Discard what cannot be written, because Python flushes stdout at exit."""
+    """Discard output that cannot be written: Python would flush stdout at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -97,7 +97,7 @@ def _command(arguments: Sequence[str], agent: Agent | None, is_program: bool) ->
         return _tool(arguments)
     if arguments and arguments[0] == "survey":
         raise UsageError(
-            "survey is no command of the package: in a checkout of its repository run "
+            "survey is not in the package: in a checkout of the repository run "
             "gradparity bench survey (the models of transformers) or "
             "gradparity bench survey-scalers"
         )
@@ -116,7 +116,7 @@ def _command(arguments: Sequence[str], agent: Agent | None, is_program: bool) ->
 
 
 def _fork_forkserver() -> None:
-    """Import what a rank needs, and make the forkserver a fork of this process.
+    """Import the modules of a rank, and make the forkserver a fork of this process.
 
     Torch and the judge are then imported once for this process and for the ranks. A
     process with threads cannot be forked, so this comes first. Where forking is not
@@ -191,7 +191,7 @@ def _localise(parsed: argparse.Namespace) -> int:
 
     spec, *more = parsed.scaler or [NO_SCALER]
     if more:
-        raise UsageError("one run is localised: give --scaler once")
+        raise UsageError("localise runs one scaler: give --scaler once")
     settings = RunSettings(
         scalers=[spec], selection=Selection(), scenarios=parsed.scenario
     )
@@ -203,7 +203,7 @@ def _localise(parsed: argparse.Namespace) -> int:
         case = runner.run(spec, scenario)
         found = runner.localise(case)
     if found is None:
-        why = case.problem or "the run did not come to its end"
+        why = case.problem or "the run did not end"
         say(plain(f"nothing was compared: {why}"))
         # a pass is 0, but nothing was compared
         return EXIT_CODES[case.status] or EXIT_CODES["inconclusive"]

@@ -1,6 +1,7 @@
 """Formulas that several parts of the judge compute with, each written once.
 
-Needs no torch. What is judged has its own: a mistake here must not be shared by it.
+Needs no torch. The tested scaler has its own formulas, so that both do not share a
+mistake.
 """
 
 from __future__ import annotations

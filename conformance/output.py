@@ -59,7 +59,7 @@ def say_file(text: str) -> None:
 
 
 def console(*, error: bool = False) -> Console:
-    """A console whose lines go where those of :func:`say` go."""
+    """A console with the same output as :func:`say`."""
     from rich.console import Console
 
     stream = _Stream(sys.stderr if error else sys.stdout)

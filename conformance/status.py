@@ -21,6 +21,7 @@ __all__ = [
     "RANKING",
     "RESULTS",
     "USAGE",
+    "VERBS",
     "Count",
     "Finding",
     "Number",
@@ -138,6 +139,14 @@ RESULTS = {
     "inconclusive": "inconclusive",
 }
 """The worst status of a report, in words."""
+VERBS = {
+    "pass": "passes",
+    "fail": "fails",
+    "error": "has no verdict",
+    "inconclusive": "is undecided",
+    "skipped": "is skipped",
+}
+"""Predicate of a check or a scaler with this status."""
 USAGE = 2
 """Exit code of bad usage."""
 INTERRUPTED = 130
@@ -192,7 +201,7 @@ def id_parts(text: str) -> list[str]:
     parts = text.split("/")
     if len(parts) not in (5, 6) or not parts[1].isdecimal():
         raise UsageError(
-            f"{text!r} is no scenario id: expected topology/world/precision/"
+            f"{text!r} is not a scenario id: expected topology/world/precision/"
             "optimizer/faults[/key=value,...], for example fsdp/2/fp32/sgd/none"
         )
     return parts

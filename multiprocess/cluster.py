@@ -234,7 +234,7 @@ class Cluster(BaseCluster):
         return self._ranks
 
     def _release(self) -> RankProcesses | None:
-        """Return the ranks, which are no longer this cluster's."""
+        """Give up the ranks: return them and do not own them any more."""
         ranks, self._ranks = self._ranks, None
         if self._finalizer is not None:
             self._finalizer.detach()

@@ -48,7 +48,7 @@ def flush_standard_streams() -> None:
 def fill_standard_descriptors() -> None:
     """Open the null device as stdin, stdout and stderr where they are closed.
 
-    Else the next pipe would get the number, and what a program prints would go there.
+    Else the next pipe would get the number and receive a program's output.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)

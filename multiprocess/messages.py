@@ -161,12 +161,12 @@ class Outbox:
         return bool(self._parts)
 
     def put(self, payload: bytes) -> None:
-        """Add a packed message, and send what the socket takes at once."""
+        """Add a packed message, and send as much as the socket takes at once."""
         self._parts += memoryview(_LENGTH.pack(len(payload))), memoryview(payload)
         self.flush()
 
     def flush(self) -> None:
-        """Send what the socket takes now; forget the rest if the other side is gone."""
+        """Send all that the socket takes; forget the rest if the other side is gone."""
         while self._parts:
             try:
                 count = self._sock.send(self._parts[0], socket.MSG_DONTWAIT)

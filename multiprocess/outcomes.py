@@ -174,7 +174,7 @@ class RankOutcome:
 
     @property
     def headline(self) -> str:
-        """One line that says what happened."""
+        """One line on the outcome."""
         return f"rank {self.rank}: {_HEADLINES[self.state](self)}"
 
 

@@ -59,7 +59,7 @@ def render_interrupted(outcomes: Sequence[RankOutcome]) -> str:
 
 
 def render_output(outcomes: tuple[RankOutcome, ...]) -> str:
-    """Return what the ranks of a call wrote, rank by rank."""
+    """Return the output of the ranks of a call, rank by rank."""
     return "".join(
         f"--- rank {outcome.rank} ---\n{_ended(outcome.output)}"
         for outcome in outcomes

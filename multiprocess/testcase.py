@@ -1,7 +1,7 @@
 """``TestCase``: a unittest class whose tests run on every rank of a world.
 
-Its settings have the names of torch's test classes. What those start processes for is
-done by a ``Cluster`` that stays warm.
+Its settings have the names of torch's test classes. A ``Cluster`` that stays warm does
+the work of their processes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def use(submit: Submit | None, defaults: Mapping[str, Any] = _NO_DEFAULTS) -> No
 
 
 def run_on_ranks(spec: WorldSpec, fn: Callable[..., Any], *args: Any) -> None:
-    """Run one test on every rank; raise what unittest is to see of it.
+    """Run one test on every rank; raise the exception for unittest.
 
     Args:
         spec: The world.
@@ -92,8 +92,8 @@ class TestCase(unittest.TestCase):
 
     Settings are attributes of the class. In a session of pytest its command line and
     ini file give ``backend``, ``isolation`` and ``timeout_s`` to classes that do not
-    set them. ``setUpClass`` and ``tearDownClass`` run once,
-    in the parent; what they set on the class is not seen on the ranks.
+    set them. ``setUpClass`` and ``tearDownClass`` run once, in the parent; ranks do not
+    see attributes that they set on the class.
 
     Example:
         class TestReduce(TestCase):

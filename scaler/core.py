@@ -75,7 +75,7 @@ class _Measured(NamedTuple):
     is_refused: bool
 
     def divisor(self) -> torch.Tensor | None:
-        """Return what a kernel divides by to unscale and clip, (), fp32.
+        """Return the divisor with which a kernel unscales and clips, (), fp32.
 
         None if fp32 cannot hold it. On an accelerator, where reading it would
         synchronise, a norm beyond fp32 then clips to zero.
@@ -91,7 +91,7 @@ class _Measured(NamedTuple):
 
 
 class ScalerCore(_TorchGradScaler):
-    """State of a scaler, and what its calls have in common."""
+    """State and helpers shared by all calls of a scaler."""
 
     _steps_without_gradients = False
 
@@ -607,8 +607,8 @@ def _makes_momentum(optimizer: Any) -> bool:
     """Return whether the next step makes the momentum of torch's SGD, in any group.
 
     torch's fused SGD makes it of uninitialised memory for the kernel to fill, for a
-    whole group at once. A kernel that is to skip does not fill it, and the next step
-    takes what lay there (B21).
+    whole group at once. A kernel that skips does not fill the buffer, and the next step
+    reads uninitialised memory (B21).
     """
     try:
         for group in optimizer.param_groups:

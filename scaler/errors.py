@@ -1,6 +1,6 @@
 """Errors of a scaler: `InvalidSettingError` at once, `ScalerError` while training.
 
-The second half is what errors of a sync say, from the values of all ranks.
+The second half writes the errors of a sync from the values of all ranks.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TooManySkipsError(ScalerError):
 
 
 def not_finite(norm: float, norm_type: float) -> RuntimeError:
-    """Return what a clip raises that refuses a norm which is not finite."""
+    """Return the error of a clip that refuses a norm which is not finite."""
     return RuntimeError(
         f"The total norm of order {norm_type} of the gradients is {norm}, so "
         "they cannot be clipped. Pass error_if_nonfinite=False to let step() skip "

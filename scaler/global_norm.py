@@ -7,7 +7,7 @@ parallel) or different things (pipeline stages, experts). But a replica has the 
 gradient to the last bit, or training would drift apart, and different things do not
 have the same norm to the last bit. So each rank sends, for each mesh it has gradients
 on, the norm of its part, the identity of the mesh (its ranks; a plain tensor has a mesh
-of this rank alone) and what kind of mesh it is. Every rank adds up the powers of each
+of this rank alone) and the kind of that mesh. Every rank adds up the powers of each
 mesh and counts meshes of one kind with equal sums once. The sums do not depend on the
 order of the ranks, since replicas may list theirs in different orders. All ranks do
 this on the same numbers, so they clip alike whatever happens.
@@ -345,7 +345,7 @@ def _largest(norms: Sequence[float]) -> float:
 
 
 def norm_alone(entries: list[Number], norm_type: float) -> Number:
-    """Return the norm over all meshes of a rank that syncs with no other."""
+    """Return the norm over all meshes, for a rank that syncs with no other rank."""
     first, *others = entries[2::3]
     if not any(entries[3::3]):  # unused meshes are 0
         return first

@@ -17,7 +17,7 @@ the scale again, what the call found is dropped, and an optimizer that has stepp
 step again, on new gradient tensors. So whoever catches the error, drops the batch and
 goes on trains as if the batch had not been, with an `update` in between (which then
 moves nothing, unless other optimizers have stepped) or without. Errors of wrong call
-order are raised before anything has happened; the other ranks hear of them, too.
+order are raised before anything has happened, and are also sent to the other ranks.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ class GradScaler(ScalerCore):
         Raises:
             RuntimeError: called after `step` or after a clip, or the norm is not finite
                 and ``error_if_nonfinite`` is set.
-            Exception: what `clip_grad_norm_` and ``optimizer.step`` raise.
+            Exception: any error of `clip_grad_norm_` and ``optimizer.step``.
         """
         clipper = self if self._enabled else self._disabled
         return clipper._clip(
@@ -488,9 +488,8 @@ class GradScaler(ScalerCore):
             raise TooManySkipsError(
                 f"update: {skips} iterations in a row were skipped, the policy allows "
                 f"fewer than {most}. Scales so far: {list(scales)}; last: "
-                f"{self.last_overflow}. A gradient that is nan at any scale is no "
-                "question of scaling: look at the data, the loss and the learning "
-                "rate.",
+                f"{self.last_overflow}. No scale helps a gradient that is always nan: "
+                "look at the data, the loss and the learning rate.",
                 skips=skips,
                 scales=scales,
             )

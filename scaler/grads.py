@@ -59,7 +59,7 @@ LOWEST_SCALE = torch.finfo(torch.float32).tiny
 class Host:
     """Which memory the host reads without waiting: that of a CPU.
 
-    Tests say no for it, too: then every path is that of an accelerator.
+    Tests make it return False, so that a CPU takes every path of an accelerator.
     """
 
     reads_cpu = True
@@ -207,7 +207,7 @@ def check_and_unscale_(
     """Multiply gradients by ``inv_scale`` and look for inf and nan beforehand.
 
     A factor above 1, if the host knows it, may make a finite gradient overflow: then
-    the product is checked, too. All gradients are multiplied or, if it raises, none.
+    the product is also checked. All gradients are multiplied or, if it raises, none.
 
     Args:
         gradients: changed in place.
@@ -339,8 +339,8 @@ def norms(tensors: list[torch.Tensor], norm_type: float) -> Norms:
     the range of fp64.
 
     Raises:
-        NotImplementedError: neither on CPU nor on CUDA; or complex gradients, for
-            which torch's ``unscale_`` raises it, too.
+        NotImplementedError: neither on CPU nor on CUDA; or complex gradients, for which
+            torch's ``unscale_`` also raises it.
     """
     if not tensors:
         return []
@@ -448,9 +448,9 @@ def _norm_in_pieces(tensor: torch.Tensor, norm_type: float, piece: int) -> torch
 
 
 def number_in(tensor: torch.Tensor) -> Number:
-    """Return what a tensor with one element holds; on an accelerator the tensor.
+    """Return the number in a tensor with one element; on an accelerator the tensor.
 
-    Likewise the tensor of a subclass; see `is_readable`.
+    A tensor subclass is also returned as it is; see `is_readable`.
     """
     # As `is_readable`, without a call: many are made in a step.
     if not (Host.reads_cpu and tensor.is_cpu and type(tensor) is torch.Tensor):
@@ -467,7 +467,7 @@ def is_true(found_inf: torch.Tensor) -> bool:
 
 
 def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the tensor on ``device``; waits only for one that arrives on the host."""
+    """Return the tensor on ``device``; waits only if the target is the host."""
     if tensor.device == device:  # `to` takes three times as long to find out
         return tensor
     # The CPU would read pinned memory before an asynchronous copy has filled it.

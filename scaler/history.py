@@ -92,7 +92,7 @@ def _first_bad(optimizer: Any) -> tuple[int, torch.Tensor] | None:
 
 
 def overflow_of(code: int, rank: int, here: int, optimizer: Any) -> Overflow:
-    """Return what `first_nonfinite` wrote on ``rank``; this rank is ``here``."""
+    """Return the result of `first_nonfinite` on ``rank``; this rank is ``here``."""
     if not code:
         return Overflow(rank, None, None, INF_OR_NAN)
     index, kind = divmod(code - 1, 2)
@@ -104,7 +104,7 @@ def overflow_of(code: int, rank: int, here: int, optimizer: Any) -> Overflow:
 
 
 class History:
-    """Counts on the host where the scale is there, else on the device of the scale."""
+    """Counts on the host if the scale is on the host, else on the scale's device."""
 
     def __init__(self) -> None:
         self.last_overflow: Overflow | None = None

@@ -1,6 +1,6 @@
-"""Iteration of a scaler: the part of each optimizer, and what lasts longer of it.
+"""Iteration of a scaler: a part for each optimizer, and its longer-lived record.
 
-- `Iteration` has a `Part` for each optimizer; it undoes what a call that raised leaves.
+- `Iteration` has a `Part` for each optimizer; it undoes a call that raised.
 - `OptimizerRecord`: what outlasts an iteration; wrappers share that of the optimizer
   inside.
 """
@@ -191,12 +191,12 @@ class Iteration:
         *,
         is_told: bool,
     ) -> None:
-        """Undo what a call that raised leaves; see [Note: A call that raises].
+        """Undo a call that raised; see [Note: A call that raises].
 
         Args:
             error: exception of the call.
             part: part of its optimizer, which is dropped; None in an update. The other
-                parts keep what was found in them.
+                parts keep their results.
             sync: counts failures that other ranks do not hear of.
             scale: scale of gradients that are multiplied again.
             is_told: the other ranks know of it.

@@ -228,7 +228,7 @@ def check_clip(max_norm: float, norm_type: float) -> tuple[float, float]:
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise InvalidSettingError for what is none of the choices."""
+    """Raise InvalidSettingError unless the value is one of the choices."""
     if value not in choices:
         raise InvalidSettingError(f"{name} must be one of {choices}, got {value!r}.")
 

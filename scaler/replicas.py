@@ -110,7 +110,7 @@ class Holders:
         return sets
 
     def keep(self, parameters: Sequence[Any], sets: Sequence[float]) -> None:
-        """Keep what a table has told; the parameters are not kept alive."""
+        """Keep the result of a table, without keeping its parameters alive."""
         self._sets = {
             key: entry for key, entry in self._sets.items() if entry[0]() is not None
         }

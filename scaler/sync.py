@@ -17,8 +17,8 @@ collectives, which begin only when all ranks know from the rows that they clip.
 Scalers and optimizers get a number when a rank syncs them for the first time: that of
 its peers' in that sync, else the next one. So a rank may lack an optimizer, or hold an
 idle one. A scaler that is new also says how many of the numbered ones were made before
-it, so that scalers used in another order on another rank raise at the second one. What
-cannot be told apart: two optimizers that a rank steps in another order from the very
+it, so that scalers used in another order on another rank raise at the second one. One
+mistake cannot be detected: a rank that steps two optimizers in another order from the
 first iteration on.
 
 [Note: Closing an iteration]
@@ -33,7 +33,7 @@ that suddenly has *more* syncs than ever before, alone, is heard in the next ite
 [Note: When the host reads]
 On a CPU the host reads the rows in the sync itself. On an accelerator that would wait
 for the device, so the host reads them at its next sync, and makes the same checks then.
-The first iterations are read at once on an accelerator, too: a wrong set-up is found in
+The first iterations are read at once also on an accelerator: a wrong set-up is found in
 its first step, and a clip learns which parameters are replicas (`replicas.py`). While a
 CUDA graph is captured nothing is read; the rows of its last replay are read at the next
 sync outside of the graph.
@@ -42,8 +42,8 @@ sync outside of the graph.
 A rank can fail alone (an fp16 gradient that is not allowed). It still sends its row,
 with ``failed`` set, and then raises its own error; the others raise PeerFailedError
 instead of waiting. Where the host reads the rows later, ``failed`` implies
-``found_inf``, so that no rank steps meanwhile, and whoever reads of a failure at the
-next sync sends that it fails there, too. Wrong call order is told in the same way,
+``found_inf``, so that no rank steps meanwhile, and a rank that reads of a failure at
+the next sync sends that it also fails there. Wrong call order is told in the same way,
 since it may be the mistake of one rank; nothing was under way then.
 
 Where rows are read at once every rank knows of a failure in the same sync. From there
@@ -184,7 +184,7 @@ class Rows:
         self.highest, self.lowest = map(Row._make, ends.tolist())
 
     def value(self, name: str) -> float | None:
-        """Return what all ranks share; None if no rank compares it."""
+        """Return the value that all ranks share; None if no rank compares it."""
         value: float = getattr(self.highest, name)
         return None if value == -math.inf else value
 
@@ -247,7 +247,7 @@ class SyncResult:
     def read(self) -> Rows:
         """Return the rows on the host; synchronises once at most.
 
-        What it raises once it does not raise again at the next sync.
+        An error that it has raised is not raised again at the next sync.
 
         Raises:
             PeerFailedError: another rank raised.

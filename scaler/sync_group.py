@@ -1,15 +1,15 @@
 """Which ranks sync, as one process group, and the collective over it.
 
 [Note: Which ranks sync]
-The group of a sync must never follow from what one rank happens to hold: a rank with
-plain tensors only, or without gradients, would pick another group than its peers and
-both would wait for ever. Nor can it be read off the parameters: stages of one pipeline
-on separate meshes look exactly like independent models on separate meshes, and the
-plain parameters of a pipeline stage look exactly like those of a replica. The two
-mistakes do not weigh the same: syncing with too few ranks trains on silently with
-different scales, syncing with too many is loud or harmless. So all ranks of the default
-process group sync by default, whatever they hold; other ranks are named in the
-constructor, by a group or a mesh that each of them has.
+The group of a sync must not depend on the tensors of one rank: a rank with plain
+tensors only, or without gradients, would pick another group than its peers and both
+would wait for ever. Nor can it be read off the parameters: stages of one pipeline on
+separate meshes look exactly like independent models on separate meshes, and the plain
+parameters of a pipeline stage look exactly like those of a replica. The two mistakes do
+not weigh the same: syncing with too few ranks trains on silently with different scales,
+syncing with too many is loud or harmless. So all ranks of the default process group
+sync by default, whatever they hold; other ranks are named in the constructor, by a
+group or a mesh that each of them has.
 
 [Note: One collective]
 gloo sends rows by an all-to-all, directly from rank to rank. For small messages that is
@@ -153,9 +153,9 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
 
 
 def exchange(group: dist.ProcessGroup, method: str, mine: torch.Tensor) -> torch.Tensor:
-    """Return what all ranks bring, (number of ranks, elements); one collective.
+    """Return the rows of all ranks, (number of ranks, elements); one collective.
 
-    The error of a broken one says for which ``method``, and what may be missing.
+    The error of a broken collective names the ``method`` and the possible cause.
     """
     ranks, state = group.size(), state_of(group)
     try:

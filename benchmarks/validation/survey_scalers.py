@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -26,6 +27,7 @@ from gradparity.benchmarks.validation.survey_scalers_run import (
     read_record,
 )
 from gradparity.conformance.files import write_whole
+from gradparity.conformance.judge.law import LAWS
 from gradparity.conformance.report.records import Report, ReportError
 from gradparity.conformance.report.table import escape, legible
 from gradparity.conformance.space.catalogue import PRESETS
@@ -37,23 +39,45 @@ __all__ = ["main", "render"]
 _TEXT = """\
 # Known scalers
 
-What the catalogue says of scalers that people use. Made by `gradparity bench
-survey-scalers` from the reports of one run; nothing here is written by hand.
+Results of scalers that people use, in one run of the catalogue.
 
 {provenance}
 
 {summary}
 
-A case is one scaler in one scenario. A call that raised or never came back breaks
-`liveness.completes`; what could not be judged after it is undecided. Scalers of other
-projects are called through the adapters in `fixtures/peers.py`, which must first pass
-{smoke} scenarios that every loss scaler gets right. The rule of growth is torch's: a
-project that documents another one fails `scale.rule` by design, not by accident.
+- A case is one scaler in one scenario. A call that raises or hangs fails
+  `liveness.completes` and leaves later checks undecided.
+- Scalers of other projects run through the adapters in `fixtures/peers.py`. Each must
+  first pass {smoke} scenarios that every loss scaler gets right.
+- `scale.rule` checks torch's rule of growth. A project that documents another rule
+  fails it by design.
 
-*Alone* says whether a script of the example that needs only torch and the scaler,
-without gradparity's harness, shows a violation too. Its judge is coarser: finer laws
-(parity of updates, bitwise transparency) may be beyond it.
+## Failed cases by check
+
+{counts}
+
+## Examples
+
+    gradparity replay --scaler SPEC SCENARIO
+
+{alone}
+
+{examples}
+
+<!-- Written by `gradparity bench survey-scalers` from the reports of one run. -->
 """
+
+
+class Example(NamedTuple):
+    """One check that a scaler fails, with its smallest example."""
+
+    scaler: str
+    law: str
+    n_cases: int
+    scenario: str
+    message: str
+    alone: str
+    """``yes`` if a script without gradparity fails, ``no`` or ``not run``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,17 +129,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def render(record: Record) -> str:
     """The page as Markdown."""
-    head = _TEXT.format(
+    examples_of_run = [*_examples(record)]
+    return _TEXT.format(
         provenance=_provenance(record.run),
         summary="\n".join(_summary(record)),
         smoke=len(SMOKE),
+        counts="\n".join(_counts(examples_of_run)),
+        alone=_alone(examples_of_run),
+        examples="\n".join(_table(examples_of_run)),
     )
-    parts = [
-        "\n".join(_story(name, record))
-        for name, peer in PEERS.items()
-        if peer.spec in record.run.scalers
-    ]
-    return "\n".join([head, *(part for part in parts if part)])
 
 
 def _provenance(report: Report) -> str:
@@ -130,15 +152,15 @@ def _provenance(report: Report) -> str:
 
 
 def _summary(record: Record) -> Iterator[str]:
-    yield "| scaler | version | pass | fail | undecided | laws broken |"
+    yield "| scaler | version | pass | fail | undecided | SPEC |"
     yield "|---|---|---|---|---|---|"
-    yield _row("ours", "`gradparity.scaler.GradScaler`", "", record.run, OURS)
+    yield _row("ours", "`GradScaler`", "", record.run, OURS)
     reasons = not_judged(record)
     for name, peer in PEERS.items():
         number = f"{peer.package} {record.versions.get(peer.package, '')}".strip()
         if name in reasons:
             reason = escape(reasons[name])
-            yield f"| **{name}**: {peer.text} | {number} | not judged: {reason} | | | |"
+            yield f"| **{name}**: {peer.text} | {number} | | | | not judged: {reason} |"
         else:
             yield _row(name, peer.text, number, record.run, peer.spec)
 
@@ -147,37 +169,68 @@ def _row(name: str, text: str, number: str, report: Report, spec: str) -> str:
     cases = [case for case in report.cases if case.scaler == spec]
     counts = {s: sum(c.status == s for c in cases) for s in RANKING}
     undecided = len(cases) - counts["pass"] - counts["fail"]
-    broken = ", ".join(f"`{law}`" for law in broken_laws(cases)) or "none"
     return (
         f"| **{name}**: {text} | {number} | {counts['pass']} | {counts['fail']} "
-        f"| {undecided} | {broken} |"
+        f"| {undecided} | `{spec}` |"
     )
 
 
-def _story(name: str, record: Record) -> Iterator[str]:
-    """Each broken law of one scaler, with its smallest example."""
-    peer = PEERS[name]
-    cases = [case for case in record.run.cases if case.scaler == peer.spec]
-    said = {(each.scaler, each.law): each for each in record.confirmed}
-    broken = broken_laws(cases)
-    if not broken:
-        return
-    yield f"## {name}\n"
-    yield "| law | cases | an example | what was seen | alone |"
-    yield "|---|---|---|---|---|"
-    for law in broken:
-        found = examples(cases, law)
-        story = said.get((peer.spec, law))
-        alone = "not run" if story is None else "yes" if story.confirmed else "no"
-        shown = story.scenario if story else ""
-        case = next((c for c in found if c.scenario == shown), found[0])
-        verdict = next(v for v in case.failures if v.law == law)
-        seen = _seen(verdict)
-        yield f"| `{law}` | {len(found)} | `{case.scenario}` | {seen} | {alone} |"
-    yield f"\n    gradparity replay --scaler {peer.spec} SCENARIO\n"
+def _examples(record: Record) -> Iterator[Example]:
+    """Each check that each scaler fails, in the order of scalers and checks."""
+    story_by_key = {(each.scaler, each.law): each for each in record.confirmed}
+    for name, peer in PEERS.items():
+        cases = [case for case in record.run.cases if case.scaler == peer.spec]
+        for law in broken_laws(cases):
+            failed = examples(cases, law)
+            story = story_by_key.get((peer.spec, law))
+            alone = "not run" if story is None else "yes" if story.confirmed else "no"
+            shown = story.scenario if story else ""
+            case = next((c for c in failed if c.scenario == shown), failed[0])
+            verdict = next(v for v in case.failures if v.law == law)
+            yield Example(
+                name, law, len(failed), case.scenario, _message(verdict), alone
+            )
 
 
-def _seen(verdict: Verdict) -> str:
+def _counts(rows: Sequence[Example]) -> Iterator[str]:
+    names = [name for name in PEERS if any(each.scaler == name for each in rows)]
+    count_by_key = {(each.law, each.scaler): each.n_cases for each in rows}
+    yield f"| {' | '.join(['check', *names])} |"
+    yield "|---" * (len(names) + 1) + "|"
+    for law in LAWS:
+        counts = [count_by_key.get((law, name), 0) for name in names]
+        if any(counts):
+            yield f"| {' | '.join([f'`{law}`', *map(str, counts)])} |"
+
+
+def _alone(rows: Sequence[Example]) -> str:
+    """Sentence about scripts that need no gradparity, and those that do not fail."""
+    if not rows:
+        return "No check fails."
+    text = (
+        "Examples also run as a script that needs only torch and the scaler, with a "
+        "coarser comparison."
+    )
+    left = [each for each in rows if each.alone != "yes"]
+    if not left:
+        return f"{text} All of them fail there."
+    names = (f"{each.scaler} at `{each.law}` ({each.alone})" for each in left)
+    return f"{text} All of them fail there but {', '.join(names)}."
+
+
+def _table(rows: Sequence[Example]) -> Iterator[str]:
+    """One line for each example; scalers that fail alike share it."""
+    names_by_key: dict[tuple[str, str, str], list[str]] = {}
+    for each in sorted(rows, key=lambda each: [*LAWS].index(each.law)):
+        key = (each.law, each.scenario, each.message)
+        names_by_key.setdefault(key, []).append(each.scaler)
+    yield "| check | scaler | scenario | message |"
+    yield "|---|---|---|---|"
+    for (law, scenario, message), names in names_by_key.items():
+        yield f"| `{law}` | {', '.join(names)} | `{scenario}` | {message} |"
+
+
+def _message(verdict: Verdict) -> str:
     text = " ".join(verdict.message.split())
     return legible(text if len(text) <= 200 else text[:197] + "...")
 

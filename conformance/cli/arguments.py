@@ -296,7 +296,7 @@ def _seconds(text: str) -> float:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no positive time such as 60s, 5m or 1h"
+            f"{text!r} is not a positive time such as 60s, 5m or 1h"
         )
     return seconds
 
@@ -475,7 +475,7 @@ def _positive(text: str) -> float:
     try:
         number = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"must be positive, got {text}")
     return number
@@ -495,7 +495,7 @@ def _specs(text: str) -> list[str]:
     for spec in specs:
         if spec != "none" and not all(spec.partition(":")):
             raise argparse.ArgumentTypeError(
-                f"{spec!r} is no module:attribute, such as torch.amp:GradScaler"
+                f"{spec!r} is not module:attribute, such as torch.amp:GradScaler"
             )
     return specs
 
@@ -504,7 +504,7 @@ def _workload(text: str) -> str:
     """A workload, ``module:attribute``, or nothing."""
     if text and not all(text.partition(":")):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no module:attribute, such as mypackage.stack:Workload"
+            f"{text!r} is not module:attribute, such as mypackage.stack:Workload"
         )
     return text
 

@@ -1,6 +1,6 @@
 """The output of ``gradparity list`` and ``gradparity explain``.
 
-Torch is imported only for what is made: scenarios, and the meshes of a workload.
+Torch is imported only to make scenarios and the meshes of a workload.
 """
 
 from __future__ import annotations

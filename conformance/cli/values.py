@@ -1,6 +1,6 @@
 """Values that are checked before torch is imported, which takes seconds.
 
-What cannot be read from the sources of tables is checked later, by the tables.
+The tables check later what their sources do not show.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def load(spec: str) -> Any:
 
 
 def names_workload(found: Any) -> bool:
-    """True if what a spec names is a workload, or a class of them."""
+    """True if a spec names a workload or a workload class."""
     return hasattr(found, "meshes") and hasattr(found, "parallelize")
 
 
@@ -139,7 +139,7 @@ def _configured(found: Any, kind: Any, settings: Mapping[str, Any]) -> nn.Module
 
 
 def _problem(source: Source) -> str:
-    """Why the model cannot be made, or is too large; a verb and what follows."""
+    """Why the model cannot be made, or is too large; a verb with its object."""
     try:
         model = source.make()
     except (Exception, SystemExit) as error:

@@ -1,4 +1,4 @@
-"""The text of a workload file, from what was found of the model."""
+"""The text of a workload file, from the probed model."""
 
 from __future__ import annotations
 

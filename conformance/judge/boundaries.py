@@ -152,7 +152,7 @@ class Boundaries:
 
     @property
     def agreed(self) -> str:
-        """Say in words what was compared and agreed."""
+        """Say in words which tensors were compared and agree."""
         if not any(w.log.modules for w in self.ranks.values()):
             return "the stack shows no modules, so activations were not compared"
         if not self.compared:
@@ -312,7 +312,7 @@ class Boundaries:
         )
 
     def _came_in(self, rank: int, call: Call, way: Direction) -> str:
-        """Say in words what is known of a call's inputs; integers are not compared."""
+        """Describe the inputs of a call in words; integers are not compared."""
         sides = self.sides.get((call, way.enters), ())
         states = [self._state(rank, boundary) for boundary in sides]
         if any(state is not None for state in states):
@@ -375,7 +375,7 @@ class Boundaries:
     def _values(
         self, rank: int, boundary: Boundary, group: Sequence[int]
     ) -> Doubles | None:
-        """A rank's tensor, or the sum of those of ``group``."""
+        """A rank's tensor, or the sum over the ranks of ``group``."""
         mine = self.ranks[rank].log.passed[boundary]
         group = group or mine.summed_over
         if not group:

@@ -40,15 +40,15 @@ have the same one. So two further runs have the other one, each in half of the p
 - the derivative of a function that jumps, at an input near the jump;
 - the direction of a step that divides by the gradient, as above. It changes later
   gradients by far more than rounding: one weight that moves in the opposite direction
-  changes those of its neighbours by some percent. In half precision the noise of a
-  gradient is large enough for this to happen by chance, so signs of elements that are
-  no larger than it are flipped. In fp32 no such flip was ever seen, and a bound that
-  allowed for it would hide real faults.
+  changes the gradients of its neighbours by some percent. In half precision the noise
+  of a gradient is large enough for this to happen by chance, so signs of elements that
+  are no larger than it are flipped. In fp32 no such flip was ever seen, and a bound
+  that allowed for it would hide real faults.
 
-What such a run changes, against the plain run, is an effect and no rounding: it says
-nothing of the noise of other tensors, so no median contains it. A right run may have
-any part of both runs' effects, which to first order add. Half of the larger one times 8
-is at least twice that of all together.
+The change of such a run against the plain run is not rounding. It does not show the
+noise of other tensors, so no median contains it. A right run may have any part of both
+runs' effects, which to first order add. Half of the larger one times 8 is at least
+twice that of all together.
 
 [Note: Bias corrections]
 ``torch.compile(optimizer.step)`` and ``capturable=True`` compute Adam's ``1 - beta**t``
@@ -66,14 +66,14 @@ plain one it rounds each half-precision result once more, at random.
 [Note: Rounded state]
 An optimizer that keeps its state in 8 bits rounds it by blocks of elements, and the
 blocks of a rank's shards are not those of the whole parameter; shards may also be too
-small to be rounded at all. What differs so is no noise: eight times it would hide whole
-tensors of a 4-bit state. So where a workload says ``rounds_state``, all references give
-the optimizer each parameter in the shards that optimizers on the ranks had. Of an
-optimizer of copies nobody sees them; there further references cut parameters along
-dim 0, in several numbers of parts, and what these differ by is noise.
-A value beside a tie is rounded to the other side by any noise, seldom in one of five
-runs. So in each noisy run what optimizers get is moved by as little as takes some
-elements of a state past a tie.
+small to be rounded at all. Such a difference is not noise: eight times it would hide
+whole tensors of a 4-bit state. So where a workload says ``rounds_state``, all
+references give the optimizer each parameter in the shards that optimizers on the ranks
+had. Of an optimizer of copies nobody sees them; there further references cut parameters
+along dim 0, in several numbers of parts, and what these differ by is noise. A value
+beside a tie is rounded to the other side by any noise, seldom in one of five runs. So
+in each noisy run what optimizers get is moved by as little as takes some elements of a
+state past a tie.
 """
 
 from __future__ import annotations
@@ -330,7 +330,7 @@ def _sides(
     *,
     inputs: bool = True,
 ) -> list[Reference]:
-    """Runs that have what rounding decides on the other side; see [Note: Sides].
+    """Runs in which choices that rounding decides go the other way; see [Note: Sides].
 
     Args:
         scenario: scenario to train.
@@ -377,7 +377,7 @@ def _hidden(truth: Reference, moved: Sequence[Tensors]) -> list[Tensors]:
 
 
 def _moves(truth: Reference) -> list[dict[str, NDArray[np.bool_]]]:
-    """Elements that a step moves by at least what a stored fp32 parameter can show."""
+    """Elements that a step moves by at least one unit of a stored fp32 parameter."""
     before = {n: np.zeros(t.shape) for n, t in truth.start.items()}
     moving = []
     for now, least in zip(truth.updates, _spacings(truth, truth.updates), strict=True):

@@ -62,7 +62,7 @@ class Measure:
 
     @property
     def compares(self) -> bool:
-        """True if the bound tells a right value from one that is not there.
+        """True if the bound is tight enough to reject zeros.
 
         With a bound as large as the truth, zeros would pass. Where the truth is zero
         they are right.

@@ -43,11 +43,11 @@ def doubts_of(
     doubts = [*_drawn(steps, text), *_chose(steps), *_stepped_late(steps, line)]
     if _cuts_rows(scenario) and not rows_apart(scenario.model):
         text = (
-            "gradients are no sums over rows here: where the batch is cut the "
-            "reference differs from itself, in fp64, too. A layer that looks at all "
-            "rows at once does that. Write shard or micro_batches if parts are to give "
-            "what the whole does, or, if train_step gathers what it needs of other "
-            f"ranks: {line}"
+            "gradients are not sums over rows here: if the batch is cut, the reference "
+            "differs from itself even in fp64. A layer that uses all rows at once does "
+            "that. Write shard or micro_batches so that parts give the result of the "
+            "whole. If train_step gathers what it needs from other ranks: "
+            f"{line}"
         )
         doubts.append(Doubt(since_step=0, text=text))
     if unclear:

@@ -214,7 +214,7 @@ def _finding(law: Law, evidence: Evidence) -> Finding:
     if random and law.chapter in _REFERENCE:
         return skipped("random layers are on: every other recipe turns them off")
     if not (evidence.scaler or law.of_stack):
-        return skipped("a check of scalers, and this run has none")
+        return skipped("a check of scalers, and this run has no scaler")
     finding = law.judge(evidence)
     doubt = ""
     if finding.status == Status.FAIL and law.chapter in _REFERENCE:
@@ -236,12 +236,12 @@ def _if_enough(law: Law, finding: Finding, evidence: Evidence) -> Finding:
     message = f"{n_compared} of {due} comparisons could be made{needed}: "
     message += law.hidden
     if not due and law.hidden == STOPPED and not evidence.unseen:
-        message = "nothing of it was due in this run"
+        message = "this run had nothing to compare"
     return replace(finding, status=Status.INCONCLUSIVE, message=message)
 
 
 def _doubt_of(law: Law, finding: Finding, evidence: Evidence) -> str:
-    """Why the reference may be what departs there, or the empty string."""
+    """Reason why the reference may be wrong there, or the empty string."""
     if narrow := narrowed(evidence):
         return narrow
     parity, step = evidence.parity, finding.step
@@ -254,8 +254,8 @@ def _doubt_of(law: Law, finding: Finding, evidence: Evidence) -> str:
 def of_buffer(name: str) -> str:
     """Say what to do about a buffer that differs."""
     return (
-        f"{name} is a buffer: have all ranks move it by what all of them see, or, if "
-        "each is to have its own, add to the workload: local_buffers = "
+        f"{name} is a buffer: let all ranks compute it from the data of all ranks. If "
+        "each rank has its own, add to the workload: local_buffers = "
         f'("{name.rpartition(".")[2]}",)'
     )
 

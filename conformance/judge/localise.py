@@ -224,9 +224,9 @@ class _Gradients:
             and abs(self._unweighted() - 1) <= self.rest
         ):
             return (
-                ", and right where all ranks weigh the same: what backward starts from "
-                "(sum x ranks / count of the whole batch) is no mean of what was "
-                f"counted here. {due}"
+                ", and right where all ranks weigh the same: backward starts from "
+                "sum x ranks / count of the whole batch, which is not a mean of the "
+                f"counts here. {due}"
             )
         axes = [n for n in self.facts.axes.values() if n > 1]
         parts = {*axes, math.prod(axes), self.facts.passes} - {1}
@@ -243,7 +243,7 @@ class _Gradients:
         return sum(losses) / len(losses) / (self.truth_loss or 1.0)
 
     def circumstances(self, where: str) -> str:
-        """Say what happened just before, or may be meant so.
+        """Describe the last event before the difference, or a likely intention.
 
         Args:
             where: the kind of place that was found, as in ``Location``.
@@ -266,7 +266,8 @@ class _Gradients:
     def _is_rounded(self) -> bool:
         """Return whether the errors look like sums over ranks in 16 bits.
 
-        Rounding goes in all directions: what a common factor explains is none.
+        Rounding goes in all directions: a difference with a common factor is not
+        rounding.
         """
         rows = self.departed["gradient"]
         # largest error of a sum in bf16
@@ -283,7 +284,7 @@ class _Gradients:
         """The line to add for training that is no single step.
 
         Only where nothing else explains what differs, and the workload may have it: a
-        fault that the one rank has, too, would be hidden.
+        fault that one rank also has would be hidden.
         """
         workload = self.scenario.workload
         may = not (workload.one_rank or workload.scheduler)  # refused beside it
@@ -303,7 +304,7 @@ class _Gradients:
         if explained or found.factor is not None or not rows:
             return ""
         return (
-            "; if this is no single step from averaged gradients (SAM, PowerSGD), "
+            "; if this is not a single step from averaged gradients (SAM, PowerSGD), "
             + REFERENCE_LINE
         )
 
@@ -402,7 +403,7 @@ class _Gradients:
     def _compared_count(self) -> int:
         """Number of gradients that can show a factor: not zero, not only rounding.
 
-        A right one that is no multiple of the truth is only rounding.
+        A right gradient that is not a multiple of the truth differs by rounding only.
         """
         return sum(
             name in self.names

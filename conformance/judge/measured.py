@@ -122,7 +122,7 @@ class Parity:
     def add(
         self, kind: str, rows: Sequence[ParityRow], elements: int, left_out: int = 0
     ) -> None:
-        """Add what was measured of one tensor on one rank at one step.
+        """Add the measures of one tensor on one rank at one step.
 
         Args:
             kind: see ``ParityRow``.
@@ -156,8 +156,8 @@ class Parity:
     def doubt(self, step: int, kind: str, parameter: str | None) -> Doubt | None:
         """The doubt that makes a departure inconclusive, if there is one.
 
-        Such a doubt covers all other departures, too: what departs before it began has
-        another cause, which may also explain what departs later.
+        Such a doubt also covers other differences. A difference before the doubt began
+        has another cause, which may also explain later differences.
         """
         rows = [*self.departed.get("gradient", ()), *self.departed.get("update", ())]
         places = [(step, kind, parameter)]

@@ -2,7 +2,7 @@
 
 With ``reference = "one rank"`` a workload is compared with its own ``train_step`` on a
 mesh of the same axes at size 1, over the whole batch. Such a reference knows nothing of
-what training should be: a fault that one rank has, too, is in it.
+what training should be: it contains a fault that one rank also has.
 
 [Note: Truth on one rank]
 The truth is the run in fp64. A stack that raises in fp64, or that keeps another dtype,
@@ -22,12 +22,12 @@ gradients of two steps must stay as they are. A stack that takes one micro-batch
 or a loss that couples rows, is not cut.
 
 [Note: Draws without effect]
-Random numbers that a train_step draws depend on the number of ranks, so what it trains
-may, too, and nothing is decided. It may be that they have no effect: a trainer shuffles
-the rows that it sums over. That is shown as it is for rows: with other numbers in each
-step the gradients in fp64 must stay as they are. If they do, each noisy run draws other
-numbers. A stack that seeds the generator itself draws the same ones again, which shows
-nothing.
+Random numbers of a train_step depend on the number of ranks. So its results may also
+depend on that number, and the check is undecided. It may be that they have no effect: a
+trainer shuffles the rows that it sums over. That is shown as it is for rows: with other
+numbers in each step the gradients in fp64 must stay as they are. If they do, each noisy
+run draws other numbers. A stack that seeds the generator itself draws the same ones
+again, which shows nothing.
 """
 
 from __future__ import annotations

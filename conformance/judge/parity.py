@@ -40,7 +40,7 @@ __all__ = [
 
 
 def demanded_schedule(*phases: Sequence[RankTrace]) -> Schedule:
-    """Skips and scales that the rule demands, and what the stack's schedules move.
+    """Skips and scales that the rule demands, and settings that the schedules change.
 
     The scale is the one of the first rank; whether ranks agree on it is another law's
     business.
@@ -470,7 +470,7 @@ def _compare(
     truth: tuple[Doubles, NDArray[np.int64]],
     bounds: tuple[float, float],
 ) -> list[ParityRow]:
-    """The measures of a tensor; none where it is not there, or has no bound."""
+    """The measures of a tensor; empty if it is missing or has no bound."""
     kind, step, name, rank = where
     whole, index = truth
     if not len(index) or values is None or not all(np.isfinite(bounds)):

@@ -282,7 +282,7 @@ def _train(
 def _uncompiled() -> Iterator[None]:
     """Run the user's model and optimizer without ``torch.compile``.
 
-    Compiled code is what is judged. A reference also runs under dispatch modes, which
+    The comparison runs compiled code. A reference also runs under dispatch modes, which
     must not meet compiled code.
     """
     with torch.compiler.set_stance("force_eager"):
@@ -455,7 +455,7 @@ class ReferenceRun:
         return new_tensors_in_fp64(self.key.model) if wide else nullcontext()
 
     def _round_gradients(self) -> None:
-        """Round what has been added up so far, where a stack reduces in less."""
+        """Round the sum so far, if a stack reduces in a narrower dtype."""
         dtype = self.key.reduced_in
         if dtype is None or self.variant.double:
             return
@@ -613,7 +613,7 @@ def _in_the_form_of(held: Any, value: Setting) -> Any:
 
 
 class _Calls(nn.Module):
-    """A module around a model that calls what it is given."""
+    """A module around a model that calls a given function."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -630,8 +630,8 @@ def rows_apart(model: str) -> bool:
 
     Rows of a workload's own micro-batches may depend on each other: several sequences
     may be packed in one. Gradients are no sums if a layer uses all rows at once, such
-    as batch statistics. Then training on parts is a different training, in fp64, too,
-    and its distance would be taken for noise.
+    as batch statistics. Then training on parts is a different training even in fp64,
+    and its distance would count as noise.
 
     Args:
         model: a name of the fixtures, or the spec of a workload.

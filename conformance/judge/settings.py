@@ -1,11 +1,10 @@
 """Settings of optimizers that a stack's own schedules move.
 
 A ``train_step`` may move the learning rate, and with it betas, momentum or weight
-decay. With the workload's ``scheduler`` the reference takes what that sets, and the
-stack's values are judged like all else. Without one only the stack knows what they
-should be, so the reference takes the values that the ranks step with: they are
-believed, and all that is made of them is judged. A value that never moves is not taken:
-it must be that of the workload's ``optimizer``.
+decay. With the workload's ``scheduler`` the reference takes its values, and the stack's
+values are checked. Without a ``scheduler`` only the stack knows the right values. Then
+the reference trusts the values of the ranks and checks the updates. A value that never
+moves is not taken: it must be that of the workload's ``optimizer``.
 """
 
 from __future__ import annotations
@@ -159,10 +158,10 @@ def against_planned(
     planned: Sequence[Settings],
     whose: str,
 ) -> StackSchedule:
-    """Find what the ranks have moved, if the reference takes ``planned`` settings.
+    """Find settings that ranks changed, if the reference takes ``planned`` ones.
 
-    These are those of ``whose``, in words. The reference then follows nothing, and says
-    where ranks step with other values.
+    ``whose`` names their owner in messages. The reference then follows nothing, and
+    says where ranks step with other values.
     """
     for step, (seen, settings) in enumerate(zip(steps, planned, strict=False)):
         for name, key, want in settings:
@@ -185,7 +184,7 @@ def _equal(value: Setting, want: Setting) -> bool:
 
 
 def other_setting(at: StepTrace, whole: StepTrace) -> tuple[int, str]:
-    """Compare what a rank steps with in a step of two runs.
+    """Compare the settings of a rank in one step of two runs.
 
     Returns:
         The number of equal settings; and the first that is another one in words, or
@@ -219,8 +218,8 @@ def _of_copies(
 ) -> tuple[dict[str, _Values], str]:
     """Settings of optimizers that step none of the parameters themselves.
 
-    What all their groups have is what each parameter is stepped with. Of several values
-    nothing says which parameter has which.
+    A setting that all groups share applies to each parameter. Of several values nothing
+    says which parameter has which.
 
     Returns:
         Key -> the values that all groups on all ranks have; and what moves otherwise,

@@ -50,7 +50,7 @@ class InShards:
 
     @contextmanager
     def stepped(self) -> Iterator[None]:
-        """Give the shards their gradients; take what a step inside made of them."""
+        """Give the shards their gradients; take the values after a step inside."""
         if not self.places:
             yield
             return

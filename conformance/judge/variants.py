@@ -34,7 +34,7 @@ class Variant:
 
 
 def _in_order(*noise: Perturbation) -> tuple[Perturbation, ...]:
-    """Return the noise of a run that takes rows in the order of the truth."""
+    """Return the noise of a run with the row order of the fp64 run."""
     return RoundedWeights(only_ties=True), RoundedMatrices(), *noise, StateTies()
 
 

@@ -87,7 +87,7 @@ def _overwritten(root: nn.Module) -> set[nn.Module]:
 
 @contextmanager
 def buffers_as_they_are(stack: object) -> Iterator[None]:
-    """Undo what forward passes in this context do to the buffers of a stack."""
+    """Undo changes of a stack's buffers by forward passes in this context."""
     kept = [
         (module, name, buffer, buffer.detach().clone())
         for root in modules_in(stack)

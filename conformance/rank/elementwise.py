@@ -36,7 +36,7 @@ def not_elementwise(spec: str, optimizer: str) -> frozenset[str]:
     The probe steps with gradients and with a permutation of them: an elementwise
     optimizer gives the same updates, permuted. Where a state is rounded by blocks of
     elements, a permutation changes the blocks; there only the last element is changed,
-    and what is far from it must move by the same bits.
+    and distant elements must move by the same bits.
 
     Args:
         spec: a workload.
@@ -81,7 +81,7 @@ def not_elementwise(spec: str, optimizer: str) -> frozenset[str]:
 
 
 class HalfNoise(TorchDispatchMode):
-    """Rounds what is computed in half precision once more, at random."""
+    """Rounds results in half precision once more, at random."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch

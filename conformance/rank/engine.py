@@ -132,8 +132,8 @@ class Engine:
 
         Returns:
             The unscaled loss over this rank's rows, of which the mean over the ranks is
-            that of the batch; None on ranks that have no loss (all but the last stage
-            of a pipeline).
+            that of the batch; None on ranks that have no loss (every stage of a
+            pipeline except the last).
         """
         if self.schedule is not None:
             return self._pipeline_pass(self.share(batch), prepare)

@@ -73,9 +73,9 @@ class Events:
     def unread(self, optimizer: Any) -> dict[str, Tensor]:
         """Gradients that a scaler is about to read for an optimizer, each once a step.
 
-        Read when the optimizer is handed over: those of another one may be stale, or
-        not there yet, where networks train in turns. An optimizer of copies has none
-        by name, so all gradients that nobody was handed so far are read for it.
+        Read when the optimizer is handed over: if networks train in turns, gradients of
+        another optimizer may be stale or missing. An optimizer of copies has none by
+        name, so all gradients that nobody was handed so far are read for it.
         """
         if isinstance(optimizer, NoOptimizer):
             return {}
@@ -92,7 +92,7 @@ class Events:
         return next((n for n, each in numbered if each is optimizer), None)
 
     def _written(self, names: list[str]) -> frozenset[str]:
-        """Return which gradients were made or written since the first use."""
+        """Return names of gradients created or written since the first use."""
         gradients = local_gradients(self.engine)
         now = {n: (g, version_of(local_part(g))) for n, g in gradients.items()}
         if self._first_use is None:

@@ -42,7 +42,7 @@ Elements = tuple[str, str]
 
 
 def fold(ranks: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
-    """The traces of one world with decisions, settings, and what is late or left.
+    """The traces of one world with decisions, settings and ``left`` of each rank.
 
     Args:
         ranks: one trace a rank, as :func:`observe_rank` returns it.
@@ -78,7 +78,7 @@ def _is_own_skip(seen: StepTrace) -> bool:
 
 
 def steps_again(events: Iterable[Event]) -> int | None:
-    """Number of the first optimizer that steps what was stepped before, if one does.
+    """Index of the first optimizer that steps a parameter again, or None.
 
     One inside of another steps the same parameters once more only by name.
     """
@@ -167,7 +167,7 @@ def _parts(ranks: Sequence[RankTrace]) -> tuple[list[set[Member]], tuple[int, ..
 
 
 def _together(trace: RankTrace) -> Iterator[set[Member]]:
-    """Yield what belongs together by one event of a rank."""
+    """Yield sets of optimizers and parameters that one event of a rank joins."""
     places: dict[int, int] = {}
     for seen in trace.steps:
         for event, outer in _calls(seen.events):
@@ -229,7 +229,7 @@ def _uses(trace: RankTrace) -> tuple[set[Elements], set[Elements], set[Elements]
 def _folded(
     seen: StepTrace, trace: RankTrace, groups: _Groups, left: frozenset[str]
 ) -> StepTrace:
-    """A step with what its events say."""
+    """A step with the facts of its events."""
     settings: dict[str, dict[str, Setting]] = {}
     copies: dict[int, list[dict[str, Setting]]] = {}
     handed: set[int] = set()
@@ -264,11 +264,11 @@ def _folded(
 def _after_a_step(events: Iterable[Event]) -> Iterator[Event]:
     """Uses of gradients that a forward has made after an optimizer moved weights.
 
-    A hook on all modules would be traced into what a user compiles: that a forward ran
-    is seen by the nodes of the autograd graph, which it makes. A sum of losses that is
-    logged makes some, too; but it writes no gradient. Of an optimizer of copies nobody
-    sees which gradients it uses, and one whose parameters are all frozen uses none: the
-    loss may be that of the later forward all the same.
+    A hook on all modules would be traced into code that a user compiles. So nodes of
+    the autograd graph show that a forward ran. A logged sum of losses also creates
+    nodes, but writes no gradient. The gradients that an optimizer of copies uses are
+    not visible, and an optimizer of frozen parameters uses none: the loss may still
+    belong to the later forward.
     """
     moved: int | None = None  # nodes when the first one had stepped
     evaluated: dict[int, int] = {}  # optimizer -> nodes at its first use

@@ -31,7 +31,7 @@ class JudgedError(Exception):
     """The run cannot continue because of the judged scaler; carries the trace.
 
     Either a legal call raised (``trace.problem`` says which), or a stray collective has
-    corrupted the one that is checked after each step.
+    corrupted the collective that is checked after each step.
     """
 
     def __init__(self, trace: RankTrace) -> None:
@@ -215,7 +215,7 @@ class Judged:
 def _probe(
     scaler: Any, optimizers: Sequence[Optimizer], read_state: ReadState, watch: Watch
 ) -> list[Misuse]:
-    """Make legal and illegal calls in turn and note what the illegal ones did.
+    """Make legal and illegal calls in turn and note the effects of illegal calls.
 
     Args:
         scaler: the judged scaler, after an ``update``.

@@ -4,7 +4,7 @@ A model is laid out twice. The first time every parameter is filled with its own
 numbers: the values that each rank then holds are the map from local elements to the
 full tensor, for any placements. That layout is dropped, and the model is laid out with
 its true values, which are compared through the map. This needs no knowledge of sharding
-internals, the judge writes nothing into what it judges, and ranks with equal maps hold
+internals, the judge writes nothing into the model, and ranks with equal maps hold
 replicas.
 
 A workload with a method ``weights`` describes the local parts itself (``local_parts``),
@@ -291,9 +291,11 @@ def _check_trainable(
         raise workload.refuse("parallelize", f"{text} train_step that trains it")
     for name, part in parts.items():
         if not isinstance(part.tensor, nn.Parameter):
-            text = f"gave {name}, which is no nn.Parameter: without a train_step the"
+            text = (
+                f"returned {name}, which is not an nn.Parameter: without a train_step"
+            )
             raise workload.refuse(
-                "weights", f"{text} judge's optimizer takes what it gives"
+                "weights", f"{text} gradparity trains what it returns"
             )
 
 

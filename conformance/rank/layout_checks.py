@@ -37,7 +37,7 @@ def same_everywhere(
     Args:
         workload: the workload.
         call: name of the call.
-        made: its tensors by name; the same names on every rank.
+        made: tensors of the result by name; the same names on every rank.
 
     Raises:
         WorkloadError: on every rank, so that none waits for another.
@@ -168,7 +168,7 @@ def _content(batch: Batch) -> int:
 
 
 def distinct(places: NDArray[np.int64]) -> int:
-    """How many different element numbers there are: counted, sorting takes longer."""
+    """Number of different element numbers. Counting them is faster than sorting."""
     return int(np.count_nonzero(np.bincount(places)))
 
 

@@ -120,7 +120,7 @@ def read_local_parts(
 def by_full_name(
     workload: ResolvedWorkload, call: str, given: Any, whole: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Rename values by names of wrapped parameters to those of the model.
+    """Rename values from names of wrapped parameters to names of the model.
 
     Raises:
         WorkloadError: for a name that the model does not have, or has under another.

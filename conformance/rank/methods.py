@@ -1,6 +1,6 @@
-"""Methods of a scaler that are about an optimizer, by what each of them does.
+"""Methods of a scaler that are about an optimizer, by their effect.
 
-Names are torch's, and those of scalers that clip.
+Names are those of torch and of scalers that clip.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ def watch_modules(
     names: Mapping[nn.Module, str],
     calls: CallLog | None = None,
 ) -> Iterator[ModuleLog]:
-    """Record what passes the boundaries of modules.
+    """Record the tensors at the boundaries of modules.
 
     Args:
         roots: modules that hold all others. An outermost call (of a root, its wrapped

@@ -261,10 +261,10 @@ class CallLog(Observer):
 class ReductionLog(CallLog):
     """Records the reductions of gradients, from the first backward to the step.
 
-    Gradients of activations are reduced in backward, too, in the dtype of the compute,
-    and that is right. The running autograd node distinguishes them ([Note: Whose
-    gradient is reduced]); their size cannot, because an activation may have the size of
-    a parameter.
+    Gradients of activations are also reduced in backward, in the compute dtype, which
+    is right. The running autograd node distinguishes them ([Note: Whose gradient is
+    reduced]); their size cannot, because an activation may have the size of a
+    parameter.
     """
 
     def __init__(self) -> None:
@@ -319,7 +319,7 @@ class ReductionLog(CallLog):
 
 
 def _is_of_parameter(shape: tuple[int, ...]) -> bool:
-    """True if what is being reduced is the gradient of a parameter.
+    """True if the reduced tensor is the gradient of a parameter.
 
     [Note: Whose gradient is reduced]
     Hooks on gradients run in no node of the graph, or in the one that accumulates into

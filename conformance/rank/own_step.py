@@ -98,7 +98,7 @@ _CHECKPOINT = ("save_checkpoint", "load_checkpoint")
 
 
 def _is_of_none(error: BaseException | None) -> bool:
-    """True if an attribute of None was asked for, as of a scaler that is not there."""
+    """True if user code used ``scaler`` although it is None."""
     while error is not None:
         if isinstance(error, AttributeError) and error.name and error.obj is None:
             return True
@@ -121,8 +121,8 @@ def _scaler_at_fault() -> Iterator[None]:
 def _no_autocast_cache() -> Iterator[None]:
     """Have autocast cast each weight anew, also if autocast is off here.
 
-    A cast weight that is kept has the graph of the backward before: what a later
-    micro-batch adds to it would be lost.
+    A kept cast of a weight has the graph of the previous backward: a gradient of a
+    later micro-batch would be lost.
     """
     was = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -331,7 +331,7 @@ class OwnStep:
 
     @contextmanager
     def _checkpoint(self) -> Iterator[Callable[[], None]]:
-        """Save the stack; yields what loads it into the stack that is there then."""
+        """Save the stack; yields a function that loads it into a later stack."""
         save, load = self.workload.save_checkpoint, self.workload.load_checkpoint
         assert save is not None and load is not None
         first = dist.get_rank() == 0
@@ -371,7 +371,7 @@ class OwnStep:
             yield
 
     def _check_events(self, seen: StepTrace) -> None:
-        """Check that the events of a step say what can be compared.
+        """Check that the events of a step allow a comparison.
 
         Raises:
             WorkloadError: if a parameter stepped twice where one update is compared, or

@@ -1,10 +1,10 @@
 """Random layers: where the generators stand at the calls of a stack's modules.
 
 The numbers of a call follow from the state in which its generator was when the call
-began, so states say which calls draw alike, and no operator is watched: what a user
-compiles is compiled as without the judge. Of a layer without parameters the numbers are
-applied to its input. Ranks on which that is bitwise equal hold the same activation,
-whatever the layout, so no knowledge of placements is needed.
+began, so states say which calls draw alike, and no operator is watched: a user's code
+is compiled as without the judge. Of a layer without parameters the numbers are applied
+to its input. Ranks on which that is bitwise equal hold the same activation, whatever
+the layout, so no knowledge of placements is needed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Call:
 class DrawLog:
     """Notes which calls of modules draw random numbers while it is active, in order.
 
-    Seen are torch's default generators and those that a module has as an attribute. A
+    Covers torch's default generators and generators that are attributes of modules. A
     call in backward counts where gradients are enabled: that is a forward that runs
     again (activation checkpointing).
     """
@@ -184,7 +184,7 @@ class DrawLog:
 
 
 def _plain(name: str) -> str:
-    """A module's name without those of wrappers around it."""
+    """A module's name without the names of wrappers around it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -212,7 +212,7 @@ def _floating(tree: Any) -> Iterator[Tensor]:
 
 
 def _applied(tensors: list[Tensor]) -> tuple[str, bool]:
-    """Digest of what numbers are applied to, and whether that is like no other tensor.
+    """Digest of the tensor to which numbers are applied, and whether it is unique.
 
     Heads of an attention that starts at zero, or zeros themselves, are equal by
     accident on ranks that hold different ones: they say nothing.

@@ -26,7 +26,7 @@ Part = tuple[NDArray[np.int64], NDArray[Any]]
 
 
 def optimizer_states(engine: Engine) -> dict[str, dict[str, Any]]:
-    """This rank's part of what the optimizers remember of each parameter."""
+    """This rank's part of the optimizers' state of each parameter."""
     names = {id(p): name for name, p in engine.parameters.items()}
     return {
         names[id(parameter)]: {key: _flat(value) for key, value in state.items()}
@@ -44,7 +44,7 @@ def _flat(value: Any) -> Any:
 
 
 def gathered(traces: Sequence[RankTrace]) -> Saved:
-    """The whole state, of what every rank has kept of it."""
+    """The whole state, from the parts of all ranks."""
     saved = [(t, t.saved) for t in traces if t.saved is not None]
     names = dict.fromkeys(name for t in traces for name in t.index)
     states: dict[str, dict[str, Any]] = {}

@@ -1,16 +1,16 @@
 """Learned routers: the choices of the reference, recorded and made again on the ranks.
 
 A router that takes the top k of scores may choose another expert under another
-rounding, and what follows is another model: gradients of a right stack then differ by
-far more than noise. So choices are recorded in the fp64 reference, and where a rank's
-own choice differs from that within the noise of the scores, the reference's is taken.
+rounding, and then computes another model: gradients of a right stack differ by far more
+than noise. So choices are recorded in the fp64 reference, and where a rank's own choice
+differs from that within the noise of the scores, the reference's is taken.
 
 [Note: By content]
 A row of scores finds its row of the reference by being nearest to it, whatever the
 layout: rows or tokens may be split, permuted or cut into micro-batches, and forwards
-may run again. A row whose scores are no reference's within the noise is left alone:
-what is wrong then shows in gradients, as without this. Rows that are within the noise
-of two that choose differently are ambiguous; the run says how many there were.
+may run again. A row whose scores are no reference's within the noise is left alone: an
+error then shows in gradients, as without this replay. Rows that are within the noise of
+two that choose differently are ambiguous; the run says how many there were.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Choices:
 
 
 class ChoiceLog(Observer):
-    """Notes choices while it is active, and makes those of a reference again.
+    """Notes choices while it is active, and repeats the choices of a reference.
 
     As it stands below autograd, the gradient of what is taken flows to the score that
     was chosen, and indices and values agree.
@@ -122,7 +122,7 @@ class ChoiceLog(Observer):
         return values if keeps else values.squeeze(dim), taken
 
     def _choose(self, kind: str, scores: Tensor, mine: Tensor) -> Tensor:
-        """The choice of each row, after its scores and what it would choose."""
+        """The choice of each row, from its scores and its own choice."""
         self._rows.setdefault(kind, []).append((scores, mine))
         reference = self.reference.get(kind)
         if reference is None or not len(scores):
@@ -148,7 +148,7 @@ class ChoiceLog(Observer):
 
 
 def _numbers(scores: Tensor) -> Tensor:
-    """Scores in fp64; what is masked by its dtype's lowest number is ``MASKED``."""
+    """Scores in fp64; a score equal to its dtype's lowest number becomes ``MASKED``."""
     lowest = max(torch.finfo(scores.dtype).min, torch.finfo(torch.float32).min)
     return torch.where(scores <= lowest / 2, MASKED, scores.double()).cpu()
 

@@ -1,7 +1,7 @@
 """Scaler of a reference on one rank: it takes the decisions that the rule demands.
 
 It has the methods of torch's ``GradScaler``, and those that scalers add to them: the
-``train_step`` of a workload calls on one rank what it calls on the mesh.
+``train_step`` of a workload makes the same calls on one rank and on the mesh.
 """
 
 from __future__ import annotations

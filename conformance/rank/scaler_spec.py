@@ -57,7 +57,7 @@ class JudgedScaler(Protocol):
         """The scale as a number of Python."""
 
     def state_dict(self) -> dict[str, Any]:
-        """A state for ``load_state_dict``; ``_growth_tracker`` is read if it is there.
+        """A state for ``load_state_dict``; ``_growth_tracker`` is read if it exists.
 
         ``torch.load(weights_only=True)`` must be able to read it back.
         """
@@ -117,7 +117,7 @@ def _unfit(spec: str, text: str) -> UsageError:
 def refuse_unfit(
     ranks: BaseCluster, spec: str, folder: str, device: str = "cpu"
 ) -> None:
-    """Refuse a scaler that lacks what is called of it, before anything is run.
+    """Refuse a scaler without a required method, before anything runs.
 
     Args:
         ranks: where to construct it: a scaler may need a process group.
@@ -126,7 +126,7 @@ def refuse_unfit(
         device: where it is to work.
 
     Raises:
-        UsageError: says what it lacks.
+        UsageError: names the missing methods.
     """
     if spec == NO_SCALER:
         return
@@ -139,7 +139,7 @@ def refuse_unfit(
 
 
 def lacking(spec: str, folder: str, device: str) -> str:
-    """Say in words what the scaler lacks of :class:`JudgedScaler`, or return ""."""
+    """Name the methods of :class:`JudgedScaler` that the scaler lacks, or return ""."""
     factory = load_scaler(spec, folder)
     try:
         scaler = factory(**CONSTRUCTOR | {"device": device})

@@ -1,4 +1,4 @@
-"""Trace: what was observed on one rank, step by step, and nothing else.
+"""Trace: observations on one rank, step by step.
 
 Observed means: through the public protocol of the judged scaler (``get_scale``,
 ``state_dict``, ``step``, ``update``) and by its effect on the model. Arrays stay in
@@ -50,7 +50,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Misuse:
-    """A call in a wrong order, and what came of it."""
+    """A call in a wrong order, and its effect."""
 
     call: str
     """The call, in words."""

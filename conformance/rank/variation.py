@@ -80,7 +80,7 @@ class Variation:
 
         Args:
             model: is changed in place.
-            unit: unit roundoff of what is computed.
+            unit: unit roundoff of the compute dtype.
         """
         generator = torch.Generator().manual_seed(self.moved)
         for parameter in judged_parameters(model).values() if self.moved else ():
@@ -145,7 +145,7 @@ class Reduction:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def change_rest(self, optimizer: Optimizer) -> None:
-        """Change what an optimizer is about to use, unless backward has changed it."""
+        """Change an optimizer's gradients before use, unless backward changed them."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in self.reached:
@@ -182,5 +182,5 @@ class Alone:
 
     @property
     def scaled(self) -> bool:
-        """True if ``train_step`` gets a scaler: one that never acts is left out."""
+        """True if ``train_step`` gets a scaler that can act."""
         return any(self.skipped) or any(scale != 1.0 for scale in self.scales)

@@ -20,7 +20,7 @@ __all__ = ["NoOptimizer", "WatchedScaler", "watching_optimizers"]
 
 @contextmanager
 def watching_optimizers(note: Callable[[Kind, Optimizer], None]) -> Iterator[None]:
-    """Within it ``note`` is called with what happens to any optimizer of torch.
+    """Inside, ``note`` is called with each event of any torch optimizer.
 
     Kinds are ``BEGINS``, ``USES`` (once the gradients are there: after the optimizer's
     own hooks, and each time that a closure has made them) and ``STEPPED``.
@@ -70,7 +70,7 @@ class WatchedScaler:
 
         Args:
             scaler: the judged one.
-            watch: a context for a call; what that raises is the scaler's fault.
+            watch: a context for a call; its errors are the scaler's fault.
             inject: makes a loss bad where a fault is due, before it is scaled.
             handing: optimizer -> a context for a call that is handed it.
             new_scale: argument for ``update`` where it is given nothing.
@@ -123,7 +123,7 @@ class WatchedScaler:
     def _call(
         self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Call a method of the scaler, handing over what it is given."""
+        """Call a method of the scaler with the given arguments."""
         with ExitStack() as around:
             for optimizer in self._optimizers(name, [*args, *kwargs.values()]):
                 around.enter_context(self._handing(optimizer))

@@ -113,8 +113,8 @@ def _micro_batches(engine: Engine, step: int) -> list[Batch]:
 def _as_called(batches: Sequence[Batch], log: ModuleLog) -> list[Batch]:
     """The batches as the modules received them.
 
-    A pipeline cuts what it is given, and its first call infers shapes. Where calls have
-    other rows than the batches, and are more, nothing says which call is of which rows.
+    A pipeline cuts its input, and its first call infers shapes. Where calls have other
+    rows than the batches, and are more, nothing says which call is of which rows.
     """
     called = next(iter(log.rows), [])
     row_counts = [batch.tensors[0].shape[0] for batch in batches]

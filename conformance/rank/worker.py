@@ -80,7 +80,7 @@ def observe_rank(
     alone: Alone | None = None,
     files: str | None = None,
 ) -> RankTrace:
-    """Train ``scenario`` on this rank and return what was seen.
+    """Train ``scenario`` on this rank and return its trace.
 
     Args:
         scenario: scenario to train.

@@ -2,13 +2,13 @@
 
 [Note: Bounds]
 The reference side was recorded again as it is, and with its weights moved by a unit in
-the last place. What these runs differ by from the first is the noise of the job. A
-tensor may differ by ``FACTOR`` times the largest noise that it showed up to this step,
-and by no less than that of the median tensor of the step. A bound as large as the
-tensor compares nothing. An update may besides be off by a unit in the last place of
-each weight: a few elements round to the other side, which two nudged runs need not
-show. A second test takes the step as a whole: the median over tensors of distance over
-noise, above ``WHOLE``, is a difference that is spread.
+the last place. Their difference from the first run is the noise of the job. A tensor
+may differ by ``FACTOR`` times the largest noise that it showed up to this step, and by
+no less than that of the median tensor of the step. A bound as large as the tensor
+compares nothing. An update may besides be off by a unit in the last place of each
+weight: a few elements round to the other side, which two nudged runs need not show. A
+second test takes the step as a whole: the median over tensors of distance over noise,
+above ``WHOLE``, is a difference that is spread.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _tell_steps(
 def _obstacles(
     one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
 ) -> Iterator[tuple[int, str]]:
-    """Yield what keeps numbers from being compared: a code and a sentence."""
+    """Yield reasons why numbers cannot be compared: an exit code and a sentence."""
     if not steps:
         yield NOT_COMPARABLE, NO_STEP
         return
@@ -222,9 +222,9 @@ def _clipped(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
     alike = all(abs(norm - first) <= CLIPPED * first for norm in norms)
     if len(steps) > 1 and first > 0 and alike:
         yield (
-            f"clipped: all gradients together have the norm {first:.4g} at each "
-            "step on both sides, and a wrong factor of the loss is not seen: record "
-            "once without clipping"
+            f"clipped: the norm of the whole gradient is {first:.4g} at each step on "
+            "both sides, which hides a wrong factor of the loss: record once without "
+            "clipping"
         )
 
 
@@ -264,8 +264,8 @@ def _decide(
         found.code = DIFFERENT
         found.lines.insert(
             0,
-            f"step {far[0]} differs as a whole: the median tensor by "
-            f"{spread[far[0]]:.1f} times its noise, more than {WHOLE:g}",
+            f"step {far[0]} differs as a whole: the median tensor differs by "
+            f"{spread[far[0]]:.1f} times its noise (limit {WHOLE:g})",
         )
     else:
         largest = max(compared, key=lambda row: row.ratio)
@@ -367,7 +367,7 @@ def _noise(side: Side, name: str, step: int, kind: str) -> float:
 
 
 def _words(one: Run, mine: Whole, its: Whole, name: str, step: int, kind: str) -> str:
-    """Return what the second side is, where a sketch shows it."""
+    """Describe the second side relative to the first, where a sketch shows it."""
     if its.bad or mine.bad:
         return f"has {its.bad} elements that are not finite, the first side {mine.bad}"
     if not its.norm and mine.norm:
@@ -383,7 +383,7 @@ def _words(one: Run, mine: Whole, its: Whole, name: str, step: int, kind: str) -
     if before is not None and before.norm:
         late = its.distance(before) / before.norm
         if late <= 0.01:
-            return "is that of the step before"
+            return "is the tensor of the step before"
     return ""
 
 
@@ -397,7 +397,7 @@ def _where(one: Side, other: Side, step: int) -> tuple[list[Row], str]:
     names = {name: name for name in every}
     forward = list(_rows(one, other, names, [step], [OUTPUT]))
     if not forward:
-        return [], "where: no output of a block is known on both sides" if every else ""
+        return [], "where: no block has an output on both sides" if every else ""
     start = f"where: step {step}: "
     of = f"{len(forward)} of {len(every)} blocks"
     wrong = [row for row in forward if row.differs]
@@ -413,18 +413,18 @@ def _where(one: Side, other: Side, step: int) -> tuple[list[Row], str]:
     last = [n for n in every if (step, GRADIENT, n) in one.run.tensors][-1:]
     scaled = _scaled(other, one.run, step, last[0]) if last else None
     if scaled is None:
-        return forward, f"{same}Their gradients are not known on both sides"
+        return forward, f"{same}Their gradients were not recorded on both sides"
     backward = list(_rows(one, scaled, names, [step], [GRADIENT]))[::-1]
     wrong = [row for row in backward if row.differs]
     rows = forward + backward
     if not wrong:
         return rows, (
-            f"{same}So are the gradients of outputs: what differs is how gradients of "
-            "parameters are made from them, summed or kept"
+            f"{same}So are the gradients of outputs. Gradients of parameters are "
+            "computed, summed or kept in another way"
         )
     number = backward.index(wrong[0])
     if not number:
-        return rows, f"{same}In backward, the loss or what follows {wrong[0].name}"
+        return rows, f"{same}In backward, in the loss or after {wrong[0].name}"
     return rows, (
         f"{same}In backward through {backward[number - 1].name}: the gradient of the "
         f"output of {wrong[0].name} is the first that differs"
@@ -459,12 +459,12 @@ def _left_out(
     rows: Sequence[Row],
     steps: Sequence[int],
 ) -> Iterator[str]:
-    """Yield what was not compared, and why."""
+    """Yield one sentence for each part that was not compared, with the reason."""
     every = one.starts
     if unproved := [name for name in every if name not in names]:
         yield (
-            f"not compared: {len(unproved)} of {len(every)} tensors, no tensor of the "
-            f"other side has their start ({unproved[0]} first)"
+            f"not compared: {len(unproved)} of {len(every)} tensors, because no tensor "
+            f"of the other side has their initial values ({unproved[0]} first)"
         )
     compared = {(row.step, row.kind, row.name) for row in rows}
     absent: dict[str, list[tuple[int, str]]] = {}
@@ -475,13 +475,13 @@ def _left_out(
                 continue
             if (step, name) in one.skipped:
                 why = (
-                    "of steps that a scaler skips on both sides, for an inf: record "
+                    "because a scaler skips the step on both sides, for an inf: record "
                     "later --steps"
                 )
             elif not gradient.is_finite:
-                why = "which are not finite on both sides"
+                why = "because they are not finite on both sides"
             else:
-                why = "of which not all elements were recorded on both sides"
+                why = "because elements were not recorded on both sides"
             absent.setdefault(why, []).append((step, name))
     for why, keys in absent.items():
         step, name = keys[0]
@@ -499,14 +499,15 @@ def _left_out(
     if written:
         step, name = min(written)
         yield (
-            f"not compared: {len(written)} updates, the optimizer writes into the "
-            f"gradient ({name}, step {step}, first)"
+            f"not compared: {len(written)} updates, because the optimizer writes into "
+            f"the gradient ({name}, step {step}, first)"
         )
     blind = [row for row in rows if row.bound >= 1 and not row.differs]
     if blind:
         yield (
-            f"not compared: {len(blind)} of {len(rows)}, noise is as large as the "
-            f"tensor ({blind[0].kind} of {blind[0].name}, step {blind[0].step}, first)"
+            f"not compared: {len(blind)} of {len(rows)}, because noise is as large as "
+            f"the tensor ({blind[0].kind} of {blind[0].name}, step {blind[0].step}, "
+            "first)"
         )
     gradients = [key for key in other.replicas if key[1] == "gradient"]
     if gradients:

@@ -41,8 +41,8 @@ def proved_names(one: Run, other: Run) -> tuple[dict[str, str], str]:
     """Match names of the first side to names of the other by their initial weights.
 
     Returns:
-        Name of the first side -> name of the other, and what the user is told of the
-        start; no names if the sides began with other weights.
+        Name of the first side -> name of the other, and the sentence about the start;
+        no names if the sides began with other weights.
     """
     first = {*one.steps[:1], *other.steps[:1]}
     starts, theirs = one.starts, other.starts
@@ -143,13 +143,13 @@ def other_on_ranks(side: Side) -> Iterator[str]:
 def other_inputs(
     one: Run, other: Run, names: Mapping[str, str], step: int
 ) -> Iterator[str]:
-    """Yield what a step was given otherwise: rows, and settings of parameters."""
+    """Yield different inputs of a step: rows, and settings of parameters."""
     if not _same_rows(one, other, step):
         mine, its = one.rows[step], other.rows[step]
         yield (
             f"other rows: at step {step} the model was given {len(mine)} and "
             f"{len(its)} rows, {len(mine & its)} of them on both sides. Give both the "
-            "same data in the same order, such as without shuffling"
+            "same data in the same order, for example without shuffling"
             + (SKIPPED if mine < its or its < mine else "")
         )
     for name, key, mine, its in _settings(one, other, names, step):
@@ -158,24 +158,24 @@ def other_inputs(
 
 
 def other_again(side: Side, steps: Sequence[int]) -> Iterator[str]:
-    """Yield what a run for the noise did otherwise than the run it repeats.
+    """Yield differences of a noise run from the run that it repeats.
 
-    Weights are compared at step 0 alone: later ones may differ by the noise itself, and
-    those of nudged runs do from the start.
+    Weights are compared only at step 0. Later weights may differ by the noise, and
+    weights of nudged runs differ from the start.
     """
     advice = (
-        "so its noise says nothing. Seed the job, and if it goes on from its own "
-        "files, remove these before each run"
+        "so its noise cannot be used. Seed the job. If it resumes from files that it "
+        "wrote, remove them before each run"
     )
     for number, run in enumerate(side.noisy):
         name = f"nudged-{number} of {side.name}" if number else f"again of {side.name}"
         if absent := [step for step in steps if step not in run.steps]:
-            yield f"{name} has no step {absent[0]}, and plain has one, {advice}"
+            yield f"{name} has no step {absent[0]}, which plain has, {advice}"
         for weight in side.run.names("weight", 0) if number == 0 else ():
             key = (0, "weight", weight)
             its = run.tensors.get(key)
             if its is not None and its.digest != side.run.tensors[key].digest:
-                yield f"{name} began with other values of {weight}, {advice}"
+                yield f"{name} began with other values of {weight} than plain, {advice}"
         for step in steps:
             if not _same_rows(side.run, run, step):
                 yield f"{name} had other rows at step {step} than plain, {advice}"
@@ -209,7 +209,7 @@ def equal_inputs(
     padded = [step for step in unlike if _padded_alike(one, other, step)]
     computed = [step for step in unlike if _computed_alike(one, other, step)]
     cut = len(unlike) - len(padded) - len(computed)
-    end = f"; at {cut} their tokens are, in other pieces" if cut else ""
+    end = f"; at {cut} only their tokens, cut in other pieces" if cut else ""
     end += f"; at {len(padded)} but for padding" if padded else ""
     if computed:
         end += f"; at {len(computed)} up to rounding: the job computed some of them"
@@ -221,7 +221,7 @@ def equal_inputs(
     same = [all(mine == its for *_, mine, its in each) for each in pairs if each]
     settings = f"settings: equal at {sum(same)} of {len(steps)} steps"
     if all(same):
-        yield settings if same else "settings: not seen"
+        yield settings if same else "settings: not recorded"
 
 
 def _same_rows(one: Run, other: Run, step: int) -> bool:
@@ -278,7 +278,7 @@ def _settings(
 def lacking(
     one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
 ) -> Iterator[str]:
-    """Yield which replicas differ, and what one side lacks."""
+    """Yield replicas that differ, and tensors that one side lacks."""
     for side in (one, other):
         first_by_name = dict[str, int]()  # step at which its gradient differs
         for step, kind, name in sorted(side.run.replicas):
@@ -290,7 +290,7 @@ def lacking(
                 if (first := first_by_name.get(name, step)) < step:
                     end = f". Its gradient differs from step {first} on"
                 elif step == min(steps):
-                    end = ". If these are other tensors, give them other names"
+                    end = ". If these are different tensors, give them different names"
                 yield (
                     f"step {step}: replicas of {name} differ: rank {listed(ranks)} of "
                     f"{side.name} has other bits than the first rank with it{end}"
@@ -311,8 +311,8 @@ def lacking(
         if alone:
             more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
             yield (
-                f"{lacks.name} does not train {alone[0]}{more}: no optimizer that was "
-                f"recorded steps it, and one of {has.name} does"
+                f"{lacks.name} does not train {alone[0]}{more}: no recorded optimizer "
+                f"steps it, but one of {has.name} does"
             )
     for step in steps:
         for mine, its in names.items():

@@ -22,7 +22,8 @@ __all__ = ["compare_exactly"]
 def compare_exactly(one: Side, other: Side) -> Comparison:
     """Compare all that was recorded bit for bit, step by step.
 
-    Weights and states of the optimizer come first, then what a step adds to them.
+    Weights and states of the optimizer come first, then outputs of blocks and
+    gradients.
     """
     a, b = one.run, other.run
     steps = sorted({s for s, _, _ in a.tensors} & {s for s, _, _ in b.tensors})
@@ -44,8 +45,8 @@ def compare_exactly(one: Side, other: Side) -> Comparison:
     if parts:
         step, kind, name = parts[0]
         lines.append(
-            f"not compared: {len(parts)} tensors, of which not all elements were "
-            f"recorded on both sides ({_called(kind)} of {name}, step {step}, first)"
+            f"not compared: {len(parts)} tensors, because elements were not recorded "
+            f"on both sides ({_called(kind)} of {name}, step {step}, first)"
         )
     return Comparison(code=SAME, lines=lines)
 
@@ -80,7 +81,7 @@ def _inexact(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str]:
                 continue  # one side was recorded without modules
             if mine is None or its is None:
                 lacks = one if mine is None else other
-                yield f"step {step}: {lacks.name} has not {what}"
+                yield f"step {step}: {lacks.name} lacks {what}"
             elif (
                 mine.is_whole and its.is_whole and mine.digest != its.digest
             ) or mine.shape != its.shape:

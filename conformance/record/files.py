@@ -1,7 +1,7 @@
-"""Files of a recording: ``rank-N.safetensors`` and no pickle; what one rank recorded.
+"""Files of a recording: ``rank-N.safetensors``, one for each rank, no pickle.
 
 A folder of one run has a file for each rank that an optimizer stepped on. It is written
-under another name and renamed, so a file that is there is whole.
+under another name and renamed, so a file that exists is complete.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class _Header(msgspec.Struct):
 
 
 def write_rank(folder: Path, rank: int, recording: Recording) -> None:
-    """Write what a rank recorded, whole or not at all.
+    """Write the recording of a rank, whole or not at all.
 
     Raises:
         FileExistsError: if another process has recorded as this rank.
@@ -206,7 +206,7 @@ def _listed(rows: dict[int, list[Any]]) -> dict[int, list[Any]]:
 
 
 def read_run(*folders: Path) -> Iterator[tuple[int, Recording]]:
-    """Read what each rank of a run recorded.
+    """Read the recording of each rank of a run.
 
     Args:
         folders: folder of the run; one for each host if hosts share none.
@@ -222,18 +222,18 @@ def read_run(*folders: Path) -> Iterator[tuple[int, Recording]]:
     paths = [path for each in folders for path in each.glob("rank-*.safetensors")]
     if not paths:
         raise ValueError(
-            f"{listed}: holds no recording: no optimizer of torch was seen"
+            f"{listed}: has no recording, because no optimizer of torch ran"
         )
     recordings: dict[int, Recording] = {}
     for path in paths:
         if _rank_of(path) in recordings:
-            raise ValueError(f"{path}: another folder has this rank, too")
+            raise ValueError(f"{path}: another folder also has this rank")
         recordings[_rank_of(path)] = _read(path)
     size = max(recording.world_size for recording in recordings.values())
     missing = sorted({*range(size)} - {*recordings})
     if missing:
         ranks = ", ".join(map(str, missing))
-        raise ValueError(f"{listed}: of {size} ranks these wrote nothing: {ranks}")
+        raise ValueError(f"{listed}: these of {size} ranks wrote nothing: {ranks}")
     yield from sorted(recordings.items())
 
 
@@ -244,7 +244,7 @@ def _rank_of(path: Path) -> int:
 
 def _read(path: Path) -> Recording:
     if path.is_symlink() or path.parent.is_symlink() or not path.is_file():
-        raise ValueError(f"{path}: is no regular file")
+        raise ValueError(f"{path}: is not a regular file")
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}

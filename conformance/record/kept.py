@@ -2,13 +2,13 @@
 
 [Note: Sums over parts]
 Everything is keyed by the place of an element in the whole tensor, and adds up (or
-takes the larger one) over parts. So each rank keeps what it holds, nothing is sent, and
-any layout of one tensor gives the same whole. The digest is a sum of products of the
-bits of each element with a random odd word of its place, modulo 2^64: exact in any
-order. The sketch has 4 x 4 tiles of 32 buckets: each element goes into a bucket of its
-tile with a random sign. The norm of the difference of two sketches estimates the norm
-of the difference of two tensors, to about 5 %, or 15 % of one row or one tile; a tensor
-of at most 512 elements is kept whole.
+takes the larger one) over parts. So each rank keeps numbers of its own elements,
+nothing is sent, and any layout of one tensor gives the same whole. The digest is a sum
+of products of the bits of each element with a random odd word of its place, modulo
+2^64: exact in any order. The sketch has 4 x 4 tiles of 32 buckets: each element goes
+into a bucket of its tile with a random sign. The norm of the difference of two sketches
+estimates the norm of the difference of two tensors, to about 5 %, or 15 % of one row or
+one tile; a tensor of at most 512 elements is kept whole.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Kept:
     without a sketch."""
 
     def plus(self, other: Kept) -> Kept:
-        """The sum with what is kept of another part."""
+        """The sum with the numbers of another part."""
         assert self.sketch is not None and other.sketch is not None
         (a, b, c), (x, y, z) = self.numbers, other.numbers
         return Kept(
@@ -207,7 +207,7 @@ _room = [KEYS_BYTES]
 
 
 def _chunks(size: int, device: torch.device) -> range:
-    """First elements of what is worked on at once."""
+    """First elements of the blocks that are processed at once."""
     return range(0, size, CHUNKS.get(device.type, CHUNK))
 
 
@@ -241,7 +241,7 @@ def keep_bits(part: Tensor, box: Box, *, rounded: bool = False) -> Kept:
     Args:
         part: local elements, of any dtype and device; it is only read.
         box: where they lie in the whole.
-        rounded: keep the digest after rounding to bf16, too.
+        rounded: also keep the digest after rounding to bf16.
     """
     flat = part.detach().reshape(-1)
     digest = torch.zeros((), dtype=torch.int64, device=part.device)

@@ -2,7 +2,7 @@
 
 A copy that the host waits for also waits for all that was asked of the device before,
 which is the step of training. So numbers go there from pinned memory, and come back on
-a stream of their own, into pinned memory, with an event that says when they are there.
+a separate stream, into pinned memory, with an event for their arrival.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Merge: what all ranks of a run recorded, as one process would have it.
+"""Merge: recordings of all ranks of a run, as one process would have them.
 
 [Note: Parts by box]
 A part is counted by its place in the whole tensor. Ranks with the same place hold
@@ -75,7 +75,7 @@ class Whole:
     def is_rounded(self) -> bool:
         """True if each element is a number of bf16.
 
-        The bits of such a number in fp32 are those in bf16 and 16 zeros.
+        In fp32 such a number has its bits of bf16, followed by 16 zeros.
         """
         return self.rounded is not None and self.digest in (
             self.rounded,
@@ -101,7 +101,7 @@ def merge(parts: Iterable[tuple[int, Stored]], *, averages: bool = False) -> Who
     """Merge the parts of one tensor; see [Note: Parts by box].
 
     Args:
-        parts: (rank, what it stored).
+        parts: (rank, its stored numbers).
         averages: True if replicas are summands of a mean.
     """
     by_rank = sorted(parts, key=lambda part: part[0])
@@ -156,7 +156,7 @@ def _merge_outputs(
     neither, or nobody has some rows, no element counts as held.
 
     Args:
-        parts: (rank, what it stored).
+        parts: (rank, its stored numbers).
         rows: rank -> digests of the rows that its model was given.
     """
     of_rows: dict[frozenset[int], list[tuple[int, Stored]]] = {}

@@ -1,4 +1,4 @@
-"""Modules: what the blocks of a model return, and the gradients of that, in a job.
+"""Modules: outputs of a model's blocks, and their gradients, in a job.
 
 Each element is keyed by the digest of its row of the model's inputs and by its place in
 that row. So numbers add up over micro-batches and over ranks, whichever rows these
@@ -38,8 +38,8 @@ class _Noting(Protocol):
 def blocks_of(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the blocks of a model with their names, in the order of definition.
 
-    Elements of lists are blocks, and so are modules beside the lists. Nothing inside of
-    compiled code is one: hooks there would be compiled, too.
+    Elements of lists are blocks, and so are modules beside the lists. Modules inside
+    compiled code are not blocks, because their hooks would be compiled.
     """
     if _is_compiled_in_place(model):
         return

@@ -1,8 +1,8 @@
-"""Parts: what a rank holds of each parameter and gradient that an optimizer steps.
+"""Parts: a rank's elements of each parameter and gradient that an optimizer steps.
 
 One function a kind of layout; each gives the name, the local tensors and their boxes. A
 wrong adapter does no harm: names and places are proved by the digests of the start, and
-what is not proved is not compared.
+unproved tensors are not compared.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def _whole(shape: tuple[int, ...]) -> Box:
 class Roots:
     """Modules that no other module holds, and the names of their parameters.
 
-    Found once in a scan of all objects: an optimizer does not know the names of what it
-    steps. Scanned again when an optimizer comes with unknown parameters.
+    Found once in a scan of all objects: an optimizer does not know the names of its
+    parameters. Scanned again when an optimizer comes with unknown parameters.
     """
 
     def __init__(self) -> None:
@@ -331,7 +331,7 @@ def boxes_of_range(
     """Cut a range of a flattened tensor into boxes, in the order of their elements.
 
     Returns:
-        Offsets and sizes of each box; at most two for each dim but the last, and one.
+        Offsets and sizes of each box; 2 x dims - 1 boxes at most.
     """
     if start >= end:
         return []
@@ -472,7 +472,7 @@ def pieces_of_megatron(module: nn.Module) -> dict[int, tuple[Any, list[Piece]]]:
 
 
 def _shards(sharded: Any) -> list[Any]:
-    """The shards of one entry of a checkpoint: itself, or what its factory makes."""
+    """The shards of one entry of a checkpoint: itself, or its factory's result."""
     if hasattr(sharded, "build"):
         sharded = sharded.build()
     if isinstance(sharded, dict):
@@ -506,7 +506,7 @@ stepped in its place."""
 
 
 def copies_of_megatron(roots: Roots) -> list[tuple[Tensor, Any, int]]:
-    """Find what Megatron's optimizers step in place of parameters.
+    """Find the tensors that Megatron's optimizers step in place of parameters.
 
     Returns:
         An fp32 copy or a rank's range of it, the parameter, and the place of the first

@@ -1,4 +1,4 @@
-"""Recorder: runs inside of a training job, and keeps what optimizers do in some steps.
+"""Recorder: runs inside a training job and records some steps of its optimizers.
 
 It hooks every optimizer of torch and the first call of the outermost model. It sends
 nothing, writes into no tensor, and asks no value that training would wait for: numbers
@@ -283,7 +283,7 @@ class Recorder:
                 self.running[id(optimizer)] = self._read(optimizer, number)
 
     def _ended(self, optimizer: Any) -> None:
-        """Read what a step has done, and write all after the last recorded one."""
+        """Read the results of a step, and write all after the last recorded step."""
         step = self.running.pop(id(optimizer), None)
         if self.written or self._prepares(optimizer):
             return
@@ -394,7 +394,7 @@ class Recorder:
     # - The end
 
     def write(self) -> None:
-        """Write what was recorded, once; a process without an optimizer writes none."""
+        """Write the recording, once; a process without a recorded step says why."""
         if self.written:
             return
         if not self.done:
@@ -474,7 +474,7 @@ class Recorder:
 
 
 def _bits_of(optimizer: Any, part: Part) -> dict[tuple[str, str], Wanted]:
-    """Ask for the digests of a weight and of what the optimizer has stored for it."""
+    """Ask for the digests of a weight and of its state in the optimizer."""
     weight = Wanted(part.weight, part.box, only_bits=True, rounded=True)
     bits = {("weight", part.key): weight}
     state = getattr(optimizer, "state", None) or {}

@@ -45,7 +45,7 @@ class RanksDifferError(RuntimeError):
 
 @dataclass(frozen=True)
 class Number:
-    """A number of this rank in a message."""
+    """One number of this rank, sent to the other ranks."""
 
     value: int | Tensor = 0
     is_given: bool = True
@@ -86,7 +86,7 @@ Read = Callable[[Sequence[Answer]], Iterator[str]]
 
 
 class Topic(Protocol):
-    """A thing to watch: gives its numbers of a step, and reads what comes of them."""
+    """A thing to watch: gives its numbers of a step, and reads the answers."""
 
     size: int
     """Numbers that it gives at most."""
@@ -133,7 +133,7 @@ def weights_of(held: Sequence[Mapping[str, tuple[Box, int]]]) -> list[_Weight]:
             if held[rank][name][1] != held[ranks[0]][name][1]:
                 raise RanksDifferError(
                     f"{name} begins with other values on rank {rank} than on rank "
-                    f"{ranks[0]}. If these are other tensors, name them in apart="
+                    f"{ranks[0]}. If these are different tensors, name them in apart="
                 )
     weights += [_Weight(name, tuple(sorted(r)), False) for name, r in parts.items()]
     return sorted(weights, key=lambda each: (each.name, each.ranks))
@@ -196,12 +196,12 @@ class Weights:
                     yield f"{each.name} has other bits {bits.where}"
                 if settings.ranks:
                     where = settings.where
-                    yield f"the settings for {each.name} are others {where}"
+                    yield f"the settings for {each.name} differ {where}"
 
         return numbers, read
 
     def _moves(self, step: int, weight: _Weight, digest: int) -> None:
-        """Log a weight that is what it was when its turn came last."""
+        """Log a weight that has not changed since its last turn."""
         speaks = not weight.same or rank_here() == weight.ranks[0]
         if self._last.get(weight.name) == digest and speaks:
             turns = len(self.turns)
@@ -221,7 +221,7 @@ class Numbers:
     """Numbers of the job's own."""
 
     def __init__(self, equal: Mapping[str, Callable[[], float | Tensor]]) -> None:
-        """Take what gives each of them, by name."""
+        """Take the function that gives each number, by name."""
         self.size = len(equal)
         self._equal = equal
 
@@ -231,7 +231,7 @@ class Numbers:
         def read(answers: Sequence[Answer]) -> Iterator[str]:
             for name, answer in zip(self._equal, answers, strict=True):
                 if answer.ranks:
-                    yield f"{name} is another number {answer.where}"
+                    yield f"{name} differs {answer.where}"
 
         return [Number(_bits(number())) for number in self._equal.values()], read
 
@@ -359,7 +359,7 @@ class Data:
             for answer in rows:
                 if answer.ranks:
                     one, other = answer.ranks
-                    yield f"rank {one} and rank {other} train on other rows"
+                    yield f"rank {one} and rank {other} train on different rows"
             if _are_equal(rows) and not any(answer.ranks for answer in rows):
                 yield f"ranks {sets[0]} train on the same rows as ranks {sets[1]}"
             if _are_equal(draws) and not self._logged:

@@ -74,7 +74,7 @@ class _Message:
     and of their complements."""
 
     def read(self) -> Iterator[str]:
-        """Yield what the topics say."""
+        """Yield the sentences of the topics."""
         own, both = (tensor.tolist() for tensor in self.landing.read())
         answers = [
             Answer(number, *((None, None) if NONE in pair else (pair[0], ~pair[1])))
@@ -119,7 +119,7 @@ class Watch:
                 time.sleep(0.001)
 
     def stepped(self, *_: Any) -> None:
-        """Read what has arrived, and send the numbers of this step; a hook."""
+        """Read arrived messages, and send the numbers of this step; a hook."""
         while self._sent and (
             len(self._sent) > UNREAD or self._sent[0].landing.is_there
         ):
@@ -181,8 +181,8 @@ def watch(
     All ranks of the default process group call it, after the model is laid out and
     before the first step. One message of less than 1 KB is sent after each step, on a
     process group of its own, and nobody waits for it. Each weight has its turn in
-    ``period`` steps; one that did not move since its last turn is logged. So are ranks
-    with other rows that draw the same numbers in forward, once.
+    ``period`` steps; a weight that did not move since its last turn is logged. So are
+    ranks with other rows that draw the same numbers in forward, once.
 
     Args:
         model: model that the optimizers train.
@@ -289,13 +289,13 @@ def _named(
     boxes: dict[str, Box] = {}
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_tensor") or hasattr(parameter, "_hp_mapping"):
-            raise ValueError("DeepSpeed's parameters hide what a rank holds")
+            raise ValueError("DeepSpeed's parameters hide the shard of a rank")
         name = bare(name)
         if parameter.requires_grad and not name.startswith(tuple(apart)):
             piece = roots.pieces(name, parameter, place(parameter)[1])[0]
             named[piece.name], boxes[piece.name] = parameter, piece.box
     if any(hasattr(module, "_handle") for module in model.modules()):
-        raise ValueError("FSDP1's parameters hide what a rank holds: use FSDP2")
+        raise ValueError("FSDP1's parameters hide the shard of a rank: use FSDP2")
     if not named:
-        raise ValueError("the model has no parameter that is trained and not apart")
+        raise ValueError("the model has no trained parameter outside of apart=")
     return named, boxes

@@ -35,7 +35,7 @@ PLACES = "gradparity.places"
 
 
 def _weights(module: nn.Module, roots: Roots) -> Iterator[tuple[str, Tensor, Box]]:
-    """Name, local elements and place of each piece of what a model trains.
+    """Name, local elements and place of each piece of a trained parameter.
 
     The fp32 masters of a parameter have its name.
     """

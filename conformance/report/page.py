@@ -22,6 +22,7 @@ from .terminal import (
     cell,
     coverage,
     facts,
+    not_tried_lines,
     places,
     plain,
     scaler_name,
@@ -76,6 +77,7 @@ def render_page(report: Report) -> str:
         rows=_rows(report, chapters),
         subject=_subject(report),
         places=places(report),
+        not_tried=not_tried_lines(report),
         counted=counted,
         table=render_table(report),
         widest=max((len(plain(t)) for t in report.topologies), default=0),
@@ -301,7 +303,7 @@ def _broken(records: Sequence[CaseRecord]) -> set[str]:
 
 
 def _plots(record: CaseRecord) -> list[Markup]:
-    """The plots that show what a record breaks; one that passes has none."""
+    """The plots of a failed record; a record that passes has none."""
     curves, broken = record.curves, _broken([record])
     if curves is None:
         return []

@@ -292,7 +292,7 @@ def _tail(text: str, most: int) -> str:
 
 
 def _svg(title: str, body: Sequence[Markup], height: float) -> Markup:
-    """An SVG; screen readers get all of ``title``, the drawing what fits."""
+    """An SVG; screen readers get all of ``title``, the drawing its beginning."""
     return Markup(
         '<svg role="img" viewBox="0 0 {0} {1}"><title>{2}</title>'
         '<text class="title" x="0" y="12">{3}</text>{4}</svg>'

@@ -126,6 +126,9 @@ class Header(_Line, frozen=True, kw_only=True, tag="header"):
     """The scalers that decide what the report comes to; empty means all of them."""
     reference: str = ""
     """The reference that the workload declares; empty: the judge's own loop."""
+    not_tried: tuple[str, ...] = ()
+    """Meshes and recipes that the preset leaves out for a workload, one line for each
+    reason."""
 
 
 class Curves(_Part, frozen=True, kw_only=True):
@@ -267,9 +270,9 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
     def failures(self) -> tuple[Verdict, ...]:
         """Violations, and why the harness broke: the cause first.
 
-        The first check to fail is the cause of others: that of the earliest step, and
-        of two at one step the one that stands first in the list of checks. A check
-        without a step, such as a count, follows from those with one.
+        The first check to fail is the cause of others: the one of the earliest step,
+        and at one step the first in the list of checks. A check without a step, such as
+        a count, follows from those with one.
         """
         failures = [v for v in self.findings if v.status in ("fail", "error")]
         return tuple(sorted(failures, key=_precedence))
@@ -482,7 +485,7 @@ def read_report(path: Path) -> Report:
     """
     header, *others = _read_lines(path)
     if not isinstance(header, Header):
-        raise ReportError(f"{path}: line 1 is no report header")
+        raise ReportError(f"{path}: line 1 is not a report header")
     footer, cases = None, []
     for number, line in enumerate(others, 2):
         if isinstance(line, Header):
@@ -522,7 +525,7 @@ def _decoded(path: Path, number: int, line: bytes, decoder: Decoder[T]) -> T:
     except RecursionError:
         raise ReportError(f"{path}: line {number}: nested too deeply") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        what = "no report header: " if number == 1 else ""
+        what = "not a report header: " if number == 1 else ""
         raise ReportError(f"{path}: line {number}: {what}{error}") from error
 
 

@@ -61,7 +61,7 @@ def report_schema() -> dict[str, Any]:
 
 
 def _documented(record: type) -> dict[str, str]:
-    """Field -> the text below it in the source, of the record or of what it extends."""
+    """Field -> the text below it in the source of the record or of its base class."""
     texts: dict[str, str] = {}
     for each in record.__mro__[: record.__mro__.index(msgspec.Struct)]:
         (node,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body

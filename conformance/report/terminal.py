@@ -25,7 +25,16 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from ..status import Number, Verdict, clipped, counted, plain, rank_list, worst_of
+from ..status import (
+    VERBS,
+    Number,
+    Verdict,
+    clipped,
+    counted,
+    plain,
+    rank_list,
+    worst_of,
+)
 from .records import CaseRecord, Report
 
 __all__ = [
@@ -35,6 +44,7 @@ __all__ = [
     "cell",
     "coverage",
     "facts",
+    "not_tried_lines",
     "places",
     "plain",
     "print_report",
@@ -196,7 +206,7 @@ def cell(records: Sequence[CaseRecord]) -> str:
 
 
 def _cause(record: CaseRecord) -> tuple[str, str, str]:
-    """Chapter, what makes causes alike, and the words of what is wrong in a run."""
+    """Chapter of a failed run, the key of its cause, and the message."""
     if record.failures:
         first = record.failures[0]
         chapter = first.law.partition(".")[0]
@@ -265,6 +275,26 @@ def print_report(console: Console, report: Report) -> None:
         console.print(Text(line, style="bold magenta"), soft_wrap=True)
 
 
+def not_tried_lines(report: Report) -> list[str]:
+    """Skipped cases, and parts that the preset leaves out: a line for each reason.
+
+    A line names the first case and how many more have the same reason.
+    """
+    cases_by_cause: dict[str, list[CaseRecord]] = {}
+    for case in report.cases:
+        if case.status == "skipped":
+            why = case.verdicts[0].message
+            # one exception of the user's code comes from many ranks, calls and meshes
+            cause = why.partition(": raised ")[2] or why
+            cases_by_cause.setdefault(cause, []).append(case)
+    skipped = [
+        f"{first.scenario}{f' and {len(others)} more' if others else ''}: "
+        f"{first.verdicts[0].message}"
+        for first, *others in cases_by_cause.values()
+    ]
+    return [*skipped, *report.header.not_tried]
+
+
 def verdict_of(report: Report, scaler: str) -> str:
     """The result of a scaler, or of the workload without one, in one sentence."""
     cases = [case for case in report.cases if case.scaler == scaler]
@@ -280,8 +310,7 @@ def verdict_of(report: Report, scaler: str) -> str:
         return f"{subject} was not run."
     worst = [case for case in cases if case.status == status]
     where = ", ".join(dict.fromkeys(case.topology for case in worst))
-    did = {"fail": "fails", "error": "has no verdict", "inconclusive": "is undecided"}
-    return f"{subject} {did[status]} on {where}: {len(worst)} of {runs}."
+    return f"{subject} {VERBS[status]} on {where}: {len(worst)} of {runs}."
 
 
 def places(report: Report) -> list[list[CaseRecord]]:

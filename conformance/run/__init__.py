@@ -1,7 +1,7 @@
 """Sessions: cases run on ranks, are judged and recorded.
 
-- A case is a scaler in a scenario. What cases share is made once: worlds, runs without
-  a scaler, references.
+- A case is a scaler in a scenario. Cases share worlds, runs without a scaler and
+  references.
 - The process of a session trains nothing. Ranks come from the pool or from torchrun
   (``launcher``), and references are trained by a rank of their own beside them.
 - A stack is judged before its scaler: if the run without a scaler fails, no law accuses

@@ -42,8 +42,8 @@ def traces_of(failure: WorldError, *, judged: bool) -> tuple[RankTrace, ...]:
     What a rank leaves, and what it proves:
     - it returns: its trace;
     - it raises JudgedError: the trace so far, and either the call of the scaler that
-      raised, or a checked collective that was wrong on some rank. All ranks raise then
-      (``worker.all_say_right``), so that none is left in a collective;
+      raised, or a checked collective with a wrong result on some rank. All ranks raise
+      then (``worker.all_say_right``), so that none is left in a collective;
     - it hangs, and the parent kills it: no trace. With a scaler that is a violation,
       after a second try, because a busy machine is slow, too; without one it is not;
     - it is killed or exits: no trace, and no verdict, since the machine may be short of

@@ -95,7 +95,7 @@ class Place:
             in_group: call it on a process that is the one rank of a process group.
 
         Raises:
-            Exception: what the function raised.
+            Exception: the error of the function.
             AloneError: if its process was lost.
         """
         if in_group not in self._alone:

@@ -64,6 +64,7 @@ def make_header(
     data: Iterable[str] = (),
     restarts: tuple[str, ...] = (),
     require: Sequence[str] = (),
+    not_tried: Sequence[str] = (),
 ) -> Header:
     """The header of a run that starts now.
 
@@ -77,6 +78,7 @@ def make_header(
             depends on the Python version, so a run without the text must not record it.
         restarts: one line per restart, on the cases kept from earlier attempts.
         require: the scalers that decide what the report comes to; empty means all.
+        not_tried: meshes and recipes that the preset leaves out, with reasons.
     """
     data = sorted(set(data))
     return Header(
@@ -105,6 +107,7 @@ def make_header(
         reference=ONE_RANK
         if any(resolve_workload(n).one_rank for n in data if n not in DATASETS)
         else "",
+        not_tried=tuple(not_tried),
     )
 
 

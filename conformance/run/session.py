@@ -25,7 +25,7 @@ from ..report.records import (
     ReportWriter,
     read_report,
 )
-from ..report.terminal import plain, print_report, progress
+from ..report.terminal import not_tried_lines, plain, print_report, progress
 from ..space.catalogue import Selection, not_tried, select
 from ..space.recipes import CONTROL_RECIPES
 from ..space.scenario import Scenario
@@ -36,7 +36,7 @@ from .recorder import Recorder, command_line, make_header
 from .runner import Case, Runner
 from .spmd import REPORT_NOTE
 
-__all__ = ["MAX_LOCALISED", "RunSettings", "run", "told_once"]
+__all__ = ["MAX_LOCALISED", "RunSettings", "run"]
 
 MAX_LOCALISED = 16
 """Number of parity failures that a run localises: each costs a second run."""
@@ -151,11 +151,14 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
             data=[scenario.dataset for scenario in scenarios],
             restarts=earlier.restarts,
             require=settings.require,
+            not_tried=[]
+            if settings.scenarios
+            else place.alone(not_tried, settings.selection),
         )
         with ReportWriter(path, header) as writer:
             runner = Runner(folder=folder, place=place, localises=MAX_LOCALISED)
             code = _judge(settings, pairs, earlier, writer, console, runner)
-            _show(settings, console, place)
+            _show(settings, console)
     return code
 
 
@@ -204,10 +207,9 @@ def _judge(
 
 
 class _Raised:
-    """Errors of a workload without a scaler: one that comes twice ends the run.
+    """Errors of a workload without a scaler: the second equal error ends the run.
 
-    Nothing that an exception, or a hang, comes to by a third case is news, and each
-    takes its time: a hang takes the whole time limit.
+    A third case would show nothing new, and a hang takes the whole time limit.
     """
 
     def __init__(self) -> None:
@@ -261,40 +263,29 @@ def _exit_code(settings: RunSettings, records: Sequence[CaseRecord]) -> int:
     return EXIT_CODES[case_status(r.status for r in records if r.scaler in deciding)]
 
 
-def _show(settings: RunSettings, console: Console, place: Place) -> None:
+def _show(settings: RunSettings, console: Console) -> None:
     path, report = settings.path, read_report(settings.path)
     if not settings.quiet:
         print_report(console, report)
     lines = [plain(text) for text in report.header.launcher.restarts]
-    skipped = told_once(report.cases)
-    left_out = [] if settings.scenarios else place.alone(not_tried, settings.selection)
+    has_page = settings.report is None or settings.out is not None
     # a pass of what was tried must not look like a pass of everything
-    lines += [plain(f"not tried: {why}") for why in [*skipped, *left_out]]
+    match not_tried_lines(report):
+        case [reason]:
+            lines.append(plain(f"not tried: {reason}"))
+        case [_, *_] as reasons:
+            where = f"gradparity report {path} --html DIR"
+            where = "on the page" if has_page else where
+            lines.append(f"not tried: {len(reasons)} kinds of run (reasons: {where})")
     failed = [case for case in report.cases if case.status in ("fail", "error")]
     if failed and len(report.cases) > 1:
         lines.append(f"again:  {plain(failed[0].replay)}")
     lines.append(f"report: {path}")
-    if settings.report is None or settings.out is not None:
+    if has_page:
         page = write_page(report, settings.out or path.parent)
         lines.append(f"page:   {page}")
     if not settings.quiet:
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-
-
-def told_once(cases: Sequence[CaseRecord]) -> list[str]:
-    """A line for each cause of skipped cases: the first case, and how many more."""
-    alike: dict[str, list[CaseRecord]] = {}
-    for case in cases:
-        if case.status == "skipped":
-            why = case.verdicts[0].message
-            # one exception of the user's code comes from many ranks, calls and meshes
-            cause = why.partition(": raised ")[2] or why
-            alike.setdefault(cause, []).append(case)
-    return [
-        f"{of[0].scenario}{f' and {len(of) - 1} more' if of[1:] else ''}: "
-        f"{of[0].verdicts[0].message}"
-        for of in alike.values()
-    ]
 
 
 # - After a restart by torchrun

@@ -70,7 +70,7 @@ class Waiting(Generic[S, C]):
         return None
 
     def catch_up(self, most: int) -> bool:
-        """End what is due while the ranks are free; True ends the run.
+        """End waiting cases while the ranks are free; True ends the run.
 
         Args:
             most: sum of sizes that may wait.

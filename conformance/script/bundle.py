@@ -91,7 +91,7 @@ class Bundle:
         return module
 
     def expression(self, value: Any, indent: int = 0) -> str:
-        """The source of a value; adds what it needs.
+        """The source of a value; adds the definitions that it needs.
 
         Args:
             value: dataclasses (of which only what is no default is written),

@@ -121,7 +121,7 @@ def joined(parts: tuple[Any, ...]) -> Any:
 
 
 def train_alone(rank: int, path: Path, run: Run, work: Any) -> None:
-    """Keep what the runs on one rank make; without fp64 the plain one is the first."""
+    """Keep results of the runs on one rank; without fp64 the plain run is the first."""
     begin(rank, 1, f"{path}-store")
     axes, runs = tuple(run.mesh), []
     for change in (wide, plain, moved):

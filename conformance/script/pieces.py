@@ -113,7 +113,7 @@ def micro_batches(
         training: on this rank.
         step: its number.
         start: scales a loss.
-        unsynced: context of all but the last.
+        unsynced: context of every part except the last.
         counted: true if the loss is (sum, count).
     """
     run, work, module = training.run, training.work, training.module

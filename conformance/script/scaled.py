@@ -20,7 +20,7 @@ State = tuple[float, int | None]  # scale, and good steps since its last growth
 
 
 class Scaled:
-    """The calls of a scaler around the passes of a step, and what they must do."""
+    """The calls of a scaler around the passes of a step, and their expected effects."""
 
     skips = False  # whether the last step was one to skip
 
@@ -54,7 +54,7 @@ class Scaled:
         return float(self.scaler.get_scale()), tracker
 
     def step(self, training: Training, number: int) -> dict[str, Any]:
-        """One step on this rank; what it did."""
+        """One step on this rank; return its effects."""
         if not number:
             self.begin(training)
         optimizer, params = training.optimizer, training.params
@@ -115,7 +115,7 @@ class Scaled:
                     yield fault, name
 
     def violations(self, step: int, ranks: list[dict[str, Any]]) -> list[str]:
-        """Name what the ranks did otherwise than documented."""
+        """Name effects on ranks that differ from the documentation."""
         bad = {rank: row["bad"][0] for rank, row in enumerate(ranks) if row["bad"]}
         begin, end = f"step {step}: ", f"; not finite: {bad or 'nothing'}"
         self.skips, wrong = bool(bad), []

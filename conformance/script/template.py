@@ -214,7 +214,7 @@ class Training:
         return results | self.placed("weight", self.params)
 
     def expected(self, number: int, weights: list[Values]) -> Expected:
-        """On one process: what a step from the ranks' weights makes."""
+        """On one process: the result of a step from the ranks' weights."""
         for weights_of_rank in weights:
             for (_, name), (values, at) in weights_of_rank.items():
                 self.params[name].data.view(-1)[at] = values

@@ -443,7 +443,7 @@ def _plain_runs(selection: Selection, **choices: str) -> Iterator[Scenario]:
 
 
 def not_tried(selection: Selection) -> list[str]:
-    """Name what the presets of a user's own workload leave out, and why."""
+    """Name meshes and recipes that a workload's presets leave out, with reasons."""
     if not selection.workload:
         return []
     resolved, names = selection.resolved, columns(selection)
@@ -458,8 +458,8 @@ def not_tried(selection: Selection) -> list[str]:
             recipes.setdefault(text.partition(": ")[2], {})[recipe] = None
     lines = [f"{', '.join(of)}: {why}" for why, of in recipes.items() if why]
     if narrowed:
-        text = f"in fp32 with {', '.join(('plain', *WITH_EVERY_MESH))} at most"
-        lines.append(f"{', '.join(narrowed)}: an axis at size 1 is tried {text}")
+        text = f"only in fp32 with {', '.join(('plain', *WITH_EVERY_MESH))}"
+        lines.append(f"{', '.join(narrowed)}: an axis of size 1 is tried {text}")
     return lines
 
 

@@ -1,6 +1,6 @@
 """Covering sets: few rows of choices that contain every possible combination of some.
 
-This is own code: docs/architecture.md says what the libraries did that were tried.
+This is own code: docs/architecture.md says why libraries did not fit.
 
 A row starts with a missing combination and is filled column by column with the value
 that adds most (as AETG does: Cohen et al., IEEE TSE 23(7), 1997, without its random

@@ -1,9 +1,9 @@
-"""Facts: what is found out about a workload by running it once, on one process.
+"""Facts about a workload, found by running it once on one process.
 
 :func:`probe` makes its model and calls it on the first batch, with and without what the
 judge may do to it. A run does so once for a workload, on the process of the references
-(``run/launcher.py``, [Note: One process]); all others are told: :func:`remember`. What
-only the references ask stays beside them.
+(``run/launcher.py``, [Note: One process]); all others are told: :func:`remember`. Facts
+that only references need are computed beside the references.
 """
 
 from __future__ import annotations
@@ -110,14 +110,14 @@ def remember(name: str, facts: WorkloadFacts) -> None:
 
 
 def probe(workload: ResolvedWorkload) -> WorkloadFacts:
-    """Find out what is to be known of a workload; no generator moves."""
+    """Find the facts of a workload; no generator moves."""
     with torch.random.fork_rng(devices=[]):
         draws, counts = _first_calls(workload)
         exceeded, middle = _limits(workload)
         reasons = {
             OfWorkload.RANDOM_LAYERS: ""
             if draws
-            else f"it needs random layers, and {workload.name} has none",
+            else f"{workload.name} has no random layers",
             OfWorkload.RECOMPUTED: _why_not_recomputed(workload),
             OfWorkload.TWO_KINDS: _why_not_parted(workload),
         }
@@ -234,7 +234,7 @@ class NewTensorsInFp64(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run ``func``, and widen what it made, or what it was given."""
+        """Run ``func``, and widen its result, or its argument."""
         kwargs = kwargs or {}
         try:
             result = func(*args, **kwargs)
@@ -371,7 +371,7 @@ def _why_not_recomputed(workload: ResolvedWorkload) -> str:
             workload, model, objective_of(workload, model, [part])[0]
         )
     except WorkloadError as error:
-        return f"on one process its model cannot run again in backward: {error}"
+        return f"on one process the model cannot run again in backward: {error}"
     if not counted.again:
         return "its model calls no module of its own that has parameters"
     sizes = (float(g.abs().max()) for g in plain.values() if g.numel())

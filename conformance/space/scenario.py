@@ -2,7 +2,7 @@
 
 The id is the path ``topology/world/precision/optimizer/faults`` and, if a setting
 differs from its default, a sixth part ``key=value,key=value``. Parsing an id gives the
-scenario back; that is what ``gradparity replay`` does.
+scenario back, as ``gradparity replay`` does.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Scenario:
         """Build the scenario that has this id.
 
         Raises:
-            UsageError: if ``text`` is no id; says what was got and what was expected.
+            UsageError: if ``text`` is not an id; shows it with the expected form.
         """
         parts = id_parts(text)
         extra = _parse_settings(parts[5]) if len(parts) == 6 else {}
@@ -205,7 +205,7 @@ class Scenario:
 
     @property
     def dataset(self) -> str:
-        """Key of ``fixtures.DATASETS``: what the model is trained on."""
+        """Key of ``fixtures.DATASETS``: the training data of the model."""
         return dataset_of(self.model)
 
     @property
@@ -243,7 +243,7 @@ class Scenario:
     def not_runnable(self) -> str:
         """Why the parts exclude each other, or the empty string."""
         if not self.parsed_recipe.enabled and self.faults != "none":
-            return "a disabled scaler has no answer to bad gradients: choose no faults"
+            return "a disabled scaler does not handle bad gradients: choose no faults"
         choices = {name: getattr(self, name) for name in self._tables()}
         return why_not(self.workload, {**choices, "model": self.model})
 
@@ -290,7 +290,9 @@ def _parse_settings(text: str) -> dict[str, Any]:
         try:
             settings[fields[key].name] = kind(value)
         except ValueError:
-            raise UsageError(f"setting {part!r:.60} is no {kind.__name__}") from None
+            raise UsageError(
+                f"setting {part!r:.60} is not of type {kind.__name__}"
+            ) from None
     return settings
 
 

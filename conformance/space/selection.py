@@ -44,7 +44,7 @@ class Selection:
             raise UsageError("a workload has its own model: give no --model beside it")
         if self.workload and ":" not in self.workload:
             raise UsageError(
-                f"workload {self.workload!r} is no module:attribute, such as "
+                f"workload {self.workload!r} is not module:attribute, such as "
                 "mypackage.stack:Workload"
             )
         check_names("topology", self.topologies, self.resolved.topologies)

@@ -337,8 +337,8 @@ def _check_made_up(
 def coarseness(dtype: torch.dtype) -> float:
     """Largest relative change of a number that is rounded to an 8-bit dtype by a scale.
 
-    A scale that other rows decide moves a value by at most this, so a loss that is a
-    mean over rows but for such scales changes by less when its rows are cut.
+    A scale that other rows decide moves a value by at most this. So a loss that is a
+    mean over rows, except for such scales, changes by less when its rows are cut.
     """
     if dtype.is_floating_point:
         return torch.finfo(dtype).eps / 2
@@ -389,7 +389,7 @@ def _check_optimizer(workload: ResolvedWorkload, model: nn.Module) -> None:
 
 
 def _check_step(workload: ResolvedWorkload, made: torch.optim.Optimizer) -> None:
-    """Check that an optimizer steps from gradients that are there."""
+    """Check that an optimizer steps while its gradients exist."""
     arguments = inspect.signature(made.step).parameters.values()
     needed = [a.name for a in arguments if a.default is a.empty and a.kind in _BY_PLACE]
     if needed:

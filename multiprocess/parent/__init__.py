@@ -4,6 +4,6 @@
   hold CPU slots, which all sessions of a machine share (``slots``).
 - One loop waits for messages, exits and output of all ranks (``watch``). It ends a call
   after the first fault, when the others have had a short time to end or to fail.
-- What was seen are facts, and who failed first follows from them (``root_cause``). No
-  text of an error or a stack is read.
+- The first rank that failed follows from these observations (``root_cause``). No text
+  of an error or a stack is read.
 """

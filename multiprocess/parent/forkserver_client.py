@@ -276,9 +276,9 @@ def forkserver() -> ForkserverClient:
 
 
 def fork_forkserver() -> bool:
-    """Make this process's forkserver a fork of it: what it has imported is shared.
+    """Fork this process's forkserver from this process: its imports are shared.
 
-    For a program that has imported what its ranks need, and has done nothing else yet:
+    For a program that has imported the modules of its ranks and has done nothing else:
     a fork copies one thread and all memory.
 
     Returns:
@@ -305,7 +305,7 @@ _wanted: dict[str, None] = {}
 
 
 def want_preloaded(modules: Iterable[str]) -> None:
-    """Have the next server import these modules, too, where this process has them."""
+    """Have the next server also import these modules, if this process has them."""
     _wanted.update(dict.fromkeys(modules))
 
 

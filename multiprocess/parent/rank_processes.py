@@ -99,7 +99,7 @@ class Capture:
         self._live = None if front is None else _LiveOutput(front)
 
     def drain(self, most: int = 1 << 24) -> bool:
-        """Read what is there, about ``most`` bytes at most; False at the end."""
+        """Read available bytes, about ``most`` at most; False at the end."""
         while most > 0:
             try:
                 part = os.read(self.fd, _CHUNK)
@@ -120,7 +120,7 @@ class Capture:
         return True
 
     def take(self) -> str:
-        """Return what was kept and forget it."""
+        """Return the kept text and forget it."""
         if self._live is not None:
             self._live.end()
         middle = b""
@@ -276,7 +276,7 @@ class RankProcesses:
         """Send every rank a call, packed once; see ``messages.Run``.
 
         It waits for no rank: the limit of the call holds for all ranks together. The
-        ``Watch`` sends what a rank does not take at once.
+        ``Watch`` sends the part of a call that a rank does not take at once.
         """
         self.runs += 1
         run = Run(
@@ -371,7 +371,7 @@ class RankProcesses:
 
         Args:
             ranks: Ranks that have not answered.
-            limit_s: How long they may take; the caller kills what is left.
+            limit_s: Time limit; the caller kills the remaining processes.
         """
         for rank in self.ranks:
             if rank in ranks:

@@ -47,13 +47,13 @@ class OtherRanks(Protocol):
     """The ranks of this world that other processes watch."""
 
     def failed(self) -> bool:
-        """True if one of them has failed."""
+        """True if any rank has failed."""
 
     def report_fault(self) -> int:
         """Report to them that one of our ranks has failed.
 
         Returns:
-            Number of this fault among those of all ranks, from 1.
+            Number of this fault among the faults of all ranks, from 1.
         """
 
 
@@ -185,7 +185,7 @@ class Watch:
         return not rank.inbox.closed
 
     def _look_for_waits_without_end(self) -> None:
-        """Give the rest the grace if a rank waits for one that has ended the call."""
+        """Start the grace period if a rank waits for a rank that has ended the call."""
         ended = {rank: self._processes.collectives(rank) for rank in self._replies}
         for waiting in self._unfinished():
             call = self._processes.current_collective(waiting.rank)

@@ -1,7 +1,7 @@
 """One marked test in the parent: a run on the ranks, and its phases as pytest's.
 
 pytest's own protocol runs around it. So reruns, ``-x``, expected failures and timeouts
-are pytest's; only the item's setup, call and teardown are those of the ranks.
+are pytest's; only the item's setup, call and teardown run on the ranks.
 """
 
 from __future__ import annotations

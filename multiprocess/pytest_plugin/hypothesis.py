@@ -120,7 +120,7 @@ class _Steps:
         self._number = 0
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run one example; raise what all ranks agree on."""
+        """Run one example; raise the exception on which all ranks agree."""
         __tracebackhide__ = True
         own: BaseException | None = None
         try:
@@ -191,7 +191,7 @@ def _how(error: BaseException | None) -> str:
 
 
 def _origin(error: BaseException) -> str:
-    """Return what makes two failures of examples the same one."""
+    """Return the key by which two failures of examples are the same."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

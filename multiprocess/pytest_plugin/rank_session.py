@@ -28,7 +28,7 @@ FAIL = "fail"
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOrder:
-    """Settings of the parent's session, which those of the ranks have, too."""
+    """Settings of the parent's session, which the sessions of ranks share."""
 
     options: Mapping[str, Any]
     args: tuple[str, ...]
@@ -238,7 +238,7 @@ def _travelling(value: Any) -> Any:
 
 
 def _without_hidden(error: BaseException | None) -> None:
-    """Leave out of a failure's causes what only ended hypothesis's search."""
+    """Drop causes of a failure that only ended hypothesis's search."""
     while error is not None:
         if getattr(error.__context__, "_gradparity_hidden", False):
             error.__context__ = None
@@ -298,7 +298,7 @@ class _RankPlugin:
         debug(self._terminal, error, report.longreprtext)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Keep a report of a subtest: those of the test are not logged here."""
+        """Keep a report of a subtest: reports of the test are not logged here."""
         self.subtests.append(report)
 
     def pytest_warning_recorded(
@@ -319,7 +319,7 @@ class _RankPlugin:
         )
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep what went wrong in the collection."""
+        """Keep errors of the collection."""
         if report.failed:
             self.collect_errors.append(report.longreprtext)
 
@@ -359,7 +359,7 @@ class _RankPlugin:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any]
     ) -> Generator[None, object, object]:
-        """Let what a wider fixture sets and starts last as long as the fixture."""
+        """Let settings and processes of a wider fixture last as long as the fixture."""
         value = yield
         if not isinstance(value, list | tuple | dict) and hasattr(value, "__await__"):
             refuse_unrun(f"the fixture `{fixturedef.argname}`", value)
@@ -371,7 +371,7 @@ class _RankPlugin:
         return value
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        """Give back what was before a wider fixture."""
+        """Restore the state before a wider fixture."""
         before = self._wide.pop(id(fixturedef), None)
         if before is not None:
             from ..rank import global_state

@@ -138,7 +138,7 @@ class PoolRunner:
 
 
 def _end_session(cluster: BaseCluster, live: bool) -> None:
-    """End the fixtures that still live on the ranks; show what goes wrong there."""
+    """End the fixtures that still live on the ranks; show their errors."""
     from .rank_session import end_session
 
     try:
@@ -170,7 +170,7 @@ def lead() -> Agent:
 
 
 def follow() -> int:
-    """Look after this process's ranks for rank 0's session; return the exit code."""
+    """Serve rank 0's session with this process's ranks; return the exit code."""
     from ..elastic.agent import Agent, Ended
 
     with Agent() as agent:

@@ -53,7 +53,7 @@ def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
 
 
 def defaults_of(config: pytest.Config) -> dict[str, Any]:
-    """Return what the command line and the ini file say.
+    """Return the settings of the command line and the ini file.
 
     Raises:
         UsageError: One of them has a wrong value.
@@ -104,7 +104,7 @@ def sizes_of(args: Sequence[Any], settings: Mapping[str, Any]) -> list[Any]:
 def spec_of(
     size: Any, settings: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> WorldSpec:
-    """Return what a marker asks for at one size; ``ALL`` counts as one rank.
+    """Return the world of a marker at one size; ``ALL`` counts as one rank.
 
     Raises:
         TypeError: A setting that does not exist.

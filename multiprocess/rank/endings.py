@@ -64,7 +64,7 @@ def conclude(
 
 
 def never_runs(fn: Any) -> str:
-    """Return what a call of ``fn`` makes instead of running it, or the empty string.
+    """Name the object that a call of ``fn`` creates instead of running it, or "".
 
     Only the function itself counts: a decorator around a coroutine may run it.
     """
@@ -88,10 +88,10 @@ def unrunnable(name: str, test: object) -> str:
 
 
 def refuse_unrun(name: str, value: object) -> None:
-    """Refuse what a test returned if its code has yet to run.
+    """Refuse the result of a test whose code has yet to run.
 
     Raises:
-        TypeError: Says what it is and what to do.
+        TypeError: Names the object and the alternative.
     """
     if isinstance(value, Awaitable | AsyncIterator):
         if isinstance(value, CoroutineType):

@@ -118,7 +118,7 @@ def uninstall() -> None:
 
 @contextmanager
 def placed(place: Place, record: tuple[int, int] | None = None) -> Iterator[None]:
-    """Note that the rank is there inside this context; see ``RecordWriter.enter``."""
+    """Note the rank's place inside this context; see ``RecordWriter.enter``."""
     writer = _writer
     assert writer is not None
     before = writer.enter(place, record)
@@ -129,7 +129,7 @@ def placed(place: Place, record: tuple[int, int] | None = None) -> Iterator[None
 
 
 def wait_for_devices() -> None:
-    """Wait until GPUs have done what this call has queued, so that it has their errors.
+    """Wait for the work that this call queued on GPUs, to raise its errors here.
 
     Not where the call has left a collective to be waited for later.
     """
@@ -141,9 +141,9 @@ def wait_for_devices() -> None:
 
 
 def left_a_wait(error: BaseException | None) -> bool:
-    """True if an error, or one that led to it, came out of a wait for other ranks.
+    """True if an error, or its cause, came out of a wait for other ranks.
 
-    It then tells what became of the others, and not of this rank.
+    Such an error is about other ranks, not about this rank.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -160,7 +160,7 @@ def left_a_wait(error: BaseException | None) -> bool:
 
 
 def unwaited() -> list[tuple[str, str]]:
-    """Return operation and caller of what was issued in this call and not waited for.
+    """Return operation and caller of collectives of this call that nobody waited for.
 
     Forgets them.
     """
@@ -297,7 +297,7 @@ def _put(owner: Any, name: str, wrapper: Any) -> None:
 
 
 def _what_pends(result: Any, waited: bool) -> Any:
-    """Return the object to wait for, or None if the call itself has waited."""
+    """Return the object to wait for, or None if the call has already waited."""
     if isinstance(result, list | tuple):  # all of one collective: any says when
         result = result[-1] if result else None
     # It calls wait_tensor with the tensor inside, not with itself.

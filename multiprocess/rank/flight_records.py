@@ -109,7 +109,7 @@ class RecordWriter:
         where: str,
         ranks: Sequence[int] = (),
     ) -> tuple[int, int]:
-        """Add one collective; return what :meth:`enter` wants of it."""
+        """Add one collective; return its place, for :meth:`enter`."""
         counted = f"{group}, two ranks" if op in TWO_SIDED else group
         number = self._numbers[counted] = self._numbers.get(counted, 0) + 1
         fields = (group[:48], number, op[:40], tensors[:48], where[-80:])

@@ -151,7 +151,7 @@ _given_back: list[Any] = []
 
 
 def keep_settings(values: Sequence[object] | None = None) -> list[Any]:
-    """Make these values, or those of now, the ones that the current call gives back.
+    """Let the current call restore these values, or the values of now.
 
     Args:
         values: Values that an earlier call of this function returned.

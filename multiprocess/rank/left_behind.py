@@ -47,7 +47,7 @@ def allow_present(*, only: bool = False) -> None:
 
 
 def describe() -> str:
-    """Return what the call has left running; empty if nothing."""
+    """Return the threads and processes that the call left running."""
     left = _threads_left()
     for _ in range(_LOOKS):
         if not left:

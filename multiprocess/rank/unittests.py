@@ -52,7 +52,7 @@ class CaseRef:
 
     @classmethod
     def of(cls, test: unittest.TestCase) -> CaseRef:
-        """Return what names the test that ``test`` is an instance for."""
+        """Return the name of the test of the instance ``test``."""
         kind = type(test)
         home = vars(sys.modules[kind.__module__])
         # Classes are also made by functions: what counts is where the module has them.
@@ -91,7 +91,7 @@ def run_case(case: CaseRef) -> Left | None:
 def run_process_test(
     case: CaseRef, file_name: str, settings: Mapping[str, Any]
 ) -> Left | None:
-    """Run what a process of torch's ``MultiProcessTestCase`` would.
+    """Do the work of a process of torch's ``MultiProcessTestCase``.
 
     Args:
         case: The test.
@@ -118,7 +118,7 @@ making changed in the environment."""
 
 
 def run_continuous_test(case: CaseRef, file_name: str) -> Left | None:
-    """Run what a process of torch's ``MultiProcContinuousTest`` would.
+    """Do the work of a process of torch's ``MultiProcContinuousTest``.
 
     Args:
         case: The test.
@@ -207,7 +207,7 @@ def _run_by_unittest(test: unittest.TestCase) -> Left | None:
 
 
 class _Result(unittest.TestResult):
-    """Keeps what a test raised, and not its text alone."""
+    """Keeps the exception of a test, not only its text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,12 +235,12 @@ class _Result(unittest.TestResult):
             self.raised.append((test.id(), unittest.SkipTest(reason)))
 
     def addExpectedFailure(self, test: unittest.TestCase, err: ExcInfo) -> None:
-        """Keep it: the parent expects it, too."""
+        """Keep it: the parent also expects it."""
         self._keep(test, err)
         self._expected = err[1]
 
     def early(self, error: BaseException) -> Left | None:
-        """Return how it ends the test without a failure; None for a failure."""
+        """Return the kind of early end without a failure; None for a failure."""
         if error is self._expected:
             return Left(XFAIL, type(error).__name__, str(error))
         return _early_end(error)
@@ -261,7 +261,7 @@ def _early_end(error: BaseException) -> Left | None:
 
 
 def _leave_process(run: Callable[[], object]) -> Left | None:
-    """Run what a process of torch's classes would; return its early end, if any."""
+    """Do the work of a process of torch's classes; return its early end, if any."""
     try:
         run()
     except BaseException as error:

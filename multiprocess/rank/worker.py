@@ -128,7 +128,7 @@ def main(
 
 
 def _give_memory_back() -> None:
-    """Free what the call has left on the GPU, for other worlds and processes.
+    """Free GPU memory that the call left, for other worlds and processes.
 
     Done when the reply has gone: freeing waits for the device, where a collective that
     a failed call has begun may wait for ever.
@@ -178,7 +178,7 @@ class _Rank:
         signal.signal(linux.END_SIGNAL, self._end_call)
 
     def answer(self, message: Start | Run) -> Reply:
-        """Do what the message asks; whatever goes wrong becomes the reply."""
+        """Follow the message; any error becomes the reply."""
         try:
             if isinstance(message, Start):
                 self._join(message)
@@ -376,7 +376,7 @@ def _end_child() -> NoReturn:
 
 
 def pickled_result(value: object) -> bytes:
-    """Return what a function returned as it travels.
+    """Return the result of a function as it travels.
 
     Raises:
         NotPicklableError: It cannot.
@@ -517,7 +517,7 @@ def _device(spec: WorldSpec, local_rank: int) -> Any:
 
 
 def _called(name: str) -> Any:
-    """Return what a function of this name returns; None without a name."""
+    """Return the result of a function of this name; None without a name."""
     if not name:
         return None
     module, _, function = name.partition(":")

@@ -64,7 +64,7 @@ class World:
         return self._store
 
     def once(self, make: Callable[[], T]) -> T:
-        """Return what ``make`` returns on rank 0; no other rank calls it.
+        """Return the result of ``make`` on rank 0; no other rank calls it.
 
         A collective call: every rank must ask for the same things in the same order.
         The value travels by pickle. If ``make`` raises, all ranks raise.

@@ -43,12 +43,23 @@ def record() -> Record:
 
 def test_the_page_says_what_the_reports_say() -> None:
     page = render(record())
-    assert "| **ours**: `gradparity.scaler.GradScaler` |  | 2 | 0 | 0 | none |" in page
-    assert "| torch 2.13.0 | 0 | 2 | 0 | `scale.rule` |" in page
-    assert "| pytorch-lightning 2.6 | 1 | 0 | 0 | none |" in page
+    assert f"| **ours**: `GradScaler` |  | 2 | 0 | 0 | `{OURS}` |" in page
+    assert f"| torch 2.13.0 | 0 | 2 | 0 | `{TORCH}` |" in page
+    lightning = PEERS["lightning"].spec
+    assert f"| pytorch-lightning 2.6 | 1 | 0 | 0 | `{lightning}` |" in page
+    # no column for a scaler without a failure
+    assert "| check | torch |\n|---|---|\n| `scale.rule` | 2 |\n\n" in page
     # the smaller of two examples, and nothing that Markdown or HTML would read
-    assert f"| `scale.rule` | 2 | `{SMALL}` | `got \\| 3 <b>` | not run |" in page
-    assert "## lightning" not in page
+    assert f"| `scale.rule` | torch | `{SMALL}` | `got \\| 3 <b>` |" in page
+    assert "All of them fail there but torch at `scale.rule` (not run)." in page
+
+
+def test_scalers_that_fail_alike_share_an_example() -> None:
+    bad = verdict("scale.rule", "fail", "3")
+    specs = [PEERS[name].spec for name in ("torch", "lightning")]
+    failed = [with_verdict(case(SMALL, spec), bad) for spec in specs]
+    page = render(Record(versions={}, smoke=report_of([]), run=report_of(failed)))
+    assert f"| `scale.rule` | torch, lightning | `{SMALL}` | 3 |" in page
 
 
 def test_the_reason_of_a_scaler_that_is_not_judged_is_shown() -> None:
@@ -108,7 +119,7 @@ def test_the_page_in_the_docs_is_not_stale() -> None:
     text = PAGE.read_text(encoding="utf-8")
     for name in PEERS:
         assert f"**{name}**" in text
-    rows = re.findall(r"^\| `([a-z.-]+)` \| \d+ \| `(.+?)` \|", text, re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z.-]+)` \| [a-z, -]+ \| `(.+?)` \|", text, re.M)
     assert rows
     for law, scenario in rows:
         assert law in LAWS

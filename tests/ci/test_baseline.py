@@ -103,7 +103,7 @@ def test_the_limit_of_the_recorded_noise(low: float, high: float, end: float) ->
 def test_nan_is_the_worst_and_no_noise() -> None:
     assert worst([0.5, "nan", 0.1]) == float("inf")
     assert worst(["nan", 0.5]) == float("inf")
-    with pytest.raises(ValueError, match="no range"):
+    with pytest.raises(ValueError, match="not a range"):
         Spread(low="nan", high="nan")
 
 
@@ -123,7 +123,7 @@ def test_update_shows_the_difference_and_asks(
         assert update(report, target) == code
     told = capsys.readouterr().out
     where = "fsdp/2/fp32/sgd/none mine.amp:Scaler"
-    assert f"note: better: scale.rule is pass in {where}" in told
+    assert f"note: better: scale.rule passes in {where}" in told
     assert "new: tp/2/bf16/sgd/none mine.amp:Scaler is not in the baseline" in told
     assert f"write 3 cases to {target}? [y/N]" in told
     assert target.read_bytes() != before
@@ -159,9 +159,7 @@ def test_failures_are_written_only_where_they_are_accepted(
     target = tmp_path / "b.jsonl"
     assert update(failing, target, "--yes") == 1
     told = capsys.readouterr().err
-    assert (
-        "no baseline is made of a report that fails: failing (2 cases): scale" in told
-    )
+    assert "a failing report cannot be a baseline: failing (2 cases): scale" in told
     assert "expectations.toml" in told and "--accept-failures" in told
     assert not target.exists()
     # What fails stays out of the baseline where an expectation excuses it: without the
@@ -201,7 +199,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], int, str]] = {
             report_of(replace(c, status="fail") for c in sample().cases), p
         ),
         3,
-        "its verdicts come to pass",
+        "its verdicts give pass",
     ),
     "nothing compared": (lambda p: write(report_of([]), p), 4, "nothing was"),
     "no report": (lambda p: p.unlink(), 3, "No such file"),

@@ -108,7 +108,10 @@ def test_a_vanished_case_cannot_be_expected() -> None:
 
 IDLE: dict[str, tuple[Expectation, str]] = {
     "matches nothing": (known(law="sclae.*"), "matches nothing"),
-    "stale": (known(scenario="tp/*"), "is stale: none of 2 verdicts is fail"),
+    "stale": (
+        known(scenario="tp/*"),
+        "is stale: none of 2 verdicts has the status fail",
+    ),
     "expired": (known(expires=date(2026, 11, 20)), "expired on 2026-11-20"),
 }
 

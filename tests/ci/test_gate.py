@@ -168,17 +168,17 @@ WORSE: dict[str, tuple[Edit, int, str]] = {
     "a new law fails": (
         first(lambda c: with_verdict(new_law(c), verdict("new.law", "fail"))),
         1,
-        "failing: new.law is fail",
+        "failing: new.law fails",
     ),
     "a new law is not checked": (
         first(lambda c: with_verdict(new_law(c), verdict("new.law", "skipped"))),
         4,
-        "undecided: new.law is skipped, and the baseline does not know it",
+        "undecided: new.law is skipped and missing in the baseline",
     ),
     "a new scenario fails": (
         lambda r: report_of([*r.cases, *FAILING_DDP.cases]),
         1,
-        "failing: scale.rule is fail in ddp/2/fp32/sgd/none",
+        "failing: scale.rule fails in ddp/2/fp32/sgd/none",
     ),
     "another torch": (
         header(torch="2.14.0"),
@@ -243,9 +243,9 @@ def test_a_law_that_the_baseline_lacks_is_reported(
     new = report_of(new_law(c) for c in sample().cases)
     code, told = gate(new, tmp_path, capsys, "--baseline", str(baseline))
     assert code == 0
-    line = "note: new: check new.law is not in the baseline: it is pass in fsdp/2/"
+    line = "note: new: check new.law is not in the baseline: it passes in fsdp/2/"
     (note,) = [x for x in told.splitlines() if x.startswith(line)]
-    assert note.endswith("--update-baseline makes it a promise (and 2 more)")
+    assert note.endswith("--update-baseline records it (and 2 more)")
 
 
 def test_a_baseline_of_another_torch_names_the_command_that_renews_it(
@@ -369,7 +369,7 @@ def test_notes_are_folded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     write_baseline(path, make_baseline([failing]))
     _, told = gate(sample(), tmp_path, capsys, "--baseline", str(path))
     (line,) = told.splitlines()[1:]
-    assert line.startswith("note: better: scale.rule is pass in fsdp/2/fp32/sgd/none")
+    assert line.startswith("note: better: scale.rule passes in fsdp/2/fp32/sgd/none")
     assert line.endswith("(and 2 more)")
 
 
@@ -406,7 +406,7 @@ def test_a_known_failure_is_accepted_and_a_fix_is_reported(
     assert gate(failing, tmp_path, capsys, "--baseline", str(path))[0] == 0
     code, told = gate(sample(), tmp_path, capsys, "--baseline", str(path))
     assert code == 0 and "known" not in told
-    assert "note: better: scale.rule is pass in fsdp/2/fp32/sgd/none" in told
+    assert "note: better: scale.rule passes in fsdp/2/fp32/sgd/none" in told
 
 
 # regression: N24
@@ -451,7 +451,7 @@ def test_a_pass_says_how_many_known_failures_it_passes_over(
         assert code == 0
         assert head.startswith("gate: PASS, with 2 known failures in the baseline: 3 ")
         assert len(notes) == 3 and notes[2] == (
-            "note: known to the baseline: scale.rule is fail in fsdp/2/fp32/sgd/none "
+            "note: known to the baseline: scale.rule fails in fsdp/2/fp32/sgd/none "
             "mine.amp:Scaler: off by two (and 1 more)"
         )
         assert json.loads(target.read_text())["known_failures"] == 2
@@ -512,7 +512,9 @@ def test_a_scenario_that_a_workload_cannot_run_closes_no_gate(
     painted = replace(ran, status="skipped")
     report = report_of([*sample().cases, painted])
     code, told = gate(report, tmp_path, capsys)
-    assert code == 3 and "the case says skipped, its verdicts come to pass" in told
+    assert (
+        code == 3 and "the case has the status skipped, its verdicts give pass" in told
+    )
 
 
 def test_a_reason_names_law_topology_step_and_is_in_json(

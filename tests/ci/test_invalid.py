@@ -26,7 +26,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[CaseRecord], CaseRecord], str]] = {
         lambda c: replace(
             with_verdict(c, verdict("scale.rule", "fail")), status="pass"
         ),
-        "the case says pass, its verdicts come to fail",
+        "the case has the status pass, its verdicts give fail",
     ),
     "unknown word": (
         lambda c: replace(
@@ -38,7 +38,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[CaseRecord], CaseRecord], str]] = {
         lambda c: replace(c, verdicts=(*c.verdicts, c.verdicts[0])),
         "check liveness.completes has 2 verdicts",
     ),
-    "no verdict": (lambda c: replace(c, verdicts=()), "come to inconclusive"),
+    "no verdict": (lambda c: replace(c, verdicts=()), "give inconclusive"),
     "another world than its id": (
         lambda c: replace(c, scenario="fsdp/4/fp32/sgd/none"),
         "the case says fsdp/2",
@@ -83,7 +83,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[CaseRecord], CaseRecord], str]] = {
     ),
     "a step without error": (
         lambda c: with_curves(c, parity=[0.1, 0.6]),
-        "error / bound is given for 2 steps, not for all",
+        "error / bound has 2 steps, the run has more or fewer",
     ),
 }
 
@@ -110,8 +110,8 @@ TAMPERING: dict[str, tuple[Lines, str]] = {
     "a case taken out": (lambda lines: [lines[0], *lines[2:]], "the footer counts 3"),
     "a case twice": (lambda lines: [*lines[:2], *lines[1:]], "more than once"),
     "footer first": (lambda lines: [*lines[:1], lines[-1], *lines[1:-1]], "last line"),
-    "no header": (lambda lines: lines[1:], "no report header"),
-    "empty": (lambda lines: [], "no report header"),
+    "no header": (lambda lines: lines[1:], "not a report header"),
+    "empty": (lambda lines: [], "not a report header"),
     "no JSON": (lambda lines: [b"<html>\n", *lines], "line 1"),
     "not UTF-8": (lambda lines: [lines[0], b'"\xff"\n', *lines[1:]], "line 2"),
     "schema of tomorrow": (

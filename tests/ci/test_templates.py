@@ -81,7 +81,7 @@ def test_the_command_that_runs_may_be_torchrun(site: Path, tmp_path: Path) -> No
     code, told = gate(site, tmp_path, "mine:Mine", *run, GRADPARITY_RUN=command)
     assert code == Outcome.FAIL.value, told
     assert "needs 2 ranks, torchrun made 1 in ddp/2" in told
-    assert re.search(r"failing: scale\.rule is fail in single/1/", told), told
+    assert re.search(r"failing: scale\.rule fails in single/1/", told), told
     report = read_report(tmp_path / "parity-report" / "report.jsonl")
     assert report.header.launcher.name == "torchrun"
 

@@ -85,7 +85,7 @@ def test_every_need_is_had_somewhere_and_lacked_somewhere() -> None:
         ({"topology": "tp", "optimizer": "adamw-fused"}, "refuse mixed tensors"),
         ({"topology": "tp+sp", "recipe": "clip-norm"}, "cannot be clipped"),
         ({"recipe": "compiled", "model": "text"}, "may take minutes"),
-        ({"recipe": "random", "model": "digits"}, "tests a user's stack"),
+        ({"recipe": "random", "model": "digits"}, "tests a user's training code"),
     ],
 )
 def test_the_reason_names_what_is_lacking(choices: dict[str, str], reason: str) -> None:

@@ -426,7 +426,7 @@ def test_a_share_of_the_loss_is_told(runner: Runner) -> None:
     found = located(runner, own(misplaced.ReturnsWhatBackwardStartsFrom, "dp2/2/fp32"))
     # regression: O6, the factor was that of a mean without weights
     assert found.where == "loss" and found.factor != pytest.approx(1.0)
-    assert "right where all ranks weigh the same: what backward" in found.text
+    assert "right where all ranks weigh the same: backward" in found.text
 
 
 def test_a_run_localises_once_for_a_topology_and_recipe() -> None:

@@ -224,7 +224,9 @@ def test_gradients_that_the_optimizer_does_not_use_are_not_compared(
     assert not [v for v in case.verdicts if v.status is Status.FAIL]
     assert found["parity.gradient"].status is Status.INCONCLUSIVE
     told = found["parity.gradient"].message
-    assert told.endswith("else write gradients(stack) to give what they use")
+    assert told.endswith(
+        "else write gradients(stack) to return the gradients that they use"
+    )
     assert found["parity.update"].status is Status.PASS
 
 

@@ -479,5 +479,5 @@ def test_a_layer_with_batch_statistics_is_not_accused(runner: Runner) -> None:
     case = runner.run("none", Scenario.parse(text))
     found = next(v for v in case.verdicts if v.law == "parity.gradient")
     assert found.status == "inconclusive"
-    assert "gradients are no sums over rows" in found.message
+    assert "gradients are not sums over rows" in found.message
     assert case.status == "inconclusive"

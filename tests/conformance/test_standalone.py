@@ -270,7 +270,7 @@ def test_replay_writes_the_script(
 @pytest.mark.parametrize("time", ["60", "0s", "-1m", "s", "infh", "nans", "1d"])
 def test_a_budget_has_a_unit(time: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["hunt", f"--budget={time}"]) == 2
-    assert "is no positive time such as 60s" in capsys.readouterr().err
+    assert "is not a positive time such as 60s" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("counted_budget")

@@ -15,11 +15,11 @@ from gradparity.conformance.report.terminal import (
     cell,
     coverage,
     facts,
+    not_tried_lines,
     print_report,
     progress,
     verdict_of,
 )
-from gradparity.conformance.run.session import told_once
 from gradparity.conformance.status import Verdict, clipped
 from gradparity.tests.conformance.test_report import HOSTILE, case, report_of
 
@@ -226,7 +226,14 @@ def test_cases_skipped_for_one_exception_are_one_line() -> None:
         replace(case("a:B", "skipped", why), scenario=f"dp{number}")
         for number, why in enumerate(messages)
     ]
-    assert told_once([case(), *cases]) == [
+    report = report_of(case(), *cases)
+    left_out = ("dp1: an axis of size 1",)
+    report = replace(report, header=replace(report.header, not_tried=left_out))
+    assert not_tried_lines(report) == [
         f"dp0 and 2 more: {messages[0]}",
         f"dp2: {messages[2]}",
+        *left_out,
     ]
+    page = render_page(report)
+    assert f"<li>dp2: {messages[2].replace(chr(39), '&#39;')}</li>" in page
+    assert f"<li>{left_out[0]}</li>" in page

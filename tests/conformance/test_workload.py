@@ -60,7 +60,7 @@ def test_a_right_stack_passes(
     assert {"parity.gradient", "parity.update", "parity.loss"} <= compared
     if scaler == "none":
         reasons = {v.message for v in found.verdicts if v.law == "scale.rule"}
-        assert reasons == {"a check of scalers, and this run has none"}
+        assert reasons == {"a check of scalers, and this run has no scaler"}
         assert not any(law.startswith(("scale", "transparency")) for law in compared)
 
 
@@ -242,7 +242,7 @@ def test_what_a_trainer_says_of_itself_is_checked(call: str, words: str) -> None
     [
         (["--workload", "nosuch:Stack"], "cannot import"),
         (["--workload", f"{MODULE}:Nothing"], "has no attribute 'Nothing'"),
-        (["--workload", "stacks"], "is no module:attribute"),
+        (["--workload", "stacks"], "is not module:attribute"),
         (["--workload", f"{MODULE}:Right", "--model", "text"], "has its own model"),
         (["--workload", f"{MODULE}:Right", "--topology", "fsdp"], "unknown topology"),
         (["--workload", f"{MODULE}:Right", "--optimizer", "sgd"], "unknown optimizer"),
@@ -353,7 +353,7 @@ def test_two_optimizers_need_parameters_for_both(
     model = nn.ModuleDict({name: nn.Linear(2, 2, bias=biases) for name in names})
     workload = replace(resolve_workload(f"{MODULE}:Right"), model=lambda: model)
     told = probe(workload).lacks.get(OfWorkload.TWO_KINDS, "")
-    assert ("the model has not both" in told) is not can
+    assert ("does not train both" in told) is not can
 
 
 def test_two_optimizers_need_parameters_that_train_for_both() -> None:
@@ -362,4 +362,4 @@ def test_two_optimizers_need_parameters_that_train_for_both() -> None:
         layer.bias.requires_grad_(False)
     workload = replace(resolve_workload(f"{MODULE}:Right"), model=lambda: model)
     told = probe(workload).lacks[OfWorkload.TWO_KINDS]
-    assert told.endswith("or trains not both")
+    assert told.endswith("does not train both")

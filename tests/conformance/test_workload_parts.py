@@ -1,5 +1,6 @@
 """Ranks and backwards see their shards, micro-batches, counts and idle layers."""
 
+from html import unescape
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.report.records import read_report
+from gradparity.conformance.report.terminal import not_tried_lines
 from gradparity.conformance.space.catalogue import Selection, not_tried, select
 from gradparity.conformance.space.facts import facts_of
 from gradparity.fixtures import resolve_workload
@@ -520,7 +522,7 @@ def test_ranks_whose_counts_are_not_known_have_no_loss_to_compare(
     told = {v.law: v for v in found.verdicts}
     assert found.status == "inconclusive", found.problem
     assert told["parity.loss"].status == "inconclusive"
-    assert "nobody knows how many tokens each has" in told["parity.loss"].message
+    assert "their numbers of tokens are unknown" in told["parity.loss"].message
     assert told["parity.gradient"].status == told["parity.update"].status == "pass"
 
 
@@ -657,10 +659,10 @@ def test_accumulation_is_tried_where_an_axis_has_size_one(
     found = {s.recipe: runner.run("none", s).status for s in tried}
     assert found["plain"] == found["clip-norm"] == "pass"
     assert found["accumulate"] == found["accumulate-uneven"] == "fail"
-    (told,) = (text for text in not_tried(chosen) if "axis at size 1" in text)
+    (told,) = (text for text in not_tried(chosen) if "axis of size 1" in text)
     assert told == (
-        "dp1, dp1-tp2, dp2-tp1: an axis at size 1 is tried in fp32 with plain, "
-        "accumulate, accumulate-no-sync, accumulate-uneven, clip-norm at most"
+        "dp1, dp1-tp2, dp2-tp1: an axis of size 1 is tried only in fp32 with "
+        "plain, accumulate, accumulate-no-sync, accumulate-uneven, clip-norm"
     )
 
 
@@ -688,9 +690,16 @@ def test_recipes_and_meshes_that_a_layout_refuses_are_skipped_with_the_reason(
     assert main([*words, *ids]) == 0
     report = read_report(tmp_path / "report.jsonl")
     assert [c.status for c in report.cases] == ["skipped", "pass", "skipped"]
+    told = capsys.readouterr().out
+    assert "\nnot tried: 2 kinds of run (reasons: on the page)\n" in told
+    page = unescape((tmp_path / "index.html").read_text())
+    first, second = not_tried_lines(report)
+    assert "the module has neither a no_sync() as DDP's nor a part under" in first
+    assert "parallelize: raised ValueError: no parallelism asked for" in second
+    assert f"<li>{first}</li>" in page and f"<li>{second}</li>" in page
+    assert main([*words, *ids[1:]]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "the module has neither a no_sync() as DDP's nor a part under" in told
-    assert "parallelize: raised ValueError: no parallelism asked for" in told
+    assert f"not tried: {second}" in told
 
 
 def test_frozen_parts_are_the_second_half_of_the_model(runner: Runner) -> None:

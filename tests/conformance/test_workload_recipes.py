@@ -54,11 +54,11 @@ def test_a_train_step_is_skipped_only_for_what_it_decides_itself() -> None:
     told = "\n".join(not_tried(Selection(workload=TRAINS)))
     for line in (
         "unscale: train_step decides whether it calls unscale_",
-        "clip-value: train_step clips by the norm alone (clip_norm)",
+        "clip-value: train_step clips only by the norm (clip_norm)",
         "accumulate-no-sync: train_step decides in which backward it reduces",
         "two-optimizers, two-optimizers-unscale: train_step steps the optimizers that",
         "scheduler: train_step sets the schedule",
-        "random, random-recompute, random-resume: it needs random layers",
+        f"random, random-recompute, random-resume: {TRAINS} has no random",
     ):
         assert line in told
     tried = {s.recipe for s in select("default", Selection(workload=TRAINS))}
@@ -306,7 +306,7 @@ def test_a_load_that_restores_a_part_is_a_failure(runner: Runner) -> None:
 
 
 def test_a_checkpoint_of_the_scaler_alone_is_no_resume() -> None:
-    with pytest.raises(UsageError, match="they hold the scaler alone"):
+    with pytest.raises(UsageError, match="they contain only the scaler"):
         at(f"{TRAINERS}:WaitsForTheStep", "resume")
 
 

@@ -230,7 +230,10 @@ def test_a_stack_without_gradients_does_not_pass(runner: Runner, stack: type) ->
             "those of model() but those rounded to torch.bfloat16: have model() round",
         ),
         (LosesShards, "parallelize: no rank holds 32 of 32 elements of 2.weight"),
-        (WeightsNotParameters, "weights: gave 0.weight, which is no nn.Parameter"),
+        (
+            WeightsNotParameters,
+            "weights: returned 0.weight, which is not an nn.Parameter",
+        ),
         (WeightsAreAList, "weights: returned list, expected a dict of name -> tensor"),
         (RunsFromItsWeights, "parallelize: changed the values of 2.bias"),
         (HidesAllFromTheJudge, "a stack of another type needs weights(stack)"),

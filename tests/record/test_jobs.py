@@ -187,7 +187,7 @@ def test_a_fault_is_told_and_what_cannot_be_compared_is_no_fault(
                 ("fsdp-tp", "forward", "in forward. blocks.1 is the first of 4 of 4 "
                  "blocks whose output differs, after blocks.0: by 0.01 of its size"),
                 ("ddp", "backward", "In backward through blocks.1"),
-                ("fsdp", "loss", "In backward, the loss or what follows head"),
+                ("fsdp", "loss", "In backward, in the loss or after head"),
                 ("fsdp", "one", "So are the gradients of outputs"),
                 ("tp", "one", "outputs of 4 of 4 blocks are the same"),
                 ("fsdp1", "loss", "outputs of 4 of 4 blocks are the same"),
@@ -249,7 +249,7 @@ def test_a_step_that_only_makes_states_is_no_step_of_training(
     [
         ("", 0, "start: 21 of 21 tensors have equal bits"),
         ("scale", 1, "is 4.000 x the first side"),
-        ("names", 1, "If these are other tensors, give them other names"),
+        ("names", 1, "If these are different tensors, give them different names"),
         ("names-declared", 0, "start: 21 of 21 tensors have equal bits"),
     ],
 )
@@ -272,7 +272,7 @@ def test_a_resumed_job_is_compared_bit_for_bit(
     assert record(tmp_path / "a", *goes_on, of=of).returncode == 0
     for fault, code, words in (
         ("resumed", 0, "same, bit for bit: 399 tensors of 4 steps"),
-        ("forgets", 1, "step 3: forgets has not the optimizer's step of words.weight"),
+        ("forgets", 1, "step 3: forgets lacks the optimizer's step of words.weight"),
     ):
         monkeypatch.chdir(tmp_path)
         of = command("plain", fault)
@@ -333,12 +333,12 @@ def test_files_of_several_hosts_are_compared_together(
     file = "plain/rank-1.safetensors"
     (tmp_path / "h0" / file).rename(other / file)
     assert main(["compare", str(one), str(other)]) == 2
-    assert "of 2 ranks these wrote nothing: 0" in capsys.readouterr().err
+    assert "these of 2 ranks wrote nothing: 0" in capsys.readouterr().err
     both = Path(f"{tmp_path / 'h0'},{other}")
     assert compared(capsys, one, both)[0] == 0
     again = Path(f"{other},{other}")
     assert main(["compare", str(one), str(again)]) == 2
-    assert "another folder has this rank, too" in capsys.readouterr().err
+    assert "another folder also has this rank" in capsys.readouterr().err
 
 
 def test_an_optimizer_that_is_not_torchs_is_recorded_by_two_lines(
@@ -488,9 +488,9 @@ def test_a_broken_recording_is_told_in_one_line(
     (broken / "run.json").write_text("{")
     assert "run.json: Input data was truncated" in told()
     (broken / "run.json").write_text(manifest)
-    assert "holds no recording" in told()
+    assert "has no recording" in told()
     whole = (one / "plain" / "rank-0.safetensors").read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     assert "is not a recording" in told()
     path.write_bytes(whole.replace(b'\\"world_size\\":1', b'\\"world_size\\":2'))
-    assert "of 2 ranks these wrote nothing: 1" in told()
+    assert "these of 2 ranks wrote nothing: 1" in told()

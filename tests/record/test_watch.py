@@ -27,7 +27,7 @@ FAULTS = {
     # the largest and the least are named: rank 1, and one that differs from it
     "drift": ("norm.weight has other bits on rank ", "on rank 1"),
     "rate": ("the settings for ", "on rank 1"),
-    "rows": ("rank 0 and rank 1 train on other rows",),
+    "rows": ("rank 0 and rank 1 train on different rows",),
     "same": ("train on the same rows as ranks (",),
     "skips": ("rank 3",),
 }
@@ -223,8 +223,8 @@ def of_shards(fault: str) -> tuple[list[str], list[str]]:
     ("fault", "said", "log"),
     [
         ("", "", ""),
-        ("rate", "the settings for 0.bias are others on rank 1 than on rank 0", ""),
-        ("scale", "scale is another number on rank 2 than on rank ", ""),
+        ("rate", "the settings for 0.bias differ on rank 1 than on rank 0", ""),
+        ("scale", "scale differs on rank 2 than on rank ", ""),
         ("draws", "", "ranks (0,) and ranks (1,) draw the same numbers"),
     ],
 )
@@ -340,7 +340,7 @@ def test_one_process_can_watch_and_bad_use_is_told() -> None:
         gradparity.watch(model)
     with pytest.raises(ValueError, match="give mesh=, whose axes data= names"):
         gradparity.watch(model, optimizer, data=("dp",))
-    with pytest.raises(ValueError, match="no parameter that is trained"):
+    with pytest.raises(ValueError, match="no trained parameter"):
         gradparity.watch(model, optimizer, apart=("",))
     with pytest.raises(ValueError, match="clipped= needs one optimizer"):
         gradparity.watch(model, optimizer, apart=("up",), clipped=lambda: (1.0, 1.0))

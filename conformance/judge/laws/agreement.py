@@ -26,7 +26,7 @@ Seen = TypeVar("Seen", StepTrace, Decision)
 
 DRIFT = (
     "Ranks that disagree train with different effective learning rates or on different "
-    "steps; weights drift apart and nothing reports it."
+    "steps. Weights drift apart without an error."
 )
 
 
@@ -91,7 +91,7 @@ def _words(what: str, value: object) -> str:
     return f"{what} {value:g}" if isinstance(value, float) else f"{what} {value}"
 
 
-@law("agreement.scale", "After every step all ranks hold the same scale.", DRIFT)
+@law("agreement.scale", "After every step all ranks have the same scale.", DRIFT)
 def scale(evidence: Evidence) -> Finding:
     """Compare the public scale."""
     return _disagreement(evidence, "scale", lambda s: s.scale_after)
@@ -99,7 +99,7 @@ def scale(evidence: Evidence) -> Finding:
 
 @law(
     "agreement.growth",
-    "After every step all ranks hold the same growth state.",
+    "After every step all ranks have the same growth state.",
     "If growth trackers differ, the scales differ some steps later.",
 )
 def growth(evidence: Evidence) -> Finding:
@@ -125,10 +125,9 @@ def skip(evidence: Evidence) -> Finding:
 
 @law(
     "agreement.replicas",
-    "After every step all replicas of a parameter are bitwise equal, and so is a "
-    "buffer of the model that training moves.",
-    "Replicas that differ are different models. Once the scales are equal again, only "
-    "the parameters show the difference. Running statistics of a rank's own "
+    "After every step all replicas of a parameter, and of a buffer that training "
+    "changes, are bitwise equal.",
+    "Replicas that differ are different models. Running statistics of a rank's own "
     "rows depend on the rank that saves them.",
     of_stack=True,
 )

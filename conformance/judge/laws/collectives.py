@@ -19,14 +19,14 @@ from ..law import (
 @law(
     "collectives.same-sequence",
     "Inside the scaler's calls, any two ranks issue the same sequence of collectives "
-    "on the groups that both are in.",
-    "If the sequence depends on local gradients, one of its collectives pairs with the "
-    "user's next one and gives wrong numbers, or hangs.",
+    "on the groups they share.",
+    "Otherwise a collective of the scaler pairs with one of yours and gives wrong "
+    "numbers, or hangs.",
 )
 def same_sequence(evidence: Evidence) -> Finding:
     """Compare the logs of all pairs of ranks, call by call."""
     if len(evidence.ranks) == 1:
-        return skipped("a single rank has no other to agree with")
+        return skipped("there is only one rank")
     compared, issued = 0, False
     for step, seen in evidence.steps():
         issued |= any(s.collectives for s in seen)
@@ -58,18 +58,18 @@ def _text(collectives: list[Collective]) -> str:
 @law(
     "collectives.no-crosstalk",
     "A collective issued after the step returns the right number on every rank.",
-    "A stray collective of the scaler pairs with the user's and corrupts it silently.",
+    "A stray collective of the scaler silently corrupts your next one.",
     of_stack=True,
 )
 def no_crosstalk(evidence: Evidence) -> Finding:
     """Look at the checked all-reduce that follows every step."""
     if len(evidence.ranks) == 1:
-        return skipped("a single rank has no other to mix its collectives with")
+        return skipped("there is only one rank")
     return say_tried_again(_no_crosstalk(evidence), evidence)
 
 
 def _gave(got: float) -> str:
-    """Say what a collective gave; a wait that timed out is recorded as nan."""
+    """Describe the result of a collective; a wait that timed out is recorded as nan."""
     return "did not come back in time" if math.isnan(got) else f"gave {got:g}"
 
 

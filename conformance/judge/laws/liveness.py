@@ -1,4 +1,4 @@
-"""Liveness: a legal training step comes to its end on every rank."""
+"""Liveness: a legal training step ends on every rank."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from ..law import (
 @law(
     "liveness.completes",
     "Every call of a legal training step returns on every rank.",
-    "A scaler that raises or hangs on a mesh cannot be used on it. If one rank stops, "
-    "the others wait in a collective.",
+    "If one rank raises or hangs, the others wait in a collective.",
     of_stack=True,
 )
 def completes(evidence: Evidence) -> Finding:

@@ -17,9 +17,8 @@ from ..law import (
     "misuse.refused",
     "A call in a wrong order raises and changes nothing: a second unscale_ or step, "
     "unscale_ after step, step with a closure, update before any step.",
-    "If such a call is accepted silently, gradients are divided or parameters move "
-    "twice, or the scale changes without a step. torch documents the order and "
-    "raises.",
+    "A call that is silently accepted divides gradients twice, moves parameters "
+    "twice, or changes the scale without a step.",
 )
 def refused(evidence: Evidence) -> Finding:
     """Look at the calls that were made after the last step."""

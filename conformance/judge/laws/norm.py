@@ -1,4 +1,4 @@
-"""Norm: the reported norm and the clipping factor are those of the whole gradient."""
+"""Norm: the reported norm and the clipping factor belong to the whole gradient."""
 
 from __future__ import annotations
 
@@ -27,18 +27,14 @@ from ..measured import ClipRow, Parity, gradient_of
 
 _STOPPED = "the run stopped before its norms could be compared"
 _DEPART = "the gradients themselves differ from the fp64 truth"
-_ADVICE = (
-    "Count a sharded tensor once over the ranks that hold its shards, a replicated "
-    "one once in all and not once per rank, and experts over their groups. Leave "
-    "nothing out because of its type, its placement or its optimizer."
-)
 
 
 @law(
     "norm.reported",
     "Every rank reports the norm of the whole unscaled gradient before clipping.",
-    "A norm that lacks a shard or counts a replica twice gives a wrong clipping factor "
-    f"and hides divergence in the logs. {_ADVICE}",
+    "A norm that lacks a shard or counts a replica twice gives a wrong clipping "
+    "factor. Count each shard once, a replicated tensor once in all, and experts over "
+    "their own groups. Include every type, placement and optimizer.",
     of_stack=True,
     hidden="elsewhere the references are not finite, or the weights already differ "
     "from the truth",
@@ -171,13 +167,13 @@ def _slack(parity: Parity, step: int) -> float:
     "norm.factor",
     "Clipping multiplies every gradient on every rank by min(1, clip_norm / (norm + "
     "1e-6)), with the norm of the whole gradient.",
-    "If a tensor is left out of clipping, or a rank clips by its own norm, the "
-    "gradient gets another direction, which only long runs show. A wrong factor that "
-    f"is equal on all ranks comes from a wrong norm. {_ADVICE}",
+    "A tensor left out, or a rank that clips by its own norm, changes the direction of "
+    "the gradient. A factor that is wrong but equal on all ranks comes from a wrong "
+    "norm: see norm.reported.",
     of_stack=True,
     hidden=f"elsewhere {_DEPART} (parity.gradient), or rounding is as large as the "
-    "gradient, so it has no direction: then judge this precision with more rows, or "
-    "fp32 alone (--precision fp32)",
+    "gradient, so it has no direction: use more rows in this precision, or fp32 alone "
+    "(--precision fp32)",
 )
 def factor(evidence: Evidence) -> Finding:
     """Compare gradients as the optimizer used them with the truth's unclipped ones."""

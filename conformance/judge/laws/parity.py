@@ -10,8 +10,8 @@ from ..law import Evidence, Finding, Status, inconclusive, law, of_buffer, skipp
 from ..measured import ParityRow
 
 REASON = (
-    "A scaler that unscales wrongly, late or twice trains another model. The bound is "
-    "derived from the error of correct runs (docs/parity.md)."
+    "A difference beyond its bound trains another model. Bounds come from the errors "
+    "of correct runs (docs/parity.md)."
 )
 FEW = 0.1
 """Least share of the elements of updates. Rounding decides the direction of an adaptive
@@ -117,15 +117,15 @@ def _subject(row: ParityRow) -> str:
 
 @law(
     "parity.gradient",
-    "Every unscaled gradient that the optimizer sees is as near to fp64 as a correct "
-    "single-process run of that precision.",
-    REASON + " Gradients are compared because Adam hides a wrong factor.",
+    "Every unscaled gradient that the optimizer gets is as near to fp64 as in a "
+    "correct single-process run of that precision.",
+    REASON + " An update alone may not show it: Adam hides a wrong factor.",
     of_stack=True,
     hidden="elsewhere correct runs differ by as much as the gradient itself or are not "
-    "finite, or nobody saw what the optimizer used: it was not called, is no "
-    "optimizer of torch, or steps copies of the parameters. Write optimizers(stack) to "
-    "say which steps what, if they use the parameters' own grad; else write "
-    "gradients(stack) to give what they use",
+    "finite, or gradparity did not see the gradient that the optimizer used. Then the "
+    "optimizer was not called, is not one of torch, or steps copies of the parameters. "
+    "If optimizers use the parameters' own grad, write optimizers(stack) to name their "
+    "parameters; else write gradients(stack) to return the gradients that they use",
 )
 def gradient(evidence: Evidence) -> Finding:
     """Local gradients of every rank at every step that was not skipped."""
@@ -134,17 +134,16 @@ def gradient(evidence: Evidence) -> Finding:
 
 @law(
     "parity.update",
-    "Every parameter has changed by as much, and as exactly, as in a correct "
-    "single-process run that skips the same steps, and so has a buffer that training "
-    "moves.",
+    "Every parameter, and every buffer that training changes, moves as in a correct "
+    "single-process run that skips the same steps.",
     REASON,
     of_stack=True,
     least=FEW,
     hidden="elsewhere the gradient is below the bound of its error, so rounding "
-    "decides the direction of a step (take a precision with less rounding); or steps "
-    "are below the rounding of the weights (take a larger learning rate); or correct "
+    "decides the direction of a step (use a precision with less rounding); or steps "
+    "are below the rounding of the weights (use a larger learning rate); or correct "
     "runs differ by as much as the update itself, as with an ill-conditioned optimizer "
-    "or a batch norm over few rows (take more rows)",
+    "or a batch norm over few rows (use more rows)",
 )
 def update(evidence: Evidence) -> Finding:
     """Local parameters minus their initial values."""
@@ -156,9 +155,9 @@ def update(evidence: Evidence) -> Finding:
     "The loss of every step is as near to fp64 as in a correct single-process run.",
     REASON,
     of_stack=True,
-    hidden="train_step returned none on any rank, or the references are not finite, or "
-    "ranks have other losses and nobody knows how many tokens each has: the model on "
-    "one process does not take the inputs that shard gives, or the loss has several "
+    hidden="train_step returned no loss on any rank, or the references are not finite, "
+    "or the losses of ranks differ and their numbers of tokens are unknown: the model "
+    "on one process does not accept the inputs of shard, or the loss has several "
     "counts (return the loss of the whole batch on all ranks)",
 )
 def loss(evidence: Evidence) -> Finding:

@@ -86,7 +86,7 @@ def _wrong(
 def _judged(
     evidence: Evidence, compared: int, missed: int, what: str, otherwise: str
 ) -> Finding:
-    """A pass, or skipped if nothing was compared; both count what could not be."""
+    """A pass, or skipped if nothing was compared; both count missing comparisons."""
     if compared or evidence.unseen:
         return count_or_inconclusive(compared, what, evidence.unseen + missed)
     left = f"; {missed} draws could not be: {_OUT_OF_SIGHT}" if missed else ""
@@ -100,10 +100,9 @@ _OUT_OF_SIGHT = (
 
 @law(
     "random.replicas",
-    "Ranks that see the same data draw the same numbers for an activation that all of "
-    "them hold.",
-    "With tensor parallelism a replicated activation is one tensor. If ranks drop "
-    "different elements of it, they compute parts of different models.",
+    "Ranks with the same data draw the same numbers for a replicated activation.",
+    "If ranks drop different elements of one activation, they compute parts of "
+    "different models.",
     of_stack=True,
     least=ANY_SHARE,
 )
@@ -148,10 +147,10 @@ def replicas(evidence: Evidence) -> Finding:
 
 @law(
     "random.data",
-    "Ranks that see different data draw different numbers, and so does a rank from "
-    "forward to forward.",
-    "Ranks with the same seed drop the same elements of all their rows. The noise "
-    "does not average out over the batch, and more ranks add no randomness.",
+    "Ranks with different data draw different numbers, and each forward of a rank "
+    "draws new ones.",
+    "If all ranks share one seed, they drop the same elements, and the noise does not "
+    "average out over the batch.",
     of_stack=True,
     least=ANY_SHARE,
 )
@@ -199,17 +198,16 @@ def _apart(evidence: Evidence, trace: RankTrace, other: RankTrace) -> bool:
 
 @law(
     "random.size",
-    "A dropout multiplies what it keeps by 1 / (1 - p), with the probability p of the "
-    "model on one process.",
-    "A layout that replaces a dropout may leave the factor out or take another p. "
-    "Then activations are larger or smaller in training than in evaluation, and no "
-    "run without dropout shows it.",
+    "A dropout multiplies what it keeps by 1 / (1 - p), with the p of the model on "
+    "one process.",
+    "A layer that replaces a dropout may lack the factor or use another p. Then "
+    "activations differ in size between training and evaluation.",
     of_stack=True,
     least=ANY_SHARE,
 )
 @_where_drawn
 def size(evidence: Evidence) -> Finding:
-    """Compare the factor of what each dropout of the model kept."""
+    """Compare the factor by which each dropout multiplies kept elements."""
     off = 8 * evidence.phase.parsed_precision.roundoff
     compared = missed = 0
     for step, trace, draw in _draws(evidence):
@@ -237,8 +235,8 @@ def size(evidence: Evidence) -> Finding:
 @law(
     "random.recompute",
     "A forward that runs again in backward draws the same numbers as before.",
-    "If activation checkpointing does not restore the generator, the gradients are "
-    "those of another loss than the one that was computed.",
+    "If activation checkpointing does not restore the generator, the gradients belong "
+    "to another loss.",
     of_stack=True,
 )
 @_where_drawn

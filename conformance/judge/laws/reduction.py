@@ -12,11 +12,11 @@ from ..law import Evidence, Finding, Status, count_or_inconclusive, law, skipped
     "dtype.reduction",
     "Gradients are reduced over ranks in the dtype that the workload promises "
     "(reduce_dtype), or in a wider one.",
-    "A sum over many ranks in bf16 loses precision, but on the few ranks of a test the "
-    "error is within the noise of bf16. Look at what the finding names: a compression "
-    "hook, a setting of the engine, or tensor parallelism, which sums partial "
-    "gradients in the compute dtype before fully_shard casts them (pytorch#190626). "
-    "In the last case sum them yourself in reduce_dtype, or use a wider param_dtype.",
+    "A sum over many ranks in bf16 loses precision; on few ranks the error stays "
+    "within the noise. Check compression hooks, the engine's settings and tensor "
+    "parallelism, which sums partial gradients in the compute dtype before "
+    "fully_shard casts them (pytorch#190626). There sum them yourself in "
+    "reduce_dtype, or use a wider param_dtype.",
     of_stack=True,
     hidden="the workload promises reduce_dtype, and no collective of torch was seen to "
     "reduce a gradient, between the begin of backward and the step",
@@ -65,7 +65,7 @@ def _parameters(trace: RankTrace, sizes: dict[str, int], seen: Reduction) -> lis
 
 
 def _holds(dtype: str, promised: str) -> bool:
-    """True if every number of ``promised`` is one of ``dtype``, too."""
+    """True if ``dtype`` represents every number of ``promised``."""
     got: torch.dtype = getattr(torch, dtype)
     return torch.promote_types(got, getattr(torch, promised)) == got
 

@@ -80,7 +80,7 @@ def _times(scale: float, factor: float) -> float:
     "scale.rule",
     "Backoff, growth and the growth tracker follow the documented rule exactly.",
     "A scale that grows late, never, or on bad steps wastes steps or the range of "
-    "fp16. Resuming a run and comparing runs need the exact sequence.",
+    "fp16. Resuming a run needs the exact sequence.",
 )
 def rule(evidence: Evidence) -> Finding:
     """Replay every update of every rank against the oracle."""
@@ -132,7 +132,7 @@ def _text(tracker: int | None) -> str:
 @law(
     "scale.positive",
     "The scale is never zero, infinite or nan.",
-    "A run cannot recover from such a scale: gradients become nan or zero.",
+    "A run cannot recover: gradients become nan or zero.",
 )
 def positive(evidence: Evidence) -> Finding:
     """Look at every scale that any rank showed."""
@@ -156,9 +156,9 @@ def positive(evidence: Evidence) -> Finding:
     "scale.continuity",
     "The state after a step is the state before the next one, also through save and "
     "load.",
-    "A resumed run with another scale or tracker repeats its overflows or loses range. "
-    "If the scale changes between steps, gradients are divided by another scale than "
-    "the loss was multiplied by.",
+    "A resume with another scale or tracker repeats its overflows or loses range. If "
+    "the scale changes between backward and step, the division does not undo the "
+    "multiplication.",
 )
 def continuity(evidence: Evidence) -> Finding:
     """Compare the state at the end of each step with that at the next backward."""

@@ -38,9 +38,8 @@ def all_ranks_skip(evidence: Evidence) -> Finding:
 
 @law(
     "skip.all-ranks-step",
-    "When all gradients are finite on all ranks, every rank steps.",
-    "A step that is skipped without cause wastes its data. If one rank alone skips, "
-    "the weights of the ranks drift apart.",
+    "When the gradients on all ranks are finite, every rank steps.",
+    "A needless skip wastes the batch. If one rank alone skips, weights drift apart.",
     of_stack=True,
     decides=True,
 )
@@ -88,8 +87,8 @@ def _steps_itself(evidence: Evidence) -> bool:
 @law(
     "skip.no-side-effects",
     "A skipped step leaves parameters, optimizer state and counters bitwise equal.",
-    "Adam's bias correction depends on the step counter: if the counter includes "
-    "skipped steps, training changes.",
+    "Adam's bias correction depends on the step counter, which must not count skipped "
+    "steps.",
     decides=True,
 )
 def no_side_effects(evidence: Evidence) -> Finding:

@@ -78,7 +78,7 @@ def _beside(evidence: Evidence, what: str) -> Iterator[_Beside]:
 
 @dataclass(kw_only=True)
 class _Loads:
-    """Comparisons of a saved value with the one that the new stack has loaded."""
+    """Comparisons of a saved value with the value that the new stack has loaded."""
 
     compared: int = 0
     missed: int = 0
@@ -137,12 +137,11 @@ def _loads(evidence: Evidence, what: str, subject: str) -> _Loads:
 
 @law(
     "trainer.schedule",
-    "The schedule of the learning rate moves on every step that is taken, and on no "
-    "step that is skipped; a checkpoint of the stack holds it.",
-    "A warm-up that counts skipped steps is shorter than planned, and fp16 runs skip "
-    "most steps at their start. Step the scheduler only if the scaler says that the "
-    "optimizer has stepped. A call of the optimizer is no proof: a fused optimizer is "
-    "called on skipped steps, too.",
+    "The learning-rate schedule moves on every step taken and on no skipped step, and "
+    "a checkpoint restores it.",
+    "A warm-up that counts skipped steps is too short. Step the scheduler only if the "
+    "scaler says that the optimizer stepped: a fused optimizer is also called on "
+    "skipped steps.",
     of_stack=True,
 )
 def schedule(evidence: Evidence) -> Finding:
@@ -168,13 +167,12 @@ def schedule(evidence: Evidence) -> Finding:
 
 @law(
     "trainer.average",
-    "The running average of the weights does not move on a step that is skipped, and "
-    "is equal on ranks that hold the same weights; a checkpoint of the stack holds it. "
-    "It is that of whole rows where rows are cut, and that of a run without a resume.",
-    "If a skipped step counts, the weights before it count twice, and the warm-up of "
-    "the average is shorter than planned. Ranks that count differently drift apart: "
-    "which model is evaluated then depends on the rank that saves it. An average that "
-    "moves on one rank only is compared with none.",
+    "The running average of the weights does not move on a skipped step, and a "
+    "checkpoint restores it. It is equal on ranks with equal weights, and equal to "
+    "that of the same training without accumulation or a resume.",
+    "An average that counts skipped steps counts old weights twice. If ranks differ, "
+    "the evaluated model depends on the rank that saves it. An average on one rank "
+    "only is not compared between ranks.",
     of_stack=True,
 )
 def average(evidence: Evidence) -> Finding:
@@ -235,9 +233,9 @@ def average(evidence: Evidence) -> Finding:
 def _as_in_plain_steps(evidence: Evidence) -> tuple[int, Finding | None]:
     """Averages of the same training with whole rows and no resume, compared.
 
-    An average is a weighted mean of the weights up to there. So two of them are no
-    further apart than the weights were at most, but for rounding, if both give the same
-    weights to the same steps.
+    An average is a weighted mean of the weights up to there. If two averages give the
+    same weights to the same steps, their distance is at most the largest distance of
+    the weights, apart from rounding.
     """
     compared = 0
     apart: dict[tuple[int, str], float] = {}
@@ -331,11 +329,11 @@ def _torn(evidence: Evidence) -> tuple[int, Finding | None]:
 
 @law(
     "trainer.skips",
-    "On every rank a trainer's count of skipped steps grows by one on every step that "
-    "is skipped, and on no other.",
-    "Schedules, averages, checkpoints and alarms depend on this number. A trainer that "
-    "infers a skip from a missing call or from a smaller scale is wrong with fused "
-    "optimizers and wherever the scale is at its limit.",
+    "On every rank a trainer's count of skipped steps grows by one on every skipped "
+    "step, and on no other.",
+    "Schedules, averages, checkpoints and alarms use this count. Do not infer a skip "
+    "from a missing optimizer call or a smaller scale: fused optimizers are called on "
+    "skipped steps, and a scale at its limit stays.",
     of_stack=True,
 )
 def skips(evidence: Evidence) -> Finding:
@@ -359,10 +357,9 @@ def skips(evidence: Evidence) -> Finding:
 
 @law(
     "trainer.checkpoint",
-    "On every rank a new scaler that is loaded from the stack's own checkpoint has the "
-    "scale and the growth tracker of the saved one.",
-    "A run that resumes with the initial scale overflows again, and skips steps until "
-    "the scale is low enough.",
+    "On every rank a new scaler that loads your checkpoint has the saved scale and "
+    "growth tracker.",
+    "A run that resumes with the initial scale overflows and skips steps again.",
 )
 def checkpoint(evidence: Evidence) -> Finding:
     """Compare the scaler's state before the save with that after the load."""
@@ -396,11 +393,11 @@ def checkpoint(evidence: Evidence) -> Finding:
 
 @law(
     "trainer.settings",
-    "Once a stack has loaded its own checkpoint, its optimizers step with the learning "
-    "rates and other settings of the same training without the interruption.",
-    "A schedule that is not saved begins its warm-up again, and param groups that are "
-    "made in another order exchange their rates. A comparison of updates cannot tell: "
-    "the reference takes the settings that the stack steps with.",
+    "After a resume the optimizers use the learning rates and other settings of the "
+    "same training without the interruption.",
+    "An unsaved schedule begins its warm-up again, and param groups created in "
+    "another order exchange their rates. parity.update cannot detect this: its "
+    "reference uses your settings.",
     of_stack=True,
 )
 def settings(evidence: Evidence) -> Finding:
@@ -436,11 +433,9 @@ def settings(evidence: Evidence) -> Finding:
 
 @law(
     "trainer.weights",
-    "Once a stack has loaded its own checkpoint, its weights are those that it saved, "
-    "bit for bit.",
-    "fp32 weights that are made again from bf16 ones, or saved in half precision, lose "
-    "the sum of many small steps. A single update shows a loss smaller than the noise "
-    "of bf16, so the comparison of updates may miss it.",
+    "After a resume the weights are bitwise those that were saved.",
+    "fp32 weights saved in half precision, or made again from bf16 ones, lose the sum "
+    "of many small steps. In one update the loss may be below the noise of bf16.",
     of_stack=True,
 )
 def weights(evidence: Evidence) -> Finding:

@@ -31,12 +31,12 @@ def _not_applicable(evidence: Evidence) -> str:
     )
     # frexp of a power of two is (0.5, exponent)
     if any(math.frexp(f)[0] != 0.5 for f in factors):
-        return "a scale that is no power of two rounds"
+        return "a scale that is not a power of two rounds"
     steps = [at for trace in evidence.ranks for at in trace.steps]
     if any(not at.calls.isdisjoint(CLIPS) for at in steps):
         return "the scaler clips by a norm that it has rounded itself"
     if scenario.faults != "none":
-        return "a run without a scaler has no answer to bad gradients"
+        return "a run without a scaler does not handle bad gradients"
     return ""
 
 
@@ -118,10 +118,10 @@ this limit."""
 
 @law(
     "transparency.gradient",
-    "In fp32 with power-of-two scales, every gradient that the optimizer sees is "
-    "bitwise equal to that of a run without the scaler.",
-    "The rounding of the update, Adam, and any bound relative to the tensor can hide a "
-    "flushed gradient of 1e-7 or one wrong element. A bitwise comparison shows it.",
+    "In fp32 with power-of-two scales, every gradient that the optimizer gets is "
+    "bitwise that of a run without the scaler.",
+    "Bounds relative to a tensor can miss one wrong element or a flushed gradient of "
+    "1e-7.",
     least=ONE_STEP,
     hidden=NO_STEP,
 )
@@ -156,8 +156,8 @@ def gradient(evidence: Evidence) -> Finding:
     "transparency.bitwise",
     "In fp32 with power-of-two scales, training with the scaler is bitwise equal to "
     "training without it on the same topology.",
-    "Multiplying and dividing by a power of two is exact. So any difference is an "
-    "error of the scaler, and the tolerance is zero.",
+    "Multiplying and dividing by a power of two is exact, so any difference is an "
+    "error of the scaler.",
     least=ONE_STEP,
     hidden=NO_STEP,
 )

@@ -45,7 +45,7 @@ class LongerSteps(Perturbation):
 
     @contextmanager
     def optimizer(self, run: ReferenceRun, name: str) -> Iterator[None]:
-        """Lengthen the step that is taken inside."""
+        """Make the step inside this context longer."""
         betas = run.optimizers[name].param_groups[0].get("betas", ())
         if not betas:
             yield

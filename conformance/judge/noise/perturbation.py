@@ -16,8 +16,8 @@ __all__ = ["Perturbation"]
 class Perturbation:
     """Changes a reference run as rounding may; the base class changes nothing.
 
-    References are kept by their variants, so a perturbation is a frozen value. What
-    must last from step to step belongs to the run.
+    References are kept by their variants, so a perturbation is a frozen value. State
+    that lasts from step to step belongs to the run.
     """
 
     shards = 1

@@ -1,10 +1,10 @@
 """Sides: where rounding decides between two results that are far apart.
 
-The gradient through a ReLU is there or not, after the sign of its input. Of some
-million inputs a few are no further from zero than their error, so a right run takes the
-other side than the truth in one or two of them. Each such gradient departs by as much
-as one element of a batch contributes, thousands of times the rounding, and none of five
-noisy runs need have taken the other side at that element.
+The sign of its input decides whether a ReLU passes a gradient. Of some million inputs a
+few are no further from zero than their error, so a right run takes the other side than
+the truth in one or two of them. Each such gradient departs by as much as one element of
+a batch contributes, thousands of times the rounding, and none of five noisy runs need
+have taken the other side at that element.
 
 So in two further runs the inputs whose side rounding may decide are moved by the
 largest error that a run shows there: half of them up and half down, and in the second
@@ -12,8 +12,8 @@ run each the other way. Each is then on the other side in one of both. Of a call
 more than a few of them, such as most in half precision, a few are moved, at random:
 there every noisy run has some on the other side by itself.
 
-The direction of a step that divides by a gradient is such a side, too: both runs flip
-signs of small gradients, each of another half. See [Note: Sides] in bounds.
+The direction of a step that divides by a gradient is also such a side: both runs flip
+signs of small gradients, each for another half. See [Note: Sides] in bounds.
 """
 
 from __future__ import annotations
@@ -196,14 +196,14 @@ class JumpLog(TorchFunctionMode):
 
 
 def _some_of(value: Tensor) -> NDArray[np.float64]:
-    """At most ``2 * SAMPLE`` elements of what this rank holds of a tensor."""
+    """At most ``2 * SAMPLE`` of this rank's elements of a tensor."""
     flat = local(value.detach()).reshape(-1)
     elements = flat[:: max(1, len(flat) // SAMPLE)].double().cpu().numpy()
     return elements.copy()  # the function may write into it
 
 
 def _as_part_of(value: Tensor, part: Tensor) -> Tensor:
-    """A tensor with the layout of another one, from what this rank holds of it."""
+    """A tensor with the layout of another one, from this rank's elements."""
     if not isinstance(value, DTensor):
         return part
     return DTensor.from_local(
@@ -234,7 +234,7 @@ def _derivative(value: Tensor, called: Callable[[Tensor], Any]) -> Tensor:
 def sides_of(
     truth: Sequence[Inputs], plain: Sequence[Inputs], signs: Limits = ()
 ) -> Sequence[Sides]:
-    """Find what both runs take to the other side; none where rounding decides nothing.
+    """Find the choices that both runs flip; empty if rounding decides none.
 
     Args:
         truth: per step, the inputs of the truth.
