@@ -99,7 +99,12 @@ def record(
             left = (time.monotonic() - started) / number * (len(names) - number)
             text = f"run {number + 1} of {len(names)}, about {left:.0f} s left"
             say(f"gradparity: {text}")
-        code = _run(command, out, name, orders)
+        try:
+            code = _run(command, out, name, orders)
+        except UsageError:
+            with suppress(OSError):
+                out.rmdir()
+            raise
         if number == 0:
             result = code
             if not _has_files(out / name):
@@ -108,12 +113,13 @@ def record(
                     with suppress(OSError):  # not empty: half of a file
                         folder.rmdir()
                 return code or 2
-        if code == STOPPED:
-            break
-        if not _has_files(out / name):
+        if _has_files(out / name):
+            done.append(name)
+        elif code != STOPPED:
             say(f"{_why_not(out / name, orders, code, name)}; see {out / name}.log")
             break
-        done.append(name)
+        if code == STOPPED:
+            break
     manifest = Manifest(
         command=list(command),
         steps=f"{orders.steps[0]}:{orders.steps[1]}",

@@ -121,7 +121,10 @@ def compare(one: Side, other: Side) -> Comparison:
     )
     if comparison.code == DIFFERENT:
         at = min((row.step for row in comparison.rows if row.differs), default=steps[0])
-        comparison.blocks, where = _where(one, other, at)
+        wrong = [row for row in comparison.rows if row.differs and row.step == at]
+        words = [row.words for row in wrong if row.kind == "gradient"]
+        factor = words[0] if len(words) > 1 and len({*words}) == 1 else ""
+        comparison.blocks, where = _where(one, other, at, factor)
         comparison.lines[1:1] = [where] if where else []
     _tell_steps(comparison, one, other, steps)
     comparison.lines += _clipped(one.run, other.run, steps)
@@ -387,13 +390,16 @@ def _words(one: Run, mine: Whole, its: Whole, name: str, step: int, kind: str) -
     return ""
 
 
-def _where(one: Side, other: Side, step: int) -> tuple[list[Row], str]:
+def _where(one: Side, other: Side, step: int, factor: str) -> tuple[list[Row], str]:
     """Where a step begins to differ, from the outputs of blocks, if any were recorded.
 
     Nothing is decided by them. The loss of a rank may be a mean over its own rows, and
     of a micro-batch too: gradients are compared up to one factor, that of the last.
     """
     every = one.run.names(OUTPUT, step)
+    if every and one.run.rows.get(step) != other.run.rows.get(step):
+        why = "rows are in other pieces or have other bits"
+        return [], f"where: not known, {why}, so outputs of blocks are not compared"
     names = {name: name for name in every}
     forward = list(_rows(one, other, names, [step], [OUTPUT]))
     if not forward:
@@ -418,6 +424,12 @@ def _where(one: Side, other: Side, step: int) -> tuple[list[Row], str]:
     wrong = [row for row in backward if row.differs]
     rows = forward + backward
     if not wrong:
+        if factor:  # gradients of outputs are compared up to one
+            return rows, (
+                f"{same}So are the gradients of outputs, up to one factor. Each "
+                f"gradient of a parameter {factor}: the loss has another factor, or "
+                "the sum over ranks"
+            )
         return rows, (
             f"{same}So are the gradients of outputs. Gradients of parameters are "
             "computed, summed or kept in another way"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .merge import Run, Side
+from .merge import AGAIN, Run, Side
 from .rows import NEAR
 
 __all__ = [
@@ -55,8 +55,9 @@ def proved_names(one: Run, other: Run) -> tuple[dict[str, str], str]:
                 proved[name] = name
             elif its.rounded == mine.rounded and (its.is_rounded or mine.is_rounded):
                 proved[name], rounded = name, rounded + 1
-            elif {step, step_there} != first and len(first) == 1:
-                # another optimizer may have moved it before
+            elif name.partition(AGAIN)[0] != name or (
+                {step, step_there} != first and len(first) == 1
+            ):  # another optimizer may have moved it before
                 proved[name], late = name, late + 1
             else:
                 differ.append(name)
@@ -125,7 +126,7 @@ def other_on_ranks(side: Side) -> Iterator[str]:
         (first, mine), *others = by_rank.items()
         for rank, its in others:
             for key in mine.keys() & its.keys() - FREE:
-                if mine[key] != its[key]:
+                if not _equal(mine[key], its[key]):
                     yield (
                         f"step {step}: ranks of {side.name} have other settings for "
                         f"{name}: {key} is {mine[key]} on rank {first} and {its[key]} "
@@ -153,7 +154,7 @@ def other_inputs(
             + (SKIPPED if mine < its or its < mine else "")
         )
     for name, key, mine, its in _settings(one, other, names, step):
-        if mine != its:
+        if not _equal(mine, its):
             yield f"other settings: {key} of {name} is {mine} and {its} at step {step}"
 
 
@@ -218,7 +219,7 @@ def equal_inputs(
         why = "no model was called as one, or nothing it was given has rows"
         yield rows if seen else f"rows: not seen, {why}"
     pairs = [[*_settings(one, other, names, step)] for step in steps]
-    same = [all(mine == its for *_, mine, its in each) for each in pairs if each]
+    same = [all(_equal(*each[2:]) for each in of_step) for of_step in pairs if of_step]
     settings = f"settings: equal at {sum(same)} of {len(steps)} steps"
     if all(same):
         yield settings if same else "settings: not recorded"
@@ -275,6 +276,15 @@ def _settings(
                 yield mine, key, values[key], theirs[key]
 
 
+def _equal(mine: Any, its: Any) -> bool:
+    """True for equal settings: a rate may be a number, or an fp32 tensor."""
+    if isinstance(mine, list) and isinstance(its, list):
+        return len(mine) == len(its) and all(map(_equal, mine, its))
+    if isinstance(mine, float) and isinstance(its, float):
+        return bool(np.float32(mine) == np.float32(its))
+    return bool(mine == its)
+
+
 def lacking(
     one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
 ) -> Iterator[str]:
@@ -316,14 +326,14 @@ def lacking(
             )
     for step in steps:
         for mine, its in names.items():
-            there = (
+            stepping = (
                 (step, "weight", mine) in one.run.tensors,
                 (step, "weight", its) in other.run.tensors,
             )
-            if there[0] != there[1]:
-                side, lacks = (one, other) if there[0] else (other, one)
+            if stepping[0] != stepping[1]:
+                side, idle = (one, other) if stepping[0] else (other, one)
                 yield (
-                    f"step {step}: {lacks.name} does not step {mine}, and {side.name} "
+                    f"step {step}: {idle.name} does not step {mine}, and {side.name} "
                     "does"
                 )
             skips = (step, mine) in one.run.skipped, (step, its) in other.run.skipped
@@ -335,9 +345,18 @@ def lacking(
                 )
             first = (step, mine) not in one.run.without_gradient
             second = (step, its) not in other.run.without_gradient
-            if first != second:
-                side = other if first else one
-                yield f"step {step}: {side.name} has no gradient of {mine}"
+            there, name, without = (one, mine, other) if first else (other, its, one)
+            if first != second and not _does_nothing(there.run, step, name):
+                yield f"step {step}: {without.name} has no gradient of {mine}"
+
+
+def _does_nothing(run: Run, step: int, name: str) -> bool:
+    """True for a gradient of zeros that moves no weight: as good as none."""
+    gradient = run.tensors.get((step, "gradient", name))
+    before, after = (run.tensors.get((s, "weight", name)) for s in (step, step + 1))
+    if gradient is None or before is None or after is None:
+        return False
+    return not gradient.largest and before.digest == after.digest
 
 
 def listed(numbers: Sequence[int]) -> str:

@@ -30,6 +30,8 @@ from .parts import UNNAMED
 __all__ = ["Run", "Side", "Whole", "merge", "read_merged"]
 
 WORD = 1 << 64
+AGAIN = " (optimizer "
+"""Follows the name of a parameter that another optimizer steps, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +287,7 @@ def read_merged(*folders: Path) -> Run:
         for key, stored in recording.tensors.items():
             optimizer, step, kind, _, name = key.split("/", 4)
             if owner.setdefault(name, optimizer) != optimizer:
-                name = f"{name} (optimizer {optimizer})"
+                name = f"{name}{AGAIN}{optimizer})"
             if kind == "gradient" and stored.sketch is not None:
                 scale = scales.get((int(optimizer), int(step)))
                 stored.sketch = stored.sketch / np.float32(scale or 1.0)

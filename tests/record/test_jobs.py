@@ -388,6 +388,11 @@ def test_the_exit_code_is_that_of_the_command(command: Command, tmp_path: Path) 
     assert not (tmp_path / "r").exists()  # the name can be used again
 
 
+def test_a_command_that_does_not_exist_leaves_no_folder(tmp_path: Path) -> None:
+    assert record(tmp_path / "r", of=["nosuchcommand"]).returncode == 2
+    assert not (tmp_path / "r").exists()
+
+
 def test_steps_that_never_come_are_told(command: Command, tmp_path: Path) -> None:
     options = ("--noise", "0", "--steps", "100:102")
     done = record(tmp_path / "r", *options, of=command("plain"))

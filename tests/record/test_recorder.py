@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradparity.conformance.record.compare import compare
+from gradparity.conformance.record.equal import proved_names
 from gradparity.conformance.record.merge import Run, Side, read_merged
 from gradparity.conformance.record.modules import OUTPUT
 from gradparity.conformance.record.orders import Orders
@@ -76,6 +77,26 @@ def test_an_optimizer_that_never_steps_ends_no_recording(tmp_path: Path) -> None
     run = recorded(tmp_path, losses(), steps=(0, 2))
     assert run.steps == [0, 1] and idle.state == {}
     assert run.unstepped == ("bias (model 2)", "weight (model 2)")
+
+
+def test_a_parameter_of_two_optimizers_has_two_names(tmp_path: Path) -> None:
+    """The head is trained first, and then all; its weight is another one by then."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    head = torch.optim.SGD(model[1].parameters(), 0.1)
+    both = torch.optim.SGD(model.parameters(), 0.1)
+
+    def losses() -> Losses:
+        for optimizer in (head, both):
+            yield model(rows(0)).sum()
+            optimizer.step()
+
+    run = recorded(tmp_path, losses(), steps=(0, 1))
+    assert "1.weight (optimizer 1)" in run.starts and "0.weight" in run.starts
+    off = replace(run.tensors[0, "weight", "1.weight (optimizer 1)"], digest=1)
+    key = (0, "weight", "1.weight (optimizer 1)")
+    other = replace(run, tensors={**run.tensors, key: off})
+    names, told = proved_names(run, other)
+    assert names.keys() == run.starts.keys() and "and 1 that join later" in told
 
 
 def test_rows_of_an_embedding_have_a_gradient(tmp_path: Path) -> None:

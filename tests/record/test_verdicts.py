@@ -487,6 +487,27 @@ def test_rows_may_have_other_padding() -> None:
             assert "rows: equal at 1 of 2 steps; at 1 but for padding" in found.lines
 
 
+def test_a_rate_may_be_a_number_or_a_tensor_of_fp32() -> None:
+    mine, its = ({(0, "b"): {"lr": lr}} for lr in (1e-3, float(np.float32(1e-3))))
+    one = replace(ONE, run=replace(ONE.run, settings=mine))
+    assert against(replace(run(4), settings=its), one).code == SAME
+    other = {(0, "b"): {"lr": 1.000001e-3}}
+    assert against(replace(run(4), settings=other), one).code == NOT_COMPARABLE
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_zeros_that_move_nothing_are_as_good_as_no_gradient(moves: bool) -> None:
+    key = (0, "gradient", "b")
+    other = changed(run(4), key, sketch=np.zeros(SIZE))
+    weight = replace(other.tensors[0, "weight", "b"], digest=5 if moves else 2000)
+    other = replace(other, tensors={**other.tensors, (1, "weight", "b"): weight})
+    tensors = {k: w for k, w in ONE.run.tensors.items() if k != key}
+    lacks = replace(ONE.run, tensors=tensors, without_gradient=frozenset({(0, "b")}))
+    found = against(other, replace(ONE, run=lacks))
+    told = "step 0: one has no gradient of b"
+    assert found.lines[0].startswith(told if moves else "same: "), found.lines
+
+
 def test_ranks_with_other_settings_are_told() -> None:
     ranks: dict[int, dict[str, Any]] = {
         0: {"lr": 0.1, "fused": None},
