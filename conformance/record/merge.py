@@ -301,8 +301,11 @@ def read_merged(*folders: Path) -> Run:
     unlike = [which for which, each in whole.items() if each.unlike]
     for which in unlike:
         at, what, of = which
-        after = whole.get((at + 1, "weight", of))
-        if what == "gradient" and after is not None and not after.unlike:
+        before, after = (whole.get((s, "weight", of)) for s in (at, at + 1))
+        if what != "gradient" or before is None or after is None:
+            continue
+        # a step that moved nothing shows nothing of its gradients
+        if not after.unlike and before.digest != after.digest:
             whole[which] = merge(parts[which], averages=True)
             whole.pop((at, "update", of), None)  # weighted by other gradients
     # nothing says how ranks hold a tensor that no module has

@@ -20,6 +20,7 @@ from gradparity.conformance.record.modules import OUTPUT
 from gradparity.conformance.record.orders import Orders
 from gradparity.conformance.record.recorder import Recorder
 from gradparity.conformance.record.rows import rows_of
+from gradparity.multiprocess import Cluster, current_world
 
 Losses = Iterator[Tensor]
 
@@ -295,6 +296,44 @@ def test_the_module_that_ddp_wraps_may_be_called_itself(tmp_path: Path) -> None:
     finally:
         dist.destroy_process_group()
     assert len(run.rows[0]) == 8 and run.notes == ()
+
+
+class Averages(torch.optim.SGD):
+    """Sums gradients over ranks in its own step."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+        return super().step(closure)
+
+
+def averages(folder: str, rate: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = Averages(model.parameters(), rate)
+
+    def losses() -> Losses:
+        yield model(rows(current_world().rank)).square().sum()
+        optimizer.step()
+
+    recorder = Recorder(Orders(out=folder, steps=(0, 1)))
+    recorder.install()
+    try:
+        for loss in losses():
+            loss.backward()
+    finally:
+        recorder.remove()
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.0])
+def test_gradients_that_a_step_sums_are_averaged(
+    two: Cluster, tmp_path: Path, rate: float
+) -> None:
+    """A step that moves nothing does not show whether it sums."""
+    two.run(averages, str(tmp_path), rate)
+    run = read_merged(tmp_path)
+    gradient = run.tensors[0, "gradient", "weight"]
+    assert gradient.is_summed == (rate == 0) and bool(gradient.unlike) == (rate == 0)
 
 
 class OfShares(torch.optim.Optimizer):
