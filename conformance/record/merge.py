@@ -308,12 +308,9 @@ def read_merged(*folders: Path) -> Run:
         if not after.unlike and before.digest != after.digest:
             whole[which] = merge(parts[which], averages=True)
             whole.pop((at, "update", of), None)  # weighted by other gradients
-    # nothing says how ranks hold a tensor that no module has
-    hidden = {
-        name
-        for (_, kind, name), each in whole.items()
-        if kind == "weight" and name.startswith(UNNAMED) and each.unlike
-    }
+    # nothing says how ranks hold a tensor that no module has, unless they begin equal
+    firsts = {k[2]: w for k, w in sorted(whole.items(), reverse=True) if _is_unnamed(k)}
+    hidden = {name for name, first in firsts.items() if first.unlike}
     whole = {key: each for key, each in whole.items() if key[2] not in hidden}
     had = {(step, name) for step, kind, name in whole if kind == "gradient"}
     lacking = {
@@ -379,6 +376,10 @@ def _rows(ranks: Collection[Recording]) -> dict[int, frozenset[int]]:
             for rows in inputs:
                 rows_by_step.setdefault(step, set()).update(rows)
     return {step: frozenset(rows) for step, rows in rows_by_step.items()}
+
+
+def _is_unnamed(key: Key) -> bool:
+    return key[1] == "weight" and key[2].startswith(UNNAMED)
 
 
 def _by_row(

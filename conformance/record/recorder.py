@@ -105,8 +105,8 @@ class Recorder:
         self.others: list[Any] | None = None
         """Weak references to all optimizers of torch, once those that were called have
         made their steps."""
-        self.final: Sums[str] | None = None
-        """Key -> bits after the last recorded step."""
+        self.finals: list[Sums[str]] = []
+        """Bits of each optimizer after its last recorded step."""
         self.prepared: set[int] = set()
         """ids of parameters whose weights were written, replaced or moved."""
         self.models = 0
@@ -293,9 +293,10 @@ class Recorder:
             with self.noting("the update"), torch.no_grad():
                 self._read_after(step)
                 self.done.append(step)
-        if self._is_complete():
+        if self.calls[number] == self.steps.stop:
             with self.noting("the weights after the last step"), torch.no_grad():
-                self._read_final()
+                self._read_final(optimizer, number)
+        if self._is_complete():
             self.write()
             if self.orders.stop:
                 self._end()
@@ -383,13 +384,12 @@ class Recorder:
         step.after = Sums(wanted)
         step.gradients.clear()
 
-    def _read_final(self) -> None:
+    def _read_final(self, optimizer: Any, number: int) -> None:
         wanted: dict[str, Wanted] = {}
-        for number, optimizer, _ in self.optimizers.values():
-            for part in parts_of(optimizer, self.roots):
-                for (kind, key), each in _bits_of(optimizer, part).items():
-                    wanted[f"{number}/{self.steps.stop}/{kind}/{key}"] = each
-        self.final = Sums(wanted)
+        for part in parts_of(optimizer, self.roots):
+            for (kind, key), each in _bits_of(optimizer, part).items():
+                wanted[f"{number}/{self.steps.stop}/{kind}/{key}"] = each
+        self.finals.append(Sums(wanted))
 
     # - The end
 
@@ -448,9 +448,9 @@ class Recorder:
             out.rows_of_blocks = {**self.blocks.rows}
             for (at, kind, name), (box, sums) in self.blocks.kept.items():
                 out.tensors[f"0/{at}/{kind}/0/{name}"] = Stored.of(box, sums)
-        if self.final is not None:
-            for key, sums in self.final.read().items():
-                out.tensors[key] = Stored.of(self.final.boxes[key], sums)
+        for final in self.finals:
+            for key, sums in final.read().items():
+                out.tensors[key] = Stored.of(final.boxes[key], sums)
         out.bags = {step: list(map(int, each)) for step, each in out.bags.items()}
         out.losses = {step: list(map(float, each)) for step, each in out.losses.items()}
 

@@ -25,7 +25,7 @@ from gradparity.multiprocess import Cluster, current_world
 Losses = Iterator[Tensor]
 
 
-def recorded(folder: Path, losses: Losses, **orders: Any) -> Run:
+def record(folder: Path, losses: Losses, **orders: Any) -> None:
     """Record while losses are asked for; each is propagated back before the next."""
     recorder = Recorder(Orders(out=str(folder), **orders))
     recorder.install()
@@ -35,6 +35,10 @@ def recorded(folder: Path, losses: Losses, **orders: Any) -> Run:
         recorder.write()
     finally:
         recorder.remove()
+
+
+def recorded(folder: Path, losses: Losses, **orders: Any) -> Run:
+    record(folder, losses, **orders)
     return read_merged(folder)
 
 
@@ -298,6 +302,30 @@ def test_the_module_that_ddp_wraps_may_be_called_itself(tmp_path: Path) -> None:
     assert len(run.rows[0]) == 8 and run.notes == ()
 
 
+def prompts(folder: str, starts_apart: bool) -> None:
+    rank = current_world().rank
+    prompt = torch.full((2,), float(rank * starts_apart), requires_grad=True)
+    optimizer = torch.optim.SGD([prompt], 0.1)
+
+    def losses() -> Losses:
+        for _ in range(2):
+            yield (prompt * (rank + 1)).sum()
+            optimizer.step()
+
+    record(Path(folder), losses(), steps=(0, 2))
+
+
+@pytest.mark.parametrize("starts_apart", [False, True])
+def test_a_tensor_of_no_module_is_a_replica_where_ranks_begin_equal(
+    two: Cluster, tmp_path: Path, starts_apart: bool
+) -> None:
+    two.run(prompts, str(tmp_path), starts_apart)
+    run = read_merged(tmp_path)
+    assert run.unnamed == starts_apart
+    drifts = (1, "weight", "parameter 0") in run.replicas
+    assert drifts != starts_apart
+
+
 class Averages(torch.optim.SGD):
     """Sums gradients over ranks in its own step."""
 
@@ -316,13 +344,7 @@ def averages(folder: str, rate: float) -> None:
         yield model(rows(current_world().rank)).square().sum()
         optimizer.step()
 
-    recorder = Recorder(Orders(out=folder, steps=(0, 1)))
-    recorder.install()
-    try:
-        for loss in losses():
-            loss.backward()
-    finally:
-        recorder.remove()
+    record(Path(folder), losses(), steps=(0, 1))
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.0])
