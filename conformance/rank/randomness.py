@@ -154,7 +154,7 @@ class DrawLog:
     def _meet(self, module: nn.Module) -> None:
         """Add the generators that a module has made in its call."""
         for generator in _held_by(module):
-            if not any(generator is known for known in self._generators):
+            if not any(generator is each for each in self._generators):
                 # its state before the first number that it drew
                 fresh = torch.Generator(generator.device).manual_seed(
                     generator.initial_seed()

@@ -241,7 +241,7 @@ def watch(
             sets.setdefault(coordinate, []).append(rank)
         topics.append(rows := Data([tuple(r) for _, r in sorted(sets.items())], device))
         handles.append(model.register_forward_pre_hook(rows.enters, with_kwargs=True))
-    weights = weights_of([held for held, _ in everyone])
+    weights = weights_of([places for places, _ in everyone])
     if clipped is not None:
         rank = rank_here()
         mine = [named[each.name] for each in weights if each.is_counted_by(rank)]
