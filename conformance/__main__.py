@@ -30,6 +30,7 @@ from .status import (
     WriteError,
     as_usage,
     case_status,
+    counted,
     plain,
 )
 
@@ -368,7 +369,7 @@ def _compare(parsed: argparse.Namespace) -> int:
     changes = compare(read_report(parsed.before), read_report(parsed.after))
     for change in changes:
         say(plain(change.text))
-    say(f"{len(changes)} differences")
+    say(counted(len(changes), "difference"))
     return 1 if any(c.kind in ("regression", "gone") for c in changes) else 0
 
 

@@ -241,7 +241,7 @@ def watch(
             sets.setdefault(coordinate, []).append(rank)
         topics.append(rows := Data([tuple(r) for _, r in sorted(sets.items())], device))
         handles.append(model.register_forward_pre_hook(rows.enters, with_kwargs=True))
-    weights = weights_of([places for places, _ in everyone])
+    weights = weights_of([held for held, _ in everyone])
     if clipped is not None:
         rank = rank_here()
         mine = [named[each.name] for each in weights if each.is_counted_by(rank)]
@@ -261,8 +261,8 @@ def _named(
 ) -> tuple[dict[str, nn.Parameter], dict[str, Box]]:
     """Parameters that are watched, by name, and the place of each in the whole model.
 
-    Of a parameter with several pieces, such as a gated layer, the first one stands for
-    all: ranks that share it share all of them.
+    The first piece represents a parameter with several pieces, such as a gated layer:
+    ranks that share the first piece share all pieces.
     """
     roots = Roots()
     roots.add(model)
