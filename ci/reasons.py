@@ -162,7 +162,7 @@ def causes_of(reasons: Sequence[Reason], laws: Iterable[str] = ()) -> tuple[Caus
         # reasons without a case have only their text to distinguish them
         same = what if root.scenario else (*what, root.text)
         alike.setdefault(same, []).append((root, len(group) - 1))
-    causes = [_cause(found) for found in alike.values()]
+    causes = [_cause(reasons_of_one) for reasons_of_one in alike.values()]
     return tuple(sorted(causes, key=lambda cause: _order(cause.reason)))
 
 

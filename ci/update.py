@@ -77,7 +77,7 @@ def update(
     ]
     for line in lines:
         show(plain(line))
-    show(f"{len(lines)} differences")
+    show(counted(len(lines), "difference"))
     if not ask(f"write {len(new.cases)} cases to {path}?"):
         return False
     write_baseline(path, new)

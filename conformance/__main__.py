@@ -30,6 +30,7 @@ from .status import (
     WriteError,
     as_usage,
     case_status,
+    counted,
     plain,
 )
 
@@ -201,17 +202,17 @@ def _localise(parsed: argparse.Namespace) -> int:
         place.check([phase.world_size for phase in scenario.phases])
         runner = Runner(folder=os.getcwd(), place=place)
         case = runner.run(spec, scenario)
-        found = runner.localise(case)
-    if found is None:
+        location = runner.localise(case)
+    if location is None:
         why = case.problem or "the run did not end"
         say(plain(f"nothing was compared: {why}"))
         # a pass is 0, but nothing was compared
         return EXIT_CODES[case.status] or EXIT_CODES["inconclusive"]
-    say(plain(found.text))
-    for name in found.parameters:
+    say(plain(location.text))
+    for name in location.parameters:
         say(f"  differs: {plain(name)}")
-    say(f"run {case.seconds:.1f} s, second run {found.seconds:.1f} s")
-    if found.where == "unknown":
+    say(f"run {case.seconds:.1f} s, second run {location.seconds:.1f} s")
+    if location.where == "unknown":
         return EXIT_CODES["error"]
     # only the verdict decides the exit code
     parity = [v.status for v in case.verdicts if v.law.startswith("parity.")]
@@ -368,7 +369,7 @@ def _compare(parsed: argparse.Namespace) -> int:
     changes = compare(read_report(parsed.before), read_report(parsed.after))
     for change in changes:
         say(plain(change.text))
-    say(f"{len(changes)} differences")
+    say(counted(len(changes), "difference"))
     return 1 if any(c.kind in ("regression", "gone") for c in changes) else 0
 
 

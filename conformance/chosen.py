@@ -44,11 +44,13 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, options: Mapping[str, Any]) -> Self:
         """Make it from options by name; a command need not have all of them."""
         named = {name.replace("-", "_"): value for name, value in options.items()}
-        given = {_PLURALS.get(name, name): value for name, value in named.items()}
-        found: dict[str, Any] = {
-            field: given[field]
-            for field in cls.__struct_fields__
-            if given.get(field) is not None
+        value_by_field = {
+            _PLURALS.get(name, name): value for name, value in named.items()
         }
-        lists = {name: tuple(found[name]) for name in found.keys() & _LISTS}
-        return cls(**found | lists)
+        fields: dict[str, Any] = {
+            field: value_by_field[field]
+            for field in cls.__struct_fields__
+            if value_by_field.get(field) is not None
+        }
+        lists = {name: tuple(fields[name]) for name in fields.keys() & _LISTS}
+        return cls(**fields | lists)

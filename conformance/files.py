@@ -42,9 +42,9 @@ def read_whole(path: Path) -> bytes:
         _refuse_kind(path, os.lstat(path).st_mode)
         with open(os.open(path, flags), "rb") as file:
             # checked again on the open file: the path may have been replaced
-            found = os.fstat(file.fileno())
-            _refuse_kind(path, found.st_mode)
-            if found.st_size > MOST_BYTES:
+            status = os.fstat(file.fileno())
+            _refuse_kind(path, status.st_mode)
+            if status.st_size > MOST_BYTES:
                 most = f"at most {MOST_BYTES >> 20} MiB"
                 raise UsageError(f"{path}: is too large: {most}")
             return file.read(MOST_BYTES)
@@ -106,16 +106,16 @@ def refuse_odd(path: Path) -> None:
         UsageError: for a link, folder, pipe, device or the file of another user.
     """
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except FileNotFoundError:
         return
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from error
-    _refuse_kind(path, found.st_mode)
+    _refuse_kind(path, status.st_mode)
     # root may: in a container it often works in another user's checkout
-    if os.geteuid() not in (0, found.st_uid):
+    if os.geteuid() not in (0, status.st_uid):
         raise UsageError(
-            f"{path}: belongs to user {found.st_uid}: move it away, or choose another "
+            f"{path}: belongs to user {status.st_uid}: move it away, or choose another "
             "name"
         )
 

@@ -66,8 +66,8 @@ def equal_but_for_rounding(
     Each tensor may differ by ``FP32_INSIDE`` of its own largest element, since a model
     may compute in fp32 inside. A tensor whose terms cancel is rounded like terms as
     large as the largest gradient of all: by fp32 if most tensors show its rounding,
-    else by fp64. A small gradient that depends on how rows are cut, such as that of a
-    gate under a weak loss of its own, is then no rounding.
+    else by fp64. A small gradient that depends on how rows are cut, such as the
+    gradient of a gate under its own weak loss, then counts as a difference.
     """
     if one.keys() != other.keys():
         return False

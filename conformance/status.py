@@ -155,9 +155,9 @@ INTERRUPTED = 130
 
 def worst_of(statuses: Iterable[str]) -> str:
     """The worst of ``statuses``; ``skipped`` only where there is nothing else."""
-    found = set(statuses) - {Status.SKIPPED}
+    present = set(statuses) - {Status.SKIPPED}
     # membership instead of an index: a report may hold a word that is no status
-    return next((s for s in reversed(RANKING) if s in found), Status.SKIPPED.value)
+    return next((s for s in reversed(RANKING) if s in present), Status.SKIPPED.value)
 
 
 def case_status(verdicts: Iterable[str]) -> str:

@@ -201,7 +201,7 @@ def _differs(name: str, column: Sequence[float]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(column):
         ranks.setdefault(_shown(name, value), []).append(rank)
-    each = [f"{value} on {_ranks(held)}" for value, held in ranks.items()]
+    each = [f"{value} on {_ranks(numbers)}" for value, numbers in ranks.items()]
     return f"{name} is {', '.join(each[:-1])} and {each[-1]}"
 
 

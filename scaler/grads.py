@@ -236,7 +236,7 @@ def check_and_unscale_(
                 one = torch.ones_like(factor)
                 non_finite_check_and_unscale_(tensors, flag, one)
     except BaseException:
-        _take_back(done, [(key, some, once) for key, some in gradients.items()])
+        _take_back(done, [(key, group, once) for key, group in gradients.items()])
         raise
     finally:
         set_grad_enabled(grad_mode)

@@ -459,7 +459,7 @@ class _Gradients:
         return ""
 
     def _of_ranks(self) -> str:
-        """Say, if so, that each rank has a multiple of the truth of its own."""
+        """Say that each rank is off by its own factor, or return the empty string."""
         pairs: dict[int, list[tuple[Doubles, Doubles]]] = {}
         for name in self.names:
             for trace, mine, whole in self._values(name, self.truth):

@@ -321,9 +321,11 @@ def _as_reference(scenario: Scenario, trace: RankTrace) -> Reference:
     named = judged_parameters(scenario.workload.model())
     sizes = {n: p.numel() for n, p in named.items()}
     for name, size in sizes.items():
-        held = distinct(trace.index.get(name, np.array([], dtype=np.int64)))
-        if held < size:
-            text = f"on one rank it leaves out {size - held} of {size} elements of"
+        n_elements = distinct(trace.index.get(name, np.array([], dtype=np.int64)))
+        if n_elements < size:
+            text = (
+                f"on one rank it leaves out {size - n_elements} of {size} elements of"
+            )
             raise scenario.workload.refuse("parallelize", f"{text} {name}")
 
     def whole(
@@ -359,8 +361,8 @@ def _as_reference(scenario: Scenario, trace: RankTrace) -> Reference:
         settings=tuple(
             tuple(
                 (name, key, value)
-                for name, held in at.settings.items()
-                for key, value in held.items()
+                for name, values in at.settings.items()
+                for key, value in values.items()
                 if key != INITIAL_RATE
             )
             for at in trace.steps

@@ -360,7 +360,7 @@ def _clip_rows(
 ) -> Iterator[ClipRow]:
     """The factor of each gradient against the truth's gradient before clipping.
 
-    The noise of factors is at least ``least``: that of runs may be 0.
+    The noise of factors is at least ``least``, because the noise of runs may be 0.
     """
     steps = zip(_steps(phases), factors, schedule.skipped, strict=True)
     noisy, worst = parity_bounds.noisy, least

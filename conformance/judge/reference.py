@@ -607,7 +607,7 @@ def _weighted(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def _in_the_form_of(held: Any, value: Setting) -> Any:
-    """A value for a param group that holds a number or a tensor."""
+    """Convert a value to the form of a param group's entry: a number or a tensor."""
     # a new tensor: the workload may give all its optimizers one and the same
     return torch.full_like(held, value) if isinstance(held, Tensor) else value  # type: ignore[arg-type]  # no tensor of betas
 

@@ -204,11 +204,13 @@ def other_setting(at: StepTrace, whole: StepTrace) -> tuple[int, str]:
 def _stepped_with(at: StepTrace) -> dict[tuple[str, str], Setting]:
     # nothing says which copy is whose: their groups are taken in order of their values
     copies = sorted(at.copies, key=repr)
-    groups = {f"group {number} of copies": held for number, held in enumerate(copies)}
+    groups = {
+        f"group {number} of copies": settings for number, settings in enumerate(copies)
+    }
     return {
         (name, key): value
-        for name, held in [*at.settings.items(), *groups.items()]
-        for key, value in held.items()
+        for name, settings in [*at.settings.items(), *groups.items()]
+        for key, value in settings.items()
         if key != INITIAL_RATE
     }
 

@@ -45,7 +45,7 @@ def saved_buffers(workload: ResolvedWorkload, model: nn.Module) -> dict[str, Ten
 
 
 def buffers_on_rank(engine: Engine) -> dict[str, Tensor]:
-    """Name -> buffer of which this rank holds all, in any floating dtype."""
+    """Name -> buffer that is whole on this rank, in any floating dtype."""
     # what runs again in backward moves its buffers again, and the recipe did that
     if not engine.buffers or engine.scenario.parsed_recipe.recompute:
         return {}
@@ -88,13 +88,13 @@ def _overwritten(root: nn.Module) -> set[nn.Module]:
 @contextmanager
 def buffers_as_they_are(stack: object) -> Iterator[None]:
     """Undo changes of a stack's buffers by forward passes in this context."""
-    kept = [
+    buffers = [
         (module, name, buffer, buffer.detach().clone())
         for root in modules_in(stack)
         for module in root.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
     yield
-    for module, name, buffer, was in kept:
+    for module, name, buffer, was in buffers:
         buffer.detach().copy_(was)
         setattr(module, name, buffer)

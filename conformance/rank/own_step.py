@@ -222,8 +222,8 @@ class OwnStep:
 
         def injected(loss: Tensor) -> Tensor:
             where, at = (dist.get_rank(), seen.step), (next(scaled), parts)
-            bad, told = inject_loss(faults, loss, where, at)
-            seen.faults += told
+            bad, hits = inject_loss(faults, loss, where, at)
+            seen.faults += hits
             return bad
 
         @contextmanager

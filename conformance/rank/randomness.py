@@ -154,7 +154,7 @@ class DrawLog:
     def _meet(self, module: nn.Module) -> None:
         """Add the generators that a module has made in its call."""
         for generator in _held_by(module):
-            if not any(generator is known for known in self._generators):
+            if not any(generator is each for each in self._generators):
                 # its state before the first number that it drew
                 fresh = torch.Generator(generator.device).manual_seed(
                     generator.initial_seed()
@@ -227,10 +227,10 @@ def _applied(tensors: list[Tensor]) -> tuple[str, bool]:
 
 
 def _dropped(given: Tensor | None, output: Tensor | None) -> dict[str, Any]:
-    """``by_row`` and ``kept`` of a call, by its input and its output.
+    """``by_row`` and ``kept`` of a call, from its input and output.
 
-    Rows may share one draw on purpose, as of a layer that is left out as a whole or of
-    a mask on features; then no element is 0 in one row and not in another.
+    Rows may share one draw on purpose, for example if a whole layer is dropped or
+    features are masked. Then no element is 0 in one row and nonzero in another.
     """
     if given is None or output is None or output.shape != given.shape or not given.ndim:
         return {}

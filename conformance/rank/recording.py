@@ -158,8 +158,8 @@ def record_gradient(
 
 def floats(tensor: Tensor) -> Floats:
     """A copy on the host, flat; in fp64 if the tensor is, else in fp32."""
-    held = tensor.detach().reshape(-1).cpu()
-    wide = held if held.dtype == torch.float64 else held.float()
+    on_host = tensor.detach().reshape(-1).cpu()
+    wide = on_host if on_host.dtype == torch.float64 else on_host.float()
     flat: Floats = wide.numpy().copy()
     return flat
 

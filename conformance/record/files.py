@@ -34,7 +34,7 @@ class Settings(msgspec.Struct):
     values: dict[str, Any]
 
     def read(self) -> Settings:
-        """The same with numbers in place of tensors."""
+        """The same map with numbers in place of tensors."""
         return Settings(names=self.names, values=_numbers(self.values))
 
 

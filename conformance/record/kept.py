@@ -359,15 +359,15 @@ class Sums(Generic[Key]):
 
     def read(self) -> dict[Key, Kept]:
         """Read the numbers, in the order of the parts."""
-        kept = {**self._alone}
+        kept_by_key = {**self._alone}
         for batch, keys in self._together:
             digests, numbers, sketches = (each.cpu() for each in batch)
             for row, (key, only_bits) in enumerate(keys):
                 size = min(SLOTS, math.prod(self.boxes[key].shape))
                 sketch = None if only_bits else sketches[row, :size]
                 digest, rounded = digests[row]
-                kept[key] = Kept(digest, rounded, sketch, numbers[row])
-        return {key: kept[key] for key in self.boxes}
+                kept_by_key[key] = Kept(digest, rounded, sketch, numbers[row])
+        return {key: kept_by_key[key] for key in self.boxes}
 
 
 def _kept_alone(each: Wanted) -> Kept:

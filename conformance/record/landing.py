@@ -29,17 +29,19 @@ def send(numbers: Sequence[int | Tensor], device: torch.device) -> Tensor:
     """
     here = [0] * len(numbers)
     places = list(range(len(numbers)))
-    there = list[Tensor]()
+    on_device = list[Tensor]()
     for at, number in enumerate(numbers):
         if isinstance(number, Tensor) and number.device.type != "cpu":
-            places[at] = len(numbers) + len(there)
-            there.append(number.to(torch.int64))
+            places[at] = len(numbers) + len(on_device)
+            on_device.append(number.to(torch.int64))
         else:
             here[at] = int(number)
     table = torch.tensor([here, places], dtype=torch.int64)
     if device.type != "cpu":
         table = table.pin_memory().to(device, non_blocking=True)
-    return torch.cat([table[0], torch.stack(there)])[table[1]] if there else table[0]
+    if not on_device:
+        return table[0]
+    return torch.cat([table[0], torch.stack(on_device)])[table[1]]
 
 
 class Landing:

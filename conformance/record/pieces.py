@@ -44,10 +44,10 @@ def pieces_of(
     first = 0
     for whole, offset, _ in inner:
         first = first * whole + offset
-    held = math.prod(local[1:])
+    row_size = math.prod(local[1:])
     first *= columns // max(1, math.prod(whole for whole, *_ in inner))
     start = offsets[0] if offsets else 0
-    return (Piece(0, held, (start, local[0] if local else 1), (first, held)),)
+    return (Piece(0, row_size, (start, local[0] if local else 1), (first, row_size)),)
 
 
 def _of_range(start: int, size: int, columns: int) -> Iterator[Piece]:

@@ -253,12 +253,12 @@ class Clipped:
         group: Any,
         device: torch.device,
     ) -> None:
-        """Take the parameters that this rank counts, and when they are looked at.
+        """Take the parameters that this rank counts, and the period of the check.
 
         Args:
-            own: no other rank counts the elements that this one holds of them.
+            own: this rank's parameters; no other rank counts the same elements.
             clipped: gives norm and limit.
-            period: one in so many steps is looked at.
+            period: number of steps from one check to the next.
             group: group of all ranks; None for one process.
             device: device of the parameters.
         """

@@ -280,8 +280,8 @@ def _named(
 ) -> tuple[dict[str, nn.Parameter], dict[str, Box]]:
     """Parameters that are watched, by name, and the place of each in the whole model.
 
-    Of a parameter with several pieces, such as a gated layer, the first one stands for
-    all: ranks that share it share all of them.
+    The first piece represents a parameter with several pieces, such as a gated layer:
+    ranks that share the first piece share all pieces.
     """
     roots = Roots()
     roots.add(model)

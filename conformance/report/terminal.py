@@ -190,19 +190,19 @@ def cell(records: Sequence[CaseRecord]) -> str:
         return f"{word} ({counted(len(records), 'run')})"
     of = f"of {len(records)} runs"
     words = [
-        f"({kind + ', ' if kind else ''}{len(found)} {of}) "
-        f"{found[0][0].model}: {clipped(found[0][1], LONGEST)}"
-        for (kind, _), found in causes.items()
+        f"({kind + ', ' if kind else ''}{len(records_of)} {of}) "
+        f"{records_of[0][0].model}: {clipped(records_of[0][1], LONGEST)}"
+        for (kind, _), records_of in causes.items()
     ]
     # Whole causes: the end of a message often has what explains it.
-    told = words[:1]
+    fitting = words[:1]
     for each in words[1:]:
-        if len("; ".join([*told, each])) > CELL:
-            left = counted(len(words) - len(told), "more cause")
-            told.append(f"{left} in the report")
+        if len("; ".join([*fitting, each])) > CELL:
+            left = counted(len(words) - len(fitting), "more cause")
+            fitting.append(f"{left} in the report")
             break
-        told.append(each)
-    return f"{word} " + "; ".join(told)
+        fitting.append(each)
+    return f"{word} " + "; ".join(fitting)
 
 
 def _cause(record: CaseRecord) -> tuple[str, str, str]:

@@ -241,12 +241,12 @@ class SignedStore:
 
 
 def pack(value: object) -> bytes:
-    """Return what :func:`unpack` reads."""
+    """Pack a value for :func:`unpack`."""
     return msgspec.msgpack.encode(value)
 
 
 def unpack(packed: bytes, kind: type[T]) -> T:
-    """Return the ``kind`` of thing that was packed.
+    """Return the packed value, which must be a ``kind``.
 
     Raises:
         HarnessError: It is something else.

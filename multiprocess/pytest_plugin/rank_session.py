@@ -385,7 +385,7 @@ class _RankPlugin:
         return pytest.fail.Exception(report.longreprtext, pytrace=False)
 
     def phase(self, config: pytest.Config, report: pytest.TestReport) -> Phase:
-        """Return one phase by the exception that it raised."""
+        """Return one phase of a test, with the outcome of its exception."""
         # Not by the report's outcome: a mark that expects a failure counts for all
         # ranks together, and the parent applies it.
         _, error = self._errors.get(id(report), (None, None))

@@ -19,7 +19,7 @@ SECTION = re.compile(
 )
 ENTRY = re.compile(r"^( +[\w*`]+: (\w+).*)$", re.MULTILINE)
 RETURNS = re.compile(r"^ *(?:Returns|Yields):\n( +(\w+).*)$", re.MULTILINE)
-AT_MOST = 60
+AT_MOST = 20
 """Empty names that may be left; lower it when there are fewer."""
 
 

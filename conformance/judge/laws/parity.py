@@ -45,8 +45,8 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
             finding = replace(finding, message=text)
         if parity.reference:
             # the words of the law's text: what the plain reference is
-            said = finding.message.replace("the fp64 truth", "the same train_step")
-            finding = replace(finding, message=said)
+            text = finding.message.replace("the fp64 truth", "the same train_step")
+            finding = replace(finding, message=text)
     if kind == "loss" and parity.narrow_loss:
         text = f"{finding.message}; {parity.narrow_loss}"
         finding = replace(finding, message=text)

@@ -144,7 +144,7 @@ class JumpLog(TorchFunctionMode):
         # what writes its result elsewhere has no derivative
         if name.strip("_") not in _JUMPS or kwargs.get("out") is not None:
             return func(*args, **kwargs)
-        given = [*args, *kwargs.values()]
+        arguments = [*args, *kwargs.values()]
 
         def call(values: Sequence[Any]) -> Any:
             named = zip(kwargs, values[len(args) :], strict=True)
@@ -152,15 +152,15 @@ class JumpLog(TorchFunctionMode):
 
         def call_with(place: int, value: Any) -> Any:
             """The result with another value in one place."""
-            return call([*given[:place], value, *given[place + 1 :]])
+            return call([*arguments[:place], value, *arguments[place + 1 :]])
 
         in_place = writes(func, kwargs) or kwargs.get("inplace")
-        for place, value in enumerate(given):
+        for place, value in enumerate(arguments):
             if isinstance(value, Tensor) and value.is_floating_point():
                 steps = self._steps(value, partial(call_with, place))
                 if steps is not None:
-                    given[place] = value.add_(steps) if in_place else value + steps
-        return call(given)
+                    arguments[place] = value.add_(steps) if in_place else value + steps
+        return call(arguments)
 
     def _steps(self, value: Tensor, called: Callable[[Tensor], Any]) -> Tensor | None:
         """How far the elements of an input are moved.
