@@ -102,10 +102,10 @@ def _renamed(
             for run, name in zip((one, other), pair, strict=True)
         ]
         ends = first.endswith(second) or second.endswith(first)
-        known = [g for g in gradients if g is not None and g.is_finite]
-        return not ends, known[0].distance(known[1]) if len(known) > 1 else math.inf
+        finite = [g for g in gradients if g is not None and g.is_finite]
+        return not ends, finite[0].distance(finite[1]) if len(finite) > 1 else math.inf
 
-    found = dict[str, str]()
+    partners = dict[str, str]()
     its_by_bits: dict[tuple[Any, ...], list[str]] = {}
     for name in theirs:
         its_by_bits.setdefault(bits(other, name), []).append(name)
@@ -115,9 +115,9 @@ def _renamed(
     for key, alike in mine_by_bits.items():
         pairs = itertools.product(alike, its_by_bits.get(key, ()))
         for first, second in sorted(pairs, key=distance):
-            if first not in found and second not in found.values():
-                found[first] = second
-    return {name: found[name] for name in mine if name in found}
+            if first not in partners and second not in partners.values():
+                partners[first] = second
+    return {name: partners[name] for name in mine if name in partners}
 
 
 def other_on_ranks(side: Side) -> Iterator[str]:
@@ -256,10 +256,10 @@ def _computed_alike(one: Run, other: Run, step: int) -> bool:
     apart = sorted(mine - its), sorted(its - mine)
     if not mine <= sums.keys() or not its <= theirs.keys() or not all(apart):
         return False
-    found = np.array([sums[row] for row in apart[0]], dtype=float)
+    rows = np.array([sums[row] for row in apart[0]], dtype=float)
     free = np.array([theirs[row] for row in apart[1]], dtype=float)
     size = free[:, 0] + np.finfo(float).tiny
-    near = [(np.abs(free - row).max(1) <= NEAR * size) for row in found]
+    near = [(np.abs(free - row).max(1) <= NEAR * size) for row in rows]
     # each has a partner on the other side; nan has none
     return all(n.any() for n in near) and bool(np.logical_or.reduce(near).all())
 
@@ -345,9 +345,9 @@ def lacking(
                 )
             first = (step, mine) not in one.run.without_gradient
             second = (step, its) not in other.run.without_gradient
-            there, name, without = (one, mine, other) if first else (other, its, one)
-            if first != second and not _does_nothing(there.run, step, name):
-                yield f"step {step}: {without.name} has no gradient of {mine}"
+            has, name, lacks = (one, mine, other) if first else (other, its, one)
+            if first != second and not _does_nothing(has.run, step, name):
+                yield f"step {step}: {lacks.name} has no gradient of {mine}"
 
 
 def _does_nothing(run: Run, step: int, name: str) -> bool:

@@ -310,9 +310,9 @@ class Recorder:
             self.others = [weakref.ref(each) for each in every]
         called = [parameters_of(each) for _, each, _ in self.optimizers.values()]
         stepped = set[int]().union(*called)
-        there = (o for ref in self.others if (o := ref()) is not None)
+        living = (o for ref in self.others if (o := ref()) is not None)
         # one that has parameters of another one wraps it
-        unlike = (own for o in there if (own := parameters_of(o)).isdisjoint(stepped))
+        unlike = (own for o in living if (own := parameters_of(o)).isdisjoint(stepped))
         return not any(unlike)
 
     def watch(self, optimizer: Any) -> None:

@@ -51,9 +51,9 @@ def rows_of(values: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]]:
     Returns:
         Digests of inputs that hold integers, and digests of the others.
     """
-    given = [*values]
+    inputs = [*values]
     tokens, floats = (
-        [_digests(rows) for rows in _flat(given, is_float)]
+        [_digests(rows) for rows in _flat(inputs, is_float)]
         for is_float in (False, True)
     )
     return tokens, floats
