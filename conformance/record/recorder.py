@@ -103,8 +103,9 @@ class Recorder:
         """id of an optimizer -> its step that is recorded and under way."""
         self.done: list[_Step] = []
         self.others: list[Any] | None = None
-        """Weak references to all optimizers of torch, once those that were called have
-        made their steps."""
+        """Weak references to all optimizers of torch, once one has made its steps."""
+        self.late: set[int] = set()
+        """ids of optimizers that were made after that: an inner loop makes many."""
         self.finals: list[Sums[str]] = []
         """Bits of each optimizer after its last recorded step."""
         self.prepared: set[int] = set()
@@ -278,6 +279,8 @@ class Recorder:
         if id(optimizer) in self.running:
             return  # a closure that runs again
         number = self._number(optimizer)
+        if number is None:
+            return
         with self.noting("the gradients"), torch.no_grad():
             if self.calls[number] in self.steps:
                 self.running[id(optimizer)] = self._read(optimizer, number)
@@ -288,12 +291,17 @@ class Recorder:
         if self.written or self._prepares(optimizer):
             return
         number = self._number(optimizer)
+        if number is None:
+            return
         self.calls[number] += 1
         if step is not None:
             with self.noting("the update"), torch.no_grad():
                 self._read_after(step)
                 self.done.append(step)
         if self.calls[number] == self.steps.stop:
+            if self.others is None:
+                every = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
+                self.others = [weakref.ref(each) for each in every]
             with self.noting("the weights after the last step"), torch.no_grad():
                 self._read_final(optimizer, number)
         if self._is_complete():
@@ -305,12 +313,9 @@ class Recorder:
         """True if all optimizers have made their steps: one may begin after others."""
         if any(count < self.steps.stop for count in self.calls.values()):
             return False
-        if self.others is None:
-            every = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
-            self.others = [weakref.ref(each) for each in every]
         called = [parameters_of(each) for _, each, _ in self.optimizers.values()]
         stepped = set[int]().union(*called)
-        living = (o for ref in self.others if (o := ref()) is not None)
+        living = (o for ref in self.others or () if (o := ref()) is not None)
         # one that has parameters of another one wraps it
         unlike = (own for o in living if (own := parameters_of(o)).isdisjoint(stepped))
         return not any(unlike)
@@ -328,11 +333,16 @@ class Recorder:
 
         optimizer.step = step
 
-    def _number(self, optimizer: Any) -> int:
+    def _number(self, optimizer: Any) -> int | None:
+        """Number of an optimizer; None for one that was made too late."""
         groups = optimizer.param_groups
         first = next((p for group in groups for p in group["params"]), None)
         key = id(optimizer), id(first)
         if key not in self.optimizers:
+            if self.others is not None and isinstance(optimizer, Optimizer):
+                if not any(ref() is optimizer for ref in self.others):
+                    self.late.add(id(optimizer))
+                    return None
             number = len(self.optimizers)
             self.optimizers[key] = number, optimizer, first
             self.calls[number] = self.orders.first
@@ -444,6 +454,11 @@ class Recorder:
             step.call.found_inf = _read(step.call.found_inf)
             out.tensors.update(step.stored())
         out.notes += self.roots.notes
+        if self.late:
+            out.notes.append(
+                "optimizers that were made after another one had made its steps are "
+                "not recorded"
+            )
         if self.blocks is not None:
             out.rows_of_blocks = {**self.blocks.rows}
             for (at, kind, name), (box, sums) in self.blocks.kept.items():

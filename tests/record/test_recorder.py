@@ -84,6 +84,30 @@ def test_an_optimizer_that_never_steps_ends_no_recording(tmp_path: Path) -> None
     assert run.unstepped == ("bias (model 2)", "weight (model 2)")
 
 
+def test_optimizers_of_an_inner_loop_are_not_collected(tmp_path: Path) -> None:
+    """Meta-learning makes an optimizer for each task: the first ones are recorded."""
+    model = nn.Linear(3, 1)
+    outer = torch.optim.SGD(model.parameters(), 0.1)
+    idle = torch.optim.SGD(nn.Linear(3, 1).parameters(), 0.1)
+    steps = 2
+
+    def losses() -> Losses:
+        for task in range(6):
+            copied = copy.deepcopy(model)
+            inner = torch.optim.SGD(copied.parameters(), 0.1)
+            for step in range(steps):
+                yield copied(rows(step)).sum()
+                inner.step()
+            yield model(rows(task)).sum()
+            outer.step()
+
+    run = recorded(tmp_path, losses(), steps=(0, steps))
+    optimizers = {name for _, _, name in run.tensors if name.startswith("weight")}
+    assert len(optimizers) == 2 and idle.state == {}
+    told = "rank 0: optimizers that were made after another one had made its steps are"
+    assert any(note.startswith(told) for note in run.notes)
+
+
 def test_a_parameter_of_two_optimizers_has_two_names(tmp_path: Path) -> None:
     """The head is trained first, and then all; its weight is another one by then."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
