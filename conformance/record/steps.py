@@ -34,9 +34,7 @@ class _Running:
 class StepHooks:
     """Calls three functions with each optimizer of torch that steps.
 
-    A step that raised an error does not end; its optimizer may begin another. A step
-    within that of an optimizer of the same parameters is a part of it: torch's
-    ``ZeroRedundancyOptimizer`` steps one of each rank's share.
+    A step that raised an error does not end; its optimizer may begin another.
     """
 
     begins: Callable[[Optimizer], object]
@@ -44,6 +42,9 @@ class StepHooks:
     """Called once the gradients are there: after the optimizer's own hooks, and each
     time that a closure has made them."""
     ended: Callable[[Optimizer], object]
+    hides_parts: bool = False
+    """True leaves out a step within that of an optimizer of the same parameters, as
+    those of one share in torch's ``ZeroRedundancyOptimizer``."""
     _running: dict[int, _Running] = field(default_factory=dict)
     """id of an optimizer -> its step."""
     _handles: list[Any] = field(default_factory=list)
@@ -71,7 +72,7 @@ class StepHooks:
             return
         if outer is not None:  # that step raised an error, which the job has caught
             outer.last.remove()
-        if self._is_part(optimizer, height):
+        if self.hides_parts and self._is_part(optimizer, height):
             return
         self.begins(optimizer)
         # the hooks of the job itself may wait for gradients: this one comes last
