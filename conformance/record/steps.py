@@ -63,7 +63,7 @@ class StepHooks:
         self._running.clear()
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        if torch.compiler.is_compiling():  # hooks would be compiled with the step
+        if self.hides_parts and torch.compiler.is_compiling():  # not in the graph
             return
         outer = self._running.get(id(optimizer))
         height = _height()
@@ -103,7 +103,7 @@ class StepHooks:
         return (args[0], evaluated, *args[2:]), kwargs
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        if torch.compiler.is_compiling():
+        if self.hides_parts and torch.compiler.is_compiling():
             return
         running = self._running.get(id(optimizer))
         if running is None:
