@@ -219,7 +219,7 @@ def _alone(rows: Sequence[Example]) -> str:
 
 
 def _table(rows: Sequence[Example]) -> Iterator[str]:
-    """One line for each example; scalers that fail alike share it."""
+    """Return one line for each example. Scalers with the same failure share a line."""
     names_by_key: dict[tuple[str, str, str], list[str]] = {}
     for each in sorted(rows, key=lambda each: [*LAWS].index(each.law)):
         key = (each.law, each.scenario, each.message)

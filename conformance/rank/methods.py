@@ -1,6 +1,6 @@
 """Methods of a scaler that are about an optimizer, by their effect.
 
-Names are those of torch and of scalers that clip.
+The table has torch's names and the names of scalers that clip.
 """
 
 from __future__ import annotations

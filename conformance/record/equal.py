@@ -55,7 +55,7 @@ def proved_names(one: Run, other: Run) -> tuple[dict[str, str], str]:
                 proved[name] = name
             elif its.rounded == mine.rounded and (its.is_rounded or mine.is_rounded):
                 proved[name], rounded = name, rounded + 1
-            elif name.partition(AGAIN)[0] != name or (
+            elif AGAIN in name or (
                 {step, step_there} != first and len(first) == 1
             ):  # another optimizer may have moved it before
                 proved[name], late = name, late + 1
@@ -133,8 +133,8 @@ def other_on_ranks(side: Side) -> Iterator[str]:
                         f"on rank {rank}"
                     )
     for name, ranks in side.run.left.items():
-        _, start = side.run.starts[name]
-        if not start.is_whole:
+        _, start = side.run.starts.get(name, (0, None))
+        if start is not None and not start.is_whole:
             yield (
                 f"rank {listed(ranks)} of {side.name} does not step its elements of "
                 f"{name}, and other ranks step theirs"

@@ -123,9 +123,7 @@ class Recorder:
         self.calls_of_modules: list[Any] = []
         """Handles of the hooks of all modules: a model with hooks of its own would be
         saved and copied with the recorder."""
-        self.hooks = StepHooks(
-            self._begins, self._before, self._ended, hides_parts=True
-        )
+        self.hooks = StepHooks(self._begins, self._before, self._ended, only_plain=True)
 
     def install(self) -> None:
         """Hook optimizers and the outermost model."""

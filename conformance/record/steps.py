@@ -42,9 +42,10 @@ class StepHooks:
     """Called once the gradients are there: after the optimizer's own hooks, and each
     time that a closure has made them."""
     ended: Callable[[Optimizer], object]
-    hides_parts: bool = False
-    """True leaves out a step within that of an optimizer of the same parameters, as
-    those of one share in torch's ``ZeroRedundancyOptimizer``."""
+    only_plain: bool = False
+    """True leaves out compiled steps, whose graph a hook would change, and steps within
+    that of an optimizer of the same parameters, such as those of the shares in torch's
+    ``ZeroRedundancyOptimizer``."""
     _running: dict[int, _Running] = field(default_factory=dict)
     """id of an optimizer -> its step."""
     _handles: list[Any] = field(default_factory=list)
@@ -63,7 +64,7 @@ class StepHooks:
         self._running.clear()
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.hides_parts and torch.compiler.is_compiling():  # not in the graph
+        if self.only_plain and torch.compiler.is_compiling():
             return
         outer = self._running.get(id(optimizer))
         height = _height()
@@ -72,7 +73,7 @@ class StepHooks:
             return
         if outer is not None:  # that step raised an error, which the job has caught
             outer.last.remove()
-        if self.hides_parts and self._is_part(optimizer, height):
+        if self.only_plain and self._is_part(optimizer, height):
             return
         self.begins(optimizer)
         # the hooks of the job itself may wait for gradients: this one comes last
@@ -81,11 +82,11 @@ class StepHooks:
 
     def _is_part(self, optimizer: Optimizer, height: int) -> bool:
         """True within a step of an optimizer that has all of these parameters."""
+        outers = [each for each in self._running.values() if each.height < height]
+        if not outers:  # as in nearly every step of a job
+            return False
         own = parameters_of(optimizer)
-        return any(
-            outer.height < height and own <= parameters_of(outer.optimizer)
-            for outer in self._running.values()
-        )
+        return any(own <= parameters_of(outer.optimizer) for outer in outers)
 
     def _uses(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -103,7 +104,7 @@ class StepHooks:
         return (args[0], evaluated, *args[2:]), kwargs
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.hides_parts and torch.compiler.is_compiling():
+        if self.only_plain and torch.compiler.is_compiling():
             return
         running = self._running.get(id(optimizer))
         if running is None:

@@ -46,6 +46,14 @@ def rows(step: int) -> Tensor:
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
 
 
+def trains(model: nn.Module, optimizer: Any, steps: int = 1) -> Losses:
+    """Losses of a plain loop."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        yield model(rows(step)).sum()
+        optimizer.step()
+
+
 def test_an_optimizer_that_begins_late_is_recorded(tmp_path: Path) -> None:
     """A generator steps after five steps of its critic."""
     critic, generator = nn.Linear(3, 1), nn.Linear(3, 3)
@@ -224,11 +232,7 @@ def test_updates_of_an_optimizer_that_writes_gradients_are_told(tmp_path: Path) 
     model = nn.Linear(3, 1)
     optimizer = Clips(model.parameters(), 0.1)
 
-    def losses() -> Losses:
-        yield model(rows(0)).sum()
-        optimizer.step()
-
-    run = recorded(tmp_path, losses(), steps=(0, 1))
+    run = recorded(tmp_path, trains(model, optimizer), steps=(0, 1))
     noisy = (run, replace(run, tensors={**run.tensors, **_moved(run)}))
     lines = compare(Side(name="a", run=run, noisy=noisy), Side(name="b", run=run)).lines
     told = "not compared: 2 updates, because the optimizer writes into the gradient ("
@@ -274,12 +278,7 @@ def test_the_first_call_of_a_lazy_model_makes_it(tmp_path: Path) -> None:
     model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
-    def losses() -> Losses:
-        for step in range(2):
-            yield model(rows(step)).sum()
-            optimizer.step()
-
-    run = recorded(tmp_path, losses(), steps=(0, 2))
+    run = recorded(tmp_path, trains(model, optimizer, 2), steps=(0, 2))
     assert run.drew == frozenset() and run.notes == () and [*run.rows] == [1]
 
 

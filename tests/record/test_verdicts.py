@@ -526,6 +526,8 @@ def test_ranks_with_other_settings_are_told() -> None:
 def test_a_rank_that_does_not_step_a_parameter_is_told() -> None:
     left = replace(run(4), left={"b": (1,)})
     assert against(left).code == SAME  # another rank may step it for all
+    # stepped for the first time in the last recorded step
+    assert against(replace(run(4), left={"joins": (1,)})).code == SAME
     wrong = changed(left, (1, "gradient", "b"), sketch=2 * values(1, "b"))
     assert ". Rank 1 does not step it" in against(wrong).lines[0]
     found = against(changed(left, (0, "weight", "b"), held=SIZE // 2))
