@@ -416,7 +416,8 @@ def _where(one: Side, other: Side, step: int, factor: str) -> tuple[list[Row], s
             f"{row.bound:.2g}{f': it {row.words}' if row.words else ''}"
         )
     same = f"{start}outputs of {of} are the same. "
-    last = [n for n in every if (step, GRADIENT, n) in one.run.tensors][-1:]
+    names = {row.name: row.name for row in forward}
+    last = [n for n in names if (step, GRADIENT, n) in one.run.tensors][-1:]
     scaled = _scaled(other, one.run, step, last[0]) if last else None
     if scaled is None:
         return forward, f"{same}Their gradients were not recorded on both sides"

@@ -155,7 +155,8 @@ def _merge_outputs(
     """Merge the outputs of one block: ranks with other rows add up.
 
     Ranks with the same rows hold replicas or parts of known places. If they hold
-    neither, or nobody has some rows, no element counts as held.
+    neither, or nobody has some rows, no element counts as held. Nor does one if ranks
+    with other rows have the same output: then it has no rows.
 
     Args:
         parts: (rank, its stored numbers).
@@ -170,6 +171,8 @@ def _merge_outputs(
     is_covered = len(shapes) == 1 and sum(map(len, of_rows)) == len(every)
     is_covered &= frozenset[int]().union(*of_rows) == every
     is_covered &= all(whole.is_whole and not whole.unlike for whole in wholes)
+    sizes = [(whole.square, whole.largest) for whole in wholes if whole.largest]
+    is_covered &= len({*sizes}) == len(sizes)
     shape = (sum(whole.shape[0] for whole in wholes), *wholes[0].shape[1:])
     return Whole(
         shape=shape,

@@ -5,15 +5,20 @@ that row. So numbers add up over micro-batches and over ranks, whichever rows th
 have. A hook reads an output when its block returns it, and its gradient when backward
 comes to it; neither is changed. The forward of a checkpoint that runs again in backward
 is not read.
+
+A model may be called with the same rows again, such as by a pipeline that learns its
+shapes: the last of these calls counts. A block whose output is the same for other rows,
+such as an embedding of positions, has no rows, and is left out.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +33,8 @@ __all__ = ["GRADIENT", "OUTPUT", "Blocks", "blocks_of", "is_traced"]
 OUTPUT, GRADIENT = "output", "output-gradient"
 COMPILED = "_orig_mod"
 """Name of the module that a compiled one wraps."""
+Key = tuple[int, str, str]
+"""(step, kind, name of a block)."""
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -64,8 +71,8 @@ class Blocks:
     """Reads the blocks of one model in the steps that are recorded."""
 
     noting: _Noting
-    kept: dict[tuple[int, str, str], tuple[Box, Kept]] = field(default_factory=dict)
-    """(step, kind, name of a block) -> what is kept; a later call of a block in one
+    kept: dict[Key, dict[int, tuple[Box, Kept]]] = field(default_factory=dict)
+    """Key -> call of the model -> place and numbers; a later call of a block in one
     forward has its number in the name."""
     rows: dict[int, list[Tensor]] = field(default_factory=dict)
     """Step -> digests of the rows of each call, by the model's first input."""
@@ -116,24 +123,54 @@ class Blocks:
             which = name
             if self._calls[name] > 1:
                 which = f"{name} (call {self._calls[name]})"
-            keep = partial(self._keep, self._step, which, self._rows)
+            call = len(self.rows[self._step]) - 1
+            keep = partial(self._keep, self._step, which, call, self._rows)
             keep(OUTPUT, tensor)
             if tensor.requires_grad:
                 tensor.register_hook(partial(keep, GRADIENT))
 
     def _keep(
-        self, step: int, name: str, rows: Tensor, kind: str, tensor: Tensor
+        self, step: int, name: str, call: int, rows: Tensor, kind: str, tensor: Tensor
     ) -> None:
         with self.noting("outputs of modules"), torch.no_grad():
             part, box = place(tensor)
             tokens = box.shape[0] % len(rows) == 0 and len(box.shape) == 2
             if not part.numel() or (box.shape[0] != len(rows) and not tokens):
                 return
-            sums_here, key = keep_values(part, box, rows=rows), (step, kind, name)
-            if key in self.kept:
-                before, sums = self.kept[key]
-                box, sums_here = _longer(before, box), sums.plus(sums_here)
-            self.kept[key] = box, sums_here
+            sums_by_call = self.kept.setdefault((step, kind, name), {})
+            sums_by_call[call] = box, keep_values(part, box, rows=rows)
+
+    def read(self) -> tuple[dict[int, list[Tensor]], dict[Key, tuple[Box, Kept]]]:
+        """Add up the calls of each step.
+
+        Returns:
+            Step -> digests of the rows of each call that counts; and (step, kind, name)
+            -> place and numbers.
+        """
+        rows_by_step, sums_by_key = dict[int, list[Tensor]](), {}
+        for step, rows in self.rows.items():
+            last = {tuple(each.tolist()): call for call, each in enumerate(rows)}
+            rows_by_step[step] = [rows[call] for call in last.values()]
+            of_calls = {
+                (kind, name): [calls[n] for n in last.values() if n in calls]
+                for (at, kind, name), calls in self.kept.items()
+                if at == step
+            }
+            for (kind, name), sums in of_calls.items():
+                outputs = [kept for _, kept in of_calls.get((OUTPUT, name), ())]
+                if sums and not _are_any_alike(outputs):
+                    sums_by_key[step, kind, name] = reduce(_joined, sums)
+        return rows_by_step, sums_by_key
+
+
+def _are_any_alike(outputs: Sequence[Kept]) -> bool:
+    """True if two outputs that are not zero have the same elements.
+
+    Squares do not depend on the keys of rows, and have many more digits than two
+    outputs of other rows have in common.
+    """
+    sizes = [kept.numbers.tolist() for kept in outputs]
+    return any(one == other and any(one) for one, other in pairwise(sorted(sizes)))
 
 
 def is_traced() -> bool:
@@ -142,8 +179,9 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or bool(tracing())
 
 
-def _longer(one: Box, other: Box) -> Box:
-    """The place of two parts whose rows follow each other."""
-    shape = (one.shape[0] + other.shape[0], *one.shape[1:])
-    local = (one.local[0] + other.local[0], *one.local[1:])
-    return Box(shape, one.offsets, local, one.summand)
+def _joined(one: tuple[Box, Kept], other: tuple[Box, Kept]) -> tuple[Box, Kept]:
+    """Two parts whose rows follow each other."""
+    (before, sums), (box, more) = one, other
+    shape = (before.shape[0] + box.shape[0], *before.shape[1:])
+    local = (before.local[0] + box.local[0], *before.local[1:])
+    return Box(shape, before.offsets, local, before.summand), sums.plus(more)

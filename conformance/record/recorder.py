@@ -460,8 +460,8 @@ class Recorder:
                 "not recorded"
             )
         if self.blocks is not None:
-            out.rows_of_blocks = {**self.blocks.rows}
-            for (at, kind, name), (box, sums) in self.blocks.kept.items():
+            out.rows_of_blocks, outputs = self.blocks.read()
+            for (at, kind, name), (box, sums) in outputs.items():
                 out.tensors[f"0/{at}/{kind}/0/{name}"] = Stored.of(box, sums)
         for final in self.finals:
             for key, sums in final.read().items():

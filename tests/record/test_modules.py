@@ -1,5 +1,6 @@
 """Outputs of blocks: which modules are blocks, and numbers that add up over rows."""
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -171,7 +172,8 @@ def test_each_call_is_read_once_though_it_runs_again_in_backward() -> None:
             loss = model(part)
             blocks.end()
             loss.backward()
-        assert [*blocks.kept] == [
+        _, sums_by_key = blocks.read()
+        assert [*sums_by_key] == [
             (0, OUTPUT, "words"),
             (0, OUTPUT, "blocks.0"),
             (0, OUTPUT, "blocks.0 (call 2)"),
@@ -179,6 +181,51 @@ def test_each_call_is_read_once_though_it_runs_again_in_backward() -> None:
             (0, GRADIENT, "blocks.0"),
             (0, GRADIENT, "words"),
         ]
-        assert all(box.shape == (8, 6, 4) for box, _ in blocks.kept.values())
-        digests.append([int(kept.digest) for _, kept in blocks.kept.values()])
+        assert all(box.shape == (8, 6, 4) for box, _ in sums_by_key.values())
+        digests.append([int(kept.digest) for _, kept in sums_by_key.values()])
     assert digests[0] == digests[1]
+
+
+class Positioned(nn.Module):
+    """Words and positions: as many positions as the batch has rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(1 << 20, 4), nn.Embedding(8, 4)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words) + self.places(torch.arange(8))[: words.shape[1]]
+        total: Tensor = x.square().sum()
+        return total
+
+
+def read_blocks(parts: Iterable[Tensor]) -> dict[tuple[int, str, str], Stored]:
+    torch.manual_seed(0)
+    model, blocks = Positioned(), Blocks(lambda _: nullcontext())
+    blocks.hook(model)
+    for part in parts:
+        blocks.begin(0, [rows_digests(part)])
+        loss = model(part)
+        blocks.end()
+        loss.backward()
+    return {key: Stored.of(*sums) for key, sums in blocks.read()[1].items()}
+
+
+def test_rows_that_are_given_again_count_once() -> None:
+    one, other = drawn()[0].chunk(2)
+    once, again = read_blocks([one, other]), read_blocks([one, one, other])
+    for kind in (OUTPUT, GRADIENT):
+        key = 0, kind, "words"
+        assert again[key].digest == once[key].digest, kind
+
+
+def test_a_block_with_the_same_output_for_other_rows_has_no_rows() -> None:
+    words, _ = drawn()
+    one, other = words.chunk(2)
+    assert (0, OUTPUT, "places") in read_blocks([words])
+    assert {name for _, _, name in read_blocks([one, other])} == {"words"}
+    of_ranks = [read_blocks([part]) for part in (one, other)]
+    rows = {rank: of(part) for rank, part in enumerate((one, other))}
+    for name, is_whole in (("words", True), ("places", False)):
+        parts = [(rank, each[0, OUTPUT, name]) for rank, each in enumerate(of_ranks)]
+        assert _merge_outputs(parts, rows).is_whole == is_whole
