@@ -107,6 +107,8 @@ def compare(one: Side, other: Side) -> Comparison:
     names, start = proved_names(one.run, other.run)
     steps = sorted({*one.run.steps} & {*other.run.steps})
     comparison = Comparison(code=SAME, lines=[start])
+    sizes = (f"{side.run.ranks} in {side.name}" for side in (one, other))
+    comparison.lines.append(f"ranks: {', '.join(sizes)}")
     if names and steps:
         comparison.lines += equal_inputs(one.run, other.run, names, steps)
     obstacle = next(_obstacles(one, other, names, steps), None)
@@ -126,6 +128,14 @@ def compare(one: Side, other: Side) -> Comparison:
         factor = words[0] if len(words) > 1 and len({*words}) == 1 else ""
         comparison.blocks, where = _where(one, other, at, factor)
         comparison.lines[1:1] = [where] if where else []
+    summed_later = _summed_later(other.run, steps)
+    if comparison.code == SAME and summed_later and len(steps) == 1:
+        comparison.code = UNDECIDED
+        comparison.lines.insert(
+            0,
+            f"the optimizer of {other.name} sums gradients in its step, and the next "
+            "step shows whether its factor is right: record 2 steps",
+        )
     _tell_steps(comparison, one, other, steps)
     comparison.lines += _clipped(one.run, other.run, steps)
     comparison.lines += _losses(one.run, other.run, steps)
@@ -465,6 +475,15 @@ def _scaled(side: Side, reference: Run, step: int, last: str) -> Side | None:
     return replace(side, run=scaled(side.run), noisy=[scaled(n) for n in side.noisy])
 
 
+def _summed_later(run: Run, steps: Sequence[int]) -> list[str]:
+    """Parameters whose gradients are summed in the optimizer's step, or never."""
+    return [
+        name
+        for (step, kind, name), whole in run.tensors.items()
+        if kind == "gradient" and step == min(steps) and not whole.is_summed
+    ]
+
+
 def _left_out(
     one: Run,
     other: Run,
@@ -499,7 +518,8 @@ def _left_out(
     for why, keys in absent.items():
         step, name = keys[0]
         yield (
-            f"not compared: {len(keys)} gradients, {why} ({name}, step {step}, first)"
+            f"not compared: {counted(len(keys), 'gradient')}, {why} ({name}, step "
+            f"{step}, first)"
         )
     written = [
         (step, name)
@@ -512,8 +532,8 @@ def _left_out(
     if written:
         step, name = min(written)
         yield (
-            f"not compared: {len(written)} updates, because the optimizer writes into "
-            f"the gradient ({name}, step {step}, first)"
+            f"not compared: {counted(len(written), 'update')}, because the optimizer "
+            f"writes into the gradient ({name}, step {step}, first)"
         )
     blind = [row for row in rows if row.bound >= 1 and not row.differs]
     if blind:
@@ -530,19 +550,15 @@ def _left_out(
             f"replicas differ: the gradient of {name} at step {step} has other bits on "
             f"rank {ranks} than on the first rank that holds it"
         )
-    partial = [
-        name
-        for (step, kind, name), whole in other.tensors.items()
-        if kind == "gradient" and step == min(steps) and not whole.is_summed
-    ]
-    if partial:
+    if partial := _summed_later(other, steps):
         yield (
-            f"{len(partial)} gradients are not summed when the optimizer is called, "
-            f"{partial[0]} first: their sums or means over ranks were compared, and "
-            "not their updates"
+            f"not summed when the optimizer is called: "
+            f"{counted(len(partial), 'gradient')}, {partial[0]} first. Sums or means "
+            "over ranks were compared, and not the updates"
         )
     if other.unnamed:
-        yield f"not compared: {other.unnamed} parameters that no module names"
+        names_lack = counted(other.unnamed, "parameter")
+        yield f"not compared: {names_lack} that no module names"
     for side in (one, other):
         if side.notes:
             yield f"the recorder noted: {side.notes[0]}"

@@ -6,11 +6,11 @@ stay on their device until the last recorded step. An error of the recorder is n
 and the job goes on.
 
 [Note: What is read when]
-Right before an optimizer steps: its gradients, its weights, and each weight times the
-size of its gradient. After the step: the last one again. The difference of these two is
-the update, weighted by the gradient: plain updates of Adam have a direction that
-rounding decides wherever the gradient is small. The weights before a step are those
-after the step before.
+When a step begins: the bits of weights and states. Once its gradients are there: the
+gradients, and each weight times the size of its gradient. After the step: the last one
+again. The difference of these two is the update, weighted by the gradient: plain
+updates of Adam have a direction that rounding decides wherever the gradient is small.
+The weights before a step are those after the step before.
 """
 
 from __future__ import annotations
@@ -56,13 +56,22 @@ NOTES = 20
 
 
 @dataclass
+class _Start:
+    """Parts of an optimizer when a step begins, and bits of weights and states."""
+
+    parts: list[Part]
+    bits: Sums[tuple[str, str]]
+    """(kind, key of a part)."""
+
+
+@dataclass
 class _Step:
     """One call of an optimizer, while it runs."""
 
     call: Call
-    parts: list[Part]
+    start: _Start
     sums: Sums[tuple[str, str]]
-    """(kind, key of a part) of tensors that are read before the step."""
+    """(kind, key of a part) of tensors that are read once gradients are there."""
     gradients: dict[str, tuple[Tensor, Box]]
     """Key of a part -> gradient and its place, until the step has ended."""
     after: Sums[tuple[str, str]] | None = None
@@ -72,10 +81,13 @@ class _Step:
         """Yield key and numbers of each tensor, read from its device."""
         start = f"{self.call.optimizer}/{self.call.step}"
         boxes, kept = self.sums.boxes, self.sums.read()
+        bits = self.start.bits
+        for (kind, part), each in bits.read().items():
+            yield f"{start}/{kind}/{part}", Stored.of(bits.boxes[kind, part], each)
         for (kind, part), each in kept.items():
             if kind != "before":
                 yield f"{start}/{kind}/{part}", Stored.of(boxes[kind, part], each)
-        units = {p.key: torch.finfo(p.weight.dtype).eps for p in self.parts}
+        units = {p.key: torch.finfo(p.weight.dtype).eps for p in self.start.parts}
         after = {} if self.after is None else self.after.read()
         for part in (part for kind, part in after if kind == "again"):
             # a kernel that divides gradients leaves others than it was given
@@ -101,6 +113,8 @@ class Recorder:
         """Number of an optimizer -> its calls so far."""
         self.running: dict[int, _Step] = {}
         """id of an optimizer -> its step that is recorded and under way."""
+        self.starts: dict[int, _Start] = {}
+        """id of an optimizer -> the start of its step, until gradients are there."""
         self.done: list[_Step] = []
         self.others: list[Any] | None = None
         """Weak references to all optimizers of torch, once one has made its steps."""
@@ -262,7 +276,18 @@ class Recorder:
     # - Optimizers
 
     def _begins(self, optimizer: Any) -> None:
+        """Read the weights: a closure may move them before it makes the gradients.
+
+        That of a sharpness-aware optimizer does.
+        """
         self.running.pop(id(optimizer), None)  # of a step that raised an error
+        self.starts.pop(id(optimizer), None)
+        if self.written or not self.roots.called:
+            return  # the closure calls the model for the first time
+        number = self._number(optimizer)
+        if number is not None and self.calls[number] in self.steps:
+            with self.noting("the weights"), torch.no_grad():
+                self.starts[id(optimizer)] = self._read_start(optimizer)
 
     def _prepares(self, optimizer: Any) -> bool:
         """Return True for a step at rate 0 before any forward: it only makes states.
@@ -281,9 +306,11 @@ class Recorder:
         number = self._number(optimizer)
         if number is None:
             return
+        start = self.starts.pop(id(optimizer), None)
         with self.noting("the gradients"), torch.no_grad():
             if self.calls[number] in self.steps:
-                self.running[id(optimizer)] = self._read(optimizer, number)
+                start = start or self._read_start(optimizer)
+                self.running[id(optimizer)] = self._read(optimizer, number, start)
 
     def _ended(self, optimizer: Any) -> None:
         """Read the results of a step, and write all after the last recorded step."""
@@ -348,8 +375,15 @@ class Recorder:
             self.calls[number] = self.orders.first
         return self.optimizers[key][0]
 
-    def _read(self, optimizer: Any, number: int) -> _Step:
+    def _read_start(self, optimizer: Any) -> _Start:
         parts = list(parts_of(optimizer, self.roots))
+        wanted: dict[tuple[str, str], Wanted] = {}
+        for part in parts:
+            wanted |= _bits_of(optimizer, part)
+        return _Start(parts, Sums(wanted))
+
+    def _read(self, optimizer: Any, number: int, start: _Start) -> _Step:
+        parts = start.parts
         groups = optimizer.param_groups
         names_by_id: dict[int, list[str]] = {}
         for part in parts:
@@ -373,7 +407,6 @@ class Recorder:
         gradients: dict[str, tuple[Tensor, Box]] = {}
         wanted: dict[tuple[str, str], Wanted] = {}
         for part in parts:
-            wanted |= _bits_of(optimizer, part)
             if part.stepped.grad is None:
                 call.without_gradient.append(part.name)
                 continue
@@ -381,11 +414,11 @@ class Recorder:
             wanted["gradient", part.key] = Wanted(gradient, box)
             if box == part.box:
                 wanted["before", part.key] = Wanted(part.weight, box, weight=gradient)
-        return _Step(call, parts, Sums(wanted), gradients)
+        return _Step(call, start, Sums(wanted), gradients)
 
     def _read_after(self, step: _Step) -> None:
         wanted: dict[tuple[str, str], Wanted] = {}
-        for part in step.parts:
+        for part in step.start.parts:
             if ("before", part.key) not in step.sums.boxes:
                 continue
             gradient, box = step.gradients[part.key]
@@ -445,7 +478,7 @@ class Recorder:
             for name, each in module.named_modules()
             if isinstance(getattr(each, "p", None), float) and 0 < each.p < 1
         )
-        stepped = {part.name for step in self.done for part in step.parts}
+        stepped = {part.name for step in self.done for part in step.start.parts}
         out.unstepped = self.roots.unstepped(stepped)
         for step in self.done:
             out.calls.append(step.call)

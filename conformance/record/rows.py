@@ -34,11 +34,9 @@ def bag_of(values: Iterable[Any]) -> Tensor | None:
 
     It adds up over rows and over parts of rows: context parallelism cuts rows.
     """
-    for tensor in (t for value in values for t in tensors_in(value)):
-        has_points = tensor.is_floating_point() or tensor.is_complex()
-        if tensor.ndim > 1 and not has_points:
-            words = mix(tensor.detach().to(torch.int64) & 0xFFFFFFFF)
-            return (words * words).sum()
+    for tensor in _inputs(values, False):
+        words = mix(tensor.to(torch.int64) & 0xFFFFFFFF)
+        return (words * words).sum()
     return None
 
 
@@ -122,10 +120,29 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def _flat(values: Iterable[Any], is_float: bool) -> Iterator[Tensor]:
     """Yield the rows of each input of one kind, as (rows, elements)."""
-    for tensor in (t for value in values for t in tensors_in(value)):
+    for tensor in _inputs(values, is_float):
         rows = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        if rows.ndim > 1 and rows.numel() and rows.is_floating_point() == is_float:
-            yield rows.detach()[:MOST].reshape(min(MOST, len(rows)), -1)
+        yield rows[:MOST].reshape(min(MOST, len(rows)), -1)
+
+
+def _inputs(values: Iterable[Any], is_float: bool) -> Iterator[Tensor]:
+    """Yield each input of one kind that has rows in dim 0.
+
+    A nested tensor has one row in each part. Where no input has rows, each sequence of
+    integers is one row: some jobs put the tokens of all texts behind each other.
+    """
+    inputs = list[Tensor]()
+    for tensor in (t.detach() for value in values for t in tensors_in(value)):
+        inputs += [t[None] for t in tensor.unbind()] if tensor.is_nested else [tensor]
+    if not any(tensor.ndim > 1 for tensor in inputs):
+        inputs = [t[None] for t in inputs if t.ndim and not _has_points(t)]
+    for tensor in inputs:
+        if tensor.ndim > 1 and tensor.numel() and _has_points(tensor) == is_float:
+            yield tensor
+
+
+def _has_points(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _digests(rows: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from gradparity.conformance.record.merge import Run, Side, read_merged
 from gradparity.conformance.record.modules import OUTPUT
 from gradparity.conformance.record.orders import Orders
 from gradparity.conformance.record.recorder import Recorder
-from gradparity.conformance.record.rows import rows_of
+from gradparity.conformance.record.rows import bag_of, rows_of
 from gradparity.multiprocess import Cluster, current_world
 
 Losses = Iterator[Tensor]
@@ -296,6 +296,23 @@ def test_rows_are_found_in_what_holds_them(kind: Any) -> None:
     assert torch.equal(digests, rows_of([words])[0][0])
 
 
+def test_a_nested_tensor_has_a_row_in_each_part() -> None:
+    parts = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
+    tokens, floats = rows_of([torch.nested.nested_tensor(parts, layout=torch.jagged)])
+    alone = [rows_of([part[None]])[0][0] for part in parts]
+    assert all(map(torch.equal, tokens, alone)) and len(tokens) == 2 and not floats
+
+
+def test_a_sequence_of_tokens_is_a_row_where_nothing_has_rows() -> None:
+    packed, other = torch.arange(6), torch.ones(6)
+    (digests,), floats = rows_of([packed, other])
+    assert torch.equal(digests, rows_of([packed[None]])[0][0]) and not floats
+    halves = [bag_of([half]) for half in packed.chunk(2)]
+    assert bag_of([packed]) == sum(half for half in halves if half is not None)
+    (of_rows,), _ = rows_of([packed, packed.reshape(3, 2)])
+    assert torch.equal(of_rows, rows_of([packed.reshape(3, 2)])[0][0])
+
+
 def test_calls_of_a_model_for_each_row_are_no_rows(tmp_path: Path) -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -379,6 +396,47 @@ def test_gradients_that_a_step_sums_are_averaged(
     run = read_merged(tmp_path)
     gradient = run.tensors[0, "gradient", "weight"]
     assert gradient.is_summed == (rate == 0) and bool(gradient.unlike) == (rate == 0)
+
+
+class Sharp(torch.optim.SGD):
+    """Takes its gradients at other weights, as sharpness-aware optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        before = [p.detach().clone() for p in parameters]
+        with torch.no_grad():
+            for p in parameters:
+                p += 1
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            for p, old in zip(parameters, before, strict=True):
+                p.copy_(old)
+        return super().step()
+
+
+def test_weights_are_those_before_a_closure_moves_them(tmp_path: Path) -> None:
+    def losses(optimizer_class: type[torch.optim.SGD]) -> Losses:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = optimizer_class(model.parameters(), 0.1)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(rows(0)).square().sum()
+            loss.backward()
+            return loss
+
+        yield model(rows(0)).square().sum()
+        optimizer.step(closure)
+
+    sharp, plain = (
+        recorded(tmp_path / each.__name__, losses(each), steps=(0, 1))
+        for each in (Sharp, torch.optim.SGD)
+    )
+    for kind, is_equal in (("weight", True), ("gradient", False)):
+        key = 0, kind, "weight"
+        assert (sharp.tensors[key].digest == plain.tensors[key].digest) == is_equal
 
 
 class OfShares(torch.optim.Optimizer):

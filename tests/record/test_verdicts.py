@@ -81,9 +81,9 @@ def run(draw: int = 0, names: Sequence[str] = NAMES, steps: int = 2) -> Run:
     )
 
 
-def nudged(draw: int, names: Sequence[str] = NAMES) -> Run:
+def nudged(draw: int, names: Sequence[str] = NAMES, steps: int = 2) -> Run:
     """A run that began with other weights."""
-    plain = run(draw, names)
+    plain = run(draw, names, steps)
     tensors = {
         key: replace(each, digest=(each.digest or 0) + 7)
         if key[1] == "weight"
@@ -358,11 +358,30 @@ def test_what_was_not_compared_is_told() -> None:
     assert "the recorder noted: rank 0: rows: no" in told
 
 
+def test_how_many_ranks_each_side_has_is_told() -> None:
+    assert "ranks: 1 in one, 4 in mesh" in against(replace(run(4), ranks=4)).lines
+
+
+@pytest.mark.parametrize(("steps", "code"), [(1, UNDECIDED), (2, SAME)])
+def test_one_step_shows_no_factor_of_sums_that_the_optimizer_makes(
+    steps: int, code: int
+) -> None:
+    one = replace(
+        ONE, run=run(steps=steps), noisy=[run(1, steps=steps), nudged(2, steps=steps)]
+    )
+    found = against(
+        changed(run(4, steps=steps), (0, "gradient", "a"), digest=None), one
+    )
+    assert found.code == code
+    assert ("record 2 steps" in found.lines[0]) == (code == UNDECIDED)
+    assert any(line.startswith("not summed when") for line in found.lines)
+
+
 def test_a_part_that_nobody_holds_is_not_compared() -> None:
     other = changed(run(4), (0, "gradient", "a"), held=SIZE - 1)
     found = against(other)
     assert len(found.rows) == 11
-    assert "not compared: 1 gradients, because elements" in found.lines[-1]
+    assert "not compared: 1 gradient, because elements" in found.lines[-1]
 
 
 def test_bits_are_compared_step_by_step() -> None:
@@ -562,7 +581,7 @@ def test_what_is_not_finite_on_both_sides_is_not_compared() -> None:
     noisy = [changed(each, key, **bad) for each in ONE.noisy]
     found = against(changed(run(4), key, **bad), replace(one, noisy=noisy))
     assert found.code == SAME and len(found.rows) == 11
-    assert "not compared: 1 gradients, because they are not finite" in found.lines[-1]
+    assert "not compared: 1 gradient, because they are not finite" in found.lines[-1]
     for mine, its in ((one.run, run(4)), (ONE.run, changed(run(4), key, **bad))):
         found = against(its, replace(ONE, run=mine, noisy=noisy[:0] or ONE.noisy))
     assert found.code == DIFFERENT
