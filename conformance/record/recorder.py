@@ -129,6 +129,10 @@ class Recorder:
         self.inner: set[int] = set()
         """ids of the modules in the models that were called."""
         self.blocks = Blocks(self.noting) if orders.modules else None
+        self.own_modules: set[int] = set()
+        self.own_optimizers: set[int] = set()
+        """ids of what the job declares: the rest, such as of an inner loop, is not
+        recorded. Empty if it declares nothing."""
         self.generators: dict[int, list[Tensor]] = {}
         """id of a model -> states of the random generators when it was called."""
         self.written = False
@@ -170,6 +174,8 @@ class Recorder:
             if any(map(is_lazy, module.parameters())):
                 return  # this call makes them
             ids = {id(each) for each in module.modules()}
+            if self.own_modules and ids.isdisjoint(self.own_modules):
+                return
             self._forget_parts(ids)
             self.inner |= ids
             # a job may call the module that DDP wraps, too
@@ -340,6 +346,8 @@ class Recorder:
         """True if all optimizers have made their steps: one may begin after others."""
         if any(count < self.steps.stop for count in self.calls.values()):
             return False
+        if self.own_optimizers:
+            return len(self.calls) == len(self.own_optimizers)
         called = [parameters_of(each) for _, each, _ in self.optimizers.values()]
         stepped = set[int]().union(*called)
         living = (o for ref in self.others or () if (o := ref()) is not None)
@@ -361,7 +369,9 @@ class Recorder:
         optimizer.step = step
 
     def _number(self, optimizer: Any) -> int | None:
-        """Number of an optimizer; None for one that was made too late."""
+        """Number of an optimizer; None for one that is not recorded."""
+        if self.own_optimizers and id(optimizer) not in self.own_optimizers:
+            return None
         groups = optimizer.param_groups
         first = next((p for group in groups for p in group["params"]), None)
         key = id(optimizer), id(first)
@@ -446,7 +456,7 @@ class Recorder:
             return
         self.written = True  # hooks of steps stay: one of them may be the caller
         self._look_away()
-        before = len(self.recording.notes)
+        is_written = False
         with self.noting("writing"):
             self._fill()
             try:
@@ -454,8 +464,10 @@ class Recorder:
             except FileExistsError:
                 (self.out / f"{TWICE}{_rank()}").touch()
                 raise
-        for note in self.recording.notes[before:]:  # no file has it
-            print(f"gradparity: nothing was recorded: {note}", file=sys.stderr)
+            is_written = True
+        if not is_written:
+            why = self.recording.notes[-1]
+            print(f"gradparity: nothing was recorded: {why}", file=sys.stderr)
 
     def _write_why_not(self) -> None:
         calls = {
@@ -490,7 +502,8 @@ class Recorder:
         if self.late:
             out.notes.append(
                 "optimizers that were made after another one had made its steps are "
-                "not recorded"
+                "not recorded. If a loop makes optimizers, name yours: put the loop "
+                "into `with gradparity.record(model, optimizer):`"
             )
         if self.blocks is not None:
             out.rows_of_blocks, outputs = self.blocks.read()
@@ -605,7 +618,9 @@ def record(
     """Record the training inside, where ``gradparity record`` cannot reach by itself.
 
     Does nothing outside of ``gradparity record``. Needed for an optimizer that is not
-    one of torch, and for Python that is started with ``-I``.
+    one of torch, and for Python that is started with ``-I``. Needed as well where an
+    inner loop trains other models: if all optimizers are of torch, they and the model
+    are recorded, and nothing else.
 
     Args:
         model: names the parameters.
@@ -623,6 +638,9 @@ def record(
     recorder.roots.add(model)
     with recorder.noting("the weights of the start"), torch.no_grad():
         recorder.prepare(model)
+    if optimizers and all(isinstance(each, Optimizer) for each in optimizers):
+        recorder.own_optimizers = {id(each) for each in optimizers}
+        recorder.own_modules = {id(each) for each in model.modules()}
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             recorder.watch(optimizer)

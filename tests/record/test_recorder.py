@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import gradparity
 from gradparity.conformance.record.compare import compare
 from gradparity.conformance.record.equal import proved_names
 from gradparity.conformance.record.merge import Run, Side, read_merged
@@ -114,6 +115,33 @@ def test_optimizers_of_an_inner_loop_are_not_collected(tmp_path: Path) -> None:
     assert len(optimizers) == 2 and idle.state == {}
     told = "rank 0: optimizers that were made after another one had made its steps are"
     assert any(note.startswith(told) for note in run.notes)
+
+
+def test_only_what_the_job_declares_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An inner loop trains copies of the model before each step."""
+    each = Recorder(Orders(out=str(tmp_path), steps=(0, 2)))
+    monkeypatch.setattr("gradparity.conformance.record.recorder.recorder", each)
+    each.install()
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    try:
+        with gradparity.record(model, optimizer):
+            for step in range(3):
+                fast = copy.deepcopy(model)
+                inner = torch.optim.SGD(fast.parameters(), 0.1)
+                for loss in trains(fast, inner, 3):
+                    loss.backward()
+                optimizer.zero_grad()
+                model(rows(step)).sum().backward()
+                optimizer.step()
+    finally:
+        each.remove()
+    run = read_merged(tmp_path)
+    assert run.names("weight", 0) == ["weight", "bias"] and run.steps == [0, 1]
+    assert run.unstepped == () and run.notes == ()
+    assert {step: len(of_step) for step, of_step in run.rows.items()} == {0: 4, 1: 4}
 
 
 def test_a_parameter_of_two_optimizers_has_two_names(tmp_path: Path) -> None:
