@@ -118,6 +118,8 @@ def compare(one: Side, other: Side) -> Comparison:
         return comparison
     comparison.rows = list(_rows(one, other, names, steps))
     left = other.run.left
+    if 2 * len(left) > len(other.run.starts):
+        left = {}  # ranks divide the parameters among them, as ZeRO does
     _decide(
         comparison, steps, {n: left[its] for n, its in names.items() if its in left}
     )
@@ -288,7 +290,10 @@ def _decide(
             f"difference {largest.ratio:.2f} of its bound ({largest.kind} of "
             f"{largest.name}, step {largest.step})",
         )
-    spreads = ", ".join(f"{spread[step]:.1f} at step {step}" for step in steps)
+    spreads = ", ".join(
+        f"{ratio:.1f} at step {step}" if ratio < 1000 else f"{ratio:.1e} at step {step}"
+        for step, ratio in spread.items()
+    )
     found.lines.append(f"median difference over noise (at most {WHOLE:g}): {spreads}")
 
 

@@ -65,7 +65,6 @@ def write_page(folder: Path, one: Side, other: Side, found: Comparison) -> Path:
         other=other,
         leading=[first, *where],
         lines=[line for line in others if line not in where],
-        steps=sorted({row.step for row in rows}),
         tables={HEADINGS[kind]: _table(rows, kind) for kind in kinds},
         ends=[f"{limit:g}" for limit in SHADES],
     )
@@ -76,13 +75,15 @@ def write_page(folder: Path, one: Side, other: Side, found: Comparison) -> Path:
     return path
 
 
-def _table(rows: Sequence[Row], kind: str) -> Mapping[str, Mapping[int, Cell]]:
-    """Name -> step -> cell."""
+def _table(
+    rows: Sequence[Row], kind: str
+) -> tuple[list[int], Mapping[str, Mapping[int, Cell]]]:
+    """Return the steps, and name -> step -> cell."""
     table: dict[str, dict[int, Cell]] = {}
     for row in rows:
         if row.kind == kind:
             table.setdefault(row.name, {})[row.step] = _cell(row)
-    return table
+    return sorted({step for cells in table.values() for step in cells}), table
 
 
 def _cell(row: Row) -> Cell:

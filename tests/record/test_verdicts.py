@@ -549,6 +549,9 @@ def test_a_rank_that_does_not_step_a_parameter_is_told() -> None:
     assert against(replace(run(4), left={"joins": (1,)})).code == SAME
     wrong = changed(left, (1, "gradient", "b"), sketch=2 * values(1, "b"))
     assert ". Rank 1 does not step it" in against(wrong).lines[0]
+    # each rank has its share of the parameters
+    divided = against(replace(wrong, left={"a": (1,), "b": (1,), "c": (0,)}))
+    assert divided.code == DIFFERENT and "does not step" not in divided.lines[0]
     found = against(changed(left, (0, "weight", "b"), held=SIZE // 2))
     assert found.code == DIFFERENT
     told = "rank 1 of mesh does not step its elements of b, and other ranks step theirs"
