@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,16 @@ from torch import Tensor
 from .kept import Box, Kept
 from .orders import VERSION
 
-__all__ = ["Call", "Recording", "Settings", "Stored", "read_run", "write_rank"]
+__all__ = [
+    "Call",
+    "Recording",
+    "Settings",
+    "Stored",
+    "number_of",
+    "numbers_of",
+    "read_run",
+    "write_rank",
+]
 
 
 class Settings(msgspec.Struct):
@@ -33,17 +42,42 @@ class Settings(msgspec.Struct):
     names: list[str]
     values: dict[str, Any]
 
+    @classmethod
+    def of(cls, names: list[str], group: Mapping[str, Any]) -> Settings:
+        """Copy every number of a param group; tensors stay on their device."""
+        values: dict[str, Any] = {}
+        for key, value in group.items():
+            if key == "params":
+                continue
+            if value is None or _is_number(value):
+                values[key] = number_of(value)
+            elif isinstance(value, tuple | list) and all(map(_is_number, value)):
+                values[key] = [number_of(each) for each in value]
+        return cls(names=names, values=values)
+
     def read(self) -> Settings:
         """The same map with numbers in place of tensors."""
-        return Settings(names=self.names, values=_numbers(self.values))
+        return Settings(names=self.names, values=numbers_of(self.values))
 
 
-def _numbers(value: Any) -> Any:
+def number_of(value: Any) -> Any:
+    """A number, or a copy of the tensor that holds one."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def numbers_of(value: Any) -> Any:
+    """The same value with numbers in place of tensors."""
     if isinstance(value, Tensor):
         return float(value)
     if isinstance(value, dict):
-        return {key: _numbers(each) for key, each in value.items()}
-    return [_numbers(each) for each in value] if isinstance(value, list) else value
+        return {key: numbers_of(each) for key, each in value.items()}
+    return [numbers_of(each) for each in value] if isinstance(value, list) else value
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, bool | int | float)
 
 
 class Call(msgspec.Struct):

@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from .files import Call, Recording, Settings, Stored, write_rank
+from .files import Call, Recording, Settings, Stored, number_of, numbers_of, write_rank
 from .kept import Box, Sums, Wanted
 from .modules import Blocks, is_traced
 from .orders import ORDERS, TWICE, Orders, Unrecorded
@@ -407,11 +407,11 @@ class Recorder:
             kind=type(optimizer).__name__,
             step=self.calls[number],
             settings=[
-                Settings(names=names, values=_settings(group))
+                Settings.of(names, group)
                 for names, group in zip(of_group, groups, strict=True)
             ],
-            scale=_number_of(getattr(optimizer, "grad_scale", None)),
-            found_inf=_number_of(getattr(optimizer, "found_inf", None)),
+            scale=number_of(getattr(optimizer, "grad_scale", None)),
+            found_inf=number_of(getattr(optimizer, "found_inf", None)),
             unnamed=sum(id(p) not in names_by_id for g in groups for p in g["params"]),
         )
         gradients: dict[str, tuple[Tensor, Box]] = {}
@@ -495,8 +495,8 @@ class Recorder:
         for step in self.done:
             out.calls.append(step.call)
             step.call.settings = [s.read() for s in step.call.settings]
-            step.call.scale = _read(step.call.scale)
-            step.call.found_inf = _read(step.call.found_inf)
+            step.call.scale = numbers_of(step.call.scale)
+            step.call.found_inf = numbers_of(step.call.found_inf)
             out.tensors.update(step.stored())
         out.notes += self.roots.notes
         if self.late:
@@ -568,34 +568,6 @@ def _has_values(tensor: Tensor) -> bool:
 def _dense(gradient: Tensor) -> Tensor:
     """The gradient itself, or a copy of one that has some rows of an embedding."""
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Every number of a param group; a tensor is read at the end."""
-    kinds = (bool, int, float)
-    settings: dict[str, Any] = {}
-    for key, value in group.items():
-        if value is None or isinstance(value, kinds) or _is_number(value):
-            settings[key] = _number_of(value)
-        elif isinstance(value, tuple | list) and all(
-            isinstance(v, kinds) or _is_number(v) for v in value
-        ):
-            settings[key] = [_number_of(v) for v in value] if key != "params" else None
-    settings.pop("params", None)
-    return settings
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1
-
-
-def _number_of(value: Any) -> Any:
-    """A number, or a copy of the tensor that holds one."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _read(value: Any) -> Any:
-    return float(value) if isinstance(value, Tensor) else value
 
 
 def _rank() -> int:
