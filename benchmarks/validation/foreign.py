@@ -38,6 +38,7 @@ JOBS = {
     "zero2": "deepspeed",
     "zero3": "deepspeed",
     "megatron-tp": "megatron-core",
+    "megatron-sp": "megatron-core",
     "megatron-pp": "megatron-core",
     "megatron-zero": "megatron-core",
     "megatron-bf16": "megatron-core",

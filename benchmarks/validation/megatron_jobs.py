@@ -29,6 +29,7 @@ class Job:
     """Layout on ranks; one process trains without any."""
 
     tensor_parallel: bool = False
+    sequence_parallel: bool = False
     pipeline: bool = False
     """Also ties the head to the embedding, of which both ends then have one."""
     distributed_optimizer: bool = False
@@ -40,6 +41,7 @@ class Job:
 
 JOBS = {
     "megatron-tp": Job(tensor_parallel=True, gated=True),
+    "megatron-sp": Job(tensor_parallel=True, sequence_parallel=True, gated=True),
     "megatron-pp": Job(pipeline=True),
     "megatron-zero": Job(distributed_optimizer=True),
     "megatron-bf16": Job(
@@ -56,6 +58,7 @@ def replace_cuda() -> None:
     """Let the CPU stand for the device that Megatron asks for: not needed on GPUs."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     def without_device(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def made(*arguments: Any, **keywords: Any) -> Tensor:
@@ -84,9 +87,23 @@ def replace_cuda() -> None:
     methods: dict[str, Any] = {"type": type_on_gpu, "cuda": lambda tensor, *_: tensor}
     for name, stand_in in methods.items():
         setattr(Tensor, name, stand_in)
+    WrappedTorchNorm.__new__ = _tagged_norm
     moe_utils.te_general_gemm = None  # defined only by Transformer Engine
     # no dropout draws numbers
     CudaRNGStatesTracker.fork = lambda *_: nullcontext()
+
+
+def _tagged_norm(
+    _: Any, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any
+) -> nn.Module:
+    """Torch's norm, with the tag of Apex's norms on GPUs.
+
+    Megatron sums the gradients of tagged parameters over tensor ranks.
+    """
+    norm = nn.LayerNorm(hidden_size, eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron's
+    return norm
 
 
 def hurt(model: Any, fault: str) -> None:
@@ -152,6 +169,7 @@ def main(name: str, fault: str = "") -> None:
         add_bias_linear=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
         hidden_dropout=0.0, attention_dropout=0.0,
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+        sequence_parallel=job.sequence_parallel and tp > 1,
         bf16=half, params_dtype=job.dtype, pipeline_dtype=job.dtype,
         use_cpu_initialization=True, gradient_accumulation_fusion=False,
         finalize_model_grads_func=finalize_model_grads,

@@ -213,8 +213,10 @@ def _add_compare(commands: Commands) -> None:
     compare = _command(
         commands, "compare", "compare two recordings (folders), or two reports (files)"
     )
-    compare.add_argument("before", **_REPORT | {"metavar": "A"})
-    compare.add_argument("after", **_REPORT | {"metavar": "B"})
+    first = f"the first side: RUN of gradparity record, or {_REPORT['help']}"
+    compare.add_argument("before", **_REPORT | {"metavar": "A", "help": first})
+    second = "the side in question: another one of the same kind"
+    compare.add_argument("after", **_REPORT | {"metavar": "B", "help": second})
     exact = "compare two recordings bit for bit"
     compare.add_argument("--exact", action="store_true", help=exact)
     rows = "write all that was compared of two recordings to FILE"
