@@ -48,7 +48,7 @@ class Drawn:
     high: int = 0
 
     def draw(self, generator: torch.Generator) -> Tensor:
-        """Make it."""
+        """Make the tensor."""
         if self.high:
             return torch.randint(self.high, self.shape, generator=generator)
         return torch.rand(self.shape, generator=generator)

@@ -51,7 +51,7 @@ def causes_of(factor: float, off: float, facts: Facts) -> str:
 
 
 def _known(facts: Facts) -> Iterator[tuple[float, str]]:
-    """(factor, cause)."""
+    """Yield the factor and the cause of each known mistake."""
     axes = {axis: size for axis, size in facts.axes.items() if size > 1}
     for axis, size in axes.items():
         yield 1 / size, f"averaged once too often over {axis} ({size} ranks)"

@@ -620,7 +620,7 @@ class _Calls(nn.Module):
         self.model = model
 
     def forward(self, call: Callable[[], T]) -> T:
-        """Call it."""
+        """Call the module."""
         return call()
 
 

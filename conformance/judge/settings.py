@@ -145,7 +145,7 @@ class Planned:
         )
 
     def advance(self) -> None:
-        """A step was taken."""
+        """Count a step that was taken."""
         with self.workload.calling("optimizer"):
             self.optimizer.step()  # torch's schedulers warn where it was not called
         with self.workload.calling("scheduler"):

@@ -80,7 +80,7 @@ class DrawLog:
         self._seen: set[str] = set()
 
     def __enter__(self) -> Self:
-        """Begin."""
+        """Begin to log draws."""
         for module in self._names:
             # after the hooks of the stack, which lay out the inputs; a call also ends
             # if forward raises
@@ -99,7 +99,7 @@ class DrawLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End."""
+        """End the log."""
         self._hooks.close()
         self._open.clear()
         self._look()

@@ -123,15 +123,15 @@ class SameSkips:
         return self.scales[self.at]
 
     def get_growth_factor(self) -> float:
-        """The scenario's."""
+        """Return the scenario's factor."""
         return self.scenario.growth_factor
 
     def get_backoff_factor(self) -> float:
-        """The scenario's."""
+        """Return the scenario's factor."""
         return self.scenario.backoff_factor
 
     def get_growth_interval(self) -> int:
-        """The scenario's."""
+        """Return the scenario's interval."""
         return self.scenario.growth_interval
 
     def set_growth_factor(self, new_factor: float) -> None:

@@ -109,7 +109,7 @@ class Blocks:
             self.rows.setdefault(step, []).append(seen)
 
     def end(self) -> None:
-        """The model returns."""
+        """The model has returned."""
         self._rows = None
 
     def _returns(self, name: str, _: nn.Module, args: Any, output: Any) -> None:

@@ -226,7 +226,7 @@ class Numbers:
         self._equal = equal
 
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
-        """Return each of them."""
+        """Return each of the job's numbers."""
 
         def read(answers: Sequence[Answer]) -> Iterator[str]:
             for name, answer in zip(self._equal, answers, strict=True):

@@ -67,7 +67,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def in_fp64(batch: Any) -> Any:
-    """Its floating tensors widened."""
+    """A value with its floating tensors in fp64."""
     return mapped(batch, lambda t: t.double() if t.is_floating_point() else t)
 
 

@@ -369,7 +369,7 @@ def _default(selection: Selection) -> Iterable[Scenario]:
 
 
 def _full(selection: Selection) -> Iterable[Scenario]:
-    """All triples."""
+    """All triples of choices."""
     wanted = subsets(columns(selection), 3)
     chosen = [*_covering(selection, wanted), *_extremes(selection)]
     return [*_in_order(selection, chosen), *_longer(selection)]
