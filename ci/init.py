@@ -162,7 +162,7 @@ def _write_workload(source: Source, out: Path, workload: str) -> int:
     module = workload.partition(":")[0]
     probed = probe(source)
     text = workload_text(source, probed, module)
-    refused = "" if probed.problem else refusal(text)
+    refused = "" if probed.problem else refusal(text) or probed.refused
     _write(out, workload_text(source, probed, module, refused))
     for line in probed.lines:
         say(plain(line))

@@ -82,6 +82,18 @@ class Found:
     """True if ``blocks`` names containers, of which all children are blocks."""
     norms: bool = False
     """True if a batch norm computes with the statistics of a batch."""
+    scalars: tuple[str, ...] = ()
+    """Names of parameters without dimensions."""
+
+    @property
+    def refused(self) -> str:
+        """Why the layout of the file cannot shard the model; empty: it can."""
+        if not self.scalars:
+            return ""
+        return (
+            f"parallelize: fully_shard takes no scalar ({', '.join(self.scalars)}): "
+            "make it nn.Parameter(torch.zeros(1)), or use another layout"
+        )
 
     @property
     def lines(self) -> list[str]:
@@ -137,6 +149,7 @@ def probe(source: Source) -> Found:
                 blocks=blocks,
                 containers=containers,
                 norms=_has_norms(model),
+                scalars=tuple(n for n, p in model.named_parameters() if not p.ndim),
             )
     return Found(problem=problem or "its forward takes no argument")
 
