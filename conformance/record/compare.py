@@ -138,6 +138,8 @@ def compare(one: Side, other: Side) -> Comparison:
             f"the optimizer of {other.name} sums gradients in its step, and the next "
             "step shows whether its factor is right: record 2 steps",
         )
+    if comparison.code == DIFFERENT:
+        comparison.lines[1:1] = _precisions(one, other)
     _tell_steps(comparison, one, other, steps)
     comparison.lines += _clipped(one.run, other.run, steps)
     comparison.lines += _losses(one.run, other.run, steps)
@@ -221,6 +223,17 @@ def _no_names(one: Run, other: Run) -> str:
     mine, its = (run.names("weight", first) for run in (one, other))
     same = any(name in its for name in mine)
     return "" if same else f"another start: no tensor has equal bits. {SAME_START}"
+
+
+def _precisions(one: Side, other: Side) -> Iterator[str]:
+    """Say that the model returns other dtypes, if those of one side are other ones."""
+    dtypes = [sorted(side.run.outputs) for side in (one, other)]
+    if all(dtypes) and one.run.outputs.isdisjoint(other.run.outputs):
+        mine, its = map(" and ".join, dtypes)
+        yield (
+            f"precision: the model returns {mine} in {one.name} and {its} in "
+            f"{other.name}. Record both in one precision"
+        )
 
 
 def _clipped(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:

@@ -148,6 +148,8 @@ class Recording(msgspec.Struct):
     """Steps in whose forward random numbers were drawn."""
     drops: list[str] = []
     """Modules that drop with a probability above 0."""
+    outputs: set[str] = set()
+    """dtypes of the model's outputs."""
     unstepped: list[str] = []
     """Parameters that require a gradient, and that no optimizer stepped."""
     notes: list[str] = []
@@ -172,6 +174,7 @@ class _Header(msgspec.Struct):
     losses: dict[int, list[float | None]]
     drew: list[int]
     drops: list[str]
+    outputs: list[str]
     unstepped: list[str]
     notes: list[str]
     places: list[Box]
@@ -217,6 +220,7 @@ def write_rank(folder: Path, rank: int, recording: Recording) -> None:
         losses={step: [*losses] for step, losses in recording.losses.items()},
         drew=sorted(recording.drew),
         drops=recording.drops,
+        outputs=sorted(recording.outputs),
         unstepped=recording.unstepped,
         notes=recording.notes,
         places=[*places],
@@ -317,6 +321,7 @@ def _read(path: Path) -> Recording:
         },
         drew=set(header.drew),
         drops=header.drops,
+        outputs=set(header.outputs),
         unstepped=header.unstepped,
         notes=header.notes,
         tensors={

@@ -222,6 +222,8 @@ class Run:
     """Step -> mean of the losses of all ranks and passes, if the model returns one."""
     drew: frozenset[int]
     drops: tuple[str, ...]
+    outputs: frozenset[str]
+    """dtypes of the model's outputs, on all ranks."""
     unstepped: tuple[str, ...]
     without_gradient: frozenset[tuple[int, str]]
     """(step, parameter) without a gradient on any rank."""
@@ -353,6 +355,7 @@ def read_merged(*folders: Path) -> Run:
         losses=_losses(ranks.values()),
         drew=frozenset(step for r in ranks.values() for step in r.drew),
         drops=tuple(first.drops),
+        outputs=frozenset(dtype for r in ranks.values() for dtype in r.outputs),
         unstepped=tuple(sorted(unstepped.keys() - stepped)),
         without_gradient=frozenset(lacking - had),
         unnamed=len(hidden)

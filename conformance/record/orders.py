@@ -17,7 +17,7 @@ ORDERS = "GRADPARITY_RECORD"
 """Name of the environment variable with the :class:`Orders` of a job, as JSON."""
 TWICE = "twice-"
 """Start of the name of a file that says: another process has recorded as this rank."""
-VERSION = 6
+VERSION = 7
 """Version of ``run.json`` and of the files of ranks; another one is refused."""
 
 

@@ -268,6 +268,10 @@ class Recorder:
         with self.noting("the output of the model"):
             if not all(map(torch.equal, before, _generators(module))):
                 self.recording.drew.add(self._next())
+            floats = (t for t in tensors_in(output) if t.is_floating_point())
+            main = next((t for t in floats if t.numel() > 1), None)
+            if main is not None:
+                self.recording.outputs.add(str(main.dtype).removeprefix("torch."))
             loss = getattr(output, "loss", output)
             if isinstance(loss, Tensor) and loss.numel() == 1 and _has_values(loss):
                 self.recording.losses.setdefault(self._next(), []).append(loss.detach())

@@ -140,7 +140,7 @@ def test_only_what_the_job_declares_is_recorded(
         each.remove()
     run = read_merged(tmp_path)
     assert run.names("weight", 0) == ["weight", "bias"] and run.steps == [0, 1]
-    assert run.unstepped == () and run.notes == ()
+    assert run.unstepped == () and run.notes == () and run.outputs == {"float32"}
     assert {step: len(of_step) for step, of_step in run.rows.items()} == {0: 4, 1: 4}
 
 
@@ -492,4 +492,4 @@ def test_a_step_within_a_step_is_a_part_of_it(tmp_path: Path) -> None:
     assert (
         {*run.names("gradient", 0)} == {*run.names("update", 0)} == {"weight", "bias"}
     )
-    assert run.unstepped == () and run.notes == ()
+    assert run.unstepped == () and run.notes == () and run.outputs == {"float32"}

@@ -74,6 +74,7 @@ def run(draw: int = 0, names: Sequence[str] = NAMES, steps: int = 2) -> Run:
         losses={},
         drew=frozenset(),
         drops=(),
+        outputs=frozenset({"float32"}),
         unstepped=(),
         without_gradient=frozenset(),
         unnamed=0,
@@ -123,6 +124,18 @@ def test_a_factor_is_told(factor: float, words: str) -> None:
     assert found.code == DIFFERENT
     which = f"{words}: it " if words else ""
     assert found.lines[0].startswith(f"step 1: the gradient of b {which}differs by ")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_outputs_of_another_dtype_are_told(dtype: str) -> None:
+    other = replace(run(4), outputs=frozenset({dtype}))
+    assert against(other).code == SAME
+    wrong = changed(other, (1, "gradient", "b"), sketch=2 * values(1, "b"))
+    told = (
+        "precision: the model returns float32 in one and bfloat16 in mesh. Record both "
+        "in one precision"
+    )
+    assert (told in against(wrong).lines) == (dtype == "bfloat16")
 
 
 def test_a_gradient_of_the_step_before_is_told() -> None:
