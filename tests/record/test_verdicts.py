@@ -69,6 +69,32 @@ def test_outputs_of_another_dtype_are_told(dtype: str) -> None:
     assert (told in against(wrong).lines) == (dtype == "bfloat16")
 
 
+def test_zeros_of_the_first_side_and_more_tensors_are_told() -> None:
+    runs = [
+        changed(each, (1, "gradient", "b"), sketch=np.zeros(SIZE))
+        for each in (ONE.run, *ONE.noisy)
+    ]
+    one = replace(ONE, run=runs[0], noisy=runs[1:])
+    wrong = changed(run(4), (1, "update", "b"), sketch=2 * values(1, "b"))
+    first = against(wrong, one).lines[0]
+    assert first.startswith("step 1: the gradient of b is zero on the first side: it ")
+    assert "; 1 more tensor there (of 12 compared)" in first
+
+
+def test_losses_are_printed_where_both_sides_have_them() -> None:
+    one = replace(ONE, run=replace(ONE.run, losses={0: 2.0, 1: 1.5}))
+    told = "loss, a mean over ranks, at steps 0: 2 and 2.5"
+    assert told in against(replace(run(4), losses={0: 2.5}), one).lines
+    assert not any(line.startswith("loss") for line in against(run(4), one).lines)
+
+
+def test_a_difference_without_noise_is_beyond_every_bound() -> None:
+    row = replace(against(run(4)).rows[0], distance=0.1, bound=0.0)
+    assert row.ratio == math.inf and row.differs
+    assert replace(row, distance=0.0).ratio == 0.0
+    assert replace(row, bound=0.2).ratio == 0.5
+
+
 def test_a_gradient_of_the_step_before_is_told() -> None:
     late = changed(run(4), (1, "gradient", "b"), sketch=values(0, "b"))
     assert "is the tensor of the step before" in against(late).lines[0]
@@ -230,6 +256,11 @@ def all_other() -> Run:
             "step 1: replicas of c differ: rank 2, 3 of mesh has other bits",
         ),
         (
+            replace(run(4), replicas={(0, "weight", "c"): (2,)}),
+            DIFFERENT,
+            "than the first rank with it. If these are different tensors, give them",
+        ),
+        (
             replace(
                 run(4), replicas={(1, "weight", "c"): (2,), (0, "gradient", "c"): (2,)}
             ),
@@ -256,6 +287,7 @@ def all_other() -> Run:
         "unstepped",
         "none",
         "replicas",
+        "replicas-at-the-start",
         "replicas-of-gradients",
         "steps",
         "all",
@@ -430,6 +462,9 @@ def test_equal_starts_under_other_names_are_paired_by_their_first_gradients() ->
     found = against(replace(other, tensors=tensors), one)
     assert found.code == SAME, found.lines
     assert "3 under another name" in found.lines[1]
+    fewer = {key: each for key, each in tensors.items() if key[2] != "z"}
+    found = against(replace(other, tensors=fewer), one)  # one has no partner
+    assert any("2 under another name" in line for line in found.lines), found.lines
 
 
 def test_rows_may_have_other_padding() -> None:
@@ -454,8 +489,9 @@ def test_a_rate_may_be_a_number_or_a_tensor_of_fp32() -> None:
     mine, its = ({(0, "b"): {"lr": lr}} for lr in (1e-3, float(np.float32(1e-3))))
     one = replace(ONE, run=replace(ONE.run, settings=mine))
     assert against(replace(run(4), settings=its), one).code == SAME
-    other = {(0, "b"): {"lr": 1.000001e-3}}
-    assert against(replace(run(4), settings=other), one).code == NOT_COMPARABLE
+    for lr in (1.000001e-3, None, [1e-3]):
+        other = {(0, "b"): {"lr": lr}}
+        assert against(replace(run(4), settings=other), one).code == NOT_COMPARABLE
 
 
 @pytest.mark.parametrize("moves", [False, True])
