@@ -210,7 +210,7 @@ def equal_inputs(
     padded = [step for step in unlike if _padded_alike(one, other, step)]
     computed = [step for step in unlike if _computed_alike(one, other, step)]
     cut = len(unlike) - len(padded) - len(computed)
-    end = f"; at {cut} only their tokens, cut in other pieces" if cut else ""
+    end = f"; at {cut} only as a whole, cut in other pieces" if cut else ""
     end += f"; at {len(padded)} but for padding" if padded else ""
     if computed:
         end += f"; at {len(computed)} up to rounding: the job computed some of them"

@@ -142,7 +142,7 @@ class Recording(msgspec.Struct):
     rows_of_blocks: dict[int, list[Any]] = {}
     """The same of the first input alone, which names the rows of outputs of blocks."""
     bags: dict[int, list[Any]] = {}
-    """Step -> for each call of the model a number for its tokens, in any order."""
+    """Step -> for each call of the model a number for its rows, in any order."""
     losses: dict[int, list[Any]] = {}
     drew: set[int] = set()
     """Steps in whose forward random numbers were drawn."""

@@ -217,7 +217,7 @@ class Run:
     sums: Mapping[int, Mapping[int, Sequence[float | None]]]
     """Step -> digest of a row of numbers with a point -> its sums."""
     bags: Mapping[int, int]
-    """Step -> a number for all tokens together; ranks with the same rows count once."""
+    """Step -> a number for all rows together; ranks with the same rows count once."""
     losses: Mapping[int, float]
     """Step -> mean of the losses of all ranks and passes, if the model returns one."""
     drew: frozenset[int]
@@ -416,12 +416,16 @@ def _rows_of_blocks(
     }
 
 
-def _bags(ranks: Iterable[Recording]) -> dict[int, int]:
+def _bags(ranks: Collection[Recording]) -> dict[int, int]:
+    """Add up the bags of ranks with different rows; tokens, if any rank has such."""
     bags_by_step: dict[int, dict[frozenset[int], int]] = {}
+    tokens = any(recording.rows for recording in ranks)
     for recording in ranks:
-        for step, bags in recording.bags.items():
-            rows = frozenset(r for rows in recording.rows.get(step, ()) for r in rows)
-            bags_by_step.setdefault(step, {})[rows] = sum(bags)
+        rows_of_steps = recording.rows if tokens else recording.rows_of_floats
+        for step, inputs in rows_of_steps.items():
+            rows = frozenset(row for rows in inputs for row in rows)
+            if step in recording.bags:
+                bags_by_step.setdefault(step, {})[rows] = sum(recording.bags[step])
     return {step: sum(of.values()) % WORD for step, of in bags_by_step.items()}
 
 

@@ -1,8 +1,9 @@
 """Rows: a digest of each row of a model's inputs, and of a batch as a bag of tokens.
 
 Sets of digests over all ranks say whether two runs saw the same rows, whatever rank or
-micro-batch had them; bags say so where ranks have parts of rows. A row of tokens may be
-padded on either side: a batch is as long as its longest row, on each rank another.
+micro-batch had them; bags say so where ranks have parts of rows, or very many. A row of
+tokens may be padded on either side: a batch is as long as its longest row, on each rank
+another.
 Rows of numbers with a point may be computed by the job, such as by a generator: a few
 sums of each tell rows that differ by rounding from other rows.
 """
@@ -30,13 +31,18 @@ MOST = 4096
 
 
 def bag_of(values: Iterable[Any]) -> Tensor | None:
-    """One int64 number for the elements of the first input of integers, in any order.
+    """One int64 number for all that the first input of integers holds, in any order.
 
-    It adds up over rows and over parts of rows: context parallelism cuts rows.
+    It adds up over rows and over parts of rows: context parallelism cuts rows. If no
+    input holds integers, it is the sum of the digests of all rows of the first input,
+    of which ``rows_of`` keeps ``MOST``.
     """
-    for tensor in _inputs(values, False):
+    inputs = [*values]
+    for tensor in _inputs(inputs, False):
         words = mix(tensor.to(torch.int64) & 0xFFFFFFFF)
         return (words * words).sum()
+    for rows in _flat(inputs, True, most=None):
+        return _digests(rows).sum()
     return None
 
 
@@ -74,8 +80,9 @@ def unpadded_of(values: Iterable[Any]) -> list[Tensor]:
     for rows in _flat(values, False):
         length = rows.shape[1]
         places = torch.arange(length, device=rows.device)
-        last = torch.where(rows != rows[:, -1:], places, -1).amax(1, keepdim=True)
-        first = torch.where(rows != rows[:, :1], places, length).amin(1, True)
+        # one of equal tokens stays: a row may have no others
+        last = torch.where(rows != rows[:, -1:], places, 0).amax(1, keepdim=True)
+        first = torch.where(rows != rows[:, :1], places, length - 1).amin(1, True)
         ends = _digests(rows * (places <= last))
         moved = (places + first).clamp(max=length - 1)
         start = rows.gather(1, moved) * (places + first < length)
@@ -118,11 +125,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(each)
 
 
-def _flat(values: Iterable[Any], is_float: bool) -> Iterator[Tensor]:
-    """Yield the rows of each input of one kind, as (rows, elements)."""
+def _flat(
+    values: Iterable[Any], is_float: bool, most: int | None = MOST
+) -> Iterator[Tensor]:
+    """Yield the first rows of each input of one kind, as (rows, elements)."""
     for tensor in _inputs(values, is_float):
         rows = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        yield rows[:MOST].reshape(min(MOST, len(rows)), -1)
+        yield rows[:most].flatten(1)
 
 
 def _inputs(values: Iterable[Any], is_float: bool) -> Iterator[Tensor]:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import gradparity
 from gradparity.conformance.record.compare import compare
-from gradparity.conformance.record.equal import proved_names
+from gradparity.conformance.record.equal import other_inputs, proved_names
 from gradparity.conformance.record.merge import Run, Side, read_merged
 from gradparity.conformance.record.modules import OUTPUT
 from gradparity.conformance.record.orders import Orders
 from gradparity.conformance.record.recorder import Recorder
-from gradparity.conformance.record.rows import bag_of, rows_of
+from gradparity.conformance.record.rows import MOST, bag_of, rows_of
 from gradparity.multiprocess import Cluster, current_world
 
 Losses = Iterator[Tensor]
@@ -339,6 +339,32 @@ def test_a_sequence_of_tokens_is_a_row_where_nothing_has_rows() -> None:
     assert bag_of([packed]) == sum(half for half in halves if half is not None)
     (of_rows,), _ = rows_of([packed, packed.reshape(3, 2)])
     assert torch.equal(of_rows, rows_of([packed.reshape(3, 2)])[0][0])
+
+
+@pytest.mark.parametrize("is_float", [False, True])
+def test_more_rows_than_are_kept_are_compared_as_a_whole(
+    tmp_path: Path, is_float: bool
+) -> None:
+    """One side has all rows in one call, the other in two calls."""
+    batch = torch.arange(2 * MOST)[:, None]
+    words = batch.float() if is_float else batch
+
+    def losses(parts: int, last: int) -> Losses:
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1) if is_float else nn.Embedding(2 * MOST + 1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        given = torch.cat([words[:-1], words[-1:] + last])
+        for part in given.chunk(parts):
+            yield model(part).mean()
+        optimizer.step()
+
+    one, same, other = (
+        recorded(tmp_path / str(number), losses(*each), steps=(0, 1))
+        for number, each in enumerate([(1, 0), (2, 0), (2, 1)])
+    )
+    assert not [*other_inputs(one, same, {}, 0)] and len(one.rows[0]) == MOST
+    (text,) = other_inputs(one, other, {}, 0)
+    assert text.startswith("other rows: at step 0 the model was given")
 
 
 def test_calls_of_a_model_for_each_row_are_no_rows(tmp_path: Path) -> None:

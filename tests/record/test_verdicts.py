@@ -197,7 +197,7 @@ def test_rows_in_pieces_with_the_same_tokens_are_the_same_rows() -> None:
     found = against(replace(run(4), rows=rows, bags={1: 77}), one)
     assert found.code == SAME
     assert (
-        "rows: equal at 2 of 2 steps; at 1 only their tokens, cut in other pieces"
+        "rows: equal at 2 of 2 steps; at 1 only as a whole, cut in other pieces"
         in found.lines
     )
     assert against(replace(run(4), rows=rows, bags={1: 78}), one).code == NOT_COMPARABLE
