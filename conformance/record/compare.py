@@ -208,8 +208,11 @@ def _obstacles(
         if text := unmoved(side):
             yield UNDECIDED, text
     if not one.noisy:
-        text = f"{one.name} has no noise: record it with --noise 2, or compare --exact"
-        yield UNDECIDED, text
+        way_out = "record it with --noise 2, or compare --exact"
+        if other.noisy:
+            names_swapped = f"{other.name} {one.name}"
+            way_out = f"give the side that has some first: compare {names_swapped}"
+        yield UNDECIDED, f"{one.name} has no noise: {way_out}"
 
 
 def _no_names(one: Run, other: Run) -> str:

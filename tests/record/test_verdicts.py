@@ -172,6 +172,10 @@ def test_clipping_at_every_step_is_told() -> None:
 def test_without_noise_nothing_is_decided() -> None:
     found = against(run(4), replace(ONE, noisy=()))
     assert found.code == UNDECIDED and "record it with --noise 2" in found.lines[0]
+    one = Side(name="mesh", run=run(4))
+    found = compare(one, ONE)
+    told = "mesh has no noise: give the side that has some first: compare one mesh"
+    assert found.code == UNDECIDED and found.lines[0] == told
 
 
 def test_a_renamed_tensor_is_found_by_its_bits() -> None:
