@@ -164,11 +164,12 @@ class RankSession:
                     f"{file} cannot be collected on this rank, and could in the "
                     "parent:\n" + "\n".join(self.plugin.collect_errors)
                 )
-            self._items.update((item.nodeid, item) for item in self.session.items)
+            found = self.plugin.collected
+            self._items.update((item.nodeid, item) for item in found)
             self._files.add(file)
         if name not in self._items:
             raise HarnessError(
-                f"{name} is not among the {len(self.session.items)} tests that this "
+                f"{name} is not among the {len(self.plugin.collected)} tests that this "
                 f"rank found in {file}, and was in the parent: parameters must be the "
                 "same in every process, so no sets, times or random values"
             )
@@ -255,6 +256,7 @@ class _RankPlugin:
         self.subtests: list[Any] = []
         self.warnings: list[Mapping[str, Any]] = []
         self.collect_errors: list[str] = []
+        self.collected: list[pytest.Item] = []
         # The reports, too: a new one could have the id of one that is gone.
         self._errors: dict[int, tuple[object, BaseException]] = {}
         self._wide: dict[int, list[Any]] = {}
@@ -318,9 +320,20 @@ class _RankPlugin:
             {"warning_message": plain, "when": when, "location": location}
         )
 
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(
+        self, items: list[pytest.Item]
+    ) -> Generator[None, object, object]:
+        """Keep the tests of a file, also those that other plugins deselect."""
+        # The parent has selected among all files, and hooks may have counted them.
+        before = list(items)
+        result = yield
+        self.collected = [*before, *(item for item in items if item not in before)]
+        return result
+
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep errors of the collection."""
-        if report.failed:
+        """Keep errors of the collection; a skip on a rank alone is one."""
+        if not report.passed:
             self.collect_errors.append(report.longreprtext)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -390,7 +403,9 @@ class _RankPlugin:
         # ranks together, and the parent applies it.
         _, error = self._errors.get(id(report), (None, None))
         kind = name = reason = ""
-        if error is not None:
+        if error is None and report.failed and "xfail" not in report.keywords:
+            kind = FAIL  # a hook of the rank says so
+        elif error is not None:
             left = early_end(error)
             kind = FAIL if left is None else left.kind
             name = "" if left is None else left.name

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 _MAX_IDLE_RANKS = 16
 
 
+Report = Callable[[WorldError], None]
+"""Reports ranks whose session did not end."""
+
+
 class UnsuitableWorld(Exception):
     """The surroundings cannot give a world like this."""
 
@@ -51,8 +55,9 @@ class Runner(Protocol):
 class AgentRunner:
     """Runs on the ranks that torchrun's agents have; larger worlds are skipped."""
 
-    def __init__(self, agent: Agent, live: bool) -> None:
+    def __init__(self, agent: Agent, live: bool, report: Report) -> None:
         self.live = live
+        self._report = report
         self._agent = agent
         self._clusters: dict[WorldSpec, AgentCluster] = {}
 
@@ -82,14 +87,15 @@ class AgentRunner:
         """End the sessions of the ranks; the ranks end with their agents."""
         with contextlib.suppress(Exception):
             for cluster in self._clusters.values():
-                _end_session(cluster, self.live)
+                _end_session(cluster, self.live, self._report)
 
 
 class PoolRunner:
     """Keeps one warm cluster for each kind of world, the latest used ones."""
 
-    def __init__(self, live: bool) -> None:
+    def __init__(self, live: bool, report: Report) -> None:
         self.live = live
+        self._report = report
         self._clusters: dict[WorldSpec, Cluster] = {}
 
     def run(
@@ -133,21 +139,19 @@ class PoolRunner:
 
     def _close(self, cluster: Cluster) -> None:
         if cluster.pids:
-            _end_session(cluster, self.live)
+            _end_session(cluster, self.live, self._report)
         cluster.close()
 
 
-def _end_session(cluster: BaseCluster, live: bool) -> None:
-    """End the fixtures that still live on the ranks; show their errors."""
+def _end_session(cluster: BaseCluster, live: bool, report: Report) -> None:
+    """End the fixtures that still live on the ranks; report their errors."""
     from .rank_session import end_session
 
     try:
         options = CallOptions(timeout_s=cluster.spec.timeout_s, live=live)
         cluster.submit(options, end_session)
     except WorldError as failure:
-        print(
-            f"gradparity: a session on ranks did not end:\n{failure}", file=sys.stderr
-        )
+        report(failure)
 
 
 def _gpus(

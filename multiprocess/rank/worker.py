@@ -86,7 +86,7 @@ _OUR_FILES = (
 )
 """Their frames say nothing about what the function did."""
 
-_OF_PYTEST = re.compile(r"/(_pytest|pluggy|multiprocess/pytest_plugin)/\w+\.py$")
+_OF_PYTEST = re.compile(r"/(_pytest|pluggy|multiprocess/pytest_plugin)/[\w/]+\.py$")
 """Files whose code calls the tests on a rank."""
 
 # Of the torchrun that runs the parent: a function that reads MASTER_ADDR
@@ -322,7 +322,9 @@ class _Rank:
                 self._in_call = False
         if os.getpid() != self._pid:
             _end_child()
-        left = left_behind.describe() if message.leaves_nothing else ""
+        # A call that failed ends with its ranks, which may wait for a collective still.
+        looks = message.leaves_nothing and reply.kind is Kind.OK
+        left = left_behind.describe() if looks else ""
         if left:
             text = f"gradparity: the test has left {left}: new ranks take over\n"
             os.write(2, text.encode())  # the function may have closed sys.stderr

@@ -193,6 +193,99 @@ def test_no_fixture_swallows_it(hiding):
     assert done.stdout.count("still torn down") >= 9
 
 
+OUTLIVE = """
+@pytest.fixture(scope="module")
+def wide():
+    yield
+    if dist.get_world_size() == 2:
+        raise ValueError("of the teardown")
+
+@pytest.mark.world(world_size=2)
+def test_before(wide):
+    pass
+
+@pytest.mark.world(world_size=16)  # so many ranks end those that wait
+@pytest.mark.skipif(SKIPS, reason="the last test")
+def test_many():
+    pass
+
+@pytest.mark.world(world_size=2)
+@pytest.mark.skip("the last test on these ranks")
+def test_last(wide):
+    pass
+"""
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_fixtures_that_outlive_their_tests_hide_no_failure(
+    session: Session, skips: bool
+) -> None:
+    done = session(OUTLIVE.replace("SKIPS", str(skips)))
+    last = "test_last" if skips else "test_many"
+    assert f"ERROR at teardown of {last}" in done.stdout
+    assert "raised ValueError: of the teardown" in done.stdout
+    assert done.returncode == 1 and " 1 error in" in done.stdout
+
+
+HOOKS = """
+import pytest
+
+bad = []
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "call" and bad:
+        report.outcome, report.longrepr = "failed", bad.pop()
+    return report
+"""
+
+
+def test_a_report_that_a_hook_fails_on_one_rank_fails(
+    session: Session, pytester: pytest.Pytester
+) -> None:
+    pytester.makeconftest(HOOKS)
+    done = session(
+        """
+@pytest.mark.world(world_size=2)
+def test_it(world, request):
+    conftest = request.config.pluginmanager.get_plugin(CONFTEST)
+    if world.rank == 1:
+        conftest.bad.append("the log has errors")
+""".replace("CONFTEST", repr(str(pytester.path / "conftest.py")))
+    )
+    assert "FAILED test_it.py::test_it - rank 1: raised" in done.stdout
+    assert "the log has errors" in done.stdout
+
+
+def test_a_module_that_one_rank_skips_fails(session: Session) -> None:
+    done = session("""
+if os.environ.get("RANK") == "1":
+    pytest.skip("no device here", allow_module_level=True)
+
+@pytest.mark.world(world_size=2)
+def test_it():
+    pass
+""")
+    assert "cannot be collected on this rank" in done.stdout
+    assert "no device here" in done.stdout and done.returncode == 1
+
+
+def test_a_failure_shows_frames_and_leftovers_of_the_test_only(
+    session: Session,
+) -> None:
+    done = session("""
+@pytest.mark.world(world_size=2)
+def test_it(world):
+    if world.rank == 0:
+        raise KeyboardInterrupt
+    dist.barrier()
+""")
+    assert "KeyboardInterrupt" in done.stdout and done.returncode == 1
+    assert "/_pytest/" not in done.stdout
+    assert "that it never waited for" not in done.stdout
+
+
 def test_a_skip_hides_no_failure_in_a_class(session: Session) -> None:
     done = session(
         SKIPS
