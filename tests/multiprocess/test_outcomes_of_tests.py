@@ -1,12 +1,14 @@
 """A test on ranks is skipped only if all ranks skip, and passes only if it has run."""
 
 import functools
+import unittest
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
-from gradparity.multiprocess.rank.endings import never_runs
+from gradparity.multiprocess.pytest_plugin.rank_session import FAIL, ItemResult, Phase
+from gradparity.multiprocess.rank.endings import conclude, never_runs
 from gradparity.tests.multiprocess.test_adopt import common
 from gradparity.tests.multiprocess.test_pytest_plugin import Session, session
 
@@ -122,6 +124,45 @@ def test_it(world, end):
 """
     )
     assert "5 skipped, 2 xfailed" in done.stdout, done.stdout
+
+
+def test_what_the_teardown_of_all_ranks_skips_is_skipped(session: Session) -> None:
+    done = session(
+        SKIPS
+        + """
+@pytest.fixture
+def torn_down(world, request):
+    yield
+    request.param()
+
+@pytest.mark.world(world_size=2)
+@pytest.mark.parametrize("torn_down", [skip, own_xfail], indirect=True)
+def test_it(torn_down):
+    pass
+"""
+    )
+    assert "2 passed, 1 skipped, 1 xfailed" in done.stdout, done.stdout
+
+
+def test_a_failure_has_precedence_over_skips_before_and_after_it() -> None:
+    skips, failure = unittest.SkipTest("away"), ValueError("the failure")
+    raised = [("test", skips), ("tearDown", failure), ("cleanup", skips)]
+    with pytest.raises(ValueError, match="the failure") as caught:
+        conclude(raised)
+    notes = "in tearDown", "also test: SkipTest: away", "also cleanup: SkipTest: away"
+    assert tuple(caught.value.__notes__) == notes
+    left = conclude([raised[0], ("cleanup", unittest.SkipTest("later"))])
+    assert left is not None and left.reason == "away"
+    assert conclude([]) is None
+
+
+def test_the_phase_that_failed_first_is_known() -> None:
+    phases = tuple(
+        Phase(when=when, kind=kind, name="", reason="", report={})
+        for when, kind in (("setup", ""), ("call", "skip"), ("teardown", FAIL))
+    )
+    assert ItemResult("", "", "", phases).failed == "teardown"
+    assert ItemResult("skip", "", "", phases[:2]).failed is None
 
 
 def test_an_assumption_outside_of_hypothesis_fails(session: Session) -> None:
