@@ -355,7 +355,7 @@ def report_unended(item: pytest.Item, failure: WorldError) -> None:
         longrepr=None,
         when="teardown",
     )
-    title = "fixtures that outlived their tests did not end on all ranks:\n"
+    title = "the pytest sessions of ranks failed at their end:\n"
     show(item, failure, report, title)
     item.ihook.pytest_runtest_logreport(report=report)
 

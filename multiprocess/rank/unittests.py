@@ -13,6 +13,7 @@ import inspect
 import os
 import sys
 import unittest
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -77,15 +78,26 @@ class CaseRef:
         return cls
 
 
-def run_case(case: CaseRef) -> Left | None:
+@dataclass(frozen=True)
+class CaseResult(Left):
+    """Result of a test of our own class; its kind is empty unless it ended early."""
+
+    warnings: tuple[tuple[str, type[Warning], str, int], ...] = ()
+    """Text, category, file and line of each: the parent's filters judge them."""
+
+
+def run_case(case: CaseRef) -> CaseResult:
     """Run a test with its setUp, tearDown and cleanups, as unittest does."""
     # An instance of this rank: the parent's holds what pytest put there, and is not
     # sent.
     cls = case.find()
-    with _runs(cls, case.method):
+    with _runs(cls, case.method), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
         test = cls(case.method)
         test._become_rank(current_world())
-        return _run_by_unittest(test)
+        left = _run_by_unittest(test) or Left("", "", "")
+    seen = ((str(w.message), w.category, w.filename, w.lineno) for w in caught)
+    return CaseResult(left.kind, left.name, left.reason, tuple(seen))
 
 
 def run_process_test(

@@ -75,6 +75,7 @@ class World:
         Example:
             >>> folder = world.once(lambda: tmp_path)
         """
+        __tracebackhide__ = True
         key = f"once/{self._onces}"
         self._onces += 1
         if self.rank == 0:

@@ -321,8 +321,17 @@ def test_it(world):
     if world.rank == 0:
         raise KeyboardInterrupt
     dist.barrier()
+
+@pytest.mark.world(world_size=2)
+def test_once(world):
+    world.once(fails)
+
+def fails():
+    raise ValueError
 """)
-    assert "KeyboardInterrupt" in done.stdout and done.returncode == 1
+    assert "KeyboardInterrupt" in done.stdout and "2 failed" in done.stdout
+    assert "rank 1: raised torch.distributed.DistError" in done.stdout
+    assert "def once" not in done.stdout
     assert "/_pytest/" not in done.stdout
     assert "that it never waited for" not in done.stdout
 
