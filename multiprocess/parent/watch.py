@@ -19,9 +19,8 @@ from ..messages import Kind, Reply
 from ..outcomes import Place
 from ..report import ended_without, render_interrupted
 from ..spec import CallOptions
-from .facts import Fact
 from .rank_processes import RankProcess, RankProcesses
-from .root_cause import observed
+from .root_cause import Fact, observed
 
 _CRASH_GRACE_S = 0.25
 """Shorter than after an exception: connections to a dead process break at once."""
