@@ -235,10 +235,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def _lead_or_follow(config: pytest.Config) -> None:
-    from .runner import follow, lead
+    from ..elastic.agent import Agent
+    from .runner import follow
 
     if os.environ["RANK"] == "0":
-        config.stash[_AGENT] = lead()
+        config.stash[_AGENT] = Agent().__enter__()  # `finish` ends it
         return
     code = follow()
     linux.flush_standard_streams()

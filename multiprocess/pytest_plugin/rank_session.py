@@ -17,7 +17,7 @@ import pytest
 
 from .. import messages
 from ..errors import CallEnded, HarnessError
-from ..outcomes import Failed, Left
+from ..outcomes import Failed, Left, Place
 from ..rank.endings import early_end, refuse_unrun
 from ..rank.world import current_world
 from . import internals
@@ -199,7 +199,7 @@ class RankSession:
             "" if early is None else early.name,
             "" if early is None else early.reason,
             tuple(phases),
-            tuple(self._serialised(report) for report in plugin.subtests),
+            tuple(serialised(self.config, report) for report in plugin.subtests),
             tuple(plugin.warnings),
             tuple((name, _travelling(value)) for name, value in added),
         )
@@ -211,9 +211,6 @@ class RankSession:
         # The failure of another rank has its traceback there.
         text = str(error) if followed else report.longreprtext
         return Failed(error, result, traceback=text, followed=followed)
-
-    def _serialised(self, report: Any) -> Mapping[str, Any]:
-        return serialised(self.config, report)
 
     def end(self) -> None:
         """End fixtures, session and plugins."""
@@ -244,6 +241,33 @@ def _without_hidden(error: BaseException | None) -> None:
         if getattr(error.__context__, "_gradparity_hidden", False):
             error.__context__ = None
         error = error.__context__
+
+
+def _debug(terminal: str, error: BaseException | None, text: str) -> None:
+    """Let the user look at a failure of this rank; no limit ends the call meanwhile.
+
+    Args:
+        terminal: Path of the parent's terminal.
+        error: The failure.
+        text: Shown before.
+    """
+    import fcntl
+    import pdb
+
+    from ..rank.flight_recorder import placed
+
+    with (
+        placed(Place.DEBUGGER),
+        open(terminal) as keys,
+        open(terminal, "w") as screen,
+    ):
+        fcntl.flock(keys, fcntl.LOCK_EX)  # one rank after the other
+        world = current_world()
+        title = f"pdb on rank {world.rank} of {world.world_size}"
+        screen.write(f"\n{text}\n>>>>>> {title} >>>>>>\n")
+        debugger = pdb.Pdb(stdin=keys, stdout=screen)
+        debugger.reset()
+        debugger.interaction(None, None if error is None else error.__traceback__)
 
 
 class _RankPlugin:
@@ -295,9 +319,7 @@ class _RankPlugin:
         error = None if call.excinfo is None else call.excinfo.value
         if self._terminal is None or isinstance(error, CallEnded):
             return
-        from ..rank.debugger import debug
-
-        debug(self._terminal, error, report.longreprtext)
+        _debug(self._terminal, error, report.longreprtext)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Keep a report of a subtest: reports of the test are not logged here."""

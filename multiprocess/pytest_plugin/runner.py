@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -34,28 +34,17 @@ class UnsuitableWorld(Exception):
     """The surroundings cannot give a world like this."""
 
 
-class Runner(Protocol):
-    """Runs a function on every rank of a world like ``spec``."""
-
-    live: bool
-    """True if the ranks' output is shown while they run."""
-
-    def run(
-        self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
-    ) -> tuple[RankOutcome, ...]:
-        """Return one outcome per rank, or raise ``WorldError``."""
-
-    def expect(self) -> None:
-        """Prepare for worlds to come."""
-
-    def close(self) -> None:
-        """End all ranks that this runner started."""
-
-
 class AgentRunner:
     """Runs on the ranks that torchrun's agents have; larger worlds are skipped."""
 
     def __init__(self, agent: Agent, live: bool, report: Report) -> None:
+        """Run on an agent's ranks.
+
+        Args:
+            agent: The agent of rank 0.
+            live: Show the ranks' output while they run.
+            report: Called for ranks whose session did not end.
+        """
         self.live = live
         self._report = report
         self._agent = agent
@@ -143,6 +132,10 @@ class PoolRunner:
         cluster.close()
 
 
+Runner = PoolRunner | AgentRunner
+"""Runs a function on every rank of a world."""
+
+
 def _end_session(cluster: BaseCluster, live: bool, report: Report) -> None:
     """End the fixtures that still live on the ranks; report their errors."""
     from .rank_session import end_session
@@ -164,13 +157,6 @@ def _gpus(
     if len(visible) < wanted:
         raise UnsuitableWorld(f"needs {wanted} CUDA devices, {len(visible)} visible")
     return gpu_slots(visible).hold(wanted)
-
-
-def lead() -> Agent:
-    """Be the agent of rank 0, whose session this is; :func:`finish` ends that."""
-    from ..elastic.agent import Agent
-
-    return Agent().__enter__()
 
 
 def follow() -> int:
