@@ -206,11 +206,7 @@ class RankSession:
         if failed is None:
             return result
         report = next(r for r in plugin.reports if r.when == failed.when)
-        error = plugin.error(report)
-        followed = getattr(error, "_gradparity_followed", False)
-        # The failure of another rank has its traceback there.
-        text = str(error) if followed else report.longreprtext
-        return Failed(error, result, traceback=text, followed=followed)
+        return _failed(plugin.error(report), report, result)
 
     def end(self) -> None:
         """End fixtures, session and plugins."""
@@ -218,6 +214,13 @@ class RankSession:
         code = self.session.exitstatus = pytest.ExitCode.OK  # plugins read it there
         self.config.hook.pytest_sessionfinish(session=self.session, exitstatus=code)
         internals.unconfigure(self.config)
+
+
+def _failed(error: BaseException, report: Any, result: ItemResult | None) -> Failed:
+    followed = getattr(error, "_gradparity_followed", False)
+    # The failure of another rank has its traceback there.
+    text = str(error) if followed else report.longreprtext
+    return Failed(error, result, traceback=text, followed=followed)
 
 
 def serialised(config: pytest.Config, report: Any) -> Mapping[str, Any]:
@@ -309,7 +312,12 @@ class _RankPlugin:
             _without_hidden(call.excinfo.value)
         report = yield
         if call.excinfo is not None:
-            self._errors[id(report)] = report, call.excinfo.value
+            error = call.excinfo.value
+            self._errors[id(report)] = report, error
+            # Now: the teardown may wait for ranks that do not come any more.
+            is_last = call.when == "teardown" or isinstance(error, CallEnded)
+            if not is_last and early_end(error) is None:
+                current_world()._fail(_failed(error, report, None))  # noqa: SLF001  # its own world
         return report
 
     def pytest_exception_interact(

@@ -23,7 +23,7 @@ from unittest import mock
 
 from .. import linux
 from ..environment import on_torchrun
-from ..outcomes import Left
+from ..outcomes import Failed, Left
 from .endings import SKIP, XFAIL, conclude, early_end, refuse_unrun
 from .world import current_world
 
@@ -228,11 +228,11 @@ class _Result(unittest.TestResult):
 
     def addError(self, test: unittest.TestCase, err: ExcInfo) -> None:
         """Keep an error."""
-        self._keep(test, err)
+        self._keep_failure(test, err)
 
     def addFailure(self, test: unittest.TestCase, err: ExcInfo) -> None:
         """Keep a failure."""
-        self._keep(test, err)
+        self._keep_failure(test, err)
 
     def addSubTest(
         self, test: unittest.TestCase, subtest: unittest.TestCase, err: ExcInfo | None
@@ -256,6 +256,13 @@ class _Result(unittest.TestResult):
         if error is self._expected:
             return Left(XFAIL, type(error).__name__, str(error))
         return _early_end(error)
+
+    def _keep_failure(self, test: unittest.TestCase, err: ExcInfo) -> None:
+        self._keep(test, err)
+        error = err[1]
+        if isinstance(error, Exception) and self.early(error) is None:
+            # Now: tearDown may wait for ranks that do not come any more.
+            current_world()._fail(Failed(error, None))  # noqa: SLF001  # its own world
 
     def _keep(self, test: unittest.TestCase, err: ExcInfo) -> None:
         if err[1] is not None:

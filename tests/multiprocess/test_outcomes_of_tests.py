@@ -336,6 +336,52 @@ def fails():
     assert "that it never waited for" not in done.stdout
 
 
+def test_a_teardown_that_waits_for_others_hides_no_failure(session: Session) -> None:
+    done = session("""
+@pytest.fixture
+def meets(world):
+    yield
+    dist.barrier()
+
+@pytest.fixture
+def ends(world):
+    yield
+    if world.rank == 0:
+        os._exit(3)
+
+@pytest.mark.world(world_size=2, timeout_s=40)
+def test_waits(world, meets):
+    if world.rank == 0:
+        raise ValueError("the cause")
+    dist.all_reduce(torch.ones(1))
+
+@pytest.mark.world(world_size=2)
+def test_ends(world, ends):
+    assert world.rank == 1, "the cause"
+
+@pytest.mark.world(world_size=2)
+def test_all_meet(world, meets):
+    raise ValueError("the cause")
+
+from gradparity.multiprocess import TestCase
+
+class TestOurs(TestCase):
+    def tearDown(self):
+        dist.barrier()
+
+    def test_waits(self):
+        if self.rank == 0:
+            raise KeyError("the cause")
+        dist.all_reduce(torch.ones(1))
+""")
+    assert "4 failed in" in done.stdout, done.stdout
+    assert "root cause: rank 0: raised ValueError: the cause" in done.stdout
+    assert "root cause: rank 0: raised KeyError: 'the cause'" in done.stdout
+    assert "root cause: rank 0: raised AssertionError: the cause" in done.stdout
+    assert "victim: rank 1: waiting in a collective after" in done.stdout
+    assert "hung" not in done.stdout
+
+
 def test_a_skip_hides_no_failure_in_a_class(session: Session) -> None:
     done = session(
         SKIPS
