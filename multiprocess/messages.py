@@ -107,6 +107,9 @@ class Reply:
     left_a_wait: bool = False
     """True if the exception came out of a wait for other ranks, which it tells of."""
 
+    tears_down: bool = False
+    """True if the rank has failed and has its teardown before it: a reply follows."""
+
     reusable: bool = True
     """True if the next call may use the process, with the process group it has now."""
 

@@ -206,10 +206,13 @@ def find_missing(records: Records) -> str | None:
             if call.op not in TWO_SIDED:
                 most[call.group][rank] = call
     for group, last in sorted(most.items()):
-        if group != "the default group" and len(last) < 2:
-            continue  # no other rank is known to be in it
-        everybody = records if group == "the default group" else last
-        numbers = {r: last[r].number if r in last else 0 for r in everybody}
+        members = {rank for call in last.values() for rank in call.ranks}
+        everybody = records if group == "the default group" else members | last.keys()
+        numbers = {
+            rank: last[rank].number if rank in last else 0
+            for rank in everybody
+            if rank in last or _has_all(records[rank])
+        }
         if len(set(numbers.values())) > 1:
             title = f"the ranks issued different numbers of collectives in {group}:"
             lines = [
@@ -236,11 +239,15 @@ def ended_without(call: Collective, ended: Records) -> int | None:
             for c in ended[rank]
             if c.group == call.group and c.op not in TWO_SIDED
         ]
-        # Without one, its oldest records must be there: else it is not known.
-        is_recorded = numbers or not ended[rank] or ended[rank][0].position == 0
-        if is_recorded and max(numbers, default=0) < call.number:
+        is_known = numbers or _has_all(ended[rank])
+        if is_known and max(numbers, default=0) < call.number:
             return rank
     return None
+
+
+def _has_all(issued: Sequence[Collective]) -> bool:
+    """True if these are all collectives of a rank, and not only the latest."""
+    return not issued or issued[0].position == 0
 
 
 def _first_difference(records: Records) -> dict[int, Collective]:

@@ -163,7 +163,10 @@ def devices_of(backend: str) -> tuple[str, ...]:
 
 def check_isolation(value: str) -> None:
     """Raise ``ValueError`` unless ``value`` names an isolation."""
-    _check_member("isolation", value, ISOLATIONS)
+    if value not in ISOLATIONS:
+        raise ValueError(
+            f"isolation must be one of {', '.join(ISOLATIONS)}; got {value!r}"
+        )
 
 
 def check_positive(name: str, value: float) -> None:
@@ -178,8 +181,3 @@ def _make_tuple(spec: WorldSpec, name: str) -> None:
     if isinstance(value, str) or not all(isinstance(each, str) for each in value):
         raise TypeError(f"{name} must be a tuple of names, got {value!r}")
     object.__setattr__(spec, name, tuple(value))
-
-
-def _check_member(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import unittest
+import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from .errors import WorldError
 from .outcomes import Left, RankOutcome
 from .parent.slots import cpu_slots
 from .rank.endings import SKIP, XFAIL, refuse_unrun
-from .rank.unittests import CaseRef, run_case
+from .rank.unittests import CaseRef, CaseResult, run_case
 from .report import render_output
 from .spec import CallOptions, Isolation, WorldSpec
 
@@ -80,6 +81,9 @@ def run_on_ranks(spec: WorldSpec, fn: Callable[..., Any], *args: Any) -> None:
         prepares=True,  # `CaseRef.find` imports the test
     )
     outcomes = _submit(spec, options, fn, *args)
+    results = [o.value for o in outcomes if isinstance(o.value, CaseResult)]
+    for warning in dict.fromkeys(each for r in results for each in r.warnings):
+        warnings.warn_explicit(*warning)
     left = outcomes[0].value  # alike on all ranks
     if isinstance(left, Left) and left.kind == SKIP:
         raise unittest.SkipTest(left.reason)

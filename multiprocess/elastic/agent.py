@@ -33,10 +33,9 @@ from ..environment import AGENT_VARIABLE
 from ..errors import HarnessError, WorldError
 from ..messages import Kind
 from ..outcomes import RankOutcome
-from ..parent.facts import Fact
 from ..parent.forkserver_client import forkserver
 from ..parent.rank_processes import current_context
-from ..parent.root_cause import outcomes_or_raise
+from ..parent.root_cause import Fact, outcomes_or_raise
 from ..spec import CallOptions, WorldSpec
 from .local_rank import CallRequest, ContextChange, LocalRanks, RemoteRanks
 from .membership import (

@@ -10,8 +10,8 @@ from typing import Self
 
 from .. import linux
 from ..messages import Context, Kind, Rendezvous, Reply
-from ..parent.facts import Fact
 from ..parent.rank_processes import LOST, RankProcesses, current_context
+from ..parent.root_cause import Fact
 from ..parent.watch import OtherRanks, Watch
 from ..spec import CallOptions, WorldSpec
 from .store import SignedStore

@@ -9,14 +9,37 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from .. import linux
 from ..errors import WorldError
 from ..messages import Kind, Reply
-from ..outcomes import Left, Place, RankOutcome, RankState
+from ..outcomes import Collective, Left, Place, RankOutcome, RankState
 from ..report import ended_without, find_odd_rank
-from .facts import Fact
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """The observations of one rank in one call, which nothing has judged yet."""
+
+    rank: int
+    reply: Reply | None = None
+    exit_code: int | None = None
+    ended_at_s: float = 0.0
+    order: int = 0
+    """Number of its fault among those that several parents have reported, from 1: the
+    clocks of several machines cannot be compared."""
+
+    stopped: bool = False
+    waited_s: float = 0.0
+    place: Place = Place.BODY
+    left_by: int | None = None
+    """A rank that has ended without the collective that this one waits for."""
+
+    stacks: str = ""
+    collectives: tuple[Collective, ...] = ()
+    output: str = ""
+
 
 _DOING = {
     Place.BODY: "still running",

@@ -19,9 +19,8 @@ from ..messages import Kind, Reply
 from ..outcomes import Place
 from ..report import ended_without, render_interrupted
 from ..spec import CallOptions
-from .facts import Fact
 from .rank_processes import RankProcess, RankProcesses
-from .root_cause import observed
+from .root_cause import Fact, observed
 
 _CRASH_GRACE_S = 0.25
 """Shorter than after an exception: connections to a dead process break at once."""
@@ -78,6 +77,8 @@ class Watch:
         )
         self._grace_s = spec.grace_s
         self._replies: dict[int, Reply] = {}
+        self._failing: dict[int, Reply] = {}
+        """Failures of ranks that tear down: the teardown may never end."""
         self._stopped: set[int] = set()
         self._order = 0
         self._left_by: dict[int, int] = {}
@@ -145,6 +146,9 @@ class Watch:
             if self._replies and not self._left_by:
                 left_s = min(left_s, _LOOK_S)
                 self._look_for_waits_without_end()
+            if self._failing:
+                left_s = min(left_s, _LOOK_S)
+                self._look_for_waits_in_teardown()
             if self._others is not None:  # no descriptor becomes ready for their faults
                 left_s = min(left_s, _POLL_S)
             for key, events in self._selector.select(left_s):
@@ -179,6 +183,9 @@ class Watch:
 
     def _read_reply(self, rank: RankProcess) -> bool:
         for reply in rank.inbox.poll():
+            if reply.tears_down:
+                self._failing[rank.rank] = reply
+                continue
             self._replies[rank.rank] = reply
             if reply.kind is Kind.RAISED:
                 self._fault(self._grace_s)
@@ -193,6 +200,12 @@ class Watch:
             if without is not None:
                 self._left_by[waiting.rank] = without
                 self._end_by(self._grace_s)
+
+    def _look_for_waits_in_teardown(self) -> None:
+        """Start the grace period if a rank that has failed waits for others."""
+        for rank in self._failing.keys() - self._replies.keys():
+            if self._processes.place(rank).waits:
+                self._fault(self._grace_s)
 
     def _look_for_the_begin(self) -> None:
         """Start the clock of the call once all ranks are prepared, or stopped."""
@@ -228,7 +241,7 @@ class Watch:
         rank.stacks.drain()
         return Fact(
             rank=rank.rank,
-            reply=self._replies.get(rank.rank),
+            reply=self._replies.get(rank.rank) or self._failing.get(rank.rank),
             exit_code=rank.exit_code,
             ended_at_s=rank.ended_at_s,
             order=self._order,

@@ -340,6 +340,26 @@ def shows_live(config: pytest.Config) -> bool:
     return config.getoption("capture", "fd") in ("no", "tee-sys")
 
 
+def report_unended(item: pytest.Item, failure: WorldError) -> None:
+    """Report fixtures of ranks that outlived their tests and failed to end.
+
+    Args:
+        item: The test that ran last: the error counts as one of its teardown.
+        failure: How the ranks ended.
+    """
+    report = pytest.TestReport(
+        nodeid=item.nodeid,
+        location=item.location,
+        keywords={},
+        outcome="failed",
+        longrepr=None,
+        when="teardown",
+    )
+    title = "the pytest sessions of ranks failed at their end:\n"
+    show(item, failure, report, title)
+    item.ihook.pytest_runtest_logreport(report=report)
+
+
 def show(
     item: pytest.Item,
     failure: WorldError,

@@ -29,6 +29,7 @@ from .settings import (
 
 if TYPE_CHECKING:
     from ..elastic.agent import Agent
+    from ..errors import WorldError
     from .adopt import Adoption
     from .runner import Runner
 
@@ -40,6 +41,9 @@ _RUNNER = pytest.StashKey["Runner"]()
 _WANTED = pytest.StashKey[Wanted]()
 _DEFAULTS = pytest.StashKey[Mapping[str, Any]]()
 _AGENT: pytest.StashKey[Agent] = pytest.StashKey()
+_LATEST = pytest.StashKey[pytest.Item]()
+"""The test that runs, or has run last."""
+
 _EXIT_CODE = pytest.StashKey[int]()
 _AFTER = pytest.StashKey[dict[pytest.Item, pytest.Item]]()
 _ADOPTION: pytest.StashKey[Adoption] = pytest.StashKey()
@@ -158,6 +162,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Put the ranks behind a marked test's setup, call and teardown."""
+    item.config.stash[_LATEST] = item
     if not _on_ranks(item):
         return (yield)
     with contextlib.suppress(TypeError, ValueError):  # of a marker: its setup says so
@@ -230,10 +235,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def _lead_or_follow(config: pytest.Config) -> None:
-    from .runner import follow, lead
+    from ..elastic.agent import Agent
+    from .runner import follow
 
     if os.environ["RANK"] == "0":
-        config.stash[_AGENT] = lead()
+        config.stash[_AGENT] = Agent().__enter__()  # `finish` ends it
         return
     code = follow()
     linux.flush_standard_streams()
@@ -260,13 +266,19 @@ def _close_runner(config: pytest.Config) -> None:
 
 def _runner(config: pytest.Config) -> Runner:
     if _RUNNER not in config.stash:
-        from .controller import shows_live
+        from .controller import report_unended, shows_live
         from .runner import AgentRunner, PoolRunner
+
+        def report(failure: WorldError) -> None:
+            report_unended(config.stash[_LATEST], failure)
 
         agent = config.stash.get(_AGENT, None)
         live = shows_live(config)
-        runner = PoolRunner(live) if agent is None else AgentRunner(agent, live)
-        config.stash[_RUNNER] = runner
+        config.stash[_RUNNER] = (
+            PoolRunner(live, report)
+            if agent is None
+            else AgentRunner(agent, live, report)
+        )
     return config.stash[_RUNNER]
 
 

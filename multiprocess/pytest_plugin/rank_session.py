@@ -17,7 +17,7 @@ import pytest
 
 from .. import messages
 from ..errors import CallEnded, HarnessError
-from ..outcomes import Failed, Left
+from ..outcomes import Failed, Left, Place
 from ..rank.endings import early_end, refuse_unrun
 from ..rank.world import current_world
 from . import internals
@@ -164,11 +164,12 @@ class RankSession:
                     f"{file} cannot be collected on this rank, and could in the "
                     "parent:\n" + "\n".join(self.plugin.collect_errors)
                 )
-            self._items.update((item.nodeid, item) for item in self.session.items)
+            found = self.plugin.collected
+            self._items.update((item.nodeid, item) for item in found)
             self._files.add(file)
         if name not in self._items:
             raise HarnessError(
-                f"{name} is not among the {len(self.session.items)} tests that this "
+                f"{name} is not among the {len(self.plugin.collected)} tests that this "
                 f"rank found in {file}, and was in the parent: parameters must be the "
                 "same in every process, so no sets, times or random values"
             )
@@ -198,21 +199,14 @@ class RankSession:
             "" if early is None else early.name,
             "" if early is None else early.reason,
             tuple(phases),
-            tuple(self._serialised(report) for report in plugin.subtests),
+            tuple(serialised(self.config, report) for report in plugin.subtests),
             tuple(plugin.warnings),
             tuple((name, _travelling(value)) for name, value in added),
         )
         if failed is None:
             return result
         report = next(r for r in plugin.reports if r.when == failed.when)
-        error = plugin.error(report)
-        followed = getattr(error, "_gradparity_followed", False)
-        # The failure of another rank has its traceback there.
-        text = str(error) if followed else report.longreprtext
-        return Failed(error, result, traceback=text, followed=followed)
-
-    def _serialised(self, report: Any) -> Mapping[str, Any]:
-        return serialised(self.config, report)
+        return _failed(plugin.error(report), report, result)
 
     def end(self) -> None:
         """End fixtures, session and plugins."""
@@ -220,6 +214,13 @@ class RankSession:
         code = self.session.exitstatus = pytest.ExitCode.OK  # plugins read it there
         self.config.hook.pytest_sessionfinish(session=self.session, exitstatus=code)
         internals.unconfigure(self.config)
+
+
+def _failed(error: BaseException, report: Any, result: ItemResult | None) -> Failed:
+    followed = getattr(error, "_gradparity_followed", False)
+    # The failure of another rank has its traceback there.
+    text = str(error) if followed else report.longreprtext
+    return Failed(error, result, traceback=text, followed=followed)
 
 
 def serialised(config: pytest.Config, report: Any) -> Mapping[str, Any]:
@@ -245,6 +246,33 @@ def _without_hidden(error: BaseException | None) -> None:
         error = error.__context__
 
 
+def _debug(terminal: str, error: BaseException | None, text: str) -> None:
+    """Let the user look at a failure of this rank; no limit ends the call meanwhile.
+
+    Args:
+        terminal: Path of the parent's terminal.
+        error: The failure.
+        text: Shown before.
+    """
+    import fcntl
+    import pdb
+
+    from ..rank.flight_recorder import placed
+
+    with (
+        placed(Place.DEBUGGER),
+        open(terminal) as keys,
+        open(terminal, "w") as screen,
+    ):
+        fcntl.flock(keys, fcntl.LOCK_EX)  # one rank after the other
+        world = current_world()
+        title = f"pdb on rank {world.rank} of {world.world_size}"
+        screen.write(f"\n{text}\n>>>>>> {title} >>>>>>\n")
+        debugger = pdb.Pdb(stdin=keys, stdout=screen)
+        debugger.reset()
+        debugger.interaction(None, None if error is None else error.__traceback__)
+
+
 class _RankPlugin:
     """Hooks of the session on a rank."""
 
@@ -255,6 +283,7 @@ class _RankPlugin:
         self.subtests: list[Any] = []
         self.warnings: list[Mapping[str, Any]] = []
         self.collect_errors: list[str] = []
+        self.collected: list[pytest.Item] = []
         # The reports, too: a new one could have the id of one that is gone.
         self._errors: dict[int, tuple[object, BaseException]] = {}
         self._wide: dict[int, list[Any]] = {}
@@ -283,7 +312,12 @@ class _RankPlugin:
             _without_hidden(call.excinfo.value)
         report = yield
         if call.excinfo is not None:
-            self._errors[id(report)] = report, call.excinfo.value
+            error = call.excinfo.value
+            self._errors[id(report)] = report, error
+            # Now: the teardown may wait for ranks that do not come any more.
+            is_last = call.when == "teardown" or isinstance(error, CallEnded)
+            if not is_last and early_end(error) is None:
+                current_world()._fail(_failed(error, report, None))  # noqa: SLF001  # its own world
         return report
 
     def pytest_exception_interact(
@@ -293,9 +327,7 @@ class _RankPlugin:
         error = None if call.excinfo is None else call.excinfo.value
         if self._terminal is None or isinstance(error, CallEnded):
             return
-        from ..rank.debugger import debug
-
-        debug(self._terminal, error, report.longreprtext)
+        _debug(self._terminal, error, report.longreprtext)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Keep a report of a subtest: reports of the test are not logged here."""
@@ -318,9 +350,20 @@ class _RankPlugin:
             {"warning_message": plain, "when": when, "location": location}
         )
 
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(
+        self, items: list[pytest.Item]
+    ) -> Generator[None, object, object]:
+        """Keep the tests of a file, also those that other plugins deselect."""
+        # The parent has selected among all files, and hooks may have counted them.
+        before = list(items)
+        result = yield
+        self.collected = [*before, *(item for item in items if item not in before)]
+        return result
+
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep errors of the collection."""
-        if report.failed:
+        """Keep errors of the collection; a skip on a rank alone is one."""
+        if not report.passed:
             self.collect_errors.append(report.longreprtext)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -390,7 +433,9 @@ class _RankPlugin:
         # ranks together, and the parent applies it.
         _, error = self._errors.get(id(report), (None, None))
         kind = name = reason = ""
-        if error is not None:
+        if error is None and report.failed and "xfail" not in report.keywords:
+            kind = FAIL  # a hook of the rank says so
+        elif error is not None:
             left = early_end(error)
             kind = FAIL if left is None else left.kind
             name = "" if left is None else left.name

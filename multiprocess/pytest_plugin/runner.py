@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -26,33 +26,27 @@ if TYPE_CHECKING:
 _MAX_IDLE_RANKS = 16
 
 
+Report = Callable[[WorldError], None]
+"""Reports ranks whose session did not end."""
+
+
 class UnsuitableWorld(Exception):
     """The surroundings cannot give a world like this."""
-
-
-class Runner(Protocol):
-    """Runs a function on every rank of a world like ``spec``."""
-
-    live: bool
-    """True if the ranks' output is shown while they run."""
-
-    def run(
-        self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
-    ) -> tuple[RankOutcome, ...]:
-        """Return one outcome per rank, or raise ``WorldError``."""
-
-    def expect(self) -> None:
-        """Prepare for worlds to come."""
-
-    def close(self) -> None:
-        """End all ranks that this runner started."""
 
 
 class AgentRunner:
     """Runs on the ranks that torchrun's agents have; larger worlds are skipped."""
 
-    def __init__(self, agent: Agent, live: bool) -> None:
+    def __init__(self, agent: Agent, live: bool, report: Report) -> None:
+        """Run on an agent's ranks.
+
+        Args:
+            agent: The agent of rank 0.
+            live: Show the ranks' output while they run.
+            report: Called for ranks whose session did not end.
+        """
         self.live = live
+        self._report = report
         self._agent = agent
         self._clusters: dict[WorldSpec, AgentCluster] = {}
 
@@ -82,14 +76,15 @@ class AgentRunner:
         """End the sessions of the ranks; the ranks end with their agents."""
         with contextlib.suppress(Exception):
             for cluster in self._clusters.values():
-                _end_session(cluster, self.live)
+                _end_session(cluster, self.live, self._report)
 
 
 class PoolRunner:
     """Keeps one warm cluster for each kind of world, the latest used ones."""
 
-    def __init__(self, live: bool) -> None:
+    def __init__(self, live: bool, report: Report) -> None:
         self.live = live
+        self._report = report
         self._clusters: dict[WorldSpec, Cluster] = {}
 
     def run(
@@ -133,21 +128,23 @@ class PoolRunner:
 
     def _close(self, cluster: Cluster) -> None:
         if cluster.pids:
-            _end_session(cluster, self.live)
+            _end_session(cluster, self.live, self._report)
         cluster.close()
 
 
-def _end_session(cluster: BaseCluster, live: bool) -> None:
-    """End the fixtures that still live on the ranks; show their errors."""
+Runner = PoolRunner | AgentRunner
+"""Runs a function on every rank of a world."""
+
+
+def _end_session(cluster: BaseCluster, live: bool, report: Report) -> None:
+    """End the fixtures that still live on the ranks; report their errors."""
     from .rank_session import end_session
 
     try:
         options = CallOptions(timeout_s=cluster.spec.timeout_s, live=live)
         cluster.submit(options, end_session)
     except WorldError as failure:
-        print(
-            f"gradparity: a session on ranks did not end:\n{failure}", file=sys.stderr
-        )
+        report(failure)
 
 
 def _gpus(
@@ -160,13 +157,6 @@ def _gpus(
     if len(visible) < wanted:
         raise UnsuitableWorld(f"needs {wanted} CUDA devices, {len(visible)} visible")
     return gpu_slots(visible).hold(wanted)
-
-
-def lead() -> Agent:
-    """Be the agent of rank 0, whose session this is; :func:`finish` ends that."""
-    from ..elastic.agent import Agent
-
-    return Agent().__enter__()
 
 
 def follow() -> int:

@@ -13,6 +13,7 @@ import inspect
 import os
 import sys
 import unittest
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from unittest import mock
 
 from .. import linux
 from ..environment import on_torchrun
-from ..outcomes import Left
+from ..outcomes import Failed, Left
 from .endings import SKIP, XFAIL, conclude, early_end, refuse_unrun
 from .world import current_world
 
@@ -77,15 +78,26 @@ class CaseRef:
         return cls
 
 
-def run_case(case: CaseRef) -> Left | None:
+@dataclass(frozen=True)
+class CaseResult(Left):
+    """Result of a test of our own class; its kind is empty unless it ended early."""
+
+    warnings: tuple[tuple[str, type[Warning], str, int], ...] = ()
+    """Text, category, file and line of each: the parent's filters judge them."""
+
+
+def run_case(case: CaseRef) -> CaseResult:
     """Run a test with its setUp, tearDown and cleanups, as unittest does."""
     # An instance of this rank: the parent's holds what pytest put there, and is not
     # sent.
     cls = case.find()
-    with _runs(cls, case.method):
+    with _runs(cls, case.method), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
         test = cls(case.method)
         test._become_rank(current_world())
-        return _run_by_unittest(test)
+        left = _run_by_unittest(test) or Left("", "", "")
+    seen = ((str(w.message), w.category, w.filename, w.lineno) for w in caught)
+    return CaseResult(left.kind, left.name, left.reason, tuple(seen))
 
 
 def run_process_test(
@@ -216,11 +228,11 @@ class _Result(unittest.TestResult):
 
     def addError(self, test: unittest.TestCase, err: ExcInfo) -> None:
         """Keep an error."""
-        self._keep(test, err)
+        self._keep_failure(test, err)
 
     def addFailure(self, test: unittest.TestCase, err: ExcInfo) -> None:
         """Keep a failure."""
-        self._keep(test, err)
+        self._keep_failure(test, err)
 
     def addSubTest(
         self, test: unittest.TestCase, subtest: unittest.TestCase, err: ExcInfo | None
@@ -244,6 +256,13 @@ class _Result(unittest.TestResult):
         if error is self._expected:
             return Left(XFAIL, type(error).__name__, str(error))
         return _early_end(error)
+
+    def _keep_failure(self, test: unittest.TestCase, err: ExcInfo) -> None:
+        self._keep(test, err)
+        error = err[1]
+        if isinstance(error, Exception) and self.early(error) is None:
+            # Now: tearDown may wait for ranks that do not come any more.
+            current_world()._fail(Failed(error, None))  # noqa: SLF001  # its own world
 
     def _keep(self, test: unittest.TestCase, err: ExcInfo) -> None:
         if err[1] is not None:

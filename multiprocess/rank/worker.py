@@ -86,7 +86,7 @@ _OUR_FILES = (
 )
 """Their frames say nothing about what the function did."""
 
-_OF_PYTEST = re.compile(r"/(_pytest|pluggy|multiprocess/pytest_plugin)/\w+\.py$")
+_OF_PYTEST = re.compile(r"/(_pytest|pluggy|multiprocess/pytest_plugin)/[\w/]+\.py$")
 """Files whose code calls the tests on a rank."""
 
 # Of the torchrun that runs the parent: a function that reads MASTER_ADDR
@@ -120,7 +120,7 @@ def main(
     trace_crashes()
     faulthandler.register(linux.STACKS_SIGNAL, file=stacks_fd, chain=False)
     with socket.socket(fileno=sock_fd) as sock:
-        rank = _Rank(store_fd, records_fd, trace_crashes)
+        rank = _Rank(sock, store_fd, records_fd, trace_crashes)
         while (message := messages.receive(sock)) is not None:
             messages.send(sock, rank.answer(message))
             _give_memory_back()
@@ -164,8 +164,13 @@ class _Rank:
     """One rank's state between messages."""
 
     def __init__(
-        self, store_fd: int, records_fd: int, trace_crashes: Callable[[], None]
+        self,
+        sock: socket.socket,
+        store_fd: int,
+        records_fd: int,
+        trace_crashes: Callable[[], None],
     ) -> None:
+        self._sock = sock
         self._trace_crashes = trace_crashes
         self._store_fd = store_fd
         self._records_fd = records_fd
@@ -210,6 +215,7 @@ class _Rank:
             ),
             _make_store=lambda: self._open_store(f"run{self._runs}"),
             _begin=self._begin_call,
+            _fail=self._report_failure,
             _trace_crashes=self._trace_crashes,
         )
         world_module._set_current(self._world)  # noqa: SLF001  # its own world
@@ -322,7 +328,9 @@ class _Rank:
                 self._in_call = False
         if os.getpid() != self._pid:
             _end_child()
-        left = left_behind.describe() if message.leaves_nothing else ""
+        # A call that failed ends with its ranks, which may wait for a collective still.
+        looks = message.leaves_nothing and reply.kind is Kind.OK
+        left = left_behind.describe() if looks else ""
         if left:
             text = f"gradparity: the test has left {left}: new ranks take over\n"
             os.write(2, text.encode())  # the function may have closed sys.stderr
@@ -345,6 +353,11 @@ class _Rank:
         keep_settings()
         left_behind.allow_present()
         self._records.begin(self._runs)
+
+    def _report_failure(self, failed: Failed) -> None:
+        if os.getpid() == self._pid:
+            reply = dataclasses.replace(_returned(failed), tears_down=True)
+            messages.send(self._sock, reply)
 
     def _end_call(self, number: int, frame: FrameType | None) -> None:
         """Leave the function; once, since teardown is to run undisturbed."""

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..messages import pickled
-from ..outcomes import Place
+from ..outcomes import Failed, Place
 
 if TYPE_CHECKING:  # the parent must not pay for torch
     import torch
@@ -42,6 +42,9 @@ class World:
     _begin: Callable[[], None]
     """Called once the current call is prepared: its clock starts, and what imports have
     changed since its start counts as there before."""
+
+    _fail: Callable[[Failed], None]
+    """Tells the parent of a failure before the teardown."""
 
     _trace_crashes: Callable[[], None]
     """Has faulthandler write the stacks of a crash where the parent reads them."""
@@ -75,6 +78,7 @@ class World:
         Example:
             >>> folder = world.once(lambda: tmp_path)
         """
+        __tracebackhide__ = True
         key = f"once/{self._onces}"
         self._onces += 1
         if self.rank == 0:

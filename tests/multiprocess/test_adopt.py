@@ -106,6 +106,31 @@ class TestOwnGroup(TestCase):
         assert said in done.stdout, said
 
 
+WARNS = """
+from gradparity.multiprocess import TestCase
+
+class TestOurs(TestCase):
+    def test_warns(self):
+        warnings.warn("look here")
+        warnings.warn(f"on rank {self.rank}", DeprecationWarning)
+        with self.assertWarns(UserWarning):
+            warnings.warn("expected")
+"""
+
+
+@pytest.mark.parametrize("action", ["default", "error"])
+def test_warnings_of_our_class_are_judged_by_the_session(
+    session: Session, action: str
+) -> None:
+    done = session(WARNS, "-W", action)
+    if action == "error":
+        assert "UserWarning: look here" in done.stdout and "1 failed" in done.stdout
+    else:
+        assert "1 passed, 3 warnings" in done.stdout
+        assert done.stdout.count("UserWarning: look here") == 1
+        assert done.stdout.count("DeprecationWarning: on rank") == 2
+
+
 @pytest.mark.slow
 def test_our_class_without_pytest(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("""

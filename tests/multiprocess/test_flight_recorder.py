@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -135,3 +136,15 @@ def test_only_a_real_difference_is_a_desync(records: Any, finds: bool) -> None:
 def test_a_rank_without_collectives_is_missing() -> None:
     assert "rank 1: none" in str(find_missing({0: [call(1)], 1: []}))
     assert find_missing({0: [call(1)], 1: [call(1)]}) is None
+
+
+def test_a_rank_without_collectives_of_its_group_is_missing() -> None:
+    def of(group: str, *ranks: int, position: int = 0) -> Collective:
+        return replace(call(1), group=group, ranks=ranks, position=position)
+
+    barrier = of("the default group", 0, 1, 2)
+    text = find_missing({0: [barrier], 1: [of("a", 1, 2)], 2: [barrier]})
+    assert str(text).endswith("rank 2: none") and "collectives in a:" in str(text)
+    # its first records are gone
+    late = replace(barrier, position=9)
+    assert find_missing({1: [of("a", 1, 2), barrier], 2: [late]}) is None

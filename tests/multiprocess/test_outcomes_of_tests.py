@@ -1,12 +1,14 @@
 """A test on ranks is skipped only if all ranks skip, and passes only if it has run."""
 
 import functools
+import unittest
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
-from gradparity.multiprocess.rank.endings import never_runs
+from gradparity.multiprocess.pytest_plugin.rank_session import FAIL, ItemResult, Phase
+from gradparity.multiprocess.rank.endings import conclude, never_runs
 from gradparity.tests.multiprocess.test_adopt import common
 from gradparity.tests.multiprocess.test_pytest_plugin import Session, session
 
@@ -124,6 +126,45 @@ def test_it(world, end):
     assert "5 skipped, 2 xfailed" in done.stdout, done.stdout
 
 
+def test_what_the_teardown_of_all_ranks_skips_is_skipped(session: Session) -> None:
+    done = session(
+        SKIPS
+        + """
+@pytest.fixture
+def torn_down(world, request):
+    yield
+    request.param()
+
+@pytest.mark.world(world_size=2)
+@pytest.mark.parametrize("torn_down", [skip, own_xfail], indirect=True)
+def test_it(torn_down):
+    pass
+"""
+    )
+    assert "2 passed, 1 skipped, 1 xfailed" in done.stdout, done.stdout
+
+
+def test_a_failure_has_precedence_over_skips_before_and_after_it() -> None:
+    skips, failure = unittest.SkipTest("away"), ValueError("the failure")
+    raised = [("test", skips), ("tearDown", failure), ("cleanup", skips)]
+    with pytest.raises(ValueError, match="the failure") as caught:
+        conclude(raised)
+    notes = "in tearDown", "also test: SkipTest: away", "also cleanup: SkipTest: away"
+    assert tuple(caught.value.__notes__) == notes
+    left = conclude([raised[0], ("cleanup", unittest.SkipTest("later"))])
+    assert left is not None and left.reason == "away"
+    assert conclude([]) is None
+
+
+def test_the_phase_that_failed_first_is_known() -> None:
+    phases = tuple(
+        Phase(when=when, kind=kind, name="", reason="", report={})
+        for when, kind in (("setup", ""), ("call", "skip"), ("teardown", FAIL))
+    )
+    assert ItemResult("", "", "", phases).failed == "teardown"
+    assert ItemResult("skip", "", "", phases[:2]).failed is None
+
+
 def test_an_assumption_outside_of_hypothesis_fails(session: Session) -> None:
     # regression: all ranks raised it, and the test passed
     done = session("""
@@ -191,6 +232,154 @@ def test_no_fixture_swallows_it(hiding):
     assert says in done.stdout, done.stdout
     assert done.stdout.count("ValueError: the failure") >= 7
     assert done.stdout.count("still torn down") >= 9
+
+
+OUTLIVE = """
+@pytest.fixture(scope="module")
+def wide():
+    yield
+    if dist.get_world_size() == 2:
+        raise ValueError("of the teardown")
+
+@pytest.mark.world(world_size=2)
+def test_before(wide):
+    pass
+
+@pytest.mark.world(world_size=16)  # so many ranks end those that wait
+@pytest.mark.skipif(SKIPS, reason="the last test")
+def test_many():
+    pass
+
+@pytest.mark.world(world_size=2)
+@pytest.mark.skip("the last test on these ranks")
+def test_last(wide):
+    pass
+"""
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_fixtures_that_outlive_their_tests_hide_no_failure(
+    session: Session, skips: bool
+) -> None:
+    done = session(OUTLIVE.replace("SKIPS", str(skips)))
+    last = "test_last" if skips else "test_many"
+    assert f"ERROR at teardown of {last}" in done.stdout
+    assert "raised ValueError: of the teardown" in done.stdout
+    assert done.returncode == 1 and " 1 error in" in done.stdout
+
+
+HOOKS = """
+import pytest
+
+bad = []
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "call" and bad:
+        report.outcome, report.longrepr = "failed", bad.pop()
+    return report
+"""
+
+
+def test_a_report_that_a_hook_fails_on_one_rank_fails(
+    session: Session, pytester: pytest.Pytester
+) -> None:
+    pytester.makeconftest(HOOKS)
+    done = session(
+        """
+@pytest.mark.world(world_size=2)
+def test_it(world, request):
+    conftest = request.config.pluginmanager.get_plugin(CONFTEST)
+    if world.rank == 1:
+        conftest.bad.append("the log has errors")
+""".replace("CONFTEST", repr(str(pytester.path / "conftest.py")))
+    )
+    assert "FAILED test_it.py::test_it - rank 1: raised" in done.stdout
+    assert "the log has errors" in done.stdout
+
+
+def test_a_module_that_one_rank_skips_fails(session: Session) -> None:
+    done = session("""
+if os.environ.get("RANK") == "1":
+    pytest.skip("no device here", allow_module_level=True)
+
+@pytest.mark.world(world_size=2)
+def test_it():
+    pass
+""")
+    assert "cannot be collected on this rank" in done.stdout
+    assert "no device here" in done.stdout and done.returncode == 1
+
+
+def test_a_failure_shows_frames_and_leftovers_of_the_test_only(
+    session: Session,
+) -> None:
+    done = session("""
+@pytest.mark.world(world_size=2)
+def test_it(world):
+    if world.rank == 0:
+        raise KeyboardInterrupt
+    dist.barrier()
+
+@pytest.mark.world(world_size=2)
+def test_once(world):
+    world.once(fails)
+
+def fails():
+    raise ValueError
+""")
+    assert "KeyboardInterrupt" in done.stdout and "2 failed" in done.stdout
+    assert "rank 1: raised torch.distributed.DistError" in done.stdout
+    assert "def once" not in done.stdout
+    assert "/_pytest/" not in done.stdout
+    assert "that it never waited for" not in done.stdout
+
+
+def test_a_teardown_that_waits_for_others_hides_no_failure(session: Session) -> None:
+    done = session("""
+@pytest.fixture
+def meets(world):
+    yield
+    dist.barrier()
+
+@pytest.fixture
+def ends(world):
+    yield
+    if world.rank == 0:
+        os._exit(3)
+
+@pytest.mark.world(world_size=2, timeout_s=40)
+def test_waits(world, meets):
+    if world.rank == 0:
+        raise ValueError("the cause")
+    dist.all_reduce(torch.ones(1))
+
+@pytest.mark.world(world_size=2)
+def test_ends(world, ends):
+    assert world.rank == 1, "the cause"
+
+@pytest.mark.world(world_size=2)
+def test_all_meet(world, meets):
+    raise ValueError("the cause")
+
+from gradparity.multiprocess import TestCase
+
+class TestOurs(TestCase):
+    def tearDown(self):
+        dist.barrier()
+
+    def test_waits(self):
+        if self.rank == 0:
+            raise KeyError("the cause")
+        dist.all_reduce(torch.ones(1))
+""")
+    assert "4 failed in" in done.stdout, done.stdout
+    assert "root cause: rank 0: raised ValueError: the cause" in done.stdout
+    assert "root cause: rank 0: raised KeyError: 'the cause'" in done.stdout
+    assert "root cause: rank 0: raised AssertionError: the cause" in done.stdout
+    assert "victim: rank 1: waiting in a collective after" in done.stdout
+    assert "hung" not in done.stdout
 
 
 def test_a_skip_hides_no_failure_in_a_class(session: Session) -> None:

@@ -313,6 +313,33 @@ def test_features_that_fail(session: Session) -> None:
     assert "contains 1 failed subtest" in out
 
 
+SELECTS = """
+def pytest_collection_modifyitems(config, items):
+    '''Run the second half, as plugins that split a suite do.'''
+    half = len(items) // 2
+    config.hook.pytest_deselected(items=items[:half])
+    items[:] = items[half:]
+"""
+
+
+def test_a_plugin_that_selects_does_so_in_the_parent_only(
+    session: Session, pytester: pytest.Pytester
+) -> None:
+    pytester.makeconftest(SELECTS)
+    others = "".join(f"def test_{i}(): pass\n" for i in range(3))
+    pytester.makepyfile(test_other=others)
+    done = session(
+        """
+@pytest.mark.world(2)
+@pytest.mark.parametrize("x", range(5))
+def test_it(x):
+    pass
+""",
+        "test_other.py",
+    )
+    assert "4 passed, 4 deselected" in done.stdout
+
+
 # regression: M5
 RERUNS = """
 from _pytest.runner import runtestprotocol

@@ -7,8 +7,7 @@ import pytest
 from gradparity.multiprocess import RankState, WorldError
 from gradparity.multiprocess.messages import Kind, Reply, pickled
 from gradparity.multiprocess.outcomes import Collective, Left, Place
-from gradparity.multiprocess.parent.facts import Fact
-from gradparity.multiprocess.parent.root_cause import outcomes_of
+from gradparity.multiprocess.parent.root_cause import Fact, outcomes_of
 
 OK, RAISED, EXITED = RankState.OK, RankState.RAISED, RankState.EXITED
 KILLED, HUNG, VICTIM = RankState.KILLED, RankState.HUNG, RankState.VICTIM

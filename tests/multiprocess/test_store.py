@@ -34,7 +34,7 @@ from gradparity.multiprocess.elastic.store import (
 )
 from gradparity.multiprocess.messages import Context, Kind, Reply
 from gradparity.multiprocess.outcomes import Collective
-from gradparity.multiprocess.parent.facts import Fact
+from gradparity.multiprocess.parent.root_cause import Fact
 from gradparity.multiprocess.rank import worker
 from gradparity.multiprocess.spec import CallOptions, WorldSpec
 
