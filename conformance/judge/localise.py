@@ -149,8 +149,7 @@ class _Gradients:
             norm=parity.reference_norm[step],
         )
         self.step = step
-        differs = parity.stack_schedule.differs
-        self.setting = differs[1] if differs and differs[0] <= step else ""
+        self.setting = parity.other_setting(step)
         # proportional up to rounding
         self.rest = max(
             PROPORTIONAL, SAFETY_FACTOR * scenario.parsed_precision.roundoff

@@ -153,6 +153,11 @@ class Parity:
         best = self.per_parameter.get(row.parameter, 0.0)
         self.per_parameter[row.parameter] = max(best, row.ratio)
 
+    def other_setting(self, step: int) -> str:
+        """Say which setting of an optimizer was another one up to a step, or ""."""
+        differs = self.stack_schedule.differs
+        return differs[1] if differs is not None and differs[0] <= step else ""
+
     def doubt(self, step: int, kind: str, parameter: str | None) -> Doubt | None:
         """The doubt that makes a departure inconclusive, if there is one.
 

@@ -27,7 +27,7 @@ from .compare import SAFETY_FACTOR, Doubles, compare, multiple_of, sizes
 from .doubts import doubts_of
 from .measured import ClipRow, Parity, ParityRow, Seen, gradient_of
 from .reference import Idle, Reference, Schedule, check_equal_start
-from .settings import against_planned, stack_schedule
+from .settings import StackSchedule, other_than_reference, stack_schedule
 from .shards import Shards
 
 __all__ = [
@@ -144,9 +144,18 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
     steps = [*_steps(phases)]
     moved_by_stack = stack_schedule(steps)
     alone = scenario.workload.one_rank
-    if planned := parity_bounds.truth.settings:
-        whose = "on one rank" if alone else "by the workload's scheduler"
-        moved_by_stack = against_planned(moved_by_stack, steps, planned, whose)
+    planned = alone or scenario.workload.scheduler is not None
+    whose = "scheduler" if planned else "optimizer"
+    whose = "on one rank" if alone else f"by the workload's {whose}"
+    others = [
+        moved_by_stack.differs,
+        other_than_reference(steps, parity_bounds.truth.settings, whose),
+    ]
+    if planned:  # the reference follows nothing
+        moved_by_stack = StackSchedule()
+        others.reverse()
+    first = min(filter(None, others), key=lambda each: each[0], default=None)
+    moved_by_stack = replace(moved_by_stack, differs=first)
     # of draws that have an effect nothing would be decided
     draws_idly = bool(parity_bounds.truth.drew) and not parity_bounds.undecided
     parity = Parity(

@@ -31,7 +31,7 @@ from gradparity.tests.workloads.schedules import (
     TwoRates,
     WarmsUp,
 )
-from gradparity.tests.workloads.stacks import rank
+from gradparity.tests.workloads.stacks import Named, rank
 from gradparity.tests.workloads.steps import (
     Engine,
     MicroBatches,
@@ -213,6 +213,15 @@ class WrongConstant(Trains):
         return engine
 
 
+class LargerOnRank1(Trains):
+    """No schedule, and a rate of its own on rank 1."""
+
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        made = super().optimizer(parameters)
+        made.param_groups[0]["lr"] *= 1.0 + 0.01 * rank()
+        return made
+
+
 @pytest.mark.parametrize(
     ("stack", "law", "words"),
     [
@@ -231,6 +240,17 @@ class WrongConstant(Trains):
         ),
         (OneGroupOnOneRank, "parity.update", "; lr of 0.bias is "),
         (WrongConstant, "parity.update", "step 0: the update of"),
+        (
+            WrongConstant,
+            "parity.update",
+            "; lr of 0.weight is 0.005 on rank 0 at step 0, and 0.01 by the "
+            "workload's optimizer",
+        ),
+        (
+            LargerOnRank1,
+            "agreement.replicas",
+            "; lr of 0.weight is 0.01 on rank 0 and 0.0101 on rank 1 at step 0",
+        ),
     ],
 )
 def test_a_fault_beside_a_schedule_is_caught(

@@ -51,12 +51,14 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
         text = f"{finding.message}; {parity.narrow_loss}"
         finding = replace(finding, message=text)
     schedule = parity.stack_schedule
-    differs = schedule.differs
-    # updates that agree so closely show nothing
-    if differs is not None and (
-        differs[0] <= first.step if first is not None else kind == "update"
-    ):
-        finding = replace(finding, message=f"{finding.message}; {differs[1]}")
+    if first is not None:
+        # a loss and a gradient come before the step that the settings are of
+        until = first.step - (kind in ("loss", "gradient"))
+        other = parity.other_setting(until)
+    else:  # updates that agree so closely show nothing
+        other = schedule.differs[1] if schedule.differs and kind == "update" else ""
+    if other:
+        finding = replace(finding, message=f"{finding.message}; {other}")
     if kind == "update" and schedule.followed:
         text = f"the reference follows the stack's schedule of {schedule.followed}"
         finding = replace(finding, message=f"{finding.message}; {text}")
