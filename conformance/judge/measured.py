@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +14,29 @@ from ..rank.trace import RankTrace, StepTrace
 from .compare import Doubles, Measure
 from .settings import StackSchedule
 
-__all__ = ["ORDER", "ClipRow", "Doubt", "Parity", "ParityRow", "Seen", "gradient_of"]
+__all__ = [
+    "ORDER",
+    "ClipRow",
+    "Doubt",
+    "Lack",
+    "Parity",
+    "ParityRow",
+    "Seen",
+    "gradient_of",
+]
 
 Seen = Sequence[tuple[RankTrace, StepTrace]]
 """One step of all ranks of a world."""
 ORDER = ("loss", "gradient", "update", "average")
 """Results of a step, in order."""
+
+
+class Lack(Enum):
+    """Reason why a gradient cannot be compared."""
+
+    UNSEEN = "gradparity did not see the gradient that an optimizer used"
+    NOT_FINITE = "no correct run is finite"
+    NOISE = "correct runs differ by as much as the gradient itself"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +104,8 @@ class Parity:
     """kind -> number of elements that were compared, on all ranks at all steps."""
     not_compared: Counter[str] = field(default_factory=Counter)
     """kind -> elements that were due and could not be compared."""
+    lacking: dict[Lack, tuple[int, int]] = field(default_factory=dict)
+    """Why gradients could not be compared -> elements, and the first such step."""
     worst: dict[str, ParityRow] = field(default_factory=dict)
     """kind -> the row closest to, or furthest beyond, its bound."""
     first_bad: dict[str, ParityRow] = field(default_factory=dict)
@@ -137,6 +157,11 @@ class Parity:
             self.not_compared[kind] += lacking
         for row in comparable:
             self._keep(row)
+
+    def lacks(self, why: Lack, step: int, elements: int) -> None:
+        """Count the elements of a gradient that cannot be compared."""
+        count, since = self.lacking.get(why, (0, step))
+        self.lacking[why] = count + elements, min(since, step)
 
     def _keep(self, row: ParityRow) -> None:
         worst = self.worst.get(row.kind)

@@ -25,7 +25,7 @@ from ..space.workload_checks import counts_equal, listed
 from .bounds import ParityBounds, make_parity_bounds
 from .compare import SAFETY_FACTOR, Doubles, compare, multiple_of, sizes
 from .doubts import doubts_of
-from .measured import ClipRow, Parity, ParityRow, Seen, gradient_of
+from .measured import ClipRow, Lack, Parity, ParityRow, Seen, gradient_of
 from .reference import Idle, Reference, Schedule, check_equal_start
 from .settings import StackSchedule, other_than_reference, stack_schedule
 from .shards import Shards
@@ -187,7 +187,9 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
         parity.clipped += _clip_rows(factors, schedule, phases, parity_bounds, least)
     is_full = scenario.parsed_precision.is_full
     for each in _measured(schedule, phases, parity_bounds, is_full=is_full):
-        parity.add(*each)
+        parity.add(each.kind, each.rows, each.elements, each.left_out)
+        if each.lack is not None:
+            parity.lacks(*each.lack, each.elements)
     return parity
 
 
@@ -269,6 +271,8 @@ class _Measured(NamedTuple):
     rows: Sequence[ParityRow]
     elements: int
     left_out: int = 0
+    lack: tuple[Lack, int] | None = None
+    """Why a gradient is in no row, and the step."""
 
 
 def _measured(
@@ -350,14 +354,19 @@ def _gradient(
     bound = (0.0, 0.0) if true is None else parity_bounds.gradient[step][name]
     whole = np.zeros(len(parity_bounds.weights[step][name])) if true is None else true
     # a gradient of zeros may also be None
-    nothing = None if whole.any() else np.zeros(len(places))
+    values: NDArray[np.floating] | None = None
+    if not whole.any():
+        values = np.zeros(len(places))
+    if had:
+        values = gradient_of(seen, trace, at, name)
     rows = _compare(
-        ("gradient", step, name, trace.rank),
-        gradient_of(seen, trace, at, name) if had else nothing,
-        (whole, places),
-        bound,
+        ("gradient", step, name, trace.rank), values, (whole, places), bound
     )
-    yield _Measured("gradient", rows, len(places))
+    lack = None
+    if not any(row.compares for row in rows):
+        lack = Lack.NOISE if rows else Lack.NOT_FINITE
+        lack = Lack.UNSEEN if values is None else lack
+    yield _Measured("gradient", rows, len(places), lack=lack and (lack, step))
 
 
 def _clip_rows(

@@ -9,7 +9,7 @@ from gradparity.conformance import LAWS, Evidence, Scenario, Status
 from gradparity.conformance.judge.law import judge
 from gradparity.conformance.judge.laws.scale import SMALLEST
 from gradparity.conformance.judge.laws.transparency import SUBNORMAL
-from gradparity.conformance.judge.measured import Parity
+from gradparity.conformance.judge.measured import Lack, Parity
 from gradparity.conformance.judge.parity import _compare
 from gradparity.conformance.rank.trace import Collective, Problem
 from gradparity.conformance.space.recipes import MANUAL_STEP
@@ -288,6 +288,30 @@ def test_wrong_calls_that_one_rank_did_not_get_to_are_not_excused() -> None:
 
 
 # - Parity
+
+
+@pytest.mark.parametrize(
+    ("lack", "words", "absent"),
+    [
+        (Lack.UNSEEN, "write optimizers(stack) to name", "use more rows"),
+        (Lack.NOISE, "use more rows or a smaller", "optimizers(stack)"),
+        (Lack.NOT_FINITE, "a precision with a larger range", "use more rows"),
+    ],
+)
+def test_a_gradient_that_is_not_compared_has_one_reason(
+    lack: Lack, words: str, absent: str
+) -> None:
+    of = parity_of(evidence(), ("gradient", 0.5))
+    assert of.parity is not None
+    of.parity.not_compared["gradient"] = 9
+    of.parity.lacks(lack, step=2, elements=6)
+    of.parity.lacks(lack, step=1, elements=2)
+    of.parity.lacks(Lack.UNSEEN, step=0, elements=1)
+    found = finding(of, "parity.gradient")
+    assert found.status is Status.INCONCLUSIVE
+    since = 0 if lack is Lack.UNSEEN else 1
+    assert f"them: from step {since} on {lack.value}: " in found.message
+    assert words in found.message and absent not in found.message
 
 
 def parity_of(of: Evidence, *rows: tuple[str, float]) -> Evidence:

@@ -6,8 +6,17 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ..law import Evidence, Finding, Status, inconclusive, law, of_buffer, skipped
-from ..measured import ParityRow
+from ..law import (
+    STOPPED,
+    Evidence,
+    Finding,
+    Status,
+    inconclusive,
+    law,
+    of_buffer,
+    skipped,
+)
+from ..measured import Lack, ParityRow
 
 REASON = (
     "A difference beyond its bound trains another model. Bounds come from the errors "
@@ -117,17 +126,33 @@ def _subject(row: ParityRow) -> str:
     return f"the {row.kind} of {row.parameter} on rank {row.rank}"
 
 
+_WAY_OUT = {
+    Lack.UNSEEN: "it was not called, is not one of torch, or steps copies of the "
+    "parameters. If optimizers use the parameters' own grad, write optimizers(stack) "
+    "to name their parameters; else write gradients(stack) to return the gradients "
+    "that they use",
+    Lack.NOT_FINITE: "use a precision with a larger range, or a smaller learning rate",
+    Lack.NOISE: "use more rows or a smaller learning rate in this precision, or fp32 "
+    "alone (--precision fp32)",
+}
+
+
+def _lacking_gradients(evidence: Evidence) -> str:
+    """Say why most of the gradients that are missing could not be compared."""
+    lacking = evidence.parity.lacking if evidence.parity is not None else {}
+    if not lacking:
+        return STOPPED
+    why, (_, since) = max(lacking.items(), key=lambda each: each[1][0])
+    return f"from step {since} on {why.value}: {_WAY_OUT[why]}"
+
+
 @law(
     "parity.gradient",
     "Every unscaled gradient that the optimizer gets is as near to fp64 as in a "
     "correct single-process run of that precision.",
     REASON + " An update alone may not show it: Adam hides a wrong factor.",
     of_stack=True,
-    hidden="elsewhere correct runs differ by as much as the gradient itself or are not "
-    "finite, or gradparity did not see the gradient that the optimizer used. Then the "
-    "optimizer was not called, is not one of torch, or steps copies of the parameters. "
-    "If optimizers use the parameters' own grad, write optimizers(stack) to name their "
-    "parameters; else write gradients(stack) to return the gradients that they use",
+    hidden=_lacking_gradients,
 )
 def gradient(evidence: Evidence) -> Finding:
     """Local gradients of every rank at every step that was not skipped."""
