@@ -11,7 +11,7 @@ from gradparity.conformance.judge.laws.scale import SMALLEST
 from gradparity.conformance.judge.laws.transparency import SUBNORMAL
 from gradparity.conformance.judge.measured import Lack, Parity
 from gradparity.conformance.judge.parity import _compare
-from gradparity.conformance.rank.trace import Collective, Problem
+from gradparity.conformance.rank.trace import Collective, Decision, Problem
 from gradparity.conformance.space.recipes import MANUAL_STEP
 from gradparity.tests.made_up import (
     BAD_STEP,
@@ -623,6 +623,21 @@ def test_a_good_step_after_a_bad_one_is_looked_at() -> None:
     found = finding(of, "skip.all-ranks-step")
     assert found.message == (
         "step 2: rank 0 did not step although all gradients are finite"
+    )
+
+
+def test_parameters_that_are_not_stepped_beside_others_are_named() -> None:
+    of = evidence()
+    for trace in of.ranks:
+        trace.owned = [["a"], ["b", "c", "d", "e"]]
+        decision = trace.steps[2].decisions[0]
+        decision.others, decision.names = 1, ["a"]
+        still = Decision(parameters_changed=False, others=1, names=["b", "c", "d", "e"])
+        trace.steps[2].decisions.append(still)
+    found = finding(of, "skip.all-ranks-step")
+    assert found.message == (
+        "step 2: ranks 0, 1 did not step b, c, d and 1 more, although all gradients "
+        "are finite"
     )
 
 
