@@ -49,7 +49,7 @@ from ..space.scenario import Scenario
 from ..status import rank_list
 from .compare import Doubles, compare, multiple_of, sizes
 from .reference import Schedule, rows_apart
-from .watched_references import Expected, OnOneProcess, OnOneRank
+from .watched_references import Expected, OnOneProcess, OnOneRank, parts_of
 
 __all__ = ["BACKWARD", "FORWARD", "Boundaries", "Direction"]
 
@@ -116,6 +116,12 @@ class Boundaries:
         one_rank = scenario.workload.one_rank
         references = OnOneRank if one_rank else OnOneProcess
         self.references = references(scenario, schedule, step)
+        self.coupled = not one_rank and self._coupled(scenario)
+        # declared micro-batches say that ranks are to give the result of the whole
+        declared = scenario.workload.micro_batches is not None
+        if declared and self.coupled and isinstance(self.references, OnOneProcess):
+            shares = [each.batches for each in watched]
+            self.coupled = not self.references.run_on_whole(shares)
         for each in watched:
             # ranks that see the same rows share a reference
             if each.rows not in self.expected:
@@ -123,7 +129,7 @@ class Boundaries:
                 self.of_whole |= self.references.of_whole
                 self.order, self.inside = list(truth.passed), truth.inside
                 self.after = {b: p.after for b, p in truth.passed.items()}
-        self.coupled = self._coupled(scenario)
+        self.coupled &= not self.of_whole
         self.place = {boundary: number for number, boundary in enumerate(self.order)}
         self.sides: dict[tuple[Call, str], list[Boundary]] = {}
         for boundary in self.order:
@@ -321,14 +327,14 @@ class Boundaries:
 
     def _coupled(self, scenario: Scenario) -> bool:
         """True if the reference on a rank's own rows is another computation."""
-        whole = scenario.workload.batch(self.step, scenario.seed).tensors[0].shape[0]
-        own = scenario.workload.micro_batches is not None
+        whole = parts_of(scenario.workload, self.step, scenario.seed)
+        sizes_of_parts = {part.tensors[0].shape[0] for part in whole}
         cut = any(
-            sum(batch.tensors[0].shape[0] for batch in each.batches) < whole
-            or len(each.batches) > 1
+            batch.tensors[0].shape[0] not in sizes_of_parts
             for each in self.ranks.values()
+            for batch in each.batches
         )
-        return cut and not (self.of_whole or own) and not rows_apart(scenario.model)
+        return cut and not rows_apart(scenario.model)
 
     # - One tensor
 

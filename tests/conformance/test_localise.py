@@ -57,6 +57,7 @@ RIGHT = [
     own(misplaced.RightSharded, "dp2/2/fp32"),
     own(misplaced.RightPipeline, "stages2/2/fp32"),
     own(misplaced.SequenceStepsTwice),
+    own(misplaced.RightJoinedNorm, "dp2/2/fp32"),
 ]
 MORE_THAT_ARE_RIGHT = [
     own(misplaced.ShardedStepsTwice, "dp2/2/fp32"),
@@ -107,6 +108,8 @@ def test_nothing_departs_in_a_right_stack(runner: Runner, id: str) -> None:
         ),
         (misplaced.StageOff, "stages2/2", "forward", "blocks.1.norm_2", (1,)),
         (misplaced.OwnKeys, "cp2/2", "forward", "blocks.0.attention", (1,)),
+        (misplaced.NormForgetsBackward, "dp2/2", "backward", "1", (0, 1)),
+        (misplaced.NormOfOwnRows, "dp2/2", "forward", "1", (0, 1)),
         (misplaced.NormNotReduced, "tp2/2", "gradient", "blocks.0.norm_2", (0, 1)),
         (misplaced.NeverAveraged, "dp2/2", "gradient", "head", (0, 1)),
         (misplaced.SteppedTwice, "dp2/2", "update", "head", (0, 1)),

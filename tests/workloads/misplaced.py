@@ -950,3 +950,65 @@ class KeepsTheLastPass(ClippedAfterAFault):
         norm = nn.utils.clip_grad_norm_(stack.module.parameters(), self.clip_norm)
         stack.optimizer.step()
         return total, norm
+
+
+class _SumBoth(_Sum):
+    """Adds up in both directions."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient)
+        return gradient, None
+
+
+class _JoinedNorm(nn.Module):
+    """A batch norm over the rows of all ranks."""
+
+    def __init__(self, sums: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.sums = sums
+
+    def forward(self, x: Tensor) -> Tensor:
+        ranks = dist.get_world_size()
+        mean = self.sums.apply(x.mean(0), dist.group.WORLD) / ranks
+        squares = ((x - mean) ** 2).mean(0)
+        variance = self.sums.apply(squares, dist.group.WORLD) / ranks
+        output: Tensor = (x - mean) / (variance + 1e-5).sqrt()
+        return output
+
+
+class RightJoinedNorm(Right):
+    """No fault: a batch norm that looks at the rows of all ranks."""
+
+    meshes = ({"dp": 2},)
+    sums: type[torch.autograd.Function] = _SumBoth
+
+    def model(self) -> nn.Module:
+        norm = nn.BatchNorm1d(8, affine=False, track_running_stats=False)
+        return nn.Sequential(nn.Linear(8, 8), norm, nn.Tanh(), nn.Linear(8, 4))
+
+    def batch(self, step: int, seed: int) -> Batch:
+        generator = torch.Generator().manual_seed(1000 * seed + step)
+        x = torch.randn(16, 8, generator=generator)
+        return x, x.abs()[:, :4]
+
+    def micro_batches(self, batch: Batch) -> list[Batch]:
+        return [batch]
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        model[1] = _JoinedNorm(self.sums)  # type: ignore[operator]  # a Sequential
+        return super().parallelize(model, mesh)
+
+
+class NormForgetsBackward(RightJoinedNorm):
+    """The gradients of the statistics stay on their rank."""
+
+    sums = _Sum
+
+
+class NormOfOwnRows(RightJoinedNorm):
+    """Each rank has statistics of its own."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return Right.parallelize(self, model, mesh)
