@@ -518,8 +518,14 @@ class _Gradients:
             for group in replicas.values()
             for _, mine, _ in group
         )
-        # equal replicas: something has reduced them
-        if alike == 0.0:
+        # equal replicas: something has reduced them; also if each is a multiple of the
+        # truth, which the rows of one rank do not give
+        multiples = [
+            multiple_of(mine, whole)[1] <= self.rest and mine.size > 1
+            for group in replicas.values()
+            for _, mine, whole in group
+        ]
+        if alike == 0.0 or all(multiples):
             return ""
         if all(abs(ratio - 1) <= self.rest for _, ratio, _ in ratios):
             return ": each rank has a part of the sum, nothing adds them up"

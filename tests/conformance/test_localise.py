@@ -285,6 +285,12 @@ def test_a_factor_has_the_digits_that_tell_it_from_1_and_from_0(
     assert _times(factor) == f"{words} x the truth"
 
 
+def test_a_factor_on_one_rank_is_no_missing_average(runner: Runner) -> None:
+    found = located(runner, own(misplaced.SlightlyMoreOnRank1, "dp2/2/fp32"))
+    assert "head.bias itself differs on rank 1, step 0, by 0.001" in found.text
+    assert "nothing averages them" not in found.text
+
+
 def test_errors_of_a_common_factor_are_no_rounding(runner: Runner) -> None:
     found = located(runner, own(misplaced.SlightlyTooMuch, "dp2/2/fp32"))
     assert found.where == "gradient" and "1.01000 x the truth" in found.text

@@ -425,6 +425,16 @@ class SlightlyTooMuch(Right):
         parameter.grad *= 1.01
 
 
+class SlightlyMoreOnRank1(Right):
+    """After the average, one gradient on rank 1 is multiplied by 1.001."""
+
+    def average(self, name: str, group: Group, parameter: nn.Parameter) -> None:
+        super().average(name, group, parameter)
+        if name == "head.bias" and group.rank():
+            assert parameter.grad is not None
+            parameter.grad *= 1.001
+
+
 class NeverAveraged(Right):
     """The gradient of the head's bias is not averaged."""
 
