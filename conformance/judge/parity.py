@@ -88,6 +88,8 @@ def followed_schedule(scenario: Scenario, *phases: Sequence[RankTrace]) -> Sched
         phases: one trace a rank for each world that the run was on, in order.
     """
     schedule = demanded_schedule(*phases)
+    if _sets_nothing(scenario):
+        schedule = replace(schedule, settings=())
     if OfWorkload.JUDGED in scenario.workload.has:
         idle = tuple(_idle(seen) for seen in _steps(phases))
         schedule = replace(schedule, idle=idle)
@@ -95,6 +97,12 @@ def followed_schedule(scenario: Scenario, *phases: Sequence[RankTrace]) -> Sched
     if scenario.workload.rounds_state and scenario.workload.owners is None:
         schedule = replace(schedule, shards=_shards(phases))
     return schedule
+
+
+def _sets_nothing(scenario: Scenario) -> bool:
+    """True if the reference has settings of its own, and follows none of the ranks'."""
+    workload = scenario.workload
+    return OfWorkload.LOOP in workload.has or workload.scheduler is not None
 
 
 def _shards(phases: Sequence[Sequence[RankTrace]]) -> Shards:
@@ -144,8 +152,8 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
     steps = [*_steps(phases)]
     moved_by_stack = stack_schedule(steps)
     alone = scenario.workload.one_rank
-    planned = alone or scenario.workload.scheduler is not None
-    whose = "scheduler" if planned else "optimizer"
+    planned = alone or _sets_nothing(scenario)
+    whose = "optimizer" if scenario.workload.scheduler is None else "scheduler"
     whose = "on one rank" if alone else f"by the workload's {whose}"
     others = [
         moved_by_stack.differs,

@@ -31,7 +31,7 @@ from gradparity.tests.workloads.schedules import (
     TwoRates,
     WarmsUp,
 )
-from gradparity.tests.workloads.stacks import Named, rank
+from gradparity.tests.workloads.stacks import Named, Right, rank
 from gradparity.tests.workloads.steps import (
     Engine,
     MicroBatches,
@@ -222,6 +222,24 @@ class LargerOnRank1(Trains):
         return made
 
 
+class DecaysWhatIsLarge(Right):
+    """No train_step; each rank decides on weight decay by the size of its shard."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        fully_shard(model, mesh=mesh)
+        return model
+
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        groups = [
+            {
+                "params": [p],
+                "weight_decay": 0.1 * (getattr(p, "_local_tensor", p).numel() > 32),
+            }
+            for _, p in parameters
+        ]
+        return torch.optim.SGD(groups, lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("stack", "law", "words"),
     [
@@ -244,6 +262,12 @@ class LargerOnRank1(Trains):
             WrongConstant,
             "parity.update",
             "; lr of 0.weight is 0.005 on rank 0 at step 0, and 0.01 by the "
+            "workload's optimizer",
+        ),
+        (
+            DecaysWhatIsLarge,
+            "parity.update",
+            "; weight_decay of 0.weight is 0 on rank 0 at step 0, and 0.1 by the "
             "workload's optimizer",
         ),
         (
