@@ -32,11 +32,16 @@ ORDER = ("loss", "gradient", "update", "average")
 
 
 class Lack(Enum):
-    """Reason why a gradient cannot be compared."""
+    """Reason why a value cannot be compared."""
 
     UNSEEN = "gradparity did not see the gradient that an optimizer used"
     NOT_FINITE = "no correct run is finite"
-    NOISE = "correct runs differ by as much as the gradient itself"
+    NOISE = "correct runs differ by as much as the value itself"
+    DIRECTION = (
+        "the gradient is below the bound of its error, so rounding decides the "
+        "direction of a step"
+    )
+    COUNTS = "the losses of ranks differ and their numbers of tokens are unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +109,8 @@ class Parity:
     """kind -> number of elements that were compared, on all ranks at all steps."""
     not_compared: Counter[str] = field(default_factory=Counter)
     """kind -> elements that were due and could not be compared."""
-    lacking: dict[Lack, tuple[int, int]] = field(default_factory=dict)
-    """Why gradients could not be compared -> elements, and the first such step."""
+    lacking: dict[str, dict[Lack, tuple[int, int]]] = field(default_factory=dict)
+    """kind -> why they could not -> their number, and the first such step."""
     worst: dict[str, ParityRow] = field(default_factory=dict)
     """kind -> the row closest to, or furthest beyond, its bound."""
     first_bad: dict[str, ParityRow] = field(default_factory=dict)
@@ -158,10 +163,11 @@ class Parity:
         for row in comparable:
             self._keep(row)
 
-    def lacks(self, why: Lack, step: int, elements: int) -> None:
-        """Count the elements of a gradient that cannot be compared."""
-        count, since = self.lacking.get(why, (0, step))
-        self.lacking[why] = count + elements, min(since, step)
+    def lacks(self, kind: str, why: Lack, step: int, elements: int) -> None:
+        """Count elements that cannot be compared."""
+        of_kind = self.lacking.setdefault(kind, {})
+        count, since = of_kind.get(why, (0, step))
+        of_kind[why] = count + elements, min(since, step)
 
     def _keep(self, row: ParityRow) -> None:
         worst = self.worst.get(row.kind)

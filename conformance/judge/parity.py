@@ -196,8 +196,11 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
     is_full = scenario.parsed_precision.is_full
     for each in _measured(schedule, phases, parity_bounds, is_full=is_full):
         parity.add(each.kind, each.rows, each.elements, each.left_out)
-        if each.lack is not None:
-            parity.lacks(*each.lack, each.elements)
+        if each.elements and not any(row.compares for row in each.rows):
+            why = each.lack or (Lack.NOISE if each.rows else Lack.NOT_FINITE)
+            parity.lacks(each.kind, why, each.step, each.elements)
+        if each.left_out:
+            parity.lacks(each.kind, Lack.DIRECTION, each.step, each.left_out)
     return parity
 
 
@@ -276,11 +279,12 @@ class _Measured(NamedTuple):
     """One tensor on one rank at one step."""
 
     kind: str
+    step: int
     rows: Sequence[ParityRow]
     elements: int
     left_out: int = 0
-    lack: tuple[Lack, int] | None = None
-    """Why a gradient is in no row, and the step."""
+    lack: Lack | None = None
+    """Why there are no rows, if it is not for want of a bound."""
 
 
 def _measured(
@@ -310,7 +314,7 @@ def _measured(
                     (truth.updates[step][name], index),
                     parity_bounds.update[step][name],
                 )
-                yield _Measured("update", rows or (), live, len(index) - live)
+                yield _Measured("update", step, rows or (), live, len(index) - live)
                 if truth.averages and name in at.averages:
                     rows = live and _compare(
                         ("average", step, name, trace.rank),
@@ -319,7 +323,9 @@ def _measured(
                         (truth.averages[step][name], index),
                         parity_bounds.average[step][name],
                     )
-                    yield _Measured("average", rows or (), live, len(index) - live)
+                    yield _Measured(
+                        "average", step, rows or (), live, len(index) - live
+                    )
 
 
 def _buffers(
@@ -339,7 +345,8 @@ def _buffers(
             parity_bounds.update[step][name],
         )
         # beside the parameters, of which a share must be compared
-        yield _Measured("update", rows, len(values) * any(r.compares for r in rows))
+        n_compared = len(values) * any(r.compares for r in rows)
+        yield _Measured("update", step, rows, n_compared)
 
 
 def _gradient(
@@ -370,11 +377,8 @@ def _gradient(
     rows = _compare(
         ("gradient", step, name, trace.rank), values, (whole, places), bound
     )
-    lack = None
-    if not any(row.compares for row in rows):
-        lack = Lack.NOISE if rows else Lack.NOT_FINITE
-        lack = Lack.UNSEEN if values is None else lack
-    yield _Measured("gradient", rows, len(places), lack=lack and (lack, step))
+    lack = Lack.UNSEEN if values is None else None
+    yield _Measured("gradient", step, rows, len(places), lack=lack)
 
 
 def _clip_rows(
@@ -487,7 +491,8 @@ def _loss(step: int, seen: Seen, parity_bounds: ParityBounds) -> Iterator[_Measu
         lost = [at for _, at in seen if at.loss is not None and at.weight is None]
         unknown = bool(lost) and len({at.loss for _, at in seen} - {None}) > 1
         departs = any(row.ratio > 1 for row in rows)
-        yield _Measured("loss", [] if unknown and departs else rows, 1)
+        lack = Lack.COUNTS if unknown and departs else None
+        yield _Measured("loss", step, [] if lack else rows, 1, lack=lack)
 
 
 def _compare(

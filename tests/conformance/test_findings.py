@@ -304,14 +304,41 @@ def test_a_gradient_that_is_not_compared_has_one_reason(
     of = parity_of(evidence(), ("gradient", 0.5))
     assert of.parity is not None
     of.parity.not_compared["gradient"] = 9
-    of.parity.lacks(lack, step=2, elements=6)
-    of.parity.lacks(lack, step=1, elements=2)
-    of.parity.lacks(Lack.UNSEEN, step=0, elements=1)
+    of.parity.lacks("gradient", lack, step=2, elements=6)
+    of.parity.lacks("gradient", lack, step=1, elements=2)
+    of.parity.lacks("gradient", Lack.UNSEEN, step=0, elements=1)
     found = finding(of, "parity.gradient")
     assert found.status is Status.INCONCLUSIVE
     since = 0 if lack is Lack.UNSEEN else 1
     assert f"them: from step {since} on {lack.value}: " in found.message
     assert words in found.message and absent not in found.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "lack", "words"),
+    [
+        ("update", Lack.DIRECTION, "use a precision with less rounding"),
+        ("update", Lack.NOISE, "below the rounding of the weights (use a larger"),
+        ("loss", Lack.NOISE, "use more rows or a smaller learning rate"),
+        ("loss", Lack.COUNTS, "return the loss of the whole batch on all ranks"),
+    ],
+)
+def test_an_update_and_a_loss_have_one_reason_as_well(
+    kind: str, lack: Lack, words: str
+) -> None:
+    of = parity_of(evidence(), (kind, 0.5))
+    assert of.parity is not None
+    of.parity.not_compared[kind] = 99
+    of.parity.lacks(kind, lack, step=1, elements=99)
+    found = finding(of, f"parity.{kind}")
+    assert found.status is Status.INCONCLUSIVE
+    assert f": from step 1 on {lack.value}: " in found.message
+    assert words in found.message and "train_step" not in found.message
+
+
+def test_a_loss_that_nobody_returns_is_told() -> None:
+    found = finding(parity_of(evidence()), "parity.loss")
+    assert found.message.endswith("train_step returned no loss on any rank")
 
 
 def parity_of(of: Evidence, *rows: tuple[str, float]) -> Evidence:
