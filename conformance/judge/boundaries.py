@@ -137,6 +137,8 @@ class Boundaries:
         self.groups = list(_groups(watched))
         self.one_factor = self.of_whole or facts_of(scenario.workload.name).counted
         """True if the reference's objective is normalised alike for all ranks."""
+        self.starts: dict[tuple[int, int], Boundary] = {}
+        """Rank and micro-batch -> the gradient that says its factor."""
         self.factors = self._factors()
         self.found = {
             (rank, boundary): tensor
@@ -212,6 +214,14 @@ class Boundaries:
         for micro_batch in sorted({batch for _, batch in self.factors}):
             at = {r: f for (r, b), f in self.factors.items() if b == micro_batch}
             low, high = min(at.values()), max(at.values())
+            starts = [self.starts.get((r, micro_batch)) for r in at]
+            states = {
+                self._state(r, start)
+                for r, start in zip(at, starts, strict=True)
+                if start
+            }
+            if states != {"right"}:  # no multiple of the right gradient
+                continue
             if self.one_factor and high - low > UNEVEN * abs(high):
                 listed = ", ".join(f"{f:.3g} on rank {r}" for r, f in at.items())
                 return Location(
@@ -453,7 +463,7 @@ class Boundaries:
                 if at not in own and boundary.kind == OUTPUT_GRADIENT:
                     factor = self._factor(rank, boundary)
                     if factor is not None and factor != 0.0:
-                        own[at] = factor
+                        own[at], self.starts[at] = factor, boundary
         wholes = {
             (each.rows, batch): own[rank, batch]
             # reversed, so that the lowest of the ranks with the same rows decides

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.__main__ import main
+from gradparity.conformance.judge.boundaries import Boundaries, _Found
 from gradparity.conformance.judge.compare import multiple_of
 from gradparity.conformance.judge.localise import _common, _times
 from gradparity.conformance.rank.modules import (
@@ -235,6 +236,20 @@ def test_a_loss_that_each_rank_normalises_by_itself_is_reported(runner: Runner) 
     found = located(runner, own(misplaced.OwnCount, "cp2/2/fp32"))
     assert found.where in ("loss", "backward")
     assert found.module == ""
+
+
+@pytest.mark.parametrize("state", ["right", "wrong"])
+def test_only_multiples_of_the_right_gradient_are_normalised_by_a_rank(
+    state: str,
+) -> None:
+    start = Boundary(0, "", 0, OUTPUT_GRADIENT, 0)
+    of = object.__new__(Boundaries)
+    of.step, of.one_factor = 0, True
+    of.factors = {(0, 0): 1.0, (1, 0): 0.9}
+    of.starts = dict.fromkeys(of.factors, start)
+    seen: Any = _Found(state, error=0.1, bound=1.0)  # type: ignore[arg-type]
+    of.found = {(0, start): seen, (1, start): seen}
+    assert (of.uneven() is not None) == (state == "right")
 
 
 def test_a_factor_of_the_loss_is_reported(runner: Runner) -> None:
