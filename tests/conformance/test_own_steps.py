@@ -339,6 +339,9 @@ def test_a_second_name_of_a_tied_weight_is_refused_with_its_first() -> None:
         read_local_parts(workload, "weights", both, whole)
     with pytest.raises(WorkloadError, match=r"'head', which is not in the model"):
         read_local_parts(workload, "weights", {"head": whole}, whole)
+    odd = {"0.weight": (whole["0.weight"], (slice(None),) * 3)}
+    with pytest.raises(WorkloadError, match=r"are of 3 dims: expected a tensor"):
+        read_local_parts(workload, "weights", odd, whole)
 
 
 class Empty(nn.Module):
