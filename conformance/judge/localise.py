@@ -367,6 +367,8 @@ class _Gradients:
         parameters = {name for trace, _ in self.seen for name in trace.index}
         if parameters.isdisjoint(self.names):
             look = "look at how ranks move a buffer"
+        elif self.truth.keys().isdisjoint(self.names):
+            look = "no gradient is due there: look at what else moves it"
         seen = any(at.gradients for _, at in self.seen)
         which = f"of step {self.step} are right" if seen else "are out of sight"
         if seen and self.missed:

@@ -300,6 +300,14 @@ def test_a_factor_has_the_digits_that_tell_it_from_1_and_from_0(
     assert _times(factor) == f"{words} x the truth"
 
 
+def test_an_update_without_a_gradient_is_no_fault_of_the_optimizer(
+    runner: Runner,
+) -> None:
+    found = located(runner, own(misplaced.MovesAFrozenBias, "dp2/2/fp32"))
+    assert (found.where, found.module) == ("update", "head")
+    assert "no gradient is due there: look at what else moves it" in found.text
+
+
 def test_a_factor_on_one_rank_is_no_missing_average(runner: Runner) -> None:
     found = located(runner, own(misplaced.SlightlyMoreOnRank1, "dp2/2/fp32"))
     assert "head.bias itself differs on rank 1, step 0, by 0.001" in found.text

@@ -1022,3 +1022,21 @@ class NormOfOwnRows(RightJoinedNorm):
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         return Right.parallelize(self, model, mesh)
+
+
+class MovesAFrozenBias(Right):
+    """Something else than an optimizer moves a parameter that is not trained."""
+
+    def model(self) -> nn.Module:
+        made = super().model()
+        made.get_parameter("head.bias").requires_grad_(False)
+        return made
+
+    def average(self, name: str, group: Group, parameter: nn.Parameter) -> None:
+        super().average(name, group, parameter)
+        if name == "head.weight":
+            self.bias.detach().add_(0.1)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        self.bias = model.get_parameter("head.bias")
+        return super().parallelize(model, mesh)
