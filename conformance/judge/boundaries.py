@@ -49,7 +49,7 @@ from ..space.scenario import Scenario
 from ..status import rank_list
 from .compare import Doubles, compare, multiple_of, sizes
 from .reference import Schedule, rows_apart
-from .watched_references import Expected, OnOneProcess, OnOneRank
+from .watched_references import Expected, OnOneProcess, OnOneRank, parts_of
 
 __all__ = ["BACKWARD", "FORWARD", "Boundaries", "Direction"]
 
@@ -116,6 +116,12 @@ class Boundaries:
         one_rank = scenario.workload.one_rank
         references = OnOneRank if one_rank else OnOneProcess
         self.references = references(scenario, schedule, step)
+        self.coupled = not one_rank and self._coupled(scenario)
+        # declared micro-batches say that ranks are to give the result of the whole
+        declared = scenario.workload.micro_batches is not None
+        if declared and self.coupled and isinstance(self.references, OnOneProcess):
+            shares = [each.batches for each in watched]
+            self.coupled = not self.references.run_on_whole(shares)
         for each in watched:
             # ranks that see the same rows share a reference
             if each.rows not in self.expected:
@@ -123,7 +129,7 @@ class Boundaries:
                 self.of_whole |= self.references.of_whole
                 self.order, self.inside = list(truth.passed), truth.inside
                 self.after = {b: p.after for b, p in truth.passed.items()}
-        self.coupled = self._coupled(scenario)
+        self.coupled &= not self.of_whole
         self.place = {boundary: number for number, boundary in enumerate(self.order)}
         self.sides: dict[tuple[Call, str], list[Boundary]] = {}
         for boundary in self.order:
@@ -131,6 +137,8 @@ class Boundaries:
         self.groups = list(_groups(watched))
         self.one_factor = self.of_whole or facts_of(scenario.workload.name).counted
         """True if the reference's objective is normalised alike for all ranks."""
+        self.starts: dict[tuple[int, int], Boundary] = {}
+        """Rank and micro-batch -> the gradient that says its factor."""
         self.factors = self._factors()
         self.found = {
             (rank, boundary): tensor
@@ -206,6 +214,14 @@ class Boundaries:
         for micro_batch in sorted({batch for _, batch in self.factors}):
             at = {r: f for (r, b), f in self.factors.items() if b == micro_batch}
             low, high = min(at.values()), max(at.values())
+            starts = [self.starts.get((r, micro_batch)) for r in at]
+            states = {
+                self._state(r, start)
+                for r, start in zip(at, starts, strict=True)
+                if start
+            }
+            if states != {"right"}:  # no multiple of the right gradient
+                continue
             if self.one_factor and high - low > UNEVEN * abs(high):
                 listed = ", ".join(f"{f:.3g} on rank {r}" for r, f in at.items())
                 return Location(
@@ -321,14 +337,14 @@ class Boundaries:
 
     def _coupled(self, scenario: Scenario) -> bool:
         """True if the reference on a rank's own rows is another computation."""
-        whole = scenario.workload.batch(self.step, scenario.seed).tensors[0].shape[0]
-        own = scenario.workload.micro_batches is not None
+        whole = parts_of(scenario.workload, self.step, scenario.seed)
+        sizes_of_parts = {part.tensors[0].shape[0] for part in whole}
         cut = any(
-            sum(batch.tensors[0].shape[0] for batch in each.batches) < whole
-            or len(each.batches) > 1
+            batch.tensors[0].shape[0] not in sizes_of_parts
             for each in self.ranks.values()
+            for batch in each.batches
         )
-        return cut and not (self.of_whole or own) and not rows_apart(scenario.model)
+        return cut and not rows_apart(scenario.model)
 
     # - One tensor
 
@@ -447,7 +463,7 @@ class Boundaries:
                 if at not in own and boundary.kind == OUTPUT_GRADIENT:
                     factor = self._factor(rank, boundary)
                     if factor is not None and factor != 0.0:
-                        own[at] = factor
+                        own[at], self.starts[at] = factor, boundary
         wholes = {
             (each.rows, batch): own[rank, batch]
             # reversed, so that the lowest of the ranks with the same rows decides

@@ -130,7 +130,7 @@ class Law:
     """True if it compares what optimizers decide together, on all ranks."""
     least: float = MOST
     """Least share of the comparisons that were due on which a pass may rest."""
-    hidden: str = STOPPED
+    hidden: str | Callable[[Evidence], str] = STOPPED
     """Where the comparisons that are missing may be, in words."""
 
     @property
@@ -151,7 +151,7 @@ def law(
     of_stack: bool = False,
     decides: bool = False,
     least: float = MOST,
-    hidden: str = STOPPED,
+    hidden: str | Callable[[Evidence], str] = STOPPED,
 ) -> Callable[[Judge], Judge]:
     """Register the decorated function in :data:`LAWS`; see the fields of Law."""
 
@@ -234,7 +234,7 @@ def _if_enough(law: Law, finding: Finding, evidence: Evidence) -> Finding:
         return finding
     needed = f", and a pass needs {law.least:.0%} of them" if n_compared else ""
     message = f"{n_compared} of {due} comparisons could be made{needed}: "
-    message += law.hidden
+    message += law.hidden if isinstance(law.hidden, str) else law.hidden(evidence)
     if not due and law.hidden == STOPPED and not evidence.unseen:
         message = "this run had nothing to compare"
     return replace(finding, status=Status.INCONCLUSIVE, message=message)

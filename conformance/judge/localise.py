@@ -149,8 +149,7 @@ class _Gradients:
             norm=parity.reference_norm[step],
         )
         self.step = step
-        differs = parity.stack_schedule.differs
-        self.setting = differs[1] if differs and differs[0] <= step else ""
+        self.setting = parity.other_setting(step)
         # proportional up to rounding
         self.rest = max(
             PROPORTIONAL, SAFETY_FACTOR * scenario.parsed_precision.roundoff
@@ -368,6 +367,8 @@ class _Gradients:
         parameters = {name for trace, _ in self.seen for name in trace.index}
         if parameters.isdisjoint(self.names):
             look = "look at how ranks move a buffer"
+        elif self.truth.keys().isdisjoint(self.names):
+            look = "no gradient is due there: look at what else moves it"
         seen = any(at.gradients for _, at in self.seen)
         which = f"of step {self.step} are right" if seen else "are out of sight"
         if seen and self.missed:
@@ -519,8 +520,14 @@ class _Gradients:
             for group in replicas.values()
             for _, mine, _ in group
         )
-        # equal replicas: something has reduced them
-        if alike == 0.0:
+        # equal replicas: something has reduced them; also if each is a multiple of the
+        # truth, which the rows of one rank do not give
+        multiples = [
+            multiple_of(mine, whole)[1] <= self.rest and mine.size > 1
+            for group in replicas.values()
+            for _, mine, whole in group
+        ]
+        if alike == 0.0 or all(multiples):
             return ""
         if all(abs(ratio - 1) <= self.rest for _, ratio, _ in ratios):
             return ": each rank has a part of the sum, nothing adds them up"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +14,34 @@ from ..rank.trace import RankTrace, StepTrace
 from .compare import Doubles, Measure
 from .settings import StackSchedule
 
-__all__ = ["ORDER", "ClipRow", "Doubt", "Parity", "ParityRow", "Seen", "gradient_of"]
+__all__ = [
+    "ORDER",
+    "ClipRow",
+    "Doubt",
+    "Lack",
+    "Parity",
+    "ParityRow",
+    "Seen",
+    "gradient_of",
+]
 
 Seen = Sequence[tuple[RankTrace, StepTrace]]
 """One step of all ranks of a world."""
 ORDER = ("loss", "gradient", "update", "average")
 """Results of a step, in order."""
+
+
+class Lack(Enum):
+    """Reason why a value cannot be compared."""
+
+    UNSEEN = "gradparity did not see the gradient that an optimizer used"
+    NOT_FINITE = "no correct run is finite"
+    NOISE = "correct runs differ by as much as the value itself"
+    DIRECTION = (
+        "the gradient is below the bound of its error, so rounding decides the "
+        "direction of a step"
+    )
+    COUNTS = "the losses of ranks differ and their numbers of tokens are unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +109,8 @@ class Parity:
     """kind -> number of elements that were compared, on all ranks at all steps."""
     not_compared: Counter[str] = field(default_factory=Counter)
     """kind -> elements that were due and could not be compared."""
+    lacking: dict[str, dict[Lack, tuple[int, int]]] = field(default_factory=dict)
+    """kind -> why they could not -> their number, and the first such step."""
     worst: dict[str, ParityRow] = field(default_factory=dict)
     """kind -> the row closest to, or furthest beyond, its bound."""
     first_bad: dict[str, ParityRow] = field(default_factory=dict)
@@ -138,6 +163,12 @@ class Parity:
         for row in comparable:
             self._keep(row)
 
+    def lacks(self, kind: str, why: Lack, step: int, elements: int) -> None:
+        """Count elements that cannot be compared."""
+        of_kind = self.lacking.setdefault(kind, {})
+        count, since = of_kind.get(why, (0, step))
+        of_kind[why] = count + elements, min(since, step)
+
     def _keep(self, row: ParityRow) -> None:
         worst = self.worst.get(row.kind)
         if worst is None or row.ratio > worst.ratio:
@@ -152,6 +183,11 @@ class Parity:
         self.per_step[row.step] = max(self.per_step[row.step], row.ratio)
         best = self.per_parameter.get(row.parameter, 0.0)
         self.per_parameter[row.parameter] = max(best, row.ratio)
+
+    def other_setting(self, step: int) -> str:
+        """Say which setting of an optimizer was another one up to a step, or ""."""
+        differs = self.stack_schedule.differs
+        return differs[1] if differs is not None and differs[0] <= step else ""
 
     def doubt(self, step: int, kind: str, parameter: str | None) -> Doubt | None:
         """The doubt that makes a departure inconclusive, if there is one.

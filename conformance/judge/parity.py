@@ -25,9 +25,9 @@ from ..space.workload_checks import counts_equal, listed
 from .bounds import ParityBounds, make_parity_bounds
 from .compare import SAFETY_FACTOR, Doubles, compare, multiple_of, sizes
 from .doubts import doubts_of
-from .measured import ClipRow, Parity, ParityRow, Seen, gradient_of
+from .measured import ClipRow, Lack, Parity, ParityRow, Seen, gradient_of
 from .reference import Idle, Reference, Schedule, check_equal_start
-from .settings import against_planned, stack_schedule
+from .settings import StackSchedule, other_than_reference, stack_schedule
 from .shards import Shards
 
 __all__ = [
@@ -88,6 +88,8 @@ def followed_schedule(scenario: Scenario, *phases: Sequence[RankTrace]) -> Sched
         phases: one trace a rank for each world that the run was on, in order.
     """
     schedule = demanded_schedule(*phases)
+    if _sets_nothing(scenario):
+        schedule = replace(schedule, settings=())
     if OfWorkload.JUDGED in scenario.workload.has:
         idle = tuple(_idle(seen) for seen in _steps(phases))
         schedule = replace(schedule, idle=idle)
@@ -95,6 +97,12 @@ def followed_schedule(scenario: Scenario, *phases: Sequence[RankTrace]) -> Sched
     if scenario.workload.rounds_state and scenario.workload.owners is None:
         schedule = replace(schedule, shards=_shards(phases))
     return schedule
+
+
+def _sets_nothing(scenario: Scenario) -> bool:
+    """True if the reference has settings of its own, and follows none of the ranks'."""
+    workload = scenario.workload
+    return OfWorkload.LOOP in workload.has or workload.scheduler is not None
 
 
 def _shards(phases: Sequence[Sequence[RankTrace]]) -> Shards:
@@ -144,9 +152,18 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
     steps = [*_steps(phases)]
     moved_by_stack = stack_schedule(steps)
     alone = scenario.workload.one_rank
-    if planned := parity_bounds.truth.settings:
-        whose = "on one rank" if alone else "by the workload's scheduler"
-        moved_by_stack = against_planned(moved_by_stack, steps, planned, whose)
+    planned = alone or _sets_nothing(scenario)
+    whose = "optimizer" if scenario.workload.scheduler is None else "scheduler"
+    whose = "on one rank" if alone else f"by the workload's {whose}"
+    others = [
+        moved_by_stack.differs,
+        other_than_reference(steps, parity_bounds.truth.settings, whose),
+    ]
+    if planned:  # the reference follows nothing
+        moved_by_stack = StackSchedule()
+        others.reverse()
+    first = min(filter(None, others), key=lambda each: each[0], default=None)
+    moved_by_stack = replace(moved_by_stack, differs=first)
     # of draws that have an effect nothing would be decided
     draws_idly = bool(parity_bounds.truth.drew) and not parity_bounds.undecided
     parity = Parity(
@@ -178,7 +195,12 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
         parity.clipped += _clip_rows(factors, schedule, phases, parity_bounds, least)
     is_full = scenario.parsed_precision.is_full
     for each in _measured(schedule, phases, parity_bounds, is_full=is_full):
-        parity.add(*each)
+        parity.add(each.kind, each.rows, each.elements, each.left_out)
+        if each.elements and not any(row.compares for row in each.rows):
+            why = each.lack or (Lack.NOISE if each.rows else Lack.NOT_FINITE)
+            parity.lacks(each.kind, why, each.step, each.elements)
+        if each.left_out:
+            parity.lacks(each.kind, Lack.DIRECTION, each.step, each.left_out)
     return parity
 
 
@@ -257,9 +279,12 @@ class _Measured(NamedTuple):
     """One tensor on one rank at one step."""
 
     kind: str
+    step: int
     rows: Sequence[ParityRow]
     elements: int
     left_out: int = 0
+    lack: Lack | None = None
+    """Why there are no rows, if it is not for want of a bound."""
 
 
 def _measured(
@@ -289,7 +314,7 @@ def _measured(
                     (truth.updates[step][name], index),
                     parity_bounds.update[step][name],
                 )
-                yield _Measured("update", rows or (), live, len(index) - live)
+                yield _Measured("update", step, rows or (), live, len(index) - live)
                 if truth.averages and name in at.averages:
                     rows = live and _compare(
                         ("average", step, name, trace.rank),
@@ -298,7 +323,9 @@ def _measured(
                         (truth.averages[step][name], index),
                         parity_bounds.average[step][name],
                     )
-                    yield _Measured("average", rows or (), live, len(index) - live)
+                    yield _Measured(
+                        "average", step, rows or (), live, len(index) - live
+                    )
 
 
 def _buffers(
@@ -318,7 +345,8 @@ def _buffers(
             parity_bounds.update[step][name],
         )
         # beside the parameters, of which a share must be compared
-        yield _Measured("update", rows, len(values) * any(r.compares for r in rows))
+        n_compared = len(values) * any(r.compares for r in rows)
+        yield _Measured("update", step, rows, n_compared)
 
 
 def _gradient(
@@ -341,14 +369,16 @@ def _gradient(
     bound = (0.0, 0.0) if true is None else parity_bounds.gradient[step][name]
     whole = np.zeros(len(parity_bounds.weights[step][name])) if true is None else true
     # a gradient of zeros may also be None
-    nothing = None if whole.any() else np.zeros(len(places))
+    values: NDArray[np.floating] | None = None
+    if not whole.any():
+        values = np.zeros(len(places))
+    if had:
+        values = gradient_of(seen, trace, at, name)
     rows = _compare(
-        ("gradient", step, name, trace.rank),
-        gradient_of(seen, trace, at, name) if had else nothing,
-        (whole, places),
-        bound,
+        ("gradient", step, name, trace.rank), values, (whole, places), bound
     )
-    yield _Measured("gradient", rows, len(places))
+    lack = Lack.UNSEEN if values is None else None
+    yield _Measured("gradient", step, rows, len(places), lack=lack)
 
 
 def _clip_rows(
@@ -461,7 +491,8 @@ def _loss(step: int, seen: Seen, parity_bounds: ParityBounds) -> Iterator[_Measu
         lost = [at for _, at in seen if at.loss is not None and at.weight is None]
         unknown = bool(lost) and len({at.loss for _, at in seen} - {None}) > 1
         departs = any(row.ratio > 1 for row in rows)
-        yield _Measured("loss", [] if unknown and departs else rows, 1)
+        lack = Lack.COUNTS if unknown and departs else None
+        yield _Measured("loss", step, [] if lack else rows, 1, lack=lack)
 
 
 def _compare(

@@ -49,7 +49,7 @@ from ..space.workload_checks import ROUNDING
 from .kept import Kept, bytes_of
 from .noise.rows import Rows
 from .noise.sides import BOTH, Inputs, JumpLog
-from .settings import Planned, Settings
+from .settings import Planned, Settings, settings_of
 from .shards import InShards, Shards
 from .variants import NOISY, PLAIN, TRUTH, Variant
 
@@ -125,7 +125,7 @@ class Reference:
     errors: tuple[dict[str, float], ...] = ()
     """Per step: the largest error of the routers' scores."""
     settings: tuple[Settings, ...] = ()
-    """Per step: what the workload's ``scheduler`` has set; empty without one."""
+    """Per step: the settings with which the optimizers step."""
     averages: tuple[dict[str, Doubles], ...] = ()
     """Per step: the running average of the weights minus their initial values, where
     the workload on one rank gives it."""
@@ -388,13 +388,13 @@ class ReferenceRun:
             each.gradients(self, step)
         if self.planned is not None:
             settings = self.planned.settings()
-            self.settings.append(settings)
         for name, key, setting in settings:
             # a parameter that the recipe froze has no optimizer
             optimizer = self.optimizers.get(name)
             for group in optimizer.param_groups if optimizer is not None else ():
                 if key in group:
                     group[key] = _in_the_form_of(group[key], setting)
+        self.settings.append(settings_of(self.optimizers))
         for name, optimizer in self.optimizers.items():
             if name not in skipped:
                 with ExitStack() as contexts:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from torch import nn
+from torch.optim import Optimizer
 
 from ...fixtures import ResolvedWorkload
 from ..rank.observe import scheduled
@@ -25,8 +26,9 @@ __all__ = [
     "Planned",
     "Settings",
     "StackSchedule",
-    "against_planned",
     "other_setting",
+    "other_than_reference",
+    "settings_of",
     "stack_schedule",
 ]
 
@@ -152,28 +154,39 @@ class Planned:
             self.scheduler.step()
 
 
-def against_planned(
-    schedule: StackSchedule,
-    steps: Sequence[Sequence[tuple[RankTrace, StepTrace]]],
-    planned: Sequence[Settings],
-    whose: str,
-) -> StackSchedule:
-    """Find settings that ranks changed, if the reference takes ``planned`` ones.
+def settings_of(optimizers: Mapping[str, Optimizer]) -> Settings:
+    """Return the settings of optimizers of one parameter each, by its name."""
+    return tuple(
+        (name, key, value)
+        for name, optimizer in optimizers.items()
+        for group in optimizer.param_groups[:1]
+        for key, value in scheduled(group).items()
+        if key != INITIAL_RATE
+    )
 
-    ``whose`` names their owner in messages. The reference then follows nothing, and
-    says where ranks step with other values.
+
+def other_than_reference(
+    steps: Sequence[Sequence[tuple[RankTrace, StepTrace]]],
+    reference: Sequence[Settings],
+    whose: str,
+) -> tuple[int, str] | None:
+    """Find the first step at which a rank steps with other settings.
+
+    Args:
+        steps: each step, seen on all ranks.
+        reference: settings of the reference at each step.
+        whose: owner of these settings, in words.
     """
-    for step, (seen, settings) in enumerate(zip(steps, planned, strict=False)):
+    for step, (seen, settings) in enumerate(zip(steps, reference, strict=False)):
         for name, key, want in settings:
             for trace, at in seen:
                 value = at.settings.get(name, {}).get(key, want)
                 if not _equal(value, want):
-                    text = (
+                    return step, (
                         f"{key} of {name} is {_plain(value)} on rank {trace.rank} at "
                         f"step {step}, and {_plain(want)} {whose}"
                     )
-                    return StackSchedule(differs=(step, text))
-    return StackSchedule(differs=schedule.differs)
+    return None
 
 
 def _equal(value: Setting, want: Setting) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...fixtures import Batch
+from ...fixtures import Batch, ResolvedWorkload
 from ..rank.modules import (
     INPUT,
     INPUT_GRADIENT,
@@ -32,7 +32,7 @@ from .one_rank import watched_on_one_rank
 from .reference import ReferenceRun, Schedule, reference_before
 from .variants import PLAIN, TRUTH
 
-__all__ = ["Expected", "OnOneProcess", "OnOneRank"]
+__all__ = ["Expected", "OnOneProcess", "OnOneRank", "parts_of"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,12 @@ class Expected:
     """Largest permitted norm and element of an error."""
 
 
+def parts_of(workload: ResolvedWorkload, step: int, seed: int) -> list[Batch]:
+    """The micro-batches of the whole batch of one step."""
+    batch, own = workload.batch(step, seed), workload.micro_batches
+    return [batch] if own is None else own(batch)
+
+
 class OnOneProcess:
     """The plain reference up to a step: the truth and its noisy runs."""
 
@@ -52,10 +58,23 @@ class OnOneProcess:
         self.truth = reference_before(scenario, schedule, TRUTH, step)
         self.plain = reference_before(scenario, schedule, PLAIN, step)
         self.whole = scenario.workload.batch(step, scenario.seed)
-        self.of_whole = False
+        self.n_parts = len(parts_of(scenario.workload, step, scenario.seed))
+        self.of_whole = self.always_whole = False
         precision = scenario.parsed_precision
         self.roundoff = precision.roundoff
         self.scale = 1.0 if precision.is_full else schedule.scales[step]
+
+    def run_on_whole(self, shares: Sequence[Sequence[Batch]]) -> bool:
+        """Run on the whole batch from now on, if it is the one micro-batch of all.
+
+        Args:
+            shares: micro-batches of each rank.
+
+        Returns:
+            False if a rank's rows belong to several micro-batches.
+        """
+        self.always_whole = self.n_parts == 1 and all(len(s) == 1 for s in shares)
+        return self.always_whole
 
     def expected(self, each: Watched) -> tuple[dict[Boundary, Expected], ModuleLog]:
         """The tensors of a run on a rank's batches with bounds, and the truth's log."""
@@ -77,11 +96,12 @@ class OnOneProcess:
     def _of_whole_rows(self, batch: Batch) -> Batch:
         """A micro-batch that a reference can run by itself.
 
-        Parts of rows, such as parts of a sequence, depend on each other. Then the
-        reference runs on the whole, and the rank's tensors are parts of its tensors.
+        Parts of rows, such as parts of a sequence, depend on each other, and so may
+        rows, as in a batch norm over all ranks. Then the reference runs on the whole,
+        and the rank's tensors are parts of its tensors.
         """
         shapes = [[t.shape[1:] for t in b.tensors] for b in (batch, self.whole)]
-        self.of_whole = shapes[0] != shapes[1]
+        self.of_whole = self.always_whole or shapes[0] != shapes[1]
         return self.whole if self.of_whole else batch
 
     def _watched(self, run: ReferenceRun, batches: Sequence[Batch]) -> ModuleLog:

@@ -292,13 +292,16 @@ def _decisions(seen: StepTrace, trace: RankTrace, groups: _Groups) -> list[Decis
         if event.kind is Kind.CHANGED
     }
     decisions = []
+    training_by_group = [trace.trains.intersection(names) for names in groups.names]
     for number, names in enumerate(groups.names):
-        training = trace.trains.intersection(names)
+        training = training_by_group[number]
         decisions.append(
             Decision(
                 non_finite=[name for name in names if name in bad],
                 parameters_changed=bool(training & seen.changed) if training else None,
                 state_changed=number in moved,
+                others=sum(map(bool, training_by_group)) - bool(training),
+                names=[name for name in names if name in training],
             )
         )
     return decisions

@@ -200,11 +200,12 @@ def _local_part(
         parts.insert(0, numbers[slices[0]])
     fitting = [part for part in parts if part.numel() == tensor.numel()]
     if not fitting:
-        sizes = " or ".join(str(part.numel()) for part in parts) or "no"
+        sizes = " or ".join(str(part.numel()) for part in parts)
+        what = f"have {sizes}" if parts else f"are of {len(slices)} dims"
         raise workload.refuse(
             call,
             f"gave {name} with {tensor.numel()} elements, and its slices {slices!r} "
-            f"have {sizes}: {expected}",
+            f"{what}: {expected}",
         )
     return LocalPart(tensor, fitting[0].reshape(-1).numpy())
 

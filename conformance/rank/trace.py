@@ -171,6 +171,10 @@ class Decision:
     """True if any local element changed; None where nothing of it trains here."""
     state_changed: bool = False
     """True if the state of any of its optimizers changed."""
+    others: int = 0
+    """Number of decision groups beside this one that train on this rank."""
+    names: list[str] = field(default_factory=list)
+    """Its parameters that train on this rank."""
 
 
 Average = dict[str, tuple[int, str]]

@@ -221,10 +221,16 @@ def _run_step(
     # faults go into the gradients before anything reads them: the rule, which is
     # applied to raw gradients, and the scaler see the same
     plant_and_read(seen, faults, local_gradients(engine))
+    settings_by_name = {
+        name: group.settings
+        for optimizer in engine.optimizers
+        for group in groups_of(engine, optimizer)
+        for name in group.names
+    }
     for number, names in enumerate(engine.owned):
-        group = Group(tuple(names))
+        groups = tuple(Group((n,), settings_by_name.get(n, {})) for n in names)
         seen.events += [
-            Event(kind=Kind.HANDED, optimizer=number, groups=(group,)),
+            Event(kind=Kind.HANDED, optimizer=number, groups=groups),
             Event(kind=Kind.RETURNED, optimizer=number),
         ]
     before = digests_of(engine)

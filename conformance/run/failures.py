@@ -6,11 +6,10 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from torch.utils.checkpoint import CheckpointError
 
-from ...fixtures import CannotError, OfWorkload, WorkloadError
+from ...fixtures import CannotError, OfWorkload, WorkloadError, shortened
 from ...multiprocess import RankOutcome, RankState, WorldError
 from ..judge.one_rank import one_rank_references
 from ..judge.reference import Schedule, reference_before
@@ -20,7 +19,7 @@ from ..rank.scaler_spec import NO_SCALER
 from ..rank.trace import RankTrace
 from ..rank.worker import JudgedError, all_say_right, checked_collective
 from ..space.scenario import Scenario
-from .launcher import LOST, root_cause
+from .launcher import LOST, root_cause, waiting_place
 
 __all__ = ["ran_out_of_time", "traces_of", "why_not_run"]
 
@@ -30,9 +29,6 @@ _CHECKS = re.compile(
     re.MULTILINE,
 )
 """The frames in which a rank waits for the others, once its step is made."""
-_FRAME = re.compile(r'^  File "([^"]+)", line (\d+) in (.+)$', re.MULTILINE)
-_OF_TORCH = re.compile("/torch/|/multiprocess/")
-"""Files whose frames do not say which code waits."""
 
 
 def traces_of(failure: WorldError, *, judged: bool) -> tuple[RankTrace, ...]:
@@ -86,14 +82,8 @@ def _how(outcome: RankOutcome) -> str:
     """How a rank hangs: since when, and in which function."""
     # of a victim: "...; killed because rank 0 failed", but this one is the cause
     since = (outcome.message or "no answer").partition("; killed")[0]
-    # faulthandler writes the main thread last, its innermost frame first
-    frames = _FRAME.findall(outcome.stacks.rpartition("hread 0x")[2])
-    places = [
-        f"{since}, in {function} ({Path(file).name}:{line})"
-        for file, line, function in frames
-        if not _OF_TORCH.search(file)
-    ]
-    return next(iter(places), since)
+    place = waiting_place(outcome)
+    return f"{since}, in {place}" if place else since
 
 
 def ran_out_of_time(traces: Sequence[RankTrace]) -> str:
@@ -150,7 +140,7 @@ def why_not_run(
     frozen = recipe.training.frozen
     narrowed = scenario.parsed_topology.narrowed
     unasked = narrowed or recipe.resume or recipe.recompute
-    text = " ".join(str(error).split())[:600]
+    text = shortened(str(error), 600)
     if isinstance(error, CannotError):
         return text
     own_step = spec == NO_SCALER and OfWorkload.LOOP not in scenario.workload.has
@@ -185,6 +175,6 @@ def why_not_alone(scenario: Scenario) -> str:
             return ""
         reference_before(scenario, schedule, PLAIN, 1)
     except WorkloadError as error:
-        text = " ".join(str(error).split())[:600]
+        text = shortened(str(error), 600)
         return f"one process cannot run in {scenario.precision} either: {text}"
     return ""

@@ -11,6 +11,7 @@ it is forked: ``run/session.py`` imports all of that.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import weakref
@@ -18,20 +19,29 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from ...fixtures import WorkloadError
-from ...multiprocess import Cluster, RankState, WorldError
+from ...fixtures import WorkloadError, shortened
+from ...multiprocess import Cluster, RankOutcome, RankState, WorldError
 from ...multiprocess.cluster import BaseCluster
 from ..rank.devices import Devices, device_names, visible_gpus
 from ..report.records import Launcher
-from ..status import UsageError
+from ..status import UsageError, rank_list
 
 if TYPE_CHECKING:
     from ...multiprocess.elastic.agent import Agent
 
-__all__ = ["AloneError", "Place", "Pool", "Torchrun", "place_of", "root_cause"]
+__all__ = [
+    "AloneError",
+    "Place",
+    "Pool",
+    "Torchrun",
+    "place_of",
+    "root_cause",
+    "waiting_place",
+]
 
 T = TypeVar("T")
 LOST = {RankState.KILLED, RankState.EXITED}
@@ -224,13 +234,44 @@ def place_of(devices: Devices, timeout_s: float, agent: Agent | None) -> Place:
     return Torchrun(devices, timeout_s, agent)
 
 
+_FRAME = re.compile(r'^  File "([^"]+)", line (\d+) in (.+)$', re.MULTILINE)
+_NOT_THE_CALLER = re.compile("/torch/|/multiprocess/")
+"""Files whose frames do not say which code waits."""
+
+
+def waiting_place(outcome: RankOutcome) -> str:
+    """Function and line in which a rank waited when it was killed, or ""."""
+    # faulthandler writes the main thread last, its innermost frame first
+    frames = _FRAME.findall(outcome.stacks.rpartition("hread 0x")[2])
+    places = [
+        f"{function} ({Path(file).name}:{line})"
+        for file, line, function in frames
+        if not _NOT_THE_CALLER.search(file)
+    ]
+    return next(iter(places), "")
+
+
+def _waiting_places(failure: WorldError) -> str:
+    """Say where each rank of a world waited that did not end, or ""."""
+    ranks_by_place: dict[str, list[int]] = {}
+    for outcome in failure.outcomes:
+        if place := waiting_place(outcome):
+            ranks_by_place.setdefault(place, []).append(outcome.rank)
+    places = [f"{rank_list(ranks)} in {p}" for p, ranks in ranks_by_place.items()]
+    return f"; waiting: {', '.join(places)}" if places else ""
+
+
 def root_cause(failure: WorldError) -> str:
     """Why a world failed, in one line: rank, call, error, and its last words."""
     root = failure.root
     # its own text names rank and call; the headline would add our class before it
     own = isinstance(root.exception, WorkloadError)
-    text = " ".join((str(root.exception) if own else root.headline).split())[:600]
+    text = shortened(str(root.exception) if own else root.headline, 600)
+    if root.state is RankState.HUNG:
+        text += _waiting_places(failure)
     # a library that aborts says why: gloo, that ranks send unequal sizes
     last = root.output.split("\n") if root.state in LOST else []
     last_words = [" ".join(line.split()) for line in last if line.strip()]
-    return f"{text}; its last line: {last_words[-1][:300]}" if last_words else text
+    if not last_words:
+        return text
+    return f"{text}; its last line: {shortened(last_words[-1], 300)}"

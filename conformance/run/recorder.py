@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from ... import __version__
-from ...fixtures import DATASETS, ONE_RANK, resolve_workload
+from ...fixtures import DATASETS, ONE_RANK, OfWorkload, resolve_workload
 from ..judge import laws as laws  # enters them into LAWS
 from ..judge.law import LAWS, Evidence
 from ..judge.parity import mean_loss
@@ -198,9 +198,12 @@ def case_record(case: Case, devices: Devices | None = None) -> CaseRecord:
 
 
 def _whose(case: Case) -> str:
-    """The user's call that raised; else empty."""
+    """The user's call that raised, or the workload that hung; else empty."""
     error = case.own_error
-    return f"your {error.call or 'workload'}" if error is not None else ""
+    if error is not None:
+        return f"your {error.call or 'workload'}"
+    hung = case.hangs and OfWorkload.JUDGED in case.scenario.workload.has
+    return "your workload" if hung else ""
 
 
 def _worst(evidence: Evidence | None) -> tuple[Comparison, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
@@ -10,8 +10,10 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from ...fixtures import CannotError, local
 
 __all__ = ["Recomputed", "recompute_in_backward"]
 
@@ -70,11 +72,13 @@ def _checkpointed(kind: type[nn.Module], counted: Recomputed) -> Any:
         # a part that the user compiles is not recomputed
         if torch.compiler.is_compiling():
             return type(self).forward(self, *args, **kwargs)
-        runs = 0
+        runs, weights = 0, [(p, local(p).detach().clone()) for p in self.parameters()]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal runs
             counted.again += runs > 0
+            if runs and _are_others(self, weights):
+                raise CannotError(SWAPPED)
             runs += 1
             with counted.around(self):
                 return type(self).forward(self, *args, **kwargs)
@@ -82,6 +86,26 @@ def _checkpointed(kind: type[nn.Module], counted: Recomputed) -> Any:
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     return forward
+
+
+SWAPPED = (
+    "a part has other parameters when it runs again in backward than in forward, as "
+    "with torch.func.functional_call, and activation checkpointing needs the same"
+)
+
+
+def _are_others(part: nn.Module, weights: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """True if tensors of other values are in place of the parameters of a forward.
+
+    A parameter that was written in between is the same: that is a fault of the stack.
+    """
+    # not strict: a layout may hold the parameters in another form then
+    for now, (was, value) in zip(part.parameters(), weights, strict=False):
+        here = local(now).detach()
+        alike = (here.shape, here.dtype) == (value.shape, value.dtype)
+        if now is not was and alike and not torch.equal(here, value):
+            return True
+    return False
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:

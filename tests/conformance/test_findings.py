@@ -9,9 +9,9 @@ from gradparity.conformance import LAWS, Evidence, Scenario, Status
 from gradparity.conformance.judge.law import judge
 from gradparity.conformance.judge.laws.scale import SMALLEST
 from gradparity.conformance.judge.laws.transparency import SUBNORMAL
-from gradparity.conformance.judge.measured import Parity
+from gradparity.conformance.judge.measured import Lack, Parity
 from gradparity.conformance.judge.parity import _compare
-from gradparity.conformance.rank.trace import Collective, Problem
+from gradparity.conformance.rank.trace import Collective, Decision, Problem
 from gradparity.conformance.space.recipes import MANUAL_STEP
 from gradparity.tests.made_up import (
     BAD_STEP,
@@ -288,6 +288,57 @@ def test_wrong_calls_that_one_rank_did_not_get_to_are_not_excused() -> None:
 
 
 # - Parity
+
+
+@pytest.mark.parametrize(
+    ("lack", "words", "absent"),
+    [
+        (Lack.UNSEEN, "write optimizers(stack) to name", "use more rows"),
+        (Lack.NOISE, "use more rows or a smaller", "optimizers(stack)"),
+        (Lack.NOT_FINITE, "a precision with a larger range", "use more rows"),
+    ],
+)
+def test_a_gradient_that_is_not_compared_has_one_reason(
+    lack: Lack, words: str, absent: str
+) -> None:
+    of = parity_of(evidence(), ("gradient", 0.5))
+    assert of.parity is not None
+    of.parity.not_compared["gradient"] = 9
+    of.parity.lacks("gradient", lack, step=2, elements=6)
+    of.parity.lacks("gradient", lack, step=1, elements=2)
+    of.parity.lacks("gradient", Lack.UNSEEN, step=0, elements=1)
+    found = finding(of, "parity.gradient")
+    assert found.status is Status.INCONCLUSIVE
+    since = 0 if lack is Lack.UNSEEN else 1
+    assert f"them: from step {since} on {lack.value}: " in found.message
+    assert words in found.message and absent not in found.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "lack", "words"),
+    [
+        ("update", Lack.DIRECTION, "use a precision with less rounding"),
+        ("update", Lack.NOISE, "below the rounding of the weights (use a larger"),
+        ("loss", Lack.NOISE, "use more rows or a smaller learning rate"),
+        ("loss", Lack.COUNTS, "return the loss of the whole batch on all ranks"),
+    ],
+)
+def test_an_update_and_a_loss_have_one_reason_as_well(
+    kind: str, lack: Lack, words: str
+) -> None:
+    of = parity_of(evidence(), (kind, 0.5))
+    assert of.parity is not None
+    of.parity.not_compared[kind] = 99
+    of.parity.lacks(kind, lack, step=1, elements=99)
+    found = finding(of, f"parity.{kind}")
+    assert found.status is Status.INCONCLUSIVE
+    assert f": from step 1 on {lack.value}: " in found.message
+    assert words in found.message and "train_step" not in found.message
+
+
+def test_a_loss_that_nobody_returns_is_told() -> None:
+    found = finding(parity_of(evidence()), "parity.loss")
+    assert found.message.endswith("train_step returned no loss on any rank")
 
 
 def parity_of(of: Evidence, *rows: tuple[str, float]) -> Evidence:
@@ -599,6 +650,21 @@ def test_a_good_step_after_a_bad_one_is_looked_at() -> None:
     found = finding(of, "skip.all-ranks-step")
     assert found.message == (
         "step 2: rank 0 did not step although all gradients are finite"
+    )
+
+
+def test_parameters_that_are_not_stepped_beside_others_are_named() -> None:
+    of = evidence()
+    for trace in of.ranks:
+        trace.owned = [["a"], ["b", "c", "d", "e"]]
+        decision = trace.steps[2].decisions[0]
+        decision.others, decision.names = 1, ["a"]
+        still = Decision(parameters_changed=False, others=1, names=["b", "c", "d", "e"])
+        trace.steps[2].decisions.append(still)
+    found = finding(of, "skip.all-ranks-step")
+    assert found.message == (
+        "step 2: ranks 0, 1 did not step b, c, d and 1 more, although all gradients "
+        "are finite"
     )
 
 

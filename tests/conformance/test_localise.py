@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.__main__ import main
+from gradparity.conformance.judge.boundaries import Boundaries, _Found
 from gradparity.conformance.judge.compare import multiple_of
 from gradparity.conformance.judge.localise import _common, _times
 from gradparity.conformance.rank.modules import (
@@ -57,6 +58,7 @@ RIGHT = [
     own(misplaced.RightSharded, "dp2/2/fp32"),
     own(misplaced.RightPipeline, "stages2/2/fp32"),
     own(misplaced.SequenceStepsTwice),
+    own(misplaced.RightJoinedNorm, "dp2/2/fp32"),
 ]
 MORE_THAT_ARE_RIGHT = [
     own(misplaced.ShardedStepsTwice, "dp2/2/fp32"),
@@ -107,6 +109,8 @@ def test_nothing_departs_in_a_right_stack(runner: Runner, id: str) -> None:
         ),
         (misplaced.StageOff, "stages2/2", "forward", "blocks.1.norm_2", (1,)),
         (misplaced.OwnKeys, "cp2/2", "forward", "blocks.0.attention", (1,)),
+        (misplaced.NormForgetsBackward, "dp2/2", "backward", "1", (0, 1)),
+        (misplaced.NormOfOwnRows, "dp2/2", "forward", "1", (0, 1)),
         (misplaced.NormNotReduced, "tp2/2", "gradient", "blocks.0.norm_2", (0, 1)),
         (misplaced.NeverAveraged, "dp2/2", "gradient", "head", (0, 1)),
         (misplaced.SteppedTwice, "dp2/2", "update", "head", (0, 1)),
@@ -234,6 +238,20 @@ def test_a_loss_that_each_rank_normalises_by_itself_is_reported(runner: Runner) 
     assert found.module == ""
 
 
+@pytest.mark.parametrize("state", ["right", "wrong"])
+def test_only_multiples_of_the_right_gradient_are_normalised_by_a_rank(
+    state: str,
+) -> None:
+    start = Boundary(0, "", 0, OUTPUT_GRADIENT, 0)
+    of = object.__new__(Boundaries)
+    of.step, of.one_factor = 0, True
+    of.factors = {(0, 0): 1.0, (1, 0): 0.9}
+    of.starts = dict.fromkeys(of.factors, start)
+    seen: Any = _Found(state, error=0.1, bound=1.0)  # type: ignore[arg-type]
+    of.found = {(0, start): seen, (1, start): seen}
+    assert (of.uneven() is not None) == (state == "right")
+
+
 def test_a_factor_of_the_loss_is_reported(runner: Runner) -> None:
     found = located(runner, own(misplaced.LossOfBothRanks))
     assert found.where == "loss"
@@ -280,6 +298,20 @@ def test_a_factor_has_the_digits_that_tell_it_from_1_and_from_0(
     factor: float, words: str
 ) -> None:
     assert _times(factor) == f"{words} x the truth"
+
+
+def test_an_update_without_a_gradient_is_no_fault_of_the_optimizer(
+    runner: Runner,
+) -> None:
+    found = located(runner, own(misplaced.MovesAFrozenBias, "dp2/2/fp32"))
+    assert (found.where, found.module) == ("update", "head")
+    assert "no gradient is due there: look at what else moves it" in found.text
+
+
+def test_a_factor_on_one_rank_is_no_missing_average(runner: Runner) -> None:
+    found = located(runner, own(misplaced.SlightlyMoreOnRank1, "dp2/2/fp32"))
+    assert "head.bias itself differs on rank 1, step 0, by 0.001" in found.text
+    assert "nothing averages them" not in found.text
 
 
 def test_errors_of_a_common_factor_are_no_rounding(runner: Runner) -> None:

@@ -16,9 +16,16 @@ from gradparity.conformance.rank.watched_step import _as_called
 from gradparity.conformance.rank.worker import observe_rank
 from gradparity.conformance.run.failures import why_not_run
 from gradparity.conformance.run.launcher import root_cause
+from gradparity.conformance.run.recorder import case_record
 from gradparity.conformance.space.facts import facts_of
 from gradparity.conformance.space.workload_checks import check_workload
-from gradparity.fixtures import Batch, OfWorkload, WorkloadError, resolve_workload
+from gradparity.fixtures import (
+    Batch,
+    OfWorkload,
+    WorkloadError,
+    resolve_workload,
+    shortened,
+)
 from gradparity.fixtures.faulty.own_steps import (
     FAULTY_STEPS,
     RIGHT_STEPS,
@@ -149,6 +156,39 @@ def test_a_step_that_hangs_on_one_rank_is_not_tried_there(
     failure = WorldError((hung,), hung)
     found = why_not_run(failure, spec, scenario, lambda call, *args: call(*args))
     assert found == ("" if tried else "its train_step: rank 0: hung, waiting")
+
+
+def test_a_step_that_hangs_is_the_workload_s_and_says_where_ranks_wait() -> None:
+    stacks = 'Current thread 0x1 (most recent call first):\n  File "{}", line 7 in {}\n'
+    waiting = [("/torch/c10d.py", "all_reduce"), ("/my/steps.py", "norm")]
+    text = stacks.format(*waiting[0]) + '  File "{}", line 9 in {}'.format(*waiting[1])
+    hung = RankOutcome(
+        rank=0, state=RankState.HUNG, message="still running", stacks=text
+    )
+    text = stacks.format("/my/loop.py", "epoch")
+    other = RankOutcome(rank=1, state=RankState.VICTIM, stacks=text)
+    failure = WorldError((hung, other), hung)
+    told = root_cause(failure)
+    assert told == (
+        "rank 0: hung, still running; waiting: rank 0 in norm (steps.py:9), rank 1 in "
+        "epoch (loop.py:7)"
+    )
+    case = Case(
+        scaler="none",
+        scenario=at(OneProcess, "dp2/2/fp32"),
+        verdicts=(),
+        evidence=None,
+        seconds=0.0,
+        problem=told,
+        error=failure,
+    )
+    assert case_record(case).whose == "your workload"
+
+
+def test_an_error_text_ends_after_a_whole_word() -> None:
+    assert shortened("no\nplan", 7) == "no plan"
+    assert shortened("parallelize raised", 13) == "parallelize ..."
+    assert shortened("parallelize", 8) == "parallel ..."
 
 
 def test_a_rank_that_aborts_is_shown_with_its_last_words() -> None:
@@ -299,6 +339,9 @@ def test_a_second_name_of_a_tied_weight_is_refused_with_its_first() -> None:
         read_local_parts(workload, "weights", both, whole)
     with pytest.raises(WorkloadError, match=r"'head', which is not in the model"):
         read_local_parts(workload, "weights", {"head": whole}, whole)
+    odd = {"0.weight": (whole["0.weight"], (slice(None),) * 3)}
+    with pytest.raises(WorkloadError, match=r"are of 3 dims: expected a tensor"):
+        read_local_parts(workload, "weights", odd, whole)
 
 
 class Empty(nn.Module):

@@ -31,7 +31,7 @@ from gradparity.tests.workloads.schedules import (
     TwoRates,
     WarmsUp,
 )
-from gradparity.tests.workloads.stacks import rank
+from gradparity.tests.workloads.stacks import Named, Right, rank
 from gradparity.tests.workloads.steps import (
     Engine,
     MicroBatches,
@@ -213,6 +213,33 @@ class WrongConstant(Trains):
         return engine
 
 
+class LargerOnRank1(Trains):
+    """No schedule, and a rate of its own on rank 1."""
+
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        made = super().optimizer(parameters)
+        made.param_groups[0]["lr"] *= 1.0 + 0.01 * rank()
+        return made
+
+
+class DecaysWhatIsLarge(Right):
+    """No train_step; each rank decides on weight decay by the size of its shard."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        fully_shard(model, mesh=mesh)
+        return model
+
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        groups = [
+            {
+                "params": [p],
+                "weight_decay": 0.1 * (getattr(p, "_local_tensor", p).numel() > 32),
+            }
+            for _, p in parameters
+        ]
+        return torch.optim.SGD(groups, lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("stack", "law", "words"),
     [
@@ -231,6 +258,23 @@ class WrongConstant(Trains):
         ),
         (OneGroupOnOneRank, "parity.update", "; lr of 0.bias is "),
         (WrongConstant, "parity.update", "step 0: the update of"),
+        (
+            WrongConstant,
+            "parity.update",
+            "; lr of 0.weight is 0.005 on rank 0 at step 0, and 0.01 by the "
+            "workload's optimizer",
+        ),
+        (
+            DecaysWhatIsLarge,
+            "parity.update",
+            "; weight_decay of 0.weight is 0 on rank 0 at step 0, and 0.1 by the "
+            "workload's optimizer",
+        ),
+        (
+            LargerOnRank1,
+            "agreement.replicas",
+            "; lr of 0.weight is 0.01 on rank 0 and 0.0101 on rank 1 at step 0",
+        ),
     ],
 )
 def test_a_fault_beside_a_schedule_is_caught(

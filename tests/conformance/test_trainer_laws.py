@@ -93,6 +93,15 @@ def test_an_average_that_need_not_be_equal_is_not_compared(
     assert finding(e, "trainer.average").status is not Status.FAIL
 
 
+def test_an_average_that_stays_on_one_rank_is_asked_about() -> None:
+    e = evidence()
+    averages(e, 1, *"00000")
+    found = finding(e, "trainer.average")
+    assert found.status is Status.INCONCLUSIVE
+    assert "moves on rank 0 and stays on rank 1" in found.message
+    assert "let ema(stack) return {} there" in found.message
+
+
 def test_averages_that_drift_apart_are_told_at_the_first_step() -> None:
     e = evidence()
     averages(e, 1, *"01abc")

@@ -233,7 +233,7 @@ def test_updates_that_rounding_decides_say_so(runner: Runner) -> None:
     case = runner.run("none", Scenario.parse(where))
     found = next(v for v in case.verdicts if v.law == "parity.update")
     assert (found.status, found.compared) == (Status.INCONCLUSIVE, 0)
-    assert "elsewhere the gradient is below the bound of its error" in found.message
+    assert "on the gradient is below the bound of its error" in found.message
 
 
 def test_a_script_is_refused_where_fp64_needs_the_judges_context() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
+from torch.func import functional_call
 
 from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.conformance.rank.worker import observe_rank
@@ -322,6 +323,54 @@ def test_a_checkpoint_of_another_kind_is_refused() -> None:
 
 
 @pytest.mark.slow
+class LearnsToLearn(Trains):
+    """No fault: its loss is that of weights which are one step away (MAML)."""
+
+    reference = "one rank"
+    clip_norm = None  # type: ignore[assignment]  # it does not clip
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        engine = Engine(model, self.optimizer([*model.named_parameters()]))
+        engine.kept["mesh"] = mesh["dp"]
+        return engine
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        stack.optimizer.zero_grad()
+        weights: dict[str, Tensor] = {**dict(stack.module.named_parameters())}
+        total = torch.zeros(())
+        for x, y in micro_batches:
+            within = self.loss(functional_call(stack.module, weights, (x,)), y)
+            steps = torch.autograd.grad(within, [*weights.values()], create_graph=True)
+            near = {
+                name: weight - 0.1 * step
+                for (name, weight), step in zip(weights.items(), steps, strict=True)
+            }
+            loss = self.loss(functional_call(stack.module, near, (x,)), y)
+            (loss / len(micro_batches)).backward()
+            total = total + loss.detach() / len(micro_batches)
+        group = stack.kept["mesh"].get_group()
+        for weight in weights.values():
+            assert weight.grad is not None
+            dist.all_reduce(weight.grad, group=group)
+            weight.grad /= group.size()
+        stack.optimizer.step()
+        return total
+
+    def batch(self, step: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Equal halves: a step within is that of the rows of a rank."""
+        x, y = super().batch(step, seed)
+        return torch.cat([x[:8], x[:8]]), torch.cat([y[:8], y[:8]])
+
+
+def test_weights_that_are_swapped_in_a_forward_are_not_tried(runner: Runner) -> None:
+    assert accused(runner.run("none", here(LearnsToLearn, "plain"))) == {}
+    case = runner.run("none", here(LearnsToLearn, "recompute"))
+    assert case.skipped, (case.problem, case.verdicts)
+    assert "a part has other parameters when it runs again" in case.verdicts[0].message
+
+
 def test_modules_that_a_layout_makes_anew_recompute_as_well(runner: Runner) -> None:
     case = runner.run("none", here(MakesModulesAnew, "recompute"))
     assert case.status is Status.PASS, (case.problem, accused(case))

@@ -425,6 +425,16 @@ class SlightlyTooMuch(Right):
         parameter.grad *= 1.01
 
 
+class SlightlyMoreOnRank1(Right):
+    """After the average, one gradient on rank 1 is multiplied by 1.001."""
+
+    def average(self, name: str, group: Group, parameter: nn.Parameter) -> None:
+        super().average(name, group, parameter)
+        if name == "head.bias" and group.rank():
+            assert parameter.grad is not None
+            parameter.grad *= 1.001
+
+
 class NeverAveraged(Right):
     """The gradient of the head's bias is not averaged."""
 
@@ -950,3 +960,83 @@ class KeepsTheLastPass(ClippedAfterAFault):
         norm = nn.utils.clip_grad_norm_(stack.module.parameters(), self.clip_norm)
         stack.optimizer.step()
         return total, norm
+
+
+class _SumBoth(_Sum):
+    """Adds up in both directions."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient)
+        return gradient, None
+
+
+class _JoinedNorm(nn.Module):
+    """A batch norm over the rows of all ranks."""
+
+    def __init__(self, sums: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.sums = sums
+
+    def forward(self, x: Tensor) -> Tensor:
+        ranks = dist.get_world_size()
+        mean = self.sums.apply(x.mean(0), dist.group.WORLD) / ranks
+        squares = ((x - mean) ** 2).mean(0)
+        variance = self.sums.apply(squares, dist.group.WORLD) / ranks
+        output: Tensor = (x - mean) / (variance + 1e-5).sqrt()
+        return output
+
+
+class RightJoinedNorm(Right):
+    """No fault: a batch norm that looks at the rows of all ranks."""
+
+    meshes = ({"dp": 2},)
+    sums: type[torch.autograd.Function] = _SumBoth
+
+    def model(self) -> nn.Module:
+        norm = nn.BatchNorm1d(8, affine=False, track_running_stats=False)
+        return nn.Sequential(nn.Linear(8, 8), norm, nn.Tanh(), nn.Linear(8, 4))
+
+    def batch(self, step: int, seed: int) -> Batch:
+        generator = torch.Generator().manual_seed(1000 * seed + step)
+        x = torch.randn(16, 8, generator=generator)
+        return x, x.abs()[:, :4]
+
+    def micro_batches(self, batch: Batch) -> list[Batch]:
+        return [batch]
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        model[1] = _JoinedNorm(self.sums)  # type: ignore[operator]  # a Sequential
+        return super().parallelize(model, mesh)
+
+
+class NormForgetsBackward(RightJoinedNorm):
+    """The gradients of the statistics stay on their rank."""
+
+    sums = _Sum
+
+
+class NormOfOwnRows(RightJoinedNorm):
+    """Each rank has statistics of its own."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return Right.parallelize(self, model, mesh)
+
+
+class MovesAFrozenBias(Right):
+    """Something else than an optimizer moves a parameter that is not trained."""
+
+    def model(self) -> nn.Module:
+        made = super().model()
+        made.get_parameter("head.bias").requires_grad_(False)
+        return made
+
+    def average(self, name: str, group: Group, parameter: nn.Parameter) -> None:
+        super().average(name, group, parameter)
+        if name == "head.weight":
+            self.bias.detach().add_(0.1)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        self.bias = model.get_parameter("head.bias")
+        return super().parallelize(model, mesh)

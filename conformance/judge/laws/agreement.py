@@ -141,7 +141,11 @@ def replicas(evidence: Evidence) -> Finding:
             compared += len(digests) - 1
             if len(set(digests)) > 1:
                 ranks = [evidence.ranks[i].rank for i in positions]
-                return replace(_torn(step, name, ranks, digests), compared=compared)
+                torn = _torn(step, name, ranks, digests)
+                parity = evidence.parity
+                other = parity.other_setting(step) if parity is not None else ""
+                text = f"{torn.message}; {other}" if other else torn.message
+                return replace(torn, message=text, compared=compared)
         for name, digest_by_rank in _moved_buffers(evidence, seen).items():
             compared += len(digest_by_rank) - 1
             ranks, digests = [*digest_by_rank], [*digest_by_rank.values()]

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from ..law import Evidence, Finding, Status, inconclusive, law, of_buffer, skipped
-from ..measured import ParityRow
+from ..law import (
+    STOPPED,
+    Evidence,
+    Finding,
+    Status,
+    inconclusive,
+    law,
+    of_buffer,
+    skipped,
+)
+from ..measured import Lack, ParityRow
 
 REASON = (
     "A difference beyond its bound trains another model. Bounds come from the errors "
@@ -51,12 +60,14 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
         text = f"{finding.message}; {parity.narrow_loss}"
         finding = replace(finding, message=text)
     schedule = parity.stack_schedule
-    differs = schedule.differs
-    # updates that agree so closely show nothing
-    if differs is not None and (
-        differs[0] <= first.step if first is not None else kind == "update"
-    ):
-        finding = replace(finding, message=f"{finding.message}; {differs[1]}")
+    if first is not None:
+        # a loss and a gradient come before the step that the settings are of
+        until = first.step - (kind in ("loss", "gradient"))
+        other = parity.other_setting(until)
+    else:  # updates that agree so closely show nothing
+        other = schedule.differs[1] if schedule.differs and kind == "update" else ""
+    if other:
+        finding = replace(finding, message=f"{finding.message}; {other}")
     if kind == "update" and schedule.followed:
         text = f"the reference follows the stack's schedule of {schedule.followed}"
         finding = replace(finding, message=f"{finding.message}; {text}")
@@ -115,17 +126,46 @@ def _subject(row: ParityRow) -> str:
     return f"the {row.kind} of {row.parameter} on rank {row.rank}"
 
 
+_LESS_ROUNDING = "use a precision with less rounding (--precision fp32)"
+_WAY_OUT = {
+    Lack.UNSEEN: "it was not called, is not one of torch, or steps copies of the "
+    "parameters. If optimizers use the parameters' own grad, write optimizers(stack) "
+    "to name their parameters; else write gradients(stack) to return the gradients "
+    "that they use",
+    Lack.NOT_FINITE: "use a precision with a larger range, or a smaller learning rate",
+    Lack.NOISE: f"use more rows or a smaller learning rate, or {_LESS_ROUNDING}",
+    Lack.DIRECTION: _LESS_ROUNDING,
+    Lack.COUNTS: "the model on one process does not accept the inputs of shard, or the "
+    "loss has several counts (return the loss of the whole batch on all ranks)",
+}
+_OF_UPDATES = (
+    "steps are below the rounding of the weights (use a larger learning rate), the "
+    "optimizer is ill-conditioned, or a batch norm has few rows (use more rows)"
+)
+
+
+def _lacking(kind: str, otherwise: str = STOPPED) -> Callable[[Evidence], str]:
+    """Say why most of the values that are missing could not be compared."""
+
+    def why_not(evidence: Evidence) -> str:
+        lacking = evidence.parity.lacking.get(kind) if evidence.parity else None
+        if not lacking:
+            return otherwise
+        why, (_, since) = max(lacking.items(), key=lambda each: each[1][0])
+        of_update = kind == "update" and why is Lack.NOISE
+        way_out = _OF_UPDATES if of_update else _WAY_OUT[why]
+        return f"from step {since} on {why.value}: {way_out}"
+
+    return why_not
+
+
 @law(
     "parity.gradient",
     "Every unscaled gradient that the optimizer gets is as near to fp64 as in a "
     "correct single-process run of that precision.",
     REASON + " An update alone may not show it: Adam hides a wrong factor.",
     of_stack=True,
-    hidden="elsewhere correct runs differ by as much as the gradient itself or are not "
-    "finite, or gradparity did not see the gradient that the optimizer used. Then the "
-    "optimizer was not called, is not one of torch, or steps copies of the parameters. "
-    "If optimizers use the parameters' own grad, write optimizers(stack) to name their "
-    "parameters; else write gradients(stack) to return the gradients that they use",
+    hidden=_lacking("gradient", f"no gradient was due, or {STOPPED}"),
 )
 def gradient(evidence: Evidence) -> Finding:
     """Local gradients of every rank at every step that was not skipped."""
@@ -139,11 +179,7 @@ def gradient(evidence: Evidence) -> Finding:
     REASON,
     of_stack=True,
     least=FEW,
-    hidden="elsewhere the gradient is below the bound of its error, so rounding "
-    "decides the direction of a step (use a precision with less rounding); or steps "
-    "are below the rounding of the weights (use a larger learning rate); or correct "
-    "runs differ by as much as the update itself, as with an ill-conditioned optimizer "
-    "or a batch norm over few rows (use more rows)",
+    hidden=_lacking("update"),
 )
 def update(evidence: Evidence) -> Finding:
     """Local parameters minus their initial values."""
@@ -155,10 +191,7 @@ def update(evidence: Evidence) -> Finding:
     "The loss of every step is as near to fp64 as in a correct single-process run.",
     REASON,
     of_stack=True,
-    hidden="train_step returned no loss on any rank, or the references are not finite, "
-    "or the losses of ranks differ and their numbers of tokens are unknown: the model "
-    "on one process does not accept the inputs of shard, or the loss has several "
-    "counts (return the loss of the whole batch on all ranks)",
+    hidden=_lacking("loss", "train_step returned no loss on any rank"),
 )
 def loss(evidence: Evidence) -> Finding:
     """Mean of the ranks' losses."""

@@ -54,11 +54,12 @@ def all_ranks_step(evidence: Evidence) -> Finding:
         compared += sum(s.parameters_changed is not None for s in seen)
         still = _ranks(evidence, seen, lambda s: s.parameters_changed is False)
         if still:
-            own = len(still) == len(seen) and _steps_itself(evidence)
+            part = _part(seen)
+            own = len(still) == len(seen) and not part and _steps_itself(evidence)
             return Finding(
                 status=Status.FAIL,
-                message=f"step {step}: {rank_list(still)} did not step although all "
-                f"gradients are finite{OWN_SKIP if own else ''}",
+                message=f"step {step}: {rank_list(still)} did not step {part}although "
+                f"all gradients are finite{OWN_SKIP if own else ''}",
                 step=step,
                 ranks=tuple(still),
                 compared=compared,
@@ -73,6 +74,18 @@ def all_ranks_step(evidence: Evidence) -> Finding:
     )
 
 
+def _part(seen: Sequence[Decision]) -> str:
+    """The parameters that were not stepped, if others were; else empty."""
+    still = [d for d in seen if d.parameters_changed is False]
+    if not all(d.others for d in still):
+        return ""
+    names = [*dict.fromkeys(name for d in still for name in d.names)]
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{', '.join(names[:NAMED])}{more}, "
+
+
+NAMED = 3
+"""Number of parameters that a message names."""
 OWN_SKIP = (
     ". If train_step skips such steps on purpose, count them in skipped_steps(stack), "
     f"which all ranks must agree on, or, to judge the decision itself: {REFERENCE_LINE}"

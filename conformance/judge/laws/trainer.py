@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from ..law import (
     inconclusive,
     law,
     narrowed,
+    rank_list,
     skipped,
 )
 from ..settings import other_setting
@@ -171,8 +173,8 @@ def schedule(evidence: Evidence) -> Finding:
     "checkpoint restores it. It is equal on ranks with equal weights, and equal to "
     "that of the same training without accumulation or a resume.",
     "An average that counts skipped steps counts old weights twice. If ranks differ, "
-    "the evaluated model depends on the rank that saves it. An average on one rank "
-    "only is not compared between ranks.",
+    "the evaluated model depends on the rank that saves it. A rank that keeps no "
+    "average returns {} from ema(stack).",
     of_stack=True,
 )
 def average(evidence: Evidence) -> Finding:
@@ -218,6 +220,8 @@ def average(evidence: Evidence) -> Finding:
                 f"skipped {at.why}",
                 compared,
             )
+    if still := _still(evidence):
+        return replace(inconclusive(still), compared=compared)
     if not seen and evidence.scenario.workload.ema is None:
         return skipped("the workload has no ema")
     if not compared and not loads.compared and evidence.unseen == 0:
@@ -293,38 +297,68 @@ def _is_narrow(values: Floats) -> bool:
 
 
 def _torn(evidence: Evidence) -> tuple[int, Finding | None]:
-    """Averages of equal weights that were equal and are not after a step.
+    """Averages of equal weights that were equal, and moved to other values in a step.
 
-    An average may be laid out otherwise than the weights, or be kept on one rank: only
-    one of as many elements as the weight, which moves on both ranks, is compared.
+    An average that stays on a rank is not compared: the rank may keep none.
     """
     compared = 0
+    for step, name, now_by_rank in _equal_before(evidence):
+        moving = [(rank, now) for rank, now in now_by_rank.items() if now]
+        for rank, now in moving[1:]:
+            compared += 1
+            first, expected = moving[0]
+            if now != expected:
+                return compared, Finding(
+                    status=Status.FAIL,
+                    message=f"step {step}: the running average of {name} on rank "
+                    f"{rank} differs from that on rank {first}, which has the same "
+                    "weights and had the same average before",
+                    step=step,
+                    ranks=(rank,),
+                    parameter=name,
+                    cause="differs on ranks",
+                    compared=compared,
+                )
+    return compared, None
+
+
+def _still(evidence: Evidence) -> str:
+    """Say where an average stays on a rank and moves on one of equal weights, or ""."""
+    for step, name, now_by_rank in _equal_before(evidence):
+        still = [rank for rank, now in now_by_rank.items() if not now]
+        moving = [rank for rank, now in now_by_rank.items() if now]
+        if still and moving:
+            return (
+                f"step {step}: the running average of {name} moves on "
+                f"{rank_list(moving)} and stays on {rank_list(still)}, with the same "
+                "weights and the same average before: if it stays on purpose, let "
+                "ema(stack) return {} there"
+            )
+    return ""
+
+
+def _equal_before(evidence: Evidence) -> Iterator[tuple[int, str, dict[int, str]]]:
+    """Averages of equal weights that were equal before a step.
+
+    An average may be laid out otherwise than the weights: only one of as many elements
+    as the weight counts.
+
+    Yields:
+        Step, parameter, and by rank the digest after the step, "" if it is the same.
+    """
     for step, seen in evidence.steps():
-        first_by_key: dict[tuple[str, str, str, str], tuple[int, str]] = {}
+        groups: dict[tuple[str, str, str, str], dict[int, str]] = defaultdict(dict)
         for s, trace in zip(seen, evidence.ranks, strict=True):
             before, after = s.average or ({}, {})
             for name, (elements, was) in before.items():
                 if name not in after or name not in trace.shards:
                     continue
-                moved = was != after[name][1]
-                if not moved or elements != len(trace.index[name]):
-                    continue
-                key = (name, trace.shards[name], s.digests.get(name, ""), was)
-                rank, now = first_by_key.setdefault(key, (trace.rank, after[name][1]))
-                compared += rank != trace.rank
-                if now != after[name][1]:
-                    return compared, Finding(
-                        status=Status.FAIL,
-                        message=f"step {step}: the running average of {name} on rank "
-                        f"{trace.rank} differs from that on rank {rank}, which has the "
-                        "same weights and had the same average before",
-                        step=step,
-                        ranks=(trace.rank,),
-                        parameter=name,
-                        cause="differs on ranks",
-                        compared=compared,
-                    )
-    return compared, None
+                if elements == len(trace.index[name]):
+                    now = after[name][1]
+                    key = (name, trace.shards[name], s.digests.get(name, ""), was)
+                    groups[key][trace.rank] = now if now != was else ""
+        for (name, *_), now_by_rank in groups.items():
+            yield step, name, now_by_rank
 
 
 @law(
