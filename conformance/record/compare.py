@@ -210,8 +210,8 @@ def _obstacles(
     if not one.noisy:
         way_out = "record it with --noise 2, or compare --exact"
         if other.noisy:
-            names_swapped = f"{other.name} {one.name}"
-            way_out = f"give the side that has some first: compare {names_swapped}"
+            way_out = "give the side that has some first: "
+            way_out += f"compare {other.name} {one.name}"
         yield UNDECIDED, f"{one.name} has no noise: {way_out}"
 
 
@@ -578,8 +578,8 @@ def _left_out(
             "over ranks were compared, and not the updates"
         )
     if other.unnamed:
-        names_lack = counted(other.unnamed, "parameter")
-        yield f"not compared: {names_lack} that no module names"
+        unnamed = counted(other.unnamed, "parameter")
+        yield f"not compared: {unnamed} that no module names"
     for side in (one, other):
         if side.notes:
             yield f"the recorder noted: {side.notes[0]}"

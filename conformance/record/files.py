@@ -29,8 +29,8 @@ __all__ = [
     "Recording",
     "Settings",
     "Stored",
-    "number_of",
-    "numbers_of",
+    "as_numbers",
+    "copied",
     "read_run",
     "write_rank",
 ]
@@ -50,28 +50,28 @@ class Settings(msgspec.Struct):
             if key == "params":
                 continue
             if value is None or _is_number(value):
-                values[key] = number_of(value)
+                values[key] = copied(value)
             elif isinstance(value, tuple | list) and all(map(_is_number, value)):
-                values[key] = [number_of(each) for each in value]
+                values[key] = [copied(each) for each in value]
         return cls(names=names, values=values)
 
     def read(self) -> Settings:
         """The same map with numbers in place of tensors."""
-        return Settings(names=self.names, values=numbers_of(self.values))
+        return Settings(names=self.names, values=as_numbers(self.values))
 
 
-def number_of(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """A number, or a copy of the tensor that holds one."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def numbers_of(value: Any) -> Any:
+def as_numbers(value: Any) -> Any:
     """The same value with numbers in place of tensors."""
     if isinstance(value, Tensor):
         return float(value)
     if isinstance(value, dict):
-        return {key: numbers_of(each) for key, each in value.items()}
-    return [numbers_of(each) for each in value] if isinstance(value, list) else value
+        return {key: as_numbers(each) for key, each in value.items()}
+    return [as_numbers(each) for each in value] if isinstance(value, list) else value
 
 
 def _is_number(value: Any) -> bool:

@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from .files import Call, Recording, Settings, Stored, number_of, numbers_of, write_rank
+from .files import Call, Recording, Settings, Stored, as_numbers, copied, write_rank
 from .kept import Box, Sums, Wanted
 from .modules import Blocks, is_traced
 from .orders import ORDERS, TWICE, Orders, Unrecorded
@@ -129,10 +129,11 @@ class Recorder:
         self.inner: set[int] = set()
         """ids of the modules in the models that were called."""
         self.blocks = Blocks(self.noting) if orders.modules else None
-        self.own_modules: set[int] = set()
-        self.own_optimizers: set[int] = set()
-        """ids of what the job declares: the rest, such as of an inner loop, is not
-        recorded. Empty if it declares nothing."""
+        self.declared: set[int] = set()
+        """ids of the parameters and modules that the job declares: the rest, such as of
+        an inner loop, is not recorded. Empty if it declares nothing."""
+        self.trained: set[int] = set()
+        """ids of the parameters among them."""
         self.generators: dict[int, list[Tensor]] = {}
         """id of a model -> states of the random generators when it was called."""
         self.written = False
@@ -174,7 +175,8 @@ class Recorder:
             if any(map(is_lazy, module.parameters())):
                 return  # this call makes them
             ids = {id(each) for each in module.modules()}
-            if self.own_modules and ids.isdisjoint(self.own_modules):
+            own = {id(each) for each in module.parameters()} | ids
+            if self.declared and self.declared.isdisjoint(own):
                 return
             self._forget_parts(ids)
             self.inner |= ids
@@ -350,10 +352,10 @@ class Recorder:
         """True if all optimizers have made their steps: one may begin after others."""
         if any(count < self.steps.stop for count in self.calls.values()):
             return False
-        if self.own_optimizers:
-            return len(self.calls) == len(self.own_optimizers)
         called = [parameters_of(each) for _, each, _ in self.optimizers.values()]
         stepped = set[int]().union(*called)
+        if self.declared:
+            return self.trained <= stepped
         living = (o for ref in self.others or () if (o := ref()) is not None)
         # one that has parameters of another one wraps it
         unlike = (own for o in living if (own := parameters_of(o)).isdisjoint(stepped))
@@ -374,7 +376,8 @@ class Recorder:
 
     def _number(self, optimizer: Any) -> int | None:
         """Number of an optimizer; None for one that is not recorded."""
-        if self.own_optimizers and id(optimizer) not in self.own_optimizers:
+        # by its parameters: a declared optimizer may wrap one of torch
+        if self.declared and self.declared.isdisjoint(parameters_of(optimizer)):
             return None
         groups = optimizer.param_groups
         first = next((p for group in groups for p in group["params"]), None)
@@ -414,8 +417,8 @@ class Recorder:
                 Settings.of(names, group)
                 for names, group in zip(of_group, groups, strict=True)
             ],
-            scale=number_of(getattr(optimizer, "grad_scale", None)),
-            found_inf=number_of(getattr(optimizer, "found_inf", None)),
+            scale=copied(getattr(optimizer, "grad_scale", None)),
+            found_inf=copied(getattr(optimizer, "found_inf", None)),
             unnamed=sum(id(p) not in names_by_id for g in groups for p in g["params"]),
         )
         gradients: dict[str, tuple[Tensor, Box]] = {}
@@ -499,8 +502,8 @@ class Recorder:
         for step in self.done:
             out.calls.append(step.call)
             step.call.settings = [s.read() for s in step.call.settings]
-            step.call.scale = numbers_of(step.call.scale)
-            step.call.found_inf = numbers_of(step.call.found_inf)
+            step.call.scale = as_numbers(step.call.scale)
+            step.call.found_inf = as_numbers(step.call.found_inf)
             out.tensors.update(step.stored())
         out.notes += self.roots.notes
         if self.late:
@@ -595,8 +598,8 @@ def record(
 
     Does nothing outside of ``gradparity record``. Needed for an optimizer that is not
     one of torch, and for Python that is started with ``-I``. Needed as well where an
-    inner loop trains other models: if all optimizers are of torch, they and the model
-    are recorded, and nothing else.
+    inner loop trains other models: if all optimizers are of torch, only what trains
+    their parameters is recorded.
 
     Args:
         model: names the parameters.
@@ -615,8 +618,8 @@ def record(
     with recorder.noting("the weights of the start"), torch.no_grad():
         recorder.prepare(model)
     if optimizers and all(isinstance(each, Optimizer) for each in optimizers):
-        recorder.own_optimizers = {id(each) for each in optimizers}
-        recorder.own_modules = {id(each) for each in model.modules()}
+        recorder.trained = set[int]().union(*map(parameters_of, optimizers))
+        recorder.declared = recorder.trained | {id(each) for each in model.modules()}
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             recorder.watch(optimizer)

@@ -144,6 +144,43 @@ def test_only_what_the_job_declares_is_recorded(
     assert {step: len(of_step) for step, of_step in run.rows.items()} == {0: 4, 1: 4}
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Has no step of its own, as accelerate's optimizer has none that torch hooks."""
+
+    def __init__(self, wrapped: torch.optim.Optimizer) -> None:
+        self.wrapped = wrapped
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]  # of the wrapped one
+        return self.wrapped.param_groups
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
+        self.wrapped.step()
+
+
+@pytest.mark.parametrize("wrap", [Wrapper, lambda optimizer: optimizer])
+def test_all_models_of_the_declared_optimizers_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrap: Any
+) -> None:
+    """Two models with an optimizer each, of which one is declared."""
+    each = Recorder(Orders(out=str(tmp_path), steps=(0, 1), nudge=1))
+    monkeypatch.setattr("gradparity.conformance.record.recorder.recorder", each)
+    each.install()
+    models = nn.Linear(3, 3), nn.Linear(3, 1)
+    before = [copy.deepcopy(model.state_dict()) for model in models]
+    optimizers = [wrap(torch.optim.SGD(m.parameters(), 0.0)) for m in models]
+    try:
+        with gradparity.record(models[0], *optimizers):
+            models[1](models[0](rows(0))).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    finally:
+        each.remove()
+    assert len(read_merged(tmp_path).names("gradient", 0)) == 4
+    for model, weights in zip(models, before, strict=True):  # a nudge has moved it
+        assert not torch.equal(model.weight, weights["weight"])
+
+
 def test_a_parameter_of_two_optimizers_has_two_names(tmp_path: Path) -> None:
     """The head is trained first, and then all; its weight is another one by then."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
