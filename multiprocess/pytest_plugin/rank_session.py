@@ -286,6 +286,8 @@ class _RankPlugin:
         self.collected: list[pytest.Item] = []
         # The reports, too: a new one could have the id of one that is gone.
         self._errors: dict[int, tuple[object, BaseException]] = {}
+        self._latest: tuple[object, BaseException] | None = None
+        """Report and exception of the phase that ended last; None if it passed."""
         self._wide: dict[int, list[Any]] = {}
 
     def begin(self) -> None:
@@ -293,6 +295,7 @@ class _RankPlugin:
         for reports in (self.reports, self.subtests, self.warnings):
             reports.clear()
         self._errors.clear()
+        self._latest = None
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(
@@ -311,14 +314,22 @@ class _RankPlugin:
         if call.excinfo is not None:
             _without_hidden(call.excinfo.value)
         report = yield
+        self._latest = None
         if call.excinfo is not None:
-            error = call.excinfo.value
-            self._errors[id(report)] = report, error
-            # Now: the teardown may wait for ranks that do not come any more.
-            is_last = call.when == "teardown" or isinstance(error, CallEnded)
-            if not is_last and early_end(error) is None:
-                current_world()._fail(_failed(error, report, None))  # noqa: SLF001  # its own world
+            self._latest = report, call.excinfo.value
+            self._errors[id(report)] = self._latest
         return report
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_teardown(self) -> None:
+        """Tell the parent of a failure now: the teardown may wait for ever.
+
+        Other ranks may have ended by then. A failure of a subtest is no such failure.
+        """
+        report, error = self._latest or (None, None)
+        if error is None or isinstance(error, CallEnded) or early_end(error):
+            return
+        current_world()._fail(_failed(error, report, None))  # noqa: SLF001  # its own world
 
     def pytest_exception_interact(
         self, call: pytest.CallInfo[None], report: Any

@@ -650,3 +650,21 @@ def test_each_kind_is_told_apart_behind_partials_and_methods() -> None:
     for form in (lambda fn: fn, functools.partial, lambda fn: fn.__get__(1)):
         kinds = [never_runs(form(fn)) for fn in fns]
         assert kinds == ["a coroutine", "an async generator", "a generator", ""]
+
+
+def test_a_subtest_that_fails_ends_no_rank(session: Session) -> None:
+    """Other ranks may come later to the next collective than after a failure."""
+    done = session("""
+@pytest.mark.world(world_size=2)
+def test_it(subtests, world):
+    with subtests.test("one"):
+        assert world.rank == 1
+    if world.rank == 1:
+        time.sleep(1.5)
+    dist.barrier()
+    with subtests.test("other"):
+        assert world.rank == 0
+""")
+    assert "contains 2 failed subtests" in done.stdout
+    assert "[one]" in done.stdout and "[other]" in done.stdout
+    assert "killed because" not in done.stdout
