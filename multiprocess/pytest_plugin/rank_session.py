@@ -164,8 +164,7 @@ class RankSession:
                     f"{file} cannot be collected on this rank, and could in the "
                     "parent:\n" + "\n".join(self.plugin.collect_errors)
                 )
-            found = self.plugin.collected
-            self._items.update((item.nodeid, item) for item in found)
+            self._items.update((item.nodeid, item) for item in self.plugin.collected)
             self._files.add(file)
         if name not in self._items:
             raise HarnessError(
