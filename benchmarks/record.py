@@ -174,27 +174,34 @@ def _share_of_watch(device: str, steps: int, rows: int) -> float:
     return median(own) / median(times)
 
 
+def recorded(folder: Path, factor: float) -> Path:
+    """Record a job of many tensors that begins with its weights times a factor."""
+    torch.manual_seed(0)
+    named = nn.ModuleDict({"all": nn.Module()})
+    for number in range(TENSORS):
+        parameter = nn.Parameter(factor * torch.randn(SIDE, SIDE))
+        named["all"].register_parameter(f"p{number}", parameter)
+    recorder = Recorder(Orders(out=str(folder), steps=(0, STEPS)))
+    recorder.install()
+    optimizer = torch.optim.SGD(named.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        for parameter in named.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    recorder.remove()
+    return folder / "rank-0.safetensors"
+
+
 def comparison() -> dict[str, float]:
     """Megabytes of a run, and seconds of a comparison with three noisy runs."""
-    torch.manual_seed(0)
-    model = nn.ParameterList(torch.randn(SIDE, SIDE) for _ in range(TENSORS))
-    named = nn.ModuleDict({"all": nn.Module()})
-    for number, parameter in enumerate(model):
-        named["all"].register_parameter(f"p{number}", parameter)
     with TemporaryDirectory() as folder:
         one, other = Path(folder, "one"), Path(folder, "other")
-        recorder = Recorder(Orders(out=str(one / "plain"), steps=(0, STEPS)))
-        recorder.install()
-        optimizer = torch.optim.SGD(named.parameters(), lr=1e-3)
-        for _ in range(STEPS):
-            for parameter in named.parameters():
-                parameter.grad = torch.randn_like(parameter)
-            optimizer.step()
-        file = one / "plain" / "rank-0.safetensors"
+        file = recorded(one / "plain", 1.0)
         size = file.stat().st_size / 1e6
+        recorded(one / "nudged-1", 1.0 + 2.0**-20)
         runs = ["plain", "again", "nudged-1", "nudged-2"]
-        for name in runs[1:]:
-            shutil.copytree(one / "plain", one / name)
+        for name, copy in (("plain", "again"), ("nudged-1", "nudged-2")):
+            shutil.copytree(one / name, one / copy)
         manifest = Manifest(command=[], steps="0:3", runs=runs, complete=True)
         (one / "run.json").write_bytes(msgspec.json.encode(manifest))
         shutil.copytree(one, other)
