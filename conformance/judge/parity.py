@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...fixtures import OfWorkload
+from ...fixtures import OfWorkload, ResolvedWorkload
 from ..formulas import clip_factor
 from ..rank.layout_checks import distinct
 from ..rank.trace import RankTrace, StepTrace
@@ -88,7 +88,7 @@ def followed_schedule(scenario: Scenario, *phases: Sequence[RankTrace]) -> Sched
         phases: one trace a rank for each world that the run was on, in order.
     """
     schedule = demanded_schedule(*phases)
-    if _sets_nothing(scenario):
+    if _gives_settings(scenario.workload):
         schedule = replace(schedule, settings=())
     if OfWorkload.JUDGED in scenario.workload.has:
         idle = tuple(_idle(seen) for seen in _steps(phases))
@@ -99,9 +99,8 @@ def followed_schedule(scenario: Scenario, *phases: Sequence[RankTrace]) -> Sched
     return schedule
 
 
-def _sets_nothing(scenario: Scenario) -> bool:
-    """True if the reference has settings of its own, and follows none of the ranks'."""
-    workload = scenario.workload
+def _gives_settings(workload: ResolvedWorkload) -> bool:
+    """True if the workload gives the settings, so the reference follows no rank."""
     return OfWorkload.LOOP in workload.has or workload.scheduler is not None
 
 
@@ -152,7 +151,7 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
     steps = [*_steps(phases)]
     moved_by_stack = stack_schedule(steps)
     alone = scenario.workload.one_rank
-    planned = alone or _sets_nothing(scenario)
+    planned = alone or _gives_settings(scenario.workload)
     whose = "optimizer" if scenario.workload.scheduler is None else "scheduler"
     whose = "on one rank" if alone else f"by the workload's {whose}"
     others = [

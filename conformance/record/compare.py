@@ -229,7 +229,7 @@ def _no_names(one: Run, other: Run) -> str:
 
 
 def _precisions(one: Side, other: Side) -> Iterator[str]:
-    """Say that the model returns other dtypes, if those of one side are other ones."""
+    """Say which dtypes the model returns, if the sides have none in common."""
     dtypes = [sorted(side.run.outputs) for side in (one, other)]
     if all(dtypes) and one.run.outputs.isdisjoint(other.run.outputs):
         mine, its = map(" and ".join, dtypes)

@@ -90,20 +90,21 @@ def _checkpointed(kind: type[nn.Module], counted: Recomputed) -> Any:
 
 SWAPPED = (
     "a part has other parameters when it runs again in backward than in forward, as "
-    "with torch.func.functional_call, and activation checkpointing needs the same"
+    "with torch.func.functional_call. Activation checkpointing needs the same ones"
 )
 
 
 def _are_others(part: nn.Module, weights: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """True if tensors of other values are in place of the parameters of a forward.
+    """True if other tensors with other values have replaced the parameters.
 
-    A parameter that was written in between is the same: that is a fault of the stack.
+    A parameter that was written since the forward is no replacement: writing it is a
+    fault of the user's code.
     """
     # not strict: a layout may hold the parameters in another form then
     for now, (was, value) in zip(part.parameters(), weights, strict=False):
         here = local(now).detach()
-        alike = (here.shape, here.dtype) == (value.shape, value.dtype)
-        if now is not was and alike and not torch.equal(here, value):
+        same_form = (here.shape, here.dtype) == (value.shape, value.dtype)
+        if now is not was and same_form and not torch.equal(here, value):
             return True
     return False
 
