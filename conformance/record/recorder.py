@@ -45,7 +45,7 @@ from .kept import Box, Sums, Wanted
 from .modules import Blocks, is_traced
 from .orders import ORDERS, TWICE, Orders, Unrecorded
 from .parts import Part, Places, Roots, parts_of, place, trains
-from .rows import bag_of, rows_of, sums_of, tensors_in, unpadded_of
+from .rows import MOST, bag_of, rows_of, sums_of, tensors_in, unpadded_of
 from .steps import StepHooks, parameters_of
 from .weights import begin_from, nudge, write_start
 
@@ -245,9 +245,9 @@ class Recorder:
                 inputs = [*args, *_keywords_of_caller().values()]
                 if not all(_has_values(t) for each in inputs for t in tensors_in(each)):
                     return
-                tokens, floats = rows_of(inputs)
+                tokens, floats = rows_of(inputs), rows_of(inputs, floats=True)
                 out = self.recording
-                if (bag := bag_of(inputs)) is not None:
+                if (bag := bag_of(inputs, floats)) is not None:
                     out.bags.setdefault(self._next(), []).append(bag)
                 if self.blocks is not None:
                     self.blocks.begin(self._next(), tokens or floats)
@@ -258,7 +258,8 @@ class Recorder:
                     (out.sums_of_rows, sums_of(inputs)),
                 ):
                     if rows:
-                        rows_by_call.setdefault(self._next(), []).extend(rows)
+                        kept = rows_by_call.setdefault(self._next(), [])
+                        kept.extend(each[:MOST] for each in rows)
             self.generators[id(module)] = _generators(module)
 
     def _leaves(self, module: nn.Module, output: Any) -> None:

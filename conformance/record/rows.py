@@ -27,40 +27,30 @@ NEAR = 0.02
 """Largest difference of a sum, of the norm of a row, between rows that differ by
 rounding: a bf16 forward is off by half of it. Other rows are off by their norm."""
 MOST = 4096
-"""Rows of a tensor that are digested: one digest a row is kept."""
+"""Rows of a tensor of which numbers are kept."""
 
 
-def bag_of(values: Iterable[Any]) -> Tensor | None:
+def bag_of(values: Iterable[Any], floats: Iterable[Tensor] = ()) -> Tensor | None:
     """One int64 number for all that the first input of integers holds, in any order.
 
     It adds up over rows and over parts of rows: context parallelism cuts rows. If no
-    input holds integers, it is the sum of the digests of all rows of the first input,
-    of which ``rows_of`` keeps ``MOST``.
+    input holds integers, it is the sum of the first of ``floats``, which `rows_of`
+    gives.
     """
-    inputs = [*values]
-    for tensor in _inputs(inputs, False):
+    for tensor in _inputs(values, False):
         words = mix(tensor.to(torch.int64) & 0xFFFFFFFF)
         return (words * words).sum()
-    for rows in _flat(inputs, True, most=None):
-        return _digests(rows).sum()
-    return None
+    return next((digests.sum() for digests in floats), None)
 
 
-def rows_of(values: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]]:
+def rows_of(values: Iterable[Any], *, floats: bool = False) -> list[Tensor]:
     """One (rows,) int64 tensor of digests for each input with rows in dim 0.
 
     Args:
         values: arguments of the model; dicts, tuples and lists are searched.
-
-    Returns:
-        Digests of inputs that hold integers, and digests of the others.
+        floats: digests of inputs of numbers with a point, else of those of integers.
     """
-    inputs = [*values]
-    tokens, floats = (
-        [_digests(rows) for rows in _flat(inputs, is_float)]
-        for is_float in (False, True)
-    )
-    return tokens, floats
+    return [_digests(rows) for rows in _flat(values, floats)]
 
 
 def unpadded_of(values: Iterable[Any]) -> list[Tensor]:
@@ -77,7 +67,7 @@ def unpadded_of(values: Iterable[Any]) -> list[Tensor]:
         and without those at the start.
     """
     digests = []
-    for rows in _flat(values, False):
+    for rows in _flat(values, False, MOST):
         length = rows.shape[1]
         places = torch.arange(length, device=rows.device)
         # one of equal tokens stays: a row may have no others
@@ -101,7 +91,7 @@ def sums_of(values: Iterable[Any]) -> list[Tensor]:
         elements with drawn signs.
     """
     sums = []
-    for rows in _flat(values, True):
+    for rows in _flat(values, True, MOST):
         drawn = mix(torch.arange(rows.shape[1], device=rows.device) + 1)
         signs = [1 - 2 * ((drawn >> shift) & 1) for shift in range(1, SUMS)]
         doubles = rows.to(torch.float64)
@@ -126,9 +116,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _flat(
-    values: Iterable[Any], is_float: bool, most: int | None = MOST
+    values: Iterable[Any], is_float: bool, most: int | None = None
 ) -> Iterator[Tensor]:
-    """Yield the first rows of each input of one kind, as (rows, elements)."""
+    """Yield the rows of each input of one kind, or ``most``, as (rows, elements)."""
     for tensor in _inputs(values, is_float):
         rows = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         yield rows[:most].flatten(1)

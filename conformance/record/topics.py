@@ -329,8 +329,8 @@ class Data:
         """See the rows of the model's inputs; a hook."""
         if not torch.is_grad_enabled():
             return
-        tokens, _floats = rows_of([*args, *kwargs.values()])
-        for digests in tokens:  # in a pipeline later stages are given numbers
+        # in a pipeline later stages are given numbers
+        for digests in rows_of([*args, *kwargs.values()]):
             total = digests.sum()
             self._rows = total if self._rows is None else self._rows + total
         if self._state is None:

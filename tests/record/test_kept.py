@@ -217,7 +217,7 @@ def test_a_layout_made_by_hand_is_declared() -> None:
 @pytest.mark.parametrize("pad", [0, 3])
 def test_a_row_is_known_without_its_padding(pad: int) -> None:
     rows = torch.tensor([[5, 6, 7], [6, 5, 7]])
-    (digests,), _ = rows_of([rows])
+    (digests,) = rows_of([rows])
     for side, widths in ((0, (0, 2)), (1, (2, 0))):
         (padded,) = unpadded_of([nn.functional.pad(rows, widths, value=pad)])
         assert torch.equal(padded[:, side], digests)

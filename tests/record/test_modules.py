@@ -71,7 +71,7 @@ def test_nothing_inside_of_compiled_code_is_a_block() -> None:
 
 
 def rows_digests(words: Tensor) -> Tensor:
-    (digests,) = rows_of([words])[0]
+    (digests,) = rows_of([words])
     return digests
 
 

@@ -282,7 +282,7 @@ def test_a_part_that_is_called_before_the_model_is_no_model(tmp_path: Path) -> N
             optimizer.step()
 
     run = recorded(tmp_path, losses(), steps=(0, 2), modules=True)
-    given = [rows_of([rows(step)])[1][0].tolist() for step in range(2)]
+    given = [rows_of([rows(step)], floats=True)[0].tolist() for step in range(2)]
     assert run.rows == {step: {*digests} for step, digests in enumerate(given)}
     assert [*run.names(OUTPUT, 0)] == ["0", "1", "2"]
 
@@ -357,25 +357,25 @@ class Fields:
 @pytest.mark.parametrize("kind", [Fields, lambda words: UserDict(words=words)])
 def test_rows_are_found_in_what_holds_them(kind: Any) -> None:
     words = torch.tensor([[1, 2], [3, 4]])
-    (digests,), _ = rows_of([kind(words)])
-    assert torch.equal(digests, rows_of([words])[0][0])
+    (digests,) = rows_of([kind(words)])
+    assert torch.equal(digests, rows_of([words])[0])
 
 
 def test_a_nested_tensor_has_a_row_in_each_part() -> None:
     parts = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
-    tokens, floats = rows_of([torch.nested.nested_tensor(parts, layout=torch.jagged)])
-    alone = [rows_of([part[None]])[0][0] for part in parts]
-    assert all(map(torch.equal, tokens, alone)) and len(tokens) == 2 and not floats
+    tokens = rows_of([torch.nested.nested_tensor(parts, layout=torch.jagged)])
+    alone = [rows_of([part[None]])[0] for part in parts]
+    assert all(map(torch.equal, tokens, alone)) and len(tokens) == 2
 
 
 def test_a_sequence_of_tokens_is_a_row_where_nothing_has_rows() -> None:
     packed, other = torch.arange(6), torch.ones(6)
-    (digests,), floats = rows_of([packed, other])
-    assert torch.equal(digests, rows_of([packed[None]])[0][0]) and not floats
+    (digests,) = rows_of([packed, other])
+    assert torch.equal(digests, rows_of([packed[None]])[0])
     halves = [bag_of([half]) for half in packed.chunk(2)]
     assert bag_of([packed]) == sum(half for half in halves if half is not None)
-    (of_rows,), _ = rows_of([packed, packed.reshape(3, 2)])
-    assert torch.equal(of_rows, rows_of([packed.reshape(3, 2)])[0][0])
+    (of_rows,) = rows_of([packed, packed.reshape(3, 2)])
+    assert torch.equal(of_rows, rows_of([packed.reshape(3, 2)])[0])
 
 
 @pytest.mark.parametrize("is_float", [False, True])
