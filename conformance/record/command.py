@@ -248,6 +248,10 @@ def compare(
         )
         content = {"code": comparison.code, "lines": comparison.lines, "rows": rows}
         content |= {"blocks": blocks} if blocks else {}
+        content["regions"] = [
+            {"kind": row.kind, "name": row.name, "step": row.step, **vars(region)}
+            for row, region in comparison.regions
+        ]
         write_whole(json, msgspec.json.format(msgspec.json.encode(content)))
     if html is not None:
         from .page import write_page

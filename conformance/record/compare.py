@@ -34,6 +34,7 @@ from .equal import (
 )
 from .merge import Run, Side, Whole
 from .modules import GRADIENT, OUTPUT
+from .regions import Region, region_of
 
 __all__ = ["Comparison", "Row", "Side", "compare"]
 
@@ -45,6 +46,8 @@ UNIT = 2.0**-24
 """Unit roundoff of fp32: no tensor has less noise, relative to its size."""
 CLIPPED = 1e-4
 """Relative difference of norms that are one length: clipping adds 1e-6 to a norm."""
+REGIONS = 100
+"""Tensors of which it is found out where they differ."""
 KINDS = ("gradient", "update")
 NO_STEP = (
     "the two sides recorded no step in common: give record the same --steps, and "
@@ -95,6 +98,8 @@ class Comparison:
     """Every tensor that was compared."""
     blocks: list[Row] = field(default_factory=list)
     """Outputs of blocks, and their gradients, at the first step that differs."""
+    regions: list[tuple[Row, Region]] = field(default_factory=list)
+    """Where tensors differ at that step, the worst first."""
 
 
 def compare(one: Side, other: Side) -> Comparison:
@@ -124,12 +129,17 @@ def compare(one: Side, other: Side) -> Comparison:
         comparison, steps, {n: left[its] for n, its in names.items() if its in left}
     )
     if comparison.code == DIFFERENT:
-        at = min((row.step for row in comparison.rows if row.differs), default=steps[0])
-        wrong = [row for row in comparison.rows if row.differs and row.step == at]
+        wrong = _first_wrong(comparison.rows)
         words = [row.words for row in wrong if row.kind == "gradient"]
         factor = words[0] if len(words) > 1 and len({*words}) == 1 else ""
+        at = wrong[0].step if wrong else steps[0]
         comparison.blocks, where = _where(one, other, at, factor)
         comparison.lines[1:1] = [where] if where else []
+        for row in wrong[:REGIONS]:
+            comparison.regions.append((row, _region(one, other, names, row)))
+        if wrong and str(comparison.regions[0][1]):
+            row, region = comparison.regions[0]
+            comparison.lines.insert(1, f"where in {row.name}: {region}")
     summed_later = _summed_later(other.run, steps)
     if comparison.code == SAME and summed_later and len(steps) == 1:
         comparison.code = UNDECIDED
@@ -283,9 +293,8 @@ def _decide(
     spread = {step: _spread(found.rows, step) for step in steps}
     far = [step for step, ratio in spread.items() if ratio > WHOLE]
     if wrong:
-        first = min(row.step for row in wrong)
-        at_first = [row for row in wrong if row.step == first]
-        worst = max(at_first, key=lambda row: (row.kind == "gradient", row.ratio))
+        at_first = _first_wrong(wrong)
+        worst = at_first[0]
         found.code = DIFFERENT
         sentence = _sentence(worst, len(at_first), len(compared))
         if worst.name in left:
@@ -311,6 +320,23 @@ def _decide(
         for step, ratio in spread.items()
     )
     found.lines.append(f"median difference over noise (at most {WHOLE:g}): {spreads}")
+
+
+def _first_wrong(rows: Sequence[Row]) -> list[Row]:
+    """Tensors that differ at the first step where any does, the worst one first."""
+    wrong = [row for row in rows if row.differs]
+    first = min((row.step for row in wrong), default=0)
+    at_first = [row for row in wrong if row.step == first]
+    return sorted(at_first, key=lambda row: (row.kind != "gradient", -row.ratio))
+
+
+def _region(one: Side, other: Side, names: Mapping[str, str], row: Row) -> Region:
+    mine = one.run.tensors[row.step, row.kind, row.name]
+    its = other.run.tensors[row.step, row.kind, names[row.name]]
+    assert mine.sketch is not None and its.sketch is not None
+    difference = mine.sketch.astype(np.float64) - its.sketch
+    size = mine.norm if mine.is_finite else 1.0
+    return region_of(mine.shape, difference, row.bound * (size or 1.0), its.parts)
 
 
 def _sentence(row: Row, count: int, of: int) -> str:

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .files import Recording, Stored, read_run
+from .kept import Box
 from .modules import GRADIENT, OUTPUT
 from .parts import UNNAMED
 
@@ -51,6 +52,8 @@ class Whole:
     """Elements that some rank holds."""
     unlike: tuple[int, ...] = ()
     """Ranks whose replica has other bits than that of the first rank."""
+    parts: tuple[tuple[int, Box], ...] = ()
+    """(rank, place of its part); none of outputs of blocks."""
 
     @property
     def size(self) -> int:
@@ -138,6 +141,7 @@ def merge(parts: Iterable[tuple[int, Stored]], *, averages: bool = False) -> Who
         bad=sum(p.bad for p in counted),
         held=sum(elements_by_box.values()),
         unlike=tuple(unlike),
+        parts=tuple((rank, part.place) for rank, part in by_rank),
     )
 
 

@@ -1,14 +1,14 @@
 """The page of a comparison: one self-contained HTML file, readable without JavaScript.
 
 A table of tensors by steps, in the order of the model, shows how much of its bound each
-difference takes.
+difference takes; another one shows it by ranks, at the first step that differs.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -27,6 +27,8 @@ HEADINGS = {
     OUTPUT: "Outputs of blocks, at the first step that differs",
     GRADIENT: "Gradients of these outputs, up to one factor, as backward makes them",
 }
+RANKS = 64
+"""Ranks at most that have a column."""
 SHADES = (0.25, 0.5, 1, 10, 100, 1000)
 """Shares of a bound at which a shade ends; what differs goes by powers of ten."""
 
@@ -57,7 +59,7 @@ def write_page(folder: Path, one: Side, other: Side, found: Comparison) -> Path:
     )
     rows = [*found.blocks, *found.rows]  # where it begins, before what follows from it
     first, *others = found.lines
-    where = [line for line in others if line.startswith("where:")]
+    where = [line for line in others if line.startswith("where")]
     kinds = list(dict.fromkeys(row.kind for row in rows))
     page = environment.get_template("comparison.html.j2").render(
         verdict=VERDICTS[found.code],
@@ -66,6 +68,7 @@ def write_page(folder: Path, one: Side, other: Side, found: Comparison) -> Path:
         leading=[first, *where],
         lines=[line for line in others if line not in where],
         tables={HEADINGS[kind]: _table(rows, kind) for kind in kinds},
+        ranks=_ranks(found),
         ends=[f"{limit:g}" for limit in SHADES],
     )
     path = folder / "index.html"
@@ -84,6 +87,18 @@ def _table(
         if row.kind == kind:
             table.setdefault(row.name, {})[row.step] = _cell(row)
     return sorted({step for cells in table.values() for step in cells}), table
+
+
+def _ranks(found: Comparison) -> Mapping[str, Mapping[int, Cell]]:
+    """Return tensor -> rank -> cell, of tensors whose difference some ranks lack."""
+    return {
+        f"{row.kind} of {row.name}": {
+            rank: _cell(replace(row, distance=share and row.distance * share, words=""))
+            for rank, share in region.shares.items()
+        }
+        for row, region in found.regions
+        if region.holders and len(region.shares) <= RANKS
+    }
 
 
 def _cell(row: Row) -> Cell:

@@ -258,8 +258,8 @@ class Recorder:
                     (out.sums_of_rows, sums_of(inputs)),
                 ):
                     if rows:
-                        kept = rows_by_call.setdefault(self._next(), [])
-                        kept.extend(each[:MOST] for each in rows)
+                        calls = rows_by_call.setdefault(self._next(), [])
+                        calls.extend(each[:MOST] for each in rows)
             self.generators[id(module)] = _generators(module)
 
     def _leaves(self, module: nn.Module, output: Any) -> None:

@@ -1,0 +1,162 @@
+"""Region of a tensor in which two sides differ, and the ranks that hold it.
+
+A sketch has the elements of each tile of the whole tensor in buckets of their own, so
+the distance of two sketches is known by tile. Noise is known of the whole tensor alone:
+a tile may take the share of the bound that it has of the elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..status import rank_list
+from .kept import BUCKETS, GRID, SLOTS, Box
+from .pieces import pieces_of
+
+__all__ = ["Region", "region_of"]
+
+
+class _Tile(NamedTuple):
+    """A rectangle of the whole, in the view of rows and all other dims together."""
+
+    rows: range
+    columns: range
+
+    @property
+    def size(self) -> int:
+        return len(self.rows) * len(self.columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """Where one tensor differs."""
+
+    text: str
+    """Rows and columns that differ, in words; empty if all tiles do."""
+    holders: tuple[int, ...]
+    """Ranks that hold elements of these tiles; empty if all ranks do."""
+    shares: dict[int, float]
+    """Rank -> share of the difference in the tiles of which it holds elements."""
+
+    def __str__(self) -> str:
+        """Say where, or nothing if no part is free of the difference."""
+        verb = "holds" if len(self.holders) == 1 else "hold"
+        holders = f"{rank_list(self.holders)} {verb} them" if self.holders else ""
+        return ", and ".join(each for each in (self.text, holders) if each)
+
+
+def region_of(
+    shape: tuple[int, ...],
+    difference: NDArray[np.float64],
+    bound: float,
+    parts: Sequence[tuple[int, Box]],
+) -> Region:
+    """Find the tiles whose difference is beyond their share of the bound.
+
+    Args:
+        shape: shape of the whole tensor.
+        difference: difference of two sketches of it.
+        bound: largest norm of the difference that noise explains; of elements that are
+            not finite, each tile that has one is wrong.
+        parts: (rank, place of a part that the rank holds).
+    """
+    tiles = _tiles(shape)
+    squares = _squares(shape, difference)
+    if not np.isfinite(squares).all():
+        bound, squares = 0.0, (~np.isfinite(squares)).astype(float)
+    size = math.prod(shape)
+    wrong = [
+        number
+        for number, tile in enumerate(tiles)
+        if squares[number] > bound**2 * tile.size / size
+    ]
+    tiles_by_rank: dict[int, set[int]] = {}
+    for rank, box in parts:
+        tiles_by_rank.setdefault(rank, set()).update(_touched(box))
+    holders = [rank for rank, own in tiles_by_rank.items() if not own.isdisjoint(wrong)]
+    occupied = [number for number, tile in enumerate(tiles) if tile.size]
+    return Region(
+        text=_text(shape, [tiles[n] for n in wrong]) if wrong != occupied else "",
+        holders=tuple(sorted(holders)) if len(holders) < len(tiles_by_rank) else (),
+        shares={
+            rank: math.sqrt(squares[[*own]].sum() / squares.sum())
+            for rank, own in sorted(tiles_by_rank.items())
+        },
+    )
+
+
+def _text(shape: tuple[int, ...], tiles: Sequence[_Tile]) -> str:
+    if not tiles:
+        return ""
+    spans = []
+    for name, whole, ranges in (
+        ("row" if shape[1:] else "element", shape[0], [t.rows for t in tiles]),
+        ("column", math.prod(shape[1:]), [t.columns for t in tiles]),
+    ):
+        first, last = min(r.start for r in ranges), max(r.stop for r in ranges) - 1
+        if last - first + 1 < whole:
+            span = f"{name}s {first} to {last}" if last > first else f"{name} {first}"
+            spans.append(f"{span} of {whole}")
+    return " and ".join(spans)
+
+
+def _tiles(shape: tuple[int, ...]) -> list[_Tile]:
+    """The tiles of a tensor, as ``kept.py`` numbers them; some may be empty."""
+    rows, columns = shape[0] if shape else 1, max(1, math.prod(shape[1:]))
+    down, over = (GRID * GRID, 1) if columns == 1 else (GRID, GRID)
+    return [
+        _Tile(_span(i, down, rows), _span(j, over, columns))
+        for i in range(down)
+        for j in range(over)
+    ]
+
+
+def _span(number: int, count: int, size: int) -> range:
+    """Places whose ``place * count // size`` is this number."""
+    return range(-(-number * size // count), -(-(number + 1) * size // count))
+
+
+def _squares(
+    shape: tuple[int, ...], difference: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """The squared norm of the difference in each tile."""
+    squares = difference**2
+    if math.prod(shape) > SLOTS:
+        return np.asarray(squares.reshape(GRID * GRID, BUCKETS).sum(1))
+    whole = squares.reshape(shape[0] if shape else 1, -1)
+    tiles = _tiles(shape)
+    return np.array([whole[_of(t.rows), _of(t.columns)].sum() for t in tiles])
+
+
+def _of(span: range) -> slice:
+    return slice(span.start, span.stop)
+
+
+@lru_cache(maxsize=100_000)
+def _touched(box: Box) -> frozenset[int]:
+    """Tiles in which a part has elements; all of them if it has many pieces."""
+    tiles = _tiles(box.shape)
+    pieces = pieces_of(box.shape, box.offsets, box.local)
+    if pieces is None:
+        return frozenset(range(len(tiles)))
+    spans = [
+        (range(r, r + high), range(c, c + wide))
+        for _, _, (r, high), (c, wide) in pieces
+    ]
+    return frozenset(
+        number
+        for number, tile in enumerate(tiles)
+        for rows, columns in spans
+        if _overlap(tile.rows, rows) and _overlap(tile.columns, columns)
+    )
+
+
+def _overlap(one: range, other: range) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)
