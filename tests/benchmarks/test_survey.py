@@ -323,7 +323,6 @@ def test_the_survey_passes_a_right_and_fails_a_wrong_model(
     out = tmp_path / "out"
     command = ["--plan", "tp", "--out", str(out)]
     command += ["--no-scripts", "--limit", "300", "--quiet"]
-    assert main([*command, "--model", "qwen2"]) == 0
     assert main([*command, "--model", "qwen2", "qwen3"]) == 1
     whole = read_survey(out / "survey.jsonl")
     assert [(m.model, m.verdict) for m in whole.models] == [

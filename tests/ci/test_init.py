@@ -180,10 +180,8 @@ def test_a_draft_runs_as_it_is_written(
     if blocks is not None:
         assert f'{blocks}"' in text
     run = [*QUICK, f"{name}:Workload"]
-    if spec == "zoo:titan":  # its vocabulary takes minutes in all scenarios
+    if blocks is not None:  # the other scenarios are those of the small models
         run = [*(word for word in run if word != "--quick"), "--layouts", "dp2"]
-    elif blocks is not None:  # the other scenarios are those of the small models
-        run += NARROW
     assert main(run) == 0
     report = read_report(folder / "parity-report" / "report.jsonl")
     gradients = [
