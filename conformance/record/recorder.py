@@ -45,7 +45,7 @@ from .kept import Box, Sums, Wanted
 from .modules import Blocks, is_traced
 from .orders import ORDERS, TWICE, Orders, Unrecorded
 from .parts import Part, Places, Roots, parts_of, place, trains
-from .rows import MOST, bag_of, rows_of, sums_of, tensors_in, unpadded_of
+from .rows import keep_rows, tensors_in
 from .steps import StepHooks, parameters_of
 from .weights import begin_from, nudge, write_start
 
@@ -245,21 +245,9 @@ class Recorder:
                 inputs = [*args, *_keywords_of_caller().values()]
                 if not all(_has_values(t) for each in inputs for t in tensors_in(each)):
                     return
-                tokens, floats = rows_of(inputs), rows_of(inputs, floats=True)
-                out = self.recording
-                if (bag := bag_of(inputs, floats)) is not None:
-                    out.bags.setdefault(self._next(), []).append(bag)
+                digests = keep_rows(self.recording, self._next(), inputs)
                 if self.blocks is not None:
-                    self.blocks.begin(self._next(), tokens or floats)
-                for rows_by_call, rows in (
-                    (out.rows, tokens),
-                    (out.rows_of_floats, floats),
-                    (out.unpadded, unpadded_of(inputs)),
-                    (out.sums_of_rows, sums_of(inputs)),
-                ):
-                    if rows:
-                        calls = rows_by_call.setdefault(self._next(), [])
-                        calls.extend(each[:MOST] for each in rows)
+                    self.blocks.begin(self._next(), digests)
             self.generators[id(module)] = _generators(module)
 
     def _leaves(self, module: nn.Module, output: Any) -> None:

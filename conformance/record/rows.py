@@ -11,15 +11,25 @@ sums of each tell rows that differ by rounding from other rows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .files import Recording
 from .kept import mix
 
-__all__ = ["MOST", "NEAR", "bag_of", "rows_of", "sums_of", "tensors_in", "unpadded_of"]
+__all__ = [
+    "MOST",
+    "NEAR",
+    "bag_of",
+    "keep_rows",
+    "rows_of",
+    "sums_of",
+    "tensors_in",
+    "unpadded_of",
+]
 
 SUMS = 4
 """Sums that are kept of a row of numbers with a point."""
@@ -28,6 +38,27 @@ NEAR = 0.02
 rounding: a bf16 forward is off by half of it. Other rows are off by their norm."""
 MOST = 4096
 """Rows of a tensor of which numbers are kept."""
+
+
+def keep_rows(out: Recording, step: int, inputs: Sequence[Any]) -> list[Tensor]:
+    """Keep the numbers of all rows that a model is given in one call.
+
+    Returns:
+        Digests of the rows of each input of integers, or of the others if none has.
+    """
+    tokens, floats = rows_of(inputs), rows_of(inputs, floats=True)
+    if (bag := bag_of(inputs, floats)) is not None:
+        out.bags.setdefault(step, []).append(bag)
+    for rows_by_step, rows in (
+        (out.rows, tokens),
+        (out.rows_of_floats, floats),
+        (out.unpadded, unpadded_of(inputs)),
+        (out.sums_of_rows, sums_of(inputs)),
+    ):
+        if rows:
+            calls = rows_by_step.setdefault(step, [])
+            calls.extend(each[:MOST] for each in rows)
+    return tokens or floats
 
 
 def bag_of(values: Iterable[Any], floats: Iterable[Tensor] = ()) -> Tensor | None:
