@@ -123,6 +123,27 @@ def test_a_right_layout_is_the_same(against: Against, job: str, ranks: int) -> N
 
 
 @pytest.mark.parametrize(
+    ("job", "ranks", "place"),
+    [
+        ("fsdp", 2, "rows 33 to 65 of 66, and rank 1 holds them"),
+        *(
+            pytest.param(job, ranks, place, marks=pytest.mark.slow)
+            for job, ranks, place in (
+                ("fsdp-tp", 4, "rows 50 to 65 of 66, and rank 3 holds them"),
+                ("tp", 2, "rows 33 to 65 of 66, and rank 1 holds them"),
+            )
+        ),
+    ],
+)
+def test_a_wrong_shard_is_named_by_rows_and_ranks(
+    against: Against, job: str, ranks: int, place: str
+) -> None:
+    code, told, _ = against(job, "shard", ranks)
+    assert code == 1
+    assert f"where in blocks.1.up.weight: {place}\n" in told
+
+
+@pytest.mark.parametrize(
     ("job", "ranks"),
     [("plain", 1), pytest.param("fsdp-tp", 4, marks=pytest.mark.slow)],
 )
