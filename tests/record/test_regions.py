@@ -62,6 +62,7 @@ WHOLE, LONG, WIDE = (12, 20), (64, 96), (16, 8, 32)
         (WIDE, cut(WIDE, 1, 2), (0, 7, 31), "columns 192 to 255 of 256", 1),
         ((4096,), cut((4096,), 0, 8), (4095,), "elements 3840 to 4095 of 4096", 1),
         ((7,), cut((7,), 0, 2), (6,), "element 6 of 7", 1),
+        ((2,), cut((2,), 0, 2), (1,), "element 1 of 2", 1),
     ],
 )
 def test_one_wrong_element_is_found_and_who_holds_it(
