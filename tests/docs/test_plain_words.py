@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from gradparity.tests.docs_blocks import ROOT
 
@@ -23,30 +24,41 @@ AT_MOST = 20
 """Empty names that may be left; lower it when there are fewer."""
 
 
-@cache
-def sources(*rooms: str) -> list[tuple[Path, ast.Module]]:
-    paths = [path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
-    return [(path, ast.parse(path.read_text())) for path in paths]
+class Words(NamedTuple):
+    """Words of a module: its docstrings, also of attributes, and its empty names."""
+
+    docstrings: list[str]
+    empty: list[int]
+    """Lines in which a name that says nothing gets a value."""
 
 
-def docstrings(tree: ast.Module) -> Iterator[str]:
-    """Docstrings of a module, also those of attributes."""
-    for node in ast.walk(tree):
+def words_of(source: str) -> Words:
+    words = Words([], [])
+    for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))) if text.strip():
-                yield text
+                words.docstrings.append(text)
+            case ast.Name(id=name, ctx=ast.Store()) if name in EMPTY:
+                words.empty.append(node.lineno)
+    return words
 
 
-def decoded(tree: ast.Module) -> Iterator[str]:
+@cache
+def modules(*rooms: str) -> list[tuple[Path, Words]]:
+    paths = [path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
+    return [(path, words_of(path.read_text())) for path in paths]
+
+
+def decoded(docstrings: list[str]) -> Iterator[str]:
     """First lines of docstrings that have to be decoded."""
-    for text in docstrings(tree):
+    for text in docstrings:
         if text.split()[0] in BEGINNINGS:
             yield text.strip().partition("\n")[0]
 
 
-def decoded_entries(tree: ast.Module) -> Iterator[str]:
+def decoded_entries(docstrings: list[str]) -> Iterator[str]:
     """Entries of ``Args:``, ``Attributes:``, ``Returns:`` that have to be decoded."""
-    for text in docstrings(tree):
+    for text in docstrings:
         for line, word in RETURNS.findall(text):
             if word in BEGINNINGS:
                 yield line.strip()
@@ -56,30 +68,17 @@ def decoded_entries(tree: ast.Module) -> Iterator[str]:
                     yield line.strip()
 
 
-def empty_names(tree: ast.Module) -> Iterator[int]:
-    """Lines in which a name that says nothing gets a value."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            if node.id in EMPTY:
-                yield node.lineno
-
-
 def test_docstrings_begin_with_their_verb_or_noun() -> None:
-    trees = sources(*ROOMS, *BESIDE)
-    wrong = [f"{path}: {line}" for path, tree in trees for line in decoded(tree)]
-    assert wrong == []
-
-
-def test_entries_of_arguments_begin_with_their_noun() -> None:
-    trees = sources(*ROOMS, *BESIDE)
     wrong = [
-        f"{path}: {each}" for path, tree in trees for each in decoded_entries(tree)
+        f"{path}: {line}"
+        for path, words in modules(*ROOMS, *BESIDE)
+        for line in (*decoded(words.docstrings), *decoded_entries(words.docstrings))
     ]
     assert wrong == []
 
 
 def test_names_say_what_they_hold() -> None:
-    wrong = [f"{path}:{n}" for path, tree in sources(*ROOMS) for n in empty_names(tree)]
+    wrong = [f"{path}:{n}" for path, words in modules(*ROOMS) for n in words.empty]
     assert len(wrong) <= AT_MOST, "\n".join(wrong)
 
 
@@ -101,10 +100,10 @@ A = 1
 
 
 def test_all_would_be_seen() -> None:
-    tree = ast.parse(MADE_UP)
-    assert sorted(decoded(tree)) == ["Of it.", "What it is."]
-    assert sorted(decoded_entries(tree)) == [
+    words = words_of(MADE_UP)
+    assert sorted(decoded(words.docstrings)) == ["Of it.", "What it is."]
+    assert sorted(decoded_entries(words.docstrings)) == [
         "Whether it is: of y.",
         "a: whether it is.",
     ]
-    assert [*empty_names(tree)] == [11]
+    assert words.empty == [11]
