@@ -79,7 +79,7 @@ def test_a_faulty_scaler_is_caught_by_its_law(
 def test_faulty_scalers_are_found_early_by_a_default_run(runner: Runner) -> None:
     """A third of them: the recorded run of ``gradparity mutants`` has all."""
     ids = [scenario.id for scenario in select("default", Selection())]
-    missed = [*FAULTY][::3]
+    missed = [*FAULTY][1::3]
     for scenario in ids[:60]:  # all share its references
         for scaler in [*missed]:
             parity = FAULTY[scaler].law.startswith("parity")
