@@ -163,6 +163,41 @@ def _slack(parity: Parity, step: int) -> float:
     return 2 * parity.norm_bound[step] / (parity.reference_norm[step] or 1.0)
 
 
+def _rows_of(parity: Parity, step: int) -> tuple[list[ClipRow], list[ClipRow]]:
+    """Rows of a step whose gradients have a direction, and the others."""
+    rows = [row for row in parity.clipped if row.step == step]
+    clear = [row for row in rows if row.above_noise]
+    return clear, [row for row in rows if not row.above_noise]
+
+
+def _wrong_in(rows: Sequence[ClipRow]) -> list[ClipRow]:
+    return [row for row in rows if not abs(row.factor - row.due) <= row.bound]
+
+
+def _has_other_gradients(
+    evidence: Evidence, step: int, seen: Sequence[StepTrace]
+) -> bool:
+    """True if a step's gradients are wrong, so that no factor of clipping shows."""
+    parity = evidence.parity
+    assert parity is not None
+    if _has_departed(parity, step):
+        return True
+    clear, _ = _rows_of(parity, step)
+    return bool(_wrong_in(clear)) and not _is_clipping(evidence, seen, clear)
+
+
+def _why_no_factor(evidence: Evidence) -> str:
+    assert evidence.parity is not None
+    if "gradient" in evidence.parity.first_bad or any(
+        _has_other_gradients(evidence, *step) for step in evidence.steps()
+    ):
+        return f"{_DEPART} (parity.gradient)"
+    return (
+        "rounding is as large as the gradient, so it has no direction: use more rows "
+        "in this precision, or fp32 alone (--precision fp32)"
+    )
+
+
 @law(
     "norm.factor",
     "Clipping multiplies every gradient on every rank by min(1, clip_norm / (norm + "
@@ -171,9 +206,7 @@ def _slack(parity: Parity, step: int) -> float:
     "the gradient. A factor that is wrong but equal on all ranks comes from a wrong "
     "norm: see norm.reported.",
     of_stack=True,
-    hidden=f"elsewhere {_DEPART} (parity.gradient), or rounding is as large as the "
-    "gradient, so it has no direction: use more rows in this precision, or fp32 alone "
-    "(--precision fp32)",
+    hidden=_why_no_factor,
 )
 def factor(evidence: Evidence) -> Finding:
     """Compare gradients as the optimizer used them with the truth's unclipped ones."""
@@ -189,12 +222,10 @@ def factor(evidence: Evidence) -> Finding:
         return inconclusive(_STOPPED)
     compared, missed = 0, 0
     for step, seen in evidence.steps():
-        rows = [row for row in parity.clipped if row.step == step]
-        clear = [row for row in rows if row.above_noise]
-        wrong = [row for row in clear if not abs(row.factor - row.due) <= row.bound]
-        missed += len(rows) - len(clear)
-        lost = _has_departed(parity, step)
-        if lost or (wrong and not _is_clipping(evidence, seen, clear)):
+        clear, small = _rows_of(parity, step)
+        wrong = _wrong_in(clear)
+        missed += len(small)
+        if _has_other_gradients(evidence, step, seen):
             missed += len(clear)
             continue
         compared += len(clear)
