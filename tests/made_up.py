@@ -7,7 +7,13 @@ import numpy as np
 from gradparity.conformance import Evidence, Scenario, Status
 from gradparity.conformance.judge.doubts import doubts_of
 from gradparity.conformance.judge.law import judge
-from gradparity.conformance.judge.measured import ClipRow, Doubt, Parity, ParityRow
+from gradparity.conformance.judge.measured import (
+    ClipRow,
+    Doubt,
+    Lack,
+    Parity,
+    ParityRow,
+)
 from gradparity.conformance.rank.trace import (
     Collective,
     Decision,
@@ -99,7 +105,8 @@ def evidence(
 
 def add(parity: Parity, row: ParityRow) -> None:
     """Add one measure of one element."""
-    parity.add(row.kind, [row], elements=1)
+    if not parity.add(row.kind, [row], elements=1):
+        parity.lacks(row.kind, Lack.NOISE, row.step, 1)
 
 
 def row(kind: str, error: float) -> ParityRow:

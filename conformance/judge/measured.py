@@ -107,10 +107,9 @@ class Parity:
 
     compared: Counter[str] = field(default_factory=Counter)
     """kind -> number of elements that were compared, on all ranks at all steps."""
-    not_compared: Counter[str] = field(default_factory=Counter)
-    """kind -> elements that were due and could not be compared."""
     lacking: dict[str, dict[Lack, tuple[int, int]]] = field(default_factory=dict)
-    """kind -> why they could not -> their number, and the first such step."""
+    """kind -> why elements that were due could not be compared -> their number, and the
+    first such step."""
     worst: dict[str, ParityRow] = field(default_factory=dict)
     """kind -> the row closest to, or furthest beyond, its bound."""
     first_bad: dict[str, ParityRow] = field(default_factory=dict)
@@ -144,24 +143,33 @@ class Parity:
     stack_schedule: StackSchedule = field(default_factory=StackSchedule)
     """Settings that the stack's own schedules have moved; the reference follows."""
 
-    def add(
-        self, kind: str, rows: Sequence[ParityRow], elements: int, left_out: int = 0
-    ) -> None:
+    @property
+    def not_compared(self) -> Counter[str]:
+        """Kind -> number of elements that were due and could not be compared."""
+        return Counter(
+            {
+                kind: sum(count for count, _ in by_reason.values())
+                for kind, by_reason in self.lacking.items()
+            }
+        )
+
+    def add(self, kind: str, rows: Sequence[ParityRow], elements: int) -> bool:
         """Add the measures of one tensor on one rank at one step.
 
         Args:
             kind: see ``ParityRow``.
             rows: its measures; those that compare nothing are dropped.
             elements: number of elements compared, if any measure compares.
-            left_out: number of elements that were due and are in no measure.
+
+        Returns:
+            True if one does.
         """
         comparable = [row for row in rows if row.compares]
         if comparable:
             self.compared[kind] += elements
-        if lacking := left_out + (0 if comparable else elements):
-            self.not_compared[kind] += lacking
         for row in comparable:
             self._keep(row)
+        return bool(comparable)
 
     def lacks(self, kind: str, why: Lack, step: int, elements: int) -> None:
         """Count elements that cannot be compared."""

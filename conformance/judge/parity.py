@@ -149,20 +149,8 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
     check_equal_start(scenario.model, "a rank and the reference", initial, starts)
     _check_counts(scenario, phases, parity_bounds.truth)
     steps = [*_steps(phases)]
-    moved_by_stack = stack_schedule(steps)
+    moved_by_stack = _schedule_of(scenario, steps, parity_bounds.truth)
     alone = scenario.workload.one_rank
-    planned = alone or _gives_settings(scenario.workload)
-    whose = "optimizer" if scenario.workload.scheduler is None else "scheduler"
-    whose = "on one rank" if alone else f"by the workload's {whose}"
-    others = [
-        moved_by_stack.differs,
-        other_than_reference(steps, parity_bounds.truth.settings, whose),
-    ]
-    if planned:  # the reference follows nothing
-        moved_by_stack = StackSchedule()
-        others.reverse()
-    first = min(filter(None, others), key=lambda each: each[0], default=None)
-    moved_by_stack = replace(moved_by_stack, differs=first)
     # of draws that have an effect nothing would be decided
     draws_idly = bool(parity_bounds.truth.drew) and not parity_bounds.undecided
     parity = Parity(
@@ -194,13 +182,29 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
         parity.clipped += _clip_rows(factors, schedule, phases, parity_bounds, least)
     is_full = scenario.parsed_precision.is_full
     for each in _measured(schedule, phases, parity_bounds, is_full=is_full):
-        parity.add(each.kind, each.rows, each.elements, each.left_out)
-        if each.elements and not any(row.compares for row in each.rows):
+        is_compared = parity.add(each.kind, each.rows, each.elements)
+        if each.elements and not is_compared:
             why = each.lack or (Lack.NOISE if each.rows else Lack.NOT_FINITE)
             parity.lacks(each.kind, why, each.step, each.elements)
         if each.left_out:
             parity.lacks(each.kind, Lack.DIRECTION, each.step, each.left_out)
     return parity
+
+
+def _schedule_of(
+    scenario: Scenario, steps: Sequence[Seen], truth: Reference
+) -> StackSchedule:
+    """Settings that the reference follows, and the first one that it lacks."""
+    moved, workload = stack_schedule(steps), scenario.workload
+    alone = workload.one_rank
+    whose = "optimizer" if workload.scheduler is None else "scheduler"
+    whose = "on one rank" if alone else f"by the workload's {whose}"
+    others = [moved.differs, other_than_reference(steps, truth.settings, whose)]
+    if alone or _gives_settings(workload):  # the reference follows nothing
+        moved = StackSchedule()
+        others.reverse()
+    first = min(filter(None, others), key=lambda each: each[0], default=None)
+    return replace(moved, differs=first)
 
 
 def _narrow_loss(runs: Sequence[Reference], returned: set[str]) -> str:

@@ -203,8 +203,8 @@ def test_within_a_bound_of_its_own_size_a_value_proves_nothing(
 def test_one_measure_that_tells_compares_a_tensor() -> None:
     parity = Parity(per_step=[0.0] * 3)
     blind = replace(row("update", 1.5), bound=2.0, size=1.0)
-    parity.add("update", [blind, replace(blind, bound=0.5, error=0.1)], 7, left_out=2)
-    assert (parity.compared["update"], parity.not_compared["update"]) == (7, 2)
+    parity.add("update", [blind, replace(blind, bound=0.5, error=0.1)], 7)
+    assert (parity.compared["update"], parity.not_compared["update"]) == (7, 0)
 
 
 def test_elements_of_weight_zero_are_counted(parity_bounds: ParityBounds) -> None:
