@@ -1,14 +1,8 @@
 """Compare two recordings: the same start, rows and settings first, then numbers.
 
-[Note: Bounds]
-The reference side was recorded again as it is, and with its weights moved by a unit in
-the last place. Their difference from the first run is the noise of the job. A tensor
-may differ by ``FACTOR`` times the largest noise that it showed up to this step, and by
-no less than that of the median tensor of the step. A bound as large as the tensor
-compares nothing. An update may besides be off by a unit in the last place of each
-weight: a few elements round to the other side, which two nudged runs need not show. A
-second test takes the step as a whole: the median over tensors of distance over noise,
-above ``WHOLE``, is a difference that is spread.
+A tensor may differ by its bound (``differences.py``). A second test takes a step as a
+whole: the median over tensors of distance over noise, above ``WHOLE``, is a difference
+that is spread.
 """
 
 from __future__ import annotations
@@ -21,6 +15,7 @@ from statistics import median
 import numpy as np
 
 from ..status import counted
+from .differences import Row, rows_of_sides
 from .equal import (
     SAME_START,
     equal_inputs,
@@ -32,59 +27,24 @@ from .equal import (
     proved_names,
     unmoved,
 )
-from .merge import Run, Side, Whole
+from .merge import Run, Side
 from .modules import GRADIENT, OUTPUT
 from .regions import Region, region_of
 
 __all__ = ["Comparison", "Row", "Side", "compare"]
 
-FACTOR = 8.0
-"""Right variants of a job came to 0.17 of this bound at most."""
 WHOLE = 3.0
 """Right variants came to 1.6 noises at most; faults that are spread to 5 or more."""
-UNIT = 2.0**-24
-"""Unit roundoff of fp32: no tensor has less noise, relative to its size."""
 CLIPPED = 1e-4
 """Relative difference of norms that are one length: clipping adds 1e-6 to a norm."""
 REGIONS = 100
 """Tensors of which it is found out where they differ."""
-KINDS = ("gradient", "update")
 NO_STEP = (
     "the two sides recorded no step in common: give record the same --steps, and "
     "--first N for a job that goes on from step N"
 )
 SAME, DIFFERENT, NOT_COMPARABLE, BROKEN, UNDECIDED = range(5)
 """Exit codes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One tensor at one step."""
-
-    step: int
-    kind: str
-    name: str
-    distance: float
-    """Norm of the difference, relative to the tensor of the first side."""
-    bound: float
-    """The largest distance that noise explains, relative, too."""
-    noise: float
-    """The distance that correct runs have."""
-    words: str = ""
-    """Predicate of the second side: a multiple of the first, zeros, the step before."""
-
-    @property
-    def differs(self) -> bool:
-        """True if the noise of the job does not explain the difference."""
-        # written so that nan differs
-        return not self.distance <= self.bound
-
-    @property
-    def ratio(self) -> float:
-        """Distance over bound; 0 / 0 is 0."""
-        if not self.distance:
-            return 0.0
-        return self.distance / self.bound if self.bound else math.inf
 
 
 @dataclass(kw_only=True)
@@ -121,7 +81,7 @@ def compare(one: Side, other: Side) -> Comparison:
         comparison.code, text = obstacle
         comparison.lines[:0] = [text] if text else []
         return comparison
-    comparison.rows = list(_rows(one, other, names, steps))
+    comparison.rows = list(rows_of_sides(one, other, names, steps))
     left = other.run.left
     if 2 * len(left) > len(other.run.starts):
         left = {}  # ranks divide the parameters among them, as ZeRO does
@@ -358,95 +318,6 @@ def _spread(rows: Sequence[Row], step: int) -> float:
     return median(ratios) if ratios else 0.0
 
 
-# - Numbers
-
-
-def _rows(
-    one: Side,
-    other: Side,
-    names: Mapping[str, str],
-    steps: Sequence[int],
-    kinds: Sequence[str] = KINDS,
-) -> Iterator[Row]:
-    worst: dict[tuple[str, str], float] = {}
-    for step in steps:
-        for kind in kinds:
-            pairs = dict(_pairs(one.run, other.run, names, step, kind))
-            noises = {name: _noise(one, name, step, kind) for name in pairs}
-            for name, its in names.items():
-                if name in pairs and other.noisy:
-                    noises[name] += _noise(other, its, step, kind)
-            for name, noise in noises.items():
-                worst[kind, name] = max(worst.get((kind, name), 0.0), noise)
-            sizes = {
-                name: mine.norm if mine.is_finite else 0.0
-                for name, (mine, _) in pairs.items()
-            }
-            shares = [noises[n] / size for n, size in sizes.items() if size]
-            least = max(median(shares) if shares else 0.0, UNIT)
-            for name, (mine, theirs) in pairs.items():
-                size = sizes[name]
-                both = mine.is_finite and theirs.is_finite
-                distance = mine.distance(theirs) if both else math.inf
-                noise = max(worst[kind, name], size * least)
-                bound = FACTOR * noise
-                if kind == "update" and both:  # see [Note: Bounds]
-                    bound = max(bound, math.sqrt(max(mine.square, theirs.square)))
-                yield Row(
-                    step=step,
-                    kind=kind,
-                    name=name,
-                    distance=distance / (size or 1.0),
-                    bound=bound / (size or 1.0),
-                    noise=noise / (size or 1.0),
-                    words=_words(one.run, mine, theirs, name, step, kind),
-                )
-
-
-def _pairs(
-    one: Run, other: Run, names: Mapping[str, str], step: int, kind: str
-) -> Iterator[tuple[str, tuple[Whole, Whole]]]:
-    for mine, its in names.items():
-        a = one.tensors.get((step, kind, mine))
-        b = other.tensors.get((step, kind, its))
-        if a is None or b is None or not (a.is_whole and b.is_whole):
-            continue
-        skipped = (step, mine) in one.skipped and (step, its) in other.skipped
-        if not skipped and (a.is_finite or b.is_finite):
-            yield mine, (a, b)
-
-
-def _noise(side: Side, name: str, step: int, kind: str) -> float:
-    """Return the largest distance of runs again; infinite if some are not finite."""
-    plain = side.run.tensors[step, kind, name]
-    again = [run.tensors.get((step, kind, name)) for run in side.noisy]
-    every = [plain, *(each for each in again if each)]
-    if not all(each.is_finite for each in every):
-        return math.inf if any(each.is_finite for each in every) else 0.0
-    return max(plain.distance(each) for each in every)
-
-
-def _words(one: Run, mine: Whole, its: Whole, name: str, step: int, kind: str) -> str:
-    """Describe the second side relative to the first, where a sketch shows it."""
-    if its.bad or mine.bad:
-        return f"has {its.bad} elements that are not finite, the first side {mine.bad}"
-    if not its.norm and mine.norm:
-        return "is zero"
-    if not mine.norm:
-        return "is zero on the first side"
-    assert mine.sketch is not None and its.sketch is not None
-    factor = float(mine.sketch @ its.sketch) / mine.norm**2
-    rest = float(np.linalg.norm(its.sketch - factor * mine.sketch)) / mine.norm
-    if rest <= 0.01 * abs(factor) and abs(factor - 1) > 0.01:
-        return f"is {factor:.3f} x the first side"
-    before = one.tensors.get((step - 1, kind, name))
-    if before is not None and before.norm:
-        late = its.distance(before) / before.norm
-        if late <= 0.01:
-            return "is the tensor of the step before"
-    return ""
-
-
 def _where(one: Side, other: Side, step: int, factor: str) -> tuple[list[Row], str]:
     """Where a step begins to differ, from the outputs of blocks, if any were recorded.
 
@@ -458,7 +329,7 @@ def _where(one: Side, other: Side, step: int, factor: str) -> tuple[list[Row], s
         why = "rows are in other pieces or have other bits"
         return [], f"where: not known, {why}, so outputs of blocks are not compared"
     names = {name: name for name in every}
-    forward = list(_rows(one, other, names, [step], [OUTPUT]))
+    forward = list(rows_of_sides(one, other, names, [step], [OUTPUT]))
     if not forward:
         return [], "where: no block has an output on both sides" if every else ""
     start = f"where: step {step}: "
@@ -478,7 +349,7 @@ def _where(one: Side, other: Side, step: int, factor: str) -> tuple[list[Row], s
     scaled = _scaled(other, one.run, step, last[0]) if last else None
     if scaled is None:
         return forward, f"{same}Their gradients were not recorded on both sides"
-    backward = list(_rows(one, scaled, names, [step], [GRADIENT]))[::-1]
+    backward = list(rows_of_sides(one, scaled, names, [step], [GRADIENT]))[::-1]
     wrong = [row for row in backward if row.differs]
     rows = forward + backward
     if not wrong:

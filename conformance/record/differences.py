@@ -1,0 +1,154 @@
+"""Difference of two sides of a comparison: each tensor at each step, and its noise.
+
+[Note: Bounds]
+The reference side was recorded again as it is, and with its weights moved by a unit in
+the last place. Their difference from the first run is the noise of the job. A tensor
+may differ by ``FACTOR`` times the largest noise that it showed up to this step, and by
+no less than that of the median tensor of the step. A bound as large as the tensor
+compares nothing. An update may besides be off by a unit in the last place of each
+weight: a few elements round to the other side, which two nudged runs need not show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from .merge import Run, Side, Whole
+
+__all__ = ["KINDS", "Row", "rows_of_sides"]
+
+FACTOR = 8.0
+"""Right variants of a job came to 0.17 of this bound at most."""
+UNIT = 2.0**-24
+"""Unit roundoff of fp32: no tensor has less noise, relative to its size."""
+KINDS = ("gradient", "update")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One tensor at one step."""
+
+    step: int
+    kind: str
+    name: str
+    distance: float
+    """Norm of the difference, relative to the tensor of the first side."""
+    bound: float
+    """The largest distance that noise explains, relative, too."""
+    noise: float
+    """The distance that correct runs have."""
+    words: str = ""
+    """Predicate of the second side: a multiple of the first, zeros, the step before."""
+
+    @property
+    def differs(self) -> bool:
+        """True if the noise of the job does not explain the difference."""
+        # written so that nan differs
+        return not self.distance <= self.bound
+
+    @property
+    def ratio(self) -> float:
+        """Distance over bound; 0 / 0 is 0."""
+        if not self.distance:
+            return 0.0
+        return self.distance / self.bound if self.bound else math.inf
+
+
+def rows_of_sides(
+    one: Side,
+    other: Side,
+    names: Mapping[str, str],
+    steps: Sequence[int],
+    kinds: Sequence[str] = KINDS,
+) -> Iterator[Row]:
+    """Compare the sketches of all tensors that both sides have; see [Note: Bounds].
+
+    Args:
+        one: the reference; it has noise.
+        other: the side in question; its noise is added, if it was measured.
+        names: name on the first side -> name on the second one.
+        steps: steps that both sides have, in order.
+        kinds: kinds of tensors.
+    """
+    worst: dict[tuple[str, str], float] = {}
+    for step in steps:
+        for kind in kinds:
+            pairs = dict(_pairs(one.run, other.run, names, step, kind))
+            noises = {name: _noise(one, name, step, kind) for name in pairs}
+            for name, its in names.items():
+                if name in pairs and other.noisy:
+                    noises[name] += _noise(other, its, step, kind)
+            for name, noise in noises.items():
+                worst[kind, name] = max(worst.get((kind, name), 0.0), noise)
+            sizes = {
+                name: mine.norm if mine.is_finite else 0.0
+                for name, (mine, _) in pairs.items()
+            }
+            shares = [noises[n] / size for n, size in sizes.items() if size]
+            least = max(median(shares) if shares else 0.0, UNIT)
+            for name, (mine, theirs) in pairs.items():
+                size = sizes[name]
+                both = mine.is_finite and theirs.is_finite
+                distance = mine.distance(theirs) if both else math.inf
+                noise = max(worst[kind, name], size * least)
+                bound = FACTOR * noise
+                if kind == "update" and both:  # see [Note: Bounds]
+                    bound = max(bound, math.sqrt(max(mine.square, theirs.square)))
+                yield Row(
+                    step=step,
+                    kind=kind,
+                    name=name,
+                    distance=distance / (size or 1.0),
+                    bound=bound / (size or 1.0),
+                    noise=noise / (size or 1.0),
+                    words=_words(one.run, mine, theirs, name, step, kind),
+                )
+
+
+def _pairs(
+    one: Run, other: Run, names: Mapping[str, str], step: int, kind: str
+) -> Iterator[tuple[str, tuple[Whole, Whole]]]:
+    for mine, its in names.items():
+        a = one.tensors.get((step, kind, mine))
+        b = other.tensors.get((step, kind, its))
+        if a is None or b is None or not (a.is_whole and b.is_whole):
+            continue
+        skipped = (step, mine) in one.skipped and (step, its) in other.skipped
+        if not skipped and (a.is_finite or b.is_finite):
+            yield mine, (a, b)
+
+
+def _noise(side: Side, name: str, step: int, kind: str) -> float:
+    """Return the largest distance of runs again; infinite if some are not finite."""
+    plain = side.run.tensors[step, kind, name]
+    again = [run.tensors.get((step, kind, name)) for run in side.noisy]
+    every = [plain, *(each for each in again if each)]
+    if not all(each.is_finite for each in every):
+        return math.inf if any(each.is_finite for each in every) else 0.0
+    return max(plain.distance(each) for each in every)
+
+
+def _words(one: Run, mine: Whole, its: Whole, name: str, step: int, kind: str) -> str:
+    """Describe the second side relative to the first, where a sketch shows it."""
+    if its.bad or mine.bad:
+        return f"has {its.bad} elements that are not finite, the first side {mine.bad}"
+    if not its.norm and mine.norm:
+        return "is zero"
+    if not mine.norm:
+        return "is zero on the first side"
+    assert mine.sketch is not None and its.sketch is not None
+    factor = float(mine.sketch @ its.sketch) / mine.norm**2
+    rest = float(np.linalg.norm(its.sketch - factor * mine.sketch)) / mine.norm
+    if rest <= 0.01 * abs(factor) and abs(factor - 1) > 0.01:
+        return f"is {factor:.3f} x the first side"
+    before = one.tensors.get((step - 1, kind, name))
+    if before is not None and before.norm:
+        late = its.distance(before) / before.norm
+        if late <= 0.01:
+            return "is the tensor of the step before"
+    return ""
