@@ -58,14 +58,17 @@ def build_site(folder: Path) -> None:
     Raises:
         mkdocs.exceptions.Abort: if there was a warning; it ends the process with 1.
     """
-    with tempfile.TemporaryDirectory() as staged:
+    with tempfile.TemporaryDirectory() as staged, tempfile.TemporaryDirectory() as code:
         gather(Path(staged))
+        _link_packages(Path(code) / "gradparity")
         config = load_config(
             str(ROOT / "mkdocs.yml"),
             docs_dir=staged,
             site_dir=str(folder),
             strict=True,
         )
+        handlers = config.plugins["mkdocstrings"].config["handlers"]
+        handlers["python"]["paths"] = [code]
         config.plugins.on_startup(command="build", dirty=False)
         # elsewhere, so that sources are shown as files of the package
         with contextlib.chdir(staged):
@@ -83,6 +86,17 @@ def gather(staged: Path) -> None:
     for package, names in REFERENCE.items():
         _write(staged / "reference" / f"{package}.md", _reference(package, names))
     _write(staged / "reference" / "command.md", "\n".join(_commands()))
+
+
+def _link_packages(package: Path) -> None:
+    """Make a package of the documented rooms alone.
+
+    The reader of docstrings goes through all files below a package, and the checkout
+    has installed packages below it.
+    """
+    package.mkdir()
+    for name in ("__init__.py", *REFERENCE):
+        (package / name).symlink_to(ROOT / name)
 
 
 def _linked(found: re.Match[str], page: Path, staged: Path) -> str:
