@@ -177,13 +177,11 @@ class GradScaler(ScalerCore):
         if not self._enabled:
             return
         self._check_scale_growth_tracker("unscale_")
+        part = self._part_of(optimizer)
         if optimizer is None:
-            self._check_lacks()
-            part = self._iteration.lacking(self._per_optimizer_states)
             self._take_part(part, "unscale_", call=CHECK)
             self._iteration.looked_at(part)
             return
-        part = self._part_of(optimizer)
         if part.stage is OptState.UNSCALED:
             raise self._refused(
                 "unscale_() has already been called on this optimizer since the last "
@@ -323,12 +321,10 @@ class GradScaler(ScalerCore):
             raise self._refused(message, None, "step")
         self._check_scale_growth_tracker("step")
         if optimizer is None:
-            self._check_lacks()
-            if not self._iteration.lacked:
-                part = self._iteration.lacking(self._per_optimizer_states)
-                self._take_part(part, "step", takes_part=1.0)
-            else:
+            if self._iteration.lacked:
                 del self._iteration.lacked[0]  # it has taken part before
+            else:
+                self._take_part(self._part_of(None), "step", takes_part=1.0)
             return None
         part = self._part_of(optimizer)
         if part.has_stepped():
@@ -398,11 +394,6 @@ class GradScaler(ScalerCore):
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         return self._part_of(optimizer).found
-
-    def _check_lacks(self) -> None:
-        # A rank on its own lacks no optimizer: None is a mistake, raised as by torch.
-        if not self._sync.group.is_distributed:
-            raise AttributeError("'NoneType' object has no attribute 'param_groups'")
 
     def _take_part(self, part: Part, method: str, **fields: float) -> None:
         # In the other ranks' sync of an optimizer that this rank lacks.
@@ -682,10 +673,7 @@ class _Disabled(ScalerCore):
         steps: bool,
     ) -> torch.Tensor:
         method = "clip_and_step" if steps else "clip_grad_norm_"
-        states, exchanges = self._per_optimizer_states, self._sync.exchanges
-        part = self._iteration.lacking(states)
-        if optimizer is not None:
-            part = self._part_of(optimizer)
+        part, exchanges = self._part_of(optimizer), self._sync.exchanges
         try:
             measured = self._measure(
                 part, method, max_norm, norm_type, refuses=error_if_nonfinite

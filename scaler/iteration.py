@@ -167,14 +167,9 @@ class Iteration:
         self.parts[key] = part
         return part
 
-    def part_to_clip(self, states: dict[int, State]) -> Part:
-        """Return the part of an optimizer that this rank lacks, and others clip."""
-        unclipped = (part for part in self.lacked if not part.is_clipped)
-        return next(unclipped, None) or self.lacking(states)
-
-    def lacking(self, states: dict[int, State]) -> Part:
-        """Return a new part of an optimizer that this rank lacks."""
-        return Part(state=states[-1 - len(states)])  # no id is below zero
+    def lacked_unclipped(self) -> Part | None:
+        """Return the first lacked part that no clip has had yet, or None."""
+        return next((part for part in self.lacked if not part.is_clipped), None)
 
     def looked_at(self, part: Part, *, is_over: bool = False) -> None:
         """Keep a part that this rank lacks until its step; ``is_over``: that was it."""
@@ -325,12 +320,13 @@ class OptimizerRecords:
 
     def numbers(self) -> frozenset[int]:
         """Return the numbers that living optimizers have."""
-        records = [record for _, record in self._records.values()]
-        return frozenset(r.number for r in records if r.number is not None)
+        # A list first: an optimizer that dies meanwhile leaves the dictionary.
+        numbers = [record.number for _, record in list(self._records.values())]
+        return frozenset(number for number in numbers if number is not None)
 
     def forget_numbers(self) -> None:
         """Start to count anew, at a point where all ranks do."""
-        for _, record in self._records.values():
+        for _, record in list(self._records.values()):
             record.number = None
 
 
