@@ -632,6 +632,7 @@ class GradScaler(ScalerCore):
         # Ranks that lived differently long until now count alike from here on.
         self._sync.restart()
         self._records.forget_numbers()
+        self._history.end_row_of_skips()
         for part in self._iteration.parts.values():
             part.result = None
         super().load_state_dict(saved)
