@@ -276,7 +276,8 @@ class OptimizerRecords:
     """
 
     def __init__(self) -> None:
-        self._records: dict[int, tuple[Callable[[], Any], OptimizerRecord]] = {}
+        # An optimizer that dies leaves them before another one can have its id.
+        self._records: dict[int, OptimizerRecord] = {}
         self._by_groups: dict[int, OptimizerRecord] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -284,8 +285,7 @@ class OptimizerRecords:
 
     def find(self, optimizer: Any) -> OptimizerRecord | None:
         """Return the record of an optimizer, None if it was never seen."""
-        ref, record = self._records.get(id(optimizer), (None, None))
-        if ref is not None and ref() is optimizer:
+        if (record := self._records.get(id(optimizer))) is not None:
             return record
         record = self._by_groups.get(_key_of(groups := _groups_of(optimizer)))
         if record is None or groups is None:
@@ -296,23 +296,21 @@ class OptimizerRecords:
 
     def find_or_add(self, optimizer: Any) -> tuple[OptimizerRecord, bool]:
         """Return the record of an optimizer, and whether it was never seen."""
-        entry = self._records.get(id(optimizer))
-        if entry is not None and entry[0]() is optimizer:
-            return entry[1], False
         same = self.find(optimizer)
-        record = same or OptimizerRecord()
         key, ref = id(optimizer), lambda: optimizer
+        if key in self._records:
+            return self._records[key], False
+        record = self._records[key] = same or OptimizerRecord()
         with contextlib.suppress(TypeError):
-            ref = weakref.ref(optimizer, lambda _: self._forget(key))
-        self._records[key] = ref, record
+            ref = weakref.ref(optimizer, lambda ref: self._forget(key, ref))
         record.optimizers.append(ref)
         if (groups := _groups_of(optimizer)) is not None:
             record.groups_key = _key_of(groups)
             self._by_groups[record.groups_key] = record
         return record, same is None
 
-    def _forget(self, key: int) -> None:
-        ref, record = self._records.pop(key)
+    def _forget(self, key: int, ref: Callable[[], Any]) -> None:
+        record = self._records.pop(key)
         record.optimizers.remove(ref)
         is_last = not record.optimizers
         if is_last and self._by_groups.get(record.groups_key) is record:
@@ -321,12 +319,12 @@ class OptimizerRecords:
     def numbers(self) -> frozenset[int]:
         """Return the numbers that living optimizers have."""
         # A list first: an optimizer that dies meanwhile leaves the dictionary.
-        numbers = [record.number for _, record in list(self._records.values())]
+        numbers = [record.number for record in list(self._records.values())]
         return frozenset(number for number in numbers if number is not None)
 
     def forget_numbers(self) -> None:
         """Start to count anew, at a point where all ranks do."""
-        for _, record in list(self._records.values()):
+        for record in list(self._records.values()):
             record.number = None
 
 

@@ -181,6 +181,32 @@ def test_a_load_ends_a_row_of_skips_on_every_rank(two: Cluster, how: str) -> Non
     assert two.run(acting(how, run)) == [["skipped", "skipped", "3"]] * 2
 
 
+def test_a_load_numbers_optimizers_anew(two: Cluster) -> None:
+    """A rank that was replaced knows no number of an optimizer."""
+
+    def run() -> float:
+        params = [parameter(torch.ones(2)) for _ in "ab"]
+        optimizers, scaler = [sgd([p]) for p in params], scaled(GradScaler)
+
+        def step_each() -> None:
+            for p, optimizer in zip(params, optimizers, strict=True):
+                give_gradient(p, 4.0)
+                scaler.step(optimizer)
+            scaler.update()
+
+        step_each()
+        state = scaler.state_dict()
+        if dist.get_rank():
+            scaler = scaled(GradScaler)
+        scaler.load_state_dict(state)
+        params.reverse()
+        optimizers.reverse()
+        step_each()
+        return float(scaler.counters.steps)
+
+    assert two.run(run) == [2.0, 1.0]
+
+
 def test_hysteresis_is_saved_and_read_by_torch() -> None:
     policy = Policy(hysteresis=3)
     scaler = GradScaler(device="cpu", init_scale=4.0, policy=policy)

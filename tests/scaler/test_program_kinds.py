@@ -137,6 +137,20 @@ def test_a_shared_parameter_is_warned_about_once(make: Any, fused: bool) -> None
     ]
 
 
+def test_a_new_optimizer_that_shares_with_a_known_one_is_warned_about() -> None:
+    p = scalar_weight()
+    known, new = sgd(p), sgd(p)
+    scaler = scaled_once(GradScaler("cpu"))
+    for optimizers in ([known], [new, known]):
+        for optimizer in optimizers:
+            p.grad = torch.ones(1)
+            scaler.step(optimizer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scaler.update()
+    assert [warning.category for warning in caught] == [UserWarning]
+
+
 # - G02: found_inf of shape (1,)
 
 
