@@ -425,10 +425,8 @@ class ScalerCore(_TorchGradScaler):
             infs[found_inf.device] = found_inf
         return infs
 
-    def _find_group(self, part: Part | None) -> dist.ProcessGroup | None:
-        if part is not None and part.result is not None:
-            return part.result.group
-        return self._sync.group.find()
+    def _find_group(self, part: Part) -> dist.ProcessGroup | None:
+        return self._sync.group.find() if part.result is None else part.result.group
 
     def _row(self) -> Row:
         # The state that must be equal on all ranks.
@@ -519,7 +517,7 @@ class ScalerCore(_TorchGradScaler):
     def _fail(
         self,
         error: BaseException,
-        part: Part | None,
+        part: Part,
         method: str,
         call: float,
         exchanges: int,
@@ -531,7 +529,7 @@ class ScalerCore(_TorchGradScaler):
         self._iteration.begin_anew(error, part, self._sync, scale, is_told=is_told)
 
     def _refused(
-        self, message: str, part: Part | None, method: str, call: int = CHECK
+        self, message: str, part: Part, method: str, call: int = CHECK
     ) -> RuntimeError:
         # Wrong call order, perhaps on this rank alone: the other ranks must not wait.
         error = RuntimeError(message)
@@ -544,7 +542,7 @@ class ScalerCore(_TorchGradScaler):
         self,
         error: BaseException,
         exchanges: int,
-        part: Part | None,
+        part: Part,
         method: str,
         call: float = CHECK,
     ) -> bool:

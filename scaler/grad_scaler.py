@@ -318,7 +318,7 @@ class GradScaler(ScalerCore):
         if "closure" in kwargs or (args and callable(args[0])):
             # It would make new, scaled gradients after the check.
             message = "Closure use is not currently supported if GradScaler is enabled."
-            raise self._refused(message, None, "step")
+            raise self._refused(message, Part(), "step")
         self._check_scale_growth_tracker("step")
         if optimizer is None:
             if self._iteration.lacked:
@@ -461,8 +461,8 @@ class GradScaler(ScalerCore):
                 ),
             )
         except BaseException as error:
-            if self._tell(error, exchanges, None, "update", UPDATE):
-                iteration.begin_anew(error, None, self._sync, scale, is_told=True)
+            if self._tell(error, exchanges, Part(), "update", UPDATE):
+                iteration.begin_anew(error, Part(), self._sync, scale, is_told=True)
             raise
         if not flags and not iteration.has_failed and chosen is None:
             raise AssertionError(NOTHING_CHECKED)
@@ -623,7 +623,7 @@ class GradScaler(ScalerCore):
         try:
             saved = check_state(state_dict, self._policy)
         except Exception as error:
-            self._tell(error, exchanges, None, "load_state_dict", LOAD)
+            self._tell(error, exchanges, Part(), "load_state_dict", LOAD)
             raise
         if group is not None:
             fields = {key.lstrip("_"): value for key, value in saved.items()}

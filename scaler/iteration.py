@@ -180,7 +180,7 @@ class Iteration:
     def begin_anew(
         self,
         error: BaseException,
-        part: Part | None,
+        part: Part,
         sync: OverflowSync,
         scale: torch.Tensor,
         *,
@@ -190,22 +190,20 @@ class Iteration:
 
         Args:
             error: exception of the call.
-            part: part of its optimizer, which is dropped; None in an update. The other
-                parts keep their results.
+            part: part of its optimizer, which is dropped; an empty one in an update.
+                The other parts keep their results.
             sync: counts failures that other ranks do not hear of.
             scale: scale of gradients that are multiplied again.
             is_told: the other ranks know of it.
         """
         self.has_failed = True
         self.lacked.clear()
-        has_found = part is not None and bool(part.found)
-        is_empty = isinstance(error, AssertionError) and not has_found
+        is_empty = isinstance(error, AssertionError) and not part.found
         if not (is_empty or sync.is_void):  # else all ranks count anew
             self.is_unusual = True
         if sync.sent and not (is_told or is_empty):
             sync.failures += 1
-        if part is not None:
-            part.found = {}
+        part.found = {}
         for each in list(self.parts.values()):
             each.begin_anew(scale)
 

@@ -219,3 +219,12 @@ def test_parameters_that_an_optimizer_drops_are_freed() -> None:
     del p
     gc.collect()
     assert gone() is None
+
+
+def test_an_optimizer_that_nobody_else_holds_is_freed() -> None:
+    scaler = scaled()
+    one_step(scaler, optimizer := torch.optim.SGD([parameter()], lr=1.0), 4.0)
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
