@@ -67,15 +67,28 @@ def first_nonfinite(optimizer: Any) -> int:
     after an overflow only.
     """
     try:
-        with torch.no_grad():
-            for index, parameter in enumerate(parameters_of(optimizer)):
-                if parameter.grad is not None:
-                    local = local_tensor(parameter, coalesce=False)
-                    if not math.isfinite(norms([local], math.inf)[0]):
-                        return 1 + index * 2 + bool(local.isnan().any())
+        bad = _first_bad(optimizer)
+        is_nan = bad is not None and bool(bad[1].isnan().any())
     except (RuntimeError, TypeError):  # a class of tensors that knows no norm
-        pass
-    return 0
+        return 0
+    return 0 if bad is None else 1 + bad[0] * 2 + is_nan
+
+
+def _first_bad(optimizer: Any) -> tuple[int, torch.Tensor] | None:
+    groups: dict[Any, list[tuple[int, torch.Tensor]]] = {}
+    with torch.no_grad():
+        for index, parameter in enumerate(parameters_of(optimizer)):
+            if parameter.grad is not None:
+                local = local_tensor(parameter, coalesce=False)
+                key = local.device, local.dtype
+                groups.setdefault(key, []).append((index, local))
+    bad: list[tuple[int, torch.Tensor]] = []
+    for members in groups.values():
+        largest = norms([local for _, local in members], math.inf)
+        largest = largest if isinstance(largest, list) else largest.tolist()
+        pairs = zip(members, largest, strict=True)
+        bad += [member for member, norm in pairs if not math.isfinite(norm)][:1]
+    return min(bad, key=lambda member: member[0], default=None)
 
 
 def overflow_of(code: int, rank: int, here: int, optimizer: Any) -> Overflow:

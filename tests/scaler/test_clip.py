@@ -126,7 +126,8 @@ def test_a_scale_below_one_can_overflow(fused: bool) -> None:
 @FUSED
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_overflow_is_skipped_and_named(fused: bool, bad: float) -> None:
-    params = parameters_with([torch.ones(4), torch.ones(4), torch.ones(9)])
+    last = torch.ones(9, dtype=torch.float64)
+    params = parameters_with([torch.ones(4), torch.ones(4), last])
     for p in params[1:]:  # the first one is named
         assert p.grad is not None
         p.grad[2] = bad
