@@ -151,6 +151,18 @@ def test_a_new_optimizer_that_shares_with_a_known_one_is_warned_about() -> None:
     assert [warning.category for warning in caught] == [UserWarning]
 
 
+def test_a_skip_for_another_reason_than_a_gradient_names_none() -> None:
+    class Cautious(GradScaler):
+        def _unscale_grads_(self, *_: Any) -> Any:
+            return {torch.device("cpu"): torch.ones(())}
+
+    p, scaler = scalar_weight(), scaled_once(Cautious("cpu"))
+    p.grad = torch.ones(1)
+    scaler.step(sgd(p))
+    scaler.update()
+    assert p.item() == 1.0 and scaler.last_overflow is None
+
+
 # - G02: found_inf of shape (1,)
 
 
