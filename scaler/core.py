@@ -165,9 +165,18 @@ class ScalerCore(_TorchGradScaler):
 
     # - The iteration
 
+    def _check_lacks(self) -> None:
+        # A rank on its own lacks no optimizer: None is a mistake, raised as by torch.
+        if not self._sync.group.is_distributed:
+            raise AttributeError("'NoneType' object has no attribute 'param_groups'")
+
     def _part_of(self, optimizer: Any) -> Part:
-        part = self._iteration.parts.get(id(optimizer))
+        # A new one for each None: this rank may lack several.
         states = self._per_optimizer_states
+        if optimizer is None:
+            self._check_lacks()
+            return Part(state=states[-1 - len(states)])  # no id is below zero
+        part = self._iteration.parts.get(id(optimizer))
         if part is None:
             part = self._iteration.begin_part(optimizer, self._records, states)
         part.optimizer, part.state = optimizer, states[id(optimizer)]
@@ -191,7 +200,7 @@ class ScalerCore(_TorchGradScaler):
         method = "clip_and_step" if steps else "clip_grad_norm_"
         self._check_scale_growth_tracker(method)
         if optimizer is None:
-            part = self._iteration.part_to_clip(self._per_optimizer_states)
+            part = self._iteration.lacked_unclipped() or self._part_of(None)
         else:
             part = self._part_of(optimizer)
             if part.has_stepped():
@@ -416,10 +425,8 @@ class ScalerCore(_TorchGradScaler):
             infs[found_inf.device] = found_inf
         return infs
 
-    def _find_group(self, part: Part | None) -> dist.ProcessGroup | None:
-        if part is not None and part.result is not None:
-            return part.result.group
-        return self._sync.group.find()
+    def _find_group(self, part: Part) -> dist.ProcessGroup | None:
+        return self._sync.group.find() if part.result is None else part.result.group
 
     def _row(self) -> Row:
         # The state that must be equal on all ranks.
@@ -510,7 +517,7 @@ class ScalerCore(_TorchGradScaler):
     def _fail(
         self,
         error: BaseException,
-        part: Part | None,
+        part: Part,
         method: str,
         call: float,
         exchanges: int,
@@ -522,7 +529,7 @@ class ScalerCore(_TorchGradScaler):
         self._iteration.begin_anew(error, part, self._sync, scale, is_told=is_told)
 
     def _refused(
-        self, message: str, part: Part | None, method: str, call: int = CHECK
+        self, message: str, part: Part, method: str, call: int = CHECK
     ) -> RuntimeError:
         # Wrong call order, perhaps on this rank alone: the other ranks must not wait.
         error = RuntimeError(message)
@@ -535,7 +542,7 @@ class ScalerCore(_TorchGradScaler):
         self,
         error: BaseException,
         exchanges: int,
-        part: Part | None,
+        part: Part,
         method: str,
         call: float = CHECK,
     ) -> bool:

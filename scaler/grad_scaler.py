@@ -177,13 +177,11 @@ class GradScaler(ScalerCore):
         if not self._enabled:
             return
         self._check_scale_growth_tracker("unscale_")
+        part = self._part_of(optimizer)
         if optimizer is None:
-            self._check_lacks()
-            part = self._iteration.lacking(self._per_optimizer_states)
             self._take_part(part, "unscale_", call=CHECK)
             self._iteration.looked_at(part)
             return
-        part = self._part_of(optimizer)
         if part.stage is OptState.UNSCALED:
             raise self._refused(
                 "unscale_() has already been called on this optimizer since the last "
@@ -320,15 +318,13 @@ class GradScaler(ScalerCore):
         if "closure" in kwargs or (args and callable(args[0])):
             # It would make new, scaled gradients after the check.
             message = "Closure use is not currently supported if GradScaler is enabled."
-            raise self._refused(message, None, "step")
+            raise self._refused(message, Part(), "step")
         self._check_scale_growth_tracker("step")
         if optimizer is None:
-            self._check_lacks()
-            if not self._iteration.lacked:
-                part = self._iteration.lacking(self._per_optimizer_states)
-                self._take_part(part, "step", takes_part=1.0)
-            else:
+            if self._iteration.lacked:
                 del self._iteration.lacked[0]  # it has taken part before
+            else:
+                self._take_part(self._part_of(None), "step", takes_part=1.0)
             return None
         part = self._part_of(optimizer)
         if part.has_stepped():
@@ -399,11 +395,6 @@ class GradScaler(ScalerCore):
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         return self._part_of(optimizer).found
 
-    def _check_lacks(self) -> None:
-        # A rank on its own lacks no optimizer: None is a mistake, raised as by torch.
-        if not self._sync.group.is_distributed:
-            raise AttributeError("'NoneType' object has no attribute 'param_groups'")
-
     def _take_part(self, part: Part, method: str, **fields: float) -> None:
         # In the other ranks' sync of an optimizer that this rank lacks.
         exchanges = self._sync.exchanges
@@ -470,8 +461,8 @@ class GradScaler(ScalerCore):
                 ),
             )
         except BaseException as error:
-            if self._tell(error, exchanges, None, "update", UPDATE):
-                iteration.begin_anew(error, None, self._sync, scale, is_told=True)
+            if self._tell(error, exchanges, Part(), "update", UPDATE):
+                iteration.begin_anew(error, Part(), self._sync, scale, is_told=True)
             raise
         if not flags and not iteration.has_failed and chosen is None:
             raise AssertionError(NOTHING_CHECKED)
@@ -632,7 +623,7 @@ class GradScaler(ScalerCore):
         try:
             saved = check_state(state_dict, self._policy)
         except Exception as error:
-            self._tell(error, exchanges, None, "load_state_dict", LOAD)
+            self._tell(error, exchanges, Part(), "load_state_dict", LOAD)
             raise
         if group is not None:
             fields = {key.lstrip("_"): value for key, value in saved.items()}
@@ -641,6 +632,7 @@ class GradScaler(ScalerCore):
         # Ranks that lived differently long until now count alike from here on.
         self._sync.restart()
         self._records.forget_numbers()
+        self._history.end_row_of_skips()
         for part in self._iteration.parts.values():
             part.result = None
         super().load_state_dict(saved)
@@ -682,10 +674,7 @@ class _Disabled(ScalerCore):
         steps: bool,
     ) -> torch.Tensor:
         method = "clip_and_step" if steps else "clip_grad_norm_"
-        states, exchanges = self._per_optimizer_states, self._sync.exchanges
-        part = self._iteration.lacking(states)
-        if optimizer is not None:
-            part = self._part_of(optimizer)
+        part, exchanges = self._part_of(optimizer), self._sync.exchanges
         try:
             measured = self._measure(
                 part, method, max_norm, norm_type, refuses=error_if_nonfinite

@@ -256,18 +256,13 @@ def clip_(grads: Iterable[Gradients], factor: Number, scale: Number) -> None:
 
     All of them or, if it raises, none.
     """
-    once = factor / scale
-    # A product that is subnormal in fp32 has lost digits, or is zero.
-    is_here = isinstance(once, float)
-    is_small, is_zero = is_here and once < LOWEST_SCALE, is_here and once == 0.0
-    twice = [1.0 / scale, factor] if is_small else [once]
+    factors = [factor / scale]
+    if isinstance(factors[0], float) and factors[0] < LOWEST_SCALE:
+        # The product is subnormal in fp32 and has lost digits, or is zero. That with
+        # zero cannot be taken back: each gradient is first written to by the other one.
+        factors = [1.0 / scale, factor]
     groups = list(chain.from_iterable(gradients.items() for gradients in grads))
-    # A product with zero cannot be taken back: one that could comes first.
-    writes: list[Write] = [(*group, 1.0) for group in groups if is_zero]
-    for (device, dtype), tensors in groups:
-        for number in [once] if dtype is torch.float64 else twice:
-            writes.append(((device, dtype), tensors, number))
-    _multiply(writes)
+    _multiply([(*group, number) for number in factors for group in groups])
 
 
 Write = tuple[tuple[torch.device, torch.dtype], list[torch.Tensor], Number]

@@ -24,7 +24,7 @@ class Counters(NamedTuple):
     Attributes:
         steps: every optimizer stepped.
         skips: at least one optimizer was skipped.
-        consecutive_skips: skips since the last good iteration.
+        consecutive_skips: skips since the last good iteration, or the last load.
         growths: the scale grew by the rule.
         backoffs: the scale was reduced by the rule.
     """
@@ -161,6 +161,12 @@ class History:
         else:
             cause = "grew" if by_rule else "was set"
             _log.info("scale %s: %g -> %g", cause, before, after)
+
+    def end_row_of_skips(self) -> None:
+        """Count consecutive skips from zero, at a point where all ranks do."""
+        self._counts[2] = 0
+        if self._on_device is not None:
+            self._on_device[2].zero_()
 
     def counters(self) -> Counters:
         """Return the counters; synchronises if they are on an accelerator."""

@@ -167,14 +167,9 @@ class Iteration:
         self.parts[key] = part
         return part
 
-    def part_to_clip(self, states: dict[int, State]) -> Part:
-        """Return the part of an optimizer that this rank lacks, and others clip."""
-        unclipped = (part for part in self.lacked if not part.is_clipped)
-        return next(unclipped, None) or self.lacking(states)
-
-    def lacking(self, states: dict[int, State]) -> Part:
-        """Return a new part of an optimizer that this rank lacks."""
-        return Part(state=states[-1 - len(states)])  # no id is below zero
+    def lacked_unclipped(self) -> Part | None:
+        """Return the first lacked part that no clip has had yet, or None."""
+        return next((part for part in self.lacked if not part.is_clipped), None)
 
     def looked_at(self, part: Part, *, is_over: bool = False) -> None:
         """Keep a part that this rank lacks until its step; ``is_over``: that was it."""
@@ -185,7 +180,7 @@ class Iteration:
     def begin_anew(
         self,
         error: BaseException,
-        part: Part | None,
+        part: Part,
         sync: OverflowSync,
         scale: torch.Tensor,
         *,
@@ -195,22 +190,20 @@ class Iteration:
 
         Args:
             error: exception of the call.
-            part: part of its optimizer, which is dropped; None in an update. The other
-                parts keep their results.
+            part: part of its optimizer, which is dropped; an empty one in an update.
+                The other parts keep their results.
             sync: counts failures that other ranks do not hear of.
             scale: scale of gradients that are multiplied again.
             is_told: the other ranks know of it.
         """
         self.has_failed = True
         self.lacked.clear()
-        has_found = part is not None and bool(part.found)
-        is_empty = isinstance(error, AssertionError) and not has_found
+        is_empty = isinstance(error, AssertionError) and not part.found
         if not (is_empty or sync.is_void):  # else all ranks count anew
             self.is_unusual = True
         if sync.sent and not (is_told or is_empty):
             sync.failures += 1
-        if part is not None:
-            part.found = {}
+        part.found = {}
         for each in list(self.parts.values()):
             each.begin_anew(scale)
 
@@ -281,7 +274,8 @@ class OptimizerRecords:
     """
 
     def __init__(self) -> None:
-        self._records: dict[int, tuple[Callable[[], Any], OptimizerRecord]] = {}
+        # An optimizer that dies leaves them before another one can have its id.
+        self._records: dict[int, OptimizerRecord] = {}
         self._by_groups: dict[int, OptimizerRecord] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -289,8 +283,7 @@ class OptimizerRecords:
 
     def find(self, optimizer: Any) -> OptimizerRecord | None:
         """Return the record of an optimizer, None if it was never seen."""
-        ref, record = self._records.get(id(optimizer), (None, None))
-        if ref is not None and ref() is optimizer:
+        if (record := self._records.get(id(optimizer))) is not None:
             return record
         record = self._by_groups.get(_key_of(groups := _groups_of(optimizer)))
         if record is None or groups is None:
@@ -301,23 +294,21 @@ class OptimizerRecords:
 
     def find_or_add(self, optimizer: Any) -> tuple[OptimizerRecord, bool]:
         """Return the record of an optimizer, and whether it was never seen."""
-        entry = self._records.get(id(optimizer))
-        if entry is not None and entry[0]() is optimizer:
-            return entry[1], False
         same = self.find(optimizer)
-        record = same or OptimizerRecord()
         key, ref = id(optimizer), lambda: optimizer
+        if key in self._records:
+            return self._records[key], False
+        record = self._records[key] = same or OptimizerRecord()
         with contextlib.suppress(TypeError):
-            ref = weakref.ref(optimizer, lambda _: self._forget(key))
-        self._records[key] = ref, record
+            ref = weakref.ref(optimizer, lambda ref: self._forget(key, ref))
         record.optimizers.append(ref)
         if (groups := _groups_of(optimizer)) is not None:
             record.groups_key = _key_of(groups)
             self._by_groups[record.groups_key] = record
         return record, same is None
 
-    def _forget(self, key: int) -> None:
-        ref, record = self._records.pop(key)
+    def _forget(self, key: int, ref: Callable[[], Any]) -> None:
+        record = self._records.pop(key)
         record.optimizers.remove(ref)
         is_last = not record.optimizers
         if is_last and self._by_groups.get(record.groups_key) is record:
@@ -325,12 +316,13 @@ class OptimizerRecords:
 
     def numbers(self) -> frozenset[int]:
         """Return the numbers that living optimizers have."""
-        records = [record for _, record in self._records.values()]
-        return frozenset(r.number for r in records if r.number is not None)
+        # A list first: an optimizer that dies meanwhile leaves the dictionary.
+        numbers = [record.number for record in list(self._records.values())]
+        return frozenset(number for number in numbers if number is not None)
 
     def forget_numbers(self) -> None:
         """Start to count anew, at a point where all ranks do."""
-        for _, record in self._records.values():
+        for record in list(self._records.values()):
             record.number = None
 
 

@@ -112,10 +112,10 @@ def advance(
         return number_in(scale)
     any_found = found_inf
     if hysteresis_left is not None:
-        # Back off at the last one only. The kernel adds one to the tracker of a
-        # tolerated overflow, so that must start from -1.
+        # Back off at the last one only. The kernel sets the tracker to 0 then, and adds
+        # one to that of a tolerated overflow, which must start from -1.
         hysteresis_left.sub_(found_inf.int()).clamp_(min=0)
-        growth_tracker.masked_fill_((found_inf > 0) & (hysteresis_left > 0), -1)
+        growth_tracker.masked_fill_(found_inf > 0, -1)
         found_inf = found_inf * (hysteresis_left == 0)
     amp_update_scale_(scale, growth_tracker, found_inf, *rule)
     # The kernel never grows past fp32, but backs off to zero. Whether it did is known

@@ -161,7 +161,7 @@ def _sets_of_meshes(tables: Sequence[torch.Tensor]) -> list[list[float]]:
     what: dict[tuple[int, int], tuple[int, int]] = {}
     for rows in listed:
         for key, (_, family, shape, part) in _numbered(rows):
-            bits[key] = (bits[key] + part) % 2**64
+            bits[key] += part
             what[key] = max(what.get(key, (0, 0)), (family, shape))
     names: dict[tuple[int, int], tuple[int, ...]] = {}
     seen: dict[tuple[int, ...], int] = Counter()

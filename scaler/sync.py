@@ -421,7 +421,9 @@ class OverflowSync:
         if number is not None:
             fields["scaler"] = number
         else:
-            fields["made_after"] = sum(made < self._made for made in of_group.numbers)
+            # A scaler that was made again on this rank alone has the old number.
+            numbers = of_group.numbers.items()
+            fields["made_after"] = len({n for made, n in numbers if made < self._made})
         if record is not None and record.number is not None:
             fields["optimizer"] = record.number
         elif record is not None and len(record.taken) == self._optimizers:

@@ -222,6 +222,8 @@ def test_all_ranks_know_of_an_overflow_and_log_it(
         is_seen = reads or (not fused and rank == 1)
         assert overflow.parameter == (0 if is_seen else None)
         assert overflow.kind == ("inf" if reads else "inf or nan")
+        where = " in parameter 0" if is_seen else ""
+        assert str(overflow) == f"{overflow.kind}{where} on rank 1"
 
 
 def test_one_process_on_an_accelerator_knows_its_overflow() -> None:

@@ -15,9 +15,15 @@ from torch.distributed.fsdp.sharded_grad_scaler import (
 from torch.distributed.tensor.debug import CommDebugMode
 
 from gradparity.multiprocess import Cluster
-from gradparity.scaler import GradScaler, Policy, RanksDisagreeError, ShardedGradScaler
+from gradparity.scaler import (
+    GradScaler,
+    Policy,
+    RanksDisagreeError,
+    ShardedGradScaler,
+    TooManySkipsError,
+)
 from gradparity.tests.agreeing import give_gradient, parameter, sgd
-from gradparity.tests.stepping import BOTH, scaled
+from gradparity.tests.stepping import BOTH, HOW, acting, scaled
 
 TORCHS: dict[Any, Any] = {
     GradScaler: torch.amp.GradScaler,
@@ -144,6 +150,61 @@ def test_b11e_a_rank_that_does_not_load(two: Cluster) -> None:
             return "load_state_dict()" in str(error)
 
     assert two.run(run) == [True, True]
+
+
+@HOW
+def test_a_load_ends_a_row_of_skips_on_every_rank(two: Cluster, how: str) -> None:
+    """A rank that was replaced has seen no skip; the limit is reached on all alike."""
+
+    def run() -> list[str]:
+        def make() -> GradScaler:
+            limit = Policy(max_consecutive_skips=3)
+            return GradScaler("cpu", init_scale=4.0, policy=limit)
+
+        scaler = make()
+        for _ in range(2):
+            step(scaler, float("inf"))
+        state = scaler.state_dict()
+        if dist.get_rank():
+            scaler = make()
+        scaler.load_state_dict(state)
+        seen = []
+        for _ in range(3):
+            try:
+                step(scaler, float("inf"))
+                seen.append("skipped")
+            except TooManySkipsError as error:
+                seen.append(str(error.skips))
+        step(GradScaler("cpu"))  # the next one is the second of every rank
+        return seen
+
+    assert two.run(acting(how, run)) == [["skipped", "skipped", "3"]] * 2
+
+
+def test_a_load_numbers_optimizers_anew(two: Cluster) -> None:
+    """A rank that was replaced knows no number of an optimizer."""
+
+    def run() -> float:
+        params = [parameter(torch.ones(2)) for _ in "ab"]
+        optimizers, scaler = [sgd([p]) for p in params], scaled(GradScaler)
+
+        def step_each() -> None:
+            for p, optimizer in zip(params, optimizers, strict=True):
+                give_gradient(p, 4.0)
+                scaler.step(optimizer)
+            scaler.update()
+
+        step_each()
+        state = scaler.state_dict()
+        if dist.get_rank():
+            scaler = scaled(GradScaler)
+        scaler.load_state_dict(state)
+        params.reverse()
+        optimizers.reverse()
+        step_each()
+        return float(scaler.counters.steps)
+
+    assert two.run(run) == [2.0, 1.0]
 
 
 def test_hysteresis_is_saved_and_read_by_torch() -> None:

@@ -126,10 +126,11 @@ def test_a_scale_below_one_can_overflow(fused: bool) -> None:
 @FUSED
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_overflow_is_skipped_and_named(fused: bool, bad: float) -> None:
-    params = parameters_with([torch.ones(4), torch.ones(4), torch.ones(9)])
-    grad = params[1].grad
-    assert grad is not None
-    grad[2] = bad
+    last = torch.ones(9, dtype=torch.float64)
+    params = parameters_with([torch.ones(4), torch.ones(4), last])
+    for p in params[1:]:  # the first one is named
+        assert p.grad is not None
+        p.grad[2] = bad
     named = [(f"weight{i}", p) for i, p in enumerate(params)]
     optimizer = torch.optim.SGD(named, lr=1.0, fused=fused)
     scaler = scaled()

@@ -249,6 +249,14 @@ def test_a_rank_without_parameters_clips_as_often_as_its_peers(
     assert second == ([0.5, 0.75] * 2, [], 4.0)
 
 
+@pytest.mark.parametrize("call", ["step", "clip_grad_norm_", "clip_and_step"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_rank_on_its_own_lacks_no_optimizer(enabled: bool, call: str) -> None:
+    scaler = scaled_once(GradScaler("cpu", enabled=enabled))
+    with pytest.raises(AttributeError, match="'NoneType' object"):
+        getattr(scaler, call)(None, *([1.0] if "clip" in call else []))
+
+
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
 )

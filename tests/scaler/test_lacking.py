@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import (
@@ -169,6 +170,34 @@ def test_b04a_b04b_only_the_last_stage_scales(
 
     right = [(False, 4.0, 1), (True, 2.0, 0), (False, 2.0, 1)]
     assert two.run(step) == [right] * 2
+
+
+@HOW
+def test_an_iteration_without_gradients_leaves_the_next_ones_as_usual(
+    two: Cluster, how: str
+) -> None:
+    """A rank that lacks the optimizer hears of it in `update`, the other in `step`."""
+
+    def run() -> tuple[list[str], list[int]]:
+        p, scaler = parameter(torch.ones(2)), scaled(GradScaler)
+        optimizer = None if dist.get_rank() else sgd([p])
+        errors, counts = [], []
+        for iteration in range(4):
+            p.grad = None
+            if iteration:
+                give_gradient(p, 4.0)
+            with CommDebugMode() as mode:
+                for call in (lambda: scaler.step(optimizer), scaler.update):
+                    try:
+                        call()
+                    except AssertionError as error:
+                        errors.append(str(error))
+            counts.append(mode.get_total_counts())
+        return errors, counts
+
+    nothing = ["No inf checks were recorded for this optimizer."], [2, 1, 1, 1]
+    ended = ["No inf checks were recorded prior to update."], [2, 1, 1, 1]
+    assert two.run(acting(how, run)) == [nothing, ended]
 
 
 def test_nobody_scaled(two: Cluster) -> None:

@@ -209,6 +209,25 @@ def test_replicas_are_told_apart_again_when_gradients_change(two: Cluster) -> No
             assert norm == pytest.approx(expected, rel=1e-5)
 
 
+def test_what_was_told_apart_stays_so_without_a_gradient(two: Cluster) -> None:
+    """Parameters that train in turns: each set of them costs a table once."""
+
+    def run() -> list[int]:
+        names = ["norm", "late", f"w{dist.get_rank()}"]
+        params = [parameter(torch.zeros(4, 3)) for _ in names]
+        scaler, optimizer, counts = scaled(GradScaler), sgd(params), []
+        for without in (1, 0, 1, 0):
+            for index, (p, name) in enumerate(zip(params, names, strict=True)):
+                p.grad = None if index == without else plain(name, (4, 3)) * 4.0
+            with CommDebugMode() as mode:
+                scaler.clip_and_step(optimizer, 1e9)
+            counts.append(mode.get_total_counts())
+            scaler.update()
+        return counts
+
+    assert two.run(run) == [[4, 4, 1, 1]] * 2
+
+
 def test_replicas_on_submeshes_beside_parts_of_one(four: Cluster) -> None:
     """Tensor parallel by hand under ``fully_shard``: all on the mesh of one axis."""
 

@@ -73,8 +73,9 @@ def test_b10d_closure_is_refused_however_passed(make: Any) -> None:
     p.grad = torch.full_like(p, 4.0)
     scaler, optimizer = scaled(make), sgd(p)
     for args, kwargs in (((lambda: 1.0,), {}), ((), {"closure": lambda: 1.0})):
-        with pytest.raises(RuntimeError, match="Closure use is not"):
+        with pytest.raises(RuntimeError, match="Closure use is not") as caught:
             scaler.step(optimizer, *args, **kwargs)
+        assert not hasattr(caught.value, "__notes__")  # there is no rank to be told
     scaler.step(optimizer, None)
     assert p.tolist() == [-1.0, -1.0]
 
@@ -217,5 +218,14 @@ def test_parameters_that_an_optimizer_drops_are_freed() -> None:
     gone = weakref.ref(p)
     optimizer.param_groups, optimizer.state = [], {}  # type: ignore[assignment]  # as some trainers do
     del p
+    gc.collect()
+    assert gone() is None
+
+
+def test_an_optimizer_that_nobody_else_holds_is_freed() -> None:
+    scaler = scaled()
+    one_step(scaler, optimizer := torch.optim.SGD([parameter()], lr=1.0), 4.0)
+    gone = weakref.ref(optimizer)
+    del optimizer
     gc.collect()
     assert gone() is None

@@ -137,6 +137,32 @@ def test_a_shared_parameter_is_warned_about_once(make: Any, fused: bool) -> None
     ]
 
 
+def test_a_new_optimizer_that_shares_with_a_known_one_is_warned_about() -> None:
+    p = scalar_weight()
+    known, new = sgd(p), sgd(p)
+    scaler = scaled_once(GradScaler("cpu"))
+    for optimizers in ([known], [new, known]):
+        for optimizer in optimizers:
+            p.grad = torch.ones(1)
+            scaler.step(optimizer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scaler.update()
+    assert [warning.category for warning in caught] == [UserWarning]
+
+
+def test_a_skip_for_another_reason_than_a_gradient_names_none() -> None:
+    class Cautious(GradScaler):
+        def _unscale_grads_(self, *_: Any) -> Any:
+            return {torch.device("cpu"): torch.ones(())}
+
+    p, scaler = scalar_weight(), scaled_once(Cautious("cpu"))
+    p.grad = torch.ones(1)
+    scaler.step(sgd(p))
+    scaler.update()
+    assert p.item() == 1.0 and scaler.last_overflow is None
+
+
 # - G02: found_inf of shape (1,)
 
 
