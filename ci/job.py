@@ -63,10 +63,10 @@ def parse_address(text: str) -> Address | None:
 
 
 def address_of_gradparity() -> Address:
-    """Where this gradparity was installed from: a repository, or a checkout of one.
+    """Return the repository that the installed gradparity comes from.
 
-    pip writes the origin of a package beside its metadata (PEP 610); a checkout has the
-    remote ``origin``.
+    pip writes the origin of a package beside its metadata (PEP 610). If the origin is a
+    checkout, the address is that of its git remote ``origin``.
     """
     try:
         origin = json.loads(

@@ -77,7 +77,7 @@ def update(
     ]
     for line in lines:
         show(plain(line))
-    show(counted(len(lines), "difference"))
+    show(counted(len(lines), "difference") if old else "this is the first baseline")
     if not ask(f"write {len(new.cases)} cases to {path}?"):
         return False
     write_baseline(path, new)

@@ -57,20 +57,20 @@ MESHES = NORMS // 3
 
 @lru_cache(maxsize=65536)
 def hashed(text: str) -> float:
-    """Return 52 bits, exact in fp64, the same in every process, unlike hash()."""
+    """Return a 52-bit hash of ``text`` as a float, equal in all processes."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return float(int.from_bytes(digest, "big") >> 12) + 1.0
 
 
 class Layout(NamedTuple):
-    """Where gradients lie.
+    """Mesh and replication of gradients.
 
     Attributes:
-        mesh: 52 bits that stand for the ranks of the mesh, in its order; below zero
-            unless its parameters are told apart (``replicas.py``).
+        mesh: hash of the ranks of the mesh, in its order. The hash is negative until
+            ``replicas.py`` has told replicas of the mesh apart.
         ranks: ranks of the default process group, in ascending order.
-        kind: the axes of the mesh and their sizes.
-        copies: how often the mesh holds each element.
+        kind: names of the axes of the mesh, and their sizes.
+        copies: number of ranks that hold each element.
     """
 
     mesh: float

@@ -53,12 +53,12 @@ def entries_told_apart(
 ) -> list[list[float]]:
     """Return the entries of all ranks once more, with replicas told apart.
 
-    Makes three more collectives, on all ranks alike: each has read in the rows of
-    ``result`` that they are needed. The record of the optimizer then has `Holders`.
+    Makes three more collectives. All ranks make them, because all read the same rows of
+    ``result``. Sets `Holders` in the record of the optimizer.
 
     Raises:
         PeerFailedError: another rank could not read its gradients.
-        ValueError: the parameters of a rank, of any rank, are held by too many sets.
+        ValueError: on some rank, too many different sets of ranks hold the parameters.
     """
     table, error = None, None
     try:
@@ -102,7 +102,7 @@ class Holders:
         self._sets: dict[int, tuple[weakref.ref[Any], float]] = {}
 
     def of(self, parameters: Sequence[Any]) -> list[float | None]:
-        """Return for each parameter a number that stands for the meshes, or None."""
+        """Return the hash of the meshes of each parameter; None where it is unknown."""
         sets: list[float | None] = []
         for parameter in parameters:
             ref, meshes = self._sets.get(id(parameter), (None, 0.0))

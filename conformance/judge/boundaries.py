@@ -511,7 +511,11 @@ def _cuts(
     *,
     any_: bool,
 ) -> Iterator[NDArray[np.int64]]:
-    """Places along one dim that a rank may hold, by its mesh coordinate; or any."""
+    """Yield index ranges of ``size`` along one dim that this rank may hold.
+
+    The mesh coordinate of the rank gives the ranges. With ``any_``, or if no mesh axis
+    gives this size, every equal part follows.
+    """
     places = np.arange(whole)
     if size >= whole:
         if size == whole:

@@ -85,7 +85,7 @@ the first has moved."""
 
 @dataclass(frozen=True, kw_only=True)
 class OneRank:
-    """The references on one rank."""
+    """Reference runs on one rank: the truth in fp64, noisy runs and side runs."""
 
     truth: Reference
     noisy: Sequence[Reference]
@@ -132,8 +132,8 @@ def watched_on_one_rank(
         step: the one to watch.
 
     Returns:
-        The log of the truth, those of noisy runs, the plain one first, and those of
-        runs with other inputs where derivatives jump; see [Note: Truth on one rank].
+        The log of the truth, logs of noisy runs beginning with the plain one, and logs
+        of side runs. See [Note: Truth on one rank].
     """
     watched: list[Watched] = []
     alone = partial(Alone, skipped=schedule.skipped, scales=schedule.scales)

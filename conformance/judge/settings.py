@@ -111,8 +111,9 @@ def stack_schedule(
 class Planned:
     """The settings that the workload's own ``scheduler`` gives, step by step.
 
-    Its optimizer has all parameters, as the stack's has: groups keep their order. They
-    are copies without gradients, so its step changes nothing.
+    The scheduler moves the settings of an optimizer of its own. This optimizer has
+    copies of all parameters, in the same groups. The copies have no gradients, so a
+    step changes no weight.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ def visible_gpus() -> int:
 
 
 def nccl_version() -> tuple[int, int]:
-    """Version of the loaded library; torch tells the version at its build."""
+    """Version of the loaded NCCL; torch may have been built with another version."""
     try:
         library = ctypes.CDLL("libnccl.so.2")
     except OSError:  # it is a part of torch's own library

@@ -187,7 +187,10 @@ class OwnStep:
         self.excused |= judged.scaler is not None or moved or bool(seen.bad)
 
     def check_stepped(self) -> None:
-        """See that the stack has stepped, or had a reason not to, in some step."""
+        """Refuse a ``train_step`` that never changed a weight on any rank.
+
+        A scaler or a bad gradient excuses a step without a change.
+        """
         excused = torch.tensor(float(self.excused), device=self.engine.device)
         dist.all_reduce(excused)
         if not excused:

@@ -63,7 +63,7 @@ class Variation:
         return [words for words, does in changes.items() if does]
 
     def new_tensors(self) -> AbstractContextManager[Any]:
-        """Return the context of layout and passes."""
+        """Return the context in which the model is laid out and trained."""
         return NewTensorsInFp64() if self.widens else nullcontext()
 
     def scenario(self, scenario: Scenario) -> Scenario:

@@ -43,7 +43,7 @@ class NoOptimizer:
 
 @cache
 def lacking(place: int) -> NoOptimizer:
-    """The stand-in for the optimizer that a rank lacks as its ``place``-th, from 0."""
+    """Stand-in for the optimizer number ``place`` (from 0), which this rank lacks."""
     return NoOptimizer()
 
 

@@ -111,10 +111,11 @@ def _micro_batches(engine: Engine, step: int) -> list[Batch]:
 
 
 def _as_called(batches: Sequence[Batch], log: ModuleLog) -> list[Batch]:
-    """The batches as the modules received them.
+    """Cut the batches into the rows of each call of the model.
 
-    A pipeline cuts its input, and its first call infers shapes. Where calls have other
-    rows than the batches, and are more, nothing says which call is of which rows.
+    A pipeline schedule cuts its input, and its first call only infers shapes. If the
+    calls have another number of rows, and are more than the batches, calls and rows
+    cannot be paired: the log then says so.
     """
     called = next(iter(log.rows), [])
     row_counts = [batch.tensors[0].shape[0] for batch in batches]

@@ -75,7 +75,7 @@ def compare(one: Side, other: Side) -> Comparison:
     sizes = (f"{side.run.ranks} in {side.name}" for side in (one, other))
     comparison.lines.append(f"ranks: {', '.join(sizes)}")
     if names and steps:
-        comparison.lines += equal_inputs(one.run, other.run, names, steps)
+        comparison.lines += equal_inputs(one, other, names, steps)
     obstacle = next(_obstacles(one, other, names, steps), None)
     if obstacle is not None:
         comparison.code, text = obstacle
@@ -151,7 +151,7 @@ def _obstacles(
         for text in other_on_ranks(side):
             yield DIFFERENT, text
     for step in steps:
-        for text in other_inputs(one.run, other.run, names, step):
+        for text in other_inputs(one, other, names, step):
             yield NOT_COMPARABLE, text
     for side in (one, other):
         for text in other_again(side, steps):

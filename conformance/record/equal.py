@@ -121,17 +121,8 @@ def _renamed(
 
 
 def other_on_ranks(side: Side) -> Iterator[str]:
-    """Yield what the ranks of one side do otherwise than each other."""
-    for (step, name), by_rank in side.run.other_settings.items():
-        (first, mine), *others = by_rank.items()
-        for rank, its in others:
-            for key in mine.keys() & its.keys() - FREE:
-                if not _equal(mine[key], its[key]):
-                    yield (
-                        f"step {step}: ranks of {side.name} have other settings for "
-                        f"{name}: {key} is {mine[key]} on rank {first} and {its[key]} "
-                        f"on rank {rank}"
-                    )
+    """Yield differences between the ranks of one side."""
+    yield from _settings_on_ranks(side)
     for name, ranks in side.run.left.items():
         _, start = side.run.starts.get(name, (0, None))
         if start is not None and not start.is_whole:
@@ -141,21 +132,37 @@ def other_on_ranks(side: Side) -> Iterator[str]:
             )
 
 
+def _settings_on_ranks(side: Side) -> Iterator[str]:
+    for (step, name), by_rank in side.run.other_settings.items():
+        (first, mine), *others = by_rank.items()
+        for rank, its in others:
+            for key in mine.keys() & its.keys() - FREE:
+                if not _equal(mine[key], its[key]):
+                    yield (
+                        f"step {step}: ranks of {side.name} have different settings "
+                        f"for {name}: {key} is {mine[key]} on rank {first} and "
+                        f"{its[key]} on rank {rank}"
+                    )
+
+
 def other_inputs(
-    one: Run, other: Run, names: Mapping[str, str], step: int
+    one: Side, other: Side, names: Mapping[str, str], step: int
 ) -> Iterator[str]:
     """Yield different inputs of a step: rows, and settings of parameters."""
-    if not _same_rows(one, other, step):
-        mine, its = one.rows[step], other.rows[step]
+    if not _same_rows(one.run, other.run, step):
+        mine, its = one.run.rows[step], other.run.rows[step]
         yield (
             f"other rows: at step {step} the model was given {len(mine)} and "
             f"{len(its)} rows, {len(mine & its)} of them on both sides. Give both the "
             "same data in the same order, for example without shuffling"
             + (SKIPPED if mine < its or its < mine else "")
         )
-    for name, key, mine, its in _settings(one, other, names, step):
+    for name, key, mine, its in _settings(one.run, other.run, names, step):
         if not _equal(mine, its):
-            yield f"other settings: {key} of {name} is {mine} and {its} at step {step}"
+            yield (
+                f"settings differ at step {step}: {key} of {name} is {mine} in "
+                f"{one.name} and {its} in {other.name}"
+            )
 
 
 def other_again(side: Side, steps: Sequence[int]) -> Iterator[str]:
@@ -201,9 +208,10 @@ def unmoved(side: Side) -> str:
 
 
 def equal_inputs(
-    one: Run, other: Run, names: Mapping[str, str], steps: Sequence[int]
+    first: Side, second: Side, names: Mapping[str, str], steps: Sequence[int]
 ) -> Iterator[str]:
     """Yield at how many steps rows and settings are equal."""
+    one, other = first.run, second.run
     seen = [step for step in steps if step in one.rows and step in other.rows]
     same = [_same_rows(one, other, step) for step in seen]
     unlike = [step for step in seen if one.rows[step] != other.rows[step]]
@@ -221,7 +229,9 @@ def equal_inputs(
     pairs = [[*_settings(one, other, names, step)] for step in steps]
     same = [all(_equal(*each[2:]) for each in of_step) for of_step in pairs if of_step]
     settings = f"settings: equal at {sum(same)} of {len(steps)} steps"
-    if all(same):
+    # the recording has the settings of one rank, which may equal the other side's
+    apart = any(any(_settings_on_ranks(side)) for side in (first, second))
+    if all(same) and not apart:
         yield settings if same else "settings: not recorded"
 
 
@@ -236,7 +246,7 @@ def _same_rows(one: Run, other: Run, step: int) -> bool:
 
 
 def _padded_alike(one: Run, other: Run, step: int) -> bool:
-    """True if the rows that are not equal are so without padding."""
+    """True if the rows of both sides are equal once padding is removed."""
     names = []
     for run in (one, other):
         unpadded = run.unpadded.get(step, {})

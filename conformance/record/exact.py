@@ -72,7 +72,7 @@ def _inexact(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str]:
     a, b = one.run, other.run
     own = {name: name for _, name in a.settings}
     for step in steps:
-        yield from other_inputs(a, b, own, step)
+        yield from other_inputs(one, other, own, step)
         keys = [k for k in {**a.tensors, **b.tensors} if k[0] == step and _is_exact(k)]
         for key in sorted(keys, key=lambda key: _ORDER.get(key[1], 0)):
             what = f"{_called(key[1])} of {key[2]}"

@@ -123,7 +123,7 @@ def parameters_of(optimizer: Any) -> set[int]:
 
 
 def _height() -> int:
-    """Number of frames below that of the caller's caller."""
+    """Depth of the call stack at the caller's caller."""
     frame: Any = sys._getframe(2)
     height = 0
     while frame is not None:

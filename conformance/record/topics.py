@@ -97,7 +97,13 @@ class Topic(Protocol):
 
 @dataclass(frozen=True)
 class _Weight:
-    """A parameter, and ranks that hold the same elements of it, or each its own."""
+    """A parameter, and the ranks that hold it.
+
+    Attributes:
+        name: name of the parameter.
+        ranks: ranks that hold elements of the parameter.
+        same: true if all these ranks hold the same elements.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -237,10 +243,10 @@ class Numbers:
 
 
 class Clipped:
-    """Norm of clipped gradients over all shards, against the norm that the job has.
+    """Compares the norm of clipped gradients over all shards with the job's own norm.
 
-    Each element counts once, whichever ranks hold it. The job says norm and limit, so a
-    right job has the smaller of both.
+    An element counts once, also if several ranks hold it. The job gives the norm before
+    clipping and the limit. After clipping the norm should be the smaller of the two.
     """
 
     size = 0

@@ -89,13 +89,13 @@ def progress(
     quiet: bool,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Ticker]:
-    """Show a live bar on a terminal; elsewhere lines for failures and of how far it is.
+    """Show a live bar on a terminal; elsewhere print failures and lines of progress.
 
     Args:
         console: where to write.
         planned: number of cases to come.
         quiet: show nothing.
-        clock: seconds, for the lines.
+        clock: returns seconds; times the progress lines.
     """
     # A bar needs a terminal.
     if quiet or not console.is_terminal:

@@ -312,7 +312,7 @@ def _differentiates(workload: ResolvedWorkload) -> bool:
 
 
 def _limits(workload: ResolvedWorkload) -> tuple[float, float]:
-    """Limits that the first gradient's norm, and half of its elements, exceed."""
+    """Return limits for clipping by norm and by value, which the gradient exceeds."""
     batch, own = workload.batch(0, 0), workload.micro_batches
     model, norm, middle = seeded_model(workload), 0.0, 0.0
     with suppress(WorkloadError):

@@ -256,10 +256,10 @@ def _check_mean(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> N
 
 
 def _same_parts(workload: ResolvedWorkload, whole: Batch, parts: list[Batch]) -> bool:
-    """True if the ranks' shares are cut in the parts in which the batch is cut.
+    """True if cutting the ranks' shares gives the same parts as cutting the batch.
 
-    Then the mean over these parts is the objective, and a part may couple its rows:
-    batch statistics, a balance of experts, pairs of rows.
+    The objective is then the mean over these parts. The loss of a part may depend on
+    all rows of the part: batch statistics, a balance of experts, pairs of rows.
     """
     if workload.shard is not None or len(parts) == 1:
         return False

@@ -101,7 +101,11 @@ class SignedStore:
         self._taken: dict[str, int] = {}
 
     def of_run(self, agreed: str) -> SignedStore:
-        """Return the same store for values of the one run that agreed on this."""
+        """Return a view of the store whose values belong to one run.
+
+        Args:
+            agreed: value that the agents of the run agreed on; part of the scope.
+        """
         scope = (*self._scope, agreed)
         return SignedStore(self.raw, rank=self.rank, scope=scope)
 

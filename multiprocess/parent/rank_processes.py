@@ -56,7 +56,7 @@ def current_context() -> Context:
 
 
 class _LiveOutput:
-    """Output that is shown while it comes, each line with a front of its own."""
+    """Prints output of a rank as it arrives; each line begins with ``front``."""
 
     def __init__(self, front: str) -> None:
         self._front = front

@@ -167,8 +167,8 @@ def visible_gpus(count: int | None = None) -> list[str]:
 def default_folder() -> Path:
     """Return the folder that all runs of this user on this host share.
 
-    Named after the host: several may share the home, but neither cores nor GPUs. Not
-    the temporary folder: lock files stay, and nothing of ours may stay there.
+    The name has the host in it: hosts may share the home folder, but not cores or GPUs.
+    The lock files stay after a run, so they do not belong in the temporary folder.
     """
     return cache_folder() / "slots" / socket.gethostname()
 

@@ -399,8 +399,9 @@ def test_more_rows_than_are_kept_are_compared_as_a_whole(
         recorded(tmp_path / str(number), losses(*each), steps=(0, 1))
         for number, each in enumerate([(1, 0), (2, 0), (2, 1)])
     )
-    assert not [*other_inputs(one, same, {}, 0)] and len(one.rows[0]) == MOST
-    (text,) = other_inputs(one, other, {}, 0)
+    first, second, third = (Side(name="", run=run) for run in (one, same, other))
+    assert not [*other_inputs(first, second, {}, 0)] and len(one.rows[0]) == MOST
+    (text,) = other_inputs(first, third, {}, 0)
     assert text.startswith("other rows: at step 0 the model was given")
 
 

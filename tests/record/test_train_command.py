@@ -34,9 +34,8 @@ def test_two_scenarios_are_recorded_and_compared(
     assert main(["compare", str(tmp_path / "one"), str(tmp_path / "two")]) == 0
     assert "start: 8 of 8 tensors have equal bits" in capsys.readouterr().out
     assert main(["compare", str(tmp_path / "one"), str(tmp_path / "other")]) == 2
-    assert (
-        "other settings: lr of norm.weight is 0.1 and 0.05" in capsys.readouterr().out
-    )
+    settings = "lr of norm.weight is 0.1 in one and 0.05 in other"
+    assert f"settings differ at step 0: {settings}" in capsys.readouterr().out
 
 
 def test_a_scenario_of_two_jobs_is_refused() -> None:

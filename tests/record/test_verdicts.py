@@ -237,7 +237,7 @@ def all_other() -> Run:
         (
             replace(run(4), settings={(0, "b"): {"lr": 0.2}}),
             NOT_COMPARABLE,
-            "other settings: lr of b is 0.1 and 0.2 at step 0",
+            "settings differ at step 0: lr of b is 0.1 in one and 0.2 in mesh",
         ),
         (
             replace(run(4), drew=frozenset({1}), drops=("drop",)),
@@ -379,7 +379,9 @@ def test_bits_are_compared_step_by_step() -> None:
     )
     settings = replace(run(), settings={(0, "a"): {"lr": 0.2, "fused": None}})
     found = compare_exactly(one, Side(name="mesh", run=settings))
-    assert found.lines == ["other settings: lr of a is 0.1 and 0.2 at step 0"]
+    assert found.lines == [
+        "settings differ at step 0: lr of a is 0.1 in one and 0.2 in mesh"
+    ]
     kernel = replace(run(), settings={(0, "a"): {"lr": 0.1, "fused": True}})
     assert compare_exactly(one, Side(name="mesh", run=kernel)).code == SAME
 
@@ -519,9 +521,10 @@ def test_ranks_with_other_settings_are_told() -> None:
     found = against(replace(run(4), other_settings={(1, "b"): ranks}))
     assert found.code == DIFFERENT
     assert found.lines[0] == (
-        "step 1: ranks of mesh have other settings for b: lr is 0.1 on rank 0 and 0.2 "
-        "on rank 1"
+        "step 1: ranks of mesh have different settings for b: lr is 0.1 on rank 0 and "
+        "0.2 on rank 1"
     )
+    assert not [line for line in found.lines if line.startswith("settings: equal")]
     ranks[1]["lr"] = 0.1
     assert against(replace(run(4), other_settings={(1, "b"): ranks})).code == SAME
 
