@@ -80,6 +80,8 @@ def compare(one: Side, other: Side) -> Comparison:
     if obstacle is not None:
         comparison.code, text = obstacle
         comparison.lines[:0] = [text] if text else []
+        if steps:
+            _tell_steps(comparison, one, other, steps)
         return comparison
     comparison.rows = list(rows_of_sides(one, other, names, steps))
     left = other.run.left

@@ -304,17 +304,26 @@ def lacking(
         for step, kind, name in sorted(side.run.replicas):
             if kind == "gradient":
                 first_by_name.setdefault(name, step)
-        for (step, kind, name), ranks in side.run.replicas.items():
-            if kind == "weight":
-                end = ""
-                if (first := first_by_name.get(name, step)) < step:
-                    end = f". Its gradient differs from step {first} on"
-                elif step == min(steps):
-                    end = ". If these are different tensors, give them different names"
-                yield (
-                    f"step {step}: replicas of {name} differ: rank {listed(ranks)} of "
-                    f"{side.name} has other bits than the first rank with it{end}"
-                )
+        apart = {
+            name: side.run.tensors[step, "gradient", name].apart
+            for name, step in first_by_name.items()
+        }
+        weights = [key for key in side.run.replicas if key[1] == "weight"]
+        # the cause first: a norm that differs moves the gradients of all tensors
+        weights.sort(key=lambda key: (key[0], -apart.get(key[2], 0.0)))
+        for key in weights:
+            step, _, name = key
+            end = ""
+            if (first := first_by_name.get(name, step)) < step:
+                end = f". Its gradient differs from step {first} on"
+                end += f", by {apart[name]:.2g} of its size" if apart[name] else ""
+            elif step == min(steps):
+                end = ". If these are different tensors, give them different names"
+            yield (
+                f"step {step}: replicas of {name} differ: rank "
+                f"{listed(side.run.replicas[key])} of {side.name} has other bits than "
+                f"the first rank with it{end}"
+            )
     partners = {its: mine for mine, its in names.items()}
     for has, lacks, paired, its_paired in (
         (one, other, names, partners),

@@ -52,6 +52,8 @@ class Whole:
     """Elements that some rank holds."""
     unlike: tuple[int, ...] = ()
     """Ranks whose replica has other bits than that of the first rank."""
+    apart: float = 0.0
+    """Largest distance of these replicas from the first one, relative to its size."""
     parts: tuple[tuple[int, Box], ...] = ()
     """(rank, place of its part); none of outputs of blocks."""
 
@@ -111,7 +113,7 @@ def merge(parts: Iterable[tuple[int, Stored]], *, averages: bool = False) -> Who
     """
     by_rank = sorted(parts, key=lambda part: part[0])
     boxes: dict[tuple[Any, ...], Stored] = {}
-    unlike = []
+    unlike, apart = [], 0.0
     if averages:
         replicas = Counter(part.place for _, part in by_rank)
         by_rank = [
@@ -126,6 +128,7 @@ def merge(parts: Iterable[tuple[int, Stored]], *, averages: bool = False) -> Who
         first = boxes.setdefault(key, part)
         if first.digest != part.digest:
             unlike.append(rank)
+            apart = max(apart, _distance(first, part))
     counted = [*boxes.values()] or [by_rank[0][1]]
     summed = not any(part.place.summand for part in counted)
     elements_by_box = {
@@ -141,8 +144,17 @@ def merge(parts: Iterable[tuple[int, Stored]], *, averages: bool = False) -> Who
         bad=sum(p.bad for p in counted),
         held=sum(elements_by_box.values()),
         unlike=tuple(unlike),
+        apart=apart,
         parts=tuple((rank, part.place) for rank, part in by_rank),
     )
+
+
+def _distance(first: Stored, other: Stored) -> float:
+    """Distance of two replicas, relative to the first; 0 if bits alone were kept."""
+    if first.sketch is None or other.sketch is None:
+        return 0.0
+    mine, its = first.sketch.astype(np.float64), other.sketch.astype(np.float64)
+    return _norm(its - mine) / (_norm(mine) or 1.0)
 
 
 def _share_of(part: Stored, rank: int, replicas: int) -> Stored:

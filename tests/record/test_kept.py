@@ -127,10 +127,13 @@ def test_a_replica_with_other_bits_is_named() -> None:
     one, other = made((7, 3)), made((7, 3))
     other[3, 1] += 2.0**-20
     parts = []
-    for rank, tensor in enumerate((one, one, other)):
+    for rank, tensor in enumerate((one, one, other, 1.5 * one)):
         part, box = place(tensor)
         parts.append((rank, Stored.of(box, keep(part, box))))
-    assert merge(parts).unlike == (2,)
+    near, far = merge(parts[:3]), merge(parts)
+    assert (near.unlike, far.unlike) == ((2,), (2, 3))
+    assert near.apart == pytest.approx(2.0**-20 / float(one.norm()), rel=0.1)
+    assert far.apart == pytest.approx(0.5)
 
 
 def test_replicas_that_are_summands_of_a_mean_are_averaged() -> None:

@@ -415,6 +415,24 @@ def test_rows_that_the_job_computes_may_differ_by_rounding(
     assert against(fewer, Side(name="one", run=one)).code == NOT_COMPARABLE
 
 
+def test_of_replicas_that_differ_the_one_that_is_furthest_apart_is_named() -> None:
+    """A norm that differs by rank moves the gradients of all tensors."""
+    keys = [
+        (step, kind, n)
+        for step, kind in ((1, "weight"), (0, "gradient"))
+        for n in "abc"
+    ]
+    other = replace(run(4), replicas=dict.fromkeys(keys, (1,)))
+    for name, apart in zip("abc", (0.1, 1.25, 0.1), strict=True):
+        other = changed(other, (0, "gradient", name), apart=apart)
+    first = against(other).lines[0]
+    assert first.startswith("step 1: replicas of b differ: rank 1 of mesh has other")
+    assert first.endswith("Its gradient differs from step 0 on, by 1.2 of its size")
+    # the first step counts before the distance
+    other = replace(other, replicas={(0, "weight", "c"): (1,), **other.replicas})
+    assert against(other).lines[0].startswith("step 0: replicas of c differ")
+
+
 def test_a_side_that_has_fewer_steps_is_told() -> None:
     tensors = {key: each for key, each in run(4).tensors.items() if not key[0]}
     short = Side(name="mesh", run=replace(run(4), tensors=tensors))
@@ -423,6 +441,9 @@ def test_a_side_that_has_fewer_steps_is_told() -> None:
     assert (found.code, found.lines[1]) == (SAME, told)
     found = compare(ONE, replace(short, code=7))
     assert (found.code, found.lines[0]) == (UNDECIDED, f"{told}: mesh ended with 7")
+    # also where something else is in the way of numbers
+    other = replace(short.run, replicas={(0, "weight", "c"): (1,)})
+    assert told in compare(ONE, replace(short, run=other)).lines
     assert compare(ONE, replace(short, run=run(4), code=7)).code == SAME
 
 
