@@ -116,6 +116,8 @@ class Recorder:
         self.starts: dict[int, _Start] = {}
         """id of an optimizer -> the start of its step, until gradients are there."""
         self.done: list[_Step] = []
+        self.begun: set[tuple[int, str]] = set()
+        """(id of an optimizer, key of a part) of which a step was recorded."""
         self.others: list[Any] | None = None
         """Weak references to all optimizers of torch, once one has made its steps."""
         self.late: set[int] = set()
@@ -326,6 +328,7 @@ class Recorder:
             with self.noting("the update"), torch.no_grad():
                 self._read_after(step)
                 self.done.append(step)
+                self.begun |= {(id(optimizer), part.key) for part in step.start.parts}
         if self.calls[number] == self.steps.stop:
             if self.others is None:
                 every = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
@@ -385,7 +388,8 @@ class Recorder:
         parts = list(parts_of(optimizer, self.roots))
         wanted: dict[tuple[str, str], Wanted] = {}
         for part in parts:
-            wanted |= _bits_of(optimizer, part)
+            is_first = (id(optimizer), part.key) not in self.begun
+            wanted |= _bits_of(optimizer, part, rounded=is_first)
         return _Start(parts, Sums(wanted))
 
     def _read(self, optimizer: Any, number: int, start: _Start) -> _Step:
@@ -436,7 +440,7 @@ class Recorder:
     def _read_final(self, optimizer: Any, number: int) -> None:
         wanted: dict[str, Wanted] = {}
         for part in parts_of(optimizer, self.roots):
-            for (kind, key), each in _bits_of(optimizer, part).items():
+            for (kind, key), each in _bits_of(optimizer, part, rounded=False).items():
                 wanted[f"{number}/{self.steps.stop}/{kind}/{key}"] = each
         self.finals.append(Sums(wanted))
 
@@ -530,9 +534,14 @@ class Recorder:
                 self.recording.notes.append(text[:400])
 
 
-def _bits_of(optimizer: Any, part: Part) -> dict[tuple[str, str], Wanted]:
-    """Ask for the digests of a weight and of its state in the optimizer."""
-    weight = Wanted(part.weight, part.box, only_bits=True, rounded=True)
+def _bits_of(
+    optimizer: Any, part: Part, *, rounded: bool
+) -> dict[tuple[str, str], Wanted]:
+    """Ask for the digests of a weight and of its state in the optimizer.
+
+    ``rounded``: also of the weight in bf16, by which starts are matched.
+    """
+    weight = Wanted(part.weight, part.box, only_bits=True, rounded=rounded)
     bits = {("weight", part.key): weight}
     state = getattr(optimizer, "state", None) or {}
     for key, value in state.get(part.stepped, {}).items():
