@@ -557,3 +557,28 @@ def test_a_step_within_a_step_is_a_part_of_it(tmp_path: Path) -> None:
         {*run.names("gradient", 0)} == {*run.names("update", 0)} == {"weight", "bias"}
     )
     assert run.unstepped == () and run.notes == () and run.outputs == {"float32"}
+
+
+def test_a_job_in_bf16_begins_with_the_rounded_weights_of_one_in_fp32(
+    tmp_path: Path,
+) -> None:
+    """Two optimizers step in turn; each part is matched at its own first step."""
+    runs = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).to(dtype)
+        optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in model]
+
+        def losses(
+            model: nn.Module = model,
+            optimizers: list[torch.optim.SGD] = optimizers,
+            dtype: torch.dtype = dtype,
+        ) -> Losses:
+            for step in range(2):
+                yield model(rows(step).to(dtype)).square().sum()
+                for optimizer in optimizers:
+                    optimizer.step()
+
+        runs.append(recorded(tmp_path / str(dtype), losses(), steps=(0, 2)))
+    names, told = proved_names(*runs)
+    assert len(names) == 4 and "4 of them after rounding to bf16" in told
