@@ -55,7 +55,7 @@ class Whole:
     apart: float = 0.0
     """Largest distance of these replicas from the first one, relative to its size."""
     parts: tuple[tuple[int, Box], ...] = ()
-    """(rank, place of its part); none of outputs of blocks."""
+    """(rank, place of its part); none of outputs of blocks, and none of bits alone."""
 
     @property
     def size(self) -> int:
@@ -145,7 +145,7 @@ def merge(parts: Iterable[tuple[int, Stored]], *, averages: bool = False) -> Who
         held=sum(elements_by_box.values()),
         unlike=tuple(unlike),
         apart=apart,
-        parts=tuple((rank, part.place) for rank, part in by_rank),
+        parts=tuple((r, p.place) for r, p in by_rank if p.sketch is not None),
     )
 
 

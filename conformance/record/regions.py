@@ -47,9 +47,9 @@ class Region:
 
     def __str__(self) -> str:
         """Say where, or nothing if no part is free of the difference."""
-        verb = "holds" if len(self.holders) == 1 else "hold"
-        holders = f"{rank_list(self.holders)} {verb} them" if self.holders else ""
-        return ", and ".join(each for each in (self.text, holders) if each)
+        if not self.holders:
+            return self.text
+        return f"{self.text or 'a part of it'}, held by {rank_list(self.holders)}"
 
 
 def region_of(
@@ -86,7 +86,7 @@ def region_of(
         text=_text(shape, [tiles[n] for n in wrong]) if wrong != occupied else "",
         holders=tuple(sorted(holders)) if len(holders) < len(tiles_by_rank) else (),
         shares={
-            rank: math.sqrt(squares[[*own]].sum() / squares.sum())
+            rank: math.sqrt(squares[[*own]].sum() / (squares.sum() or 1.0))
             for rank, own in sorted(tiles_by_rank.items())
         },
     )

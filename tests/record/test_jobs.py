@@ -125,12 +125,12 @@ def test_a_right_layout_is_the_same(against: Against, job: str, ranks: int) -> N
 @pytest.mark.parametrize(
     ("job", "ranks", "place"),
     [
-        ("fsdp", 2, "rows 33 to 65 of 66, and rank 1 holds them"),
+        ("fsdp", 2, "rows 33 to 65 of 66, held by rank 1"),
         *(
             pytest.param(job, ranks, place, marks=pytest.mark.slow)
             for job, ranks, place in (
-                ("fsdp-tp", 4, "rows 50 to 65 of 66, and rank 3 holds them"),
-                ("tp", 2, "rows 33 to 65 of 66, and rank 1 holds them"),
+                ("fsdp-tp", 4, "rows 50 to 65 of 66, held by rank 3"),
+                ("tp", 2, "rows 33 to 65 of 66, held by rank 1"),
             )
         ),
     ],

@@ -12,6 +12,7 @@ from gradparity.conformance.record.compare import DIFFERENT, Side
 from gradparity.conformance.record.kept import Box, keep_values
 from gradparity.conformance.record.page import write_page
 from gradparity.conformance.record.regions import Region, region_of
+from gradparity.conformance.status import rank_list
 from gradparity.tests.record.runs import ONE, SIZE, against, changed, run
 
 BOUND = 1e-3
@@ -80,7 +81,15 @@ def test_one_wrong_element_is_found_and_who_holds_it(
     assert all(
         (region.shares[rank] == 1) == (rank in region.holders) for rank, _ in parts
     )
-    assert f"{'holds' if ranks == 1 else 'hold'} them" in str(region)
+    assert str(region) == f"{region.text}, held by {rank_list(region.holders)}"
+
+
+def test_tiles_at_both_ends_are_a_part_of_it() -> None:
+    difference = torch.zeros(LONG)
+    difference[0, 0] = difference[63, 95] = 1.0
+    ends = [Box(LONG, (row, 0), (16, 96)) for row in (0, 48)]
+    parts = [(0, ends[0]), (0, ends[1]), (1, Box(LONG, (16, 0), (32, 96)))]
+    assert str(found(difference, parts)) == "a part of it, held by rank 0"
 
 
 def test_a_difference_of_all_elements_has_no_region() -> None:
@@ -122,10 +131,7 @@ def test_the_verdict_names_rows_and_rank_and_the_page_shows_ranks(
     second = halves(np.concatenate([sketch[: SIZE // 2], 2 * sketch[SIZE // 2 :]]))
     comparison = against(second)
     assert comparison.code == DIFFERENT
-    assert (
-        comparison.lines[1]
-        == "where in b: elements 8 to 15 of 16, and rank 1 holds them"
-    )
+    assert comparison.lines[1] == "where in b: elements 8 to 15 of 16, held by rank 1"
     page = write_page(tmp_path, ONE, Side(name="mesh", run=second), comparison)
     by_rank = page.read_text().partition("By rank of mesh")[2]
     assert "gradient of b" in by_rank and by_rank.count('class="h0"') == 1
