@@ -51,7 +51,7 @@ class Kept(Generic[*Args, Result]):
         self._bytes = 0
 
     def __call__(self, *args: *Args) -> Result:
-        """The result, kept or new; the least recently used one makes room for it."""
+        """Return the kept result, or compute it; the result used longest ago goes."""
         result = self._found.get(args)
         if result is None:
             result = self._found[args] = self._function(*args)

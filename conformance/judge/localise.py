@@ -237,7 +237,7 @@ class _Gradients:
         )
 
     def _unweighted(self) -> float:
-        """The mean of the ranks' losses, whatever they counted, over the right one."""
+        """Plain mean of the ranks' losses, divided by the right loss."""
         losses = [at.loss for _, at in self.seen if at.loss is not None]
         return sum(losses) / len(losses) / (self.truth_loss or 1.0)
 
@@ -431,7 +431,7 @@ class _Gradients:
     def _values(
         self, name: str, of: Mapping[str, Doubles]
     ) -> Iterator[tuple[RankTrace, Doubles, Doubles]]:
-        """Per rank: its gradient of a parameter, and its part of another one."""
+        """Yield a rank's gradient of a parameter, and the same elements of ``of``."""
         for trace, at in self.seen:
             if name in trace.index and name in at.gradients and name in of:
                 whole = of[name][trace.places(at, name)]
@@ -439,7 +439,7 @@ class _Gradients:
                 yield trace, mine, whole
 
     def _factor(self, of: Mapping[str, Doubles], without: str = "") -> float | None:
-        """The one factor of departing gradients over others on all ranks, or None."""
+        """Return the one factor of all departing gradients over ``of``, or None."""
         factors = (
             multiple_of(mine, whole)
             for name in self.names

@@ -156,7 +156,7 @@ class Planned:
 
 
 def settings_of(optimizers: Mapping[str, Optimizer]) -> Settings:
-    """Return the settings of optimizers of one parameter each, by its name."""
+    """Return the settings of each parameter, whose optimizer has no other one."""
     return tuple(
         (name, key, value)
         for name, optimizer in optimizers.items()

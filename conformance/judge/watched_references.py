@@ -119,7 +119,7 @@ class OnOneProcess:
 
 
 class OnOneRank:
-    """The workload's own step on one rank, where each call has all rows of its like."""
+    """``train_step`` on one rank, whose calls have the rows of all ranks."""
 
     of_whole = True
 

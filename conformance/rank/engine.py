@@ -115,7 +115,7 @@ class Engine:
         self.schedulers = [ExponentialLR(optimizer, LR_DECAY) for optimizer in decayed]
 
     def take_optimizers(self, made: list[torch.optim.Optimizer]) -> None:
-        """Train with other optimizers; their schedulers go on as the old ones."""
+        """Replace the optimizers; schedulers take the state of the old ones."""
         self.optimizers, old = made, self.schedulers
         if old:
             self.schedulers = [ExponentialLR(each, LR_DECAY) for each in made]
@@ -426,12 +426,12 @@ class Engine:
 
     @property
     def rows(self) -> str:
-        """Which rows this rank sees; equal on ranks that see the same ones."""
+        """A name of this rank's rows, the same on ranks that see the same rows."""
         return f"rows {self._data_coordinate()[0]}"
 
 
 def _gradient_as_its_parameter(parameter: nn.Parameter) -> Tensor:
-    """The gradient in the layout of its parameter; a plan may leave it in another."""
+    """Return the gradient in the layout of its parameter; a plan may leave another."""
     gradient = parameter.grad
     assert gradient is not None
     if not isinstance(gradient, DTensor):

@@ -92,7 +92,7 @@ def steps_again(events: Iterable[Event]) -> int | None:
 
 
 def _calls(events: Iterable[Event]) -> Iterator[tuple[Event, int | None]]:
-    """Each event of a call, with the other optimizer in whose call it is, if any."""
+    """Yield each event of a call, with the optimizer whose call contains the call."""
     under_way: list[int] = []
     for event in events:
         if event.kind is Kind.CHANGED:
@@ -194,7 +194,7 @@ def _first_place(part: set[Member]) -> float:
 
 
 def _left(ranks: Sequence[RankTrace]) -> Iterator[frozenset[str]]:
-    """Per rank: the parameters that another one steps for it."""
+    """Yield for each rank the parameters that an optimizer of another rank steps."""
     used, outside, inside = zip(*map(_uses, ranks), strict=True)
     anywhere, inner = set[Elements]().union(*used), set[Elements]().union(*inside)
     for trace, mine, outer, own in zip(ranks, used, outside, inside, strict=True):

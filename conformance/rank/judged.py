@@ -182,7 +182,7 @@ class Judged:
                 self.scaler.update(*[manual] * (manual is not None))
 
     def misuse(self) -> list[Misuse]:
-        """Calls in a wrong order; they depend on no recipe, so on plain runs only."""
+        """Make calls in a wrong order, in plain runs alone: no recipe changes them."""
         scenario = self.engine.scenario
         if (
             self.scaler is None

@@ -240,7 +240,7 @@ def _laid_out(
 
 
 def _layout_of(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> Hashable:
-    """All that a layout is given. It does not know the loop: recipes share one."""
+    """Key of a layout: all that it depends on. Recipes with equal keys share one."""
     recipe = scenario.parsed_recipe
     return (
         scenario.model,
@@ -328,7 +328,7 @@ def _check_frozen(parameters: Mapping[str, Tensor], trained: frozenset[str]) -> 
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Second names of parameters -> their first ones."""
+    """Map second names of tied parameters to their first names."""
     first = {parameter: name for name, parameter in model.named_parameters()}
     names = model.named_parameters(remove_duplicate=False)
     return {name: first[p] for name, p in names if name != first[p]}

@@ -137,7 +137,7 @@ def _both(before: Any, after: Any) -> Any:
 
 
 class OwnStep:
-    """Runs ``train_step`` and sees the same of it as of the judge's own loop."""
+    """Runs ``train_step`` and records what the judge's own loop records."""
 
     def __init__(self, engine: Engine, judged: Judged, files: str | None) -> None:
         self.engine = engine
@@ -247,7 +247,7 @@ class OwnStep:
         )
 
     def _says(self, seen: StepTrace) -> tuple[str | None, Average | None, int | None]:
-        """The stack's schedule, average and count of skips, where it gives them."""
+        """Return schedule, average and count of skips; None where there is none."""
         workload, stack = self.workload, self.engine.module
         schedule = workload.lr_schedule and by_value(workload.lr_schedule(stack))
         average = None

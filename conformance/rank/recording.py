@@ -134,7 +134,7 @@ def recording_gradients(engine: Engine, seen: StepTrace) -> Iterator[None]:
 
 
 def grad_scale_of(optimizer: torch.optim.Optimizer) -> float:
-    """The scale by which a fused optimizer divides gradients in its kernel, else 1."""
+    """Return the ``grad_scale`` by which a fused kernel divides; 1 without one."""
     grad_scale = getattr(optimizer, "grad_scale", None)
     return 1.0 if grad_scale is None else float(local(grad_scale))
 

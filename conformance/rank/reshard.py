@@ -89,7 +89,7 @@ def _joined(parts: Iterable[Part]) -> NDArray[Any]:
 
 
 def restore(engine: Engine, saved: Saved) -> None:
-    """Go on from ``saved``: its elements and states, as this rank holds them."""
+    """Load this rank's elements and optimizer states from ``saved``."""
     names = {id(p): name for name, p in engine.parameters.items()}
     for name, parameter in engine.parameters.items():
         full = torch.from_numpy(saved.parameters[name])

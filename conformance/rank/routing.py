@@ -122,7 +122,7 @@ class ChoiceLog(Observer):
         return values if keeps else values.squeeze(dim), taken
 
     def _choose(self, kind: str, scores: Tensor, mine: Tensor) -> Tensor:
-        """The choice of each row, from its scores and its own choice."""
+        """Return the reference's choice of each row; without a reference, ``mine``."""
         self._rows.setdefault(kind, []).append((scores, mine))
         reference = self.reference.get(kind)
         if reference is None or not len(scores):

@@ -157,13 +157,13 @@ class Event:
 
     @property
     def names(self) -> list[str]:
-        """All of its parameters; empty where it steps other tensors."""
+        """Names of all parameters; empty if the optimizer steps other tensors."""
         return [name for group in self.groups for name in group.names]
 
 
 @dataclass(kw_only=True)
 class Decision:
-    """Deeds of the optimizers of a decision group in one step on one rank."""
+    """Steps of optimizers that decide together, on one rank in one step."""
 
     non_finite: list[str] = field(default_factory=list)
     """Its parameters whose local gradient is not finite, scaled or unscaled."""

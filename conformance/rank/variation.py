@@ -172,7 +172,7 @@ def _joined(parts: Sequence[Batch]) -> Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Alone:
-    """One training on one rank, with the decisions that it must take."""
+    """One training on one rank: its variation, and the skips and scales to follow."""
 
     variation: Variation
     skipped: Sequence[frozenset[str]]

@@ -197,7 +197,7 @@ def _no_names(one: Run, other: Run) -> str:
         )
     mine, its = (run.names("weight", first) for run in (one, other))
     same = any(name in its for name in mine)
-    return "" if same else f"another start: no tensor has equal bits. {SAME_START}"
+    return "" if same else f"starts differ: no tensor has equal bits. {SAME_START}"
 
 
 def _precisions(one: Side, other: Side) -> Iterator[str]:

@@ -75,7 +75,7 @@ def proved_names(one: Run, other: Run) -> tuple[dict[str, str], str]:
         words += f", {len(renamed)} under another name"
     if differ:
         words = (
-            f"another start: {len(differ)} of {len(starts)} tensors began with other "
+            f"starts differ: {len(differ)} of {len(starts)} tensors began with other "
             f"values, {differ[0]} first. {SAME_START}"
         )
         return {}, words
@@ -152,7 +152,7 @@ def other_inputs(
     if not _same_rows(one.run, other.run, step):
         mine, its = one.run.rows[step], other.run.rows[step]
         yield (
-            f"other rows: at step {step} the model was given {len(mine)} and "
+            f"rows differ at step {step}: the model was given {len(mine)} and "
             f"{len(its)} rows, {len(mine & its)} of them on both sides. Give both the "
             "same data in the same order, for example without shuffling"
             + (SKIPPED if mine < its or its < mine else "")

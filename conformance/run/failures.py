@@ -63,7 +63,7 @@ def traces_of(failure: WorldError, *, judged: bool) -> tuple[RankTrace, ...]:
 
 
 def _hung(failure: WorldError) -> set[int]:
-    """The ranks that hang; the others that did not end only wait for them.
+    """Ranks that hang; other ranks that did not end only wait for these.
 
     A rank whose scaler returned waits in the judge's own check. The harness does not
     know that check: it may take this rank for the one that hangs, and one that is stuck

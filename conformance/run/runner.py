@@ -385,7 +385,7 @@ class Runner:
 
 
 def _on_one_process(scenario: Scenario, phases: Phases, due: bool) -> Parity | None:
-    """Compare a run with its references, if it is due.
+    """Compare a run with its references; None if no comparison is due.
 
     Raises:
         WorkloadError: if no rank holds some element of the model.

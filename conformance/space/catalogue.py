@@ -412,7 +412,7 @@ def _narrowed_meshes(selection: Selection) -> list[str]:
 
 
 def _accumulating(selection: Selection) -> Iterator[Scenario]:
-    """The same recipes on the meshes as they are declared."""
+    """Runs of ``WITH_EVERY_MESH`` on each declared mesh of several ranks."""
     if selection.workload:
         for name in selection.layouts(selection.resolved.topologies):
             for recipe in WITH_EVERY_MESH:
@@ -436,7 +436,7 @@ def _longer(selection: Selection) -> Iterator[Scenario]:
 
 
 def _plain_runs(selection: Selection, **choices: str) -> Iterator[Scenario]:
-    """A workload's run with these choices and defaults else, if they go together."""
+    """Yield the workload's plain run with these choices, unless they exclude it."""
     row = _PLAINEST | {"model": selection.workload, "optimizer": OWN, "when": "never"}
     if not why_not(selection.resolved, row | choices):
         yield to_scenario(row | choices, selection)

@@ -95,7 +95,7 @@ SWAPPED = (
 
 
 def _are_others(part: nn.Module, weights: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """True if other tensors with other values have replaced the parameters.
+    """True if new tensors with other values have taken the parameters' place.
 
     A parameter that was written since the forward is no replacement: writing it is a
     fault of the user's code.

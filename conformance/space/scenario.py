@@ -210,7 +210,7 @@ class Scenario:
 
     @property
     def resume_step(self) -> int:
-        """The step before which a recipe that resumes does so; 0 of a single one.
+        """Step before which a recipe resumes; 0 if there is a single step.
 
         It is past the middle: after an odd number of steps both the scale and the
         growth tracker differ from a new scaler's.
@@ -219,7 +219,7 @@ class Scenario:
 
     @property
     def phases(self) -> tuple[Scenario, ...]:
-        """Its runs, each on a separate world; the last one is the scenario itself."""
+        """Runs of the scenario, each on a world of its own; the last is ``self``."""
         if not self.parsed_recipe.resharded:
             return (self,)
         topology, world_size = resharded_world(self.topology, self.world_size)

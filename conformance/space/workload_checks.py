@@ -424,7 +424,7 @@ def _made_alone(
 def _check_alone(
     workload: ResolvedWorkload, named: Iterable[tuple[str, nn.Parameter]]
 ) -> None:
-    """An optimizer must move a parameter alone as it does beside others."""
+    """Check that an optimizer moves a parameter alone as it does beside others."""
     generator = torch.Generator().manual_seed(0)
     sizes = {name: p.shape for name, p in named}
     steps = [

@@ -179,9 +179,9 @@ def trained(output: str) -> set[str]:
                 (
                     "rows",
                     2,
-                    "other rows: at step 0 the model was given 8 and 8 rows, 0 of them",
+                    "rows differ at step 0: the model was given 8 and 8 rows, 0 of",
                 ),
-                ("seed", 2, "another start: "),
+                ("seed", 2, "starts differ: "),
                 ("drop", 4, "random numbers were drawn in forward at step 0 of "),
             )
         ),

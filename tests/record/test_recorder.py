@@ -402,7 +402,7 @@ def test_more_rows_than_are_kept_are_compared_as_a_whole(
     first, second, third = (Side(name="", run=run) for run in (one, same, other))
     assert not [*other_inputs(first, second, {}, 0)] and len(one.rows[0]) == MOST
     (text,) = other_inputs(first, third, {}, 0)
-    assert text.startswith("other rows: at step 0 the model was given")
+    assert text.startswith("rows differ at step 0: the model was given")
 
 
 def test_calls_of_a_model_for_each_row_are_no_rows(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_a_start_that_was_rounded_is_told() -> None:
     off = changed(run(4), (0, "weight", "a"), digest=1007)
     found = against(off)
     assert found.code == NOT_COMPARABLE
-    assert found.lines[0].startswith("another start: 1 of 3 tensors")
+    assert found.lines[0].startswith("starts differ: 1 of 3 tensors")
 
 
 def test_rows_in_pieces_with_the_same_tokens_are_the_same_rows() -> None:
@@ -227,12 +227,12 @@ def all_other() -> Run:
         (
             changed(run(4), (0, "weight", "a"), digest=99, rounded=9),
             NOT_COMPARABLE,
-            "another start: 1 of 3 tensors began with other values, a first",
+            "starts differ: 1 of 3 tensors began with other values, a first",
         ),
         (
             replace(run(4), rows={0: frozenset({1, 2}), 1: frozenset({1, 3})}),
             NOT_COMPARABLE,
-            "other rows: at step 1 the model was given 2 and 2 rows, 1 of them on",
+            "rows differ at step 1: the model was given 2 and 2 rows, 1 of them on",
         ),
         (
             replace(run(4), settings={(0, "b"): {"lr": 0.2}}),
@@ -275,7 +275,7 @@ def all_other() -> Run:
         (
             all_other(),
             NOT_COMPARABLE,
-            "another start: no tensor has equal bits. Begin both",
+            "starts differ: no tensor has equal bits. Begin both",
         ),
         (
             replace(run(4), tensors={k: t for k, t in run(4).tensors.items() if k[0]}),

@@ -103,7 +103,7 @@ def scale(evidence: Evidence) -> Finding:
     "If growth trackers differ, the scales differ some steps later.",
 )
 def growth(evidence: Evidence) -> Finding:
-    """Compare the growth tracker of the state dict, where it has one."""
+    """Compare the growth tracker in the state dict, where scalers have a tracker."""
     return _disagreement(evidence, "growth tracker", lambda s: s.growth_after)
 
 

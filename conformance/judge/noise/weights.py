@@ -41,7 +41,7 @@ class RoundedWeights(Perturbation):
     so some are, in each run."""
 
     def passes(self, run: ReferenceRun, step: int) -> AbstractContextManager[object]:
-        """Move the weights; they have their values back before the optimizer steps."""
+        """Move the weights, and restore their values before the optimizer steps."""
         return jittered(run.parameters.values(), self._size(run), run.generator)
 
     def _size(self, run: ReferenceRun) -> float:
