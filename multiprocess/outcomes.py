@@ -60,7 +60,7 @@ class Place(enum.Enum):
 
     @property
     def waits(self) -> bool:
-        """True if it is other ranks that a rank waits for there."""
+        """True if a rank waits for other ranks at this place."""
         return self not in (Place.BODY, Place.DEBUGGER)
 
 

@@ -182,7 +182,7 @@ def find_desync(records: Records) -> str | None:
 
 
 def find_odd_rank(records: Records) -> tuple[int, str] | None:
-    """Return the rank that issued it as the fewest did, and how it differs."""
+    """Return the rank whose collective the fewest ranks issued, and the difference."""
     calls = _first_difference(records)
     if not calls:
         return None
@@ -224,7 +224,7 @@ def find_missing(records: Records) -> str | None:
 
 
 def ended_without(call: Collective, ended: Records) -> int | None:
-    """Return a rank that has not issued a collective that needs it, if one has not.
+    """Return a rank that ended without issuing a collective that needs it, or None.
 
     Args:
         call: A collective that another rank has issued.

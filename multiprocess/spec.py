@@ -73,7 +73,7 @@ class WorldSpec:
 
     @property
     def kind(self) -> WorldSpec:
-        """The same settings, without those that a call may change."""
+        """Settings of the ranks alone: those of a call have their defaults."""
         return replace(self, timeout_s=60.0, isolation="pool")
 
     def __post_init__(self) -> None:

@@ -200,7 +200,7 @@ class RemoteRanks:
         self._failed = False
 
     def failed(self) -> bool:
-        """True if one of them has failed; raises when the run is over."""
+        """True if a rank of another agent has failed; raises when the run is over."""
         self._check()
         self._failed = self._failed or self._store.wait(self._key, 0.0)
         return self._failed

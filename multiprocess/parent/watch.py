@@ -49,7 +49,7 @@ class OtherRanks(Protocol):
         """True if any rank has failed."""
 
     def report_fault(self) -> int:
-        """Report to them that one of our ranks has failed.
+        """Report to the other agents that one of our ranks has failed.
 
         Returns:
             Number of this fault among the faults of all ranks, from 1.

@@ -34,7 +34,7 @@ _SEED = "_hypothesis_internal_use_seed"
 
 
 class Agreed(Exception):
-    """An example that failed on some rank; hypothesis tells one kind by its class."""
+    """An example that failed on some rank: one class, so one failure for hypothesis."""
 
     _gradparity_hidden = True
     own: BaseException | None = None

@@ -177,7 +177,7 @@ class RankSession:
     def run(
         self, item: pytest.Item, following: pytest.Item | None
     ) -> ItemResult | Failed:
-        """Run a test; return its ``ItemResult``, in a ``Failed`` if it failed."""
+        """Run a test and return the result; a ``Failed`` holds that of a failure."""
         plugin = self.plugin
         plugin.begin()
         if self._expected is not None and self._expected is not item:

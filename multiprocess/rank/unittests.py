@@ -247,7 +247,7 @@ class _Result(unittest.TestResult):
             self.raised.append((test.id(), unittest.SkipTest(reason)))
 
     def addExpectedFailure(self, test: unittest.TestCase, err: ExcInfo) -> None:
-        """Keep it: the parent also expects it."""
+        """Keep an expected failure: the parent expects it too."""
         self._keep(test, err)
         self._expected = err[1]
 
