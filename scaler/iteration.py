@@ -294,10 +294,10 @@ class OptimizerRecords:
 
     def find_or_add(self, optimizer: Any) -> tuple[OptimizerRecord, bool]:
         """Return the record of an optimizer, and whether it was never seen."""
-        same = self.find(optimizer)
         key, ref = id(optimizer), lambda: optimizer
         if key in self._records:
             return self._records[key], False
+        same = self.find(optimizer)
         record = self._records[key] = same or OptimizerRecord()
         with contextlib.suppress(TypeError):
             ref = weakref.ref(optimizer, lambda ref: self._forget(key, ref))

@@ -111,9 +111,8 @@ def stack_schedule(
 class Planned:
     """The settings that the workload's own ``scheduler`` gives, step by step.
 
-    The scheduler moves the settings of an optimizer of its own. This optimizer has
-    copies of all parameters, in the same groups. The copies have no gradients, so a
-    step changes no weight.
+    The scheduler drives a separate optimizer, which holds copies of all parameters in
+    the same groups. The copies have no gradients, so a step changes no weight.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class Planned:
 
 
 def settings_of(optimizers: Mapping[str, Optimizer]) -> Settings:
-    """Return the settings of each parameter, whose optimizer has no other one."""
+    """Return the settings by parameter; each optimizer has one parameter."""
     return tuple(
         (name, key, value)
         for name, optimizer in optimizers.items()

@@ -247,7 +247,7 @@ class OwnStep:
         )
 
     def _says(self, seen: StepTrace) -> tuple[str | None, Average | None, int | None]:
-        """Return schedule, average and count of skips; None where there is none."""
+        """Return the schedule, the average and the skip count that the stack gives."""
         workload, stack = self.workload, self.engine.module
         schedule = workload.lr_schedule and by_value(workload.lr_schedule(stack))
         average = None

@@ -97,11 +97,12 @@ def compare(one: Side, other: Side) -> Comparison:
         at = wrong[0].step if wrong else steps[0]
         comparison.blocks, where = _where(one, other, at, factor)
         comparison.lines[1:1] = [where] if where else []
-        for row in wrong[:REGIONS]:
-            comparison.regions.append((row, _region(one, other, names, row)))
-        if wrong and str(comparison.regions[0][1]):
-            row, region = comparison.regions[0]
-            comparison.lines.insert(1, f"where in {row.name}: {region}")
+        comparison.regions = [
+            (row, _region(one, other, names, row)) for row in wrong[:REGIONS]
+        ]
+        for row, region in comparison.regions[:1]:
+            place = f"where in {row.name}: {region}"
+            comparison.lines[1:1] = [place] if str(region) else []
     summed_later = _summed_later(other.run, steps)
     if comparison.code == SAME and summed_later and len(steps) == 1:
         comparison.code = UNDECIDED
@@ -295,10 +296,8 @@ def _first_wrong(rows: Sequence[Row]) -> list[Row]:
 def _region(one: Side, other: Side, names: Mapping[str, str], row: Row) -> Region:
     mine = one.run.tensors[row.step, row.kind, row.name]
     its = other.run.tensors[row.step, row.kind, names[row.name]]
-    assert mine.sketch is not None and its.sketch is not None
-    difference = mine.sketch.astype(np.float64) - its.sketch
-    size = mine.norm if mine.is_finite else 1.0
-    return region_of(mine.shape, difference, row.bound * (size or 1.0), its.parts)
+    bound = row.bound * ((mine.norm if mine.is_finite else 0.0) or 1.0)
+    return region_of(mine.shape, mine.difference(its), bound, its.parts)
 
 
 def _sentence(row: Row, count: int, of: int) -> str:

@@ -39,7 +39,7 @@ class Row:
     distance: float
     """Norm of the difference, relative to the tensor of the first side."""
     bound: float
-    """The largest distance that noise explains, relative, too."""
+    """Largest distance that noise explains, relative to the same tensor."""
     noise: float
     """The distance that correct runs have."""
     words: str = ""

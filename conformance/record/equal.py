@@ -230,8 +230,8 @@ def equal_inputs(
     same = [all(_equal(*each[2:]) for each in of_step) for of_step in pairs if of_step]
     settings = f"settings: equal at {sum(same)} of {len(steps)} steps"
     # the recording has the settings of one rank, which may equal the other side's
-    apart = any(any(_settings_on_ranks(side)) for side in (first, second))
-    if all(same) and not apart:
+    ranks_differ = any(any(_settings_on_ranks(side)) for side in (first, second))
+    if all(same) and not ranks_differ:
         yield settings if same else "settings: not recorded"
 
 
@@ -304,19 +304,20 @@ def lacking(
         for step, kind, name in sorted(side.run.replicas):
             if kind == "gradient":
                 first_by_name.setdefault(name, step)
-        apart = {
+        distances = {
             name: side.run.tensors[step, "gradient", name].apart
             for name, step in first_by_name.items()
         }
         weights = [key for key in side.run.replicas if key[1] == "weight"]
         # the cause first: a norm that differs moves the gradients of all tensors
-        weights.sort(key=lambda key: (key[0], -apart.get(key[2], 0.0)))
+        weights.sort(key=lambda key: (key[0], -distances.get(key[2], 0.0)))
         for key in weights:
             step, _, name = key
             end = ""
             if (first := first_by_name.get(name, step)) < step:
                 end = f". Its gradient differs from step {first} on"
-                end += f", by {apart[name]:.2g} of its size" if apart[name] else ""
+                size = distances[name]
+                end += f", by {size:.2g} of its size" if size else ""
             elif step == min(steps):
                 end = ". If these are different tensors, give them different names"
             yield (

@@ -94,10 +94,14 @@ class Whole:
         """Norm of the sketch: an estimate of the norm."""
         return 0.0 if self.sketch is None else _norm(self.sketch.astype(np.float64))
 
+    def difference(self, other: Whole) -> NDArray[np.float64]:
+        """Difference of two sketches, which is the sketch of the difference."""
+        assert self.sketch is not None and other.sketch is not None
+        return self.sketch.astype(np.float64) - other.sketch
+
     def distance(self, other: Whole) -> float:
         """Norm of the difference of two sketches: an estimate of that of tensors."""
-        assert self.sketch is not None and other.sketch is not None
-        return _norm(self.sketch.astype(np.float64) - other.sketch)
+        return _norm(self.difference(other))
 
 
 def _norm(sketch: NDArray[np.float64]) -> float:

@@ -107,15 +107,16 @@ def _text(shape: tuple[int, ...], tiles: Sequence[_Tile]) -> str:
     return " and ".join(spans)
 
 
-def _tiles(shape: tuple[int, ...]) -> list[_Tile]:
+@lru_cache(maxsize=10_000)
+def _tiles(shape: tuple[int, ...]) -> tuple[_Tile, ...]:
     """The tiles of a tensor, as ``kept.py`` numbers them; some may be empty."""
     rows, columns = shape[0] if shape else 1, max(1, math.prod(shape[1:]))
     down, over = (GRID * GRID, 1) if columns == 1 else (GRID, GRID)
-    return [
+    return tuple(
         _Tile(_span(i, down, rows), _span(j, over, columns))
         for i in range(down)
         for j in range(over)
-    ]
+    )
 
 
 def _span(number: int, count: int, size: int) -> range:

@@ -75,7 +75,7 @@ def all_ranks_step(evidence: Evidence) -> Finding:
 
 
 def _part(seen: Sequence[Decision]) -> str:
-    """Name the parameters that did not move, if others did; else return ."""
+    """Name the parameters that did not move, if others did; else return nothing."""
     still = [d for d in seen if d.parameters_changed is False]
     if not all(d.others for d in still):
         return ""
