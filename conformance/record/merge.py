@@ -158,6 +158,8 @@ def _distance(first: Stored, other: Stored) -> float:
     if first.sketch is None or other.sketch is None:
         return 0.0
     mine, its = first.sketch.astype(np.float64), other.sketch.astype(np.float64)
+    if not (np.isfinite(mine).all() and np.isfinite(its).all()):
+        return math.inf
     return _norm(its - mine) / (_norm(mine) or 1.0)
 
 

@@ -1,6 +1,7 @@
 """Sketches of tensors add up over any layout, and estimate distances."""
 
 import itertools
+import math
 from collections import OrderedDict
 from dataclasses import replace
 
@@ -134,6 +135,20 @@ def test_a_replica_with_other_bits_is_named() -> None:
     assert (near.unlike, far.unlike) == ((2,), (2, 3))
     assert near.apart == pytest.approx(2.0**-20 / float(one.norm()), rel=0.1)
     assert far.apart == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("first", [0.0, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_replica_that_is_not_finite_is_infinitely_far_apart(
+    first: float, bad: float
+) -> None:
+    one, other = made((7, 3)), made((7, 3))
+    one[0, 0], other[0, 0], other[3, 1] = first, bad, 1.5
+    parts = []
+    for rank, tensor in enumerate((one, other)):
+        part, box = place(tensor)
+        parts.append((rank, Stored.of(box, keep(part, box))))
+    assert merge(parts).apart == math.inf
 
 
 def test_replicas_that_are_summands_of_a_mean_are_averaged() -> None:
