@@ -229,7 +229,7 @@ class ItemRun:
             # A rank without a result has died or hangs: it did not end as the others.
             all_ended = len(results) == len(self._outcomes)
             if self.failure is not None and when == self.failed_in:
-                self._ended[when] = _for_pytest(self.failure)
+                self._ended[when] = _for_pytest(self._item, self.failure)
             elif FAIL in kinds:
                 failed = [(o, p) for o, p in phases if p.kind == FAIL]
                 own = [o for o, _ in failed if o.state is not RankState.VICTIM]
@@ -380,7 +380,7 @@ def _deserialised(config: pytest.Config, data: Mapping[str, Any]) -> Any:
     return config.hook.pytest_report_from_serializable(config=config, data=dict(data))
 
 
-def _for_pytest(failure: WorldError) -> BaseException:
+def _for_pytest(item: pytest.Item, failure: WorldError) -> BaseException:
     disagreement = _disagreement(failure.outcomes)
     if disagreement:
         return pytest.fail.Exception(disagreement, pytrace=False)
@@ -391,8 +391,11 @@ def _for_pytest(failure: WorldError) -> BaseException:
         early_end(error) is not None or (any(exits) and not all(exits))
     ):
         return failure
-    # The rank's own exception, so that xfail(raises=...) knows it.
-    return error
+    # The own exception of a rank, so that xfail(raises=...) knows it; of several ranks
+    # that fail on their own, one that the mark does not accept.
+    followed = (RankState.OK, RankState.VICTIM)
+    own = [o.exception or failure for o in failure.outcomes if o.state not in followed]
+    return next((e for e in [error, *own] if not internals.accepts(item, e)), error)
 
 
 def _disagreement(outcomes: tuple[RankOutcome, ...]) -> str:

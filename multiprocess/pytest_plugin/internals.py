@@ -17,6 +17,7 @@ from _pytest._code.code import (
 )
 from _pytest._io import TerminalWriter
 from _pytest.runner import runtestprotocol
+from _pytest.skipping import xfailed_key
 
 SETTINGS = "_hypothesis_internal_use_settings"
 """Attribute of a test with its settings; hypothesis has no public name for it."""
@@ -46,6 +47,17 @@ def protocol(item: pytest.Item, following: pytest.Item | None) -> list[Any]:
 def tear_down_to(session: pytest.Session, following: pytest.Item | None) -> None:
     """End the fixtures of all nodes that the next test does not need."""
     session._setupstate.teardown_exact(following)
+
+
+def accepts(item: pytest.Item, error: BaseException) -> bool:
+    """Return False if the ``xfail`` mark of a test names other exceptions."""
+    mark = item.stash.get(xfailed_key, None)
+    raises: Any = None if mark is None else mark.raises
+    if raises is None:
+        return True
+    if isinstance(raises, type | tuple):
+        return isinstance(error, raises)
+    return bool(raises.matches(error))  # pytest.RaisesExc, of pytest 8.4
 
 
 def temporary_folder(config: pytest.Config) -> str | None:

@@ -184,6 +184,11 @@ def test_xfail_of_one_rank(world):
     total(world)
 
 @pytest.mark.world(2)
+@pytest.mark.xfail(raises=(ValueError, KeyError), strict=True)
+def test_xfail_of_ranks_that_differ(world):
+    raise [ValueError, KeyError][world.rank]
+
+@pytest.mark.world(2)
 @pytest.mark.xfail(run=False)
 def test_xfail_without_a_run():
     os._exit(1)
@@ -234,7 +239,7 @@ PASSED = 32
 
 def test_features_that_pass(session: Session, pytester: pytest.Pytester) -> None:
     done = session(FEATURES, "--junitxml=out.xml")
-    says = f"{PASSED} passed, 3 skipped, 4 xfailed, 1 warning"
+    says = f"{PASSED} passed, 3 skipped, 5 xfailed, 1 warning"
     assert says in done.stdout, done.stdout
     assert "UserWarning: for the summary" in done.stdout
     assert re.search(r"SKIPPED \[1\] test_it.py:\d+: later", done.stdout)
@@ -292,6 +297,16 @@ def test_teardown(unclean):
 def test_unexpected():
     pass
 
+class NoPickle(Exception):
+    __reduce__ = None
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("expected", [0, 1])
+@pytest.mark.parametrize("other", [KeyError, NoPickle])
+@pytest.mark.xfail(raises=ValueError)
+def test_not_expected(world, expected, other):
+    raise ValueError if world.rank == expected else other
+
 @pytest.mark.world(2)
 @pytest.mark.parametrize("value", [object()])
 def test_innocent(value):
@@ -308,6 +323,7 @@ def test_features_that_fail(session: Session) -> None:
     assert "ERROR at setup of test_setup" in out and "of the setup" in out
     assert "ERROR at teardown of test_teardown" in out and "of the teardown" in out
     assert "[XPASS(strict)]" in out
+    assert out.count("FAILED test_it.py::test_not_expected[") == 4
     assert "PASSED test_it.py::test_innocent" in out
     assert "SUBFAILED(i=2)" in out or "SUBFAIL" in out
     assert "contains 1 failed subtest" in out
