@@ -248,7 +248,7 @@ def _left_out(report: Report) -> str:
     """Say in one line how much each law could compare, where it was not all."""
     shares = coverage(report)
     part = {law: text for law, text in shares.items() if len({*text.split(" of ")}) > 1}
-    words = [f"{law} {text}" for law, text in part.items()]
+    words = [f"{law} {text} (why: on the page)" for law, text in part.items()]
     if len(part) < len(shares):
         words.append(f"everything in {'all other' if part else 'all'} checks")
     return f"compared: {', '.join(words)}" if words else ""

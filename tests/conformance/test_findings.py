@@ -303,7 +303,6 @@ def test_a_gradient_that_is_not_compared_has_one_reason(
 ) -> None:
     of = parity_of(evidence(), ("gradient", 0.5))
     assert of.parity is not None
-    of.parity.not_compared["gradient"] = 9
     of.parity.lacks("gradient", lack, step=2, elements=6)
     of.parity.lacks("gradient", lack, step=1, elements=2)
     of.parity.lacks("gradient", Lack.UNSEEN, step=0, elements=1)
@@ -328,12 +327,23 @@ def test_an_update_and_a_loss_have_one_reason_as_well(
 ) -> None:
     of = parity_of(evidence(), (kind, 0.5))
     assert of.parity is not None
-    of.parity.not_compared[kind] = 99
     of.parity.lacks(kind, lack, step=1, elements=99)
     found = finding(of, f"parity.{kind}")
     assert found.status is Status.INCONCLUSIVE
     assert f": from step 1 on {lack.value}: " in found.message
     assert words in found.message and "train_step" not in found.message
+
+
+def test_a_pass_says_why_an_element_was_not_compared() -> None:
+    of = parity_of(evidence(), ("update", 0.5))
+    assert of.parity is not None
+    of.parity.compared["update"] = 90
+    of.parity.lacks("update", Lack.NOISE, step=2, elements=1)
+    of.parity.lacks("update", Lack.DIRECTION, step=1, elements=9)
+    found = finding(of, "parity.update")
+    assert found.status is Status.PASS
+    left = f"; 10 elements not compared, from step 1 on: {Lack.DIRECTION.value}"
+    assert found.message.endswith(left)
 
 
 def test_a_loss_that_nobody_returns_is_told() -> None:

@@ -207,7 +207,8 @@ def test_the_report_shows_how_much_each_law_compared() -> None:
     }
     made, file = console(terminal=False)
     print_report(made, report)
-    line = "compared: parity.update 10 of 40, everything in all other checks\n"
+    line = "compared: parity.update 10 of 40 (why: on the page), "
+    line += "everything in all other checks\n"
     assert line in file.getvalue()
     laws = {"parity.update": LawText(text="t", reason="r")}
     page = render_page(replace(report, header=replace(report.header, laws=laws)))

@@ -16,7 +16,7 @@ from ..law import (
     of_buffer,
     skipped,
 )
-from ..measured import Lack, ParityRow
+from ..measured import Lack, Parity, ParityRow
 
 REASON = (
     "A difference beyond its bound trains another model. Bounds come from the errors "
@@ -46,6 +46,10 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
         where = f"{worst.parameter}, step {worst.step}, rank {worst.rank}"
         message = f"worst {kind} at {worst.ratio:.2g} of its bound "
         message += f"({where}, {worst.measure})"
+        if missed := parity.not_compared[kind]:
+            since, why = _most_lacking(parity, kind)
+            message += f"; {missed} elements not compared, from step {since} on: "
+            message += why.value
     finding = Finding(status=status, message=message)
     if first is not None:
         finding = _departed(first)
@@ -144,14 +148,20 @@ _OF_UPDATES = (
 )
 
 
+def _most_lacking(parity: Parity, kind: str) -> tuple[int, Lack]:
+    """Return why most elements were not compared, and since which step."""
+    lacking = parity.lacking[kind].items()
+    why, (_, since) = max(lacking, key=lambda each: each[1][0])
+    return since, why
+
+
 def _lacking(kind: str, otherwise: str = STOPPED) -> Callable[[Evidence], str]:
     """Say why most of the values that are missing could not be compared."""
 
     def why_not(evidence: Evidence) -> str:
-        lacking = evidence.parity.lacking.get(kind) if evidence.parity else None
-        if not lacking:
+        if evidence.parity is None or not evidence.parity.lacking.get(kind):
             return otherwise
-        why, (_, since) = max(lacking.items(), key=lambda each: each[1][0])
+        since, why = _most_lacking(evidence.parity, kind)
         of_update = kind == "update" and why is Lack.NOISE
         way_out = _OF_UPDATES if of_update else _WAY_OUT[why]
         return f"from step {since} on {why.value}: {way_out}"
