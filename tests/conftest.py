@@ -50,6 +50,23 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that -m leaves out are gone
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases slow that ``few`` leaves out: it keeps some, evenly spread."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_test in cases.values():
+        marker = of_test[0].get_closest_marker("few")
+        assert marker is not None
+        n_kept, last = marker.args[0], len(of_test) - 1
+        kept = {round(i * last / max(1, n_kept - 1)) for i in range(n_kept)}
+        for number, item in enumerate(of_test):
+            if number not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fail tests that lack a package; skip those that lack a GPU."""
     fail_without(item)

@@ -86,6 +86,7 @@ def test_the_command_that_runs_may_be_torchrun(site: Path, tmp_path: Path) -> No
     assert report.header.launcher.name == "torchrun"
 
 
+@pytest.mark.slow
 def test_a_command_that_cannot_start_leaves_no_pass(site: Path, tmp_path: Path) -> None:
     code, told = gate(site, tmp_path, "mine:Mine", *SMALL, GRADPARITY_RUN="no-such-run")
     assert code == Outcome.INVALID.value and "report.jsonl" in told

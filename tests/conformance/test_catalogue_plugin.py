@@ -140,6 +140,7 @@ def lines(report: Path) -> int:
     return report.read_text().count("\n") if report.exists() else 0
 
 
+@pytest.mark.slow
 def test_quick_is_the_quick_preset_of_run(pytester: pytest.Pytester) -> None:
     judged = (f"--gradparity-scaler={PLAIN}", "--gradparity-topology=ddp")
     quick = (*judged, "--gradparity-quick", "--collect-only")

@@ -376,6 +376,7 @@ def alive(pid: int) -> bool:
     return state.split()[0] != "Z"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_gives_exit_3_and_an_incomplete_report(tmp_path: Path) -> None:
     # a scaler that dawdles, so that the kill comes in the middle of the run
     (tmp_path / "slow.py").write_text(

@@ -53,6 +53,7 @@ EVERY_RUN = (
         ),
     ],
 )
+@pytest.mark.few(2)
 def test_a_wrong_compiler_is_found_in_every_run(
     runner: Runner, stack: type, run: tuple[str, str]
 ) -> None:
@@ -87,6 +88,7 @@ def test_a_replay_says_the_same(runner: Runner, tmp_path: Path) -> None:
         (stacks.CompiledOptimizer, "resume"),
     ],
 )
+@pytest.mark.few(2)
 def test_a_right_compiler_is_not_accused(
     runner: Runner, stack: type, recipe: str
 ) -> None:
@@ -109,12 +111,14 @@ def test_a_model_that_is_compiled_as_a_whole_is_not_recomputed(runner: Runner) -
     assert "the layout compiles its modules" in case.verdicts[0].message
 
 
+@pytest.mark.slow
 def test_a_warm_rank_compiles_as_often_as_a_new_one(runner: Runner) -> None:
     """Else it reaches Dynamo's limit, beyond which code runs uncompiled or raises."""
     for seed in range(10):  # a run with the same seed is not made again
         assert failed(runner.run("none", scenario(stacks.WrongByName, seed=seed)))
 
 
+@pytest.mark.slow
 def test_draws_in_compiled_code_are_counted_and_not_compared(runner: Runner) -> None:
     case = runner.run("none", scenario(stacks.Dropping, "random"))
     (data,) = (v for v in case.verdicts if v.law == "random.data")
@@ -129,6 +133,7 @@ def test_draws_in_compiled_code_are_counted_and_not_compared(runner: Runner) -> 
         (stacks.WrongCompiled, "they are compiled as a whole"),
     ],
 )
+@pytest.mark.slow
 def test_a_compiled_module_is_watched_from_outside(
     runner: Runner, stack: type, words: str
 ) -> None:

@@ -168,6 +168,7 @@ class AloneMasters(SaysMasters):
     reference = "one rank"
 
 
+@pytest.mark.slow
 def test_on_one_rank_they_skip_each_for_itself_too(runner: Runner) -> None:
     found = case(runner, AloneMasters, PLAIN, faults="inf@r0s1:first.bias")
     assert found.status == "pass", (found.problem, failed(found))

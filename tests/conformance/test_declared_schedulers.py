@@ -152,6 +152,7 @@ def case(runner: Runner, stack: type, scaler: str = "none", **more: str) -> Case
         DeclaredOfCopies,
     ],
 )
+@pytest.mark.few(3)
 def test_a_stack_that_keeps_its_schedule_passes(runner: Runner, stack: type) -> None:
     found = case(runner, stack)
     assert found.status == "pass", (found.problem, failed(found), update(found))
@@ -167,6 +168,7 @@ def test_a_stack_that_keeps_its_schedule_passes(runner: Runner, stack: type) -> 
         {"faults": "nan@r0s1:loss", "precision": "bf16-autocast"},
     ],
 )
+@pytest.mark.few(2)
 def test_it_waits_for_skips_and_goes_on_after_a_load(
     runner: Runner, stack: type, more: dict[str, str]
 ) -> None:
@@ -200,6 +202,7 @@ def test_it_waits_for_skips_and_goes_on_after_a_load(
         (ForgetsIt, {}, "lr of 0.weight is 0.01 on rank 0 at step 0, and 0 by the"),
     ],
 )
+@pytest.mark.few(2)
 def test_a_stack_with_another_schedule_fails(
     runner: Runner, stack: type, more: dict[str, str], words: str
 ) -> None:

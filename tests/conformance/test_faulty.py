@@ -67,6 +67,7 @@ BY_SCENARIO: list[tuple[type[Any], Broken]] = sorted(
 @pytest.mark.parametrize(
     ("scaler", "broken"), BY_SCENARIO, ids=lambda x: getattr(x, "__name__", "")
 )
+@pytest.mark.few(36)
 def test_a_faulty_scaler_is_caught_by_its_law(
     runner: Runner, scaler: type[Any], broken: Broken
 ) -> None:
@@ -101,6 +102,7 @@ ELSEWHERE = [p for p in PLACES if p not in MANY]
         ),
     ],
 )
+@pytest.mark.few(5)
 def test_a_right_scaler_is_never_accused_where_others_fail(
     runner: Runner, scaler: type[Any], scenario: str
 ) -> None:

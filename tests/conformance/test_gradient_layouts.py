@@ -126,6 +126,7 @@ RIGHT = (Laid, ShardAndPartial, ShardAndMean, ReplicateAndShard, ShardAndOtherSh
 
 @pytest.mark.parametrize("recipe", ["plain", "clip-norm", "clip-value"])
 @pytest.mark.parametrize("stack", RIGHT)
+@pytest.mark.few(5)
 def test_right_gradients_pass_however_they_are_laid_out(
     runner: Runner, stack: type, recipe: str
 ) -> None:
@@ -152,6 +153,7 @@ def test_wrong_gradients_fail_however_they_are_laid_out(
     assert "differs from the fp64 truth" in told["parity.gradient"], found.problem
 
 
+@pytest.mark.slow
 @pytest.mark.world(world_size=4)
 def test_a_partial_sum_over_one_axis_may_be_a_mean_over_the_other() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))

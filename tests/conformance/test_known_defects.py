@@ -67,6 +67,7 @@ QUICK = ("B02", "B03b", "B04a", "B21")
         for row in SCENARIOS
     ],
 )
+@pytest.mark.few(1)
 def test_the_scaler_breaks_the_law_and_ours_none(runner: Runner, row: Row) -> None:
     scenario = Scenario.parse(row.scenario.strip("`"))
     case = runner.run(row.scaler, scenario)
@@ -78,6 +79,7 @@ def test_the_scaler_breaks_the_law_and_ours_none(runner: Runner, row: Row) -> No
 
 
 @pytest.mark.parametrize("row", HISTORIES, ids=lambda r: r.id)
+@pytest.mark.slow
 def test_the_scaler_departs_from_the_oracle_and_ours_does_not(row: Row) -> None:
     history = parse(row.history)
     with Ranks() as ranks:

@@ -81,6 +81,7 @@ MORE_THAT_ARE_RIGHT = [
     "id",
     [*RIGHT, *(pytest.param(i, marks=pytest.mark.slow) for i in MORE_THAT_ARE_RIGHT)],
 )
+@pytest.mark.few(3)
 def test_nothing_departs_in_a_right_stack(runner: Runner, id: str) -> None:
     found = located(runner, id)
     assert found.where == "nowhere", found.text
@@ -139,6 +140,7 @@ def test_nothing_departs_in_a_right_stack(runner: Runner, id: str) -> None:
         (misplaced.SharperMakerOnRank1, "dp2/2", "forward", "maker.1", (1,)),
     ],
 )
+@pytest.mark.few(7)
 def test_the_module_is_named(
     runner: Runner,
     stack: type,
@@ -177,6 +179,7 @@ def test_a_step_inside_of_a_step_is_told(runner: Runner) -> None:
     assert "an optimizer has stepped" not in first.text
 
 
+@pytest.mark.slow
 def test_calls_without_their_like_on_one_rank_are_not_compared(runner: Runner) -> None:
     found = located(runner, own(misplaced.CalledOftener, "dp2/2/fp32"))
     assert found.where == "nowhere"
@@ -276,6 +279,7 @@ def test_the_kind_of_fault_is_reported(
     assert words in located(runner, own(stack, f"{place}/fp32")).text
 
 
+@pytest.mark.slow
 def test_tokens_may_be_strided_over_ranks(runner: Runner) -> None:
     right = located(runner, own(misplaced.StridedContext, "cp2/2/fp32"))
     assert right.where == "nowhere", right.text
@@ -431,6 +435,7 @@ def test_the_gradient_that_departs_most_is_named(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["accumulate", "accumulate-uneven"])
+@pytest.mark.slow
 def test_that_only_the_last_pass_was_kept_is_told(runner: Runner, recipe: str) -> None:
     more = f"steps=2,recipe={recipe}"
     found = located(runner, own(misplaced.KeepsTheLastPass, "dp2/2/fp32", more))

@@ -33,6 +33,7 @@ def told(case: Case) -> dict[str, Finding]:
 @pytest.mark.parametrize(
     ("stack", "broken"), FAULTY_STACKS.items(), ids=lambda x: getattr(x, "__name__", "")
 )
+@pytest.mark.few(5)
 def test_a_faulty_stack_is_caught_by_its_law(
     runner: Runner, stack: type[Any], broken: Broken
 ) -> None:
@@ -44,6 +45,7 @@ RIGHT = [(stack, at) for stack, places in RIGHT_STACKS.items() for at in places]
 
 
 @pytest.mark.parametrize(("stack", "at"), RIGHT, ids=[at[:40] for _, at in RIGHT])
+@pytest.mark.few(5)
 def test_a_right_stack_breaks_no_law(runner: Runner, stack: type[Any], at: str) -> None:
     found = told(judged(runner, at))
     accused = {law: f for law, f in found.items() if f.status is not Status.PASS}

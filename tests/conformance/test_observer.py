@@ -81,6 +81,7 @@ PLACES = (
 @pytest.mark.parametrize(
     ("place", "recipe"), in_turn(PLACES, ("plain", "accumulate", "recompute"), each=1)
 )
+@pytest.mark.few(3)
 def test_models_of_ours(ranks: dict[int, Cluster], place: str, recipe: str) -> None:
     if recipe == "accumulate" and place.startswith("pp"):
         recipe = "frozen"
@@ -111,6 +112,7 @@ def test_the_layout_that_shows_the_map_draws_nothing(two: Cluster) -> None:
     "place",
     ["ddp/2/fp32/sgd", pytest.param("fsdp/2/fp32/sgd", marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_the_compiled_recipe(ranks: dict[int, Cluster], place: str) -> None:
     agree(ranks, f"{place}/none/steps={STEPS},recipe=compiled")
 
@@ -122,6 +124,7 @@ def one_of_each_module() -> list[str]:
 
 @pytest.mark.parametrize("name", one_of_each_module())
 @pytest.mark.parametrize("recipe", ["plain", "random"])
+@pytest.mark.few(8)
 def test_specimens(ranks: dict[int, Cluster], name: str, recipe: str) -> None:
     workload = resolve_workload(SPECIMENS[name].fixed)
     topology = next(t for t in workload.topologies.values() if t.parallel)
@@ -146,6 +149,7 @@ def test_specimens(ranks: dict[int, Cluster], name: str, recipe: str) -> None:
         pytest.param("WrongFullyShard", "plain", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_compiled_stacks(ranks: dict[int, Cluster], stack: str, recipe: str) -> None:
     text = f"dp2/2/fp32/own/none/model={COMPILED}:{stack},steps={STEPS},recipe={recipe}"
     agree(ranks, text)

@@ -67,6 +67,7 @@ ALIKE = ("R05", "R09", "R10")
     "name",
     [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in ONE_RANK],
 )
+@pytest.mark.few(1)
 def test_the_fault_is_caught_and_the_right_twin_passes(
     runner: Runner, name: str
 ) -> None:
@@ -82,6 +83,7 @@ def test_the_fault_is_caught_and_the_right_twin_passes(
 
 
 @pytest.mark.parametrize("name", ["R01", "R04", "R09"])
+@pytest.mark.slow
 def test_in_bf16_and_in_parts_the_right_twin_passes(runner: Runner, name: str) -> None:
     for more in ({"precision": "bf16-autocast"}, {"recipe": "accumulate"}):
         found = case(runner, ONE_RANK[name].fixed, **more)
@@ -106,6 +108,7 @@ def test_the_example_of_a_gan_passes_and_is_short(runner: Runner) -> None:
         {"recipe": "clip-norm"},
     ],
 )
+@pytest.mark.slow
 def test_one_rank_skips_and_clips_as_the_ranks(
     runner: Runner, more: dict[str, str]
 ) -> None:
@@ -166,6 +169,7 @@ def test_a_model_that_makes_tensors_has_its_own_weights_in_fp64(
     assert "(reference: one rank, in fp64" in message(found, "parity.loss")
 
 
+@pytest.mark.slow
 def test_a_promised_reduction_in_half_precision_is_in_the_bounds_of_one_rank(
     runner: Runner,
 ) -> None:
@@ -233,6 +237,7 @@ class Lacks(Alone):
         return {n: p for n, p in kept.items() if not (alone and ".0." in n)}
 
 
+@pytest.mark.slow
 def test_meshes_of_several_axes_are_narrowed_to_one_rank(runner: Runner) -> None:
     right = case(runner, own(AloneOnTwoAxes), place="dp2-tp2/4")
     assert right.status == "pass", (right.problem, failed(right))
@@ -329,6 +334,7 @@ class DrawsInALayer(Alone):
         return nn.Sequential(nn.Linear(8, 8), Noise(), nn.Linear(8, 4))
 
 
+@pytest.mark.slow
 def test_training_that_is_not_deterministic_is_inconclusive(runner: Runner) -> None:
     found = case(runner, own(Remembers))
     assert failed(found) == {}
@@ -377,6 +383,7 @@ class DrawsTheSame(Alone):
         return super().backward(stack, noisy, scaler)
 
 
+@pytest.mark.slow
 def test_draws_without_effect_do_not_hinder_a_verdict(runner: Runner) -> None:
     right = case(runner, own(Shuffles), recipe="accumulate")
     assert right.status == "pass", (right.problem, failed(right))

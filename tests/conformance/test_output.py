@@ -86,6 +86,7 @@ SHOWN = (
 
 
 @pytest.mark.parametrize(("number", "text"), [*enumerate(COMMANDS)], ids=COMMANDS)
+@pytest.mark.few(5)
 def test_no_command_of_ours_begins_one_of_theirs(
     number: int,
     text: str,

@@ -94,6 +94,7 @@ def judged(runner: Runner, stack: type, scaler: str = "none") -> Case:
 
 @pytest.mark.parametrize("stack", [SkipsSpikes, AsksOneRank])
 @pytest.mark.parametrize("scaler", ["none", "gradparity.scaler:GradScaler"])
+@pytest.mark.few(2)
 def test_a_skip_that_all_ranks_agree_on_is_right(
     runner: Runner, stack: type, scaler: str
 ) -> None:

@@ -56,6 +56,7 @@ RIGHT = [  # three ranks take longer
 
 
 @pytest.mark.parametrize("where", RIGHT)
+@pytest.mark.few(4)
 def test_a_right_step_breaks_no_law(runner: Runner, where: str) -> None:
     found = {v.law: v for v in judged(runner, Scenario.parse(where)).verdicts}
     assert {v.status for v in found.values()} <= {Status.PASS, Status.SKIPPED}

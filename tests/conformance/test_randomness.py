@@ -57,6 +57,7 @@ def statuses(case: Case) -> dict[str, str]:
         (stacks.ReplacesItsDropout, "dp2/2/bf16-autocast", {"data", "size"}),
     ],
 )
+@pytest.mark.few(5)
 def test_a_right_stack_passes_with_its_random_layers_on_and_off(
     runner: Runner, stack: type, place: str, compared: set[str]
 ) -> None:

@@ -151,6 +151,7 @@ def under_fsdp_and_tp(sequence: bool, blocks: bool, recompute: bool) -> Seen:
 @pytest.mark.parametrize(
     ("blocks", "recompute"), in_turn([False, True], [False, True], each=1)
 )
+@pytest.mark.few(1)
 def test_partial_gradients_are_summed_over_tp_in_the_dtype_of_the_compute(
     four: Cluster, blocks: bool, recompute: bool
 ) -> None:

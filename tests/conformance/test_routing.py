@@ -43,6 +43,7 @@ def failed(case: Case) -> set[str]:
     return {v.law for v in case.verdicts if v.status == "fail"}
 
 
+@pytest.mark.slow
 def test_a_right_stack_whose_choice_tips_is_accused_without_the_replay(
     judge: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,6 +77,7 @@ def test_a_right_stack_whose_choice_tips_is_accused_without_the_replay(
         (stacks.Masked, "tp2/2/bf16-autocast", "steps=2"),
     ],
 )
+@pytest.mark.few(3)
 def test_right_stacks_pass(
     judge: Runner, stack: type, place: str, settings: str
 ) -> None:

@@ -239,6 +239,7 @@ def failed(case: Case) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("stack", "faults"), in_turn([*RIGHT], FAULTS, each=1))
+@pytest.mark.few(2)
 def test_a_right_step_breaks_no_law(runner: Runner, stack: type, faults: str) -> None:
     found = judged(runner, stack, faults)
     assert found.status == "pass", (found.problem, failed(found))
@@ -252,6 +253,7 @@ FEW = (ClipsAndStepsFused, ClipsByTheScaler, ScaledGan, SharesNoOptimizer)
     "stack",
     [pytest.param(s, marks=[pytest.mark.slow] * (s not in FEW)) for s in RIGHT],
 )
+@pytest.mark.few(1)
 def test_a_right_step_that_overflows_breaks_no_law(runner: Runner, stack: type) -> None:
     found = judged(runner, stack, "none", f",{OVERFLOWS}")
     assert found.evidence is not None

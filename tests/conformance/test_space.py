@@ -47,6 +47,7 @@ LONG = [
         *(pytest.param(long, marks=pytest.mark.slow) for long in LONG),
     ],
 )
+@pytest.mark.few(9)
 def test_a_right_scaler_passes(runner: Runner, scenario: str) -> None:
     case = runner.run(SCALER, Scenario.parse(scenario))
     bad = {

@@ -80,6 +80,7 @@ def update(found: Case) -> str:
         (OfCopies, "lr (0.weight: 0 at step 0, 0.00333333 at step 1)"),
     ],
 )
+@pytest.mark.few(4)
 def test_a_right_stack_with_a_schedule_passes(
     runner: Runner, stack: type, followed: str
 ) -> None:
@@ -98,6 +99,7 @@ SHAKEN = (
 
 
 @pytest.mark.parametrize(("stack", "by"), in_turn(MOVING, SHAKEN))
+@pytest.mark.few(3)
 def test_a_schedule_is_followed_over_skips_loads_and_roundings(
     runner: Runner, stack: type, by: tuple[str, str, str]
 ) -> None:
@@ -277,6 +279,7 @@ class DecaysWhatIsLarge(Right):
         ),
     ],
 )
+@pytest.mark.few(3)
 def test_a_fault_beside_a_schedule_is_caught(
     runner: Runner, stack: type, law: str, words: str
 ) -> None:

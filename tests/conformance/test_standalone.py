@@ -277,6 +277,7 @@ def test_a_budget_has_a_unit(time: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.usefixtures("counted_budget")
+@pytest.mark.slow
 def test_each_scaler_is_hunted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

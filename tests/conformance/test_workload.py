@@ -173,6 +173,7 @@ def test_a_nondeterministic_stack_is_not_held_against_a_scaler(runner: Runner) -
     ],
 )
 @pytest.mark.parametrize("scaler", ["none", OURS])
+@pytest.mark.few(11)
 def test_a_stack_that_breaks_is_an_error_and_no_verdict(
     runner: Runner, stack: type, words: str, scaler: str
 ) -> None:

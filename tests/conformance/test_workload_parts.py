@@ -505,6 +505,7 @@ ACCUMULATE = ("accumulate", "accumulate-no-sync", "accumulate-uneven")
         (UsesHalfSharded, ("plain", "accumulate-uneven")),
     ],
 )
+@pytest.mark.few(3)
 def test_right_stacks_pass(
     runner: Runner, stack: type, recipes: tuple[str, ...]
 ) -> None:

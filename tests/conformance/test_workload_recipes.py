@@ -441,6 +441,7 @@ def test_a_right_scaler_passes_in_each_recipe(
 @pytest.mark.parametrize(
     ("stack", "broken"), FAULTY_STEPS.items(), ids=lambda x: getattr(x, "__name__", "")
 )
+@pytest.mark.few(3)
 def test_a_faulty_step_is_caught_in_its_recipe(
     runner: Runner, stack: type[Any], broken: Broken
 ) -> None:
@@ -505,6 +506,7 @@ class TrainsForFiveSteps(Trains):
 
 
 @pytest.mark.parametrize("stack", [Trains, ForgetsTheFourthPass, TrainsForFiveSteps])
+@pytest.mark.slow
 def test_six_passes_and_twenty_steps_are_tried_once(
     runner: Runner, stack: type
 ) -> None:
@@ -618,6 +620,7 @@ class AveragesOnOneRank(Averages):
         (AveragesNoMoreOnceLoaded, "resume", True),
     ],
 )
+@pytest.mark.few(3)
 def test_an_average_is_that_of_plain_steps(
     runner: Runner, stack: type, recipe: str, caught: bool
 ) -> None:

@@ -80,6 +80,7 @@ def elements(found: Case) -> int:
 
 @pytest.mark.parametrize("recipe", ["plain", "accumulate", "accumulate-uneven"])
 @pytest.mark.parametrize("stack", RIGHT)
+@pytest.mark.few(6)
 def test_right_steps_pass(runner: Runner, stack: type, recipe: str) -> None:
     if recipe == "accumulate-uneven" and stack is Pipeline:
         pytest.skip("its schedule has a fixed number of rows")
@@ -150,6 +151,7 @@ def test_the_norm_that_a_stack_reports_is_kept(runner: Runner) -> None:
     ("faults", "precision"),
     [("none", "fp32"), ("inf@r1s1:0.bias", "fp32"), ("nan@r0s1:loss", "bf16-autocast")],
 )
+@pytest.mark.few(3)
 def test_a_right_scaler_passes_in_a_step_of_its_users(
     runner: Runner, stack: type, faults: str, precision: str
 ) -> None:
@@ -242,6 +244,7 @@ def test_a_stack_without_gradients_does_not_pass(runner: Runner, stack: type) ->
         (TrainRaises, "train_step: raised RuntimeError: no norm here (steps"),
     ],
 )
+@pytest.mark.few(6)
 def test_a_step_that_breaks_the_protocol_is_an_error(
     runner: Runner, stack: type, words: str
 ) -> None:

@@ -148,6 +148,7 @@ def test_a_training_step(two: Cluster) -> None:
     assert missed(walks()[0], two.run(train_step)[0]) == []
 
 
+@pytest.mark.slow
 def test_a_scenario(two: Cluster) -> None:
     assert missed(walks()[3], two.run(scenario_on_a_rank)[0]) == []
     scenario = Scenario.parse(SCENARIO)

@@ -103,6 +103,7 @@ def parameter(block: Block) -> Any:
 
 
 @pytest.mark.parametrize("block", [parameter(b) for b in runnable(SHELL)])
+@pytest.mark.few(12)
 def test_commands(block: Block, project: Path) -> None:
     for command in block.commands:
         words = shlex.split(command)

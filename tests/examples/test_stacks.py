@@ -181,6 +181,7 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
         ),
     ],
 )
+@pytest.mark.few(2)
 def test_a_right_stack_passes(
     runner: Runner, stack: str, place: str, recipe: str
 ) -> None:

@@ -15,6 +15,7 @@ SHARDS = "        fully_shard("
 @pytest.mark.parametrize(
     ("before", "code"), [("", 0), ('if mesh["dp"].size() < 2:', 1)]
 )
+@pytest.mark.few(1)
 def test_a_copied_workload_passes_and_fails_once_broken(
     before: str,
     code: int,

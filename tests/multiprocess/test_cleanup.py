@@ -186,6 +186,7 @@ def test_output_needs_no_disk(tmp_path: Path, warm_ranks: list[str]) -> None:
     assert "kept" in output
 
 
+@pytest.mark.slow
 def test_an_interrupted_start_does_not_confuse_the_next(tmp_path: Path) -> None:
     program = """
 import signal

@@ -483,6 +483,7 @@ with Cluster(2) as cluster:
         pytest.param("module", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_works_from_a_program_without_a_main_guard(how: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(SCRIPT)
     command, given = {

@@ -100,6 +100,7 @@ def test_pytest_cov_measures_the_ranks(
     check(tmp_path)
 
 
+@pytest.mark.slow
 def test_coverage_run_measures_the_ranks_of_a_program(tmp_path: Path) -> None:
     (tmp_path / "measured.py").write_text(MODULE)
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -155,6 +155,7 @@ def on_a_full_disk(
     )
 
 
+@pytest.mark.slow
 def test_output_is_captured_whole_on_a_full_disk(tmp_path: Path) -> None:
     done = on_a_full_disk(tmp_path, PROGRAM)
     assert done.stdout == "boo [30009, 30009]\n[0, 1]\n", done.stdout + done.stderr

@@ -44,6 +44,7 @@ def wait_for_end(pid: int) -> None:
 
 
 @pytest.mark.usefixtures("own_server")
+@pytest.mark.slow
 def test_a_preloaded_module_may_print_much(tmp_path: Path) -> None:
     (tmp_path / "loud.py").write_text(LOUD)
     with Cluster(1, preload=("loud",)) as cluster:
@@ -95,6 +96,7 @@ def test_a_failed_import_is_reported_each_time_and_affects_no_other_rank() -> No
 @pytest.mark.parametrize(
     "parent_is_slow", [pytest.param(False, marks=pytest.mark.slow), True]
 )
+@pytest.mark.slow
 def test_the_stderr_of_a_server_that_ends_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent_is_slow: bool
 ) -> None:

@@ -256,6 +256,7 @@ def test_a_rank_that_does_not_listen_delays_no_other(tmp_path: Path) -> None:
         waker.join()
 
 
+@pytest.mark.slow
 def test_the_program_may_have_no_output(tmp_path: Path) -> None:
     # regression: M19, as in a daemon: sys.stdout is None
     script = tmp_path / "script.py"
@@ -272,6 +273,7 @@ with Cluster(1) as cluster:
     assert (tmp_path / "done").read_text() == "[1]"
 
 
+@pytest.mark.slow
 def test_the_import_path_and_the_environment_may_be_long() -> None:
     """The path may also hold what Python ignores."""
     # regression: M15, the kernel takes no argument above 128 KiB

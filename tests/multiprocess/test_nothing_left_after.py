@@ -70,6 +70,7 @@ def test_shared_memory_that_is_left_is_named() -> None:
 
 
 @pytest.mark.parametrize("program", [LATE, RANKS])
+@pytest.mark.slow
 def test_processes_that_end_by_themselves_are_not_reported(program: str) -> None:
     done = check(program)
     assert (done.returncode, done.stderr) == (0, "")

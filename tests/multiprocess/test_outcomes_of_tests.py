@@ -42,6 +42,7 @@ FEW = [skip, own_case, own_xfail]
 # regression: M1
 
 
+@pytest.mark.slow
 def test_a_skip_of_one_rank_hides_no_other_rank(session: Session) -> None:
     done = session(
         SKIPS
@@ -258,6 +259,7 @@ def test_last(wide):
 
 
 @pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.few(1)
 def test_fixtures_that_outlive_their_tests_hide_no_failure(
     session: Session, skips: bool
 ) -> None:
@@ -485,6 +487,7 @@ def old_coroutine():
 """
 
 
+@pytest.mark.slow
 def test_a_body_that_never_runs_fails(session: Session) -> None:
     done = session(
         UNRUN

@@ -491,6 +491,7 @@ def test_kinds_of_failure(world, n):
 """
 
 
+@pytest.mark.slow
 def test_examples_stay_in_step(session: Session) -> None:
     done = session(DRAWN)
     out = done.stdout

@@ -313,6 +313,7 @@ def test_inner(world, thing):
 
 
 @pytest.mark.parametrize("mode", ["prepend", "importlib"])
+@pytest.mark.few(1)
 def test_import_modes(session: Session, mode: str, tmp_path: Path) -> None:
     # With importlib no folder of it is on the import path.
     package = tmp_path / "inner" / "package"

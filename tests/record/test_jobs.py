@@ -281,6 +281,7 @@ def test_stages_of_a_pipeline_are_one_model(
     assert found == code and words in told, told
 
 
+@pytest.mark.slow
 def test_a_resumed_job_is_compared_bit_for_bit(
     command: Command,
     tmp_path: Path,
@@ -382,6 +383,7 @@ def test_a_job_without_an_optimizer_ends_with_the_lines_to_add(
     assert "with gradparity.record(model, optimizer): ..." in done.stderr
 
 
+@pytest.mark.slow
 def test_a_job_that_looks_for_torch_before_it_imports_it_is_recorded(
     tmp_path: Path,
 ) -> None:

@@ -38,6 +38,7 @@ def compiled(scaler: Any, optimizer: Any, parameter: Any, call: str) -> Any:
 
 
 @pairs(BOTH, FUSED, EACH_CALL)
+@pytest.mark.few(2)
 def test_compiled_steps_in_one_process(make: Any, fused: bool, call: str) -> None:
     p = torch.zeros(2, requires_grad=True)
     scaler = scaled(make, growth_interval=1)
@@ -48,6 +49,7 @@ def test_compiled_steps_in_one_process(make: Any, fused: bool, call: str) -> Non
 
 
 @EACH_CALL
+@pytest.mark.few(1)
 def test_compiled_steps_are_agreed_on(two: Cluster, call: str) -> None:
     def run() -> tuple[list[float], float]:
         mesh = init_device_mesh("cpu", (2,))

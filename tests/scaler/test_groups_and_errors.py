@@ -280,6 +280,7 @@ def test_a_differing_max_norm_is_called_max_norm(two: Cluster, fused: bool) -> N
 # - What an import costs
 
 
+@pytest.mark.slow
 def test_the_scaler_imports_neither_dynamo_nor_fsdp() -> None:
     program = """
 import sys, torch

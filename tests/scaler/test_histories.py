@@ -108,6 +108,7 @@ DIVIDED_ONCE = [
 ]
 
 
+@pytest.mark.few(30)
 class TestOurs(CallHistories):
     scaler = "gradparity.scaler:GradScaler"
     histories = (*FOLLOWED, *DIVIDED_ONCE, SKIPPED_KERNEL)

@@ -71,6 +71,7 @@ def test_many_ranks_issue_the_same(
     [pytest.param((64,), marks=pytest.mark.slow), (2, 2, 4, 4)],
     ids=str,
 )
+@pytest.mark.slow
 def test_64_ranks_agree_with_each_other(mesh: tuple[int, ...]) -> None:
     found = together(OURS_MADE, mesh, COMMON + OURS)
     assert all(each == found[0] for each in found)

@@ -29,6 +29,7 @@ from gradparity.tests.stepping import (
 @BOTH
 @pytest.mark.parametrize("where", [(0, 0), (0, 1), (1, 0), (1, 1)])
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.few(6)
 def test_b01c_two_axes(
     four: Cluster, make: Make, where: tuple[int, int], fused: bool
 ) -> None:

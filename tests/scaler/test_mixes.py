@@ -113,6 +113,7 @@ def mixed(make: Any, kinds: list[str], bad: tuple[int, str] | None) -> Any:
 
 @BOTH
 @pytest.mark.parametrize("bad_kind", [None, *sorted(KINDS)])
+@pytest.mark.few(8)
 def test_everything_in_one_optimizer(
     four: Cluster, make: Any, bad_kind: str | None
 ) -> None:

@@ -509,6 +509,7 @@ def work(call: Callable[[], None]) -> int:
         "call", ["step", "unscale_", "clip_grad_norm_", "clip_and_step"]
     ),
 )
+@pytest.mark.few(3)
 def test_the_work_is_linear_in_the_number_of_optimizers(
     make: Any, fused: bool, call: str
 ) -> None:

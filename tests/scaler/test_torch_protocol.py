@@ -544,6 +544,7 @@ CALLS += ["_check_inf_per_device", "_found_inf_per_device", "update", "set", "lo
 
 @PAIRS
 @pytest.mark.parametrize("seed", range(25))
+@pytest.mark.few(15)
 def test_random_programs(pair: Pair, seed: int) -> None:
     runs = program(pair.ours, seed), program(pair.theirs, seed)
     for step, (ours, theirs) in enumerate(zip(*runs, strict=True)):

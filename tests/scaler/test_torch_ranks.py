@@ -136,6 +136,7 @@ def test_fully_shard(two: Cluster, make: Make, bad_rank: int | None) -> None:
 
 @BOTH_PLAIN
 @pytest.mark.parametrize("bad_rank", [None, 1])
+@pytest.mark.few(1)
 def test_fully_shard_over_tensor_parallel(
     four: Cluster, make: Make, bad_rank: int | None
 ) -> None:

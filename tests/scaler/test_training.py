@@ -46,6 +46,7 @@ def train_fp16(make: Any, steps: int, fused: bool) -> tuple[list[float], list[An
 @pytest.mark.parametrize(
     ("make", "fused"), [(GradScaler, False), (ShardedGradScaler, True)]
 )
+@pytest.mark.few(1)
 def test_b01d_natural_overflow_on_two_axes(
     four: Cluster, make: Any, fused: bool
 ) -> None:

@@ -263,6 +263,7 @@ def test_each_call_out_of_the_scaler_raises_once(
         ("clip_and_step", True, False, False),
     ],
 )
+@pytest.mark.few(3)
 def test_interrupted_before_each_line_it_raises_or_is_right(
     fused: bool, name: str, bad: bool, updates: bool
 ) -> None:
@@ -431,6 +432,7 @@ def test_the_second_of_two_optimizers_raises(
         ],
     ),
 )
+@pytest.mark.few(4)
 def test_each_call_out_raises_once_on_ranks(
     two: Cluster,
     fused: bool,
@@ -515,6 +517,7 @@ def test_a_call_raises_beside_a_rank_without_an_optimizer(
         ("clip_and_step", False),
     ],
 )
+@pytest.mark.slow
 def test_interrupted_before_each_line_on_ranks(
     two: Cluster, name: str, fused: bool
 ) -> None:
