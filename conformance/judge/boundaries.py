@@ -175,7 +175,25 @@ class Boundaries:
         return (
             f"{self.compared} activations and their gradients at the boundaries of "
             f"{len(modules)} modules were compared{missed}: all agree"
+            f"{self._without_gradient()}"
         )
+
+    def _without_gradient(self) -> str:
+        """Say where backward reached a module on some ranks only, or ""."""
+        for boundary in self.order:
+            came = {INPUT_GRADIENT: INPUT, OUTPUT_GRADIENT: OUTPUT}.get(boundary.kind)
+            if came is None:
+                continue
+            forward = replace(boundary, kind=came)
+            ran = [r for r, w in self.ranks.items() if forward in w.log.passed]
+            lacks = [r for r in ran if boundary not in self.ranks[r].log.passed]
+            if 0 < len(lacks) < len(ran):
+                return (
+                    f"; but {boundary.module or 'the model'} has no {boundary.kind} on "
+                    f"{rank_list(lacks)}, and it has one on other ranks: is it "
+                    "detached there?"
+                )
+        return ""
 
     def gradients_of_passes(self) -> Iterator[dict[str, Doubles]]:
         """The true gradients of each micro-batch, over all ranks and up to a factor.

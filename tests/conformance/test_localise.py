@@ -90,6 +90,15 @@ def test_nothing_departs_in_a_right_stack(runner: Runner, id: str) -> None:
     assert (found.module, found.ranks, found.parameters) == ("", (), ())
 
 
+def test_a_module_that_backward_does_not_reach_on_one_rank_is_told(
+    runner: Runner,
+) -> None:
+    found = located(runner, own(misplaced.DetachedOnRank1, "dp2/2/fp32"))
+    told = "all agree; but blocks.1.norm_1 has no gradient of its input on rank 1, and"
+    assert told in found.text
+    assert (found.where, found.ranks) == ("gradient", (0, 1)), found.text
+
+
 @pytest.mark.parametrize(
     ("stack", "place", "where", "module", "ranks"),
     [

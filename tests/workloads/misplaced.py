@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from gradparity.examples.gan import Gan
@@ -391,6 +392,19 @@ class MaskOnRank1(Right):
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         _block(model, 0).attention.mask_off = dist.get_rank() == 1
         return super().parallelize(model, mesh)
+
+
+class DetachedOnRank1(Right):
+    """Backward does not reach block 0 on rank 1."""
+
+    meshes = ({"dp": 2},)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if dist.get_rank() == 1:
+            _block(model, 0).register_forward_hook(lambda *at: at[2].detach())
+        return DistributedDataParallel(
+            model, process_group=mesh.get_group("dp"), find_unused_parameters=True
+        )
 
 
 class ComputesInBf16(Right):
