@@ -273,7 +273,7 @@ class Recorder:
                 self.recording.losses.setdefault(self._next(), []).append(loss.detach())
 
     def _next(self) -> int:
-        """Return the number of the next step, counted by calls of the first optimizer."""
+        """Return the number of the next step, by the first optimizer's calls."""
         return self.calls[0] if self.optimizers else self.orders.first
 
     def _records_next(self) -> bool:

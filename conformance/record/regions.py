@@ -24,7 +24,7 @@ __all__ = ["Region", "region_of"]
 
 
 class _Tile(NamedTuple):
-    """Rectangle of the whole tensor; rows are dim 0, columns all other dims flattened."""
+    """Rectangle of the whole tensor: a range of dim 0, and one of all other dims."""
 
     rows: range
     columns: range
