@@ -65,7 +65,7 @@ def _outside(evidence: Evidence) -> int:
 
 
 def _rows(evidence: Evidence, trace: RankTrace) -> tuple[int, ...]:
-    """Which part of the data a rank sees; equal on ranks that see the same."""
+    """Return the rank's coordinate on the data axes; equal for equal rows."""
     data_axes = evidence.phase.parsed_topology.data_axes
     return tuple(at for axis, at in trace.coordinate.items() if axis in data_axes)
 
@@ -90,7 +90,10 @@ def _wrong(
 def _judged(
     evidence: Evidence, compared: int, missed: int, what: str, otherwise: str
 ) -> Finding:
-    """A pass, or skipped if nothing was compared; both count missing comparisons."""
+    """Return a pass, or skipped if nothing was compared.
+
+    Both state the number of comparisons that are missing.
+    """
     if compared or evidence.unseen:
         return count_or_inconclusive(compared, what, evidence.unseen + missed)
     left = f"; {missed} draws could not be: {_OUT_OF_SIGHT}" if missed else ""
