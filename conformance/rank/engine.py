@@ -202,7 +202,7 @@ class Engine:
             raise CannotError(f"{text} modules, hides them, or calls none of them")
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """Return this rank's local part of each parameter; refresh the index."""
+        """Return this rank's local part of each parameter, by name."""
         if not self.gives_weights:
             return {n: local_part(p) for n, p in self.parameters.items()}
         now = self._given_weights()

@@ -325,12 +325,14 @@ def _is_of_parameter(shape: tuple[int, ...]) -> bool:
     Hooks on gradients run outside any node of the graph, or in the node that
     accumulates into a parameter. A recomputed forward runs with gradients enabled. In
     any other node a reduction counts as one of an activation's gradient, with two
-    exceptions: - it has the shape of the gradient that the node passes on to one
-    parameter alone, and
-      no other output of the node has as many dims: a function that reduces for its
+    exceptions:
+
+    - it has the shape of the gradient that the node passes on to one parameter alone,
+      and no other output of the node has as many dims: a function that reduces for its
       parameter;
     - the node passes on its input, and that has other dims: it exists only for a hook
       (``fully_shard`` creates such nodes).
+
     In doubt the reduction counts as one of an activation, to avoid false positives.
     """
     if not in_backward():
