@@ -1,8 +1,8 @@
-"""Scenarios, traces, laws, reference training, parity, report and command line.
+"""Compare parallel training with one process: scenarios, traces, checks, report.
 
-The way of a value: ``space`` chooses a scenario, ``rank`` trains it and records traces,
-``judge`` compares them with a reference, ``run`` does so for all cases and writes a
-report, which ``report`` reads and shows. docs/architecture.md has what runs, in order.
+``space`` chooses a scenario, ``rank`` trains it and records traces, and ``judge``
+compares these with a reference. ``run`` does so for all cases and writes a report,
+which ``report`` reads and shows. docs/architecture.md describes all of this in order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``gradparity`` and ``python -m gradparity.conformance``: parse, act, exit code."""
+"""Commands ``gradparity`` and ``python -m gradparity.conformance``."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: arguments without the program name; None takes the process's own.
+        argv: arguments without the program name; None for those of the process.
 
     Returns:
-        0 conformant, 1 violations, 2 usage, 3 no verdict, 4 inconclusive.
+        The exit code: 0 pass, 1 violations, 2 usage, 3 no verdict, 4 inconclusive.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if needs_agent():
@@ -86,7 +86,7 @@ def _main(
 
 
 def _drop_output() -> None:
-    """Discard output that cannot be written: Python would flush stdout at exit."""
+    """Discard pending output that cannot be written; Python would flush it at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -117,11 +117,11 @@ def _command(arguments: Sequence[str], agent: Agent | None, is_program: bool) ->
 
 
 def _fork_forkserver() -> None:
-    """Import the modules of a rank, and make the forkserver a fork of this process.
+    """Fork the forkserver from this process, and import what a rank needs.
 
-    Torch and the judge are then imported once for this process and for the ranks. A
-    process with threads cannot be forked, so this comes first. Where forking is not
-    safe, the first world starts a separate server.
+    Torch and gradparity are then imported once, for this process and for the ranks. A
+    process with threads cannot be forked, so this comes first. If forking is not safe,
+    the first world starts a separate server.
     """
     from ..multiprocess.parent.forkserver_client import fork_forkserver
 
@@ -143,7 +143,7 @@ def _fork_forkserver() -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    """Run ``run`` or ``replay``; ``replay`` has one id instead of a selection."""
+    """Run the command ``run``, or ``replay`` with one id instead of a selection."""
     from .report.records import read_report
     from .report.table import render
     from .run.session import RunSettings, run
@@ -183,7 +183,7 @@ def _devices(parsed: argparse.Namespace) -> Devices:
 
 
 def _localise(parsed: argparse.Namespace) -> int:
-    """Judge one scenario and print the first module that departs from the reference."""
+    """Judge one scenario and print the first module that differs from the reference."""
     from .rank.scaler_spec import NO_SCALER, load_scaler
     from .run.launcher import place_of
     from .run.runner import Runner
@@ -223,7 +223,7 @@ def _script(parsed: argparse.Namespace) -> None:
     """Write the replayed scenario as a script.
 
     Raises:
-        UsageError: if there are several scalers, or no script can be made.
+        UsageError: if there are several scalers, or no script can be written.
     """
     from .rank.scaler_spec import load_scaler
     from .script.standalone import write_standalone
@@ -239,7 +239,7 @@ def _script(parsed: argparse.Namespace) -> None:
 
 
 def _hunt(parsed: argparse.Namespace) -> int:
-    """Hunt each scaler in turn; the exit code is the worst one."""
+    """Hunt with each scaler in turn; return the worst exit code."""
     from ..fixtures import WorkloadError
     from .rank.scaler_spec import load_scaler, refuse_mixed
     from .run.hunt import HuntSettings, hunt
@@ -322,7 +322,7 @@ def _table(parsed: argparse.Namespace) -> int:
 
 
 def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """The arguments of ``record``, and those of the job, which follow after ``--``."""
+    """Split the arguments of ``record`` from the job's command after ``--``."""
     if not arguments or arguments[0] != "record":
         return arguments, ()
     if "--" not in arguments:
@@ -417,7 +417,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 }
 
 STARTING_RANKS = ("run", "replay", "localise", "hunt", "train")
-"""Commands that start ranks in any case."""
+"""Commands that always start ranks."""
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,7 +1,4 @@
-"""Chosen: what options choose, in the words of the command line; nothing is checked.
-
-The command line and the pytest plugin have these options in common. It needs no torch.
-"""
+"""Options shared by the command line and the pytest plugin, unchecked; no torch."""
 
 from __future__ import annotations
 
@@ -20,17 +17,17 @@ _PLURALS = {
     "precision": "precisions",
     "optimizer": "optimizers",
 }
-"""Option that may be repeated -> the field that holds all of its values."""
+"""Option that may be repeated -> field that holds all of its values."""
 _LISTS = {*_PLURALS.values()}
 
 
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
-    """Scalers and scenarios; an empty field means everything, or the default."""
+    """Selected scalers and scenarios; an empty field means all, or the default."""
 
     scalers: tuple[str, ...] = ()
     preset: str = "default"
     scenarios: tuple[str, ...] = ()
-    """Ids to run instead of a preset."""
+    """Ids of scenarios to run instead of a preset."""
     workload: str = ""
     topologies: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
@@ -42,7 +39,7 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
-        """Make it from options by name; a command need not have all of them."""
+        """Create it from options by name; options may be missing."""
         named = {name.replace("-", "_"): value for name, value in options.items()}
         value_by_field = {
             _PLURALS.get(name, name): value for name, value in named.items()

@@ -1,7 +1,7 @@
-"""Files: the one place where commands open paths that others may control.
+"""Read and write files safely: other users may control the path.
 
-No existing file is written into: the content goes to a new file with a random name in
-the same folder, which then replaces the old one.
+An existing file is never written into. The content goes to a new file with a random
+name in the same folder, which then replaces the old one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .status import UsageError, WriteError
 __all__ = ["MOST_BYTES", "create", "read_whole", "refuse_odd", "write_whole", "writing"]
 
 MOST_BYTES = 2**30
-"""Largest file that is read; a report of 10,000 cases has about 2**28 bytes."""
+"""Size of the largest file that is read; a report of 10,000 cases has about 2**28
+bytes."""
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFDIR: "a folder",
@@ -30,7 +31,7 @@ _KINDS = {
 
 
 def read_whole(path: Path) -> bytes:
-    """The content of a file.
+    """Return the content of a file.
 
     Raises:
         UsageError: if it cannot be read, is a symbolic link, pipe or device, or is
@@ -63,7 +64,7 @@ def create(path: Path) -> BinaryIO:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file atomically: the old file stays until all is written.
+    """Write a file atomically; the old file stays until the new one is complete.
 
     Raises:
         UsageError: if the path is not a regular file of this user, or no file can be
@@ -100,7 +101,7 @@ def writing(path: Path | str) -> Iterator[None]:
 
 
 def refuse_odd(path: Path) -> None:
-    """Refuse to replace anything but a regular file of this user.
+    """Raise unless the path is free or a regular file of this user.
 
     Raises:
         UsageError: for a link, folder, pipe, device or the file of another user.

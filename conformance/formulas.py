@@ -1,7 +1,6 @@
-"""Formulas that several parts of the judge compute with, each written once.
+"""Formulas that several parts of the judge use; without torch.
 
-Needs no torch. The tested scaler has its own formulas, so that both do not share a
-mistake.
+The tested scaler has its own formulas, so that both do not share a mistake.
 """
 
 from __future__ import annotations
@@ -23,35 +22,35 @@ __all__ = [
 FP32_UNIT = 2.0**-24
 """Unit roundoff of fp32."""
 FP32_INSIDE = 1024 * FP32_UNIT
-"""Relative: permitted difference of fp64 runs of a model or loss that computes in fp32
-inside. A sum of 1,024 terms in fp32 (unit roundoff 2^-24) is off by this in the worst
-case; cutting a layer over all rows changes far more."""
+"""Relative tolerance of fp64 runs of a model or loss that computes in fp32 inside. A
+sum of 1,024 terms in fp32 (unit roundoff 2^-24) is off by this in the worst case;
+cutting a layer over all rows changes far more."""
 INSIDE_FP64 = 2.0**-40
-"""Relative difference that the rounding of fp64 (2^-53) does not reach: sums of up to
-8,192 terms, each off by one unit."""
+"""Relative tolerance above the rounding of fp64 (2^-53): sums of up to 8,192 terms,
+each off by one unit."""
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:
-    """The factor of every gradient, as ``torch.nn.utils.clip_grad_norm_`` has it.
+    """Return the factor of every gradient, as in torch's ``clip_grad_norm_``.
 
     Args:
         norm: norm of the whole unscaled gradient; nan gives nan.
-        clip_norm: the largest norm that is left as it is.
+        clip_norm: largest norm that is not changed.
     """
     factor = clip_norm / (norm + 1e-6)
     return 1.0 if factor > 1.0 else factor
 
 
 def bias_error(betas: Iterable[float], steps_made: int) -> float:
-    """Largest relative error of a step of Adam with bias corrections in fp32.
+    """Return the largest relative error of an Adam step with fp32 bias corrections.
 
-    A correction is ``1 - beta**t``. Rounding of beta changes the power by at most
-    ``t`` units, its own rounding by one more, and this error is relative to what the
-    subtraction leaves, which rounds once. The second correction is under a root.
+    A correction is ``1 - beta**t``. Rounding beta changes the power by at most ``t``
+    units, and rounding the power by one more. This error is relative to the difference,
+    which is rounded once more. The second correction is under a root.
 
     Args:
         betas: decay rates of the first and the second moment.
-        steps_made: ``t``, with this step.
+        steps_made: ``t``, including this step.
     """
     powers = [float(beta) ** steps_made for beta in betas]
     errors = [(steps_made + 1) * p / (1 - p) + 1 for p in powers if p < 1]
@@ -61,13 +60,14 @@ def bias_error(betas: Iterable[float], steps_made: int) -> float:
 def equal_but_for_rounding(
     one: Mapping[str, NDArray[np.float64]], other: Mapping[str, NDArray[np.float64]]
 ) -> bool:
-    """Return whether gradients of two runs in fp64 differ by rounding alone.
+    """Return True if gradients of two fp64 runs differ by rounding only.
 
     Each tensor may differ by ``FP32_INSIDE`` of its own largest element, since a model
-    may compute in fp32 inside. A tensor whose terms cancel is rounded like terms as
-    large as the largest gradient of all: by fp32 if most tensors show its rounding,
-    else by fp64. A small gradient that depends on how rows are cut, such as the
-    gradient of a gate under its own weak loss, then counts as a difference.
+    may compute in fp32 inside. A tensor whose terms cancel has the rounding of its
+    terms, which may be as large as the largest gradient of all. That is rounding of
+    fp32 if most tensors show it, else of fp64. A small gradient that depends on how
+    rows are cut then counts as a difference: for example the gradient of a gate under
+    its own weak loss.
     """
     if one.keys() != other.keys():
         return False

@@ -1,7 +1,7 @@
-"""Output: the one place where commands print, safe for any log and any terminal.
+"""Print safely on any terminal and in any CI log.
 
 CI systems execute commands that they find in the log of a job. Text from a report must
-not contain any, so a blank is inserted where a command would begin.
+not contain any, so a blank is inserted inside the prefix of a command.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _COMMAND = re.compile(
 
 
 def harmless(text: str, mark: Callable[[str], str] = "{} ".format) -> str:
-    """``text`` in which no line begins a command of a CI system.
+    """Return the text with all commands of CI systems broken.
 
     Args:
-        text: lines.
-        mark: gives the text that replaces the last character of a command's prefix.
+        text: lines of text.
+        mark: replaces the last character of a command's prefix.
     """
     return _COMMAND.sub(lambda found: found[0][:-1] + mark(found[0][-1]), text)
 
@@ -47,7 +47,7 @@ def say(text: str = "", *, error: bool = False) -> None:
 
 
 def say_file(text: str) -> None:
-    """Print a file for a program: unchanged, and in UTF-8 whatever the terminal."""
+    """Print a file for another program, unchanged and always in UTF-8."""
     with writing(_NAMES[True]):
         sys.stdout.flush()
         raw = text.encode(errors="backslashreplace")
@@ -59,7 +59,7 @@ def say_file(text: str) -> None:
 
 
 def console(*, error: bool = False) -> Console:
-    """A console with the same output as :func:`say`."""
+    """Return a rich console with the same safe output as :func:`say`."""
     from rich.console import Console
 
     stream = _Stream(sys.stderr if error else sys.stdout)
@@ -70,7 +70,7 @@ _NAMES = {True: "standard output", False: "standard error"}
 
 
 class _Stream(io.TextIOBase):
-    """A stream that accepts any text and prints no CI command."""
+    """Output stream that accepts any text and breaks CI commands in it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -78,7 +78,7 @@ class _Stream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # rich asks for it
-        """The encoding of the terminal or file."""
+        """Encoding of the terminal or file."""
         return self._stream.encoding or "utf-8"
 
     def isatty(self) -> bool:

@@ -1,7 +1,7 @@
-"""The pytest plugin: with ``--gradparity-scaler`` the catalogue is a suite of tests.
+"""The pytest plugin: ``--gradparity-scaler`` runs the catalogue as tests.
 
 It is loaded in every pytest session of the environment, so it imports nothing heavy:
-``suite.py`` and the judge are imported when a session has the option.
+``suite.py`` is imported when a session has the option.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SUITE = pytest.StashKey["Suite"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options of ``gradparity run``, under a prefix."""
+    """Add the options of ``gradparity run``, with a prefix."""
     group = parser.getgroup("gradparity", "the conformance catalogue as tests")
     for name, settings in SUITE.items():
         # xdist sends options as plain values: a path stays text
@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """The judged scalers and the number of scenarios."""
+    """Return the tested scalers and the number of scenarios."""
     suite = config.stash.get(_SUITE, None)
     return suite.headline() if suite else None
 
@@ -68,14 +68,14 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_collection_modifyitems(
     session: pytest.Session, items: list[pytest.Item]
 ) -> None:
-    """Add the scenarios, before ``-k`` and other options choose among them."""
+    """Add the scenarios, before ``-k`` and other options select items."""
     suite = session.config.stash.get(_SUITE, None)
     if suite:
         items += suite.items(session)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Plan the report: the items that are left are its cases."""
+    """Begin the report: the selected items are its cases."""
     suite = session.config.stash.get(_SUITE, None)
     if suite and not session.config.option.collectonly:
         suite.plan([item.nodeid for item in session.items])
@@ -83,7 +83,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node: object, ids: list[str]) -> None:
-    """The same on the controller of xdist, which does not collect."""
+    """Begin the report on xdist's controller, which does not collect."""
     config: pytest.Config = node.config  # type: ignore[attr-defined]  # xdist's WorkerController
     suite = config.stash.get(_SUITE, None)
     if suite and not config.option.collectonly:
@@ -94,7 +94,7 @@ def pytest_xdist_node_collection_finished(node: object, ids: list[str]) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Attach the record to the test's report, which also crosses processes."""
+    """Attach the record to the test's report, which may cross processes."""
     report = yield
     suite = item.config.stash.get(_SUITE, None)
     if suite and call.when == "call":
@@ -103,9 +103,9 @@ def pytest_runtest_makereport(
 
 
 class _Reading:
-    """Reads the records from the tests' reports, in the process that writes the file.
+    """Takes records from test reports, in the process that writes the file.
 
-    A separate object, as ``pytest_runtest_logreport`` does not get the session.
+    A separate object, because ``pytest_runtest_logreport`` does not get the session.
     """
 
     def __init__(self, suite: Suite) -> None:
@@ -122,7 +122,7 @@ class _Reading:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """End the report, also after a session that was interrupted."""
+    """End the report, also after an interrupted session."""
     suite = session.config.stash.get(_SUITE, None)
     if suite:
         suite.finish(interrupted=exitstatus == pytest.ExitCode.INTERRUPTED)
@@ -131,7 +131,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Print the place of the report."""
+    """Print where the report is."""
     suite = config.stash.get(_SUITE, None)
     for line in suite.summary if suite else ():
         terminalreporter.write_line(line)

@@ -1,6 +1,7 @@
 """Statuses, verdicts and exit codes, shared by laws, reports, commands and gates.
 
-This module imports nothing of ours, so that reading a report needs no torch.
+This module imports only the standard library and msgspec, so that reading a report does
+not import torch.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class UsageError(ValueError):
 
 
 class WriteError(Exception):
-    """A report, page or stream took no more: the disk is full, for example.
+    """A report, page or stream could not be written, for example to a full disk.
 
     A command prints the message on one line and ends with exit code 3.
     """
@@ -64,8 +65,8 @@ class WriteError(Exception):
 def as_usage(*kinds: type[Exception]) -> Iterator[None]:
     """Turn errors of these types into :class:`UsageError`; also a decorator.
 
-    Only for parsing the caller's input by functions that do not know commands. Never
-    judge inside it: an error there is ours, whatever its type.
+    Use it only around functions that parse the caller's input. Never judge inside it:
+    an error there is a fault of gradparity, whatever its type.
     """
     try:
         yield
@@ -76,38 +77,39 @@ def as_usage(*kinds: type[Exception]) -> Iterator[None]:
 
 
 class Status(StrEnum):
-    """The result of one law in one run, or of a whole run."""
+    """Result of one law in one run, or of a whole run."""
 
     PASS = "pass"
-    """It was checked and holds."""
+    """The rule was checked and holds."""
     FAIL = "fail"
-    """It was checked and is broken; the finding says where."""
+    """The rule was checked and is broken; the finding says where."""
     INCONCLUSIVE = "inconclusive"
-    """Nothing could be compared; never a pass."""
+    """Too little could be compared; never a pass."""
     ERROR = "error"
-    """A call of the stack raised, or the harness broke: there is no verdict."""
+    """A call of the workload raised, or the harness broke: there is no verdict."""
     SKIPPED = "skipped"
-    """The law does not apply here; the message says why."""
+    """The law does not apply; the message says why."""
 
 
 RANKING = ("pass", "skipped", "inconclusive", "fail", "error")
-"""From best to worst. Skipped is worse than pass: what is not checked can be broken."""
+"""Statuses from best to worst. Skipped is worse than pass, because an unchecked rule
+may be broken."""
 assert set(RANKING) == set(Status)
 
 Word = Annotated[str, Meta(pattern=f"^({'|'.join(RANKING)})$")]
-"""A status as files have it."""
+"""A status as it is written in files."""
 Count = Annotated[int, Meta(ge=0)]
 Number = float | Annotated[str, Meta(pattern="^(nan|-?inf)$")]
-"""A number; nan and the infinities, which JSON lacks, are words."""
+"""A number; nan and infinities, which JSON lacks, are strings."""
 
 
 def as_number(value: float) -> Number:
-    """``value`` as JSON can hold it; ``float`` reads it again."""
+    """Return a finite number as it is, and any other one as text for JSON."""
     return value if math.isfinite(value) else str(value)
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The result of a law in a run, in words and numbers."""
+    """Result of a law in a run."""
 
     status: Word
     message: str
@@ -116,16 +118,16 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     parameter: str | None = None
     numbers: dict[str, Number] = {}
     cause: str = ""
-    """Where not all violations of a law are alike: what kind this one is, in words that
-    are equal in all runs with that cause."""
+    """Kind of the violation, if a law has several kinds: text that is equal in all runs
+    with that cause."""
     compared: Count = 0
     """Number of comparisons made."""
     not_compared: Count = 0
-    """Number of comparisons that were due and could not be made."""
+    """Number of expected comparisons that could not be made."""
 
 
 class Verdict(Finding, frozen=True):
-    """A finding with its law: the same type in the judge, the report and the gate."""
+    """A finding with the id of its law; used by the judge, the report and the gate."""
 
     law: str
 
@@ -138,7 +140,7 @@ RESULTS = {
     "error": "no verdict",
     "inconclusive": "inconclusive",
 }
-"""The worst status of a report, in words."""
+"""Worst status of a report -> its result as text."""
 VERBS = {
     "pass": "passes",
     "fail": "fails",
@@ -146,38 +148,38 @@ VERBS = {
     "inconclusive": "is undecided",
     "skipped": "is skipped",
 }
-"""Predicate of a check or a scaler with this status."""
+"""Status -> predicate of a check or a scaler."""
 USAGE = 2
 """Exit code of bad usage."""
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
+"""Exit code after Ctrl-C, as in shells."""
 
 
 def worst_of(statuses: Iterable[str]) -> str:
-    """The worst of ``statuses``; ``skipped`` only where there is nothing else."""
+    """Return the worst status; ``skipped`` only if there is no other."""
     present = set(statuses) - {Status.SKIPPED}
     # membership instead of an index: a report may hold a word that is no status
     return next((s for s in reversed(RANKING) if s in present), Status.SKIPPED.value)
 
 
 def case_status(verdicts: Iterable[str]) -> str:
-    """The status of a case with these verdicts; skipped laws alone prove nothing."""
+    """Return the status of a case; inconclusive if all its laws were skipped."""
     worst = worst_of(verdicts)
     return Status.INCONCLUSIVE.value if worst == Status.SKIPPED else worst
 
 
 def is_worse(now: str, before: str) -> bool:
-    """True if ``now`` is worse than ``before``."""
+    """Return True if ``now`` is worse than ``before``."""
     return RANKING.index(now) > RANKING.index(before)
 
 
 def plain(text: str) -> str:
-    """``text`` on one line, without control characters."""
+    """Return the text on one line, without control characters."""
     return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
 
 
 def clipped(text: str, most: int) -> str:
-    """``text`` on one line, cut after a whole clause if it has more characters."""
+    """Return the text on one line, cut after a whole clause if it is too long."""
     text = plain(text)
     if len(text) <= most:
         return text
@@ -187,16 +189,16 @@ def clipped(text: str, most: int) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A clause for an error that names the known word nearest to ``word``, if any."""
+    """Return a clause for an error that suggests the nearest known word, or ""."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def id_parts(text: str) -> list[str]:
-    """The parts of a scenario id.
+    """Return the parts of a scenario id.
 
     Raises:
-        UsageError: if ``text`` has not the form of one.
+        UsageError: if ``text`` does not have the form of an id.
     """
     parts = text.split("/")
     if len(parts) not in (5, 6) or not parts[1].isdecimal():
@@ -208,12 +210,12 @@ def id_parts(text: str) -> list[str]:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 run``, ``2 runs``."""
+    """Return ``1 run``, ``2 runs``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """The text of an error for a name that is none of ``known``."""
+    """Return the error text for a name that is not in ``known``."""
     names = list(known)
     return (
         f"unknown {what} {name!r}: expected one of {', '.join(names)}"
@@ -222,6 +224,6 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """``rank 1`` or ``ranks 0, 2``."""
+    """Return ``rank 1`` or ``ranks 0, 2``."""
     noun = "rank" if len(ranks) == 1 else "ranks"
     return f"{noun} {', '.join(map(str, ranks))}"

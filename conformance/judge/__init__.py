@@ -1,13 +1,18 @@
-"""After the run: laws, references, bounds and parity; pure functions of traces.
+"""Judge a run from its traces: checks, references, bounds and parity.
 
-- A law reads ``Evidence`` and returns a ``Finding``; one file of ``laws`` is a chapter.
-- A reference is trained on one process in fp64 and follows the steps that the *rule*
-  skips. Other correct runs of it differ in rounding alone: how far they are from it is
-  the noise, and a bound is a multiple of the noise.
-- Training that is not plain is compared with itself on one rank (``one_rank``).
-- A doubt says from when on, and for which parameters, a reference may rightly differ; a
-  departure under a doubt is inconclusive, in every law.
-- What was not compared is counted, and a law that compared too little has no verdict.
-- Diagnosis (``localise``, ``boundaries``, ``diagnosis``) comes after the verdicts and
+All functions are pure.
+
+- A law (a check) reads ``Evidence`` and returns a ``Finding``. Each file of ``laws`` is
+  one chapter.
+- A reference is trained on one process in fp64. It skips the steps that the *rule*
+  demands, whatever the run did. Other correct runs of it differ by rounding only. Their
+  distance from it is the noise, and a bound is a multiple of the noise.
+- A workload whose training is not plain is compared with itself on one rank
+  (``one_rank``).
+- A doubt says from which step on, and for which parameters, a correct run may differ
+  from the reference. A difference under a doubt is inconclusive, in every law.
+- Values that could not be compared are counted. A law that compared too few values is
+  inconclusive.
+- Diagnosis (``localise``, ``boundaries``, ``diagnosis``) runs after the verdicts and
   changes none.
 """

@@ -1,10 +1,11 @@
-"""Boundaries: every tensor that passed the boundary of a module, against the reference.
+"""Compare inputs and outputs of all modules, and their gradients, with the reference.
 
 [Note: What a rank holds] The placements of a DTensor say which part of the whole it is,
 and over which ranks it is a partial sum. A plain tensor has no placements. If it is
 smaller than the whole, it is compared with the parts that the rank's mesh coordinate
-suggests. Rows need no such search, because the reference runs on the rank's own rows.
-If no part has its shape, the tensor is not compared.
+suggests, and the best match counts. Rows need no such search, because the reference
+runs on the rank's own rows. If no part has the tensor's shape, the tensor is not
+compared.
 
 [Note: Whose fault]
 The first tensor that differs decides, in the order of the reference and over all ranks,
@@ -55,19 +56,20 @@ __all__ = ["BACKWARD", "FORWARD", "Boundaries", "Direction"]
 
 State = Literal["right", "partial", "wrong"]
 UNEVEN = 4 * 2.0**-8
-"""Permitted relative difference of two ranks' factors. In bf16 (unit roundoff 2^-8) the
-gradient of an output is rounded when it is made and when it is scaled, on either."""
+"""Permitted relative difference of two ranks' factors. In bf16 (unit roundoff 2^-8)
+each rank rounds the gradient of an output twice: when it is computed and when it is
+scaled."""
 MAX_PARTS = 4**4
-"""Parts of a whole that are tried for a plain tensor: 4 dims with 4 cuts each. A cut is
-along some axes, in chunks, from both ends or strided."""
+"""Largest number of parts of a whole that are tried for a plain tensor: 4 dims with 4
+cuts each. A cut follows mesh axes, in chunks, from both ends or strided."""
 MULTIPLE = 0.5**0.5
-"""Largest residual of a multiple of the truth: what is left over is then as large as
-the multiple itself, and a larger one has no factor."""
+"""Largest residual of a multiple of the truth, relative to the tensor. A larger
+residual means that the tensor is no multiple of the truth."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Direction:
-    """Forward or backward: the kinds of a module's inputs and of its outputs."""
+    """Forward or backward, with the kinds of tensors that enter and leave a module."""
 
     name: Literal["forward", "backward"]
     enters: str
@@ -80,16 +82,16 @@ BACKWARD = Direction(name="backward", enters=OUTPUT_GRADIENT, leaves=INPUT_GRADI
 
 @dataclass(frozen=True)
 class _Found:
-    """The comparison of one tensor on one rank."""
+    """Comparison of one tensor on one rank."""
 
     state: State
     error: float
-    """Relative to the size of the whole tensor."""
+    """Error relative to the size of the whole tensor."""
     bound: float
 
 
 class Boundaries:
-    """All tensors at the boundaries of modules, on all ranks, against the reference."""
+    """Comparison with the reference of all tensors at module boundaries."""
 
     def __init__(
         self,
@@ -107,11 +109,13 @@ class Boundaries:
             for n, p in judged_parameters(scenario.workload.model()).items()
         }
         self.of_whole = False
-        """True if references ran on whole batches: micro-batches have any rows."""
+        """True if the reference runs on whole batches, because it cannot run on parts
+        of them."""
         self.expected: dict[str, dict[Boundary, Expected]] = {}
         self.order: list[Boundary] = []
         self.after: dict[Boundary, int] = {}
-        """Steps of optimizers before a tensor, within the watched one."""
+        """Boundary -> number of optimizer steps before its tensor, within the watched
+        step."""
         self.inside: dict[Call, Call] = {}
         one_rank = scenario.workload.one_rank
         references = OnOneRank if one_rank else OnOneProcess
@@ -138,7 +142,7 @@ class Boundaries:
         self.one_factor = self.of_whole or facts_of(scenario.workload.name).counted
         """True if the reference's objective is normalised alike for all ranks."""
         self.starts: dict[tuple[int, int], Boundary] = {}
-        """Rank and micro-batch -> the gradient that says its factor."""
+        """(rank, micro-batch) -> the gradient from which its factor is taken."""
         self.factors = self._factors()
         self.found = {
             (rank, boundary): tensor
@@ -149,18 +153,18 @@ class Boundaries:
 
     @property
     def compared(self) -> int:
-        """Tensors that were compared, on all ranks."""
+        """Number of tensors that were compared, on all ranks."""
         return len(self.found)
 
     @property
     def not_compared(self) -> int:
-        """Tensors that were seen and could not be compared."""
+        """Number of tensors that were recorded and could not be compared."""
         seen = sum(len(w.log.passed) + w.log.left_out for w in self.ranks.values())
         return seen - self.compared
 
     @property
     def agreed(self) -> str:
-        """Say in words which tensors were compared and agree."""
+        """Sentence about the tensors that were compared and agree."""
         if not any(w.log.modules for w in self.ranks.values()):
             return "the stack shows no modules, so activations were not compared"
         if not self.compared:
@@ -196,9 +200,9 @@ class Boundaries:
         return ""
 
     def gradients_of_passes(self) -> Iterator[dict[str, Doubles]]:
-        """The true gradients of each micro-batch, over all ranks and up to a factor.
+        """Yield the true gradients of each micro-batch over all ranks, up to a factor.
 
-        Empty where a rank has one micro-batch, or where the reference cannot run on
+        Yields nothing if a rank has one micro-batch, or if the reference cannot run on
         the rows of one rank.
         """
         if not isinstance(self.references, OnOneProcess):
@@ -213,11 +217,12 @@ class Boundaries:
             yield self.references.truth.gradients_of([s[number] for s in shares])
 
     def first_departure(self, way: Direction, after: int = 0) -> Location | None:
-        """The first faulty module; see [Note: Whose fault].
+        """Return the first faulty module; see [Note: Whose fault].
 
         Args:
             way: forward or backward.
-            after: steps of optimizers that were made before, within the watched one.
+            after: number of optimizer steps before the tensors, within the watched
+                step.
         """
         kinds = (way.enters, way.leaves)
         for boundary in self.order:
@@ -228,7 +233,7 @@ class Boundaries:
         return None
 
     def uneven(self) -> Location | None:
-        """Describe ranks on which backward starts with different factors, if any."""
+        """Return the ranks on which backward starts with different factors, if any."""
         for micro_batch in sorted({batch for _, batch in self.factors}):
             at = {r: f for (r, b), f in self.factors.items() if b == micro_batch}
             low, high = min(at.values()), max(at.values())
@@ -259,7 +264,7 @@ class Boundaries:
         return None if tensor is None else tensor.state
 
     def _counts(self, rank: int, boundary: Boundary, way: Direction) -> bool:
-        """True if an output of a call differs and no enclosing call corrects it."""
+        """Return True if an output of a call differs and no outer call corrects it."""
         state = self._state(rank, boundary)
         if state in (None, "right"):
             return False
@@ -280,12 +285,12 @@ class Boundaries:
         )
 
     def _side(self, rank: int, call: Call, kind: str) -> State | None:
-        """The worst state of the tensors on one side of a call."""
+        """Return the worst state among the inputs, or the outputs, of a call."""
         states = [self._state(rank, b) for b in self.sides.get((call, kind), ())]
         return next((s for s in ("wrong", "partial", "right") if s in states), None)
 
     def _around(self, call: Call) -> Iterator[Call]:
-        """The enclosing calls of a call, the innermost first."""
+        """Yield the enclosing calls of a call, the innermost first."""
         while call in self.inside:
             call = self.inside[call]
             yield call
@@ -294,7 +299,7 @@ class Boundaries:
         return call == other or other in self._around(call)
 
     def _describe(self, way: Direction, first: Boundary, rank: int) -> Location:
-        """The description of the first tensor that differs."""
+        """Describe the first tensor that differs."""
         state = self._state(rank, first)
         ranks = [r for r in self.ranks if self._state(r, first) == state]
         faulty, boundary = first.of, first
@@ -346,7 +351,7 @@ class Boundaries:
         )
 
     def _came_in(self, rank: int, call: Call, way: Direction) -> str:
-        """Describe the inputs of a call in words; integers are not compared."""
+        """Say if the inputs of a call are right; integers are not compared."""
         sides = self.sides.get((call, way.enters), ())
         states = [self._state(rank, boundary) for boundary in sides]
         if any(state is not None for state in states):
@@ -354,7 +359,7 @@ class Boundaries:
         return "what came in could not be compared"
 
     def _coupled(self, scenario: Scenario) -> bool:
-        """True if the reference on a rank's own rows is another computation."""
+        """Return True if the reference computes differently on a rank's rows alone."""
         whole = parts_of(scenario.workload, self.step, scenario.seed)
         sizes_of_parts = {part.tensors[0].shape[0] for part in whole}
         cut = any(
@@ -396,7 +401,7 @@ class Boundaries:
         factor: float,
         group: Sequence[int] = (),
     ) -> _Found | None:
-        """Compare with the nearest part of the truth; None if none has this shape."""
+        """Compare a tensor with the nearest part of the truth; None if none fits."""
         values = self._values(rank, boundary, group)
         if values is None:
             return None
@@ -409,7 +414,7 @@ class Boundaries:
     def _values(
         self, rank: int, boundary: Boundary, group: Sequence[int]
     ) -> Doubles | None:
-        """A rank's tensor, or the sum over the ranks of ``group``."""
+        """Return a rank's tensor, or its sum over the ranks of ``group``."""
         mine = self.ranks[rank].log.passed[boundary]
         group = group or mine.summed_over
         if not group:
@@ -428,7 +433,7 @@ class Boundaries:
     def _parts(
         self, rank: int, boundary: Boundary, truth: Doubles
     ) -> Iterator[Doubles]:
-        """The parts of the truth that a rank's tensor may be."""
+        """Yield the parts of the truth that a rank's tensor may hold."""
         mine = self.ranks[rank].log.passed[boundary]
         if mine.whole == truth.shape and mine.places is not None:
             yield truth.reshape(-1)[mine.places].reshape(mine.values.shape)
@@ -454,7 +459,7 @@ class Boundaries:
     def _features(
         self, rank: int, boundary: Boundary, size: int, whole: int
     ) -> NDArray[np.int64] | None:
-        """Which features a module's own parameters compute, or take."""
+        """Return the features that this rank's parameters compute or take, or None."""
         index = self.ranks[rank].index
         comes_out = boundary.kind in (OUTPUT, OUTPUT_GRADIENT)
         for leaf, dim in (("bias", 0), ("weight", 0), ("weight", 1)):
@@ -473,7 +478,7 @@ class Boundaries:
         return None
 
     def _factors(self) -> dict[tuple[int, int], float]:
-        """See [Note: Factors]."""
+        """Return (rank, micro-batch) -> factor; see [Note: Factors]."""
         own: dict[tuple[int, int], float] = {}
         for rank in self.ranks:
             for boundary in self.order:
@@ -532,7 +537,7 @@ def _cuts(
     """Yield index ranges of ``size`` along one dim that this rank may hold.
 
     The mesh coordinate of the rank gives the ranges. With ``any_``, or if no mesh axis
-    gives this size, every equal part follows.
+    gives this size, every equal part is yielded as well.
     """
     places = np.arange(whole)
     if size >= whole:
@@ -561,7 +566,7 @@ def _cuts(
 
 
 def _zigzag(places: NDArray[np.int64], at: int, parts: int) -> NDArray[np.int64]:
-    """One part from each end: how context parallelism balances causal attention."""
+    """Return one chunk from each end, as context parallelism divides a sequence."""
     if parts < 2 or len(places) % (2 * parts):
         return places[:0]
     chunks = np.split(places, 2 * parts)
@@ -569,7 +574,7 @@ def _zigzag(places: NDArray[np.int64], at: int, parts: int) -> NDArray[np.int64]
 
 
 def _groups(watched: Sequence[Watched]) -> Iterator[list[int]]:
-    """Groups over which a tensor may be a partial sum: ranks that saw the same rows."""
+    """Yield groups of ranks with equal rows, over which a tensor may be partial."""
     axes = list(watched[0].coordinate)
     for count in range(1, len(axes) + 1):
         for crossed in combinations(axes, count):

@@ -1,62 +1,64 @@
-"""Bounds of parity, derived from the errors of correct runs.
+"""Bounds of errors, derived from the errors of correct runs.
 
 [Note: Bounds]
-A bound is ``SAFETY_FACTOR`` times the largest error that correct single-process runs
-of the same precision show against fp64 for this parameter up to this step (errors of
-training do not shrink again), and never less than the median relative noise of all
-parameters at that step (a parameter may be lucky in all references) nor one unit
-roundoff of the compute dtype (a loss has its own dtype). No bound has an absolute
-floor, so tiny gradients are bounded as tightly as large ones. An update is seen through
-the rounding of the stored fp32 parameter: a run that shows no error may have one of
-half a unit in the last place, so its noise is never less than that. Norm and largest
-element are bounded separately: a norm hides one bad element, an element hides a drift.
-docs/parity.md derives ``SAFETY_FACTOR``.
+A bound is ``SAFETY_FACTOR`` times the largest error of correct single-process runs in
+the same precision, against fp64. It counts all steps up to this one, because errors of
+training do not shrink again. Two minima apply: the median relative noise of all
+parameters at that step, because a parameter may have tiny errors in all references by
+chance; and one unit roundoff of the compute dtype, or of the loss's own dtype. No bound
+has an absolute floor, so tiny gradients are bounded as tightly as large ones.
+Parameters are stored in fp32, so an update may be off by half a unit in the last place:
+its noise is at least that. Norm and largest element are bounded separately: a norm
+hides one bad element, an element hides a drift. docs/parity.md derives
+``SAFETY_FACTOR``.
 
 [Note: Quantisation]
 Rounding to 8 bits changes values by 3 to 12 %, and by the same error in every correct
 run, whatever the order of its sums. Eight times that error is as large as the value
-itself. So the error that all runs share counts ``SHARED`` times: once for the rounding,
-and once for values at a tie, which a run may round the other way; that moves a result
-by no more than the rounding of all values did. The part that differs between runs (for
-example through a scale per group of rows) counts ``SAFETY_FACTOR`` times, as all noise.
+itself. So the error that all runs share counts ``SHARED`` times. One time stands for
+the rounding. The other stands for values at a tie, which a run may round the other way:
+that moves a result by no more than the rounding of all values did. The part that
+differs between runs (for example through a scale per group of rows) counts
+``SAFETY_FACTOR`` times, as all noise.
 
 [Note: Weights of updates]
 Adam and similar optimizers divide a gradient by its own size, so the error of an
 element's update is the error of its gradient over the gradient. Elements with small
-gradients have larger errors, and the largest error would be that of one element, for
-which five references are too few. So each element of an update is multiplied by the
-smallest gradient it had, which makes the errors of all elements similar. If the true
-gradient of an element was smaller than the bound on gradient errors, rounding decided
-the direction of a full step: the weight of the element is 0 from that step on. Its
-gradient is still compared. Where a gradient is exactly 0 in the truth and in all noisy
-runs (behind a layer that begins at zero, a row of an embedding without tokens), nothing
-was rounded, and the weight stays as it is, unless the whole gradient is within its
-bound, that is, rounding alone. Under SGD all weights are 1.
+gradients have larger errors. The largest error would then be that of a single element,
+and five references are too few to measure it. So each element of an update is
+multiplied by the smallest gradient it had, which makes the errors of all elements
+similar. If the true gradient of an element was smaller than the bound on gradient
+errors, rounding decided the direction of a full step: the weight of the element is 0
+from that step on. Its gradient is still compared. If a gradient is exactly 0 in the
+truth and in all noisy runs (behind a layer that begins at zero, a row of an embedding
+without tokens), nothing was rounded, and this step does not lower the element's weight.
+The exception is a tensor whose whole gradient is within its bound, that is, nothing but
+rounding. Under SGD all weights are 1.
 
 [Note: Sides]
-Where rounding decides between two results that are far apart, five noisy runs may all
-have the same one. So two further runs have the other one, each in half of the places:
+Rounding may decide between two results that are far apart, and five noisy runs may all
+get the same one. So two further runs take the other result, each in half of the places:
 
 - the derivative of a function that jumps, at an input near the jump;
 - the direction of a step that divides by the gradient, as above. It changes later
   gradients by far more than rounding: one weight that moves in the opposite direction
   changes the gradients of its neighbours by some percent. In half precision the noise
-  of a gradient is large enough for this to happen by chance, so signs of elements that
-  are no larger than it are flipped. In fp32 no such flip was ever seen, and a bound
-  that allowed for it would hide real faults.
+  of a gradient is large enough for this to happen by chance, so signs of elements
+  within the noise are flipped. In fp32 such a flip was never observed, and a bound that
+  allowed for it would hide real faults.
 
-The change of such a run against the plain run is not rounding. It does not show the
-noise of other tensors, so no median contains it. A right run may have any part of both
-runs' effects, which to first order add. Half of the larger one times 8 is at least
-twice that of all together.
+The change of such a run against the plain run is not rounding. It says nothing about
+the noise of other tensors, so it does not enter the median. A correct run may show any
+part of the effects of both runs, and to first order these add. Half of the larger
+effect, times 8, is at least twice the sum of both.
 
 [Note: Bias corrections]
 ``torch.compile(optimizer.step)`` and ``capturable=True`` compute Adam's ``1 - beta**t``
 in fp32. All elements of a step then have one relative error, of which ``bias_error``
-is the largest possible value. A stack that steps its own optimizers may do either, so
-in fp32 it gets one more reference, whose steps are longer by that error over
-``SAFETY_FACTOR``: the bound on an update is then the error itself, and later gradients
-are bounded by its effect on them. Half precision has noise far above it.
+is the largest possible value. A workload that steps its own optimizers may use one of
+them. So in fp32 it gets one more reference, whose steps are longer by that error
+divided by ``SAFETY_FACTOR``. The bound on an update is then the error itself, and later
+gradients are bounded by its effect on them. In half precision the noise is far larger.
 
 [Note: Whole matrices]
 An optimizer that makes a matrix orthogonal (Muon) mixes all elements, and computes in
@@ -67,13 +69,13 @@ plain one it rounds each half-precision result once more, at random.
 An optimizer that keeps its state in 8 bits rounds it by blocks of elements, and the
 blocks of a rank's shards are not those of the whole parameter; shards may also be too
 small to be rounded at all. Such a difference is not noise: eight times it would hide
-whole tensors of a 4-bit state. So where a workload says ``rounds_state``, all
-references give the optimizer each parameter in the shards that optimizers on the ranks
-had. Of an optimizer of copies nobody sees them; there further references cut parameters
-along dim 0, in several numbers of parts, and what these differ by is noise. A value
-beside a tie is rounded to the other side by any noise, seldom in one of five runs. So
-in each noisy run what optimizers get is moved by as little as takes some elements of a
-state past a tie.
+whole tensors of a 4-bit state. So if a workload declares ``rounds_state``, all
+references give the optimizer each parameter in the shards of the ranks' optimizers. The
+shards of an optimizer that steps fp32 copies are unknown. Then further references cut
+parameters along dim 0 into several numbers of parts, and their differences are noise. A
+value at a tie is rounded to the other side by any noise, but seldom in one of five
+runs. So each noisy run moves the optimizers' inputs just enough to take some elements
+of a state past a tie.
 """
 
 from __future__ import annotations
@@ -121,38 +123,40 @@ SHARED = 2.0
 """Factor of the 8-bit rounding error that all correct runs share; see [Note:
 Quantisation]."""
 SHARDS = (2, 3, 8)
-"""Parts of each parameter, in the references that measure a rounded state whose shards
-nobody saw: blocks that are powers of two, or not, end elsewhere in one of them."""
+"""Numbers of parts into which parameters are cut if the shards of a rounded state are
+unknown. Among them are powers of two and others, so rounding blocks end in different
+places."""
 Tensors = dict[str, Doubles]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParityBounds:
-    """The truth and the absolute bounds by kind: [step][parameter] -> pair."""
+    """The truth and the bounds, by kind: [step][parameter] -> (norm, largest)."""
 
     truth: Reference
-    """Its updates are multiplied by ``weights``."""
+    """Reference run in fp64; its updates are multiplied by ``weights``."""
     weights: Sequence[dict[str, Doubles]]
-    """[step][parameter] -> weights of the update's elements; 0: not compared."""
+    """[step][parameter] -> weight of each element of the update; 0: not compared."""
     gradient: Sequence[dict[str, Pair]]
     update: Sequence[dict[str, Pair]]
     loss: Sequence[dict[str, Pair]]
     norm: Sequence[dict[str, Pair]] = ()
-    """The same of the norm of the whole unscaled gradient before it is clipped."""
+    """[step]["norm"] -> bounds of the norm of the whole unscaled gradient before
+    clipping."""
     average: Sequence[dict[str, Pair]] = ()
-    """The same of the running average of the weights, minus their initial values."""
+    """[step][parameter] -> bounds of the running average minus the initial weights."""
     noisy: Sequence[Reference] = ()
-    """The correct runs that the bounds are made of."""
+    """Correct runs from which the bounds are derived."""
     moves: Sequence[dict[str, NDArray[np.bool_]]] = ()
-    """[step][parameter] -> elements that the truth moves in this step."""
+    """[step][parameter] -> True for elements that the truth changes in this step."""
     reference: str = ""
-    """The reference in words, if it is not the plain one."""
+    """Description of the reference, if it is not the plain one."""
     undecided: str = ""
-    """Why nothing can be compared with it, in words; else empty."""
+    """Reason why nothing can be compared with the reference; else empty."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all values, the references' own among them."""
+        """Size of all arrays in bytes, including those of the references."""
         own = bytes_of((*self.weights, *self.moves))
         return own + sum(run.nbytes for run in (self.truth, *self.noisy))
 
@@ -163,8 +167,8 @@ def make_parity_bounds(
     """Train the references and derive truth and bounds; see [Note: Bounds].
 
     Args:
-        scenario: scenario that was trained.
-        schedule: skips and scales.
+        scenario: scenario that the ranks trained.
+        schedule: skips and scales that the references follow.
         loss_dtypes: dtypes of the losses that ranks returned as tensors.
     """
     precision, skipped = scenario.parsed_precision, schedule.skipped
@@ -190,11 +194,10 @@ def make_parity_bounds(
 def _loss_roundoff(
     precision: Precision, plain: Reference, dtypes: frozenset[str]
 ) -> float:
-    """Unit roundoff of the loss: that of the narrowest dtype in which it was seen.
+    """Return the unit roundoff of the narrowest dtype in which a loss was returned.
 
-    A loss that is computed in fp32, of outputs in half precision, has the noise of
-    these outputs, which is measured, and is not rounded itself. One in fp64 may have
-    been in fp32.
+    A loss computed in fp32 from half-precision outputs is not rounded itself; the noise
+    of the outputs is measured. A loss in fp64 may have been fp32 before.
     """
     if not plain.loss_dtype:
         return precision.roundoff
@@ -218,7 +221,7 @@ def _derived(
     adaptive: bool,
     loss_roundoff: float,
 ) -> ParityBounds:
-    """The bounds that these references make."""
+    """Derive the bounds from these references."""
     always = (frozenset[str](),) * len(skipped)  # a loss is computed at every step
     no_norm = [frozenset({"norm"}) if names else frozenset[str]() for names in skipped]
     every = [*runs, *sides]
@@ -264,12 +267,7 @@ def _derived(
 def expected_choices(
     scenario: Scenario, schedule: Schedule
 ) -> tuple[dict[str, Choices], ...]:
-    """The choices of learned routers at each step, with the bounds of their scores.
-
-    Args:
-        scenario: scenario to train.
-        schedule: schedule of the run on the ranks.
-    """
+    """Return the choices of learned routers at each step, with bounds of scores."""
     truth = train_reference(scenario, schedule, TRUTH)
     runs = _noisy_runs(scenario, schedule, truth)
     # scores that are moved are no noise of scores
@@ -303,7 +301,7 @@ def expected_choices(
 def _noisy_runs(
     scenario: Scenario, schedule: Schedule, truth: Reference
 ) -> list[Reference]:
-    """Correct runs of the scenario's precision."""
+    """Train correct runs in the scenario's precision."""
     runs = [train_reference(scenario, schedule, v) for v in NOISY]
     adaptive = scenario.workload.adaptive(scenario.optimizer)
     has = scenario.workload.has
@@ -330,14 +328,16 @@ def _sides(
     *,
     inputs: bool = True,
 ) -> list[Reference]:
-    """Runs in which choices that rounding decides go the other way; see [Note: Sides].
+    """Train runs in which choices that rounding decides go the other way.
+
+    See [Note: Sides].
 
     Args:
         scenario: scenario to train.
-        schedule: the skips and scales.
-        truth: the run in fp64.
-        runs: the noisy ones, the plain one first.
-        inputs: true if inputs of functions whose derivative jumps move, too.
+        schedule: skips and scales to follow.
+        truth: reference run in fp64.
+        runs: noisy runs, the plain one first.
+        inputs: true to also move inputs of functions whose derivative jumps.
     """
     signs: Limits = ()
     if scenario.workload.adaptive(scenario.optimizer) and scenario.in_half:
@@ -352,7 +352,7 @@ def _sides(
 
 
 def _noise(bounds: Sequence[dict[str, Pair]]) -> Limits:
-    """The largest element of the noise that ``bounds`` were made of."""
+    """Return the noise of the largest element from which ``bounds`` were derived."""
     return tuple(
         tuple(
             (name, largest / SAFETY_FACTOR)
@@ -364,7 +364,7 @@ def _noise(bounds: Sequence[dict[str, Pair]]) -> Limits:
 
 
 def _spacings(truth: Reference, moved: Sequence[Tensors]) -> list[Tensors]:
-    """Distance to the next fp32 number at the value that is stored after each step."""
+    """Return the distance to the next fp32 number at each stored value."""
     return [
         {n: np.spacing(np.abs(truth.start[n] + t).astype(np.float32)) for n, t in u}
         for u in (updates.items() for updates in moved)
@@ -372,12 +372,12 @@ def _spacings(truth: Reference, moved: Sequence[Tensors]) -> list[Tensors]:
 
 
 def _hidden(truth: Reference, moved: Sequence[Tensors]) -> list[Tensors]:
-    """Errors that the rounding of the stored fp32 values explains."""
+    """Return the errors that come from storing values in fp32: half a spacing."""
     return [{n: s / 2.0 for n, s in step.items()} for step in _spacings(truth, moved)]
 
 
 def _moves(truth: Reference) -> list[dict[str, NDArray[np.bool_]]]:
-    """Elements that a step moves by at least one unit of a stored fp32 parameter."""
+    """Return the elements that a step moves by at least one fp32 spacing."""
     before = {n: np.zeros(t.shape) for n, t in truth.start.items()}
     moving = []
     for now, least in zip(truth.updates, _spacings(truth, truth.updates), strict=True):
@@ -387,10 +387,10 @@ def _moves(truth: Reference) -> list[dict[str, NDArray[np.bool_]]]:
 
 
 def _typical_noise(truth: Reference, runs: Sequence[Reference]) -> float:
-    """Median over the steps of the largest relative error of a loss.
+    """Return the median over steps of the largest relative error of a loss.
 
-    All runs may be lucky with one number. Other tensors have the median of all tensors
-    of their step; of losses there is one a step.
+    All runs may be close to the truth at one step by chance. Other tensors use the
+    median over all tensors of a step, but each step has only one loss.
     """
     steps = zip(truth.losses, *(run.losses for run in runs), strict=True)
     errors = [
@@ -419,7 +419,7 @@ def _weights(
     *,
     adaptive: bool,
 ) -> list[Tensors]:
-    """See [Note: Weights of updates]."""
+    """Compute the weights of update elements; see [Note: Weights of updates]."""
     ones = {n: np.ones(t.shape) for n, t in truth.updates[0].items()}
     smallest: Tensors = {}
     steps = []
@@ -466,7 +466,7 @@ def _bound(
     hidden: Sequence[Tensors] | None = None,
     roundoff: float | None = None,
 ) -> list[dict[str, Pair]]:
-    """See [Note: Bounds], [Note: Sides] and [Note: Quantisation]."""
+    """Compute bounds; see [Note: Bounds], [Note: Sides] and [Note: Quantisation]."""
     spreads: dict[str, Spread] = {}
     bounds: list[dict[str, Pair]] = []
     for step, tensors in enumerate(truth):
@@ -500,7 +500,7 @@ def _bound(
 def _noise_of(
     values: Sequence[Doubles], truth: Doubles, precision: Precision
 ) -> list[Pair]:
-    """The noise of each correct run."""
+    """Return the noise of each correct run, as (norm, largest element)."""
     if not precision.quantises or not values:
         return [sizes(v - truth) for v in values]
     middle: Doubles = np.mean(values, axis=0)

@@ -1,8 +1,7 @@
-"""Compare: one tensor with its true value, by the spread of correct runs.
+"""Compare one tensor with its true value, relative to the spread of correct runs.
 
-Every comparison of the judge is made here, and needs no torch. An error has two sizes,
-the norm and the largest element: a norm hides one bad element, an element hides a
-drift.
+All comparisons of the judge are made here, without torch. An error has two sizes, the
+norm and the largest element: a norm hides one bad element, an element hides a drift.
 """
 
 from __future__ import annotations
@@ -32,46 +31,47 @@ __all__ = [
 Name = TypeVar("Name")
 Doubles = NDArray[np.float64]
 Pair = tuple[float, float]
-"""Norm and largest element, of a tensor or of a bound."""
+"""(norm, largest element) of a tensor or of a bound."""
 MEASURES = ("norm", "largest element")
 SAFETY_FACTOR = 8.0
-"""Bound over the noise of correct runs; docs/parity.md derives it."""
+"""Factor from the noise of correct runs to the bound; docs/parity.md derives it."""
 HALF = 0.5
-"""Share of the effect of another side that counts; see [Note: Sides] in bounds."""
+"""Fraction of a side run's effect that enters the bound; see [Note: Sides] in
+bounds."""
 NONE = (0.0, 0.0)
 UNKNOWN = (math.inf, math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """One size of the difference between a value and its truth."""
+    """One size of the difference between a value and the truth."""
 
     measure: str
     """``norm`` or ``largest element`` of the difference."""
     error: float
-    """Size of the difference, relative to the truth's own size where that is not 0."""
+    """Size of the difference, divided by the truth's size unless that is 0."""
     bound: float
-    """Bound of the error, in the same unit."""
+    """Bound of the error, in the unit of the error."""
     size: float
-    """The truth's own size, in the same measure."""
+    """Size of the truth: its norm or its largest element."""
 
     @property
     def absolute(self) -> float:
-        """The error before it is divided by the truth's size."""
+        """Size of the difference, not divided by the truth's size."""
         return self.error * (self.size or 1.0)
 
     @property
     def compares(self) -> bool:
-        """True if the bound is tight enough to reject zeros.
+        """True if the bound is tight enough to reject zeros, or is exceeded.
 
-        With a bound as large as the truth, zeros would pass. Where the truth is zero
-        they are right.
+        With a bound as large as the truth, zeros would pass. If the truth is zero, any
+        finite bound compares.
         """
         return self.ratio > 1 or self.bound < (1.0 if self.size else math.inf)
 
     @property
     def ratio(self) -> float:
-        """Error over bound; above 1 is a violation. 0 / 0 is 0."""
+        """Error divided by bound; above 1 is a violation. 0 if the error is 0."""
         if self.error == 0.0:
             return 0.0
         return self.error / self.bound if self.bound else math.inf
@@ -82,17 +82,17 @@ class Spread:
     """How far correct runs are from the truth of one tensor, up to some step."""
 
     noise: Pair = NONE
-    """Largest error of runs that differ by rounding."""
+    """Largest error of runs that differ by rounding only."""
     effect: Pair = NONE
-    """Largest change by a run that has what rounding decides on the other side."""
+    """Largest change by a side run, which flips choices that rounding decides."""
 
     def widened(self, errors: Iterable[Pair], effects: Iterable[Pair] = ()) -> Spread:
         """Return the spread with the runs of one more step.
 
         Args:
-            errors: Errors of correct runs; those that are not finite do not count, and
-                without any the noise is unknown, which no bound can hold.
-            effects: Changes by runs on other sides.
+            errors: Errors of correct runs; non-finite ones do not count. Without a
+                finite one the noise is unknown, and so is the bound.
+            effects: Changes by side runs.
         """
         finite = [e for e in errors if all(map(math.isfinite, e))] or [UNKNOWN]
         changes = [e for e in effects if all(map(math.isfinite, e))]
@@ -105,7 +105,7 @@ class Spread:
         """Return the largest permitted error.
 
         Args:
-            *least: Noise that the tensor has at least.
+            *least: Lower limits of the noise.
         """
         half = (HALF * self.effect[0], HALF * self.effect[1])
         norm, largest = _largest(self.noise, half, *least)
@@ -119,17 +119,17 @@ def _largest(*pairs: Pair) -> Pair:
 def compare(
     values: NDArray[np.floating], truth: Doubles, spread: Pair, unit: Pair
 ) -> tuple[Measure, ...]:
-    """Both sizes of the difference of two tensors.
+    """Measure the difference of two tensors by its norm and by its largest element.
 
     Args:
-        values: any shape.
-        truth: the same shape.
-        spread: the largest permitted norm and element of the difference.
+        values: array of any shape.
+        truth: array of the same shape.
+        spread: largest permitted norm and largest permitted element of the difference.
         unit: norm and largest element of the whole true tensor, of which ``truth`` may
             be a part.
 
     Returns:
-        A measure for each size. A difference that is nan counts as infinite.
+        One measure for each size. A difference that is nan counts as infinite.
     """
     errors = sizes(values.astype(np.float64) - truth)
     return tuple(
@@ -146,16 +146,16 @@ def compare(
 
 
 def sizes(tensor: Doubles) -> Pair:
-    """Norm and largest element; 0, 0 of an empty tensor."""
+    """Return norm and largest absolute element; (0, 0) for an empty tensor."""
     if not tensor.size:
         return 0.0, 0.0
     return float(np.linalg.norm(tensor)), float(np.abs(tensor).max())
 
 
 def multiple_of(values: Doubles, truth: Doubles) -> Pair:
-    """(factor, rest): ``values`` = factor x ``truth`` up to a relative rest.
+    """Return (factor, rest): ``values`` = factor x ``truth``, up to the rest.
 
-    The factor is that of least squares, the rest a share of the norm of ``values``.
+    The factor is that of least squares. The rest is relative to the norm of ``values``.
     """
     square = float((truth * truth).sum())
     size = float(np.linalg.norm(values))
@@ -168,11 +168,11 @@ def multiple_of(values: Doubles, truth: Doubles) -> Pair:
 def relative_floor(
     spreads: Mapping[Name, Spread], own: Mapping[Name, Pair], roundoff: float
 ) -> Pair:
-    """Median relative noise of all tensors, at least one unit roundoff.
+    """Return the median relative noise of all tensors, but at least one unit roundoff.
 
     Args:
         spreads: name -> spread of correct runs.
-        own: name -> the tensor's own sizes.
+        own: name -> norm and largest element of the tensor.
         roundoff: unit roundoff of the precision.
     """
     floors = []

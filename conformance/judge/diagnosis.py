@@ -1,7 +1,7 @@
-"""Diagnosis: possible causes of a departure. No status and no exit code depends on it.
+"""Possible causes of a wrong factor, for messages only.
 
-Each cause predicts a factor. All causes that predict the factor found are listed; if
-there is none, nothing is said.
+Each cause predicts a factor. All causes that predict the observed factor are listed;
+the list may be empty. No status and no exit code depends on it.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ __all__ = ["Facts", "causes_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts about a step in which something departs."""
+    """Facts about a step whose values differ from the truth."""
 
     axes: Mapping[str, int]
-    """Mesh axis -> its ranks."""
+    """Mesh axis -> number of its ranks."""
     passes: int
-    """Backward passes of a rank in this step."""
+    """Number of backward passes of a rank in this step."""
     scales: Sequence[float] = ()
     """Scale of the loss at this step and, if there is one, at the step before."""
     clip_norm: float | None = None
     norm: float = 0.0
-    """Norm of the whole true gradient, before it is clipped."""
+    """Norm of the whole true gradient before clipping."""
 
 
 def causes_of(factor: float, off: float, facts: Facts) -> str:
-    """Everything that multiplies all gradients, or a loss, by ``factor``.
+    """Return the known mistakes that multiply all gradients, or a loss, by ``factor``.
 
     Args:
-        factor: the value found, divided by the right one.
+        factor: observed value divided by the right one.
         off: largest relative error of ``factor``.
         facts: facts of the step.
 
     Returns:
-        The causes in words, joined by "or"; the empty string if none is known.
+        The causes joined by "or"; empty if no known mistake fits.
     """
     texts = {
         words: None
@@ -51,7 +51,7 @@ def causes_of(factor: float, off: float, facts: Facts) -> str:
 
 
 def _known(facts: Facts) -> Iterator[tuple[float, str]]:
-    """Yield the factor and the cause of each known mistake."""
+    """Yield (factor, description) of each known mistake."""
     axes = {axis: size for axis, size in facts.axes.items() if size > 1}
     for axis, size in axes.items():
         yield 1 / size, f"averaged once too often over {axis} ({size} ranks)"

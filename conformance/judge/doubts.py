@@ -1,6 +1,6 @@
-"""Doubts: reasons why the reference may be wrong, and not the run.
+"""Doubts: reasons why a correct run may differ from the reference.
 
-One rule of :mod:`.law` makes a departure under a doubt inconclusive, in every law that
+One rule in :mod:`.law` makes a difference under a doubt inconclusive, in every law that
 compares with the reference.
 """
 
@@ -20,13 +20,13 @@ __all__ = ["doubts_of"]
 def doubts_of(
     scenario: Scenario, steps: Sequence[Seen], unclear: str, *, draws_idly: bool = False
 ) -> list[Doubt]:
-    """The doubts about the reference of one run.
+    """Return the doubts about the reference of one run.
 
     Args:
-        scenario: scenario that was trained.
-        steps: each step, seen on all ranks.
-        unclear: settings that the stack moves for copies of unknown parameters, in
-            words.
+        scenario: scenario that the ranks trained.
+        steps: for each step, the traces of all ranks.
+        unclear: description of changed settings that belong to unknown parameters,
+            because the optimizer steps copies.
         draws_idly: true if the reference, on one rank, draws numbers without effect.
     """
     if scenario.workload.one_rank:
@@ -97,7 +97,7 @@ def _stepped_late(steps: Sequence[Seen], line: str) -> Iterator[Doubt]:
 
 
 def _cuts_rows(scenario: Scenario) -> bool:
-    """True if the judge cuts a batch, and not the workload itself."""
+    """Return True if gradparity, and not the workload, cuts a batch into rows."""
     workload, topology = scenario.workload, scenario.parsed_topology
     if workload.shard is not None or workload.micro_batches is not None:
         return False

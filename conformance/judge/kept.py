@@ -1,7 +1,7 @@
-"""Results that are used again are kept, up to a number of bytes.
+"""Cache of results, limited by their bytes.
 
-References of a small model are kept by the dozen, those of a large one by the few: a
-number of them says nothing about memory.
+The size of references depends on the model, so a limit on their number would not limit
+memory.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ __all__ = ["LIMIT", "Kept", "bytes_of"]
 
 
 def bytes_of(steps: Iterable[Mapping[str, NDArray[Any]]]) -> int:
-    """Bytes of the arrays of all steps, by name in each."""
+    """Return the total bytes of the arrays of all steps."""
     return sum(values.nbytes for step in steps for values in step.values())
 
 
 class Sized(Protocol):
-    """A value that can be kept."""
+    """A cached value, whose size in bytes is known."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
+        """Size in bytes."""
 
 
 Args = TypeVarTuple("Args")
 Result = TypeVar("Result", bound=Sized)
 LIMIT = 2**28
-"""Bytes that are kept. The topologies of the parity preset share 76 references of 4 MB
-or less; with a third of them kept it trains 275. Four times as many would save the
-default preset 5 % of its trainings."""
+"""Largest size of the cache in bytes. The topologies of the parity preset share 76
+references of at most 4 MB. If a third of them fits, 275 are trained. Four times this
+limit would save the default preset 5 % of its trainings."""
 
 
 class Kept(Generic[*Args, Result]):
-    """A function of hashable arguments with its last results.
+    """A function of hashable arguments that caches its last results.
 
     Args:
-        function: is called where there is no result with the same arguments.
-        least: how many results are kept however large they are.
+        function: called if the cache has no result for the arguments.
+        least: number of results that are kept whatever their size.
     """
 
     def __init__(self, function: Callable[[*Args], Result], least: int) -> None:
@@ -51,7 +51,7 @@ class Kept(Generic[*Args, Result]):
         self._bytes = 0
 
     def __call__(self, *args: *Args) -> Result:
-        """Return the kept result, or compute it; the result used longest ago goes."""
+        """Return the cached result or compute it; evict least recently used ones."""
         result = self._found.get(args)
         if result is None:
             result = self._found[args] = self._function(*args)
@@ -62,6 +62,6 @@ class Kept(Generic[*Args, Result]):
         return result
 
     def cache_clear(self) -> None:
-        """Keep nothing."""
+        """Remove all results."""
         self._found.clear()
         self._bytes = 0

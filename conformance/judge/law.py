@@ -1,7 +1,7 @@
-"""Law: an id, a sentence, a reason and a pure function that gives a finding.
+"""Law (a check): an id, a sentence, a reason and a pure function of the evidence.
 
-A law sees :class:`Evidence` and nothing else; it never touches ``torch.distributed``,
-so it can be tested on made-up traces.
+A law reads only :class:`Evidence` and never calls ``torch.distributed``, so it can be
+tested on made-up traces.
 """
 
 from __future__ import annotations
@@ -33,31 +33,32 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """All observations of one run, or of its phase on one world."""
+    """Everything observed in one run, or in one phase of it if its world changed."""
 
     scenario: Scenario
     ranks: tuple[RankTrace, ...]
-    """One trace a rank; shorter than the scenario where the run stopped early."""
+    """Trace of each rank; shorter than the scenario if the run stopped early."""
     control: tuple[RankTrace, ...] | None = None
     """The same scenario trained without a scaler, if a law needs it."""
     control_differs: str = ""
-    """Where two runs without a scaler differ bitwise; else empty."""
+    """First bitwise difference between two runs without a scaler; else empty."""
     first_try: str = ""
-    """The call that exceeded its limit in a first try; empty if this is the first."""
+    """Call that exceeded its time limit in a first try; empty if this is the first."""
     parity: Parity | None = None
-    """None where the run stopped early."""
+    """Comparison with the reference; None if the run stopped early."""
     uninterrupted: tuple[RankTrace, ...] | None = None
-    """The same training without its resume, where the stack moves settings."""
+    """The same training without a resume, if the workload changes settings."""
     plain: tuple[RankTrace, ...] | None = None
-    """The same training with whole rows and no resume, where the stack averages."""
+    """The same training with whole rows and no resume, if the workload averages
+    weights."""
     scaler: bool = True
-    """True if a scaler was judged; else the stack alone."""
+    """True if a scaler is checked; else only the training setup."""
     before: Evidence | None = None
-    """The phase on another world from whose saved state this one resumed."""
+    """Earlier phase, in another world size, whose saved state this phase loaded."""
 
     @property
     def phase(self) -> Scenario:
-        """The phase that ran on this world: the whole scenario or a part of it."""
+        """Scenario of this phase: the whole scenario or a part of it."""
         return self.scenario.phases[0 if self.before is None else -1]
 
     @property
@@ -68,13 +69,13 @@ class Evidence:
         return max(due, 0) * len(self.ranks)
 
     def steps(self) -> Iterator[tuple[int, Sequence[StepTrace]]]:
-        """(step, one trace a rank) for each step that every rank completed."""
+        """Yield (step, traces of all ranks) for each step that every rank completed."""
         for number in range(min((t.completed for t in self.ranks), default=0)):
             seen = [t.steps[number] for t in self.ranks]
             yield seen[0].step, seen
 
     def decisions(self) -> Iterator[tuple[int, Sequence[Decision]]]:
-        """(step, one decision a rank) for each completed step and each optimizer."""
+        """Yield (step, decisions of all ranks) by completed step and optimizer."""
         for step, seen in self.steps():
             ranks = [
                 self._decisions_due(*pair)
@@ -84,7 +85,11 @@ class Evidence:
                 yield step, each
 
     def _decisions_due(self, trace: RankTrace, at: StepTrace) -> Iterator[Decision]:
-        """A rank's decisions; that nothing moved shows no skip where nothing is due."""
+        """Yield a rank's decisions; unknown if an optimizer rightly moved nothing.
+
+        Reasons are zero gradients, a rate of 0, the workload's own skip, or a truth
+        that does not move either.
+        """
         for number, decision in enumerate(at.decisions):
             names = [n for owned in trace.owned[number : number + 1] for n in owned]
             used = [at.gradients[n] for n in names if n in at.gradients]
@@ -102,36 +107,36 @@ class Evidence:
 
 
 MOST = 0.5
-"""Least share of the comparisons that were due on which a pass may rest. Laws compare
-every step on every rank alike, and nothing says where a fault strikes: below a half it
-is more likely to lie where nobody looked than where somebody did. A law that is right
-to leave more out says so, and why, beside its own constant."""
+"""Default of ``Law.least``. Laws compare every step on every rank, and a fault may be
+anywhere. If less than half was compared, a fault is more likely among the missing
+comparisons than among the others. A law with another value gives the reason beside its
+constant."""
 ANY_SHARE = 0.0
-"""Least share of a law for which one comparison suffices, because a comparison that
-could not be made was not due for certain. They are counted all the same."""
+"""``Law.least`` of a law that needs one comparison only: those that could not be made
+were perhaps not expected. They are counted all the same."""
 STOPPED = "the run stopped before the others"
 Judge = Callable[[Evidence], Finding]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Law:
-    """One rule that every correct scaler, or every correct stack, keeps."""
+    """One rule that every correct scaler, or every correct training setup, keeps."""
 
     id: str
     """Stable id, ``chapter.name``."""
     text: str
-    """One sentence."""
+    """The rule in one sentence."""
     reason: str
-    """Why a training run needs it."""
+    """Why a training run needs the rule."""
     judge: Judge
     of_stack: bool = False
-    """True if it also applies to training without a scaler."""
+    """True if the law also applies to training without a scaler."""
     decides: bool = False
-    """True if it compares what optimizers decide together, on all ranks."""
+    """True if the law compares decisions that optimizers make together on all ranks."""
     least: float = MOST
-    """Least share of the comparisons that were due on which a pass may rest."""
+    """Least fraction of the expected comparisons that a pass needs."""
     hidden: str | Callable[[Evidence], str] = STOPPED
-    """Where the comparisons that are missing may be, in words."""
+    """Description of the comparisons that may be missing."""
 
     @property
     def chapter(self) -> str:
@@ -140,7 +145,7 @@ class Law:
 
 
 LAWS: dict[str, Law] = {}
-"""Every law by id, in the order of its chapter."""
+"""All laws by id, in the order of their chapters."""
 
 
 def law(
@@ -173,7 +178,7 @@ def law(
 
 
 def judge(evidence: Evidence) -> list[Verdict]:
-    """Apply every law to ``evidence``."""
+    """Apply every law to the evidence."""
     return [_named(each.id, _over_parts(each, evidence)) for each in LAWS.values()]
 
 
@@ -183,7 +188,7 @@ def _named(law: str, finding: Finding) -> Verdict:
 
 
 def _over_parts(law: Law, evidence: Evidence) -> Finding:
-    """Apply a law to every phase of a run; the first of the worst findings counts."""
+    """Apply a law to every phase of a run; return the first of the worst findings."""
     finding = _finding(law, evidence)
     if evidence.before is None:
         return finding
@@ -206,7 +211,7 @@ def _over_parts(law: Law, evidence: Evidence) -> Finding:
 
 
 _REFERENCE = ("parity", "norm")
-"""Chapters that compare with a reference. Runs with random layers have none."""
+"""Chapters that compare with a reference; runs with random layers have no reference."""
 
 
 def _finding(law: Law, evidence: Evidence) -> Finding:
@@ -228,7 +233,7 @@ def _finding(law: Law, evidence: Evidence) -> Finding:
 
 
 def _if_enough(law: Law, finding: Finding, evidence: Evidence) -> Finding:
-    """A pass, unless it rests on nothing or on less than the law's least share."""
+    """Return a pass as inconclusive if it made fewer comparisons than the law needs."""
     n_compared, due = finding.compared, finding.compared + finding.not_compared
     if finding.status != Status.PASS or (n_compared and n_compared >= law.least * due):
         return finding
@@ -241,7 +246,7 @@ def _if_enough(law: Law, finding: Finding, evidence: Evidence) -> Finding:
 
 
 def _doubt_of(law: Law, finding: Finding, evidence: Evidence) -> str:
-    """Reason why the reference may be wrong there, or the empty string."""
+    """Return the reason why a correct run may differ there; else empty."""
     if narrow := narrowed(evidence):
         return narrow
     parity, step = evidence.parity, finding.step
@@ -252,7 +257,7 @@ def _doubt_of(law: Law, finding: Finding, evidence: Evidence) -> str:
 
 
 def of_buffer(name: str) -> str:
-    """Say what to do about a buffer that differs."""
+    """Return advice about a buffer that differs between ranks."""
     return (
         f"{name} is a buffer: let all ranks compute it from the data of all ranks. If "
         "each rank has its own, add to the workload: local_buffers = "
@@ -261,7 +266,7 @@ def of_buffer(name: str) -> str:
 
 
 def _unjoined(evidence: Evidence) -> str:
-    """Return why nobody knows which optimizers decide together, or ""."""
+    """Return why it is unknown which optimizers decide together; else empty."""
     counts = evidence.ranks[0].unjoined if evidence.scaler else ()
     # without a bad gradient every optimizer is to step
     if not counts or not any(bad_gradient(evidence, s) for _, s in evidence.steps()):
@@ -274,7 +279,7 @@ def _unjoined(evidence: Evidence) -> str:
 
 
 def narrowed(evidence: Evidence) -> str:
-    """Why fp32 on the ranks is not the references' fp32, or the empty string."""
+    """Return why ranks compute fp32 less precisely than the references; else empty."""
     ranks = [trace.rank for trace in evidence.ranks if trace.narrows]
     if not (ranks and evidence.scenario.parsed_precision.is_full):
         return ""
@@ -286,7 +291,7 @@ def narrowed(evidence: Evidence) -> str:
 
 
 def bad_gradient(evidence: Evidence, seen: Sequence[StepTrace | Decision]) -> str:
-    """The first non-finite gradient of a step in words, or the empty string."""
+    """Describe the first non-finite gradient of a step; empty if there is none."""
     for trace, rank in zip(seen, evidence.ranks, strict=True):
         if trace.non_finite:
             return f"{trace.non_finite[0]} is not finite on rank {rank.rank}"
@@ -294,17 +299,17 @@ def bad_gradient(evidence: Evidence, seen: Sequence[StepTrace | Decision]) -> st
 
 
 def skipped(message: str) -> Finding:
-    """The law does not apply, with the reason."""
+    """Return a finding that the law does not apply, with the reason."""
     return Finding(status=Status.SKIPPED, message=message)
 
 
 def inconclusive(message: str) -> Finding:
-    """Nothing was compared, with the reason."""
+    """Return a finding that nothing was compared, with the reason."""
     return Finding(status=Status.INCONCLUSIVE, message=message)
 
 
 def say_tried_again(finding: Finding, evidence: Evidence) -> Finding:
-    """Say in a finding about a time limit that this is the second try."""
+    """Add to a finding about a time limit that this is the second try."""
     if not evidence.first_try:
         return finding
     text = f"tried again alone: a first try ran out of time, {evidence.first_try}"
@@ -312,12 +317,14 @@ def say_tried_again(finding: Finding, evidence: Evidence) -> Finding:
 
 
 def count_or_inconclusive(compared: int, what: str, not_compared: int = 0) -> Finding:
-    """A pass over ``compared`` comparisons; :func:`judge` decides if they suffice.
+    """Return a pass with its number of comparisons.
+
+    :func:`judge` makes it inconclusive if these are too few.
 
     Args:
-        compared: comparisons that were made, and agreed.
-        what: subject of the verdict, in words.
-        not_compared: comparisons that were due and could not be made.
+        compared: number of comparisons that were made and agreed.
+        what: description of the compared values, for the message.
+        not_compared: number of expected comparisons that could not be made.
     """
     return Finding(
         status=Status.PASS,

@@ -1,9 +1,9 @@
-"""Localise: the first module whose output or gradient differs from the reference.
+"""Find the first module whose output or gradient differs from the reference.
 
-Steps: run the scenario once more up to the first bad step, with every module watched
-(:mod:`..rank.watched_step`); run the reference, watched in the same way, in fp64 and in
-the scenario's precision; compare every tensor at a module boundary; find the first
-module that differs (:func:`locate`).
+Steps: run the scenario once more up to the first bad step, with hooks on every module
+(:mod:`..rank.watched_step`). Run the reference with the same hooks, in fp64 and in the
+scenario's precision. Compare every tensor at a module boundary. Return the first module
+that differs (:func:`locate`).
 """
 
 from __future__ import annotations
@@ -38,15 +38,14 @@ __all__ = ["first_bad_step", "locate"]
 
 Doubles = NDArray[np.float64]
 PROPORTIONAL = 2.0**-10
-"""Relative residual up to which a tensor counts as a multiple of the truth. Factors are
-of numbers of ranks and of micro-batches, and whole numbers up to 1,024 differ by more.
-"""
+"""Largest relative residual of a multiple of the truth. Factors come from numbers of
+ranks and micro-batches; whole numbers up to 1,024 differ by more than this."""
 NAMED = 4
-"""Parameters that a message names."""
+"""Largest number of parameters that a message names."""
 
 
 def first_bad_step(parity: Parity) -> int | None:
-    """The first step at which anything that is compared differs, or None."""
+    """Return the first step at which a compared value differs, or None."""
     return min((row.step for row in parity.first_bad.values()), default=None)
 
 
@@ -58,14 +57,15 @@ def locate(
     step: int,
     watched: Sequence[Watched],
 ) -> Location:
-    """Find where the run first differs from the truth.
+    """Find where a run first differs from the truth.
 
     Args:
-        scenario: scenario that was trained.
-        phases: the traces of the run that was judged.
-        parity: parity of that run.
-        step: its first bad step; any step of a case that has none.
-        watched: one a rank of the world that made this step, made by a second run.
+        scenario: scenario that the ranks trained.
+        phases: traces of the first run, by world.
+        parity: comparison of that run with the reference.
+        step: first bad step, or any step if there is none.
+        watched: for each rank, the tensors at module boundaries in this step of a
+            second run.
     """
     schedule = followed_schedule(scenario, *phases)
     boundaries = Boundaries(scenario, schedule, step, watched)
@@ -120,7 +120,7 @@ def locate(
 
 
 class _Gradients:
-    """Departures of loss, gradients and updates in one step, with their factors."""
+    """Loss, gradients and updates that differ in one step, and their factors."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class _Gradients:
 
     @property
     def also(self) -> str:
-        """The departures of the parameters' gradients, in words."""
+        """Sentence about the parameter gradients that differ."""
         if not self.departed["gradient"]:
             return "no gradient of a parameter differs"
         return self._all_of_them()
@@ -198,7 +198,7 @@ class _Gradients:
         )
 
     def average(self) -> Location:
-        """The location if the running average of the weights alone differs."""
+        """Return the location if only the running average of the weights differs."""
         rows = self.departed["average"]
         first = max(rows, key=lambda row: row.ratio)
         return Location(
@@ -213,7 +213,7 @@ class _Gradients:
         )
 
     def _share(self, factor: float) -> str:
-        """Say, if so, that each rank or pass returned another part of the loss."""
+        """Say if ranks or passes seem to return parts of the loss; else ""."""
         due = (
             "Return the mean of what was counted here (sum / count of this rank), or "
             "of the whole batch on every rank"
@@ -237,7 +237,7 @@ class _Gradients:
         )
 
     def _unweighted(self) -> float:
-        """Plain mean of the ranks' losses, divided by the right loss."""
+        """Return the plain mean of the ranks' losses, divided by the true loss."""
         losses = [at.loss for _, at in self.seen if at.loss is not None]
         return sum(losses) / len(losses) / (self.truth_loss or 1.0)
 
@@ -245,7 +245,7 @@ class _Gradients:
         """Describe the last event before the difference, or a likely intention.
 
         Args:
-            where: the kind of place that was found, as in ``Location``.
+            where: kind of the location that was found, as in ``Location``.
         """
         scenario, texts = self.scenario, []
         if scenario.parsed_recipe.resume and self.step == scenario.resume_step:
@@ -263,9 +263,9 @@ class _Gradients:
         return "".join(f"; {text}" for text in texts)
 
     def _is_rounded(self) -> bool:
-        """Return whether the errors look like sums over ranks in 16 bits.
+        """Return True if the errors look like sums over ranks in 16 bits.
 
-        Rounding goes in all directions: a difference with a common factor is not
+        Rounding goes in all directions, so a difference with a common factor is not
         rounding.
         """
         rows = self.departed["gradient"]
@@ -280,10 +280,10 @@ class _Gradients:
         return all(abs(factor - 1) <= rest for factor, rest in factors)
 
     def way_out(self, found: Location) -> str:
-        """The line to add for training that is no single step.
+        """Return the line to add to the workload if its training is not a single step.
 
-        Only where nothing else explains what differs, and the workload may have it: a
-        fault that one rank also has would be hidden.
+        Only if no other explanation was found, and the workload may use ``reference =
+        "one rank"``: that line would hide a fault that also occurs on one rank.
         """
         workload = self.scenario.workload
         may = not (workload.one_rank or workload.scheduler)  # refused beside it
@@ -308,7 +308,7 @@ class _Gradients:
         )
 
     def own(self) -> Location:
-        """The location if gradients differ and no activation does."""
+        """Return the location if gradients differ and no activation does."""
         rows = self.departed["gradient"]
         first = max(rows, key=lambda row: row.ratio)
         same = [row for row in rows if row.parameter == first.parameter]
@@ -342,7 +342,7 @@ class _Gradients:
         )
 
     def update(self) -> Location:
-        """The location if the optimizer received right gradients, or none."""
+        """Return the location if the update differs and no gradient does."""
         row = max(self.departed["update"], key=lambda row: row.ratio)
         missing = [name for name in self.names if self._never_trained(name)]
         if missing:
@@ -385,13 +385,16 @@ class _Gradients:
         )
 
     def _never_trained(self, name: str) -> bool:
-        """True if a due gradient is on no rank, and the parameter has not moved."""
+        """Return True if no rank has the expected gradient and no rank moved."""
         due = name in self.truth and bool(self.truth[name].any())
         had = any(name in at.gradients for _, at in self.seen)
         return due and not had and not any(m.any() for m, _ in self._moves(name))
 
     def _moves(self, name: str) -> Iterator[tuple[Doubles, Doubles]]:
-        """Per rank: the update of a parameter in this step, and the right one."""
+        """Yield the actual and the right update of a parameter in this step.
+
+        One pair for each rank that holds it.
+        """
         before = self.updates[self.step - 1][name] if self.step else 0.0
         for trace, at in self.seen:
             if name not in trace.index:
@@ -402,9 +405,9 @@ class _Gradients:
             yield at.parameters[name].astype(np.float64) - start, whole
 
     def _compared_count(self) -> int:
-        """Number of gradients that can show a factor: not zero, not only rounding.
+        """Return how many gradients can show a factor: not zero and not only noise.
 
-        A right gradient that is not a multiple of the truth differs by rounding only.
+        A right gradient that is not a multiple of the truth consists of rounding.
         """
         return sum(
             name in self.names
@@ -439,7 +442,7 @@ class _Gradients:
                 yield trace, mine, whole
 
     def _factor(self, of: Mapping[str, Doubles], without: str = "") -> float | None:
-        """Return the one factor of all departing gradients over ``of``, or None."""
+        """Return the common factor of all differing gradients to ``of``, or None."""
         factors = (
             multiple_of(mine, whole)
             for name in self.names
@@ -449,7 +452,7 @@ class _Gradients:
         return _common(factors, self.rest)
 
     def _pass_kept(self, boundaries: Boundaries) -> str:
-        """The micro-batch whose gradients the departing ones are, in words."""
+        """Name the only micro-batch that the differing gradients contain, or ""."""
         values = [v for name in self.names for v in self._values(name, self.truth)]
         if sum(mine.size for _, mine, _ in values) < 2:
             return ""  # one number is a multiple of any other
@@ -460,7 +463,7 @@ class _Gradients:
         return ""
 
     def _of_ranks(self) -> str:
-        """Say that each rank is off by its own factor, or return the empty string."""
+        """Say that each rank is off by its own factor; else return ""."""
         pairs: dict[int, list[tuple[Doubles, Doubles]]] = {}
         for name in self.names:
             for trace, mine, whole in self._values(name, self.truth):
@@ -493,7 +496,7 @@ class _Gradients:
         return f"{text}: it clips by {norms[rank]:.6g}, the norm of its own part"
 
     def _unreduced(self, name: str) -> str:
-        """Say, if so, that replicas hold parts that were not reduced."""
+        """Say that replicas hold parts that were not reduced; else return ""."""
         replicas: dict[str, list[tuple[RankTrace, Doubles, Doubles]]] = {}
         for trace, mine, whole in self._values(name, self.truth):
             replicas.setdefault(trace.shards[name], []).append((trace, mine, whole))
@@ -537,7 +540,7 @@ class _Gradients:
 
 
 def _common(found: Iterable[tuple[float, float]], most: float) -> float | None:
-    """The common factor of all (factor, rest) pairs if every rest is small enough."""
+    """Return the factor that all (factor, rest) pairs share, if each rest is small."""
     factors = []
     for factor, rest in found:
         if not rest <= most:  # nan, too: what is not finite is no multiple
@@ -553,7 +556,7 @@ def _size(values: Doubles) -> float:
 
 
 def _times(factor: float) -> str:
-    """A factor in words, with the digits that tell it from 1 and from 0."""
+    """Format a factor with enough digits to distinguish it from 1 and 0."""
     off = abs(factor - 1)
     if 0 < off <= 0.01:
         digits = min(2 - math.floor(math.log10(off)), 15)

@@ -1,4 +1,7 @@
-"""Measured: the parity of one run, as laws read it; :mod:`.parity` measures it."""
+"""Result of comparing one run with the truth, as laws read it.
+
+:mod:`.parity` computes it.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ __all__ = [
 ]
 
 Seen = Sequence[tuple[RankTrace, StepTrace]]
-"""One step of all ranks of a world."""
+"""For one step: (trace of the rank, trace of the step) of each rank."""
 ORDER = ("loss", "gradient", "update", "average")
-"""Results of a step, in order."""
+"""Results of a step, in the order in which they are computed."""
 
 
 class Lack(Enum):
@@ -46,7 +49,7 @@ class Lack(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ParityRow(Measure):
-    """One comparison: a tensor on a rank at a step against the fp64 truth."""
+    """One comparison of a tensor, on a rank at a step, with the fp64 truth."""
 
     kind: str
     """``gradient``, ``update`` (parameter minus its initial value), ``loss`` or
@@ -64,34 +67,35 @@ class ClipRow:
     parameter: str
     rank: int
     factor: float
-    """Multiple of the truth's gradient before it is clipped, by least squares."""
+    """Factor from the true unclipped gradient to the rank's, by least squares."""
     due: float
-    """The factor by which the truth clips."""
+    """Factor by which the truth clips."""
     bound: float
-    """Allowed distance of the factor."""
+    """Permitted difference of the two factors."""
     above_noise: bool
-    """True if the gradient is the truth's times a factor, and not lost in noise."""
+    """True if the gradient is a multiple of the truth's, above its noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Doubt:
-    """From this place on, a right run may differ from the reference."""
+    """Steps and parameters in which a correct run may differ from the reference."""
 
     since_step: int
     since: str = "loss"
-    """The first kind of comparison in that step, by :data:`ORDER`."""
+    """First kind of comparison in that step, in the order of :data:`ORDER`."""
     parameters: frozenset[str] = frozenset()
-    """Only the loss and these may differ in that step, later all; empty means all."""
+    """Parameters that may differ in that step, beside the loss; empty means all. In
+    later steps all may differ."""
     text: str
-    """Why, and the way out, in words."""
+    """Reason of the doubt, and how to remove it."""
 
     def covers(self, step: int, kind: str, parameter: str | None) -> bool:
-        """True if a departure may come from the reference.
+        """Return True if a difference may come from the reference.
 
         Args:
-            step: at which something departs.
+            step: step of the difference.
             kind: kind of the comparison, one of :data:`ORDER`.
-            parameter: its name; None for a value of all parameters.
+            parameter: name of the parameter; None for a value of all parameters.
         """
         if step != self.since_step:
             return step > self.since_step
@@ -103,49 +107,51 @@ class Doubt:
 
 @dataclass(kw_only=True)
 class Parity:
-    """The measured parity of one run."""
+    """Comparison of one run with the truth."""
 
     compared: Counter[str] = field(default_factory=Counter)
-    """kind -> number of elements that were compared, on all ranks at all steps."""
+    """Kind -> number of compared elements, on all ranks at all steps."""
     lacking: dict[str, dict[Lack, tuple[int, int]]] = field(default_factory=dict)
-    """kind -> why elements that were due could not be compared -> their number, and the
-    first such step."""
+    """Kind -> reason -> (number of elements that could not be compared, first step)."""
     worst: dict[str, ParityRow] = field(default_factory=dict)
-    """kind -> the row closest to, or furthest beyond, its bound."""
+    """Kind -> row with the largest error relative to its bound."""
     first_bad: dict[str, ParityRow] = field(default_factory=dict)
-    """kind -> the first row beyond its bound (the worst one of its step)."""
+    """Kind -> worst row of the first step with a row beyond its bound."""
     departed: dict[str, list[ParityRow]] = field(default_factory=dict)
-    """kind -> all rows of that first step that are beyond their bound."""
+    """Kind -> all rows beyond their bound in that first step."""
     per_step: list[float] = field(default_factory=list)
-    """Largest ratio of each step."""
+    """Largest ratio of error to bound at each step."""
     per_parameter: dict[str, float] = field(default_factory=dict)
-    """Largest ratio of each parameter."""
+    """Parameter -> largest ratio of error to bound."""
     reference_loss: list[float] = field(default_factory=list)
     """Loss of the fp64 truth at each step."""
     reference_norm: list[float] = field(default_factory=list)
-    """Its norm of the whole unscaled gradient at each step, before it is clipped."""
+    """Norm of the true, whole, unscaled gradient at each step, before clipping."""
     norm_bound: list[float] = field(default_factory=list)
-    """Bound of the error of such a norm; infinite if not known."""
+    """Bound of the error of that norm at each step; infinite if unknown."""
     clip_norm: float | None = None
-    """The norm to which gradients are to be clipped, if they are."""
+    """Norm to which gradients must be clipped; None if they are not clipped."""
     doubts: Sequence[Doubt] = ()
-    """Why the reference, and not the run, may be what departs."""
+    """Reasons why a correct run may differ from the reference."""
     still: frozenset[tuple[int, int, int]] = frozenset()
-    """(step, rank, optimizer) of which the truth moves no parameter, either."""
+    """(step, rank, optimizer) for which the truth does not move a parameter either."""
     clipped: list[ClipRow] = field(default_factory=list)
-    """A row for each gradient of steps in which none is bad, where they are clipped."""
+    """Clip factor of each gradient, in steps with finite gradients, if gradients are
+    clipped."""
     reference: str = ""
-    """The reference in words, if it is not the plain one."""
+    """Description of the reference, if it is not the plain one."""
     undecided: str = ""
-    """Why nothing can be compared with it, in words; else empty."""
+    """Reason why nothing can be compared with the reference; else empty."""
     narrow_loss: str = ""
-    """Say in words that ranks returned the loss in less than ``loss`` gives."""
+    """Note that ranks returned the loss in a narrower dtype than the reference; else
+    empty."""
     stack_schedule: StackSchedule = field(default_factory=StackSchedule)
-    """Settings that the stack's own schedules have moved; the reference follows."""
+    """Settings that the workload's own schedules changed; the reference follows
+    them."""
 
     @property
     def not_compared(self) -> Counter[str]:
-        """Kind -> number of elements that were due and could not be compared."""
+        """Kind -> number of expected elements that could not be compared."""
         return Counter(
             {
                 kind: sum(count for count, _ in by_reason.values())
@@ -154,15 +160,15 @@ class Parity:
         )
 
     def add(self, kind: str, rows: Sequence[ParityRow], elements: int) -> bool:
-        """Add the measures of one tensor on one rank at one step.
+        """Add the measures of one tensor, on one rank at one step.
 
         Args:
             kind: see ``ParityRow``.
-            rows: its measures; those that compare nothing are dropped.
-            elements: number of elements compared, if any measure compares.
+            rows: measures of the tensor; those with too large a bound are dropped.
+            elements: number of elements that count as compared.
 
         Returns:
-            True if one does.
+            True if at least one measure could be compared.
         """
         comparable = [row for row in rows if row.compares]
         if comparable:
@@ -193,15 +199,16 @@ class Parity:
         self.per_parameter[row.parameter] = max(best, row.ratio)
 
     def other_setting(self, step: int) -> str:
-        """Say which setting of an optimizer was another one up to a step, or ""."""
+        """Return which optimizer setting differed up to a step; else ""."""
         differs = self.stack_schedule.differs
         return differs[1] if differs is not None and differs[0] <= step else ""
 
     def doubt(self, step: int, kind: str, parameter: str | None) -> Doubt | None:
-        """The doubt that makes a departure inconclusive, if there is one.
+        """Return the doubt that makes a difference inconclusive, or None.
 
-        Such a doubt also covers other differences. A difference before the doubt began
-        has another cause, which may also explain later differences.
+        Such a doubt also covers the first differences of gradients and updates. A
+        difference before the doubt began has another cause, which may explain later
+        differences too.
         """
         rows = [*self.departed.get("gradient", ()), *self.departed.get("update", ())]
         places = [(step, kind, parameter)]
@@ -212,10 +219,10 @@ class Parity:
 def gradient_of(
     seen: Seen, trace: RankTrace, at: StepTrace, name: str
 ) -> NDArray[np.floating]:
-    """The gradient of ``trace``, summed over the ranks on which it is partial.
+    """Return a rank's gradient, summed over the ranks on which it is partial.
 
-    Summed here and not on the ranks: an observer that sends collectives of its own
-    would hang where ranks disagree whether to step.
+    It is not summed on the ranks themselves: extra collectives would hang if the ranks
+    disagree on whether to step.
     """
     ranks = at.partial.get(name)
     if not ranks:

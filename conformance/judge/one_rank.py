@@ -1,33 +1,34 @@
-"""One rank: references of a workload whose training is not plain.
+"""References on one rank, for a workload whose training is not plain.
 
 With ``reference = "one rank"`` a workload is compared with its own ``train_step`` on a
-mesh of the same axes at size 1, over the whole batch. Such a reference knows nothing of
-what training should be: it contains a fault that one rank also has.
+mesh with the same axes, all of size 1, over the whole batch. Such a reference does not
+show a fault that also occurs on one rank.
 
 [Note: Truth on one rank]
-The truth is the run in fp64. A stack that raises in fp64, or that keeps another dtype,
-has no such run. Then the truth is the plain run in the scenario's precision. The bound
-still holds: this run, the varied ones and a right run on the ranks are equally far from
-the exact values (they differ in rounding alone), so the largest distance between this
-run and a varied one is the noise of the distance between this run and the ranks. It is
-larger than the noise against fp64, since both ends are rounded, and so is the bound.
+The truth is the run in fp64. A workload that raises in fp64, or that keeps another
+dtype, has no such run. Then the truth is the plain run in the scenario's precision. The
+bound still holds: this run, the varied ones and a correct run on the ranks are equally
+far from the exact values, because they differ by rounding only. So the largest distance
+between this run and a varied one is the noise of the distance between this run and the
+ranks. It is larger than the noise against fp64, since both runs are rounded, and so is
+the bound.
 
 [Note: Variations]
-Each noisy run permutes the rows of each micro-batch, cuts micro-batches again, moves
-all initial weights by one unit roundoff in random directions, or does some of these.
-Where a reduction in half precision is promised, each of them also changes gradients by
-up to a unit roundoff of that dtype (``variation.Reduction``).
-Rows are permuted and cut only if that changes nothing but rounding: in fp64 the
-gradients of two steps must stay as they are. A stack that takes one micro-batch alone,
-or a loss that couples rows, is not cut.
+Each noisy run permutes the rows of each micro-batch, cuts micro-batches differently,
+moves all initial weights by one unit roundoff in random directions, or combines these.
+If a reduction in half precision is promised, each of them also changes gradients by up
+to a unit roundoff of that dtype (``variation.Reduction``). Rows are permuted and cut
+only if that changes nothing but rounding: in fp64 the gradients of two steps must stay
+the same. A workload that accepts only one micro-batch, or whose loss couples rows, is
+not cut.
 
 [Note: Draws without effect]
-Random numbers of a train_step depend on the number of ranks. So its results may also
-depend on that number, and the check is undecided. It may be that they have no effect: a
-trainer shuffles the rows that it sums over. That is shown as it is for rows: with other
-numbers in each step the gradients in fp64 must stay as they are. If they do, each noisy
-run draws other numbers. A stack that seeds the generator itself draws the same ones
-again, which shows nothing.
+Random numbers of a ``train_step`` depend on the number of ranks. So its results may
+also depend on it, and the check is undecided. But the numbers may have no effect, as in
+a trainer that shuffles the rows that it sums over. That is tested as for rows: with
+other numbers in each step the gradients in fp64 must stay the same. If they do, each
+noisy run draws other numbers. A workload that seeds the generator itself draws the same
+numbers again, so the test shows nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ Doubles = NDArray[np.float64]
 PLAIN = Variation()
 TRUTH = Variation(double=True)
 SHIFTED = Variation(moved=1)
-"""Other weights; calls and rows are those of the truth."""
+"""Variation with moved weights; calls and rows are those of the truth."""
 NOISY = (
     PLAIN,
     Variation(permuted=True),
@@ -79,8 +80,8 @@ NOISY = (
 )
 """Correct runs whose error against the truth is the noise of the scenario."""
 TRIED = 2
-"""Steps in which permuting and cutting must change nothing: the second has weights that
-the first has moved."""
+"""Number of steps in which permuting and cutting must change nothing. The second step
+has weights that the first one moved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,22 +91,22 @@ class OneRank:
     truth: Reference
     noisy: Sequence[Reference]
     sides: Sequence[Reference]
-    """Runs with other inputs where derivatives jump; see ``noise/sides.py``."""
+    """Runs with moved inputs where derivatives jump; see ``noise/sides.py``."""
     text: str
-    """The runs in words."""
+    """Description of the runs."""
     undecided: str = ""
-    """Why nothing can be compared with them, in words; else empty."""
+    """Reason why nothing can be compared with them; else empty."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all values."""
+        """Size of all arrays in bytes."""
         return sum(each.nbytes for each in (self.truth, *self.noisy, *self.sides))
 
 
 def one_rank_references(scenario: Scenario, schedule: Schedule) -> OneRank:
     """Train the references of a workload with ``reference = "one rank"``.
 
-    Called in a process group of one rank.
+    Must be called in a process group of one rank.
 
     Args:
         scenario: scenario that the ranks trained.
@@ -122,18 +123,19 @@ def one_rank_references(scenario: Scenario, schedule: Schedule) -> OneRank:
 def watched_on_one_rank(
     scenario: Scenario, schedule: Schedule, step: int
 ) -> tuple[ModuleLog, Sequence[ModuleLog], Sequence[ModuleLog]]:
-    """Record the boundaries of modules in one step on one rank.
+    """Record the tensors at module boundaries in one step on one rank.
 
-    Called in a process group of one rank, for a workload that trains on one rank.
+    Must be called in a process group of one rank, for a workload with ``reference =
+    "one rank"``.
 
     Args:
         scenario: scenario that the ranks trained.
         schedule: skips and scales, which the one rank follows.
-        step: the one to watch.
+        step: step to record.
 
     Returns:
-        The log of the truth, logs of noisy runs beginning with the plain one, and logs
-        of side runs. See [Note: Truth on one rank].
+        The log of the truth, the logs of noisy runs beginning with the plain one, and
+        the logs of side runs. See [Note: Truth on one rank].
     """
     watched: list[Watched] = []
     alone = partial(Alone, skipped=schedule.skipped, scales=schedule.scales)
@@ -208,7 +210,7 @@ def _references(
 def _in_fp64(
     scenario: Scenario, alone: Alone, steps: int, watched: list[Watched] | None = None
 ) -> Reference | None:
-    """A run in fp64, or None; see [Note: Truth on one rank]."""
+    """Train in fp64; return None if that fails, see [Note: Truth on one rank]."""
     for widens in (False, True):
         variation = replace(alone.variation, widens=widens)
         wide = replace(alone, variation=variation)
@@ -223,7 +225,7 @@ def _in_fp64(
 def _changes_nothing(
     scenario: Scenario, first: Reference | None, variation: Variation
 ) -> bool:
-    """True if a variation leaves the gradients of the first steps as they are."""
+    """Return True if a variation leaves the gradients of the first steps unchanged."""
     varied = first and _first_steps(scenario, variation)
     if not (first and varied):
         return False  # e.g. the stack takes one micro-batch alone
@@ -234,7 +236,7 @@ def _changes_nothing(
 
 
 def _first_steps(scenario: Scenario, variation: Variation) -> Reference | None:
-    """The first steps, without skips; None if the stack cannot make them."""
+    """Train the first steps, without skips; return None if the workload cannot."""
     steps = min(TRIED, scenario.steps)
     alone = Alone(
         variation=variation,
@@ -257,11 +259,11 @@ def _train(
 
     Args:
         scenario: scenario that the ranks trained.
-        alone: how this run differs.
-        steps: how many.
-        dtype: dtype that all parameters and gradients must have.
-        watched: gets what modules did in the last step.
-        sides: how inputs of functions move whose derivative jumps.
+        alone: how this run differs from the plain one.
+        steps: number of steps.
+        dtype: dtype that all parameters and gradients must have; None for any.
+        watched: receives the tensors at module boundaries in the last step.
+        sides: how to move inputs of functions whose derivative jumps.
     """
     # imported where it runs: judging needs none of what makes a run
     from ..rank.watched_step import watched_step
@@ -375,12 +377,12 @@ def _drawn(at: StepTrace) -> str:
 
 
 def _number(value: float | None) -> float:
-    """The reported number; nan, which has no bound, where the stack reports none."""
+    """Return a reported number; nan, which has no bound, if there is none."""
     return float("nan") if value is None else value
 
 
 def _difference(one: Reference, other: Reference) -> str:
-    """The first place where two runs differ bitwise, or the empty string."""
+    """Describe the first bitwise difference of two runs; else ""."""
     for step in range(len(one.losses)):
         values: list[tuple[str, Any, Any]] = [
             ("the loss", one.losses[step], other.losses[step])

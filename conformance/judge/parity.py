@@ -1,8 +1,8 @@
-"""Parity: the errors of a sharded run against the truth, with their bounds.
+"""Parity: compare a sharded run with the truth, within bounds.
 
-Steps: derive the schedule that the rule demands from the traces; train the fp64 truth
-and the noisy references; per step and parameter, measure the noise; compare every
-rank's local elements with the truth; keep the row with the largest error / bound. The
+Steps: derive from the traces the skips that the rule demands. Train the fp64 truth and
+the noisy references. Measure the noise for each step and parameter. Compare every
+rank's local elements with the truth. Keep the row with the largest error / bound. The
 bounds are those of ``bounds``.
 """
 
@@ -40,13 +40,12 @@ __all__ = [
 
 
 def demanded_schedule(*phases: Sequence[RankTrace]) -> Schedule:
-    """Skips and scales that the rule demands, and settings that the schedules change.
+    """Return the skips that the rule demands, the scales, and changed settings.
 
-    The scale is the one of the first rank; whether ranks agree on it is another law's
-    business.
+    The scales are those of the first rank; the agreement laws check the other ranks.
 
     Args:
-        phases: one trace a rank for each world that the run was on, in order.
+        phases: traces of all ranks, for each world of the run, in order.
     """
     steps = list(_steps(phases))
     return Schedule(
@@ -57,7 +56,7 @@ def demanded_schedule(*phases: Sequence[RankTrace]) -> Schedule:
 
 
 def _steps(phases: Iterable[Sequence[RankTrace]]) -> Iterator[Seen]:
-    """Each step that all ranks of its world have."""
+    """Yield each step that all ranks of its world completed."""
     for traces in phases:
         # not strict: a rank that stopped early has fewer steps
         for seen in zip(*(t.steps for t in traces), strict=False):
@@ -65,9 +64,10 @@ def _steps(phases: Iterable[Sequence[RankTrace]]) -> Iterator[Seen]:
 
 
 def _held_still(seen: Seen) -> frozenset[str]:
-    """Parameters of the optimizers that have a bad gradient on any rank.
+    """Return the parameters of optimizers with a bad gradient on any rank.
 
-    Those of all optimizers, if the stack skipped the step by its own decision.
+    Returns those of all optimizers if the workload skipped the step by its own
+    decision.
     """
     bad = {
         number
@@ -81,11 +81,11 @@ def _held_still(seen: Seen) -> frozenset[str]:
 
 
 def followed_schedule(scenario: Scenario, *phases: Sequence[RankTrace]) -> Schedule:
-    """The demanded schedule, and which gradients a user's own workload left out.
+    """Return the demanded schedule, with the gradients that a workload left out.
 
     Args:
-        scenario: scenario that was trained.
-        phases: one trace a rank for each world that the run was on, in order.
+        scenario: scenario that the ranks trained.
+        phases: traces of all ranks, for each world of the run, in order.
     """
     schedule = demanded_schedule(*phases)
     if _gives_settings(scenario.workload):
@@ -100,14 +100,17 @@ def followed_schedule(scenario: Scenario, *phases: Sequence[RankTrace]) -> Sched
 
 
 def _gives_settings(workload: ResolvedWorkload) -> bool:
-    """True if the workload gives the settings, so the reference follows no rank."""
+    """Return True if the workload's own loop or scheduler gives the settings.
+
+    Then the reference does not follow the ranks.
+    """
     return OfWorkload.LOOP in workload.has or workload.scheduler is not None
 
 
 def _shards(phases: Sequence[Sequence[RankTrace]]) -> Shards:
-    """How optimizers had the parameters that they stepped, where that is seen.
+    """Return the shards in which optimizers hold parameters, if they are known.
 
-    A rank that does not step its shard has one all the same.
+    A rank that does not step its shard still has one.
     """
     ranks = [trace for traces in phases for trace in traces]
     events = [e for trace in ranks for seen in trace.steps for e in seen.events]
@@ -129,7 +132,7 @@ def _shards(phases: Sequence[Sequence[RankTrace]]) -> Shards:
 
 
 def _apart(parts: Iterable[bytes]) -> bool:
-    """True if no element is in two of the shards."""
+    """Return True if the shards do not overlap."""
     places = np.frombuffer(b"".join(parts), np.int64)
     return distinct(places) == len(places)
 
@@ -138,8 +141,8 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
     """Compare every rank and every step with the truth.
 
     Args:
-        scenario: scenario that was trained.
-        phases: one complete trace a rank, for each world that it was on.
+        scenario: scenario that the ranks trained.
+        phases: complete traces of all ranks, for each world of the run, in order.
     """
     schedule = followed_schedule(scenario, *phases)
     returned = {at.loss_dtype for traces in phases for t in traces for at in t.steps}
@@ -194,7 +197,7 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
 def _schedule_of(
     scenario: Scenario, steps: Sequence[Seen], truth: Reference
 ) -> StackSchedule:
-    """Settings that the reference follows, and the first one that it lacks."""
+    """Return the settings that the reference follows, and the first that differs."""
     moved, workload = stack_schedule(steps), scenario.workload
     alone = workload.one_rank
     whose = "optimizer" if workload.scheduler is None else "scheduler"
@@ -208,7 +211,7 @@ def _schedule_of(
 
 
 def _narrow_loss(runs: Sequence[Reference], returned: set[str]) -> str:
-    """Say that ranks return the loss in another dtype than the reference, or ""."""
+    """Note that ranks return the loss in a narrower dtype than references; else ""."""
     plain = runs[0].loss_dtype if runs else ""
     narrow = sorted(returned & {"bfloat16", "float16"} - {plain}) if plain else []
     if not narrow:
@@ -221,9 +224,9 @@ def _still(
     phases: Iterable[Sequence[RankTrace]],
     parity_bounds: ParityBounds,
 ) -> Iterator[tuple[int, int, int]]:
-    """Steps that rightly move none of an optimizer's parameters on a rank.
+    """Yield (step, rank, optimizer) of steps that correctly move no parameter.
 
-    Their gradients may be zero there (behind a layer that begins at zero, a shard of an
+    Gradients may be zero there (behind a layer that begins at zero, a shard of an
     embedding without tokens), or the optimizer only prepares in its first step.
     """
     for seen, skipped, moves in zip(
@@ -239,7 +242,7 @@ def _still(
 
 
 def _idle(seen: Seen) -> Idle:
-    """How the optimizers received the parameters without a gradient."""
+    """Return how optimizers got parameters without a gradient: as zeros or None."""
     names = dict.fromkeys(name for trace, _ in seen for name in trace.index)
     zeros, absent = set(), set()
     for name in names:
@@ -259,7 +262,7 @@ def _check_counts(
     """Check that the counts of all ranks add up to that of the whole batch.
 
     Raises:
-        WorkloadError: if rows or tokens were left out, or seen twice.
+        WorkloadError: if rows or tokens were left out or counted twice.
     """
     for seen, whole in zip(_steps(phases), truth.counts, strict=False):
         for trace, at in seen:
@@ -279,7 +282,7 @@ def _check_counts(
 
 
 class _Measured(NamedTuple):
-    """One tensor on one rank at one step."""
+    """Comparison of one tensor on one rank at one step."""
 
     kind: str
     step: int
@@ -287,7 +290,7 @@ class _Measured(NamedTuple):
     elements: int
     left_out: int = 0
     lack: Lack | None = None
-    """Why there are no rows, if it is not for want of a bound."""
+    """Reason why there are no rows, unless it is a missing bound."""
 
 
 def _measured(
@@ -334,7 +337,7 @@ def _measured(
 def _buffers(
     step: int, trace: RankTrace, at: StepTrace, parity_bounds: ParityBounds
 ) -> Iterator[_Measured]:
-    """The buffers that training moves, as updates of the values that the model has."""
+    """Yield comparisons of the changes of buffers that training moves."""
     truth = parity_bounds.truth
     for name, values in at.buffers.items():
         # in the last step, too: others are caches
@@ -360,10 +363,9 @@ def _gradient(
     name: str,
     parity_bounds: ParityBounds,
 ) -> Iterator[_Measured]:
-    """A gradient; where none is due, None and zeros are both right.
+    """Yield the comparison of a gradient; if the truth is zero, None counts as zeros.
 
-    None is due on a rank that leaves the parameter to another rank's optimizer and
-    receives the new weights.
+    None is also right if another rank steps the parameter and sends the new weights.
     """
     true, had = parity_bounds.truth.gradients[step].get(name), name in at.gradients
     if not had and (true is None or name in trace.left):
@@ -391,7 +393,7 @@ def _clip_rows(
     parity_bounds: ParityBounds,
     least: float,
 ) -> Iterator[ClipRow]:
-    """The factor of each gradient against the truth's gradient before clipping.
+    """Yield the factor from the true unclipped gradient to each rank's gradient.
 
     The noise of factors is at least ``least``, because the noise of runs may be 0.
     """
@@ -436,17 +438,17 @@ def _clip_rows(
 def _factor_noise(
     runs: Iterable[Doubles | None], places: NDArray[np.int64], true: Doubles
 ) -> float:
-    """Distance of the factors of correct runs from the due one, relative to that."""
+    """Return the largest relative error of the factors of correct runs."""
     off = [multiple_of(g[places], true)[0] - 1 for g in runs if g is not None]
     return max((abs(x) for x in off if np.isfinite(x)), default=float("inf"))
 
 
 def _decided(row: ClipRow, worst: float) -> ClipRow:
-    """Decide whether a factor is known, and by which bound.
+    """Decide whether a clip factor is known, and set its bound.
 
-    Noise in other directions than the gradient's does not change its factor. So the
-    bound is that of factors where it is smaller than that of the gradient: the largest
-    error that correct runs show so far, in any parameter.
+    Noise orthogonal to a gradient does not change its factor. So the bound is the
+    smaller of two: that of the gradient, and that of factors. The latter is the largest
+    error of correct runs so far, in any parameter.
     """
     bound = min(row.bound, worst * row.due)
     # with a larger bound even half the due factor would pass
@@ -455,9 +457,9 @@ def _decided(row: ClipRow, worst: float) -> ClipRow:
 
 
 def mean_loss(seen: Iterable[StepTrace]) -> float | None:
-    """The loss of a step: the mean of the ranks that have one, by their weights.
+    """Return the mean of the ranks' losses of a step, by their weights.
 
-    Ranks of unknown weight count alike.
+    Ranks without a loss are left out. A rank of unknown weight has weight 1.
     """
     weighted = [
         (at.loss, 1.0 if at.weight is None else at.weight)
@@ -475,7 +477,7 @@ def mean_loss(seen: Iterable[StepTrace]) -> float | None:
 
 
 def moved(trace: RankTrace, at: StepTrace, name: str) -> Doubles:
-    """A rank's elements of a parameter minus their initial values."""
+    """Return a rank's elements of a parameter minus their initial values."""
     start = trace.start[name].astype(np.float64)
     update: Doubles = at.parameters[name].astype(np.float64) - start
     return update
@@ -504,7 +506,7 @@ def _compare(
     truth: tuple[Doubles, NDArray[np.int64]],
     bounds: tuple[float, float],
 ) -> list[ParityRow]:
-    """The measures of a tensor; empty if it is missing or has no bound."""
+    """Return the measures of a tensor; empty if it is missing or has no bound."""
     kind, step, name, rank = where
     whole, index = truth
     if not len(index) or values is None or not all(np.isfinite(bounds)):

@@ -2,10 +2,10 @@
 
 References train on a separate rank (``Place.alone``), not in the judge's process.
 
-A reference follows the skip decisions that the *rule* demands (any non-finite gradient
-anywhere skips the step), never those that the judged scaler took. Variants take rows in
-another order and round otherwise (``noise/``); their distance from the fp64 run is the
-noise that a correct run may show, and the bounds of ``parity`` are made of it.
+A reference skips a step if the *rule* demands it (a non-finite gradient anywhere),
+whatever the tested scaler did. Variants take rows in another order and round
+differently (``noise/``). Their distance from the fp64 run is the noise that a correct
+run may show, and ``bounds`` derives the bounds from it.
 """
 
 from __future__ import annotations
@@ -70,90 +70,90 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Idle:
-    """How the sharded run's optimizer received parameters that were not used.
+    """How the ranks' optimizers received parameters that were not used.
 
-    Both are right, but only with zeros do weight decay and momentum act on them.
+    Both zeros and None are right, but only with zeros do weight decay and momentum act.
     """
 
     zeros: frozenset[str] = frozenset()
-    """Their gradients were zeros on every rank."""
+    """Parameters whose gradients were zeros on every rank."""
     absent: frozenset[str] = frozenset()
-    """They had no gradient on any rank."""
+    """Parameters without a gradient on any rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The decisions of the sharded run that the reference must follow."""
+    """Decisions of the sharded run that the reference follows."""
 
     skipped: tuple[frozenset[str], ...]
-    """Per step: the parameters that must not change by the rule."""
+    """For each step: parameters that by the rule must not change."""
     scales: tuple[float, ...]
-    """Per step: the scale of the loss; only half precision feels it."""
+    """For each step: the loss scale; it has an effect in half precision only."""
     idle: tuple[Idle, ...] = ()
-    """Per step: parameters without a gradient; for a user's workload only."""
+    """For each step: parameters without a gradient; only for a user's workload."""
     settings: tuple[Settings, ...] = ()
-    """Per step: what the stack's own schedules have moved; empty if they move nothing,
-    so that runs with and without such a schedule share references."""
+    """For each step: settings that the workload's own schedules changed. Empty if none
+    change, so that runs with and without a schedule share references."""
     shards: Shards = ()
-    """How optimizers of a rounded state have the parameters, where that was seen; see
-    [Note: Rounded state] in bounds."""
+    """Shards in which optimizers with a rounded state hold the parameters, if known;
+    see [Note: Rounded state] in bounds."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """One reference run: per step, flat arrays in fp64 by parameter name.
+    """One reference run: for each step, flat fp64 arrays by parameter name.
 
-    It equals itself only, so results can be kept by the references that made them.
+    A reference is equal only to itself, so results can be cached by their references.
     """
 
     losses: tuple[float, ...]
     gradients: tuple[dict[str, Doubles], ...]
     updates: tuple[dict[str, Doubles], ...]
-    """Parameter minus its initial value, after the step."""
+    """For each step: parameter minus its initial value, after the step."""
     start: dict[str, Doubles]
     """Parameters before the first step."""
     initial: str = ""
-    """Digest of the weights as they were made, before their dtype was changed."""
+    """Digest of the initial weights, before their dtype was changed."""
     norms: tuple[float, ...] = ()
-    """Per step: the norm of the whole unscaled gradient, before it is clipped."""
+    """For each step: norm of the whole unscaled gradient, before clipping."""
     loss_dtype: str = ""
-    """Name in torch of the dtype of the losses; empty where they were numbers."""
+    """Name in torch of the losses' dtype; empty if they are plain numbers."""
     counts: tuple[Counts, ...] = ()
-    """Per step: the total counts, if the loss is (sum, count)."""
+    """For each step: total counts, if the loss is (sum, count)."""
     choices: tuple[dict[str, Choices], ...] = ()
-    """Per step: the choices of learned routers, by kind of call."""
+    """For each step: choices of learned routers, by kind of call."""
     errors: tuple[dict[str, float], ...] = ()
-    """Per step: the largest error of the routers' scores."""
+    """For each step: largest error of the routers' scores."""
     settings: tuple[Settings, ...] = ()
-    """Per step: the settings with which the optimizers step."""
+    """For each step: settings with which the optimizers step."""
     averages: tuple[dict[str, Doubles], ...] = ()
-    """Per step: the running average of the weights minus their initial values, where
-    the workload on one rank gives it."""
+    """For each step: running average of the weights minus the initial ones, if the
+    workload on one rank reports it."""
     drew: str = ""
-    """Say in words what drew random numbers first on one rank."""
+    """Description of the first function that drew random numbers on one rank."""
     generators: tuple[str, ...] = ()
-    """Per step on one rank: digest of the state of torch's generator after it."""
+    """For each step on one rank: digest of torch's generator state after it."""
     inputs: tuple[Inputs, ...] = ()
-    """Per step: inputs of functions whose derivative jumps, of runs in order."""
+    """For each step: sampled inputs of functions whose derivative jumps."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all values."""
+        """Size of all arrays in bytes."""
         n_bytes = bytes_of((*self.gradients, *self.updates, *self.averages, self.start))
         return n_bytes + sum(inputs.nbytes for step in self.inputs for inputs in step)
 
 
 LEAST = len(NOISY) + 3 + len(BOTH)
-"""Number of references kept, of whatever size: those of one scenario."""
+"""Number of references that are cached whatever their size: those of one scenario."""
 
 
 def train_reference(
     scenario: Scenario, schedule: Schedule, variant: Variant
 ) -> Reference:
-    """Train on this process and return every step.
+    """Train one reference run on this process, with a cache.
 
-    fp32 scaling by a power of two is exact, so there the scales do not matter and are
-    left out of the cache key.
+    In fp32, scaling by a power of two is exact. So the scales have no effect there and
+    are left out of the cache key.
     """
     half = _is_half(scenario, variant)
     scales = schedule.scales if half else (1.0,) * scenario.steps
@@ -174,7 +174,7 @@ def train_reference(
 def reference_before(
     scenario: Scenario, schedule: Schedule, variant: Variant, step: int
 ) -> ReferenceRun:
-    """A reference that has made the steps before ``step``, and none after."""
+    """Return a reference run that has made all steps before ``step``."""
     half = _is_half(scenario, variant)
     precision = scenario.precision if half else "fp32"
     run = ReferenceRun(_key(scenario, schedule), precision, variant)
@@ -189,17 +189,17 @@ def reference_before(
 def check_equal_start(model: str, what: str, one: str, others: Iterable[str]) -> None:
     """Check that references, or a reference and ranks, began with the same weights.
 
-    Otherwise the distance between two models would be taken for the noise of one, and
-    the bound made of it would let every gradient pass.
+    Otherwise the distance between two models would count as noise, and the bound
+    derived from it would let every gradient pass.
 
     Args:
         model: model that they train.
-        what: who is compared, for the message.
-        one: digest of the first one's weights.
-        others: digests of the others' weights.
+        what: description of the compared runs, for the message.
+        one: digest of the first run's weights.
+        others: digests of the other runs' weights.
 
     Raises:
-        WorkloadError: if one began with other weights.
+        WorkloadError: if the digests differ.
     """
     if {one} != {one, *others}:
         raise resolve_workload(model).refuse(
@@ -228,7 +228,7 @@ def _key(scenario: Scenario, schedule: Schedule) -> _Key:
 
 @dataclass(frozen=True, kw_only=True)
 class _Key:
-    """All of a scenario and of the layout that ran on which a reference depends."""
+    """Values of a scenario and of its layout on which a reference depends."""
 
     model: str
     optimizer: str
@@ -282,8 +282,8 @@ def _train(
 def _uncompiled() -> Iterator[None]:
     """Run the user's model and optimizer without ``torch.compile``.
 
-    The comparison runs compiled code. A reference also runs under dispatch modes, which
-    must not meet compiled code.
+    The comparison run on the ranks compiles. A reference also runs under dispatch
+    modes, which do not work with compiled code.
     """
     with torch.compiler.set_stance("force_eager"):
         yield
@@ -334,7 +334,7 @@ class ReferenceRun:
         seed = max(each.seed for each in (Rows(), *variant.noise))
         self.generator = torch.Generator().manual_seed(seed)
         self.replayed: tuple[dict[str, Choices], ...] = ()
-        """Per step: the choices that routers must make; empty: their own."""
+        """For each step: the choices that routers must make; empty: their own."""
         self.choices: list[dict[str, Choices]] = []
         self.errors: list[dict[str, float]] = []
         self.settings: list[Settings] = []
@@ -349,7 +349,7 @@ class ReferenceRun:
         idle: Idle,
         settings: Settings = (),
     ) -> None:
-        """Train one step and keep the values that are compared."""
+        """Train one step and record the values that are compared."""
         batch, named = self._batch(step), self.parameters
         self._zero_grad()
         parts = self._parts(batch)
@@ -413,9 +413,9 @@ class ReferenceRun:
         self.updates.append({n: now[n] - self.start[n] for n in now})
 
     def _buffers(self) -> dict[str, Tensor]:
-        """The buffers that are compared, which a forward may have replaced.
+        """Return the buffers that are compared; a forward may have replaced some.
 
-        One that a forward removes, or gives another shape, is a cache.
+        A buffer that a forward removes or reshapes is a cache and is not compared.
         """
         now = dict(self.model.named_buffers())
         self.buffers = {
@@ -428,7 +428,7 @@ class ReferenceRun:
     def _passes(
         self, batch: Batch, parts: list[Batch], scale: float
     ) -> tuple[list[list[Tensor]], list[list[float]]]:
-        """Forward and backward of all parts; returns their losses and weights."""
+        """Run forward and backward of all parts; return their losses and weights."""
         passes = [self._objective(part) for part in parts]
         weights = self._weights(batch, parts, [counts for _, counts in passes])
         for (values, _), of_heads in zip(passes, weights, strict=True):
@@ -455,7 +455,7 @@ class ReferenceRun:
         return new_tensors_in_fp64(self.key.model) if wide else nullcontext()
 
     def _round_gradients(self) -> None:
-        """Round the sum so far, if a stack reduces in a narrower dtype."""
+        """Round the sum so far, if the workload reduces in a narrower dtype."""
         dtype = self.key.reduced_in
         if dtype is None or self.variant.double:
             return
@@ -497,7 +497,7 @@ class ReferenceRun:
 
     @_uncompiled()
     def one_pass(self, part: Batch, factor: float) -> None:
-        """Forward and backward of a given micro-batch, without a step."""
+        """Run forward and backward of a given micro-batch, without a step."""
         weights = self.weights_of_heads()
 
         def passes() -> None:
@@ -508,11 +508,7 @@ class ReferenceRun:
             self._cast(passes)
 
     def weights_of_heads(self) -> list[float]:
-        """Weights of the sums of a micro-batch, up to a factor, in the next step.
-
-        Where a loss has several counts they are found by a forward of the whole batch,
-        once a step.
-        """
+        """Return weights of a micro-batch's losses in the next step, up to a factor."""
         if facts_of(self.key.model).counts < 2:
             return [1.0]
         step = len(self.updates)
@@ -526,7 +522,7 @@ class ReferenceRun:
         return self.heads[step]
 
     def gradients_of(self, parts: Iterable[Batch]) -> dict[str, Doubles]:
-        """The gradients of some micro-batches together, up to a factor."""
+        """Return the gradient of some micro-batches together, up to a factor."""
         self._zero_grad()
         counted = facts_of(self.key.model).counted
         for part in parts:
@@ -538,7 +534,7 @@ class ReferenceRun:
         return gradients
 
     def _parts(self, batch: Batch) -> list[Batch]:
-        """The micro-batches of one step."""
+        """Return the micro-batches of one step."""
         own = self.workload.micro_batches
         parts = [batch] if own is None else own(batch)
         for each in self.variant.noise:
@@ -546,7 +542,7 @@ class ReferenceRun:
         return parts
 
     def rows_may_be_cut(self) -> bool:
-        """True if gradients are sums over rows."""
+        """Return True if gradients are sums over rows."""
         if self.rows_apart is None:
             self.rows_apart = rows_apart(self.key.model)
         return self.rows_apart
@@ -554,7 +550,7 @@ class ReferenceRun:
     def _weights(
         self, batch: Batch, parts: list[Batch], counts: list[Counts]
     ) -> list[list[float]]:
-        """Weights of each part's losses in the loss of the step."""
+        """Return the weights of each part's losses in the loss of the step."""
         totals = tuple(map(sum, zip(*counts, strict=True)))
         self.counts.append(totals)
         if not totals:
@@ -607,35 +603,26 @@ def _weighted(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def _in_the_form_of(held: Any, value: Setting) -> Any:
-    """Convert a value to the form of a param group's entry: a number or a tensor."""
+    """Convert a setting to the type of the param group's entry: number or tensor."""
     # a new tensor: the workload may give all its optimizers one and the same
     return torch.full_like(held, value) if isinstance(held, Tensor) else value  # type: ignore[arg-type]  # no tensor of betas
 
 
 class _Calls(nn.Module):
-    """A module around a model that calls a given function."""
+    """Wraps a model in a module whose forward calls a given function."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, call: Callable[[], T]) -> T:
-        """Call the module."""
+        """Call the function."""
         return call()
 
 
 @lru_cache
 def rows_apart(model: str) -> bool:
-    """True if rows may be reversed and cut: whether gradients are sums over rows.
-
-    Rows of a workload's own micro-batches may depend on each other: several sequences
-    may be packed in one. Gradients are no sums if a layer uses all rows at once, such
-    as batch statistics. Then training on parts is a different training even in fp64,
-    and its distance would count as noise.
-
-    Args:
-        model: a name of the fixtures, or the spec of a workload.
-    """
+    """Return True if rows may be reversed and cut, since gradients are sums of rows."""
     losses, gradients, starts = [], [], []
     workload = resolve_workload(model)
     if workload.rounds_to is not None and workload.micro_batches is None:
@@ -659,15 +646,14 @@ def rows_apart(model: str) -> bool:
 
 
 CUT = Variant(double=True, noise=(Rows(parts=4, reverse=True),))
-"""The run in fp64 whose rows are reversed and cut."""
+"""The run in fp64 with reversed and cut rows."""
 
 
 @lru_cache
 def _of_passes(model: str) -> frozenset[str]:
-    """Buffers that depend on which rows are in which pass, and on the order of passes.
+    """Return buffers that depend on how rows are cut into passes, and on their order.
 
-    Ranks have passes of their own. Where no reference cuts the batch, all of them have
-    the one pass of the whole batch.
+    Each rank has its own passes. If no reference cuts the batch, this is empty.
     """
     apart = rows_apart(model)
     if not apart and resolve_workload(model).micro_batches is None:
@@ -683,7 +669,7 @@ def _of_passes(model: str) -> frozenset[str]:
 
 
 def _first_step(model: str, variant: Variant, *, rows_apart: bool) -> ReferenceRun:
-    """A run of one step; ``rows_apart`` says if rows of a micro-batch are cut."""
+    """Train one step; ``rows_apart`` says if rows of a micro-batch may be cut."""
     optimizer = next(iter(resolve_workload(model).optimizers))
     key = _Key(model=model, optimizer=optimizer, steps=1, seed=0)
     run = ReferenceRun(key, "fp32", variant)

@@ -1,10 +1,10 @@
-"""Settings of optimizers that a stack's own schedules move.
+"""Settings of optimizers that a workload's own schedules change.
 
-A ``train_step`` may move the learning rate, and with it betas, momentum or weight
-decay. With the workload's ``scheduler`` the reference takes its values, and the stack's
-values are checked. Without a ``scheduler`` only the stack knows the right values. Then
-the reference trusts the values of the ranks and checks the updates. A value that never
-moves is not taken: it must be that of the workload's ``optimizer``.
+A ``train_step`` may change the learning rate, betas, momentum or weight decay. If the
+workload has a ``scheduler``, the reference takes its values and the values on the ranks
+are checked. Without a ``scheduler`` the right values are unknown: the reference trusts
+the values of the ranks and checks the updates. A value that never changes must be that
+of the workload's ``optimizer``.
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ __all__ = [
 ]
 
 Settings = tuple[tuple[str, str, Setting], ...]
-"""(parameter, key of its param group, value), for one step."""
+"""(parameter, key of its param group, value) for one step."""
 _Values = dict[int, dict[int, Setting]]
 """Step -> rank -> value."""
 _ROUNDING = 16 * 2.0**-24
-"""Relative: a schedule may be computed at once, or kept in fp32 and rounded at each of
-the dozen steps of a run."""
+"""Relative tolerance: a schedule may be computed at once, or in fp32 with rounding at
+each of a dozen steps."""
 INITIAL_RATE = "initial_lr"
-"""Name that torch's schedulers give to the rate from which they began."""
+"""Key under which torch's schedulers store the initial learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StackSchedule:
-    """Settings that the schedules of a stack have moved in one run."""
+    """Settings that schedules changed in one run."""
 
     settings: tuple[Settings, ...] = ()
-    """Per step: what the reference sets before it; empty if nothing moves."""
+    """For each step: what the reference sets before it; empty if nothing changes."""
     followed: str = ""
-    """The same in words."""
+    """Description of these settings."""
     differs: tuple[int, str] | None = None
-    """The first step at which a parameter is stepped otherwise on another rank, and
-    how, in words."""
+    """First step at which ranks step a parameter with different settings, and a
+    description."""
     unclear: str = ""
-    """Words on what moves, where nothing says which parameter has which value."""
+    """Description of changed settings whose parameters are unknown."""
 
 
 def stack_schedule(
     steps: Sequence[Sequence[tuple[RankTrace, StepTrace]]],
 ) -> StackSchedule:
-    """Find which settings move, from all steps of all ranks.
+    """Find which settings change, from all steps of all ranks.
 
-    Where ranks differ, which no schedule explains, the reference follows the first of
-    them, and the others depart.
+    If ranks differ, the reference follows the first of them, and the others differ from
+    it: no schedule explains different values on two ranks.
     """
     values_by_setting: dict[tuple[str, str], _Values] = {}
     for step, seen in enumerate(steps):
@@ -109,11 +109,7 @@ def stack_schedule(
 
 
 class Planned:
-    """The settings that the workload's own ``scheduler`` gives, step by step.
-
-    The scheduler drives a separate optimizer, which holds copies of all parameters in
-    the same groups. The copies have no gradients, so a step changes no weight.
-    """
+    """Settings that the workload's own ``scheduler`` gives, step by step."""
 
     def __init__(
         self, workload: ResolvedWorkload, optimizer: str, named: dict[str, nn.Parameter]
@@ -132,7 +128,7 @@ class Planned:
     def of(
         cls, workload: ResolvedWorkload, optimizer: str, named: dict[str, nn.Parameter]
     ) -> Planned | None:
-        """None if the workload has no ``scheduler``."""
+        """Return the settings of a workload; None if it has no ``scheduler``."""
         trained = {n: p for n, p in named.items() if p.requires_grad}
         return workload.scheduler and cls(workload, optimizer, trained)
 
@@ -147,7 +143,7 @@ class Planned:
         )
 
     def advance(self) -> None:
-        """Count a step that was taken."""
+        """Advance the scheduler after a step that was taken."""
         with self.workload.calling("optimizer"):
             self.optimizer.step()  # torch's schedulers warn where it was not called
         with self.workload.calling("scheduler"):
@@ -155,7 +151,7 @@ class Planned:
 
 
 def settings_of(optimizers: Mapping[str, Optimizer]) -> Settings:
-    """Return the settings by parameter; each optimizer has one parameter."""
+    """Return the settings by parameter; each optimizer must have one parameter."""
     return tuple(
         (name, key, value)
         for name, optimizer in optimizers.items()
@@ -170,12 +166,12 @@ def other_than_reference(
     reference: Sequence[Settings],
     whose: str,
 ) -> tuple[int, str] | None:
-    """Find the first step at which a rank steps with other settings.
+    """Return the first step at which a rank has other settings, and a description.
 
     Args:
-        steps: each step, seen on all ranks.
+        steps: for each step, the traces of all ranks.
         reference: settings of the reference at each step.
-        whose: owner of these settings, in words.
+        whose: description of the reference's settings, for the message.
     """
     for step, (seen, settings) in enumerate(zip(steps, reference, strict=False)):
         for name, key, want in settings:
@@ -200,8 +196,8 @@ def other_setting(at: StepTrace, whole: StepTrace) -> tuple[int, str]:
     """Compare the settings of a rank in one step of two runs.
 
     Returns:
-        The number of equal settings; and the first that is another one in words, or
-        the empty string.
+        The number of equal settings, and a description of the first that differs, or
+        "".
     """
     compared, settings_there = 0, _stepped_with(whole)
     for (name, key), value in _stepped_with(at).items():
@@ -231,14 +227,14 @@ def _stepped_with(at: StepTrace) -> dict[tuple[str, str], Setting]:
 def _of_copies(
     steps: Sequence[Sequence[tuple[RankTrace, StepTrace]]],
 ) -> tuple[dict[str, _Values], str]:
-    """Settings of optimizers that step none of the parameters themselves.
+    """Return settings of optimizers that step copies of the parameters.
 
-    A setting that all groups share applies to each parameter. Of several values nothing
-    says which parameter has which.
+    A setting with one value in all groups applies to each parameter. If groups have
+    different values, it is unknown which parameter has which.
 
     Returns:
-        Key -> the values that all groups on all ranks have; and what moves otherwise,
-        in words.
+        Key -> values that all groups on all ranks share; and a description of the other
+        changed settings.
     """
     groups: dict[str, dict[int, dict[int, list[Setting]]]] = {}
     for step, seen in enumerate(steps):
@@ -281,7 +277,7 @@ def _differences(
 
 
 def _told(led: Mapping[int, Setting], before: Collection[Setting]) -> str:
-    """The first two values in words."""
+    """Describe the first two values of a setting."""
     first: dict[Setting, str] = {}
     for step, value in led.items():
         first.setdefault(value, f"at step {step}")

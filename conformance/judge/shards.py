@@ -1,4 +1,4 @@
-"""Parameters in the shards that the stack's optimizers have.
+"""Steps of an optimizer on the shards of a parameter, as on the ranks.
 
 An optimizer with a rounded state rounds by blocks of elements, and the blocks of a
 shard are not those of the whole; see [Note: Rounded state] in bounds.
@@ -15,17 +15,18 @@ from torch import Tensor, nn
 __all__ = ["InShards", "Shards"]
 
 Shards = tuple[tuple[str, tuple[bytes, ...]], ...]
-"""(parameter, its shards): the place of each element of a shard in the flat parameter,
-as the bytes of int64."""
+"""(parameter, its shards). A shard is the bytes of an int64 array: the positions of its
+elements in the flat parameter."""
 
 
 class InShards:
     """A whole parameter that an optimizer steps in shards.
 
     Args:
-        parameter: the whole.
-        seen: its shards, as in ``Shards``; none: ``even`` parts along dim 0.
-        even: number of parts; 1 leaves the parameter whole.
+        parameter: the whole parameter.
+        seen: shards that the ranks' optimizers had, if known.
+        even: number of equal parts along dim 0, if ``seen`` is empty; 1 leaves the
+            parameter whole.
 
     Attributes:
         parts: tensors of the optimizer: the shards, or the parameter itself.
@@ -50,7 +51,7 @@ class InShards:
 
     @contextmanager
     def stepped(self) -> Iterator[None]:
-        """Give the shards their gradients; take the values after a step inside."""
+        """Give the shards their gradients; copy their values back after the step."""
         if not self.places:
             yield
             return
@@ -65,7 +66,7 @@ class InShards:
 
 
 def _in_shape(places: Tensor, whole: torch.Size) -> Tensor:
-    """The places of a shard, in the shape that it has: a box of the whole, or flat."""
+    """Reshape the indices of a shard to a box of the whole, if they form one."""
     axes = torch.unravel_index(places, whole)
     spans = [slice(int(a.min()), int(a.max()) + 1) for a in axes]
     box = torch.arange(whole.numel()).view(whole)[tuple(spans)]

@@ -1,4 +1,4 @@
-"""Variants: the reference runs, each as a list of its perturbations."""
+"""Variants: the reference runs, each as a list of perturbations."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One reference run."""
+    """A reference run: its precision and its perturbations."""
 
     double: bool = False
-    """Compute in fp64; else in the scenario's precision."""
+    """True to compute in fp64, False in the scenario's precision."""
     noise: tuple[Perturbation, ...] = ()
-    """Changes of this run. Contexts are entered in this order."""
+    """Perturbations of this run; their contexts are entered in this order."""
 
 
 def _in_order(*noise: Perturbation) -> tuple[Perturbation, ...]:
-    """Return the noise of a run with the row order of the fp64 run."""
+    """Return the perturbations of a run that keeps the row order of the fp64 run."""
     return RoundedWeights(only_ties=True), RoundedMatrices(), *noise, StateTies()
 
 
 def reordered(*, parts: int = 1, reverse: bool = False) -> Variant:
-    """Return the run that takes rows in another order, or in parts."""
+    """Return a run that takes rows in another order, or in parts."""
     rows = Rows(parts=parts, reverse=reverse)
     noise = (rows, RoundedWeights(), RoundedMatrices(), StateTies())
     return Variant(noise=noise)
@@ -47,7 +47,7 @@ def reordered(*, parts: int = 1, reverse: bool = False) -> Variant:
 
 TRUTH = Variant(double=True)
 PLAIN = Variant(noise=(RoundedWeights(only_ties=True), StateTies()))
-"""The run as it is; its noise acts only where a workload rounds to 8 bits."""
+"""The run as it is, with noise only if a workload rounds to 8 bits."""
 NOISY = (
     PLAIN,
     reordered(reverse=True),
@@ -59,17 +59,17 @@ NOISY = (
 
 
 def longer(share: float) -> Variant:
-    """Return the run whose steps are longer by a share of a bias correction's error."""
+    """Return a run with steps longer by a fraction of a bias correction's error."""
     return Variant(
         double=True, noise=(RoundedMatrices(), LongerSteps(share), StateTies())
     )
 
 
 def in_shards(count: int) -> Variant:
-    """Return the run whose optimizers get parameters in ``count`` parts."""
+    """Return a run whose optimizers get parameters in ``count`` parts."""
     return Variant(noise=_in_order(EvenShards(count)))
 
 
 def on_sides(sides: Sides) -> Variant:
-    """Return a run in which each choice that rounding decides goes the other way."""
+    """Return a run that flips choices which rounding decides."""
     return Variant(noise=_in_order(sides))

@@ -1,7 +1,7 @@
-"""The reference of the boundaries of modules: the truth of each tensor, and its bound.
+"""Reference values and bounds of the tensors at module boundaries.
 
 The plain reference runs on the rows of one rank. The reference on one rank makes the
-workload's own step, in which each call has all rows of its like.
+workload's own step, in which each call has the corresponding rows of all ranks.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ __all__ = ["Expected", "OnOneProcess", "OnOneRank", "parts_of"]
 
 @dataclass(frozen=True)
 class Expected:
-    """The reference's value of one tensor."""
+    """Reference value and bound of one tensor."""
 
     truth: Doubles
     bound: Pair
-    """Largest permitted norm and element of an error."""
+    """Largest permitted norm, and largest permitted element, of the error."""
 
 
 def parts_of(workload: ResolvedWorkload, step: int, seed: int) -> list[Batch]:
-    """The micro-batches of the whole batch of one step."""
+    """Return the micro-batches of the whole batch of one step."""
     batch, own = workload.batch(step, seed), workload.micro_batches
     return [batch] if own is None else own(batch)
 
 
 class OnOneProcess:
-    """The plain reference up to a step: the truth and its noisy runs."""
+    """The plain reference before a step: the truth and its noisy runs."""
 
     def __init__(self, scenario: Scenario, schedule: Schedule, step: int) -> None:
         self.scenario = scenario
@@ -65,19 +65,20 @@ class OnOneProcess:
         self.scale = 1.0 if precision.is_full else schedule.scales[step]
 
     def run_on_whole(self, shares: Sequence[Sequence[Batch]]) -> bool:
-        """Run on the whole batch from now on, if it is the one micro-batch of all.
+        """Switch to the whole batch, if each rank has one part of its one micro-batch.
 
         Args:
             shares: micro-batches of each rank.
 
         Returns:
-            False if a rank's rows belong to several micro-batches.
+            False if there are several micro-batches; then the reference is not
+            switched.
         """
         self.always_whole = self.n_parts == 1 and all(len(s) == 1 for s in shares)
         return self.always_whole
 
     def expected(self, each: Watched) -> tuple[dict[Boundary, Expected], ModuleLog]:
-        """The tensors of a run on a rank's batches with bounds, and the truth's log."""
+        """Run a rank's batches; return the tensors with bounds, and the truth's log."""
         batches = [self._of_whole_rows(batch) for batch in each.batches]
         with JumpLog() as due:
             truth = self._watched(self.truth, batches)
@@ -94,10 +95,10 @@ class OnOneProcess:
         return _bounded(truth, noisy, sides, self.roundoff), truth
 
     def _of_whole_rows(self, batch: Batch) -> Batch:
-        """A micro-batch that a reference can run by itself.
+        """Return a micro-batch on which a reference can run alone.
 
-        Parts of rows, such as parts of a sequence, depend on each other, and so may
-        rows, as in a batch norm over all ranks. Then the reference runs on the whole,
+        Parts of a row, such as parts of a sequence, depend on each other. So may rows,
+        as in a batch norm over all ranks. Then the reference runs on the whole batch,
         and the rank's tensors are parts of its tensors.
         """
         shapes = [[t.shape[1:] for t in b.tensors] for b in (batch, self.whole)]
@@ -119,7 +120,7 @@ class OnOneProcess:
 
 
 class OnOneRank:
-    """``train_step`` on one rank, whose calls have the rows of all ranks."""
+    """Reference by ``train_step`` on one rank; its calls have the rows of all ranks."""
 
     of_whole = True
 
@@ -129,10 +130,10 @@ class OnOneRank:
         self.bounded = _bounded(self.truth, noisy, sides, roundoff)
 
     def expected(self, each: Watched) -> tuple[dict[Boundary, Expected], ModuleLog]:
-        """The tensors of one rank with bounds, and the truth's log.
+        """Return the tensors with bounds, and the truth's log.
 
-        Where modules are called more or less often than there, nothing says which calls
-        belong together.
+        If modules are called more or less often on the rank than here, it is unknown
+        which calls correspond, and nothing is compared.
         """
         mine, due = ([len(rows) for rows in log.rows] for log in (each.log, self.truth))
         if mine == due:
@@ -150,7 +151,7 @@ def _bounded(
     sides: Sequence[ModuleLog],
     roundoff: float,
 ) -> dict[Boundary, Expected]:
-    """Derived like bounds of gradients, see the notes in :mod:`.bounds`."""
+    """Return truth and bound of each tensor, derived as in :mod:`.bounds`."""
     values = {b: p.values.astype(np.float64) for b, p in truth.passed.items()}
     spreads: dict[Boundary, Spread] = {}
     for boundary, value in values.items():
@@ -174,7 +175,7 @@ def _bounded(
 def _largest_distance(
     logs: Sequence[ModuleLog], boundary: Boundary, value: NDArray[np.floating]
 ) -> Pair:
-    """Distance of a tensor in some runs from a value; infinite if one has none."""
+    """Return the largest distance of some runs from a value; inf if one lacks it."""
     norms, largest_ones = [0.0], [0.0]
     for log in logs:
         passed = log.passed.get(boundary)

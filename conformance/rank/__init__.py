@@ -1,4 +1,4 @@
-"""The code that runs on a rank: engine, observers, trace."""
+"""Code that runs on a rank: training loop, observers, trace."""
 
 PRELOAD = (f"{__name__}.worker", "torch._dynamo")
-"""Modules that each rank would import for its first step: imported before the fork."""
+"""Modules that each rank needs in its first step; imported before the fork."""

@@ -1,7 +1,7 @@
-"""Buffers that training moves: statistics of a norm, the bias of a router.
+"""Buffers that training changes: statistics of a norm, the bias of a router.
 
-Compared are floating buffers that a ``state_dict`` holds, under the name and with the
-shape that they have on one process. Others are caches, or a part of something.
+A buffer is compared if it is floating, is in the ``state_dict``, and has on the rank
+the name and shape that it has on one process. Others are caches, or parts of a buffer.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ __all__ = ["buffers_as_they_are", "buffers_on_rank", "saved_buffers"]
 
 
 def saved_buffers(workload: ResolvedWorkload, model: nn.Module) -> dict[str, Tensor]:
-    """Name -> floating buffer of a whole model that a ``state_dict`` holds.
+    """Return name -> floating buffer of a whole model, if in its ``state_dict``.
 
     Args:
-        workload: says which of them ranks keep apart on purpose (``local_buffers``).
-        model: before it is laid out.
+        workload: its ``local_buffers`` are left out: ranks keep different ones on
+            purpose.
+        model: model before ``parallelize``.
     """
     saved = model.state_dict().keys()
     return {
@@ -45,7 +46,7 @@ def saved_buffers(workload: ResolvedWorkload, model: nn.Module) -> dict[str, Ten
 
 
 def buffers_on_rank(engine: Engine) -> dict[str, Tensor]:
-    """Name -> buffer that is whole on this rank, in any floating dtype."""
+    """Return name -> buffer that is whole on this rank, in any floating dtype."""
     # what runs again in backward moves its buffers again, and the recipe did that
     if not engine.buffers or engine.scenario.parsed_recipe.recompute:
         return {}
@@ -71,9 +72,10 @@ def _is_whole(buffer: Tensor, whole: Tensor) -> bool:
 
 
 def _overwritten(root: nn.Module) -> set[nn.Module]:
-    """Modules whose buffers the next forward takes from another rank.
+    """Return modules whose buffers the next forward receives from another rank.
 
-    ``DistributedDataParallel`` does so by default: the first rank's are the model's.
+    ``DistributedDataParallel`` does so by default: it broadcasts those of the first
+    rank.
     """
     return {
         module
@@ -87,7 +89,7 @@ def _overwritten(root: nn.Module) -> set[nn.Module]:
 
 @contextmanager
 def buffers_as_they_are(stack: object) -> Iterator[None]:
-    """Undo changes of a stack's buffers by forward passes in this context."""
+    """Restore the buffers of a workload's modules when this context ends."""
     buffers = [
         (module, name, buffer, buffer.detach().clone())
         for root in modules_in(stack)

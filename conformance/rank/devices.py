@@ -1,4 +1,4 @@
-"""Devices: where ranks keep their tensors, with which backend, and what they share.
+"""Devices and backend of the ranks, and how many ranks share a GPU.
 
     device   shared   backend   ranks
     cpu      no       gloo      as many as asked for
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 SHARES = (2, 31)
-"""The first NCCL with NCCL_MULTI_RANK_GPU_ENABLE: several ranks on one GPU."""
+"""First NCCL version with NCCL_MULTI_RANK_GPU_ENABLE: several ranks on one GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,9 @@ class Devices:
 
     device: str = "cpu"
     share: bool = False
-    """True if several ranks may have one GPU."""
+    """True if several ranks may share a GPU."""
     isolation: Isolation = "pool"
-    """Sharing with the run before: its processes, or nothing ("process")."""
+    """Reuse of processes: those of the run before, or new ones ("process")."""
 
     def __post_init__(self) -> None:
         if self.share and self.device != "cuda":
@@ -61,13 +61,13 @@ class Devices:
 
     @property
     def options(self) -> Sequence[str]:
-        """The options of the command line that choose these devices."""
+        """Command-line options that select these devices."""
         chosen = [] if self.device == "cpu" else ["--device", self.device]
         fresh = [] if self.isolation == "pool" else ["--isolation", self.isolation]
         return [*chosen, *(["--share-gpus"] if self.share else []), *fresh]
 
     def spec(self, world: int, timeout_s: float) -> WorldSpec:
-        """A world of ``world`` ranks on these devices."""
+        """Return the specification of a world of ``world`` ranks on these devices."""
         return WorldSpec(
             world_size=world,
             backend=self.backend,
@@ -79,15 +79,15 @@ class Devices:
         )
 
     def check(self, ranks: int, gpus: int, way_out: str) -> None:
-        """Refuse a setup that cannot work, before any rank starts.
+        """Check before any rank starts that there are enough GPUs.
 
         Args:
-            ranks: the most ranks of one machine.
-            gpus: CUDA devices that they see.
-            way_out: how to choose fewer ranks, for the message.
+            ranks: largest number of ranks on one machine.
+            gpus: number of CUDA devices that they can use.
+            way_out: advice on how to choose fewer ranks, for the message.
 
         Raises:
-            UsageError: if there are too few GPUs, or NCCL lets no ranks share them.
+            UsageError: if there are too few GPUs, or this NCCL cannot share them.
         """
         if self.device == "cpu":
             return
@@ -114,12 +114,12 @@ class Devices:
 
 
 def visible_gpus() -> int:
-    """CUDA devices that this process sees; makes no CUDA context."""
+    """Return the number of visible CUDA devices, without creating a CUDA context."""
     return torch.cuda.device_count()
 
 
 def nccl_version() -> tuple[int, int]:
-    """Version of the loaded NCCL; torch may have been built with another version."""
+    """Return the version of the loaded NCCL; torch may be built with another one."""
     try:
         library = ctypes.CDLL("libnccl.so.2")
     except OSError:  # it is a part of torch's own library
@@ -131,16 +131,17 @@ def nccl_version() -> tuple[int, int]:
 
 
 def device_names() -> list[str]:
-    """Names of the CUDA devices; called on a rank, which has a context anyway."""
+    """Return the names of the CUDA devices; call it on a rank: it creates a context."""
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
 @torch.no_grad()
 def narrows_products(device: torch.device) -> bool:
-    """True if products of fp32 numbers round them first on ``device``, as TF32 does.
+    """Return True if matrix products round fp32 inputs first, as TF32 does.
 
-    The settings have several names, and not all of them have an effect. So this makes a
-    matrix product and a convolution with the identity, which are exact in fp32.
+    The settings have several names, and not all of them have an effect. So this
+    computes a matrix product and a convolution with the identity, which are exact in
+    fp32.
     """
     one = torch.eye(64, device=device)
     value = torch.full_like(one, 1.0 + 2.0**-20)
@@ -151,12 +152,12 @@ def narrows_products(device: torch.device) -> bool:
 
 
 def set_deterministic(device: torch.device) -> None:
-    """Make this rank compute the same bits in every run, and fp32 as fp32.
+    """Make this rank compute the same bits in every run, and fp32 without TF32.
 
-    Bitwise laws compare two runs; on CUDA some kernels sum in the order in which their
+    Bitwise laws compare two runs. On CUDA some kernels sum in the order in which their
     threads arrive, and matrix products may round to TF32 or sum in half precision.
-    Uninitialised memory is filled with nan, so that a read of it shows in every run and
-    does not depend on the old content (B21).
+    Uninitialised memory is filled with nan, so that reading it shows in every run and
+    does not depend on the old content.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # a module property

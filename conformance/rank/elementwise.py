@@ -1,10 +1,10 @@
-"""Optimizers that use whole matrices: which parameters have one, and their noise.
+"""Optimizers that use whole matrices: the parameters that have one, and their noise.
 
 An elementwise optimizer (SGD, Adam) computes the update of an element from that element
 alone, so rounding in a gradient stays in its element. Muon and similar optimizers make
-a matrix orthogonal: every element of the update depends on the whole gradient, and they
-compute in half precision for any dtype of the parameters. The distance of correct runs
-is then measured by rounding the optimizer's own operations differently.
+a matrix orthogonal. Then every element of the update depends on the whole gradient, and
+the computation is in half precision for any dtype of the parameters. The noise of such
+updates is measured by rounding the optimizer's own operations differently.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from .torch_internals import TorchDispatchMode, makes_view
 __all__ = ["HalfNoise", "not_elementwise"]
 
 STEPS = 4
-"""Steps of the probe. SOAP only prepares in its first one; the third uses what the
-second has left in the state, the fourth what a use of that has."""
+"""Number of steps of the probe. SOAP only prepares in its first step. The third step
+uses state left by the second, and the fourth shows the effect of that use."""
 EQUAL = 1e-9
-"""Relative difference in fp64 up to which two updates are the same. Elementwise
-operations on permuted elements differ by a few units of 2^-53, where vectors end
-elsewhere; a sum over the matrix changes the update by its own size."""
+"""Relative difference in fp64 up to which two updates are equal. Elementwise operations
+on permuted elements differ by a few units of 2^-53, because vectors end elsewhere. A
+sum over the matrix changes the update by its own size."""
 
 
 @cache
 def not_elementwise(spec: str, optimizer: str) -> frozenset[str]:
-    """Matrices whose optimizer does not treat each element separately.
+    """Return the matrices whose optimizer mixes elements.
 
     The probe steps with gradients and with a permutation of them: an elementwise
-    optimizer gives the same updates, permuted. Where a state is rounded by blocks of
-    elements, a permutation changes the blocks; there only the last element is changed,
+    optimizer gives the same updates, permuted. If a state is rounded by blocks of
+    elements, a permutation changes the blocks. Then only the last element is changed,
     and distant elements must move by the same bits.
 
     Args:
         spec: a workload.
-        optimizer: one of its optimizers.
+        optimizer: name of one of its optimizers.
     """
     workload = resolve_workload(spec)
 
@@ -81,7 +81,7 @@ def not_elementwise(spec: str, optimizer: str) -> frozenset[str]:
 
 
 class HalfNoise(TorchDispatchMode):
-    """Rounds results in half precision once more, at random."""
+    """Dispatch mode that rounds half-precision results once more, at random."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch

@@ -1,4 +1,4 @@
-"""Engine: the loop on a rank, over the model that ``layout`` has built."""
+"""Training loop of a rank, on the model that ``layout`` has built."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ __all__ = ["MICRO_BATCHES", "Engine"]
 
 Prepare = Callable[[list[Tensor], int, int], list[Tensor]]
 MICRO_BATCHES = 2
-"""Micro-batches of a pipeline's schedule."""
+"""Number of micro-batches of a pipeline schedule."""
 _NO_SYNC = (
     "the module has neither a no_sync() as DDP's nor a part under fully_shard: its "
     "gradients are synchronised in every backward"
@@ -62,46 +62,47 @@ class Engine:
 
     scenario: Scenario
     module: Any
-    """The module to call: the model, its wrapper, or the part of a pipeline stage.
-    Where the workload has a ``train_step``, any object that it takes."""
+    """Module to call: the model, its wrapper, or a pipeline stage's part. If the
+    workload has a ``train_step``: any object that this accepts."""
     mesh: DeviceMesh
     parameters: dict[str, nn.Parameter]
     """Name in the full model -> parameter on this rank."""
     whole: dict[str, Tensor]
-    """Name -> the initial full parameter."""
+    """Name -> full parameter with its initial values."""
     initial: str
-    """Digest of these."""
+    """Digest of the initial weights."""
     dropouts: dict[str, float]
-    """Name -> probability, in the model before the layout."""
+    """Name of a dropout in the model before ``parallelize`` -> its probability."""
     buffers: dict[str, Tensor]
-    """Name -> initial value of each buffer of the full model that is compared."""
+    """Name -> initial value of each buffer that is compared."""
     module_names: Set[str]
     """Names of the full model's modules."""
     trained: frozenset[str]
     """Names of the full model's parameters that require a gradient."""
     index: dict[str, NDArray[np.int64]]
-    """Name -> place of each local element in the flat full tensor."""
+    """Name -> position of each local element in the flat full tensor."""
     optimizers: list[torch.optim.Optimizer]
-    """Optimizers of the judge's loop; those that a ``train_step`` was seen to use."""
+    """Optimizers of gradparity's loop, or those that a ``train_step`` was seen to
+    use."""
     owned: list[list[str]]
-    """Per optimizer of the judge's loop: names of its parameters."""
+    """For each optimizer of gradparity's loop: names of its parameters."""
     device: torch.device
     schedule: ScheduleGPipe | None = None
-    """The pipeline schedule, where the topology is a pipeline."""
+    """Pipeline schedule; None if the topology is not a pipeline."""
     replicas: dict[str, int] = field(default_factory=dict)
-    """Name -> number of ranks that hold the same elements, for norms."""
+    """Name -> number of ranks that hold the same elements; needed for norms."""
     choices: Sequence[Mapping[str, Choices]] = ()
-    """Per step: the choices that learned routers must make; empty: their own."""
+    """For each step: choices that learned routers must make; empty: their own."""
     recomputed: Recomputed | None = None
-    """Counts the forwards that ran again in backward, if the recipe recomputes."""
+    """Counter of recomputed forwards, if the recipe recomputes."""
     counts: Counts = ()
     """Total counts of the last step, if the loss is (sum, count)."""
     loss_dtype: str = ""
-    """Name in torch of the dtype of the last loss."""
+    """Name in torch of the last loss's dtype."""
     variation: Variation | None = None
-    """How this run differs, if it is a reference on one rank."""
+    """Difference of this run from the plain one, if it is a reference on one rank."""
     reduction: Reduction | None = None
-    """The noise of the reduction that such a run lacks, where one is promised."""
+    """Noise of the promised reduction, which a reference on one rank does not make."""
     _inferred: bool = False
 
     def __post_init__(self) -> None:
@@ -115,7 +116,7 @@ class Engine:
         self.schedulers = [ExponentialLR(optimizer, LR_DECAY) for optimizer in decayed]
 
     def take_optimizers(self, made: list[torch.optim.Optimizer]) -> None:
-        """Replace the optimizers; schedulers take the state of the old ones."""
+        """Replace the optimizers; new schedulers load the state of the old ones."""
         self.optimizers, old = made, self.schedulers
         if old:
             self.schedulers = [ExponentialLR(each, LR_DECAY) for each in made]
@@ -123,17 +124,17 @@ class Engine:
             new.load_state_dict(saved.state_dict())
 
     def forward_backward(self, batch: Batch, prepare: Prepare) -> float | None:
-        """Run the passes of one step on this rank's share of ``batch``.
+        """Run forward and backward of one step on this rank's share of ``batch``.
 
         Args:
             batch: the global batch.
-            prepare: (losses of a micro-batch, its index, how many there are) -> what
-                backward starts from, for example the scaled losses.
+            prepare: (losses of a micro-batch, its index, number of micro-batches) ->
+                losses on which backward is called, for example the scaled ones.
 
         Returns:
-            The unscaled loss over this rank's rows, of which the mean over the ranks is
-            that of the batch; None on ranks that have no loss (every stage of a
-            pipeline except the last).
+            The unscaled loss over this rank's rows. Its mean over the ranks is the loss
+            of the batch. None on ranks without a loss: all pipeline stages except the
+            last.
         """
         if self.schedule is not None:
             return self._pipeline_pass(self.share(batch), prepare)
@@ -156,7 +157,7 @@ class Engine:
         return sum(losses)
 
     def share(self, batch: Batch) -> Batch:
-        """The part of a global batch that this rank sees."""
+        """Return the part of a global batch that this rank trains on."""
         workload = self.scenario.workload
         if workload.shard is None or self.is_single:
             with workload.calling("batch"):
@@ -169,7 +170,7 @@ class Engine:
         return share
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
-        """The micro-batches of one step on this rank.
+        """Return the micro-batches of one step on this rank.
 
         Raises:
             CannotError: if there are too few rows for the recipe.
@@ -186,10 +187,10 @@ class Engine:
             return share.cut(recipe.sizes(share.rows))
 
     def check_recomputed(self) -> None:
-        """Check that on some rank a part of the model was recomputed.
+        """Check that a part of the model was recomputed on some rank.
 
         Raises:
-            CannotError: if no part of the model has run again.
+            CannotError: if no part was recomputed.
         """
         if self.recomputed is None:
             return
@@ -201,7 +202,7 @@ class Engine:
             raise CannotError(f"{text} modules, hides them, or calls none of them")
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """This rank's local part of each parameter, and its layout."""
+        """Return this rank's local part of each parameter, by name."""
         if not self.gives_weights:
             return {n: local_part(p) for n, p in self.parameters.items()}
         now = self._given_weights()
@@ -212,19 +213,19 @@ class Engine:
 
     @property
     def is_single(self) -> bool:
-        """True if this is the bare model, without a call of ``parallelize``."""
+        """True if the model is not parallelized."""
         return not self.scenario.parsed_topology.parallel
 
     @property
     def gives_weights(self) -> bool:
-        """True if the workload describes a rank's parts; else the module has them."""
+        """True if the workload's ``weights`` describes a rank's parts."""
         return self.scenario.workload.weights is not None and not self.is_single
 
     def total_counts(self, counts: Counts) -> Counts:
-        """The sums of counts over the ranks that see different rows.
+        """Return the sums of counts over ranks with different rows.
 
         Raises:
-            WorkloadError: if one is 0, because its sum is divided by it.
+            WorkloadError: if a sum is 0, because the loss is divided by it.
         """
         # fp64 holds any count of tokens exactly
         total = torch.tensor(counts, dtype=torch.float64, device=self.device)
@@ -237,12 +238,12 @@ class Engine:
         return tuple(total.tolist())
 
     def weight_of(self, parts: Iterable[Batch]) -> float | None:
-        """Weight of these micro-batches in the loss of the whole batch.
+        """Return the weight of these micro-batches in the loss of the whole batch.
 
-        If the loss is (sum, count), only a call of it gives the counts, and it needs an
-        output: the model on one process gives one of the right form; its values do not
-        matter. None if that model does not take the inputs of a shard, or if the loss
-        has several counts.
+        If the loss is (sum, count), the counts are found by a call of it. The call
+        needs an output: that of the model on one process has the right form, and its
+        values do not matter. None if that model does not accept the inputs of a shard,
+        or if the loss has several counts.
         """
         workload = self.scenario.workload
         if not facts_of(workload.name).counted:
@@ -263,10 +264,10 @@ class Engine:
         return count
 
     def _counted(self, parts: Iterable[Batch]) -> Counts:
-        """The counts of a whole step, which the first backward needs.
+        """Return the counts of a whole step, which the first backward needs.
 
-        Empty if the loss is a mean. The extra forward passes leave no state behind.
-        With one micro-batch none is needed.
+        Empty if the loss is a mean, or if there is one micro-batch. The extra forward
+        passes leave no state behind.
         """
         workload = self.scenario.workload
         if not facts_of(workload.name).counted:
@@ -283,7 +284,7 @@ class Engine:
         return self.total_counts(tuple(map(sum, zip(*counts, strict=True))))
 
     def find_parameters(self) -> None:
-        """Find the stack's parameters again, which a load may have replaced."""
+        """Look up the parameters again, because a load may have replaced them."""
         parameters: dict[str, Any]
         if self.gives_weights:
             parameters = {n: part.tensor for n, part in self._given_weights().items()}
@@ -295,7 +296,7 @@ class Engine:
         self.parameters = {name: parameters[name] for name in self.parameters}
 
     def _given_weights(self) -> dict[str, LocalPart]:
-        """Return the current ``weights(stack)`` of the workload."""
+        """Return the current result of the workload's ``weights``."""
         workload = self.scenario.workload
         assert workload.weights is not None
         weights = workload.weights(self.module)
@@ -318,7 +319,7 @@ class Engine:
             self._clip_norm()
 
     def _clip_norm(self) -> None:
-        """Clip by the exact global norm, each element counted once."""
+        """Clip by the exact global norm; an element on several ranks counts once."""
         # fp64, so that the order in which ranks are added hardly matters
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         # each rank counts its elements; an empty shard has none
@@ -343,7 +344,7 @@ class Engine:
         return [x * self.scenario.loss_factor for x in losses]
 
     def _objective(self, part: Batch) -> tuple[list[Tensor], Counts]:
-        """The losses of a micro-batch, and their counts if they are sums."""
+        """Return the losses of a micro-batch, and their counts if they are sums."""
         workload = self.scenario.workload
         with self.scenario.parsed_precision.autocast(self.device.type):
             with workload.calling("forward"):
@@ -357,7 +358,7 @@ class Engine:
     def _pass(
         self, part: Batch, prepare: Prepare, where: tuple[int, int], weight: float
     ) -> float:
-        """One micro-batch; ``weight`` is that of a mean in the whole batch's mean."""
+        """Run one micro-batch; ``weight`` is its weight in the batch's mean loss."""
         losses, counts = self._objective(part)
         weights = [weight] * len(losses)
         if counts:
@@ -400,7 +401,7 @@ class Engine:
 
     @property
     def _data_axes(self) -> list[str]:
-        """Axes of the mesh along which ranks see different rows."""
+        """Mesh axes along which ranks have different rows."""
         axes = self.mesh.mesh_dim_names or ()
         return [a for a in axes if a in self.scenario.parsed_topology.data_axes]
 
@@ -410,7 +411,7 @@ class Engine:
         return self._data_coordinate()[1]
 
     def _data_coordinate(self) -> tuple[int, int]:
-        """(index, count) of this rank among the ranks that see different rows."""
+        """Return (index, count) of this rank among ranks with different rows."""
         index, count = 0, 1
         axes = [*(self.mesh.mesh_dim_names or ())]
         for axis in self._data_axes:
@@ -421,17 +422,17 @@ class Engine:
         return index, count
 
     def trains(self, name: str) -> bool:
-        """True if a parameter has local elements and requires a gradient."""
+        """Return True if a parameter has local elements and requires a gradient."""
         return len(self.index[name]) > 0 and name in self.trained
 
     @property
     def rows(self) -> str:
-        """A name of this rank's rows, the same on ranks that see the same rows."""
+        """Name of this rank's rows; equal on ranks with the same rows."""
         return f"rows {self._data_coordinate()[0]}"
 
 
 def _gradient_as_its_parameter(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient in the layout of its parameter; a plan may leave another."""
+    """Return the gradient in the layout of its parameter."""
     gradient = parameter.grad
     assert gradient is not None
     if not isinstance(gradient, DTensor):

@@ -1,4 +1,4 @@
-"""Events of optimizers while a workload trains, recorded; nothing is decided."""
+"""Record of what happens to optimizers while a workload trains."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ __all__ = ["Events", "groups_of"]
 class Events:
     """Records the events of one step, and the gradients that optimizers use.
 
-    ``engine.optimizers`` are those that were seen, in the order of their numbers.
+    ``engine.optimizers`` lists the optimizers seen so far, in the order of their
+    numbers.
     """
 
     def __init__(self, engine: Engine, seen: StepTrace) -> None:
         self.engine = engine
         self.seen = seen
         self.before = [optimizer_digest(each) for each in engine.optimizers]
-        """Digest of each optimizer's state before it was handed or stepped."""
+        """Digest of each optimizer's state before it stepped or was passed to a
+        scaler."""
         self._read: set[str] = set()
         """Parameters whose gradient was read for the optimizer that steps them."""
         self._first_use: dict[str, tuple[Tensor, int]] | None = None
-        """Gradients at the first use in this step, each with its version."""
+        """Gradients at their first use in this step, each with its version."""
 
     def note(self, kind: Kind, optimizer: Any) -> None:
-        """Record an event, and at ``USES`` the gradients that were not used so far."""
+        """Record an event; at ``USES`` also record gradients not yet used."""
         nodes = nodes_made()  # before anything here can make one
         ends = kind in (Kind.RETURNED, Kind.STEPPED)
         groups = () if ends else tuple(groups_of(self.engine, optimizer))
@@ -71,11 +73,12 @@ class Events:
         )
 
     def unread(self, optimizer: Any) -> dict[str, Tensor]:
-        """Gradients that a scaler is about to read for an optimizer, each once a step.
+        """Return gradients that a scaler is about to read for an optimizer.
 
-        Read when the optimizer is handed over: if networks train in turns, gradients of
-        another optimizer may be stale or missing. An optimizer of copies has none by
-        name, so all gradients that nobody was handed so far are read for it.
+        Each gradient is returned once in a step, when its optimizer is passed to the
+        scaler. If networks train in turns, gradients of other optimizers may be stale
+        or missing. The gradients of an optimizer of fp32 copies are unknown, so all
+        gradients that were not returned before are returned for it.
         """
         if isinstance(optimizer, NoOptimizer):
             return {}
@@ -120,7 +123,7 @@ def _is_same(now: tuple[Tensor, int], was: tuple[Tensor, int]) -> bool:
 
 
 def groups_of(engine: Engine, optimizer: Any) -> Iterator[Group]:
-    """Param groups of an optimizer, by the names that are declared or by identity."""
+    """Yield param groups of an optimizer, with names from ``owners`` or by identity."""
     parameters, workload = engine.parameters, engine.scenario.workload
     declared: dict[str, Any] | None = None
     if workload.owners is not None:

@@ -1,27 +1,26 @@
-"""Fold: who decides and who steps what, from the events of a run; data in, data out.
+"""Derive from the recorded events which optimizers decide together, and what they step.
 
-While a workload trains, a rank records what happens to optimizers, in order
-(``Event``), and decides nothing. Afterwards the events of all ranks are folded:
+While a workload trains, a rank only records what happens to optimizers (``Event``).
+Afterwards :func:`fold` combines the events of all ranks:
 
-- **Decision groups** are connected components. Parameters that any call held together
-  belong together, on whatever rank; so do an optimizer and those that step inside of
-  its calls, and the n-th optimizers of two ranks, which one line of the program calls
-  (ranks of a pipeline, or of ZeRO, have other parameters).
+- **Decision groups** are connected components. Parameters that one call of an optimizer
+  holds together belong together, on whatever rank. So do an optimizer and those that
+  step inside its calls. So do the n-th optimizers of two ranks, because one line of the
+  program calls them (ranks of a pipeline, or of ZeRO, have different parameters).
 - **Ranks with fewer optimizers** than others are joined by the parameters that they
-  share with them. An optimizer that shares none may be the n-th or a later one: ranks
-  are joined by order, and ``RankTrace.unjoined`` says so.
-- **Parameters that no optimizer has** form one more group. Optimizers of other tensors,
-  such as fp32 copies, decide for that group. If it is empty, they train something
-  beside the model.
+  share with them. An optimizer that shares none may be the n-th or a later one. Then
+  ranks are joined by order, and ``RankTrace.unjoined`` says so.
+- **Parameters without an optimizer** form one more group. Optimizers of other tensors,
+  such as fp32 copies, decide for that group. If the group is empty, these optimizers
+  train something beside the model.
 - **A parameter is left to another rank** if that rank uses its gradient, with the same
-  elements, and this one does not. Where one rank steps it by an optimizer inside of
-  another (ZeRO-1), it is the inner call that counts, on every rank.
-- **A step is skipped by the stack's own decision**, and not by a scaler's, if no rank
-  asked an optimizer or a scaler to step, no weight moved, and each rank counted a skip
-  (``skipped_steps``). Ranks that do not agree have not decided.
-- **Settings** are read when the scaler is handed an optimizer, else when it steps, the
-  innermost last: inside of the scaler's call it may be the scaler that has changed
-  them.
+  elements, and this rank does not. If one rank steps it by an optimizer inside another
+  (ZeRO-1), the inner call counts, on every rank.
+- **A step is skipped by the workload's own decision**, and not by a scaler's, if three
+  things hold on all ranks: no optimizer or scaler was asked to step, no weight moved,
+  and the rank counted a skip (``skipped_steps``).
+- **Settings** are read when an optimizer is passed to the scaler, else when it steps;
+  the innermost call is read last. Inside its call the scaler may have changed them.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ from .trace import Decision, Event, Kind, RankTrace, Setting, StepTrace
 __all__ = ["fold", "steps_again"]
 
 Member = str | int | tuple[int, int]
-"""Member of a decision group: a parameter, a place in the order of the optimizers,
+"""Member of a decision group: a parameter, a position in the order of the optimizers,
 or (rank, number of an optimizer)."""
 Elements = tuple[str, str]
-"""Name of a parameter and digest of its places, which is equal on replicas."""
+"""(name of a parameter, digest of its positions). Equal on replicas."""
 
 
 def fold(ranks: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
-    """The traces of one world with decisions, settings and ``left`` of each rank.
+    """Return the traces of one world with decisions, settings and ``left`` filled in.
 
     Args:
-        ranks: one trace a rank, as :func:`observe_rank` returns it.
+        ranks: traces of all ranks, as :func:`observe_rank` returns them.
     """
     groups, own = _Groups.of(ranks), _own_skips(ranks)
     return tuple(
@@ -64,7 +63,7 @@ def fold(ranks: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
 
 
 def _own_skips(ranks: Sequence[RankTrace]) -> set[int]:
-    """Numbers of the steps that all ranks skipped by the stack's own decision."""
+    """Return the steps that all ranks skipped by the workload's own decision."""
     # not strict: a rank that stopped early has fewer steps
     steps = zip(*(trace.steps for trace in ranks), strict=False)
     return {n for n, seen in enumerate(steps) if all(map(_is_own_skip, seen))}
@@ -78,9 +77,9 @@ def _is_own_skip(seen: StepTrace) -> bool:
 
 
 def steps_again(events: Iterable[Event]) -> int | None:
-    """Index of the first optimizer that steps a parameter again, or None.
+    """Return the index of the first optimizer that steps a parameter again, or None.
 
-    One inside of another steps the same parameters once more only by name.
+    A step inside the step of another optimizer does not count.
     """
     stepped: set[str] = set()
     for event, outer in _calls(events):
@@ -92,7 +91,7 @@ def steps_again(events: Iterable[Event]) -> int | None:
 
 
 def _calls(events: Iterable[Event]) -> Iterator[tuple[Event, int | None]]:
-    """Yield each event of a call, with the optimizer whose call contains the call."""
+    """Yield each event of a call, with the optimizer of the enclosing call or None."""
     under_way: list[int] = []
     for event in events:
         if event.kind is Kind.CHANGED:
@@ -113,14 +112,14 @@ class _Groups:
     """The decision groups of a world."""
 
     names: list[list[str]]
-    """Parameters of each."""
+    """Parameters of each group."""
     of_optimizer: Mapping[tuple[int, int], int]
-    """(rank, number of an optimizer) -> its group, where it has one."""
+    """(rank, number of an optimizer) -> index of its group, if it has one."""
     unjoined: tuple[int, ...]
-    """Optimizers of each rank, if only their order joins them; else empty."""
+    """Number of optimizers of each rank if only order joins them; else empty."""
 
     def decided_by(self, rank: int, optimizer: int) -> list[str]:
-        """Return the members for which an optimizer decides."""
+        """Return the parameters for which an optimizer decides."""
         group = self.of_optimizer.get((rank, optimizer))
         return [] if group is None else self.names[group]
 
@@ -147,7 +146,7 @@ class _Groups:
 
 
 def _parts(ranks: Sequence[RankTrace]) -> tuple[list[set[Member]], tuple[int, ...]]:
-    """Return members that belong together, and ``_Groups.unjoined``."""
+    """Return the members of each group, and ``_Groups.unjoined``."""
     together = [[*_together(trace)] for trace in ranks]
     counts = tuple(
         len({m for each in sets for m in each if isinstance(m, int)})
@@ -180,7 +179,7 @@ def _together(trace: RankTrace) -> Iterator[set[Member]]:
 
 
 def _components(sets: Iterable[set[Member]]) -> list[set[Member]]:
-    """The sets, joined where they share a member."""
+    """Merge sets that share a member."""
     components: list[set[Member]] = []
     for members in sets:
         apart = [part for part in components if part.isdisjoint(members)]
@@ -205,11 +204,11 @@ def _left(ranks: Sequence[RankTrace]) -> Iterator[frozenset[str]]:
 
 
 def _uses(trace: RankTrace) -> tuple[set[Elements], set[Elements], set[Elements]]:
-    """Gradients that optimizers of a rank use, in any step.
+    """Return the gradients that optimizers of a rank use, in any step.
 
     Returns:
-        All that were recorded; of these those at a call that is not inside of another;
-        those used inside of one.
+        Three sets: all of them; those used in a call that is not inside another; those
+        used inside of another call.
     """
     used, outside, inside = set[str](), set[str](), set[str]()
     for seen in trace.steps:
@@ -229,7 +228,7 @@ def _uses(trace: RankTrace) -> tuple[set[Elements], set[Elements], set[Elements]
 def _folded(
     seen: StepTrace, trace: RankTrace, groups: _Groups, left: frozenset[str]
 ) -> StepTrace:
-    """A step with the facts of its events."""
+    """Return a step with the facts derived from its events."""
     settings: dict[str, dict[str, Setting]] = {}
     copies: dict[int, list[dict[str, Setting]]] = {}
     handed: set[int] = set()
@@ -262,13 +261,13 @@ def _folded(
 
 
 def _after_a_step(events: Iterable[Event]) -> Iterator[Event]:
-    """Uses of gradients that a forward has made after an optimizer moved weights.
+    """Yield uses of gradients from a forward that ran after weights had moved.
 
-    A hook on all modules would be traced into code that a user compiles. So nodes of
-    the autograd graph show that a forward ran. A logged sum of losses also creates
-    nodes, but writes no gradient. The gradients that an optimizer of copies uses are
-    not visible, and an optimizer of frozen parameters uses none: the loss may still
-    belong to the later forward.
+    A hook on all modules would be traced into code that a user compiles. So the number
+    of autograd nodes shows that a forward ran. A logged sum of losses also creates
+    nodes, but writes no gradient. The gradients of an optimizer of copies are not
+    visible, and an optimizer of frozen parameters uses none: both count if a forward
+    ran.
     """
     moved: int | None = None  # nodes when the first one had stepped
     evaluated: dict[int, int] = {}  # optimizer -> nodes at its first use

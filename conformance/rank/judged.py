@@ -1,4 +1,4 @@
-"""The judged scaler behind its public protocol; every call is watched."""
+"""The tested scaler, called through its public protocol and observed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Watch = Callable[[str], AbstractContextManager[None]]
 
 
 class JudgedError(Exception):
-    """The run cannot continue because of the judged scaler; carries the trace.
+    """The run cannot continue because of the tested scaler; carries the trace.
 
     Either a legal call raised (``trace.problem`` says which), or a stray collective has
     corrupted the collective that is checked after each step.
@@ -47,7 +47,7 @@ class JudgedError(Exception):
 
 
 class Judged:
-    """The judged scaler behind its public protocol; every call is watched."""
+    """The tested scaler, called through its public protocol and observed."""
 
     def __init__(self, engine: Engine, trace: RankTrace) -> None:
         self.engine = engine
@@ -73,12 +73,12 @@ class Judged:
             self.scale([torch.zeros((), device=self.engine.device)])
 
     def saved(self) -> Saved:
-        """This rank's state of scaler and optimizers."""
+        """Return this rank's state of scaler and optimizers."""
         states = optimizer_states(self.engine)
         return Saved(scaler=self._saved_scaler(), optimizers=states)
 
     def resume(self, saved: Saved | None) -> None:
-        """Continue from ``saved``, or with new objects that load the current states."""
+        """Resume from ``saved``, or with new objects that load the current states."""
         if saved is not None:
             restore(self.engine, saved)
             self._load_scaler(saved.scaler)
@@ -105,7 +105,10 @@ class Judged:
 
     @contextmanager
     def watch(self, call: str) -> Iterator[None]:
-        """A context in which an exception of ``call`` ends the run, with the trace."""
+        """Return a context in which an exception of ``call`` ends the run.
+
+        The exception is raised as a ``JudgedError`` with the trace.
+        """
         if self.trace.steps:
             self.trace.steps[-1].calls.add(call)
         try:
@@ -122,7 +125,7 @@ class Judged:
             raise JudgedError(self.trace) from error
 
     def scale(self, losses: list[Tensor]) -> list[Tensor]:
-        """Scale losses, or return them if there is no scaler."""
+        """Scale losses; without a scaler return them unchanged."""
         if self.scaler is None:
             return losses
         with self.watch("scale"):
@@ -133,7 +136,7 @@ class Judged:
         return scaled
 
     def state(self) -> tuple[float, int | None]:
-        """(scale, growth tracker) as the public protocol gives them."""
+        """Return (scale, growth tracker) as the public protocol gives them."""
         if self.scaler is None:
             return 1.0, 0
         with self.watch("get_scale"):
@@ -142,7 +145,7 @@ class Judged:
             return scale, growth_tracker(self.scaler.state_dict())
 
     def step(self) -> None:
-        """Unscale if the recipe does, clip, and step every optimizer."""
+        """Unscale if the recipe says so, clip, and step every optimizer."""
         optimizers = self.engine.optimizers
         if self.scaler is None:
             self.engine.clip()
@@ -170,11 +173,11 @@ class Judged:
                 clip_and_step(optimizer, CLIP_NORM)
 
     def manual_scale(self, step: int) -> float | None:
-        """The argument of ``update`` in a step, or None."""
+        """Return the argument of ``update`` in a step, or None."""
         return self.recipe.new_scale if step == MANUAL_STEP else None
 
     def update(self, step: int) -> None:
-        """End the step for the scaler."""
+        """Call ``update`` of the scaler."""
         manual = self.manual_scale(step)
         if self.scaler is not None:
             with self.watch("update"):
@@ -182,7 +185,10 @@ class Judged:
                 self.scaler.update(*[manual] * (manual is not None))
 
     def misuse(self) -> list[Misuse]:
-        """Make calls in a wrong order, in plain runs alone: no recipe changes them."""
+        """Make calls in a wrong order, in plain runs only.
+
+        Recipes make no difference to these calls.
+        """
         scenario = self.engine.scenario
         if (
             self.scaler is None
@@ -198,7 +204,7 @@ class Judged:
         return _probe(self.scaler, self.engine.optimizers, self._digests, self.watch)
 
     def _digests(self) -> dict[str, str]:
-        """Digests of everything that a refused call must not change."""
+        """Return digests of everything that a rejected call must not change."""
         gradients = local_gradients(self.engine).items()
         parameters, state = digests_of(self.engine)
         return {
@@ -215,13 +221,14 @@ class Judged:
 def _probe(
     scaler: Any, optimizers: Sequence[Optimizer], read_state: ReadState, watch: Watch
 ) -> list[Misuse]:
-    """Make legal and illegal calls in turn and note the effects of illegal calls.
+    """Make legal and illegal calls in turn; return the effects of the illegal ones.
 
     Args:
-        scaler: the judged scaler, after an ``update``.
-        optimizers: its optimizers; their gradients are those of a backward after it.
-        read_state: reads the state that a refused call must not change, part -> digest.
-        watch: wraps a legal call; what that raises is the scaler's fault.
+        scaler: the tested scaler, after an ``update``.
+        optimizers: its optimizers; their gradients come from a backward after that.
+        read_state: returns part -> digest of the state that a rejected call must not
+            change.
+        watch: context for a legal call; an error in it is the scaler's fault.
     """
     seen: list[Misuse] = []
     for misuse in _calls(scaler, optimizers, read_state, watch):

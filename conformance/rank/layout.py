@@ -1,11 +1,11 @@
-"""Layout: builds the model of a scenario on this rank, with its optimizers.
+"""Build the model of a scenario on this rank, with its optimizers.
 
-A model is laid out twice. The first time every parameter is filled with its own element
-numbers: the values that each rank then holds are the map from local elements to the
-full tensor, for any placements. That layout is dropped, and the model is laid out with
-its true values, which are compared through the map. This needs no knowledge of sharding
-internals, the judge writes nothing into the model, and ranks with equal maps hold
-replicas.
+A model is laid out twice. The first time every parameter is filled with the numbers of
+its own elements. The values that each rank then holds map its local elements to the
+full tensor, for any placements. This layout is dropped, and the model is laid out again
+with its true values, which are compared through the map. So gradparity needs no
+knowledge of sharding internals and writes nothing into the model. Ranks with equal maps
+hold replicas.
 
 A workload with a method ``weights`` describes the local parts itself (``local_parts``),
 and is laid out once.
@@ -65,21 +65,21 @@ __all__ = [
 ]
 
 Places = Mapping[str, NDArray[np.int64]]
-"""Name -> place of each local element in the flat full tensor."""
+"""Name -> position of each local element in the flat full tensor."""
 _last_read: dict[Hashable, Places] = {}
-"""The last layout whose elements this process has read, and where they are: its scalers
-and recipes run one after another. A world in which a rank failed ends with all its
+"""Last layout whose elements this process has read, and their positions. Its scalers
+and recipes run one after another. A world in which a rank failed is ended with all its
 ranks, so either all ranks of a world have read a layout or none has."""
 AGAIN = "this was its second call: with weights(stack) a model is laid out once"
 
 
 def initial_model(spec: str, seed: int, training: Training) -> nn.Module:
-    """The full model with its initial weights, the same on every rank.
+    """Return the full model with its initial weights, the same on every rank.
 
     Args:
-        spec: a key of ``fixtures.MODELS``, or a user's own workload.
+        spec: a key of ``fixtures.MODELS``, or a user's workload.
         seed: seed of the weights.
-        training: says which parameters train.
+        training: says which parameters are trained.
     """
     # the caller's generator continues as if no model had been made
     with torch.random.fork_rng(devices=[]):
@@ -98,7 +98,7 @@ def initial_model(spec: str, seed: int, training: Training) -> nn.Module:
 
 
 def digest_of_weights(model: nn.Module) -> str:
-    """Digest of all parameters: equal for the models of references and ranks."""
+    """Return a digest of all parameters, to compare references and ranks."""
     bits = [f"{name} {digest(p)}" for name, p in judged_parameters(model).items()]
     return hashlib.blake2b("\n".join(bits).encode(), digest_size=8).hexdigest()
 
@@ -110,14 +110,14 @@ def build_engine(
     variation: Variation | None = None,
     places: Places | None = None,
 ) -> Engine:
-    """Lay the scenario's model out over ``mesh`` and make its optimizer.
+    """Lay out the scenario's model over ``mesh`` and create its optimizers.
 
     Args:
         scenario: scenario to train.
         mesh: mesh of all ranks.
         device: device of this rank.
-        variation: how a reference on one rank differs.
-        places: the map of an earlier layout; None: to be read from one.
+        variation: difference from the plain run, for a reference on one rank.
+        places: map of an earlier layout; None to read it from a layout.
     """
     workload, training = scenario.workload, scenario.parsed_recipe.training
     weights_of = workload.weights if scenario.parsed_topology.parallel else None
@@ -198,7 +198,7 @@ def build_engine(
 
 
 def remake_optimizers(engine: Engine) -> None:
-    """Replace the optimizers by new ones with the old ones' states."""
+    """Replace the optimizers by new ones that load the old ones' states."""
     optimizers = _make_optimizers(engine.scenario, engine.parameters)
     for new, saved in zip(optimizers, engine.optimizers, strict=True):
         new.load_state_dict(saved.state_dict())
@@ -206,7 +206,7 @@ def remake_optimizers(engine: Engine) -> None:
 
 
 def replace_stack(engine: Engine) -> None:
-    """Lay the initial model out again, in place of the current stack."""
+    """Lay out the initial model again, and replace the current one."""
     places = None if engine.gives_weights else engine.index
     new = build_engine(
         engine.scenario, engine.mesh, engine.device, engine.variation, places
@@ -224,7 +224,7 @@ def replace_stack(engine: Engine) -> None:
 def _laid_out(
     scenario: Scenario, model: nn.Module, mesh: DeviceMesh, variation: Variation | None
 ) -> tuple[Any, Recomputed | None]:
-    """Lay out a model by the topology; also returns the parts of it that recompute."""
+    """Lay out a model by the topology; also return its recomputed parts."""
     precision, recipe = scenario.parsed_precision, scenario.parsed_recipe
     if precision.convert is not None:
         model = precision.convert(model)
@@ -240,7 +240,10 @@ def _laid_out(
 
 
 def _layout_of(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> Hashable:
-    """Key of a layout: all that it depends on. Recipes with equal keys share one."""
+    """Return a key of everything on which a layout depends.
+
+    Recipes with equal keys share a layout.
+    """
     recipe = scenario.parsed_recipe
     return (
         scenario.model,
@@ -261,7 +264,7 @@ def _read_places(
     mesh: DeviceMesh,
     variation: Variation | None,
 ) -> Places:
-    """Which elements this rank holds, read from a layout of their numbers."""
+    """Read from a layout of element numbers which elements this rank holds."""
     device = next(model.parameters()).device
     drawn = [] if device.type == "cpu" else [device]
     # the layout that is judged draws what it would without this one
@@ -282,7 +285,7 @@ def _read_places(
 def _check_trainable(
     scenario: Scenario, module: Any, parts: Mapping[str, LocalPart]
 ) -> None:
-    """Check that the judge's own loop can call the module and step its weights."""
+    """Check that gradparity's loop can call the module and step its weights."""
     workload = scenario.workload
     if OfWorkload.LOOP not in workload.has:
         return
@@ -300,7 +303,7 @@ def _check_trainable(
 
 
 def _recompute_anew(stack: Any, recomputed: Recomputed) -> None:
-    """Find the parts that recompute by name, if a layout has replaced all of them."""
+    """Find the recomputed parts by name, if a layout replaced all of them."""
     names, parts = {*recomputed.parts}, {*recomputed.parts.values()}
     named_modules = [
         (full_name(name, names), module)
@@ -318,8 +321,8 @@ def _check_frozen(parameters: Mapping[str, Tensor], trained: frozenset[str]) -> 
     """Check that the parameters that the recipe froze stay frozen.
 
     Raises:
-        CannotError: if a layout replaces parameters, and the new ones train. The recipe
-            is then skipped, because it was the judge's choice and not the user's.
+        CannotError: if a layout replaces parameters, and the new ones are trained. The
+            recipe is then skipped, because it was not the user's choice.
     """
     freed = [n for n, p in parameters.items() if p.requires_grad and n not in trained]
     if freed:
@@ -328,7 +331,7 @@ def _check_frozen(parameters: Mapping[str, Tensor], trained: frozenset[str]) -> 
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Map second names of tied parameters to their first names."""
+    """Return second names of tied parameters -> first names."""
     first = {parameter: name for name, parameter in model.named_parameters()}
     names = model.named_parameters(remove_duplicate=False)
     return {name: first[p] for name, p in names if name != first[p]}
@@ -347,14 +350,14 @@ def _make_optimizers(
 
 
 def _split(scenario: Scenario, names: Iterable[str]) -> list[list[str]]:
-    """Parameter names by optimizer."""
+    """Return the names of parameters for each optimizer."""
     if scenario.parsed_recipe.optimizers == 1:
         return [list(names)]
     return [*split_names(names)]
 
 
 def shard_id(index: NDArray[np.int64]) -> str:
-    """Digest of an index map; replicas have equal ones."""
+    """Return a digest of an index map; equal on replicas."""
     # a digest: ranks exchange it
     return hashlib.blake2b(index.tobytes(), digest_size=6).hexdigest()
 

@@ -1,7 +1,7 @@
-"""Checks of a user's workload on the ranks; a failure is no verdict (exit 3).
+"""Check a user's workload on the ranks; a failure ends the command with exit 3.
 
-All ranks make the same model and batches, shares of a batch hold every element once,
-and the layout holds the model's own parameters, whole.
+All ranks must create the same model and batches, and the shares of a batch must hold
+every element once. The layout must hold all parameters of the model, and no others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def same_everywhere(
         made: tensors of the result by name; the same names on every rank.
 
     Raises:
-        WorkloadError: on every rank, so that none waits for another.
+        WorkloadError: on every rank if any rank differs, so that no rank waits.
     """
     mine = {name: f"{tuple(t.shape)} {t.dtype} {digest(t)}" for name, t in made.items()}
     # digests of all ranks on all ranks: each raises the same error by itself
@@ -62,16 +62,17 @@ def check_layout(
     whole: Mapping[str, Tensor],
     tied: Mapping[str, str],
 ) -> None:
-    """Check the result of ``parallelize``; parameters hold their element numbers.
+    """Check the result of ``parallelize``, whose parameters hold element numbers.
 
     Args:
         workload: the workload.
         module: result of its ``parallelize``.
         whole: the model's parameters by name.
-        tied: a second name of one of them -> the name in ``whole``.
+        tied: second name of a tied parameter -> its name in ``whole``.
 
     Raises:
-        WorkloadError: if it is no module, or its parameters are not the model's.
+        WorkloadError: if the result is not a module, or its parameters are not the
+            model's.
     """
     if not isinstance(module, nn.Module):
         text = f"returned {type(module).__name__}, expected the module to call"
@@ -127,8 +128,8 @@ def check_share(
     Args:
         workload: the workload.
         batch: the global batch.
-        share: this rank's part of it.
-        groups: groups of the mesh's axes along which ranks see different parts.
+        share: this rank's part of the batch.
+        groups: process groups of the mesh axes along which ranks have different parts.
 
     Raises:
         WorkloadError: on every rank, if elements are missing or occur twice.
@@ -154,7 +155,7 @@ def check_share(
 
 
 def _content(batch: Batch) -> int:
-    """A digest that ignores the order of elements; digests of parts add up."""
+    """Return a digest that ignores the order of elements; digests of parts add up."""
     total = 0
     for tensor in batch.counted:
         bits = tensor.detach().cpu().double().reshape(-1).numpy().view(np.uint64)
@@ -168,12 +169,12 @@ def _content(batch: Batch) -> int:
 
 
 def distinct(places: NDArray[np.int64]) -> int:
-    """Number of different element numbers. Counting them is faster than sorting."""
+    """Return the number of different element numbers; faster than sorting."""
     return int(np.count_nonzero(np.bincount(places)))
 
 
 def check_whole(workload: ResolvedWorkload, traces: Sequence[RankTrace]) -> None:
-    """Check that the ranks together hold every element of a model under test.
+    """Check that the ranks together hold every element of a user's model.
 
     Raises:
         WorkloadError: names the parameter with missing elements.

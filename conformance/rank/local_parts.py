@@ -1,8 +1,8 @@
 """A rank's parts of a model's tensors, as the workload's methods describe them.
 
-A value is the whole tensor, a DTensor, or (tensor, slices of the whole). Each form
-defines which elements it has, so the judge writes nothing into the stack and sends no
-collective.
+A part is given as the whole tensor, a DTensor, or (tensor, slices of the whole). Each
+form defines which elements it holds, so gradparity writes nothing into the model and
+makes no collective call.
 """
 
 from __future__ import annotations
@@ -45,32 +45,32 @@ WRAPPERS = (
     "_orig_mod",
     "module",
 )
-"""Parts that wrappers add to the names of parameters."""
+"""Name components that wrappers add to the names of parameters."""
 
 
 def parameters_of(module: nn.Module, whole: Container[str]) -> dict[str, nn.Parameter]:
-    """The parameters of a laid out module, by their names in the full model.
+    """Return the parameters of a laid-out module, by their names in the full model.
 
     Args:
         module: result of ``parallelize``.
-        whole: the names that the full model has.
+        whole: parameter names of the full model.
     """
     named = {full_name(name, whole): p for name, p in module.named_parameters()}
     return {n: p for n, p in named.items() if n in whole or not is_constant(p)}
 
 
 def full_name(name: str, whole: Container[str]) -> str:
-    """The name in the full model of a parameter of a wrapped one.
+    """Return the name in the full model for the name of a wrapped parameter.
 
-    A model may have a layer called ``module`` itself, so only as many parts are removed
+    A model may have a layer called ``module`` itself. So only as many parts are removed
     as are needed to reach a name in ``whole``.
 
     Args:
-        name: a parameter's name once the model is laid out.
-        whole: the names that the full model has.
+        name: name of a parameter after ``parallelize``.
+        whole: parameter names of the full model.
 
     Returns:
-        ``name`` itself if removing wrappers' parts gives no name in ``whole``.
+        The name; ``name`` itself if no removal gives a name in ``whole``.
     """
     parts = name.split(".")
     wrapped = [place for place, part in enumerate(parts) if part in WRAPPERS]
@@ -87,9 +87,9 @@ class LocalPart:
     """A part of a tensor on this rank."""
 
     tensor: Tensor
-    """The tensor that the workload gave; a DTensor is not unpacked."""
+    """Tensor that the workload gave; a DTensor is not unpacked."""
     places: NDArray[np.int64]
-    """Place of each local element in the flat full tensor."""
+    """Position of each local element in the flat full tensor."""
 
 
 def read_local_parts(
@@ -99,8 +99,9 @@ def read_local_parts(
 
     Args:
         workload: the workload.
-        call: which of the two it was.
-        given: name -> tensor, DTensor or (tensor, slices); None is left out.
+        call: name of the method, ``weights`` or ``gradients``.
+        given: its result: name -> tensor, DTensor or (tensor, slices). None is left
+            out.
         whole: the model's parameters by name.
 
     Raises:
@@ -123,7 +124,7 @@ def by_full_name(
     """Rename values from names of wrapped parameters to names of the model.
 
     Raises:
-        WorkloadError: for a name that the model does not have, or has under another.
+        WorkloadError: if the model has no such name, or a name occurs twice.
     """
     if not isinstance(given, Mapping):
         text = f"returned {type(given).__name__}, expected a dict of name -> tensor"
@@ -215,7 +216,7 @@ def check_values(
     parts: Mapping[str, LocalPart],
     values: Mapping[str, Tensor],
 ) -> None:
-    """Check that a stack was laid out with the model's values.
+    """Check that a model was laid out with its initial values.
 
     Args:
         workload: the workload.

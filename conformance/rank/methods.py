@@ -1,6 +1,6 @@
-"""Methods of a scaler that are about an optimizer, by their effect.
+"""Methods of a scaler that take an optimizer, grouped by their effect.
 
-The table has torch's names and the names of scalers that clip.
+The sets hold torch's names, and the names used by scalers that clip.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 __all__ = ["CLIPS", "STEPS", "TAKES_AN_OPTIMIZER"]
 
 STEPS = frozenset({"step", "clip_and_step"})
-"""Asks an optimizer to step."""
+"""Methods that step an optimizer."""
 CLIPS = frozenset({"clip_grad_norm_", "clip_and_step"})
-"""Clips by a norm that the scaler takes itself."""
+"""Methods that compute a norm and clip by it."""
 TAKES_AN_OPTIMIZER = STEPS | CLIPS | {"unscale_"}
-"""Takes an optimizer first, or None on a rank that lacks the optimizer."""
+"""Methods whose first argument is an optimizer, or None on a rank without one."""

@@ -1,8 +1,8 @@
-"""Records tensors at module boundaries: inputs, outputs, their gradients, in order.
+"""Record inputs and outputs of modules, and their gradients, in order.
 
-One recorder serves both sides of a comparison: a rank of the sharded run, where a
-tensor is recorded with the part of it on this rank, and the reference on one
-process, where every tensor is whole.
+One recorder serves both sides of a comparison. On a rank of the sharded run, a tensor
+is recorded with its position in the whole tensor. In the reference on one process,
+every tensor is whole.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ __all__ = [
 INPUT, OUTPUT = "input", "output"
 OUTPUT_GRADIENT, INPUT_GRADIENT = "gradient of its output", "gradient of its input"
 DEPTH = 4
-"""Depth to which a stack's attributes are searched for modules. Lightning's trainer has
-its model as ``trainer.strategy.model``; one more holds the trainer."""
+"""Depth to which attributes are searched for modules. Lightning's trainer has its model
+as ``trainer.strategy.model``, and one more level holds the trainer."""
 MAX_ELEMENTS = 2**26
-"""Elements that a rank keeps of one step, 256 MiB in fp32; further tensors are counted
-as missed."""
+"""Largest number of elements that a rank records in one step: 256 MiB in fp32. Further
+tensors are counted as left out."""
 
 
 Call = tuple[int, str, int]
-"""Micro-batch, module, number of its call within this micro-batch."""
+"""(micro-batch, module, number of the call within this micro-batch)."""
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """The place of a tensor: equal on all ranks and in the reference."""
+    """Key of an input or output of a module; the same on ranks and in the reference."""
 
     micro_batch: int
     module: str
@@ -73,51 +73,51 @@ class Boundary:
 
     @property
     def of(self) -> Call:
-        """The call whose input or output the tensor is."""
+        """Call whose input or output the tensor is."""
         return self.micro_batch, self.module, self.call
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passed:
-    """One tensor at the boundary of a module."""
+    """Recorded input, output or gradient of a module."""
 
     values: NDArray[Any]
-    """The local elements, in the local shape."""
+    """Local elements, in the local shape."""
     whole: tuple[int, ...] | None = None
-    """Shape of the DTensor it is a part of; None of a plain tensor."""
+    """Global shape of a DTensor; None for a plain tensor."""
     places: NDArray[np.int64] | None = None
-    """For a DTensor: place of each local element in the flat whole."""
+    """For a DTensor: position of each local element in the flat whole tensor."""
     summed_over: tuple[int, ...] = ()
     """For a DTensor: ranks over which it is still to be summed."""
     divided_by: int = 1
     """Divisor of that sum."""
     collectives: int = 0
-    """Collectives that this rank had issued in the step."""
+    """Number of collectives that this rank had issued before in this step."""
     after: int = 0
-    """Steps of optimizers of torch that had been made in the step."""
+    """Number of steps of torch optimizers before it in this step."""
     dtype: torch.dtype = torch.float32
-    """Dtype in which it was computed."""
+    """Dtype in which the tensor was computed."""
 
 
 @dataclass(kw_only=True)
 class ModuleLog:
-    """The tensors at module boundaries on one rank in one step, in order."""
+    """Recorded tensors of one rank in one step, in order."""
 
     passed: dict[Boundary, Passed] = field(default_factory=dict)
     inside: dict[Call, Call] = field(default_factory=dict)
-    """The call of a module -> the call of the module that made it."""
+    """Call of a module -> enclosing call of the module that made it."""
     collectives: list[Collective] = field(default_factory=list)
     left_out: int = 0
-    """Number of tensors beyond the limit of kept elements."""
+    """Number of tensors beyond the limit of recorded elements."""
     modules: int = 0
-    """Modules that were watched; 0 where the stack shows none."""
+    """Number of recorded modules; 0 if the workload's object has none."""
     rows: list[list[int]] = field(default_factory=list)
-    """For each module that is called from outside: the rows of each of its calls."""
+    """For each outermost module: number of rows in each of its calls."""
     unpaired: str = ""
-    """Why it is not known which call was of which rows, where it is not."""
+    """Reason why calls cannot be matched with rows; else empty."""
 
     def without_calls(self, count: int) -> None:
-        """Leave out the first outermost calls and renumber the others."""
+        """Drop the first ``count`` outermost calls and renumber the others."""
         self.passed = {
             replace(b, micro_batch=b.micro_batch - count): passed
             for b, passed in self.passed.items()
@@ -125,30 +125,30 @@ class ModuleLog:
         }
 
     def last_collective(self, boundary: Boundary) -> str:
-        """The last collective before a tensor was seen, in words."""
+        """Return the last collective before a tensor was recorded, as text."""
         count = self.passed[boundary].collectives
         return str(self.collectives[count - 1]) if count else "none"
 
 
 @dataclass(kw_only=True)
 class Watched:
-    """A rank's record of the watched step."""
+    """A rank's record of one step with hooks on its modules."""
 
     rank: int
     coordinate: dict[str, int]
     index: Mapping[str, NDArray[np.int64]]
-    """The same as :attr:`RankTrace.index`."""
+    """Index map, as in :attr:`RankTrace.index`."""
     rows: str
-    """Equal on ranks that saw the same rows."""
+    """Name of the rank's rows; equal on ranks with the same rows."""
     log: ModuleLog
     batches: list[Batch]
-    """The micro-batches that it was given."""
+    """Micro-batches of this rank."""
 
 
 def is_whole(module: nn.Module, name: str, model: nn.Module) -> bool:
-    """True if a stack's module has all parameters of the full model's module.
+    """Return True if a module has all submodules of the full model's one.
 
-    A pipeline stage has the name of the model and only a part of its parameters.
+    A pipeline stage has the name of the model and only a part of its submodules.
     """
     twin = model.get_submodule(name)
     mine = {full_name(n, module_names(twin)) for n, _ in module.named_modules()}
@@ -156,14 +156,14 @@ def is_whole(module: nn.Module, name: str, model: nn.Module) -> bool:
 
 
 def modules_in(stack: object) -> list[nn.Module]:
-    """The modules that a stack is, or holds: an engine, a trainer, a pipeline's stages.
+    """Return the outermost modules in an object, such as an engine or a trainer.
 
     Args:
-        stack: the result of ``parallelize``. Its attributes are searched recursively,
-            with the contents of lists and dicts.
+        stack: result of ``parallelize``. Its attributes are searched recursively, with
+            the contents of lists and dicts.
 
     Returns:
-        The outermost modules; empty if none is found.
+        The modules; empty if none is found.
     """
     modules: dict[int, nn.Module] = {}
     seen: set[int] = set()
@@ -188,23 +188,23 @@ def modules_in(stack: object) -> list[nn.Module]:
 
 
 def module_names(module: nn.Module) -> set[str]:
-    """Names of the modules in a module, its own among them."""
+    """Return the names of all modules in a module, including itself ("")."""
     return {name for name, _ in module.named_modules()}
 
 
 def names_of(
     root: nn.Module, whole: Set[str], parameters: Mapping[str, Tensor]
 ) -> dict[nn.Module, str]:
-    """Modules of a stack -> their names in the full model.
+    """Return module of the laid-out model -> its name in the full model.
 
-    The names of its parameters identify a module, because a pipeline stage may number
-    its layers from 0 again; a module without parameters is identified by its name or
-    its children.
+    A module is identified by the names of its parameters, because a pipeline stage may
+    number its layers from 0 again. A module without parameters is identified by its
+    name or its children.
 
     Args:
-        root: root module of the stack.
+        root: root of the laid-out model.
         whole: names of the modules of the full model.
-        parameters: name in the full model -> the stack's parameter.
+        parameters: name in the full model -> laid-out parameter.
     """
     # a stack may give its weights as tensors that share their memory
     module_by_memory = {
@@ -259,13 +259,13 @@ def watch_modules(
     names: Mapping[nn.Module, str],
     calls: CallLog | None = None,
 ) -> Iterator[ModuleLog]:
-    """Record the tensors at the boundaries of modules.
+    """Record inputs and outputs of modules, and their gradients.
 
     Args:
-        roots: modules that hold all others. An outermost call (of a root, its wrapped
-            module or a stage) happens once per micro-batch.
-        names: the modules to record -> their names in the full model.
-        calls: a log of collectives that is active.
+        roots: outermost modules. A call from outside (of a root, its wrapped module or
+            a stage) happens once for each micro-batch.
+        names: module to record -> its name in the full model.
+        calls: active log of collectives, if any.
     """
     watch = _Watch(calls)
     with ExitStack() as hooks:
@@ -282,7 +282,7 @@ def watch_modules(
 
 
 class _Watch:
-    """One step being recorded."""
+    """Hooks and state while one step is recorded."""
 
     def __init__(self, calls: CallLog | None) -> None:
         self.log = ModuleLog()
@@ -290,13 +290,13 @@ class _Watch:
         self.room = MAX_ELEMENTS
         self.stepped = 0
         self.calls_of: dict[nn.Module, list[int]] = {}
-        """Outermost modules -> the rows of each call."""
+        """Outermost module -> number of rows in each of its calls."""
         self.depth = 0
         self.micro_batch = 0
         self.counts: Counter[Call] = Counter()
         self.open: list[tuple[nn.Module, Call]] = []
         self.first: int | None = None
-        """Collectives before the first forward are not of the step's passes."""
+        """Number of collectives before the first forward, which belong to no pass."""
         self.places: dict[Any, NDArray[np.int64]] = {}
 
     def end(self) -> None:
@@ -447,7 +447,7 @@ class _Watch:
 
 
 def _changed(tree: Any, change: Any) -> Any:
-    """``tree`` with ``change`` applied to its floating-point tensors."""
+    """Apply ``change`` to the floating-point tensors in ``tree``."""
     if isinstance(tree, Tensor):
         return change(tree) if tree.is_floating_point() else tree
     if type(tree) in (tuple, list):
@@ -458,7 +458,7 @@ def _changed(tree: Any, change: Any) -> Any:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors of an output, including those of a dataclass that is a mapping."""
+    """Yield the tensors of an output, also of a dataclass that is a mapping."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, Mapping):

@@ -1,4 +1,4 @@
-"""Observers that run on a rank: digests, layouts of gradients, collectives."""
+"""Observers on a rank: digests, layouts of gradients, collectives."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Places = NDArray[np.int64]
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The part of ``tensor`` on this rank, without history, sharing its memory."""
+    """Return the local part of a tensor, detached, sharing its memory."""
     # where gradients are enabled, to_local of a DTensor is a step of autograd, and
     # detach one of DTensor's operators: four times the time
     with torch.no_grad():
@@ -59,22 +59,21 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name of a dtype in ``torch``, such as ``float32``."""
+    """Return the name of a dtype in ``torch``, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def digest(tensor: Tensor) -> str:
-    """Digest of the bits of the local elements of ``tensor``, whatever its dtype."""
+    """Return a digest of the bits of a tensor's local elements, in any dtype."""
     return _hash([_bits(local_part(tensor))])
 
 
 def optimizer_digest(optimizer: object) -> str:
-    """Digest of the whole state of ``optimizer``, in parameter order.
+    """Return a digest of the whole state of an optimizer, in parameter order.
 
-    Of an object that is no optimizer of torch no state is known.
-
-    Zeros are left out: a fused optimizer is also called at a skipped step and may
-    create its state then. That state is all zeros, which trains like no state.
+    The digest is constant for an object that is not a torch optimizer, since its state
+    is unknown. Zeros are left out: a fused optimizer is also called at a skipped step
+    and may create its state then. That state is all zeros, which trains like no state.
     """
     parts: list[bytes] = []
     if not isinstance(optimizer, Optimizer):
@@ -90,9 +89,9 @@ def optimizer_digest(optimizer: object) -> str:
 
 
 def _held(value: Any) -> Iterator[Any]:
-    """The plain tensors in a value of a subclass, such as codes and their scales.
+    """Yield the plain tensors in a tensor subclass, such as codes and their scales.
 
-    An optimizer of 8 bits has its state in a subclass that supports few operators.
+    An 8-bit optimizer keeps its state in a subclass that supports few operators.
     """
     part = local_part(value) if isinstance(value, Tensor) else value
     flatten = getattr(part, "__tensor_flatten__", None)
@@ -105,11 +104,11 @@ def _held(value: Any) -> Iterator[Any]:
 
 
 _SCHEDULED = ("lr", "initial_lr", "betas", "momentum", "weight_decay")
-"""Settings that schedules move, and the rate from which torch's began."""
+"""Settings that schedules may change, and the initial rate kept by torch's."""
 
 
 def scheduled(group: Mapping[str, Any]) -> dict[str, Setting]:
-    """Return the settings of a param group that schedules move, as numbers."""
+    """Return the settings of a param group that schedules may change, as numbers."""
     settings: dict[str, Setting] = {}
     for key in _SCHEDULED:
         value = group.get(key)
@@ -143,7 +142,7 @@ def _hash(parts: Iterable[bytes]) -> str:
 
 
 def non_finite(gradient: Tensor, scale: float) -> bool:
-    """True if a local gradient, or the gradient divided by ``scale``, is not finite."""
+    """Return True if a local gradient, divided by ``scale`` or not, is not finite."""
     part = local_part(gradient)
     if part.is_sparse:
         part = part.coalesce().values()
@@ -151,16 +150,16 @@ def non_finite(gradient: Tensor, scale: float) -> bool:
 
 
 def gradient_places(gradient: Tensor, parameter: Tensor, index: Places) -> Places:
-    """Place of each local element of a gradient in the flat full tensor.
+    """Return the position of each local gradient element in the flat full tensor.
 
-    A tensor-parallel plan may leave a gradient whole where the parameter is sharded, or
-    the other way round: the optimizer redistributes it, and a comparison must account
-    for that.
+    A tensor-parallel plan may leave a gradient whole although the parameter is sharded,
+    or the reverse. The optimizer redistributes it, so its positions differ from the
+    parameter's.
 
     Args:
-        gradient: the gradient at the optimizer call.
+        gradient: gradient when the optimizer is called.
         parameter: its parameter.
-        index: place of each local element of ``parameter``.
+        index: position of each local element of ``parameter``.
 
     Raises:
         ValueError: if the elements cannot be determined.
@@ -180,7 +179,7 @@ def gradient_places(gradient: Tensor, parameter: Tensor, index: Places) -> Place
 
 
 def _sharding(tensor: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
-    """The placements with partial ones as replicated: the elements of each rank."""
+    """Return mesh and placements, with partial ones replaced by replicated."""
     if not isinstance(tensor, DTensor):
         return None
     whole = [Replicate() if p.is_partial() else p for p in tensor.placements]
@@ -188,7 +187,7 @@ def _sharding(tensor: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None
 
 
 def numbers_laid_out_as(tensor: Tensor) -> Places:
-    """Place of each local element of ``tensor`` in the flat full one."""
+    """Return the position of each local element in the flat full tensor."""
     numbers = torch.arange(tensor.numel()).view(tensor.shape)
     if sharding := _sharding(tensor):
         # src_data_rank=None: every rank has the numbers, so no collective is sent
@@ -197,11 +196,11 @@ def numbers_laid_out_as(tensor: Tensor) -> Places:
 
 
 def partial_ranks(gradient: Tensor) -> tuple[tuple[int, ...], int]:
-    """Ranks over which a gradient is a partial sum, which is legal.
+    """Return the ranks over which a gradient is a partial sum, which is legal.
 
     Returns:
-        The ranks, including this one, empty if the gradient is no partial sum; and the
-        divisor of the sum: the ranks of the axes over which it is a partial mean.
+        The ranks, including this one; empty if the gradient is not partial. And the
+        divisor of the sum: the number of ranks on axes over which it is a partial mean.
     """
     if not isinstance(gradient, DTensor):
         return (), 1
@@ -261,9 +260,9 @@ class CallLog(Observer):
 class ReductionLog(CallLog):
     """Records the reductions of gradients, from the first backward to the step.
 
-    Gradients of activations are also reduced in backward, in the compute dtype, which
-    is right. The running autograd node distinguishes them ([Note: Whose gradient is
-    reduced]); their size cannot, because an activation may have the size of a
+    Backward also reduces gradients of activations, in the compute dtype, which is
+    right. The running autograd node distinguishes them ([Note: Whose gradient is
+    reduced]). Their size does not, because an activation may have the size of a
     parameter.
     """
 
@@ -271,7 +270,8 @@ class ReductionLog(CallLog):
         super().__init__()
         self.reductions: list[Reduction] = []
         self._late: list[Reduction] = []
-        """Issued since the last backward; a later backward or step decides the kind."""
+        """Reductions since the last backward; the next backward or step decides their
+        kind."""
         self._stepped = True
 
     def __enter__(self) -> Self:
@@ -291,7 +291,7 @@ class ReductionLog(CallLog):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Note whether this is backward, log ``func`` and run it."""
+        """Log and run ``func``; note whether backward is running."""
         if in_backward():
             # between two backward passes lies the forward pass of the second one
             self._late.clear()
@@ -319,18 +319,21 @@ class ReductionLog(CallLog):
 
 
 def _is_of_parameter(shape: tuple[int, ...]) -> bool:
-    """True if the reduced tensor is the gradient of a parameter.
+    """Return True if the reduced tensor is the gradient of a parameter.
 
     [Note: Whose gradient is reduced]
-    Hooks on gradients run in no node of the graph, or in the one that accumulates into
-    a parameter; a pass through the model that is computed again runs with gradients
-    enabled. In any other node a reduction counts as one of the gradient of an
-    activation, unless
-    - it has the shape of what the node hands on to one parameter alone, and nothing
-      else that it hands on has so many dims: a function that reduces for its parameter;
-    - the node hands on what it is given, and that has other dims: it is there for a
-      hook (``fully_shard`` makes such ones).
-    If in doubt, it counts as no gradient of a parameter, so that no law accuses it.
+    Hooks on gradients run outside any node of the graph, or in the node that
+    accumulates into a parameter. A recomputed forward runs with gradients enabled. In
+    any other node a reduction counts as one of an activation's gradient, with two
+    exceptions:
+
+    - it has the shape of the gradient that the node passes on to one parameter alone,
+      and no other output of the node has as many dims: a function that reduces for its
+      parameter;
+    - the node passes on its input, and that has other dims: it exists only for a hook
+      (``fully_shard`` creates such nodes).
+
+    In doubt the reduction counts as one of an activation, to avoid false positives.
     """
     if not in_backward():
         return math.prod(shape) > 1  # a norm, a count or a flag is no gradient
@@ -355,7 +358,7 @@ def _is_of_parameter(shape: tuple[int, ...]) -> bool:
 
 
 def _ends_in_parameter(node: Any) -> bool:
-    """True if a gradient flows from here to one parameter with unchanged elements."""
+    """Return True if a gradient flows to one parameter with unchanged elements."""
     count = math.prod(input_shapes(node)[0])
     while not hasattr(node, "variable"):
         if len(node.next_functions) != 1 or node.next_functions[0][0] is None:
@@ -374,7 +377,7 @@ def _shape(args: tuple[Any, ...]) -> str:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors of an argument; a gather has a list of outputs for each input."""
+    """Yield the tensors of an argument; a gather has a list of outputs per input."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, list | tuple):

@@ -1,10 +1,10 @@
-"""The step of a workload that trains by itself, observed from outside.
+"""Observe one step of a workload's ``train_step``.
 
-``train_step`` makes the passes, the clipping and the step, so the judge cannot act
-between them as in its own loop. It acts inside: ``train_step`` gets the scaler behind a
-thin object that watches its calls and plants faults, and hooks that torch calls for
-every optimizer show which gradients are used. All of it becomes :class:`Events`, from
-which ``fold`` finds out afterwards who decides and who steps what.
+``train_step`` runs forward, backward, clipping and the optimizer, so gradparity cannot
+act between them as in its own loop. Instead it passes the scaler inside a thin wrapper
+that observes its calls and plants faults. Hooks that torch calls for every optimizer
+show which gradients are used. All of this is recorded as :class:`Events`, from which
+``fold`` later derives which optimizers decide together and what they step.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ __all__ = ["OwnStep", "clip_norm_handed"]
 
 @contextmanager
 def clip_norm_handed(scenario: Scenario) -> Iterator[None]:
-    """Have ``train_step`` clip to the norm of a recipe that clips by one.
+    """Make ``train_step`` clip to the recipe's norm inside this context.
 
     Raises:
-        CannotError: if nothing in the stack takes its norm from the workload.
+        CannotError: if the clipping function does not take its norm from the workload.
     """
     workload, training = scenario.workload, scenario.parsed_recipe.training
     norm = clip_norm_of(workload, training) if training.clip == "norm" else None
@@ -78,10 +78,10 @@ def clip_norm_handed(scenario: Scenario) -> Iterator[None]:
 
 
 def as_number(workload: ResolvedWorkload, what: str, value: Any) -> float | None:
-    """A loss or a norm that ``train_step`` returned.
+    """Convert a loss or a norm that ``train_step`` returned to a float.
 
     Raises:
-        WorkloadError: if it is no number.
+        WorkloadError: if it is not a number.
     """
     if value is None:
         return None
@@ -108,7 +108,7 @@ def _is_of_none(error: BaseException | None) -> bool:
 
 @contextmanager
 def _scaler_at_fault() -> Iterator[None]:
-    """Inside a workload's call: what a call of the scaler raised is the scaler's."""
+    """Let an exception of the scaler leave a workload's call as the scaler's."""
     try:
         yield
     except WorkloadError as error:
@@ -119,10 +119,10 @@ def _scaler_at_fault() -> Iterator[None]:
 
 @contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    """Have autocast cast each weight anew, also if autocast is off here.
+    """Make autocast cast each weight anew, also if autocast is off here.
 
-    A kept cast of a weight has the graph of the previous backward: a gradient of a
-    later micro-batch would be lost.
+    A cached cast of a weight belongs to the graph of the previous backward: gradients
+    of a later micro-batch would be lost.
     """
     was = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -137,7 +137,7 @@ def _both(before: Any, after: Any) -> Any:
 
 
 class OwnStep:
-    """Runs ``train_step`` and records what the judge's own loop records."""
+    """Runs ``train_step`` and records the same as gradparity's own loop."""
 
     def __init__(self, engine: Engine, judged: Judged, files: str | None) -> None:
         self.engine = engine
@@ -145,10 +145,10 @@ class OwnStep:
         self.files = files
         self.workload = engine.scenario.workload
         self.excused = False
-        """True if some step has moved weights, or had a gradient that is not finite."""
+        """True if some step moved weights or had a non-finite gradient."""
 
     def run(self, seen: StepTrace, faults: tuple[ResolvedFault, ...]) -> None:
-        """Train one step with the faults that are due in it; fills ``seen``."""
+        """Train one step with its planned faults; fill ``seen``."""
         engine, judged, workload = self.engine, self.judged, self.workload
         micro_batches = engine.micro_batches(global_batch(engine, seen.step))
         seen.scale_before, seen.growth_before = judged.state()
@@ -187,9 +187,9 @@ class OwnStep:
         self.excused |= judged.scaler is not None or moved or bool(seen.bad)
 
     def check_stepped(self) -> None:
-        """Refuse a ``train_step`` that never changed a weight on any rank.
+        """Raise if ``train_step`` never changed a weight on any rank.
 
-        A scaler or a bad gradient excuses a step without a change.
+        A step with a scaler or a bad gradient may leave the weights unchanged.
         """
         excused = torch.tensor(float(self.excused), device=self.engine.device)
         dist.all_reduce(excused)
@@ -198,11 +198,11 @@ class OwnStep:
             raise self.workload.refuse("train_step", f"{text} changed in any step")
 
     def check_gradients(self, trace: RankTrace) -> None:
-        """See that the gradients of a whole run were not out of sight.
+        """Check that the gradients of a whole run were visible.
 
         Raises:
-            CannotError: if a stack that makes its parameters anew trains those that the
-                recipe has frozen.
+            CannotError: if a workload that recreates its parameters trains those that
+                the recipe froze.
         """
         engine, frozen = self.engine, self.engine.scenario.parsed_recipe.training.frozen
         for name in engine.index if frozen and engine.gives_weights else ():
@@ -218,7 +218,7 @@ class OwnStep:
         parts: int,
         log: CallLog,
     ) -> WatchedScaler | None:
-        """The judged scaler, with the faults of a step of ``parts`` micro-batches."""
+        """Return the wrapped scaler, with the faults of a step of ``parts`` passes."""
         seen, scaled = events.seen, count()
         if self.judged.scaler is None:
             return None
@@ -247,7 +247,7 @@ class OwnStep:
         )
 
     def _says(self, seen: StepTrace) -> tuple[str | None, Average | None, int | None]:
-        """Return the schedule, the average and the skip count that the stack gives."""
+        """Return the workload's schedule, average and skip count."""
         workload, stack = self.workload, self.engine.module
         schedule = workload.lr_schedule and by_value(workload.lr_schedule(stack))
         average = None
@@ -267,7 +267,7 @@ class OwnStep:
         return schedule, average, skips
 
     def restored(self) -> Restored | None:
-        """Save and load by the stack's own means, the latter with a new scaler."""
+        """Save and load with the workload's own methods, and a new scaler."""
         workload, judged = self.workload, self.judged
         if workload.save_checkpoint is None or judged.scaler is None:
             return None
@@ -280,15 +280,15 @@ class OwnStep:
         return Restored(saved=saved, loaded=loaded, new=new)
 
     def resume(self) -> tuple[int, str]:
-        """Go on with a new stack, loaded from the old one's own checkpoint.
+        """Replace the laid-out model by a new one that loads its own checkpoint.
 
         Returns:
-            The number of weights that the load restored; the first that is another one.
+            The number of weights that were restored, and the first that was not.
 
         Raises:
             UndecidedError: if the load restored no weight.
             CannotError: if the checkpoint needs a scaler and there is none.
-            WorkloadError: if saving has changed the weights.
+            WorkloadError: if saving changed the weights.
         """
         engine, judged = self.engine, self.judged
         before = self._weights()
@@ -334,7 +334,7 @@ class OwnStep:
 
     @contextmanager
     def _checkpoint(self) -> Iterator[Callable[[], None]]:
-        """Save the stack; yields a function that loads it into a later stack."""
+        """Save a checkpoint; yield a function that loads it."""
         save, load = self.workload.save_checkpoint, self.workload.load_checkpoint
         assert save is not None and load is not None
         first = dist.get_rank() == 0
@@ -377,8 +377,8 @@ class OwnStep:
         """Check that the events of a step allow a comparison.
 
         Raises:
-            WorkloadError: if a parameter stepped twice where one update is compared, or
-                nobody sees which of several optimizers of copies must skip.
+            WorkloadError: if a parameter stepped twice although one update is compared.
+                Also if it is unknown which of several optimizers of copies must skip.
         """
         again = None if self.workload.one_rank else steps_again(seen.events)
         if again is not None:

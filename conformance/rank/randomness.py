@@ -1,10 +1,10 @@
-"""Random layers: where the generators stand at the calls of a stack's modules.
+"""Record where the random generators stand at calls of modules.
 
-The numbers of a call follow from the state in which its generator was when the call
-began, so states say which calls draw alike, and no operator is watched: a user's code
-is compiled as without the judge. Of a layer without parameters the numbers are applied
-to its input. Ranks on which that is bitwise equal hold the same activation, whatever
-the layout, so no knowledge of placements is needed.
+The random numbers of a call follow from its generator's state at the begin of the call.
+So states show which calls draw the same numbers. No operator is intercepted, and user
+code is compiled as without gradparity. A layer without parameters applies the numbers
+to its input. Ranks on which that input is bitwise equal hold the same activation, in
+any layout, so no knowledge of placements is needed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .trace import Draw
 __all__ = ["DrawLog"]
 
 VARIED = 64
-"""Values of a tensor that are read to decide whether it is unique: a row of most
-weights, and no pass over all of a large tensor at every call."""
+"""Number of values that are read to decide whether a tensor is unique: one row of most
+weights. So a large tensor is not read in full at every call."""
 _WRAPPERS = {
     "module",
     "_fsdp_wrapped_module",
@@ -38,38 +38,39 @@ _WRAPPERS = {
 
 @dataclass(kw_only=True)
 class _Call:
-    """A call of a module, while it runs."""
+    """A running call of a module."""
 
     module: nn.Module
     states: tuple[str, ...]
-    """State of each generator when it began."""
+    """State of each generator at the begin of the call."""
     recomputed: bool
     applied: str = ""
     varied: bool = False
     given: Tensor | None = None
-    """Its input, which it may change in place; None of a module with parameters."""
+    """Input of the call, which it may change in place; None if the module has
+    parameters."""
     drew: set[int] = field(default_factory=set)
-    """Which generators it has moved."""
+    """Indices of the generators that the call moved."""
 
 
 class DrawLog:
-    """Notes which calls of modules draw random numbers while it is active, in order.
+    """Records which calls of modules draw random numbers while it is active.
 
     Covers torch's default generators and generators that are attributes of modules. A
-    call in backward counts where gradients are enabled: that is a forward that runs
-    again (activation checkpointing).
+    call during backward counts if gradients are enabled: it is a recomputed forward
+    (activation checkpointing).
     """
 
     def __init__(self, stack: object, recomputed: Recomputed | None = None) -> None:
-        """Observe a stack.
+        """Take the object whose modules are observed.
 
         Args:
             stack: a module, or an object that holds modules.
-            recomputed: the parts whose forward the judge makes run again.
+            recomputed: parts whose forward gradparity recomputes.
         """
         self.draws: list[Draw] = []
         self.outside = 0
-        """How often numbers were drawn in no call of a module that is seen."""
+        """Number of draws outside of any observed module's call."""
         named = [pair for root in modules_in(stack) for pair in root.named_modules()]
         self._names = {module: _plain(name) for name, module in named}
         self._generators = _generators(self._names)
@@ -80,7 +81,7 @@ class DrawLog:
         self._seen: set[str] = set()
 
     def __enter__(self) -> Self:
-        """Begin to log draws."""
+        """Begin to record."""
         for module in self._names:
             # after the hooks of the stack, which lay out the inputs; a call also ends
             # if forward raises
@@ -99,7 +100,7 @@ class DrawLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the log."""
+        """Stop recording."""
         self._hooks.close()
         self._open.clear()
         self._look()
@@ -118,7 +119,7 @@ class DrawLog:
 
     @contextmanager
     def _part(self, module: nn.Module) -> Iterator[None]:
-        """Around the forward of a part, whose hooks do not run again in backward."""
+        """Surround the forward of a recomputed part, whose hooks do not run again."""
         self._enter(module, (), {})
         try:
             yield
@@ -152,7 +153,7 @@ class DrawLog:
         self.draws.append(draw)
 
     def _meet(self, module: nn.Module) -> None:
-        """Add the generators that a module has made in its call."""
+        """Add the generators that a module created during its call."""
         for generator in _held_by(module):
             if not any(generator is each for each in self._generators):
                 # its state before the first number that it drew
@@ -166,7 +167,7 @@ class DrawLog:
                     call.states += state
 
     def _look(self) -> None:
-        """If a generator has moved, the innermost call that is open has drawn."""
+        """Assign draws since the last look to the innermost running call."""
         now = self._states()
         moved = {
             n for n, (a, b) in enumerate(zip(self._last, now, strict=True)) if a != b
@@ -184,7 +185,7 @@ class DrawLog:
 
 
 def _plain(name: str) -> str:
-    """A module's name without the names of wrappers around it."""
+    """Return a module's name without those of wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -200,7 +201,7 @@ def _generators(modules: Mapping[nn.Module, str]) -> list[torch.Generator]:
 
 
 def _floating(tree: Any) -> Iterator[Tensor]:
-    """The floating-point numbers that are passed, as far as this rank has them."""
+    """Yield the local parts of all floating-point tensors in a value."""
     if isinstance(tree, Tensor):
         if tree.is_floating_point():
             yield local_part(tree)
@@ -212,10 +213,10 @@ def _floating(tree: Any) -> Iterator[Tensor]:
 
 
 def _applied(tensors: list[Tensor]) -> tuple[str, bool]:
-    """Digest of the tensor to which numbers are applied, and whether it is unique.
+    """Return the digest of the tensor that gets the numbers, and if it is unique.
 
-    Heads of an attention that starts at zero, or zeros themselves, are equal by
-    accident on ranks that hold different ones: they say nothing.
+    Zeros, or attention heads that start at zero, are equal by accident on ranks with
+    different activations.
     """
     if not tensors:
         return "", False
@@ -227,7 +228,7 @@ def _applied(tensors: list[Tensor]) -> tuple[str, bool]:
 
 
 def _dropped(given: Tensor | None, output: Tensor | None) -> dict[str, Any]:
-    """``by_row`` and ``kept`` of a call, from its input and output.
+    """Return ``by_row`` and ``kept`` of a call, from its input and output.
 
     Rows may share one draw on purpose, for example if a whole layer is dropped or
     features are masked. Then no element is 0 in one row and nonzero in another.

@@ -1,4 +1,4 @@
-"""Records of a step: gradients, draws, reductions, its effect."""
+"""Record a step: gradients, draws, reductions, and its effect."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = [
 
 @contextmanager
 def recording_draws(engine: Engine, seen: StepTrace) -> Iterator[None]:
-    """Note which random numbers a step's passes draw; choose as the reference did."""
+    """Record which random numbers a step draws; route as the reference did."""
     generator = torch.get_rng_state()
     random = engine.scenario.parsed_recipe.training.random
     # a reference on one rank must not draw, and says where it did
@@ -64,7 +64,7 @@ def recording_draws(engine: Engine, seen: StepTrace) -> Iterator[None]:
 
 @contextmanager
 def recording_reductions(engine: Engine, seen: StepTrace) -> Iterator[None]:
-    """Note in which dtypes gradients are reduced, where a dtype is promised."""
+    """Record the dtypes of gradient reductions, if the workload promises one."""
     if engine.scenario.promised_dtype is None:
         yield
         return
@@ -76,10 +76,10 @@ def recording_reductions(engine: Engine, seen: StepTrace) -> Iterator[None]:
 def plant_and_read(
     seen: StepTrace, faults: Iterable[ResolvedFault], gradients: Mapping[str, Tensor]
 ) -> None:
-    """Write faults that are due into gradients, and record which gradients are bad.
+    """Write this step's faults into gradients, and record which gradients are bad.
 
     Args:
-        seen: the step; gets both.
+        seen: trace of the step, which is filled.
         faults: faults of the scenario.
         gradients: name -> gradient that a scaler is about to read.
     """
@@ -90,14 +90,14 @@ def plant_and_read(
 
 
 def next_batch(engine: Engine, step: int) -> Batch:
-    """The global batch of a step, whose gradients replace those before."""
+    """Zero the gradients and return the global batch of a step."""
     for optimizer in engine.optimizers:
         optimizer.zero_grad()
     return global_batch(engine, step)
 
 
 def global_batch(engine: Engine, step: int) -> Batch:
-    """The global batch of a step, on the engine's device."""
+    """Return the global batch of a step, on the engine's device."""
     workload = engine.scenario.workload
     batch = workload.batch(step, engine.scenario.seed)
     if OfWorkload.JUDGED in workload.has:
@@ -107,7 +107,7 @@ def global_batch(engine: Engine, step: int) -> Batch:
 
 
 def local_gradients(engine: Engine) -> dict[str, Tensor]:
-    """The gradients that there are on this rank, by parameter name."""
+    """Return name -> gradient of this rank's parameters that have one."""
     return {
         name: parameter.grad
         for name, parameter in engine.parameters.items()
@@ -117,7 +117,7 @@ def local_gradients(engine: Engine) -> dict[str, Tensor]:
 
 @contextmanager
 def recording_gradients(engine: Engine, seen: StepTrace) -> Iterator[None]:
-    """Copy the gradients at the moment an optimizer is called."""
+    """Copy the gradients whenever an optimizer is called in this context."""
 
     def watch(number: int, optimizer: torch.optim.Optimizer) -> None:
         scale, gradients = grad_scale_of(optimizer), local_gradients(engine)
@@ -142,10 +142,10 @@ def grad_scale_of(optimizer: torch.optim.Optimizer) -> float:
 def record_gradient(
     engine: Engine, seen: StepTrace, name: str, gradient: Tensor, scale: float
 ) -> None:
-    """Record one gradient: its local elements, divided by ``scale``, and their places.
+    """Record a gradient's local elements, divided by ``scale``, and positions.
 
     Raises:
-        WorkloadError: if its layout does not say which elements these are.
+        WorkloadError: if its layout does not tell which elements these are.
     """
     parameter, index = engine.parameters[name], engine.index[name]
     try:
@@ -157,7 +157,7 @@ def record_gradient(
 
 
 def floats(tensor: Tensor) -> Floats:
-    """A copy on the host, flat; in fp64 if the tensor is, else in fp32."""
+    """Return a flat copy on the host, in fp64 if the tensor is, else in fp32."""
     on_host = tensor.detach().reshape(-1).cpu()
     wide = on_host if on_host.dtype == torch.float64 else on_host.float()
     flat: Floats = wide.numpy().copy()
@@ -165,13 +165,13 @@ def floats(tensor: Tensor) -> Floats:
 
 
 def digests_of(engine: Engine) -> tuple[dict[str, str], list[str]]:
-    """Digests of the local parameters by name, and of the optimizers."""
+    """Return digests of the local parameters by name, and of the optimizers."""
     digests = {name: digest(part) for name, part in engine.local_tensors().items()}
     return digests, [optimizer_digest(optimizer) for optimizer in engine.optimizers]
 
 
 def record_buffers(engine: Engine, seen: StepTrace | RankTrace) -> None:
-    """See the buffers of this rank."""
+    """Record digests and values of this rank's buffers."""
     for name, buffer in buffers_on_rank(engine).items():
         seen.buffer_digests[name] = digest(buffer)
         if buffer.dtype == engine.buffers[name].dtype:
@@ -181,7 +181,7 @@ def record_buffers(engine: Engine, seen: StepTrace | RankTrace) -> None:
 def record_effect(
     engine: Engine, seen: StepTrace, before: tuple[dict[str, str], Sequence[str]]
 ) -> None:
-    """See what has changed since ``before``, as :func:`digests_of` gives it."""
+    """Record what has changed since ``before``, a result of :func:`digests_of`."""
     parts = engine.local_tensors()
     seen.digests = {name: digest(part) for name, part in parts.items()}
     seen.changed = frozenset(n for n, d in seen.digests.items() if d != before[0][n])

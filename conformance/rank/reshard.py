@@ -1,8 +1,8 @@
-"""Reshard: carry the state of a training to another world.
+"""Carry the state of a training to another world size.
 
-The state of model and optimizers is written element by element, through the engine's
-element numbers: bitwise, for any two layouts. The scaler's state goes the way a user's
-does: the first rank saves, every rank of the new world loads.
+The state of model and optimizers is copied element by element, through the map of
+element numbers: bitwise, for any two layouts. The scaler's state takes the usual way:
+the first rank saves, every rank of the new world loads.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .trace import RankTrace, Saved
 __all__ = ["gathered", "optimizer_states", "restore"]
 
 Part = tuple[NDArray[np.int64], NDArray[Any]]
-"""Places of some elements in the full tensor, and their values."""
+"""Positions of some elements in the full tensor, and their values."""
 
 
 def optimizer_states(engine: Engine) -> dict[str, dict[str, Any]]:
-    """This rank's part of the optimizers' state of each parameter."""
+    """Return this rank's part of the optimizer state of each parameter."""
     names = {id(p): name for name, p in engine.parameters.items()}
     return {
         names[id(parameter)]: {key: _flat(value) for key, value in state.items()}
@@ -44,7 +44,7 @@ def _flat(value: Any) -> Any:
 
 
 def gathered(traces: Sequence[RankTrace]) -> Saved:
-    """The whole state, from the parts of all ranks."""
+    """Merge the parts of all ranks into the whole state."""
     saved = [(t, t.saved) for t in traces if t.saved is not None]
     names = dict.fromkeys(name for t in traces for name in t.index)
     states: dict[str, dict[str, Any]] = {}
@@ -121,12 +121,12 @@ def _laid_out(value: Any, parameter: nn.Parameter, index: NDArray[np.int64]) -> 
 
 
 def _write(tensor: Tensor, values: Tensor, index: NDArray[np.int64]) -> None:
-    """Write the local elements of the full ``values`` into ``tensor``.
+    """Write the local elements of ``values`` into ``tensor``.
 
     Args:
-        tensor: plain or DTensor, any shape.
+        tensor: plain tensor or DTensor, any shape.
         values: the full tensor, in any shape.
-        index: place of each local element in the flat full tensor.
+        index: position of each local element in the flat full tensor.
     """
     part = local(tensor.detach())
     chosen = values.reshape(-1)[torch.from_numpy(index).to(values.device)]

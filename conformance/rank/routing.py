@@ -1,16 +1,16 @@
-"""Learned routers: the choices of the reference, recorded and made again on the ranks.
+"""Learned routers: record the reference's choices and repeat them on the ranks.
 
-A router that takes the top k of scores may choose another expert under another
-rounding, and then computes another model: gradients of a right stack differ by far more
-than noise. So choices are recorded in the fp64 reference, and where a rank's own choice
-differs from that within the noise of the scores, the reference's is taken.
+A router that takes the top k scores may choose another expert if rounding differs. It
+then computes another model, and gradients of a correct run differ by far more than
+noise. So the choices of the fp64 reference are recorded. If a rank's scores agree with
+a row of the reference within noise, the rank makes the reference's choice.
 
 [Note: By content]
-A row of scores finds its row of the reference by being nearest to it, whatever the
-layout: rows or tokens may be split, permuted or cut into micro-batches, and forwards
-may run again. A row whose scores are no reference's within the noise is left alone: an
-error then shows in gradients, as without this replay. Rows that are within the noise of
-two that choose differently are ambiguous; the run says how many there were.
+A row of scores is matched with the nearest row of the reference, whatever the layout:
+rows or tokens may be split, permuted or cut into micro-batches, and forwards may be
+recomputed. A row that matches none within the noise keeps its own choice: an error then
+shows in gradients. A row within the noise of two reference rows with different choices
+is ambiguous; the trace counts these.
 """
 
 from __future__ import annotations
@@ -33,50 +33,51 @@ from .torch_internals import AsyncCollectiveTensor, Observer, arguments_of
 __all__ = ["MASKED", "ChoiceLog", "Choices", "chooses_in_forward"]
 
 MAX_CHOICES = 1024
-"""More are a vocabulary: the largest published routers choose among 512 experts."""
+"""Largest number of choices of a router; more are a vocabulary. The largest published
+routers choose among 512 experts."""
 CHUNK = 64
-"""Rows compared with all rows of the reference at a time, to bound the memory."""
+"""Number of rows that are compared with the reference at a time, to limit memory."""
 MASKED = -(2.0**100)
-"""Score of what must not be chosen. A mask is the lowest number of a dtype, or minus
-infinity: another number in fp64 than on a rank, and further away than any noise."""
+"""Score of a masked choice. A mask is the lowest number of a dtype, or minus infinity,
+so it differs between fp64 and a rank; this value is further away than any noise."""
 _aten = torch.ops.aten
 _CHOOSE = {_aten.topk.default, _aten.argmax.default, _aten.max.dim}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """Choices of the calls of one kind in one step of a reference, row by row."""
+    """Choices of all calls of one kind in one step of a reference, row by row."""
 
     scores: NDArray[np.float64]
-    """(rows, choices)."""
+    """Array of shape (rows, choices)."""
     chosen: NDArray[np.int64]
-    """(rows, k)."""
+    """Array of shape (rows, k): indices of the choices."""
     noise: float = float("inf")
-    """The largest error of a score in correct runs of the scenario's precision."""
+    """Largest error of a score in correct runs of the scenario's precision."""
     limit: float = float("inf")
-    """Largest allowed error of a score: the noise times ``SAFETY_FACTOR``."""
+    """Largest permitted error of a score: the noise times ``SAFETY_FACTOR``."""
 
 
 class ChoiceLog(Observer):
-    """Notes choices while it is active, and repeats the choices of a reference.
+    """Records choices while it is active, and repeats those of a reference.
 
-    As it stands below autograd, the gradient of what is taken flows to the score that
-    was chosen, and indices and values agree.
+    It acts below autograd, so the gradient flows to the score that was chosen, and
+    indices and values agree.
     """
 
     def __init__(self, reference: Mapping[str, Choices] | None = None) -> None:
-        """Take the choices to be made again, by kind of call; by default none."""
+        """Take the choices to repeat, by kind of call; by default none."""
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.reference = reference or {}
         self.errors: dict[str, float] = {}
-        """Kind of call -> the largest error of a row's scores."""
+        """Kind of call -> largest error of a row's scores."""
         self.unclear = 0
-        """Rows that could be either of two that choose differently."""
+        """Number of rows that match two rows with different choices."""
         self._rows: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     @property
     def choices(self) -> dict[str, Choices]:
-        """All that was chosen, by kind of call."""
+        """Recorded choices, by kind of call."""
         return {
             kind: Choices(
                 scores=torch.cat([scores for scores, _ in rows]).numpy(),
@@ -92,7 +93,7 @@ class ChoiceLog(Observer):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run ``func``; choose as the reference did."""
+        """Run ``func``; replace its choices by the reference's."""
         if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
             return NotImplemented  # its inner calls, on local tensors, come here
         result = func(*args, **(kwargs or {}))
@@ -122,7 +123,7 @@ class ChoiceLog(Observer):
         return values if keeps else values.squeeze(dim), taken
 
     def _choose(self, kind: str, scores: Tensor, mine: Tensor) -> Tensor:
-        """Return the reference's choice of each row; without a reference, ``mine``."""
+        """Return the reference's choice for each row; without one, ``mine``."""
         self._rows.setdefault(kind, []).append((scores, mine))
         reference = self.reference.get(kind)
         if reference is None or not len(scores):
@@ -148,7 +149,7 @@ class ChoiceLog(Observer):
 
 
 def _numbers(scores: Tensor) -> Tensor:
-    """Scores in fp64; a score equal to its dtype's lowest number becomes ``MASKED``."""
+    """Return scores in fp64; the dtype's lowest number becomes ``MASKED``."""
     lowest = max(torch.finfo(scores.dtype).min, torch.finfo(torch.float32).min)
     return torch.where(scores <= lowest / 2, MASKED, scores.double()).cpu()
 
@@ -156,7 +157,7 @@ def _numbers(scores: Tensor) -> Tensor:
 def _arguments(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Arguments by name, with the defaults of those that were not given."""
+    """Return the arguments of a call by name, with defaults."""
     declared = arguments_of(func)
     defaults = {a.name: a.default_value for a in declared if a.has_default_value()}
     names = [a.name for a in declared]
@@ -165,9 +166,9 @@ def _arguments(
 
 @cache
 def chooses_in_forward(name: str) -> bool:
-    """True if the model of a workload chooses by its scores.
+    """Return True if the model of a workload chooses by scores.
 
-    False where it cannot be called: ``check_workload`` has the words for that.
+    False if it cannot be called; ``check_workload`` reports that.
     """
     workload = resolve_workload(name)
     with torch.random.fork_rng(devices=[]), suppress(WorkloadError):

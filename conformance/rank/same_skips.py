@@ -1,7 +1,7 @@
-"""Scaler of a reference on one rank: it takes the decisions that the rule demands.
+"""Scaler of a reference on one rank: it skips the steps that the rule demands.
 
-It has the methods of torch's ``GradScaler``, and those that scalers add to them: the
-``train_step`` of a workload makes the same calls on one rank and on the mesh.
+It has the methods of torch's ``GradScaler``, and those that other scalers add: a
+workload's ``train_step`` makes the same calls on one rank and on the mesh.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ __all__ = ["SameSkips"]
 
 
 class SameSkips:
-    """A scaler that has the given scales, and skips where the rule demands it."""
+    """A scaler with given scales that skips where the rule demands it."""
 
     def __init__(
         self, alone: Alone, scenario: Scenario, names_of: Callable[[Any], set[str]]
     ) -> None:
-        """Take the decisions.
+        """Take the scales and skips.
 
         Args:
-            alone: has the scale and the skips of each step.
-            scenario: has the factors that a scaler is asked for.
-            names_of: optimizer -> names of the parameters that it steps, as far as
-                anyone knows.
+            alone: scale and skips of each step.
+            scenario: growth and backoff factors that getters return.
+            names_of: optimizer -> names of the parameters that it steps, if known.
         """
         self.skips = alone.skipped
         self.scales = [*alone.scales, alone.scales[-1]]
@@ -42,10 +41,10 @@ class SameSkips:
         self.at = 0
         self.unscaled: set[int] = set()
         self.skipped: dict[int, bool] = {}
-        """id of an optimizer -> whether its last step was skipped."""
+        """id of an optimizer -> True if its last step was skipped."""
 
     def scale(self, outputs: Any) -> Any:
-        """The losses times the scale."""
+        """Multiply the losses by the scale."""
         if isinstance(outputs, Tensor):
             return outputs * self.get_scale()
         return [each * self.get_scale() for each in outputs]
@@ -77,7 +76,7 @@ class SameSkips:
         return norm
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Step, or skip where the rule demands it."""
+        """Step the optimizer, or skip if the rule demands it."""
         if optimizer is None:
             return None
         if id(optimizer) not in self.unscaled:
@@ -107,7 +106,7 @@ class SameSkips:
         return self.skipped[id(optimizer)]
 
     def step_scheduler(self, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
-        """Step a schedule unless its optimizer was skipped; return whether it did."""
+        """Step a schedule unless its optimizer was skipped; return True if stepped."""
         if self.skipped.get(id(scheduler.optimizer), False):
             return False
         scheduler.step(*args, **kwargs)
@@ -119,36 +118,36 @@ class SameSkips:
         self.unscaled.clear()
 
     def get_scale(self) -> float:
-        """The scale of this step."""
+        """Return the scale of this step."""
         return self.scales[self.at]
 
     def get_growth_factor(self) -> float:
-        """Return the scenario's factor."""
+        """Return the scenario's growth factor."""
         return self.scenario.growth_factor
 
     def get_backoff_factor(self) -> float:
-        """Return the scenario's factor."""
+        """Return the scenario's backoff factor."""
         return self.scenario.backoff_factor
 
     def get_growth_interval(self) -> int:
-        """Return the scenario's interval."""
+        """Return the scenario's growth interval."""
         return self.scenario.growth_interval
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Do nothing: the scales of all steps are decided."""
+        """Do nothing: the scales of all steps are given."""
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Do nothing, as `set_growth_factor`."""
+        """Do nothing: the scales of all steps are given."""
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Do nothing, as `set_growth_factor`."""
+        """Do nothing: the scales of all steps are given."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The entries of a scaler's checkpoint."""
+        """Return the entries of a scaler's checkpoint."""
         return {"scale": self.get_scale(), "_growth_tracker": 0}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing: the scales of all steps are decided."""
+        """Do nothing: the scales of all steps are given."""
 
     def is_enabled(self) -> bool:
         """Return True."""

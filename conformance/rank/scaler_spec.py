@@ -1,4 +1,4 @@
-"""Scalers named ``module:attribute``: load them, refuse those that lack calls."""
+"""Load scalers named ``module:attribute``; reject those that lack methods."""
 
 from __future__ import annotations
 
@@ -30,44 +30,45 @@ __all__ = [
 ]
 
 NO_SCALER = "none"
-"""Spec of no scaler: train without one and judge the stack alone."""
+"""Name for training without a scaler, which checks the training setup alone."""
 
 PAGE = "docs/judged-scaler.md"
 
 
 class JudgedScaler(Protocol):
-    """All that the judge calls and reads of a scaler; docs/judged-scaler.md.
+    """Methods that gradparity calls on a scaler; see docs/judged-scaler.md.
 
-    It is a part of ``torch.amp.GradScaler``.
+    They are a part of ``torch.amp.GradScaler``.
     """
 
     def scale(self, outputs: Any) -> Any:
-        """A loss, or each of a list of losses, times the scale."""
+        """Multiply a loss, or each of a list of losses, by the scale."""
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale, once and before ``step``."""
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step, or skip where a gradient of any rank is not finite."""
+        """Step the optimizer, or skip if a gradient on any rank is not finite."""
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Move the scale, or set it."""
+        """Adjust the scale, or set it to ``new_scale``."""
 
     def get_scale(self) -> float:
-        """The scale as a number of Python."""
+        """Return the scale as a Python float."""
 
     def state_dict(self) -> dict[str, Any]:
-        """A state for ``load_state_dict``; ``_growth_tracker`` is read if it exists.
+        """Return a state for ``load_state_dict``.
 
-        ``torch.load(weights_only=True)`` must be able to read it back.
+        ``_growth_tracker`` is read if it exists. ``torch.load(weights_only=True)`` must
+        be able to read the state back.
         """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Load a saved state."""
 
 
 METHODS = tuple(name for name in vars(JudgedScaler) if not name.startswith("_"))
-"""The methods that a judged scaler must have."""
+"""Methods that a tested scaler must have."""
 CONSTRUCTOR: dict[str, Any] = {
     "device": "cpu",
     "init_scale": 2.0**10,
@@ -76,20 +77,20 @@ CONSTRUCTOR: dict[str, Any] = {
     "growth_interval": 3,
     "enabled": True,
 }
-"""The keywords with which a judged scaler is constructed, with values like a run's."""
+"""Keyword arguments of a tested scaler's constructor, with typical values."""
 
 
 @as_usage(ValueError)
 def load_scaler(spec: str, folder: str) -> Any:
-    """The class or factory that ``module:attribute`` names; None for ``none``.
+    """Return the class or factory named ``module:attribute``; None for ``none``.
 
     Args:
         spec: for example ``torch.amp:GradScaler``.
-        folder: put last on the import path, so that a user's own module is found.
+        folder: folder to append to the import path, for a user's own module.
 
     Raises:
-        UsageError: if ``spec`` has another form, or names nothing that takes the
-            keywords of a scaler.
+        UsageError: if ``spec`` has another form, or its object does not accept the
+            keyword arguments of a scaler.
     """
     look_in(folder)
     if spec == NO_SCALER:
@@ -117,13 +118,13 @@ def _unfit(spec: str, text: str) -> UsageError:
 def refuse_unfit(
     ranks: BaseCluster, spec: str, folder: str, device: str = "cpu"
 ) -> None:
-    """Refuse a scaler without a required method, before anything runs.
+    """Raise if a scaler lacks a required method, before anything runs.
 
     Args:
-        ranks: where to construct it: a scaler may need a process group.
+        ranks: cluster on which the scaler is constructed: it may need a process group.
         spec: ``module:attribute``, or ``none``.
-        folder: import path of the judged scaler.
-        device: where it is to work.
+        folder: import path of the scaler.
+        device: type of the device that the scaler is for.
 
     Raises:
         UsageError: names the missing methods.
@@ -139,7 +140,7 @@ def refuse_unfit(
 
 
 def lacking(spec: str, folder: str, device: str) -> str:
-    """Name the methods of :class:`JudgedScaler` that the scaler lacks, or return ""."""
+    """Return the :class:`JudgedScaler` methods that a scaler lacks, as text, or ""."""
     factory = load_scaler(spec, folder)
     try:
         scaler = factory(**CONSTRUCTOR | {"device": device})
@@ -153,13 +154,13 @@ def lacking(spec: str, folder: str, device: str) -> str:
 
 
 def growth_tracker(state_dict: Mapping[str, Any]) -> int | None:
-    """The growth tracker that a scaler reports, or None."""
+    """Return the growth tracker in a scaler's state, or None."""
     tracker = state_dict.get("_growth_tracker")
     return None if tracker is None else int(tracker)
 
 
 def refuse_mixed(specs: Sequence[str]) -> None:
-    """Refuse ``none`` beside scalers: it trains in other scenarios.
+    """Raise if ``none`` is given beside scalers: it trains in other scenarios.
 
     Raises:
         UsageError: says so.

@@ -1,7 +1,7 @@
-"""Every private name of torch that the judge uses, one function or alias each.
+"""Every private name of torch that this package uses, one function or alias each.
 
-``tests/conformance/test_private_names.py`` asserts that each name exists and has the
-signature that is used here, so that a new torch fails there and not in a verdict.
+``tests/conformance/test_private_names.py`` asserts that each name exists with the
+expected signature, so a change in torch fails there and not in a verdict.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ class Observer(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compile as without the mode, and run the compiled code under it."""
+        """Return True: compile as without the mode, and run compiled code under it."""
         return True
 
 
 def in_backward() -> bool:
-    """True if autograd runs a backward pass in this thread."""
+    """Return True if autograd runs a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def current_node() -> Any:
-    """The node of the autograd graph that runs in this thread, or None."""
+    """Return the autograd node that runs in this thread, or None."""
     return torch._C._current_autograd_node()
 
 
 def nodes_made() -> int:
-    """Number of autograd nodes that this thread has created so far."""
+    """Return the number of autograd nodes that this thread has created so far."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
 
@@ -75,23 +75,23 @@ def version_of(tensor: Tensor) -> int:
 
 
 def input_shapes(node: Any) -> list[tuple[int, ...]]:
-    """Shapes of the gradients that a node of the autograd graph is given."""
+    """Return the shapes of the gradients that an autograd node receives."""
     return [tuple(metadata.shape) for metadata in node._input_metadata]
 
 
 def arguments_of(func: Any) -> list[Any]:
-    """The declared arguments of an operator: name, default_value, has_default_value."""
+    """Return an operator's arguments: name, default_value, has_default_value."""
     return list(func._schema.arguments)
 
 
 def makes_view(func: Any) -> bool:
-    """True if an operator's first result shares memory with an argument, unwritten."""
+    """Return True if an operator's first result is a view of an argument."""
     alias = func._schema.returns[0].alias_info
     return alias is not None and not alias.is_write
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
-    """Ranks of the group that a collective was given: an object, a box or a name."""
+    """Return the ranks of a collective's group, given as an object, a box or a name."""
     if isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
     elif not isinstance(group, dist.ProcessGroup):  # functional collectives know names
@@ -102,10 +102,10 @@ def ranks_of(group: Any) -> tuple[int, ...]:
 def set_loss_function(
     schedule: ScheduleGPipe, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
-    """Replace the loss function with which a pipeline's schedule was constructed."""
+    """Replace the loss function of a pipeline schedule."""
     schedule._loss_fn = loss
 
 
 def set_timeout(limit: timedelta) -> None:
-    """Set how long collectives of the default group wait."""
+    """Set the timeout of collectives in the default group."""
     _set_pg_timeout(limit)

@@ -1,7 +1,7 @@
 """Trace: observations on one rank, step by step.
 
-Observed means: through the public protocol of the judged scaler (``get_scale``,
-``state_dict``, ``step``, ``update``) and by its effect on the model. Arrays stay in
+Everything is observed through the public protocol of the tested scaler (``get_scale``,
+``state_dict``, ``step``, ``update``) or by its effect on the model. Arrays stay in
 memory for the comparison with the reference; everything else goes into the report.
 """
 
@@ -33,17 +33,17 @@ __all__ = [
 
 Floats = NDArray[np.floating[Any]]
 Setting = float | tuple[float, ...]
-"""A value in an optimizer's param group, such as a learning rate or betas."""
+"""Value in an optimizer's param group, such as a learning rate or betas."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """An exception that a legal call of the judged scaler raised."""
+    """An exception that a legal call of the tested scaler raised."""
 
     step: int
-    """Step in which it was raised; -1 in the constructor."""
+    """Step in which it was raised; -1 for the constructor."""
     call: str
-    """The call, for example ``step``."""
+    """Name of the call, for example ``step``."""
     error: str
     """Type and message of the exception."""
 
@@ -53,11 +53,11 @@ class Misuse:
     """A call in a wrong order, and its effect."""
 
     call: str
-    """The call, in words."""
+    """Description of the call."""
     error: str
-    """Type of the exception that refused it; empty where it was accepted."""
+    """Type of the exception that it raised; empty if it was accepted."""
     changed: tuple[str, ...]
-    """Changes that the call made; a refused call may change nothing."""
+    """Parts of the state that the call changed; a rejected call may change nothing."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Collective:
     """A collective that a rank issued."""
 
     call: str
-    """The call and what it sends, for example ``allreduce[6:float64]``."""
+    """Name of the call and its data, for example ``allreduce[6:float64]``."""
     ranks: tuple[int, ...]
-    """The ranks of its process group, which are the same on all of them."""
+    """Ranks of its process group."""
 
     def __str__(self) -> str:
         return f"{self.call} over ranks {', '.join(map(str, self.ranks))}"
@@ -79,32 +79,33 @@ class Reduction:
 
     collective: Collective
     dtype: str
-    """Name in torch, for example ``float32``."""
+    """Dtype of the reduction, for example ``float32``."""
     elements: int
     """Number of elements of the reduced tensor."""
 
 
 @dataclass(kw_only=True)
 class Draw:
-    """A call of a module that drew random numbers on a rank, itself."""
+    """A call of a module that itself drew random numbers on a rank."""
 
     module: str
-    """Its name."""
+    """Name of the module."""
     layer: str
-    """Its class."""
+    """Class of the module."""
     state: str
-    """Digest of the generators' states when it began: equal ones draw alike."""
+    """Digest of the generators' states at its begin: equal digests draw equal
+    numbers."""
     recomputed: bool = False
-    """True if it ran in backward, in a forward that runs again."""
+    """True if the call was part of a recomputed forward in backward."""
     applied: str = ""
-    """Digest of what the numbers were applied to, where the module has no parameters;
-    equal digests mean the same activation."""
+    """Digest of the tensor to which the numbers were applied, if the module has no
+    parameters. Equal digests mean the same activation."""
     varied: bool = False
-    """True if ranks cannot hold it by accident, as they may hold one of zeros."""
+    """True if that tensor cannot be equal on two ranks by accident, as zeros can."""
     by_row: bool = False
-    """True if rows were dropped differently."""
+    """True if different elements were dropped in different rows."""
     kept: float | None = None
-    """Factor of the elements that it kept, where it is one for all of them."""
+    """Factor of the elements that were kept, if it is the same for all of them."""
 
     def __str__(self) -> str:
         return f"{self.layer} {self.module}".strip()
@@ -116,25 +117,25 @@ class Kind(StrEnum):
     HANDED = "handed"
     """A call of the scaler with this optimizer begins."""
     RETURNED = "returned"
-    """The call has ended."""
+    """That call has ended."""
     BEGINS = "begins"
-    """Its own ``step`` begins."""
+    """The optimizer's own ``step`` begins."""
     USES = "uses"
-    """It is about to use gradients; again after each evaluation of a closure."""
+    """The optimizer is about to use gradients; again after each call of a closure."""
     STEPPED = "stepped"
-    """Its ``step`` has ended."""
+    """The optimizer's ``step`` has ended."""
     CHANGED = "changed"
-    """After the step its state is another one."""
+    """The optimizer's state has changed in the step."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A param group, as its optimizer had it at an event."""
+    """A param group at the time of an event."""
 
     names: tuple[str, ...] = ()
-    """Its parameters, by their names in the model; empty: it steps other tensors."""
+    """Names of its parameters in the model; empty if it steps other tensors."""
     settings: dict[str, Setting] = field(default_factory=dict)
-    """Settings that schedules move, as far as they are known."""
+    """Settings that schedules may change, if known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,17 +144,17 @@ class Event:
 
     kind: Kind
     optimizer: int
-    """Its number: the optimizers of a rank are counted as they are first seen."""
+    """Number of the optimizer, in the order in which this rank saw them first."""
     groups: tuple[Group, ...] = ()
     with_grad: frozenset[str] = frozenset()
-    """The parameters that have a gradient."""
+    """Parameters that have a gradient."""
     recorded: frozenset[str] = frozenset()
-    """Parameters whose gradient was copied here, where it is used first."""
+    """Parameters whose gradient was copied at this event, its first use."""
     written: frozenset[str] = frozenset()
-    """At a use: parameters whose gradient was made or written since the first use in
-    this step, when no weight had moved."""
+    """At a use: parameters whose gradient was written since the first use in this step,
+    before any weight moved."""
     nodes: int = 0
-    """Nodes of the autograd graph so far: a forward makes more of them."""
+    """Number of autograd nodes so far; a forward creates more."""
 
     @property
     def names(self) -> list[str]:
@@ -163,114 +164,118 @@ class Event:
 
 @dataclass(kw_only=True)
 class Decision:
-    """Steps of optimizers that decide together, on one rank in one step."""
+    """One rank's part, in one step, of optimizers that decide together."""
 
     non_finite: list[str] = field(default_factory=list)
-    """Its parameters whose local gradient is not finite, scaled or unscaled."""
+    """Parameters of the group whose local gradient is not finite, scaled or
+    unscaled."""
     parameters_changed: bool | None = None
-    """True if any local element changed; None where nothing of it trains here."""
+    """True if any local element changed; None if nothing of the group trains here."""
     state_changed: bool = False
-    """True if the state of any of its optimizers changed."""
+    """True if the state of any optimizer of the group changed."""
     others: int = 0
-    """Number of decision groups beside this one that train on this rank."""
+    """Number of other decision groups that train on this rank."""
     names: list[str] = field(default_factory=list)
-    """Its parameters that train on this rank."""
+    """Parameters of the group that train on this rank."""
 
 
 Average = dict[str, tuple[int, str]]
-"""Parameter name -> how many elements of its running average are here, and a digest."""
+"""Parameter -> number of local elements of its running average, and their digest."""
 
 
 @dataclass(kw_only=True)
 class StepTrace:
-    """One rank, one step. Built up as the step goes on."""
+    """Trace of one step on one rank, filled as the step proceeds."""
 
     step: int
     complete: bool = False
     """True if the step was observed to its end."""
     loss: float | None = None
-    """This rank's loss, or None; the mean of all by their weights is the batch's."""
+    """This rank's loss, or None. The weighted mean over ranks is the batch's loss."""
     loss_dtype: str = ""
-    """Name in torch of the dtype that the loss had; empty where it was a number."""
+    """Name in torch of the loss's dtype; empty if it is a plain number."""
     weight: float | None = 1.0
-    """Weight of this rank in that mean; None if the rank's counts are not known."""
+    """Weight of this rank in that mean; None if the rank's counts are unknown."""
     counts: tuple[float, ...] = ()
-    """Divisors of the sums of all ranks, where the loss is (sum, count)."""
+    """Divisors of the sums over all ranks, if the loss is (sum, count)."""
     reported_norm: float | None = None
-    """The norm of the whole unscaled gradient before clipping, as the stack reports."""
+    """Norm of the whole unscaled gradient before clipping, as the workload reports
+    it."""
     schedule: tuple[str, str] | None = None
-    """Digest of the learning rate's schedule before and after the step, if given."""
+    """Digest of the learning-rate schedule before and after the step, if reported."""
     average: tuple[Average, Average] | None = None
-    """The running average of the weights before and after the step, if given."""
+    """Running average of the weights before and after the step, if reported."""
     averages: dict[str, Floats] = field(default_factory=dict)
-    """Its values after the step, where they are laid out as the parameters and the
+    """Values of the average after the step, if it has the parameters' layout and the
     reference is the workload on one rank."""
     skips: tuple[int, int] | None = None
-    """Skipped steps that the stack has counted, before and after the step, if given."""
+    """The workload's count of skipped steps before and after the step, if reported."""
     scale_before: float = 1.0
     scale_after: float = 1.0
     growth_before: int | None = 0
-    """The growth tracker; None where the scaler's state_dict lacks it."""
+    """Growth tracker before the step; None if the scaler's state_dict has none."""
     growth_after: int | None = 0
     events: list[Event] = field(default_factory=list)
-    """Events of optimizers, in order; ``fold`` makes the decisions of it, the
-    settings and what is late."""
+    """Events of optimizers, in order; ``fold`` derives decisions, settings and
+    ``late``."""
     calls: set[str] = field(default_factory=set)
-    """Methods of the scaler that were called, by name."""
+    """Names of the scaler's methods that were called."""
     raw: dict[str, bool] | None = None
-    """Parameter name -> whether its gradient was not finite when a scaler was about to
-    read the gradients; None where none did."""
+    """Parameter -> True if its gradient was not finite when a scaler was about to read
+    it. None if no scaler read gradients."""
     own_skip: bool = False
-    """True if all ranks skipped by the stack's own decision, and counted the skip."""
+    """True if all ranks skipped by the workload's own decision, and counted the
+    skip."""
     changed: frozenset[str] = frozenset()
-    """Parameters of which a local element changed."""
+    """Parameters with a changed local element."""
     decisions: list[Decision] = field(default_factory=list)
-    """One a decision group."""
+    """One for each decision group."""
     faults: list[str] = field(default_factory=list)
-    """Faults that were injected, as text."""
+    """Faults that were written into gradients, as text."""
     digests: dict[str, str] = field(default_factory=dict)
     """Parameter name -> digest of its local elements after the step."""
     collectives: list[Collective] = field(default_factory=list)
     """Collectives issued inside the scaler's calls, in order."""
     reductions: list[Reduction] = field(default_factory=list)
-    """Reductions of gradients, where a dtype is promised: from backward to the step."""
+    """Reductions of gradients from backward to the step, if a dtype is promised."""
     checked_sum: tuple[float, float] | None = None
-    """Result and expectation of the checked all-reduce after the step; the result is
-    nan where it was lost."""
+    """Result and expected result of the all-reduce after the step; the result is nan if
+    it was lost."""
     gradients: dict[str, Floats] = field(default_factory=dict)
-    """Unscaled local gradients as the optimizer saw them, flattened."""
+    """Unscaled local gradients that the optimizer used, flattened."""
     places: dict[str, NDArray[np.int64]] = field(default_factory=dict)
-    """Parameter name -> place of each element of its gradient in the flat full tensor;
-    those of the parameter (``RankTrace.index``), unless it is laid out otherwise."""
+    """Parameter -> position of each gradient element in the flat full tensor, if they
+    differ from those of the parameter (``RankTrace.index``)."""
     partial: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Parameter name -> ranks over which its gradient is still to be summed, if any."""
+    """Parameter -> ranks over which its gradient is still to be summed."""
     parameters: dict[str, Floats] = field(default_factory=dict)
     """Local parameters after the step, flattened."""
     buffers: dict[str, Floats] = field(default_factory=dict)
-    """Buffer name -> value after the step, where it has the dtype of the model's."""
+    """Buffer -> value after the step, if its dtype is that of the model's buffer."""
     buffer_digests: dict[str, str] = field(default_factory=dict)
     """Buffer name -> digest of its value after the step."""
     draws: list[Draw] = field(default_factory=list)
-    """Calls of modules that drew in the passes, where random layers are on."""
+    """Calls of modules that drew random numbers, if random layers are on."""
     drawn_outside: int = 0
-    """How often numbers were drawn there in no call of a module that is seen."""
+    """Number of draws outside of any observed module's call."""
     drew: bool = False
-    """True if anything drew random numbers in the passes."""
+    """True if the step drew random numbers."""
     settings: dict[str, dict[str, Setting]] = field(default_factory=dict)
-    """Parameter name -> what schedules move in its param group, as the optimizer had it
-    when it was called, where the workload trains by itself."""
+    """Parameter -> settings of its param group that schedules may change, when the
+    optimizer was called. Only with a ``train_step``."""
     copies: list[dict[str, Setting]] = field(default_factory=list)
-    """The same of each param group of optimizers that step none of the parameters
-    themselves, but copies of them."""
+    """The same settings, for each param group of optimizers that step copies of
+    parameters."""
     late: list[str] = field(default_factory=list)
-    """Parameters that were stepped after a forward in this step had other weights than
-    the first, where the workload trains by itself."""
+    """Parameters stepped after a later forward, with weights that had moved in this
+    step. Only with a ``train_step``."""
     unclear_choices: int = 0
-    """Rows of a learned router that could be either of two of the reference."""
+    """Number of a router's rows that match two reference rows with different
+    choices."""
 
     @property
     def bad(self) -> set[str]:
-        """Parameters whose gradient is not finite, before or after it is unscaled."""
+        """Parameters whose gradient is not finite, before or after unscaling."""
         read = self.raw or {}
         return {name for name, is_bad in read.items() if is_bad} | {
             name
@@ -285,7 +290,7 @@ class StepTrace:
 
     @property
     def parameters_changed(self) -> bool | None:
-        """True if any local element changed; None where nothing trains here."""
+        """True if any local element changed; None if nothing trains here."""
         changes = [
             d.parameters_changed
             for d in self.decisions
@@ -296,27 +301,27 @@ class StepTrace:
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """State of a new scaler after a stack's own save and load."""
+    """State of a new scaler after the workload's own save and load."""
 
     saved: tuple[float, int | None]
-    """Scale and growth tracker when the stack saved."""
+    """Scale and growth tracker at the save."""
     loaded: tuple[float, int | None]
-    """The same of a new scaler once the stack has loaded."""
+    """Scale and growth tracker of the new scaler after the load."""
     new: tuple[float, int | None]
-    """The same of a new scaler before."""
+    """Scale and growth tracker of the new scaler before the load."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """The state of a training, from which another world goes on."""
+    """State of a training, from which another world resumes."""
 
     scaler: bytes
-    """The judged scaler's state dict as ``torch.save`` writes it; empty without one."""
+    """The scaler's state dict as ``torch.save`` writes it; empty without a scaler."""
     optimizers: dict[str, dict[str, Any]]
-    """Parameter name -> key -> its optimizer's state: a flat array has a value an
-    element, a 0-d array or anything else is one value of the whole parameter."""
+    """Parameter -> key -> its optimizer's state. A flat array has one value for each
+    element; a 0-d array or anything else is one value for the whole parameter."""
     parameters: dict[str, Floats] = field(default_factory=dict)
-    """Name -> elements, flat; a rank leaves it empty: its last step holds them."""
+    """Parameter -> flat elements. Empty on a rank, whose last step holds them."""
 
 
 @dataclass(kw_only=True)
@@ -327,63 +332,63 @@ class RankTrace:
     coordinate: dict[str, int]
     """Mesh axis -> index of this rank."""
     index: dict[str, NDArray[np.int64]]
-    """Parameter name -> place of each local element in the flat full tensor."""
+    """Parameter -> position of each local element in the flat full tensor."""
     shards: dict[str, str]
-    """Parameter name -> digest of ``index``: equal digests mean replicas."""
+    """Parameter -> digest of ``index``: replicas have equal digests."""
     trains: frozenset[str] = frozenset()
     """Parameters that have local elements and require a gradient."""
     owned: list[list[str]] = field(default_factory=list)
-    """Per decision group: names of its parameters, equal on all ranks."""
+    """For each decision group: names of its parameters, equal on all ranks."""
     unjoined: tuple[int, ...] = ()
-    """Number of optimizers of each rank, where it differs and nothing but their order
-    says which of them belong together; else empty."""
+    """Number of optimizers of each rank, if it differs and only their order tells which
+    of them belong together; else empty."""
     left: frozenset[str] = frozenset()
-    """Parameters that another rank, which holds the same elements, steps for this
-    one: no gradient of them is due here."""
+    """Parameters that another rank with the same elements steps: here they need no
+    gradient."""
     reduce_dtype: str = ""
     """Dtype in which the workload promises to reduce gradients; empty: no promise."""
     narrows: bool = False
-    """True if products of fp32 numbers round them first, as with TF32."""
+    """True if matrix products round fp32 inputs first, as with TF32."""
     initial: str = ""
-    """Digest of the whole model's weights before the layout."""
+    """Digest of the whole model's weights before ``parallelize``."""
     dropouts: dict[str, float] = field(default_factory=dict)
-    """Name of a dropout of the model before the layout -> its probability."""
+    """Name of a dropout in the model before ``parallelize`` -> its probability."""
     start: dict[str, Floats] = field(default_factory=dict)
     """Parameter name -> local elements before the first step, flattened."""
     buffers: dict[str, Floats] = field(default_factory=dict)
-    """Buffer name -> value before the first step."""
+    """Buffer -> value before the first step."""
     buffer_digests: dict[str, str] = field(default_factory=dict)
-    """Buffer name -> digest of that."""
+    """Buffer -> digest of its value before the first step."""
     steps: list[StepTrace] = field(default_factory=list)
     problem: Problem | None = None
-    """The call of the judged scaler that raised, if one did."""
+    """Call of the tested scaler that raised, or None."""
     hung: str = ""
-    """How this rank hung until the time limit, in words; else empty. The process was
-    killed, so the steps it had made are lost."""
+    """Description of how this rank hung until the time limit; else empty. The process
+    was killed, so its steps are lost."""
     misuse: list[Misuse] | None = None
-    """Wrong calls made after the last step; None where the run did not get there."""
+    """Wrong calls made after the last step; None if the run did not get there."""
 
     restored: Restored | None = None
-    """The stack's own checkpoint after the last step; None where it has none."""
+    """Result of the workload's own save and load after the last step; None without."""
 
     loaded: tuple[int, str] | None = None
-    """How many of the weights that training had moved are those saved, bit for bit,
-    once the stack has loaded its own checkpoint; and the first that is not. None
-    without a load."""
+    """After the workload loaded its own checkpoint: the number of moved weights that
+    equal the saved ones bit for bit, and the first that does not. None without a
+    load."""
 
     saved: Saved | None = None
-    """The state after the last step, where another world goes on from it."""
+    """State after the last step, if another world resumes from it."""
 
     @property
     def completed(self) -> int:
-        """Number of steps that were observed to their end."""
+        """Number of completed steps."""
         return sum(step.complete for step in self.steps)
 
     def places(self, step: StepTrace, name: str) -> NDArray[np.int64]:
-        """Place of each local element of a gradient in the flat full tensor."""
+        """Return positions of local gradient elements in the flat full tensor."""
         return step.places.get(name, self.index[name])
 
     def reached(self, step: int) -> bool:
-        """True if ``step`` is the last one and was observed to its end."""
+        """Return True if ``step`` is the last one and was completed."""
         last = self.steps[-1] if self.steps else None
         return last is not None and last.complete and last.step == step

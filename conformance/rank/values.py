@@ -1,4 +1,4 @@
-"""Values of a user's objects as text: equal where what they hold is equal."""
+"""Convert a user's objects to text that is equal if their content is equal."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SHOWN = 8
 
 
 def by_value(value: object, around: tuple[int, ...] = ()) -> str:
-    """``value`` as text, without addresses and without truncation.
+    """Return ``value`` as text, without addresses and without truncation.
 
     An object is written as its ``state_dict()``, or as its attributes, so two
     schedulers with equal state have equal texts.
 
     Args:
-        value: anything.
-        around: ids of the values that contain this one.
+        value: any value.
+        around: ids of the values that contain it.
     """
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)

@@ -1,11 +1,11 @@
-"""Variation: how a run on one rank, which is a reference, differs from the judged one.
+"""Variation: how a reference run on one rank differs from the tested run.
 
-The reference of a workload with ``reference = "one rank"`` is the workload's own
-``train_step`` on a mesh of size 1. Its rank sees all rows. It trains in fp64 for the
-truth; for the noise it trains in the scenario's precision, with rows permuted,
-micro-batches cut again, and initial weights moved by one unit roundoff of the dtype in
-which the scenario computes: by less, a run in half precision rounds every weight as
-before, and is no further draw of its noise.
+The reference of a workload with ``reference = "one rank"`` is its own ``train_step`` on
+a mesh of size 1. Its rank has all rows. For the truth it trains in fp64. For the noise
+it trains in the scenario's precision, with rows permuted, micro-batches cut
+differently, and initial weights moved by one unit roundoff of the compute dtype. A
+smaller move would leave half-precision weights unchanged after rounding, so the run
+would show no new noise.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ class Variation:
     """Changes of one run on one rank."""
 
     double: bool = False
-    """The model and the floating tensors of batches are in fp64."""
+    """True if the model and the floating tensors of batches are in fp64."""
     widens: bool = False
-    """Tensors that layout and passes make without a dtype are in fp64, too."""
+    """True if new tensors without an explicit dtype are in fp64 too."""
     permuted: bool = False
-    """The rows of each micro-batch are in another order."""
+    """True if the rows of each micro-batch are permuted."""
     parts: int = 1
-    """Each micro-batch is cut in so many."""
+    """Number of parts into which each micro-batch is cut."""
     moved: int = 0
-    """If not 0, the seed of the signs by which weights are moved by one unit."""
+    """Seed of the signs by which weights are moved by one unit; 0: not moved."""
     redrawn: int = 0
-    """If not 0, torch's generator is seeded with it before each step."""
+    """Seed of torch's generator before each step; 0: not seeded."""
 
     @property
     def seed(self) -> int:
-        """Seed of the noise of a reduction: 0, for none, in the truth and plain run."""
+        """Seed of the noise of a reduction; 0, for none, in the truth and plain run."""
         drawn = 4 * self.moved + self.parts - 1 + 32 * self.permuted
         return 0 if self.double else drawn
 
     @property
     def words(self) -> Sequence[str]:
-        """The changes in words."""
+        """Descriptions of the changes."""
         changes = {
             "rows permuted": self.permuted,
             "micro-batches cut again": self.parts > 1,
@@ -67,7 +67,7 @@ class Variation:
         return NewTensorsInFp64() if self.widens else nullcontext()
 
     def scenario(self, scenario: Scenario) -> Scenario:
-        """Return the scenario of the one rank: no faults, no interruption."""
+        """Return the scenario of the one rank: no faults, no resume, no recompute."""
         recipe = scenario.parsed_recipe
         plain = recipe.resume or recipe.recompute
         name = "plain" if plain else scenario.recipe
@@ -76,10 +76,10 @@ class Variation:
         return replace(scenario, faults="none", recipe=name, precision=precision)
 
     def change_weights(self, model: nn.Module, unit: float) -> nn.Module:
-        """The initial model of this run.
+        """Change the initial weights in place and return the model.
 
         Args:
-            model: is changed in place.
+            model: model to change.
             unit: unit roundoff of the compute dtype.
         """
         generator = torch.Generator().manual_seed(self.moved)
@@ -91,15 +91,15 @@ class Variation:
         return model.double() if self.double else model
 
     def micro_batches(self, batch: Batch, scenario: Scenario) -> list[Batch]:
-        """The micro-batches of the one rank.
+        """Return the micro-batches of the one rank.
 
-        Where a recipe cuts the rows of each rank, the n-th micro-batch holds the rows
-        of the n-th of all ranks: a stack that steps in each micro-batch does the same
-        here.
+        If a recipe cuts the rows of each rank, the n-th micro-batch holds the rows of
+        the n-th micro-batches of all ranks. So a workload that steps in each
+        micro-batch does the same here.
 
         Args:
-            batch: the whole one.
-            scenario: the one that is judged.
+            batch: the whole batch.
+            scenario: scenario that the ranks trained.
         """
         workload, recipe = scenario.workload, scenario.parsed_recipe
         parts = [batch]
@@ -125,13 +125,13 @@ class Variation:
 
 
 class Reduction:
-    """The rounding of a promised reduction, as noise on one rank.
+    """Rounding of a promised reduction, as noise on one rank.
 
     One rank has no partial gradients to round, or rounds the same whole gradient in all
-    runs. So a noisy run changes each element by up to a unit roundoff of the promised
-    dtype, of the element and of the root mean square of the tensor: parts that cancel
-    in a small element are as large as those of others. The change comes after backward
-    has added to a gradient, or when an optimizer of copies uses the gradient.
+    runs. So a noisy run changes each element at random, by up to a unit roundoff of the
+    promised dtype. The roundoff is relative to the element and to the root mean square
+    of the tensor, because large parts may cancel in a small element. The change comes
+    after backward has added to a gradient, or when an optimizer of copies uses it.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Reduction:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def change_rest(self, optimizer: Optimizer) -> None:
-        """Change an optimizer's gradients before use, unless backward changed them."""
+        """Change an optimizer's gradients, unless backward already did."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in self.reached:
@@ -164,7 +164,7 @@ class Reduction:
 
 
 def _joined(parts: Sequence[Batch]) -> Batch:
-    """The rows of all parts, one part after the other."""
+    """Concatenate the rows of all parts."""
     columns = zip(*(part.tensors for part in parts), strict=True)
     joined = iter([torch.cat(column) for column in columns])
     return parts[0].map(lambda _: next(joined))
@@ -176,11 +176,11 @@ class Alone:
 
     variation: Variation
     skipped: Sequence[frozenset[str]]
-    """Per step: the parameters that must not change by the rule."""
+    """For each step: parameters that by the rule must not change."""
     scales: Sequence[float]
-    """Per step: the scale of the loss."""
+    """For each step: the loss scale."""
 
     @property
     def scaled(self) -> bool:
-        """True if ``train_step`` gets a scaler that can act."""
+        """True if ``train_step`` gets a scaler that has an effect."""
         return any(self.skipped) or any(scale != 1.0 for scale in self.scales)

@@ -1,4 +1,4 @@
-"""Calls of a ``train_step``, watched: optimizers of torch, and the judged scaler."""
+"""Observe calls of a ``train_step`` to torch optimizers and to the tested scaler."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["NoOptimizer", "WatchedScaler", "watching_optimizers"]
 
 @contextmanager
 def watching_optimizers(note: Callable[[Kind, Optimizer], None]) -> Iterator[None]:
-    """Inside, ``note`` is called with each event of any torch optimizer.
+    """Call ``note`` with each event of any torch optimizer in this context.
 
-    Kinds are ``BEGINS``, ``USES`` (once the gradients are there: after the optimizer's
-    own hooks, and each time that a closure has made them) and ``STEPPED``.
+    Kinds are ``BEGINS``, ``USES`` and ``STEPPED``. ``USES`` comes once the gradients
+    are computed: after the optimizer's own hooks, and after each call of a closure.
     """
     hooks = StepHooks(
         begins=partial(note, Kind.BEGINS),
@@ -38,23 +38,23 @@ def watching_optimizers(note: Callable[[Kind, Optimizer], None]) -> Iterator[Non
 
 
 class NoOptimizer:
-    """Stands for an optimizer that a rank lacks, in the order of the program."""
+    """Stand-in for an optimizer that this rank lacks but other ranks have."""
 
 
 @cache
 def lacking(place: int) -> NoOptimizer:
-    """Stand-in for the optimizer number ``place`` (from 0), which this rank lacks."""
+    """Return the stand-in for optimizer number ``place`` (from 0) of this rank."""
     return NoOptimizer()
 
 
 class WatchedScaler:
-    """The judged scaler, as ``train_step`` receives it.
+    """The tested scaler, as ``train_step`` receives it.
 
-    Every method is forwarded in one way: whatever it is called, a method that is handed
-    optimizers may read and write their gradients, so ``handing`` surrounds it. A method
-    that is handed None in place of an optimizer is handed a :class:`NoOptimizer`, for a
-    rank that lacks the optimizer which others have there. Only ``scale`` and ``update``
-    are changed: faults go into losses, and a recipe may set the scale.
+    Every method is forwarded in the same way. A method that takes optimizers may read
+    and write their gradients, so ``handing`` surrounds it. If a method gets None in
+    place of an optimizer, ``handing`` gets a :class:`NoOptimizer`: this rank lacks an
+    optimizer that other ranks have. Only ``scale`` and ``update`` are changed: faults
+    go into losses, and a recipe may set the scale.
     """
 
     def __init__(
@@ -69,11 +69,12 @@ class WatchedScaler:
         """Take the scaler and what to do around its calls.
 
         Args:
-            scaler: the judged one.
-            watch: a context for a call; its errors are the scaler's fault.
-            inject: makes a loss bad where a fault is due, before it is scaled.
-            handing: optimizer -> a context for a call that is handed it.
-            new_scale: argument for ``update`` where it is given nothing.
+            scaler: the tested scaler.
+            watch: method name -> context for a call; an error in it is the scaler's
+                fault.
+            inject: makes a loss non-finite, before scaling, if a fault is planned.
+            handing: optimizer -> context for a call that takes the optimizer.
+            new_scale: argument for ``update`` if it is called without one.
         """
         self._scaler = scaler
         self._watch = watch
@@ -81,10 +82,10 @@ class WatchedScaler:
         self._handing = handing
         self._new_scale = new_scale
         self._lacked: Counter[str] = Counter()
-        """Method -> how often it was called without an optimizer in this step."""
+        """Method -> number of calls without an optimizer in this step."""
 
     def scale(self, outputs: Any) -> Any:
-        """A loss, or each of several, times the scale."""
+        """Multiply a loss, or each of several, by the scale."""
         if isinstance(outputs, Tensor):
             outputs = self._inject(outputs)
         elif isinstance(outputs, Iterable):
@@ -94,7 +95,7 @@ class WatchedScaler:
             return self._scaler.scale(outputs)
 
     def update(self, new_scale: Any = None) -> None:
-        """Move the scale, or set it."""
+        """Adjust the scale, or set it."""
         if new_scale is None:
             new_scale = self._new_scale
         with self._watch("update"):
@@ -105,11 +106,11 @@ class WatchedScaler:
     # its state only if its class has both.
 
     def state_dict(self) -> Any:
-        """The scaler's state."""
+        """Return the scaler's state."""
         return self._call("state_dict", self._scaler.state_dict)
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Go on from a saved state."""
+        """Load a saved state."""
         return self._call("load_state_dict", self._scaler.load_state_dict, state_dict)
 
     def __getattr__(self, name: str) -> Any:
@@ -123,7 +124,7 @@ class WatchedScaler:
     def _call(
         self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Call a method of the scaler with the given arguments."""
+        """Call a method of the scaler, observed."""
         with ExitStack() as around:
             for optimizer in self._optimizers(name, [*args, *kwargs.values()]):
                 around.enter_context(self._handing(optimizer))
@@ -131,7 +132,7 @@ class WatchedScaler:
             return method(*args, **kwargs)
 
     def _optimizers(self, name: str, given: Sequence[Any]) -> list[Any]:
-        """The optimizers among the arguments of a method."""
+        """Return the optimizers among the arguments of a method."""
         optimizers = [each for value in given for each in _flat(value)]
         optimizers = [each for each in optimizers if hasattr(each, "param_groups")]
         lacks = name in TAKES_AN_OPTIMIZER and given[:1] == [None]

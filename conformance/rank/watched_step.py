@@ -1,4 +1,4 @@
-"""One step with its modules watched: a rank trains up to it and records it."""
+"""Train a rank up to one step and record its modules in that step."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def observe_modules(
     facts: WorkloadFacts,
     files: str | None = None,
 ) -> Watched:
-    """Train on this rank up to ``step``, and watch the modules in that step.
+    """Train on this rank up to ``step``, and record the modules in that step.
 
     Args:
         scenario: scenario to train.
-        spec: the judged scaler, or ``none``.
+        spec: name of the tested scaler, or ``none``.
         folder: import path of the scaler and of the workload.
-        saved: state of another world at the resume, to go on from there.
-        step: the last one.
+        saved: state of another world from which to resume, if any.
+        step: last step, which is recorded.
         facts: facts of the workload.
-        files: a folder for checkpoints.
+        files: folder for checkpoints.
     """
     watched: list[Watched] = []
 
@@ -58,12 +58,12 @@ def observe_modules(
 
 @contextmanager
 def watched_step(engine: Engine, step: int, found: list[Watched]) -> Iterator[None]:
-    """Watch the modules in a step.
+    """Record the modules in a step.
 
     Args:
-        engine: engine that makes it.
-        step: its number.
-        found: gets the record, in which rank and coordinate are still unknown.
+        engine: engine that trains.
+        step: number of the step.
+        found: list to which the record is appended, without rank and coordinate.
     """
     workload = engine.scenario.workload
     model = workload.model()
@@ -101,7 +101,7 @@ def watched_step(engine: Engine, step: int, found: list[Watched]) -> Iterator[No
 
 
 def _micro_batches(engine: Engine, step: int) -> list[Batch]:
-    """The micro-batches of this rank in ``step``, in the order of its passes."""
+    """Return the micro-batches of this rank in ``step``, in order."""
     scenario = engine.scenario
     batch = scenario.workload.batch(step, scenario.seed)
     # a pipeline schedule cuts what it is given
@@ -113,9 +113,9 @@ def _micro_batches(engine: Engine, step: int) -> list[Batch]:
 def _as_called(batches: Sequence[Batch], log: ModuleLog) -> list[Batch]:
     """Cut the batches into the rows of each call of the model.
 
-    A pipeline schedule cuts its input, and its first call only infers shapes. If the
-    calls have another number of rows, and are more than the batches, calls and rows
-    cannot be paired: the log then says so.
+    A pipeline schedule cuts its input, and its first call only infers shapes. If there
+    are more calls than batches, with other numbers of rows, calls and rows cannot be
+    matched; the log then says so.
     """
     called = next(iter(log.rows), [])
     row_counts = [batch.tensors[0].shape[0] for batch in batches]

@@ -1,8 +1,8 @@
-"""Work of a rank: one scenario with one scaler, observed at every step.
+"""Train one scenario with one scaler on a rank, observed at every step.
 
-Steps of :func:`observe_rank`: build the engine; construct the judged scaler; then per
-step: passes, faults, the raw gradients, the judged calls under observation,
-their effect, and one checked collective.
+:func:`observe_rank` builds the engine and constructs the tested scaler. For each step
+it runs forward and backward, plants faults, and records the gradients. Then it calls
+the scaler, records the effect, and makes one collective whose result is checked.
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ from .variation import Alone
 __all__ = ["JudgedError", "all_say_right", "checked_collective", "observe_rank"]
 
 Around = Callable[[Engine, int], AbstractContextManager[None]]
-"""(engine, step) -> a context in which the step is made."""
+"""(engine, step) -> context in which the step runs."""
 ASK_EVERY_S = 0.05
-"""How often a rank that waits for the checked collective asks what others got."""
+"""Interval at which a rank that waits for the checked collective asks for others'
+results."""
 RIGHT, WRONG = "right", "wrong"
-"""Answers of a rank about its checked sum."""
+"""Reports of a rank about its checked sum."""
 UNLIMITED = timedelta(hours=24)
-"""Longer than any deadline of the parent, which finds the rank that hangs."""
+"""Longer than any deadline of the parent process, which detects a hanging rank."""
 
 
 def observe_rank(
@@ -84,19 +85,19 @@ def observe_rank(
 
     Args:
         scenario: scenario to train.
-        spec: the judged scaler, or ``none`` to train without one.
-        folder: import path of the judged scaler and of the workload.
-        saved: the state of the first phase, to resume from.
-        keep: keep the state after the last step, for :func:`restore`.
-        choices: per step what learned routers are to choose.
-        around: (engine, step) -> a context in which the step is made.
-        last: the step to end with, and no wrong calls after it.
-        facts: facts of the workload; None: to be found out here.
+        spec: name of the tested scaler, or ``none``.
+        folder: import path of the scaler and of the workload.
+        saved: state of the first phase, to resume from.
+        keep: true to keep the state after the last step, for :func:`restore`.
+        choices: for each step, the choices of learned routers.
+        around: (engine, step) -> context in which the step runs.
+        last: last step; then no wrong calls are made after it. None for all steps.
+        facts: facts of the workload; None to find them here.
         alone: makes the run a reference, on a mesh of the same axes at size 1.
-        files: a folder for checkpoints; None: the system's for temporary files.
+        files: folder for checkpoints; None for the system's temporary folder.
 
     Raises:
-        JudgedError: if a call of the judged scaler raised; holds the trace so far.
+        JudgedError: if a call of the tested scaler raised; holds the trace so far.
     """
     world = current_world()
     set_deterministic(world.device)
@@ -247,11 +248,12 @@ def _run_step(
 def checked_collective(
     rank: int, step: int, device: torch.device
 ) -> tuple[float, float]:
-    """All-reduce with a known sum; a stray collective would pair with it.
+    """Return the result of an all-reduce and the expected sum.
 
-    A rank waits for late peers up to the time limit of the run. The result is nan if
-    the all-reduce failed, or if another rank got a wrong sum, since this one may then
-    have no partner.
+    A stray collective would pair with it and change the result. A rank waits for late
+    peers up to the time limit of the run. The result is nan if the all-reduce failed.
+    It is also nan if another rank got a wrong sum, since this one may then have no
+    partner.
     """
     ranks = dist.get_world_size()
     value = torch.tensor([_summand(rank, step)], device=device)
@@ -278,16 +280,16 @@ def checked_collective(
 
 
 def _summand(rank: int, step: int) -> float:
-    """The part of a rank in the checked sum of a step: another number a rank and step.
+    """Return a rank's summand in the checked sum; it depends on rank and step.
 
-    In fp32, as most collectives that stray, where whole numbers are exact up to 2^24:
-    that is the sum of 9,548 ranks, at any step.
+    The sum is in fp32, as most stray collectives. Whole numbers are exact up to 2^24:
+    that is the sum over 9,548 ranks, at any step.
     """
     return (1.0 + rank % 7) * (1.0 + step % 251)
 
 
 def _one_says_wrong(step: int) -> bool:
-    """True if a rank has said that its checked sum of this step is wrong."""
+    """Return True if a rank reported a wrong checked sum for this step."""
     world = current_world()
     keys = [f"checked/{step}/{rank}" for rank in range(world.world_size)]
     answered = [key for key in keys if world.store.check([key])]
@@ -295,9 +297,9 @@ def _one_says_wrong(step: int) -> bool:
 
 
 def all_say_right(seen: StepTrace) -> bool:
-    """True if the checked sum is right on every rank.
+    """Return True if the checked sum is right on every rank.
 
-    Ranks exchange this through the store, because the process group may be broken; so
+    Ranks exchange this through the store, because the process group may be broken. So
     no rank continues alone and hangs. See [Note: How a rank ends] in
     ``run/failures.py``.
     """

@@ -1,7 +1,7 @@
 """``gradparity record`` and ``gradparity compare``: run a job, and compare two runs.
 
 A recording is a folder with ``run.json`` and a folder for each run of the command:
-``plain``, and for the noise ``again`` and ``nudged-1``, ``nudged-2`` and so on.
+``plain``, and, to measure noise, ``again``, ``nudged-1``, ``nudged-2`` and so on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["compare", "record"]
 HOOK = Path(__file__).parent / "hook"
 MANIFEST = "run.json"
 STOPPED = 130
-"""Exit code of a job that Ctrl-C has ended."""
+"""Exit code of a job that was ended by Ctrl-C."""
 LINES = """\
 gradparity: no optimizer of torch was called. A step that is compiled is not seen: call
 the optimizer's own. If the optimizer is not one of torch, or the job sets PYTHONPATH or
@@ -58,19 +58,19 @@ def record(
     """Run a command and record it.
 
     Args:
-        out: a new folder.
-        command: the job.
-        orders: orders for its processes; of each run, ``out`` and ``nudge``
-            are filled in.
-        noise: number of runs with moved weights.
+        out: folder to create.
+        command: command line of the job.
+        orders: orders for the job's processes; ``out`` and ``nudge`` are set here for
+            each run.
+        noise: number of extra runs with nudged weights.
         say: prints a line.
 
     Returns:
         The exit code of the command; 2 if nothing was recorded.
 
     Raises:
-        UsageError: if there is no command, the folder exists, or there are no weights
-            to begin from.
+        UsageError: if there is no command, the folder exists, or the start weights are
+            missing.
     """
     if not command:
         raise UsageError("give the command after --: gradparity record RUN -- COMMAND")
@@ -155,7 +155,7 @@ def _several(ranks: Sequence[int]) -> str:
 
 
 def _why_not(folder: Path, orders: Orders, code: int, name: str = "") -> str:
-    """Say why a run has recorded nothing; removes what its processes say of it."""
+    """Return why a run recorded nothing, and delete the notes of its processes."""
     start = f"gradparity: {name}: " if name else "gradparity: "
     paths = sorted(folder.glob("unrecorded-*.json"))
     every = [msgspec.json.decode(p.read_bytes(), type=Unrecorded) for p in paths]
@@ -180,7 +180,7 @@ def _why_not(folder: Path, orders: Orders, code: int, name: str = "") -> str:
 
 
 def _run(command: Sequence[str], out: Path, name: str, orders: Orders) -> int:
-    """Run the command once; all runs but the first write into a log."""
+    """Run the command once; only the first run prints, the others write into a log."""
     paths = [str(HOOK), os.environ.get("PYTHONPATH", "")]
     own = msgspec.structs.replace(
         orders,
@@ -221,18 +221,18 @@ def compare(
 
     Args:
         a: the reference, with noise.
-        b: the side in question. Either may be several folders with commas between, one
-            a host.
-        exact: true if bits are compared.
-        json: where to write all that was compared.
-        html: folder in which to write a page.
+        b: recording to check. Both may be several folders separated by commas, one for
+            each host.
+        exact: true to compare bit for bit.
+        json: file to write every comparison to.
+        html: folder to write a page into.
         say: prints a line.
 
     Returns:
         0 same, 1 different, 2 not comparable, 4 undecided.
 
     Raises:
-        UsageError: if one is no recording.
+        UsageError: if a folder is not a recording.
     """
     from .compare import compare
     from .exact import compare_exactly

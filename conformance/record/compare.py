@@ -1,8 +1,8 @@
 """Compare two recordings: the same start, rows and settings first, then numbers.
 
-A tensor may differ by its bound (``differences.py``). A second test takes a step as a
-whole: the median over tensors of distance over noise, above ``WHOLE``, is a difference
-that is spread.
+Each tensor at each step has a bound on its difference (``differences.py``). A second
+test takes a step as a whole and finds differences that are spread over all tensors:
+the median over tensors of distance / noise may not exceed ``WHOLE``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .regions import Region, region_of
 __all__ = ["Comparison", "Row", "Side", "compare"]
 
 WHOLE = 3.0
-"""Right variants came to 1.6 noises at most; faults that are spread to 5 or more."""
+"""Correct variants of a job reached 1.6 times the noise; spread faults 5 or more."""
 CLIPPED = 1e-4
-"""Relative difference of norms that are one length: clipping adds 1e-6 to a norm."""
+"""Largest relative difference of norms clipped to one limit: clipping adds 1e-6."""
 REGIONS = 100
-"""Tensors of which it is found out where they differ."""
+"""Number of tensors for which the differing region is computed."""
 NO_STEP = (
     "the two sides recorded no step in common: give record the same --steps, and "
     "--first N for a job that goes on from step N"
@@ -53,21 +53,21 @@ class Comparison:
 
     code: int
     lines: list[str] = field(default_factory=list)
-    """Sentences, the decisive one first."""
+    """Sentences of the report; the first one states the result."""
     rows: list[Row] = field(default_factory=list)
     """Every tensor that was compared."""
     blocks: list[Row] = field(default_factory=list)
     """Outputs of blocks, and their gradients, at the first step that differs."""
     regions: list[tuple[Row, Region]] = field(default_factory=list)
-    """Where tensors differ at that step, the worst first."""
+    """Tensors at the first step that differs, and the region of each; worst first."""
 
 
 def compare(one: Side, other: Side) -> Comparison:
-    """Compare numbers, if all that must be equal exactly is.
+    """Compare all numbers, unless inputs that must be equal differ.
 
     Args:
-        one: the reference; it has noise.
-        other: the side in question; its noise is added, if it was measured.
+        one: the reference; it has noise runs.
+        other: the side to check; its noise is added if it has noise runs.
     """
     names, start = proved_names(one.run, other.run)
     steps = sorted({*one.run.steps} & {*other.run.steps})
@@ -123,7 +123,7 @@ def compare(one: Side, other: Side) -> Comparison:
 def _tell_steps(
     found: Comparison, one: Side, other: Side, steps: Sequence[int]
 ) -> None:
-    """Say which steps one side alone has; a job that broke off decides nothing."""
+    """Add a line on steps that only one side has; a job that broke off is undecided."""
     for side, longer in ((one, other), (other, one)):
         lost = sorted({*longer.run.steps} - {*steps})
         if not lost:
@@ -189,7 +189,7 @@ def _obstacles(
 
 
 def _no_names(one: Run, other: Run) -> str:
-    """Reason why no tensor has a partner, or empty if the line on the start says it."""
+    """Return why no tensor has a partner; empty if the line on the start says so."""
     first, second = min(one.steps), min(other.steps)
     if first != second:
         return (
@@ -213,7 +213,7 @@ def _precisions(one: Side, other: Side) -> Iterator[str]:
 
 
 def _clipped(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
-    """Say that clipping has made all gradients one length, if it has at every step."""
+    """Yield a warning if clipping gave all gradients one norm at every step."""
     norms = []
     for run in (one, other):
         squares = dict.fromkeys(steps, 0.0)
@@ -233,7 +233,7 @@ def _clipped(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
 
 
 def _losses(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
-    """Losses, which nothing asks for.
+    """Yield a line with the losses of both sides; they decide nothing.
 
     A mean over ranks is not the loss of the batch if ranks have unequal tokens.
     """
@@ -320,10 +320,11 @@ def _spread(rows: Sequence[Row], step: int) -> float:
 
 
 def _where(one: Side, other: Side, step: int, factor: str) -> tuple[list[Row], str]:
-    """Where a step begins to differ, from the outputs of blocks, if any were recorded.
+    """Find where a step begins to differ, from the outputs of blocks if recorded.
 
-    Nothing is decided by them. The loss of a rank may be a mean over its own rows, and
-    of a micro-batch too: gradients are compared up to one factor, that of the last.
+    The result is only a hint. The loss of a rank may be a mean over its own rows or its
+    micro-batch, which scales its gradients: so gradients of outputs are compared up to
+    one factor, taken from the last block.
     """
     every = one.run.names(OUTPUT, step)
     if every and one.run.rows.get(step) != other.run.rows.get(step):
@@ -374,7 +375,10 @@ def _where(one: Side, other: Side, step: int, factor: str) -> tuple[list[Row], s
 
 
 def _scaled(side: Side, reference: Run, step: int, last: str) -> Side | None:
-    """The side with all gradients of outputs times one number, that of the last one."""
+    """Return the side with gradients of outputs scaled so that block ``last`` agrees.
+
+    Returns None if no such factor is known.
+    """
     mine = reference.tensors.get((step, GRADIENT, last))
     its = side.run.tensors.get((step, GRADIENT, last))
     if mine is None or its is None or not its.is_whole or not its.norm:

@@ -1,12 +1,13 @@
-"""Difference of two sides of a comparison: each tensor at each step, and its noise.
+"""Differences of each tensor at each step between two sides, and their bounds.
 
 [Note: Bounds]
-The reference side was recorded again as it is, and with its weights moved by a unit in
-the last place. Their difference from the first run is the noise of the job. A tensor
-may differ by ``FACTOR`` times the largest noise that it showed up to this step, and by
-no less than that of the median tensor of the step. A bound as large as the tensor
-compares nothing. An update may besides be off by a unit in the last place of each
-weight: a few elements round to the other side, which two nudged runs need not show.
+The reference job was recorded again twice or more: unchanged, and with each weight
+moved to a neighbouring number. The distances of these runs from the first one are the
+noise of the job. The bound of a tensor is ``FACTOR`` times the largest noise that it
+showed up to this step, but at least that of the median tensor of the step. A bound as
+large as the tensor compares nothing. The bound of an update also allows one unit in
+the last place of each weight: a few elements round to the other side, which two
+nudged runs need not show.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from .merge import Run, Side, Whole
 __all__ = ["KINDS", "Row", "rows_of_sides"]
 
 FACTOR = 8.0
-"""Right variants of a job came to 0.17 of this bound at most."""
+"""Factor from noise to bound; correct variants reached 0.17 of this bound at most."""
 UNIT = 2.0**-24
-"""Unit roundoff of fp32: no tensor has less noise, relative to its size."""
+"""Unit roundoff of fp32: the smallest noise of a tensor, relative to its norm."""
 KINDS = ("gradient", "update")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One tensor at one step."""
+    """Difference of one tensor between the two sides at one step."""
 
     step: int
     kind: str
@@ -41,19 +42,20 @@ class Row:
     bound: float
     """Largest distance that noise explains, relative to the same tensor."""
     noise: float
-    """The distance that correct runs have."""
+    """Largest distance between correct runs of the job."""
     words: str = ""
-    """Predicate of the second side: a multiple of the first, zeros, the step before."""
+    """Description of the second side: a multiple of the first, zeros, the step
+    before."""
 
     @property
     def differs(self) -> bool:
-        """True if the noise of the job does not explain the difference."""
+        """True if the distance is above its bound."""
         # written so that nan differs
         return not self.distance <= self.bound
 
     @property
     def ratio(self) -> float:
-        """Distance over bound; 0 / 0 is 0."""
+        """Distance divided by bound; 0 if the distance is 0."""
         if not self.distance:
             return 0.0
         return self.distance / self.bound if self.bound else math.inf
@@ -69,8 +71,8 @@ def rows_of_sides(
     """Compare the sketches of all tensors that both sides have; see [Note: Bounds].
 
     Args:
-        one: the reference; it has noise.
-        other: the side in question; its noise is added, if it was measured.
+        one: the reference; it has noise runs.
+        other: the side to check; its noise is added if it has noise runs.
         names: name on the first side -> name on the second one.
         steps: steps that both sides have, in order.
         kinds: kinds of tensors.
@@ -124,7 +126,7 @@ def _pairs(
 
 
 def _noise(side: Side, name: str, step: int, kind: str) -> float:
-    """Return the largest distance of runs again; infinite if some are not finite."""
+    """Return the largest distance of a noise run; inf if a value is not finite."""
     plain = side.run.tensors[step, kind, name]
     again = [run.tensors.get((step, kind, name)) for run in side.noisy]
     every = [plain, *(each for each in again if each)]
@@ -134,7 +136,7 @@ def _noise(side: Side, name: str, step: int, kind: str) -> float:
 
 
 def _words(one: Run, mine: Whole, its: Whole, name: str, step: int, kind: str) -> str:
-    """Describe the second side relative to the first, where a sketch shows it."""
+    """Describe how the second side differs from the first, if the sketch shows it."""
     if its.bad or mine.bad:
         return f"has {its.bad} elements that are not finite, the first side {mine.bad}"
     if not its.norm and mine.norm:

@@ -1,6 +1,6 @@
 """Starts, rows, settings and replicas of two recordings: they must be equal exactly.
 
-A difference there is the answer, and no number needs to be compared.
+If one of them differs, that is the result, and numbers are not compared.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ FREE = frozenset(
     {"foreach", "fused", "capturable", "differentiable", "initial_lr"}
     | {"is_expert_parallel"}  # of Megatron: which ranks hold the group
 )
-"""Settings that choose an implementation or a layout, and not what is computed."""
+"""Settings that choose an implementation or a layout and do not change the result."""
 
 
 def proved_names(one: Run, other: Run) -> tuple[dict[str, str], str]:
-    """Match names of the first side to names of the other by their initial weights.
+    """Match parameters of the two sides by their initial weights.
 
     Returns:
-        Name of the first side -> name of the other, and the sentence about the start;
-        no names if the sides began with other weights.
+        Name on the first side -> name on the second, and a sentence about the start. No
+        names if the sides began with different weights.
     """
     first = {*one.steps[:1], *other.steps[:1]}
     starts, theirs = one.starts, other.starts
@@ -87,8 +87,8 @@ def _renamed(
 ) -> dict[str, str]:
     """Match tensors by their initial bits, whatever their names.
 
-    Several tensors may begin equal, such as all ones. If their names have no common
-    end, those of the nearest first gradients are pairs.
+    Several tensors may have equal bits, such as all ones. Among them, names with a
+    common ending are matched; otherwise those with the nearest first gradients.
     """
 
     def bits(run: Run, name: str) -> tuple[Any, ...]:
@@ -148,7 +148,7 @@ def _settings_on_ranks(side: Side) -> Iterator[str]:
 def other_inputs(
     one: Side, other: Side, names: Mapping[str, str], step: int
 ) -> Iterator[str]:
-    """Yield different inputs of a step: rows, and settings of parameters."""
+    """Yield differences in the inputs of a step: rows, and settings of parameters."""
     if not _same_rows(one.run, other.run, step):
         mine, its = one.run.rows[step], other.run.rows[step]
         yield (
@@ -166,10 +166,10 @@ def other_inputs(
 
 
 def other_again(side: Side, steps: Sequence[int]) -> Iterator[str]:
-    """Yield differences of a noise run from the run that it repeats.
+    """Yield differences of a noise run from the plain run that it repeats.
 
-    Weights are compared only at step 0. Later weights may differ by the noise, and
-    weights of nudged runs differ from the start.
+    Weights are compared only at step 0: later ones may differ by noise, and nudged runs
+    begin with moved weights.
     """
     advice = (
         "so its noise cannot be used. Seed the job. If it resumes from files that it "
@@ -190,7 +190,7 @@ def other_again(side: Side, steps: Sequence[int]) -> Iterator[str]:
 
 
 def unmoved(side: Side) -> str:
-    """Say that a nudged run began with the weights of plain, if it did; else empty."""
+    """Return a sentence if a nudged run began with unmoved weights; else empty."""
     for number, run in enumerate(side.noisy[1:], 1):
         sizes = {True: 0, False: 0}
         for name, (step, mine) in side.run.starts.items():
@@ -236,7 +236,10 @@ def equal_inputs(
 
 
 def _same_rows(one: Run, other: Run, step: int) -> bool:
-    """Return False if a step had other rows, which are no pieces of the same."""
+    """Return False if both sides recorded a step and trained on different rows.
+
+    Rows cut into pieces, padded otherwise, or rounded differently count as the same.
+    """
     if step not in one.rows or step not in other.rows:
         return True
     in_pieces = step in one.bags and one.bags[step] == other.bags.get(step)
@@ -260,7 +263,7 @@ def _padded_alike(one: Run, other: Run, step: int) -> bool:
 
 
 def _computed_alike(one: Run, other: Run, step: int) -> bool:
-    """True if the rows that are not equal differ as rounding may make them differ."""
+    """Return True if unequal rows differ by no more than rounding."""
     mine, its = one.rows[step], other.rows[step]
     sums, theirs = one.sums.get(step, {}), other.sums.get(step, {})
     apart = sorted(mine - its), sorted(its - mine)
@@ -277,7 +280,7 @@ def _computed_alike(one: Run, other: Run, step: int) -> bool:
 def _settings(
     one: Run, other: Run, names: Mapping[str, str], step: int
 ) -> Iterator[tuple[str, str, Any, Any]]:
-    """Yield (parameter, key, value, that of the other side), where both have one."""
+    """Yield (parameter, key, first value, second value) of settings on both sides."""
     for mine, its in names.items():
         values = one.settings.get((step, mine), {})
         theirs = other.settings.get((step, its), {})
@@ -287,7 +290,7 @@ def _settings(
 
 
 def _equal(mine: Any, its: Any) -> bool:
-    """True for equal settings: a rate may be a number, or an fp32 tensor."""
+    """Return True for settings that are equal as fp32 numbers or tensors."""
     if isinstance(mine, list) and isinstance(its, list):
         return len(mine) == len(its) and all(map(_equal, mine, its))
     if isinstance(mine, float) and isinstance(its, float):
@@ -298,7 +301,7 @@ def _equal(mine: Any, its: Any) -> bool:
 def lacking(
     one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
 ) -> Iterator[str]:
-    """Yield replicas that differ, and tensors that one side lacks."""
+    """Yield replicas that differ, and tensors that only one side has."""
     for side in (one, other):
         first_by_name = dict[str, int]()  # step at which its gradient differs
         for step, kind, name in sorted(side.run.replicas):
@@ -371,7 +374,7 @@ def lacking(
 
 
 def _does_nothing(run: Run, step: int, name: str) -> bool:
-    """True for a gradient of zeros that moves no weight: as good as none."""
+    """Return True if a gradient is zero and its step does not move the weight."""
     gradient = run.tensors.get((step, "gradient", name))
     before, after = (run.tensors.get((s, "weight", name)) for s in (step, step + 1))
     if gradient is None or before is None or after is None:
@@ -380,5 +383,5 @@ def _does_nothing(run: Run, step: int, name: str) -> bool:
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """Numbers with commas between."""
+    """Join numbers with commas."""
     return ", ".join(map(str, numbers))

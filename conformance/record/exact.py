@@ -52,7 +52,7 @@ def compare_exactly(one: Side, other: Side) -> Comparison:
 
 
 _ORDER = {OUTPUT: 1, GRADIENT: 2, "gradient": 3}
-"""Kind -> when a step computes it; weights and states come first."""
+"""Kind of tensor -> its position in a step; weights and states come first."""
 
 
 def _is_exact(key: tuple[int, str, str]) -> bool:
@@ -60,7 +60,7 @@ def _is_exact(key: tuple[int, str, str]) -> bool:
 
 
 def _called(kind: str) -> str:
-    """A kind of tensor in words."""
+    """Return a kind of tensor in words."""
     if kind == GRADIENT:
         return "the gradient of the output"
     state, dot, key = kind.partition(".")
@@ -68,7 +68,7 @@ def _called(kind: str) -> str:
 
 
 def _inexact(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str]:
-    """Everything that is not equal, in the order in which a step computes it."""
+    """Yield what differs, in the order in which a step computes it."""
     a, b = one.run, other.run
     own = {name: name for _, name in a.settings}
     for step in steps:

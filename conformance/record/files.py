@@ -1,7 +1,7 @@
-"""Files of a recording: ``rank-N.safetensors``, one for each rank, no pickle.
+"""Files of a recording: ``rank-N.safetensors``, one for each rank, without pickle.
 
-A folder of one run has a file for each rank that an optimizer stepped on. It is written
-under another name and renamed, so a file that exists is complete.
+The folder of a run has one file for each rank with a recorded optimizer step. A file
+is written under a temporary name and renamed, so a file that exists is complete.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class Settings(msgspec.Struct):
-    """The numbers of one param group, and the parameters in it."""
+    """Settings of one param group, such as its rate, and its parameters' names."""
 
     names: list[str]
     values: dict[str, Any]
@@ -56,17 +56,17 @@ class Settings(msgspec.Struct):
         return cls(names=names, values=values)
 
     def read(self) -> Settings:
-        """The same map with numbers in place of tensors."""
+        """Return a copy in which tensors are replaced by numbers."""
         return Settings(names=self.names, values=as_numbers(self.values))
 
 
 def copied(value: Any) -> Any:
-    """A number, or a copy of the tensor that holds one."""
+    """Return a number as it is, and a tensor as a detached copy."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def as_numbers(value: Any) -> Any:
-    """The same value with numbers in place of tensors."""
+    """Convert the tensors in a value to numbers, also inside dicts and lists."""
     if isinstance(value, Tensor):
         return float(value)
     if isinstance(value, dict):
@@ -81,39 +81,39 @@ def _is_number(value: Any) -> bool:
 
 
 class Call(msgspec.Struct):
-    """One call of an optimizer."""
+    """One call of an optimizer's ``step``."""
 
     optimizer: int
-    """Its number: optimizers are counted as they are first called."""
+    """Number of the optimizer, in the order of first calls."""
     kind: str
     step: int
-    """Number of this call."""
+    """Step number of this call of the optimizer."""
     settings: list[Settings]
     scale: Any = None
     """``grad_scale`` of the optimizer, by which its kernel divides gradients."""
     found_inf: Any = None
     unnamed: int = 0
-    """Parameters for which no module has a name."""
+    """Number of parameters that belong to no known module."""
     without_gradient: list[str] = []
 
 
 class Stored(msgspec.Struct):
-    """Numbers that are stored of one part."""
+    """Numbers stored for one part of a tensor."""
 
     place: Box
     digest: int
     rounded: int
     square: float
-    """Sum of squares; of an update that of a unit in the last place of each weight."""
+    """Sum of squares. For an update: the sum of squared units in the last place."""
     largest: float
     bad: int
     sketch: NDArray[np.float32] | None
-    """(SLOTS,), or as many as the whole tensor has elements. A float32 adds an error
-    of its unit roundoff, which is the least noise that a comparison assumes."""
+    """Sketch of shape (SLOTS,), or all elements of a tensor with fewer. Stored in
+    float32: this rounding is the smallest noise that a comparison assumes."""
 
     @classmethod
     def of(cls, box: Box, kept: Kept) -> Stored:
-        """Read the numbers from their device."""
+        """Read the numbers of a part from its device."""
         square, largest, bad = kept.numbers.tolist()
         return cls(
             place=box,
@@ -132,34 +132,35 @@ class Recording(msgspec.Struct):
     world_size: int = 1
     calls: list[Call] = []
     rows: dict[int, list[Any]] = {}
-    """Step -> digests of the rows of each input of the model that holds integers."""
+    """Step -> digests of the rows of each integer input of the model."""
     rows_of_floats: dict[int, list[Any]] = {}
-    """The same of the other inputs."""
+    """Step -> digests of the rows of each floating-point input of the model."""
     unpadded: dict[int, list[Any]] = {}
-    """Step -> two digests of each row of integers, without padding at either end."""
+    """Step -> two digests of each integer row: without padding at the end, at the
+    start."""
     sums_of_rows: dict[int, list[Any]] = {}
-    """Step -> sums of each row of the others, which name it up to rounding."""
+    """Step -> sums of each floating-point row; they identify a row up to rounding."""
     rows_of_blocks: dict[int, list[Any]] = {}
-    """The same of the first input alone, which names the rows of outputs of blocks."""
+    """Step -> digests of the rows of the first input, to which block outputs belong."""
     bags: dict[int, list[Any]] = {}
-    """Step -> for each call of the model a number for its rows, in any order."""
+    """Step -> one number for each call of the model: its rows regardless of order."""
     losses: dict[int, list[Any]] = {}
     drew: set[int] = set()
-    """Steps in whose forward random numbers were drawn."""
+    """Steps whose forward drew random numbers."""
     drops: list[str] = []
-    """Modules that drop with a probability above 0."""
+    """Dropout modules with a probability above 0."""
     outputs: set[str] = set()
     """dtypes of the model's outputs."""
     unstepped: list[str] = []
-    """Parameters that require a gradient, and that no optimizer stepped."""
+    """Parameters that require a gradient and are in no optimizer."""
     notes: list[str] = []
     """Errors of the recorder."""
     tensors: dict[str, Stored] = {}
-    """``optimizer/step/kind/number/name`` -> what is kept."""
+    """``optimizer/step/kind/number/name`` -> numbers of that part."""
 
 
 class _Header(msgspec.Struct):
-    """Everything but arrays, as one JSON text beside the arrays."""
+    """Everything except the arrays, as JSON text in the metadata of the file."""
 
     version: int
     world_size: int
@@ -181,16 +182,16 @@ class _Header(msgspec.Struct):
     numbers: list[
         tuple[str, int, int | None, int, int, float | None, float | None, int]
     ]
-    """(key, number of its place, length of its sketch, digest, rounded, square,
-    largest, non-finite). Sketches follow each other in one array. JSON has no numbers
-    that are not finite: they are null."""
+    """(key, index of its box, sketch length, digest, rounded digest, square, largest,
+    number of non-finite elements) of each part. Sketches are concatenated in one array.
+    JSON has no inf or nan: they are written as null."""
 
 
 def write_rank(folder: Path, rank: int, recording: Recording) -> None:
-    """Write the recording of a rank, whole or not at all.
+    """Write the recording of a rank atomically.
 
     Raises:
-        FileExistsError: if another process has recorded as this rank.
+        FileExistsError: if another process has already recorded as this rank.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{rank}.safetensors"
@@ -247,7 +248,7 @@ def read_run(*folders: Path) -> Iterator[tuple[int, Recording]]:
     """Read the recording of each rank of a run.
 
     Args:
-        folders: folder of the run; one for each host if hosts share none.
+        folders: folder of the run; several if each host wrote its own.
 
     Yields:
         (rank, recording), in the order of ranks.

@@ -1,14 +1,14 @@
 """Numbers kept of a tensor: digest, sketch, squares, largest element, non-finite.
 
 [Note: Sums over parts]
-Everything is keyed by the place of an element in the whole tensor, and adds up (or
-takes the larger one) over parts. So each rank keeps numbers of its own elements,
-nothing is sent, and any layout of one tensor gives the same whole. The digest is a sum
-of products of the bits of each element with a random odd word of its place, modulo
-2^64: exact in any order. The sketch has 4 x 4 tiles of 32 buckets: each element goes
-into a bucket of its tile with a random sign. The norm of the difference of two sketches
-estimates the norm of the difference of two tensors, to about 5 %, or 15 % of one row or
-one tile; a tensor of at most 512 elements is kept whole.
+All numbers depend on the position of an element in the whole tensor, and are combined
+over parts by a sum or a maximum. So each rank keeps numbers of its own elements,
+nothing is sent, and every layout of a tensor gives the same result. The digest is a
+sum over elements of their bits times a random odd word of the position, modulo 2^64:
+exact in any order. The sketch has 4 x 4 tiles of 32 buckets: each element is added to
+a bucket of its tile with a random sign. The norm of the difference of two sketches
+estimates the norm of the difference of two tensors, to about 5 %, or 15 % for one row
+or one tile. A tensor of at most 512 elements is kept whole.
 """
 
 from __future__ import annotations
@@ -43,35 +43,35 @@ __all__ = [
 ]
 
 GRID = 4
-"""Tiles along dim 0, and along all other dims together."""
+"""Number of tiles along dim 0, and along all other dims flattened into one."""
 BUCKETS = 32
-"""Buckets of a tile. One row crosses four tiles, so 128 buckets: the estimate of its
-error is then off by 25 % once in 13,000 times; with 96 buckets, once in 2,000."""
+"""Buckets of a tile. One row crosses four tiles, so it has 128 buckets. The estimate of
+its error is then off by 25 % once in 13,000 times; with 96 buckets, once in 2,000."""
 SLOTS = GRID * GRID * BUCKETS
 CHUNKS = {"cpu": 1 << 17}
-"""Type of device -> elements that are worked on at once. Temporaries fit into the cache
-of a core: with 32 times as many all takes 5 to 9 times as long."""
+"""Device type -> number of elements processed at once. Temporaries then fit into the
+cache of a core; with chunks 32 times as large the work takes 5 to 9 times as long."""
 CHUNK = 1 << 22
-"""The same of other devices: temporaries stay below 200 MB."""
+"""Number of elements processed at once on other devices: temporaries below 200 MB."""
 KEYS_BYTES = 1 << 29
-"""Keys that are kept from one tensor to the next: a step asks for them five times."""
+"""Size of the cache of keys; one step uses the same keys five times."""
 _32 = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
 class Box:
-    """Where a part lies in the whole tensor."""
+    """Position of a part in the whole tensor."""
 
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     offsets: tuple[int, ...]
-    """Place of the first element of the part, in each dim; or one place in the flat
-    tensor, of which the part is a range."""
+    """Position of the part's first element in each dim; or one position in the
+    flattened tensor, if the part is a range of that."""
     local: tuple[int, ...]
     """Shape of the part."""
     summand: tuple[int, ...] = ()
-    """Coordinates of this rank on the axes over which the tensor is still to be
-    summed: parts with other coordinates add up to the values."""
+    """Coordinates of this rank on the mesh axes over which the tensor is still to be
+    summed. Parts with different coordinates add up to the values."""
 
     @property
     def is_flat(self) -> bool:
@@ -101,17 +101,17 @@ class Kept:
     """Numbers kept of one part, on its device until they are read."""
 
     digest: Tensor
-    """int64: sum of bits times words, modulo 2^64; 0 where it is not asked for."""
+    """int64: sum of bits times words, modulo 2^64; 0 if not requested."""
     rounded: Tensor
-    """The same after rounding to bf16."""
+    """Digest after rounding to bf16; 0 if not requested."""
     sketch: Tensor | None
-    """(SLOTS,) float64, or as many as the whole tensor has elements."""
+    """float64 of shape (SLOTS,), or all elements of a tensor with fewer."""
     numbers: Tensor
-    """(3,) float64: sum of squares, largest size, number of non-finite elements; zeros
-    without a sketch."""
+    """(3,) float64: sum of squares, largest absolute value, number of non-finite
+    elements; zeros without a sketch."""
 
     def plus(self, other: Kept) -> Kept:
-        """The sum with the numbers of another part."""
+        """Return the sum with the numbers of another part."""
         assert self.sketch is not None and other.sketch is not None
         (a, b, c), (x, y, z) = self.numbers, other.numbers
         return Kept(
@@ -122,14 +122,14 @@ class Kept:
         )
 
     def update(self, before: Kept, unit: float) -> Kept:
-        """The sketch of an update, weighted as this product and the one before are.
+        """Subtract the product before the step: the sketch of the weighted update.
 
-        In place of the sum of squares is that of one unit in the last place of each
-        weight, weighted alike: a correct step may round each weight to either side.
+        The sum of squares becomes that of one unit in the last place of each weight,
+        with the same weighting: a correct step may round each weight to either side.
 
         Args:
-            before: the product of weights and sizes of gradients before the step.
-            unit: distance of 1 to the next number of the weights' dtype.
+            before: numbers of weight times size of gradient, before the step.
+            unit: distance from 1 to the next number in the weights' dtype.
         """
         assert self.sketch is not None and before.sketch is not None
         units = (unit * before.sketch).square().sum().reshape(1)
@@ -138,18 +138,18 @@ class Kept:
 
 
 class Wanted(NamedTuple):
-    """A part of which numbers are to be kept, and which."""
+    """Request to keep numbers of one part."""
 
     part: Tensor
-    """Local elements; they are only read."""
+    """Local elements; only read."""
     box: Box
-    """Where they lie in the whole."""
+    """Position of the part in the whole tensor."""
     weight: Tensor | None = None
-    """See `keep_values`."""
+    """Factor of each element; see `keep_values`."""
     only_bits: bool = False
-    """See `keep_bits`."""
+    """True for the digest alone; see `keep_bits`."""
     rounded: bool = False
-    """The same."""
+    """True to keep the digest after rounding to bf16 as well."""
 
 
 def mix(x: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def mix(x: Tensor) -> Tensor:
 
 
 def places_of(box: Box, start: int, stop: int, device: torch.device) -> Tensor:
-    """Places of the elements start..stop of a part in the flattened whole."""
+    """Return the positions of a part's elements start..stop in the flattened whole."""
     at = torch.arange(start, stop, dtype=torch.int64, device=device)
     if box.is_flat:
         return at + box.offsets[0]
@@ -175,7 +175,7 @@ def places_of(box: Box, start: int, stop: int, device: torch.device) -> Tensor:
 
 
 def _keys_of_rows(box: Box, start: int, stop: int, rows: Tensor) -> Keys:
-    """Keys of elements whose rows come in any order: a row is known by its digest."""
+    """Return keys by the digest of an element's row, so rows may be in any order."""
     places = places_of(box, start, stop, rows.device)
     columns = max(1, math.prod(box.shape) // len(rows))
     row, column = mix(rows & _32)[places // columns], places % columns
@@ -203,16 +203,16 @@ def _keys(box: Box, start: int, stop: int, device: torch.device) -> Keys:
 
 _known: OrderedDict[tuple[Box, int, str], Keys] = OrderedDict()
 _room = [KEYS_BYTES]
-"""Bytes that are left for keys."""
+"""Bytes left in the cache of keys."""
 
 
 def _chunks(size: int, device: torch.device) -> range:
-    """First elements of the blocks that are processed at once."""
+    """Return the start of each chunk of elements that is processed at once."""
     return range(0, size, CHUNKS.get(device.type, CHUNK))
 
 
 def keys_of(box: Box, start: int, device: torch.device) -> Keys:
-    """Keys of one chunk of a part; those used last are kept."""
+    """Return the keys of one chunk of a part, from a cache of recent ones."""
     stop = min(start + CHUNKS.get(device.type, CHUNK), box.size)
     which = (box, start, str(device))
     keys = _known.pop(which, None)
@@ -227,7 +227,7 @@ def keys_of(box: Box, start: int, device: torch.device) -> Keys:
 
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Size of an element in bytes -> the integers that have its bits."""
+"""Bytes of an element -> integer dtype of the same size."""
 
 
 def _digest(values: Tensor, words: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ def keep_bits(part: Tensor, box: Box, *, rounded: bool = False) -> Kept:
 
     Args:
         part: local elements, of any dtype and device; it is only read.
-        box: where they lie in the whole.
+        box: position of the part in the whole tensor.
         rounded: also keep the digest after rounding to bf16.
     """
     flat = part.detach().reshape(-1)
@@ -268,13 +268,14 @@ def keep_values(
 
     Args:
         part: local elements, of any dtype and device; it is only read.
-        box: where they lie in the whole.
-        weight: each element is multiplied by the size of this one's, of the same shape.
+        box: position of the part in the whole tensor.
+        weight: tensor of the same shape, by whose absolute values the elements are
+            multiplied.
         rows: (rows,) int64 digests that name the rows of the whole, in any order.
 
     Returns:
-        Numbers that add up over parts, on the device of the part; with the digest,
-        unless there is a ``weight``.
+        Numbers that add up over parts, on the device of the part. With a ``weight``
+        there is no digest.
     """
     device = part.device
     flat = part.detach().reshape(-1)
@@ -309,14 +310,14 @@ def keep_values(
 
 
 class Batch(NamedTuple):
-    """Numbers kept of many parts: row n of each tensor has those of part n."""
+    """Numbers kept of many parts: row n of each tensor belongs to part n."""
 
     digests: Tensor
-    """(n, 2) int64: the digest, and the one after rounding."""
+    """(n, 2) int64: digest, and digest after rounding to bf16."""
     numbers: Tensor
-    """(n, 3) float64."""
+    """(n, 3) float64: see `Kept.numbers`."""
     sketches: Tensor
-    """(n, SLOTS) float64; of a tensor that is kept whole only the first are used."""
+    """(n, SLOTS) float64; a tensor that is kept whole uses only the first ones."""
 
 
 Key = TypeVar("Key")
@@ -326,10 +327,10 @@ class Sums(Generic[Key]):
     """Numbers kept of many parts, on their devices until they are read."""
 
     def __init__(self, parts: Mapping[Key, Wanted]) -> None:
-        """Keep the numbers; nobody waits for a device.
+        """Start to compute the numbers, without waiting for a device.
 
-        On a GPU with Triton all parts of one dtype are read at once, and so are single
-        numbers on the host, such as an optimizer's counters of steps.
+        On a GPU with Triton all parts of one dtype are read by one kernel. Scalars on
+        the host, such as an optimizer's step counters, are read together as well.
         """
         self.boxes = {key: each.box for key, each in parts.items()}
         self._alone: dict[Key, Kept] = {}
@@ -359,7 +360,7 @@ class Sums(Generic[Key]):
                 self._alone[key] = _kept_alone(each)
 
     def read(self) -> dict[Key, Kept]:
-        """Read the numbers, in the order of the parts."""
+        """Return the numbers on the host, in the order of the parts."""
         kept_by_key = {**self._alone}
         for batch, keys in self._together:
             digests, numbers, sketches = (each.cpu() for each in batch)
@@ -378,7 +379,7 @@ def _kept_alone(each: Wanted) -> Kept:
 
 
 def _read_by_kernel(parts: Sequence[Wanted]) -> tuple[list[int], Batch | None]:
-    """Return which parts the kernel reads, by their places in the list; their batch."""
+    """Return the indices of the parts that the Triton kernel reads, and their batch."""
     kernel, weight = kernel_on(parts[0].part.device), parts[0].weight
     dtypes = {parts[0].part.dtype, *(() if weight is None else (weight.dtype,))}
     if kernel is None or not dtypes <= kernel.DTYPES.keys():
@@ -390,7 +391,7 @@ def _read_by_kernel(parts: Sequence[Wanted]) -> tuple[list[int], Batch | None]:
 
 
 def _bits_of_equal(parts: Sequence[Wanted]) -> tuple[list[int], Batch]:
-    """Keep the digests of small parts of one dtype that lie at the same place."""
+    """Keep the digests of small parts with the same dtype and box."""
     box, rounded = parts[0].box, parts[0].rounded
     values = torch.stack([each.part.detach().reshape(-1) for each in parts])
     words = keys_of(box, 0, values.device).words
@@ -404,7 +405,7 @@ def _bits_of_equal(parts: Sequence[Wanted]) -> tuple[list[int], Batch]:
 
 @cache
 def kernel_on(device: torch.device) -> Any:
-    """The module of the kernel; None where there is no Triton, or none that runs."""
+    """Return the module of the kernel; None if Triton is missing or does not run."""
     if importlib.util.find_spec("triton") is None:
         return None
     kernel = importlib.import_module(".kernel", __package__)

@@ -1,9 +1,9 @@
-"""Numbers kept of many parts in one pass over each, by one Triton kernel on a GPU.
+"""Triton kernel that computes the kept numbers of many parts in one pass over each.
 
-``kept.py`` defines the sums. Torch's kernels need 20 passes for them, and the host
-launches each pass. Here a program reads a piece of one tile, and keeps the 32 buckets
-of that tile in registers. ``kept.py`` itself reads the parts that are not made of few
-rectangles of the whole, or have another dtype.
+``kept.py`` defines the sums. Torch's own kernels need 20 passes for them, and the host
+launches each pass. Here each program reads a piece of one tile, and keeps the 32
+buckets of that tile in registers. Parts that consist of many rectangles, or have an
+unsupported dtype, are left to ``kept.py``.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ DTYPES = {
 }
 """dtypes of parts that the kernel reads."""
 BLOCK = 128
-"""Elements that a program works on at once: each has 32 buckets in registers. They lie
-along the last dim, so that a thread has the buckets of its own elements; along the
-first, all threads of a warp would compute the same words."""
+"""Number of elements that a program processes at once; each has 32 buckets in
+registers. Buckets lie along the last dim, so a thread holds those of its own elements.
+Along the first dim, all threads of a warp would compute the same words."""
 WARPS = 4
 EACH = 8192
-"""Elements of a tile that one program goes over."""
+"""Number of elements of a tile that one program processes."""
 COLUMNS, OUTPUT, BEGIN = 13, 2, 10
-"""Numbers that the kernel needs of a piece, see `rows_of`; places of the number of its
-part, and of its first program."""
+"""Number of arguments of a piece, see `rows_of`, and the columns of its part number and
+its first program."""
 
 
 @triton.jit
@@ -155,7 +155,7 @@ def _keep(  # type: ignore[no-untyped-def]  # compiled by Triton
 
 
 def batch_of(parts: Sequence[Wanted], rows: Sequence[NDArray[np.int64]]) -> Batch:
-    """Keep numbers of parts of one device, one dtype and one dtype of weights.
+    """Compute the numbers of parts with one device, dtype and dtype of weights.
 
     Args:
         parts: tensors with dtypes in ``DTYPES``.
@@ -211,7 +211,7 @@ def _table(
     values: Sequence[Tensor],
     weights: Sequence[Tensor],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows of all parts for the kernel, and the row of each program."""
+    """Return the kernel's rows of all parts, and the row index of each program."""
     table: NDArray[np.int64] = np.concatenate(rows)
     of_part = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
     for column, tensors in enumerate((values, weights)):
@@ -225,10 +225,10 @@ def _table(
 
 
 def rows_of(each: Wanted) -> NDArray[np.int64] | None:
-    """Rows of one part for the kernel, one for each piece; None if it has many pieces.
+    """Return one row of arguments for each piece of a part; None if it has too many.
 
-    A row has the first element of the piece where the kernel later gets the two
-    pointers, and the number of programs where it gets the first program.
+    Two columns are placeholders. The first element of the piece stands where the kernel
+    gets the two pointers, and the number of programs where it gets the first program.
     """
     return _rows_of(each.box, each.weight is not None, each.only_bits, each.rounded)
 

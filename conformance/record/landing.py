@@ -1,8 +1,8 @@
-"""Numbers on their way between a host and its device; nobody waits for them.
+"""Copies of small tensors between host and device that do not block the host.
 
-A copy that the host waits for also waits for all that was asked of the device before,
-which is the step of training. So numbers go there from pinned memory, and come back on
-a separate stream, into pinned memory, with an event for their arrival.
+A blocking copy also waits for all work that was queued on the device before, which is
+the training step. So numbers go to the device from pinned memory. They come back on a
+separate stream, into pinned memory, with an event for their arrival.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["Landing", "send"]
 
 
 def send(numbers: Sequence[int | Tensor], device: torch.device) -> Tensor:
-    """Put numbers of the host and of the device into one tensor there.
+    """Gather numbers of the host and of the device into one tensor on the device.
 
     Args:
-        numbers: int64.
+        numbers: integers, or int64 scalars on the device.
         device: device of the result.
 
     Returns:
@@ -45,14 +45,14 @@ def send(numbers: Sequence[int | Tensor], device: torch.device) -> Tensor:
 
 
 class Landing:
-    """Tensors that come to the host once the work on them is done."""
+    """Tensors that are being copied to the host."""
 
     def __init__(self, tensors: Sequence[Tensor], works: Sequence[Any]) -> None:
-        """Begin, and do not wait.
+        """Start the copy without waiting.
 
         Args:
-            tensors: on one device; nobody writes them from now on.
-            works: handles of the collectives that make them.
+            tensors: tensors on one device; they must not be written from now on.
+            works: handles of the collectives that compute the tensors.
         """
         self._tensors, self._works = [*tensors], [*works]
         self._event: Any = None
@@ -74,7 +74,7 @@ class Landing:
 
     @property
     def is_there(self) -> bool:
-        """True if reading does not wait."""
+        """True if ``read`` would not wait."""
         if self._event is not None:
             return bool(self._event.query())
         return all(work.is_completed() for work in self._works)

@@ -1,12 +1,13 @@
-"""Merge: recordings of all ranks of a run, as one process would have them.
+"""Merge the recordings of all ranks of a run into whole tensors.
 
 [Note: Parts by box]
-A part is counted by its place in the whole tensor. Ranks with the same place hold
-replicas, whatever a mesh says of them: a DTensor on a part of the mesh does not know
-that other ranks hold the same. One replica counts, and the others must have its digest.
-Parts of a tensor that is still to be summed add up in the sketch alone. An optimizer
-may sum gradients in its own step: then replicas of gradients differ before it, and
-those of the weights after it do not. Their mean is the gradient.
+Parts are identified by their box, that is, their position in the whole tensor. Ranks
+with the same box hold replicas, whatever their mesh: a DTensor on a part of the mesh
+does not know that other ranks hold the same elements. One replica counts, and the
+others must have its digest. For a tensor that is still to be summed, only the sketches
+of its parts add up. An optimizer may average gradients in its own step. Then replicas
+differ in their gradients before the step and agree in their weights after it; the mean
+of the replicas is the gradient.
 """
 
 from __future__ import annotations
@@ -32,30 +33,31 @@ __all__ = ["Run", "Side", "Whole", "merge", "read_merged"]
 
 WORD = 1 << 64
 AGAIN = " (optimizer "
-"""Follows the name of a parameter that another optimizer steps, too."""
+"""Suffix of a parameter's name if a second optimizer steps the parameter as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """A whole tensor, from the parts of all ranks."""
+    """A whole tensor, merged from the parts of all ranks."""
 
     shape: tuple[int, ...]
     digest: int | None
-    """None where nobody holds the values: the tensor is still to be summed."""
+    """None if the tensor is still to be summed, so that no rank holds its values."""
     rounded: int | None
     sketch: NDArray[np.float32] | None
-    """None of weights, of which bits alone are kept."""
+    """None if only bits were kept, as for weights."""
     square: float
     largest: float
     bad: int
     held: int
-    """Elements that some rank holds."""
+    """Number of elements that some rank holds."""
     unlike: tuple[int, ...] = ()
-    """Ranks whose replica has other bits than that of the first rank."""
+    """Ranks whose replica differs in its bits from that of the first rank."""
     apart: float = 0.0
-    """Largest distance of these replicas from the first one, relative to its size."""
+    """Largest distance of such a replica from the first, relative to its norm."""
     parts: tuple[tuple[int, Box], ...] = ()
-    """(rank, place of its part); none of outputs of blocks, and none of bits alone."""
+    """(rank, box of its part); empty for outputs of blocks and if only bits were
+    kept."""
 
     @property
     def size(self) -> int:
@@ -64,23 +66,23 @@ class Whole:
 
     @property
     def is_whole(self) -> bool:
-        """True if ranks hold each element."""
+        """True if every element is held by some rank."""
         return self.held == self.size
 
     @property
     def is_summed(self) -> bool:
-        """True if ranks hold values, and not summands of them."""
+        """True if ranks hold values, and not summands of values."""
         return self.digest is not None
 
     @property
     def is_finite(self) -> bool:
-        """True if no element is an inf or a nan."""
+        """True if the tensor has no inf or nan."""
         sketch = self.sketch
         return not self.bad and (sketch is None or bool(np.isfinite(sketch).all()))
 
     @property
     def is_rounded(self) -> bool:
-        """True if each element is a number of bf16.
+        """True if each element is exactly a bf16 number.
 
         In fp32 such a number has its bits of bf16, followed by 16 zeros.
         """
@@ -91,16 +93,16 @@ class Whole:
 
     @property
     def norm(self) -> float:
-        """Norm of the sketch: an estimate of the norm."""
+        """Estimate of the norm, from the sketch."""
         return 0.0 if self.sketch is None else _norm(self.sketch.astype(np.float64))
 
     def difference(self, other: Whole) -> NDArray[np.float64]:
-        """Difference of two sketches, which is the sketch of the difference."""
+        """Return the difference of two sketches: the sketch of the difference."""
         assert self.sketch is not None and other.sketch is not None
         return self.sketch.astype(np.float64) - other.sketch
 
     def distance(self, other: Whole) -> float:
-        """Norm of the difference of two sketches: an estimate of that of tensors."""
+        """Estimate the norm of the difference of two tensors, from their sketches."""
         return _norm(self.difference(other))
 
 
@@ -112,8 +114,8 @@ def merge(parts: Iterable[tuple[int, Stored]], *, averages: bool = False) -> Who
     """Merge the parts of one tensor; see [Note: Parts by box].
 
     Args:
-        parts: (rank, its stored numbers).
-        averages: True if replicas are summands of a mean.
+        parts: (rank, numbers of its part).
+        averages: true to use the mean of all replicas.
     """
     by_rank = sorted(parts, key=lambda part: part[0])
     boxes: dict[tuple[Any, ...], Stored] = {}
@@ -154,7 +156,7 @@ def merge(parts: Iterable[tuple[int, Stored]], *, averages: bool = False) -> Who
 
 
 def _distance(first: Stored, other: Stored) -> float:
-    """Distance of two replicas, relative to the first; 0 if bits alone were kept."""
+    """Return the distance of two replicas relative to the first; 0 without sketches."""
     if first.sketch is None or other.sketch is None:
         return 0.0
     mine, its = first.sketch.astype(np.float64), other.sketch.astype(np.float64)
@@ -164,7 +166,7 @@ def _distance(first: Stored, other: Stored) -> float:
 
 
 def _share_of(part: Stored, rank: int, replicas: int) -> Stored:
-    """The summand that a rank's replica is of a mean."""
+    """Divide a replica by their number, so that the replicas add up to their mean."""
     where = replace(part.place, summand=(rank,))
     sketch = None if part.sketch is None else part.sketch / np.float32(replicas)
     return msgspec.structs.replace(part, place=where, sketch=sketch)
@@ -174,15 +176,16 @@ def _merge_outputs(
     parts: Iterable[tuple[int, Stored]],
     rows: Mapping[int, frozenset[int]],
 ) -> Whole:
-    """Merge the outputs of one block: ranks with other rows add up.
+    """Merge the outputs of one block; outputs of different rows add up.
 
-    Ranks with the same rows hold replicas or parts of known places. If they hold
-    neither, or nobody has some rows, no element counts as held. Nor does one if ranks
-    with other rows have the same output: then it has no rows.
+    Ranks with the same rows must hold replicas, or parts with known boxes. If they do
+    not, or if some rows were recorded on no rank, ``held`` is 0. The same applies if
+    ranks with different rows have equal outputs: such an output does not depend on
+    rows.
 
     Args:
-        parts: (rank, its stored numbers).
-        rows: rank -> digests of the rows that its model was given.
+        parts: (rank, numbers of its part).
+        rows: rank -> digests of the rows that its model was called with.
     """
     of_rows: dict[frozenset[int], list[tuple[int, Stored]]] = {}
     for rank, part in parts:
@@ -230,18 +233,19 @@ class Run:
     ranks: int
     tensors: Mapping[Key, Whole]
     settings: Mapping[tuple[int, str], Mapping[str, Any]]
-    """(step, parameter) -> the numbers of its param group."""
+    """(step, parameter) -> settings of its param group, such as the rate."""
     rows: Mapping[int, frozenset[int]]
-    """Step -> digests of the rows that the model was given; tokens, if it was given
-    such, else numbers with a point, which later stages of a pipeline are given, too."""
+    """Step -> digests of the rows of the model's inputs. These are the rows of tokens,
+    or floating-point rows if no rank has tokens: later stages of a pipeline always get
+    floats."""
     unpadded: Mapping[int, Mapping[int, Sequence[int]]]
-    """Step -> digest of a row of tokens -> its digests without padding."""
+    """Step -> digest of a row of tokens -> its two digests without padding."""
     sums: Mapping[int, Mapping[int, Sequence[float | None]]]
-    """Step -> digest of a row of numbers with a point -> its sums."""
+    """Step -> digest of a floating-point row -> its sums."""
     bags: Mapping[int, int]
-    """Step -> a number for all rows together; ranks with the same rows count once."""
+    """Step -> one number for all rows; ranks with the same rows count once."""
     losses: Mapping[int, float]
-    """Step -> mean of the losses of all ranks and passes, if the model returns one."""
+    """Step -> mean loss over ranks and micro-batches, if the model returns a loss."""
     drew: frozenset[int]
     drops: tuple[str, ...]
     outputs: frozenset[str]
@@ -252,15 +256,15 @@ class Run:
     unnamed: int
     notes: tuple[str, ...]
     replicas: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
-    """Tensors of which ranks hold other bits -> those ranks."""
+    """Tensors whose replicas differ in bits -> ranks with other bits than the first."""
     other_settings: Mapping[tuple[int, str], Mapping[int, Mapping[str, Any]]] = field(
         default_factory=dict
     )
-    """(step, parameter) of which ranks have other settings -> those of each rank."""
+    """(step, parameter) whose settings differ between ranks -> settings by rank."""
     left: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Parameter -> ranks that have it and do not step it, while others do."""
+    """Parameter -> ranks that hold it but do not step it, although other ranks do."""
     skipped: frozenset[tuple[int, str]] = frozenset()
-    """(step, parameter) where a scaler found an inf, and the optimizer did nothing."""
+    """(step, parameter) of steps that were skipped because of an inf or nan."""
 
     @property
     def steps(self) -> list[int]:
@@ -269,7 +273,7 @@ class Run:
 
     @cached_property
     def starts(self) -> dict[str, tuple[int, Whole]]:
-        """Parameter -> the first step that was recorded of it, and its weight then."""
+        """Parameter -> the first recorded step, and the weight at its begin."""
         stepped, starts = {*self.steps}, dict[str, tuple[int, Whole]]()
         for (step, kind, name), whole in sorted(self.tensors.items(), key=_by_step):
             if kind == "weight" and step in stepped:
@@ -292,16 +296,16 @@ class Side:
     name: str
     run: Run
     noisy: Sequence[Run] = ()
-    """The same job again, as it is and nudged."""
+    """Noise runs: the same job again, unchanged and nudged."""
     code: int = 0
     """Exit code of the job."""
 
 
 def read_merged(*folders: Path) -> Run:
-    """Read a run and merge its ranks.
+    """Read the recording of a run and merge its ranks.
 
     Args:
-        folders: folder of the run; one for each host if hosts share none.
+        folders: folder of the run; several if each host wrote its own.
 
     Raises:
         ValueError: if a rank is missing or a file is broken.
@@ -413,7 +417,7 @@ def _is_unnamed(key: Key) -> bool:
 def _by_row(
     ranks: Iterable[tuple[Mapping[int, Sequence[Any]], Mapping[int, Sequence[Any]]]],
 ) -> dict[int, dict[int, Any]]:
-    """Step -> digest of a row -> other numbers of it."""
+    """Return step -> digest of a row -> other numbers of that row."""
     by_step: dict[int, dict[int, Any]] = {}
     for rows, numbers in ranks:
         for step, inputs in numbers.items():
@@ -425,7 +429,7 @@ def _by_row(
 def _rows_of_blocks(
     ranks: Mapping[int, Recording], step: int
 ) -> dict[int, frozenset[int]]:
-    """Rank -> its rows. Numbers with a point count only where no rank has tokens."""
+    """Return rank -> digests of its rows; float rows only if no rank has tokens."""
     rows_by_rank = {
         rank: frozenset(r for rows in each.rows_of_blocks.get(step, ()) for r in rows)
         for rank, each in ranks.items()
@@ -439,7 +443,7 @@ def _rows_of_blocks(
 
 
 def _bags(ranks: Collection[Recording]) -> dict[int, int]:
-    """Add up the bags of ranks with different rows; tokens, if any rank has such."""
+    """Add up the bags of ranks with different rows; of tokens if any rank has them."""
     bags_by_step: dict[int, dict[frozenset[int], int]] = {}
     tokens = any(recording.rows for recording in ranks)
     for recording in ranks:

@@ -1,14 +1,13 @@
-"""Modules: outputs of a model's blocks, and their gradients, in a job.
+"""Outputs of a model's blocks, and the gradients of these outputs.
 
-Each element is keyed by the digest of its row of the model's inputs and by its place in
-that row. So numbers add up over micro-batches and over ranks, whichever rows these
-have. A hook reads an output when its block returns it, and its gradient when backward
-comes to it; neither is changed. The forward of a checkpoint that runs again in backward
-is not read.
+Each element is identified by the digest of its row of the model's inputs, and by its
+position in that row. So numbers add up over micro-batches and ranks, whichever rows
+they have. Forward and backward hooks read outputs and gradients and change neither.
+The recomputed forward of an activation checkpoint is not read.
 
-A model may be called with the same rows again, such as by a pipeline that learns its
-shapes: the last of these calls counts. A block whose output is the same for other rows,
-such as an embedding of positions, has no rows, and is left out.
+A model may be called with the same rows again, such as by a pipeline that infers its
+shapes: the last of these calls counts. A block whose output is the same for different
+rows, such as a positional embedding, is left out.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ __all__ = ["GRADIENT", "OUTPUT", "Blocks", "blocks_of", "is_traced"]
 
 OUTPUT, GRADIENT = "output", "output-gradient"
 COMPILED = "_orig_mod"
-"""Name of the module that a compiled one wraps."""
+"""Attribute in which a compiled module keeps the original one."""
 Key = tuple[int, str, str]
 """(step, kind, name of a block)."""
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -45,8 +44,8 @@ class _Noting(Protocol):
 def blocks_of(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the blocks of a model with their names, in the order of definition.
 
-    Elements of lists are blocks, and so are modules beside the lists. Modules inside
-    compiled code are not blocks, because their hooks would be compiled.
+    Blocks are the elements of module lists and the modules beside such lists. Modules
+    inside compiled code are not blocks, because their hooks would be compiled.
     """
     if _is_compiled_in_place(model):
         return
@@ -68,25 +67,25 @@ def _is_compiled_in_place(module: nn.Module) -> bool:
 
 @dataclass
 class Blocks:
-    """Reads the blocks of one model in the steps that are recorded."""
+    """Hooks that read the outputs of a model's blocks in recorded steps."""
 
     noting: _Noting
     kept: dict[Key, dict[int, tuple[Box, Kept]]] = field(default_factory=dict)
-    """Key -> call of the model -> place and numbers; a later call of a block in one
-    forward has its number in the name."""
+    """Key -> number of the model's call -> box and numbers. A block called again in one
+    forward has the number of that call in its name."""
     rows: dict[int, list[Tensor]] = field(default_factory=dict)
-    """Step -> digests of the rows of each call, by the model's first input."""
+    """Step -> digests of the rows of the model's first input, for each call."""
     _step: int = 0
     _rows: Tensor | None = None
-    """(rows,) int64 digests while the model runs; None between its calls."""
+    """(rows,) int64 digests during a call of the model, else None."""
     _calls: Counter[str] = field(default_factory=Counter)
     _handles: list[Any] = field(default_factory=list)
 
     def hook(self, model: nn.Module) -> None:
-        """Read the blocks of a model from now on.
+        """Begin to read the blocks of a model.
 
         Raises:
-            ValueError: if none can be seen.
+            ValueError: if the model is compiled as a whole or has no blocks.
         """
         blocks = [] if hasattr(model, COMPILED) else [*blocks_of(model)]
         if not blocks:
@@ -96,12 +95,12 @@ class Blocks:
             self._handles.append(block.register_forward_hook(hook))
 
     def remove(self) -> None:
-        """Read these blocks no more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def begin(self, step: int, rows: list[Tensor]) -> None:
-        """The model is called in a step, with these digests of its inputs' rows."""
+        """Note that the model is called, with the digests of its inputs' rows."""
         self._calls.clear()
         seen = rows[0] if rows and len(rows[0]) < MOST else None
         self._step, self._rows = step, seen
@@ -109,7 +108,7 @@ class Blocks:
             self.rows.setdefault(step, []).append(seen)
 
     def end(self) -> None:
-        """The model has returned."""
+        """Note that the model has returned."""
         self._rows = None
 
     def _returns(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
@@ -145,7 +144,7 @@ class Blocks:
 
         Returns:
             Step -> digests of the rows of each call that counts; and (step, kind, name)
-            -> place and numbers.
+            -> box and numbers.
         """
         rows_by_step, sums_by_key = dict[int, list[Tensor]](), {}
         for step, rows in self.rows.items():
@@ -164,23 +163,23 @@ class Blocks:
 
 
 def _are_any_alike(outputs: Sequence[Kept]) -> bool:
-    """True if two outputs that are not zero have the same elements.
+    """Return True if two outputs have equal elements that are not all zero.
 
-    Squares do not depend on the keys of rows, and have many more digits than two
-    outputs of other rows have in common.
+    The sums of squares are compared: they do not depend on the keys of rows, and
+    outputs of different rows do not agree in so many digits.
     """
     sizes = [kept.numbers.tolist() for kept in outputs]
     return any(one == other and any(one) for one, other in pairwise(sorted(sizes)))
 
 
 def is_traced() -> bool:
-    """True while a compiler looks at what modules do."""
+    """Return True during compilation or tracing."""
     tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]  # not listed
     return torch.compiler.is_compiling() or bool(tracing())
 
 
 def _joined(one: tuple[Box, Kept], other: tuple[Box, Kept]) -> tuple[Box, Kept]:
-    """Two parts whose rows follow each other."""
+    """Concatenate two parts along dim 0."""
     (before, sums), (box, more) = one, other
     shape = (before.shape[0] + box.shape[0], *before.shape[1:])
     local = (before.local[0] + box.local[0], *before.local[1:])

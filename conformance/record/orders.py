@@ -1,4 +1,4 @@
-"""Orders to the processes of a job, and how a recording was made; without torch."""
+"""Options of a recording, passed to its processes, and its manifest; without torch."""
 
 from __future__ import annotations
 
@@ -14,54 +14,54 @@ __all__ = [
 ]
 
 ORDERS = "GRADPARITY_RECORD"
-"""Name of the environment variable with the :class:`Orders` of a job, as JSON."""
+"""Name of the environment variable that holds :class:`Orders` as JSON."""
 TWICE = "twice-"
-"""Start of the name of a file that says: another process has recorded as this rank."""
+"""Prefix of marker files: another process has already recorded as this rank."""
 VERSION = 7
-"""Version of ``run.json`` and of the files of ranks; another one is refused."""
+"""Version of ``run.json`` and of the files of ranks; other versions are rejected."""
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
-    """Orders to the processes of a job."""
+    """Options of a recording, passed to each process of the job."""
 
     out: str = ""
-    """Folder of the files of all ranks."""
+    """Folder into which all ranks write."""
     steps: tuple[int, int] = (0, 3)
-    """First call of each optimizer that is recorded, and the first that is not."""
+    """Range of recorded calls of each optimizer: the first one, and the end."""
     first: int = 0
-    """Number of the first call of each optimizer in this job."""
+    """Number that the first optimizer call of this job gets."""
     nudge: int = 0
-    """Seed that draws how weights are moved; 0 moves none."""
+    """Seed of the random moves of weights; 0 leaves the weights unchanged."""
     stop: bool = False
-    """True ends the job after the last recorded step."""
+    """True to end the job after the last recorded step."""
     modules: bool = False
-    """True keeps the outputs of the model's blocks, and their gradients."""
+    """True to record the outputs of the model's blocks, and their gradients."""
     start: str = ""
-    """Folder with the weights from which the job begins; empty: from its own."""
+    """Folder with the initial weights to load; empty to keep the job's own."""
     keep_start: bool = False
-    """True writes the weights from which the job begins."""
+    """True to write the initial weights."""
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """``run.json``: how a recording was made."""
+    """Content of ``run.json``: how a recording was made."""
 
     version: int = VERSION
     command: list[str]
     steps: str
     runs: list[str]
-    """Names of the folders of its runs, the plain one first."""
+    """Folder names of the runs, the plain one first."""
     complete: bool
-    """True if all runs came to their end."""
+    """True if all runs finished."""
     code: int = 0
-    """Exit code of the command, run as it is."""
+    """Exit code of the command in the plain run."""
     twice: list[int] = []
-    """Ranks as which several processes have recorded."""
+    """Ranks under which more than one process recorded."""
 
 
 class Unrecorded(msgspec.Struct, kw_only=True):
-    """``unrecorded-RANK.json``: why a process has recorded no step."""
+    """Content of ``unrecorded-RANK.json``: why a process recorded no step."""
 
     calls: dict[str, int]
-    """Kind of an optimizer -> its calls."""
+    """Type name of an optimizer -> number of its calls."""
     notes: list[str]
     """Errors of the recorder."""

@@ -1,7 +1,7 @@
-"""The page of a comparison: one self-contained HTML file, readable without JavaScript.
+"""Page of a comparison: one self-contained HTML file, readable without JavaScript.
 
-A table of tensors by steps, in the order of the model, shows how much of its bound each
-difference takes; another one shows it by ranks, at the first step that differs.
+One table shows tensors by steps, in the order of the model: each cell is a difference
+as a share of its bound. Another table shows the first step that differs, by ranks.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ HEADINGS = {
     GRADIENT: "Gradients of these outputs, up to one factor, as backward makes them",
 }
 RANKS = 64
-"""Ranks at most that have a column."""
+"""Largest number of ranks that get a column."""
 SHADES = (0.25, 0.5, 1, 10, 100, 1000)
-"""Shares of a bound at which a shade ends; what differs goes by powers of ten."""
+"""Upper limits of the shades, as shares of the bound; above 1 by powers of ten."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One tensor at one step, as the table shows it."""
+    """Table cell of one tensor at one step."""
 
     shade: int | None
-    """None: the noise is as large as the tensor."""
+    """None if the noise is as large as the tensor."""
     share: str
     words: str
 
 
 def write_page(folder: Path, one: Side, other: Side, found: Comparison) -> Path:
-    """Write ``index.html`` into a folder, whole or not at all.
+    """Write ``index.html`` into a folder atomically.
 
     Raises:
         UsageError: if the folder cannot be written.
@@ -90,7 +90,7 @@ def _table(
 
 
 def _ranks(found: Comparison) -> Mapping[str, Mapping[int, Cell]]:
-    """Return tensor -> rank -> cell, of tensors whose difference some ranks lack."""
+    """Return tensor -> rank -> cell, for tensors that differ on some ranks only."""
     return {
         f"{row.kind} of {row.name}": {
             rank: _cell(replace(row, distance=share and row.distance * share, words=""))

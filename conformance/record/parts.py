@@ -1,8 +1,8 @@
 """Parts: a rank's elements of each parameter and gradient that an optimizer steps.
 
-One function a kind of layout; each gives the name, the local tensors and their boxes. A
-wrong adapter does no harm: names and places are proved by the digests of the start, and
-unproved tensors are not compared.
+One function for each kind of layout returns names, local tensors and their boxes. A
+wrong adapter cannot cause a wrong verdict: names and boxes are verified by the digests
+of the initial weights, and tensors that cannot be verified are not compared.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ __all__ = [
 WRAPPERS = frozenset(
     {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 )
-"""Parts of names that wrappers add: DDP, compile, FSDP1, activation checkpointing."""
+"""Name components added by wrappers: DDP, compile, FSDP1, activation checkpointing."""
 
 
 UNNAMED = "parameter "
-"""Start of the name of a tensor that no module has: its position in the optimizer."""
+"""Prefix of the name of a parameter that is in no module; its index follows."""
 Places = Callable[[str, nn.Parameter], tuple[str, Sequence[int], Sequence[int]] | None]
-"""(name, parameter) -> its name in the whole model, the shape of the whole tensor, and
-the place of its first element there; None: as it looks."""
+"""Maps (name, parameter) to (name in the whole model, shape of the whole tensor,
+position of the first element); None: take the layout from the tensor."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive elements of a local parameter: a box of a whole tensor."""
+    """Consecutive elements of a local parameter that form a box of a whole tensor."""
 
     name: str
     first: int
-    """Place of its first element in the flattened local parameter."""
+    """Position of its first element in the flattened local parameter."""
     box: Box
 
 
@@ -66,28 +66,28 @@ class Part:
 
     name: str
     weight: Tensor
-    """Local elements; a view of what the optimizer steps."""
+    """Local elements: a view of the tensor that the optimizer steps."""
     box: Box
     stepped: Any
-    """Tensor in the optimizer's param group: the parameter, or a flat tensor that it is
-    a range of."""
+    """Tensor in the optimizer's param group: the parameter, or a flat tensor that
+    contains it."""
     cut: Callable[[Any], tuple[Tensor, Box]]
-    """Takes a tensor that is laid out as ``stepped``, such as its gradient, and gives
-    the elements of this part, and their place."""
+    """Function that takes a tensor with the layout of ``stepped``, such as its
+    gradient. It returns the elements of this part, and their box."""
     number: int = 0
-    """Number among the parts of one name on this rank."""
+    """Index among this rank's parts with the same name."""
 
     @property
     def key(self) -> str:
-        """Number and name."""
+        """Number and name of the part."""
         return f"{self.number}/{self.name}"
 
 
 def place(tensor: Tensor) -> tuple[Tensor, Box]:
-    """The local elements of a tensor or DTensor, and where they lie.
+    """Return the local elements of a tensor or DTensor, and their box.
 
-    Nothing is sent: a DTensor that is partial or sharded stays as it is. A complex
-    number is two elements.
+    There is no communication: a partial or sharded DTensor stays as it is. A complex
+    number counts as two elements.
     """
     local, box = _place(tensor)
     if local.is_complex():
@@ -127,15 +127,16 @@ def _place(tensor: Tensor) -> tuple[Tensor, Box]:
 
 @lru_cache(maxsize=100_000)  # each step asks for the same seven times
 def _whole(shape: tuple[int, ...]) -> Box:
-    """The place of a tensor that is held whole."""
+    """Return the box of a tensor that is held whole."""
     return Box(shape, (0,) * len(shape), shape)
 
 
 class Roots:
-    """Modules that no other module holds, and the names of their parameters.
+    """Outermost modules, and the names of their parameters.
 
-    Found once in a scan of all objects: an optimizer does not know the names of its
-    parameters. Scanned again when an optimizer comes with unknown parameters.
+    An optimizer does not know the names of its parameters, so all objects of the
+    process are scanned for modules. The scan is repeated when an optimizer has unknown
+    parameters.
     """
 
     def __init__(self) -> None:
@@ -143,22 +144,24 @@ class Roots:
         self.called: list[nn.Module] = []
         """Outermost modules, in the order of their first forward."""
         self.names: dict[int, str] = {}
-        """id of a parameter -> its name, without the names of wrappers."""
+        """id of a parameter -> its name, without those of wrappers."""
         self.kept: list[nn.Parameter] = []
-        """The parameters: an id is that of a living object."""
+        """The parameters, kept alive so that their ids stay valid."""
         self.places: Places | None = None
-        """Declares what no tensor shows: layouts made by hand, stages, experts."""
+        """User's function for layouts that tensors do not show: custom shards, stages,
+        experts."""
         self.searched: dict[int, Tensor] = {}
-        """id of what no module has -> itself: a flat tensor or a copy."""
+        """id of a tensor that is in no module -> the tensor, such as a flat one or a
+        copy."""
         self.checkpointed: dict[int, tuple[Any, list[Piece]]] = {}
-        """id of a parameter -> itself and its pieces, as checkpoints have them."""
+        """id of a parameter -> the parameter and its pieces in checkpoints."""
         self.distributed: list[Any] = []
         """Distributed optimizers of Megatron in this process."""
         self.notes: list[str] = []
-        """Why a layout could not be read."""
+        """Reasons why a layout could not be read."""
 
     def add(self, module: nn.Module) -> None:
-        """Name the parameters of a module."""
+        """Add an outermost module and the names of its parameters."""
         self.modules.append(module)
         self.learn(module)
         for name, parameter in module.named_parameters():
@@ -166,7 +169,7 @@ class Roots:
             self.kept.append(parameter)
 
     def find(self, wanted: Iterable[Tensor]) -> None:
-        """Name these parameters, where a module has them."""
+        """Find the names of parameters, by a scan for the modules that hold them."""
         unknown = {id(p): p for p in wanted if id(p) not in self.names}
         if unknown.keys() <= self.searched.keys():
             return
@@ -183,7 +186,7 @@ class Roots:
         self._distinguish()
 
     def _distinguish(self) -> None:
-        """Give parameters of several models other names, in the order of their calls.
+        """Make names of several models unique, in the order of their first calls.
 
         An optimizer may step two critics, which are objects of one class.
         """
@@ -205,7 +208,7 @@ class Roots:
                 self.names[key] = f"{name} (model {number})"
 
     def learn(self, module: nn.Module) -> None:
-        """Learn the layout of a module of Megatron."""
+        """Read the layout of a module, if it is one of Megatron."""
         try:
             if pieces := pieces_of_megatron(module):
                 self.checkpointed |= pieces
@@ -215,10 +218,13 @@ class Roots:
             self.notes = [text[:400]]
 
     def pieces(self, name: str, parameter: Any, box: Box) -> list[Piece]:
-        """Pieces of a parameter, as declared, as in a checkpoint, or as it looks.
+        """Return the pieces of a parameter.
+
+        The layout comes from the user's ``places``, else from Megatron's checkpoint
+        format, else from the tensor itself.
 
         Args:
-            name: without the names of wrappers.
+            name: name without those of wrappers.
             parameter: parameter of the model.
             box: result of :func:`place` for the parameter.
         """
@@ -231,7 +237,7 @@ class Roots:
         return [Piece(name, 0, box)]
 
     def unstepped(self, stepped: Iterable[str]) -> list[str]:
-        """Names of parameters of called models that no optimizer steps."""
+        """Return trainable parameters of called models that are in no optimizer."""
         called = {id(module) for module in self.called}
         models = [
             root
@@ -247,7 +253,7 @@ class Roots:
 
 
 def trains(module: nn.Module) -> bool:
-    """Return True for a module with parameters that require a gradient."""
+    """Return True if a module has parameters that require a gradient."""
     return any(p.requires_grad for p in module.parameters())
 
 
@@ -256,12 +262,12 @@ def _count(module: nn.Module) -> int:
 
 
 def bare(name: str) -> str:
-    """The name of a parameter without the names of wrappers."""
+    """Remove the names of wrappers from the name of a parameter."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def parts_of(optimizer: Any, roots: Roots) -> Iterator[Part]:
-    """Yield the parts that an optimizer steps on this rank, with names."""
+    """Yield the parts that an optimizer steps on this rank."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     roots.find(own)
     for adapter in (_of_deepspeed, _of_fsdp1):
@@ -287,11 +293,11 @@ Cut = Callable[[Any], tuple[Tensor, Box]]
 
 
 def cuts(local: Tensor, first: int, piece: Piece) -> Iterator[tuple[Cut, Box]]:
-    """Yield the boxes of a piece that a tensor has.
+    """Yield the boxes that a tensor covers of a piece.
 
     Args:
         local: consecutive elements of a local parameter, or all of them.
-        first: place of the first of them in the flattened local parameter.
+        first: position of the first of them in the flattened local parameter.
         piece: piece of the same parameter.
     """
     box = piece.box
@@ -313,7 +319,10 @@ def cuts(local: Tensor, first: int, piece: Piece) -> Iterator[tuple[Cut, Box]]:
 
 
 def _placed(tensor: Any, *, local: tuple[int, ...], box: Box) -> tuple[Tensor, Box]:
-    """The local elements of a tensor; a plain one lies as its weight does."""
+    """Return the local elements and box of a tensor.
+
+    A plain tensor has the box of its weight.
+    """
     part, own = place(tensor)
     if own.shape == box.shape:
         return part, own
@@ -360,7 +369,7 @@ def _boxes_in_row(
 
 
 def _of_deepspeed(own: Sequence[Any], roots: Roots) -> Iterator[Part]:
-    """ZeRO 1 to 3: ranges of the flat fp32 tensors that the optimizer steps."""
+    """Yield parts of ZeRO 1 to 3: ranges of the flat fp32 tensors that are stepped."""
     for module in roots.modules:
         for parameter in module.parameters():
             range_of_parameter = fp32_range_of(parameter)
@@ -377,7 +386,7 @@ def _of_deepspeed(own: Sequence[Any], roots: Roots) -> Iterator[Part]:
 
 
 def fp32_range_of(parameter: Any) -> tuple[Tensor, Box] | None:
-    """The fp32 elements that this rank steps of a parameter of DeepSpeed, if any."""
+    """Return the fp32 elements that this rank steps of a DeepSpeed parameter."""
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is not None:  # ZeRO 1 and 2
         start, shape = mapping.lp_fragment_address.start, tuple(parameter.shape)
@@ -399,7 +408,7 @@ def fp32_range_of(parameter: Any) -> tuple[Tensor, Box] | None:
 
 
 def _of_fsdp1(own: Sequence[Any], roots: Roots) -> Iterator[Part]:
-    """FSDP1: parameters are views of a flat tensor, or that is stepped itself."""
+    """Yield parts of FSDP1: views of a flat parameter, or ranges of a stepped one."""
     flats = {id(parameter): parameter for parameter in own}
     infos: dict[int, tuple[Any, tuple[int, ...]]] = {}
     for module in {m for root in roots.modules for m in root.modules()}:
@@ -442,13 +451,13 @@ def _of_flat(flat: Any, roots: Roots) -> Iterator[Part]:
 
 
 def pieces_of_megatron(module: nn.Module) -> dict[int, tuple[Any, list[Piece]]]:
-    """Read the layout of a model from its ``sharded_state_dict``.
+    """Read the layout of a Megatron model from its ``sharded_state_dict``.
 
-    It knows the layers of a stage, experts, tensor parallelism, and gated layers, of
-    which each half is sharded.
+    That covers pipeline stages, experts, tensor parallelism, and gated layers, whose
+    two halves are sharded separately.
 
     Returns:
-        id of a parameter -> itself and its pieces.
+        id of a parameter -> the parameter and its pieces.
     """
     pieces: dict[int, tuple[Any, list[Piece]]] = {}
     prefix = ""
@@ -472,7 +481,7 @@ def pieces_of_megatron(module: nn.Module) -> dict[int, tuple[Any, list[Piece]]]:
 
 
 def _shards(sharded: Any) -> list[Any]:
-    """The shards of one entry of a checkpoint: itself, or its factory's result."""
+    """Return the shards of one checkpoint entry: itself, or its factory's result."""
     if hasattr(sharded, "build"):
         sharded = sharded.build()
     if isinstance(sharded, dict):
@@ -501,16 +510,16 @@ GROUPS = (
     ("model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups"),
     ("model_fp32_groups", "shard_fp32_groups", "shard_fp32_groups"),
 )
-"""Lists of a distributed optimizer: parameters, this rank's range of each, and what is
-stepped in its place."""
+"""Attributes of Megatron's distributed optimizer: lists of parameters, of this rank's
+range of each, and of the tensors that are stepped instead."""
 
 
 def copies_of_megatron(roots: Roots) -> list[tuple[Tensor, Any, int]]:
     """Find the tensors that Megatron's optimizers step in place of parameters.
 
     Returns:
-        An fp32 copy or a rank's range of it, the parameter, and the place of the first
-        element in the flattened parameter.
+        The fp32 copy, or this rank's range of it; the parameter; and the position of
+        the first element in the flattened parameter.
     """
     copies: list[tuple[Tensor, Any, int]] = []
     for parameter, _ in roots.checkpointed.values():

@@ -1,4 +1,4 @@
-"""Pieces of a part of a tensor: rectangles of rows and of all other dims together."""
+"""Cut a part of a tensor into rectangles: dim 0 by all other dims, flattened."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ __all__ = ["Piece", "pieces_of"]
 
 
 class Piece(NamedTuple):
-    """A rectangle of a part, in the view of rows and all other dims together."""
+    """Rectangle of a part; rows are dim 0, columns all other dims flattened."""
 
     at: int
-    """Elements of the part before its first one."""
+    """Offset of its first element in the flattened part."""
     pitch: int
-    """Elements of the part from one row to the next."""
+    """Distance between two rows in the flattened part."""
     rows: tuple[int, int]
-    """First row in the whole, and number of rows."""
+    """First row in the whole tensor, and number of rows."""
     columns: tuple[int, int]
-    """The same of columns."""
+    """First column in the whole tensor, and number of columns."""
 
 
 def pieces_of(
     shape: tuple[int, ...], offsets: tuple[int, ...], local: tuple[int, ...]
 ) -> tuple[Piece, ...] | None:
-    """Cut a part into rectangles; None if it is not made of few.
+    """Cut a part into rectangles; return None if that takes too many.
 
     Args:
         shape: shape of the whole tensor.
-        offsets: place of the first element, in each dim or in the flattened whole.
+        offsets: position of the first element, in each dim or in the flattened tensor.
         local: shape of the part.
     """
     columns = math.prod(shape[1:])
@@ -51,7 +51,7 @@ def pieces_of(
 
 
 def _of_range(start: int, size: int, columns: int) -> Iterator[Piece]:
-    """Yield the end of a row, whole rows, and the beginning of a row."""
+    """Cut a flat range into the rest of a row, whole rows, and the start of a row."""
     at = 0
     while at < size:
         row, column = divmod(start + at, columns)

@@ -1,16 +1,17 @@
 """Recorder: runs inside a training job and records some steps of its optimizers.
 
-It hooks every optimizer of torch and the first call of the outermost model. It sends
-nothing, writes into no tensor, and asks no value that training would wait for: numbers
-stay on their device until the last recorded step. An error of the recorder is noted,
-and the job goes on.
+It hooks every optimizer of torch and the first call of the outermost model. It does
+not communicate, writes into no tensor, and never makes training wait for a device:
+numbers stay on their device until the last recorded step. An error of the recorder is
+noted, and the job goes on.
 
-[Note: What is read when]
-When a step begins: the bits of weights and states. Once its gradients are there: the
-gradients, and each weight times the size of its gradient. After the step: the last one
-again. The difference of these two is the update, weighted by the gradient: plain
-updates of Adam have a direction that rounding decides wherever the gradient is small.
-The weights before a step are those after the step before.
+[Note: Read points of a step]
+When a step begins: the bits of weights and optimizer states. Once its gradients are
+computed: the gradients, and each weight times the absolute value of its gradient.
+After the step: that product again, with the same gradient. The difference of the two
+products is the update weighted by the gradient. Plain updates of Adam have a direction
+that rounding decides wherever the gradient is small. The weights before a step are
+those after the step before.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ from .weights import begin_from, nudge, write_start
 __all__ = ["Recorder", "install", "record"]
 
 NOTES = 20
-"""Notes that are kept: a hook that fails does so at every step."""
+"""Largest number of notes: a failing hook fails at every step."""
 
 
 @dataclass
 class _Start:
-    """Parts of an optimizer when a step begins, and bits of weights and states."""
+    """Parts of an optimizer, and the bits of weights and states when a step begins."""
 
     parts: list[Part]
     bits: Sums[tuple[str, str]]
@@ -66,19 +67,19 @@ class _Start:
 
 @dataclass
 class _Step:
-    """One call of an optimizer, while it runs."""
+    """One running call of an optimizer."""
 
     call: Call
     start: _Start
     sums: Sums[tuple[str, str]]
-    """(kind, key of a part) of tensors that are read once gradients are there."""
+    """Tensors read once the gradients are computed, by (kind, key of a part)."""
     gradients: dict[str, tuple[Tensor, Box]]
-    """Key of a part -> gradient and its place, until the step has ended."""
+    """Key of a part -> gradient and its box, until the step has ended."""
     after: Sums[tuple[str, str]] | None = None
-    """The same as ``sums``, of what is read after it."""
+    """Tensors read after the step, by (kind, key of a part)."""
 
     def stored(self) -> Iterator[tuple[str, Stored]]:
-        """Yield key and numbers of each tensor, read from its device."""
+        """Read all numbers from their devices; yield (key, numbers) of each tensor."""
         start = f"{self.call.optimizer}/{self.call.step}"
         boxes, kept = self.sums.boxes, self.sums.read()
         bits = self.start.bits
@@ -98,7 +99,7 @@ class _Step:
 
 
 class Recorder:
-    """Records one process of a job."""
+    """Recorder of one process of a job."""
 
     def __init__(self, orders: Orders):
         self.orders = orders
@@ -108,42 +109,44 @@ class Recorder:
         self.recording = Recording()
         self.optimizers: dict[tuple[int, int], tuple[int, Any, Any]] = {}
         """ids of an optimizer and of its first parameter -> its number, in the order of
-        first calls, and both. ZeRO 3 gives one optimizer other parameters in turn."""
+        first calls, and both objects. ZeRO 3 gives one optimizer different parameters
+        in turn."""
         self.calls = Counter[int]()
-        """Number of an optimizer -> its calls so far."""
+        """Number of an optimizer -> count of its calls."""
         self.running: dict[int, _Step] = {}
-        """id of an optimizer -> its step that is recorded and under way."""
+        """id of an optimizer -> its running step, if that is recorded."""
         self.starts: dict[int, _Start] = {}
-        """id of an optimizer -> the start of its step, until gradients are there."""
+        """id of an optimizer -> the start of its step, until gradients are computed."""
         self.done: list[_Step] = []
         self.begun: set[tuple[int, str]] = set()
-        """(id of an optimizer, key of a part) of which a step was recorded."""
+        """(id of an optimizer, key of a part) with a recorded step."""
         self.others: list[Any] | None = None
-        """Weak references to all optimizers of torch, once one has made its steps."""
+        """Weak references to all optimizers of torch, once one has finished its
+        steps."""
         self.late: set[int] = set()
-        """ids of optimizers that were made after that: an inner loop makes many."""
+        """ids of optimizers created later: an inner loop may create many."""
         self.finals: list[Sums[str]] = []
-        """Bits of each optimizer after its last recorded step."""
+        """Bits after the last recorded step of each optimizer."""
         self.prepared: set[int] = set()
-        """ids of parameters whose weights were written, replaced or moved."""
+        """ids of parameters that were written, replaced or nudged."""
         self.models = 0
-        """Models that were prepared."""
+        """Number of prepared models."""
         self.inner: set[int] = set()
-        """ids of the modules in the models that were called."""
+        """ids of all modules inside the called models."""
         self.blocks = Blocks(self.noting) if orders.modules else None
         self.declared: set[int] = set()
-        """ids of the parameters and modules that the job declares: the rest, such as of
-        an inner loop, is not recorded. Empty if it declares nothing."""
+        """ids of the parameters and modules passed to :func:`record`; others, such as
+        those of an inner loop, are not recorded. Empty if it was not called."""
         self.trained: set[int] = set()
-        """ids of the parameters among them."""
+        """ids of the trained parameters among them."""
         self.generators: dict[int, list[Tensor]] = {}
         """id of a model -> states of the random generators when it was called."""
         self.written = False
         self.outer: set[int] = set()
-        """ids of the models that were called."""
+        """ids of the called models."""
         self.calls_of_modules: list[Any] = []
-        """Handles of the hooks of all modules: a model with hooks of its own would be
-        saved and copied with the recorder."""
+        """Handles of global module hooks. Hooks on the model itself would be saved and
+        copied with it."""
         self.hooks = StepHooks(self._begins, self._before, self._ended, only_plain=True)
 
     def install(self) -> None:
@@ -156,7 +159,7 @@ class Recorder:
         atexit.register(self.write)
 
     def remove(self) -> None:
-        """Undo :meth:`install`: nothing refers to the model from here any more."""
+        """Remove all hooks; the recorder then holds no reference to the model."""
         self._look_away()
         self.hooks.remove()
         atexit.unregister(self.write)
@@ -164,7 +167,7 @@ class Recorder:
     # - The model
 
     def _called(self, module: nn.Module, args: Any) -> None:
-        """Find the outermost models: those with trained parameters."""
+        """Find the outermost models: modules called from outside that are trained."""
         if is_traced():
             return
         if id(module) in self.inner:
@@ -195,9 +198,9 @@ class Recorder:
                 self._enters(model, args)
 
     def _forget_parts(self, ids: set[int]) -> None:
-        """Drop models that are parts of one that is called later.
+        """Drop recorded models that turn out to be parts of a later called one.
 
-        A layer may be called by itself while the model is made, to learn its size.
+        A layer may be called by itself while the model is built, to infer its size.
         """
         called = self.roots.called
         if called and id(called[0]) in ids:
@@ -213,7 +216,7 @@ class Recorder:
         called[:] = [each for each in called if id(each) not in ids]
 
     def prepare(self, module: nn.Module) -> None:
-        """Write, replace or move the weights of a model, once."""
+        """Write, replace or nudge the weights of a model, once."""
         trained = {id(p) for p in module.parameters() if p.requires_grad}
         if trained <= self.prepared:
             return
@@ -270,7 +273,7 @@ class Recorder:
                 self.recording.losses.setdefault(self._next(), []).append(loss.detach())
 
     def _next(self) -> int:
-        """The step to come, by the calls of the first optimizer."""
+        """Return the number of the next step, by the first optimizer's calls."""
         return self.calls[0] if self.optimizers else self.orders.first
 
     def _records_next(self) -> bool:
@@ -279,9 +282,10 @@ class Recorder:
     # - Optimizers
 
     def _begins(self, optimizer: Any) -> None:
-        """Read the weights: a closure may move them before it makes the gradients.
+        """Read the weights before a closure runs, which may move them.
 
-        That of a sharpness-aware optimizer does.
+        The closure of a sharpness-aware optimizer moves them before it computes
+        gradients.
         """
         self.running.pop(id(optimizer), None)  # of a step that raised an error
         self.starts.pop(id(optimizer), None)
@@ -293,9 +297,9 @@ class Recorder:
                 self.starts[id(optimizer)] = self._read_start(optimizer)
 
     def _prepares(self, optimizer: Any) -> bool:
-        """Return True for a step at rate 0 before any forward: it only makes states.
+        """Return True for a step at rate 0 before any forward.
 
-        Checkpoints of torch do so before they load.
+        Torch's checkpoint functions make such a step to create the optimizer's states.
         """
         rates = [group.get("lr") for group in optimizer.param_groups]
         numbers = [rate for rate in rates if isinstance(rate, int | float)]
@@ -316,7 +320,7 @@ class Recorder:
                 self.running[id(optimizer)] = self._read(optimizer, number, start)
 
     def _ended(self, optimizer: Any) -> None:
-        """Read the results of a step, and write all after the last recorded step."""
+        """Read the results of a step; after the last recorded one write the file."""
         step = self.running.pop(id(optimizer), None)
         if self.written or self._prepares(optimizer):
             return
@@ -341,7 +345,10 @@ class Recorder:
                 self._end()
 
     def _is_complete(self) -> bool:
-        """True if all optimizers have made their steps: one may begin after others."""
+        """Return True if all optimizers have made their recorded steps.
+
+        An optimizer may begin later than others.
+        """
         if any(count < self.steps.stop for count in self.calls.values()):
             return False
         called = [parameters_of(each) for _, each, _ in self.optimizers.values()]
@@ -354,7 +361,7 @@ class Recorder:
         return not any(unlike)
 
     def watch(self, optimizer: Any) -> None:
-        """Watch the ``step`` of an optimizer that is not one of torch."""
+        """Record the ``step`` of an optimizer that is not a subclass of torch's."""
         run = optimizer.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -367,7 +374,7 @@ class Recorder:
         optimizer.step = step
 
     def _number(self, optimizer: Any) -> int | None:
-        """Number of an optimizer; None for one that is not recorded."""
+        """Return the number of an optimizer; None if it is not recorded."""
         # by its parameters: a declared optimizer may wrap one of torch
         if self.declared and self.declared.isdisjoint(parameters_of(optimizer)):
             return None
@@ -447,7 +454,7 @@ class Recorder:
     # - The end
 
     def write(self) -> None:
-        """Write the recording, once; a process without a recorded step says why."""
+        """Write the recording once; without a recorded step write the reason."""
         if self.written:
             return
         if not self.done:
@@ -481,7 +488,7 @@ class Recorder:
             path.write_bytes(msgspec.json.encode(why))
 
     def _fill(self) -> None:
-        """Read all numbers from their devices."""
+        """Read all numbers from their devices into the recording."""
         out = self.recording
         out.world_size = dist.get_world_size() if dist.is_initialized() else 1
         out.drops = sorted(
@@ -516,14 +523,14 @@ class Recorder:
         out.losses = {step: list(map(float, each)) for step, each in out.losses.items()}
 
     def _end(self) -> None:
-        """End the job after the last recorded step, on all ranks alike."""
+        """End the process after the last recorded step; all ranks do so."""
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
 
     @contextmanager
     def noting(self, what: str) -> Iterator[None]:
-        """Note an error of the recorder: the job goes on."""
+        """Note an error of the recorder and let the job go on."""
         try:
             yield
         except Exception as error:  # whatever it is, the job is not ours to end
@@ -537,9 +544,9 @@ class Recorder:
 def _bits_of(
     optimizer: Any, part: Part, *, rounded: bool
 ) -> dict[tuple[str, str], Wanted]:
-    """Ask for the digests of a weight and of its state in the optimizer.
+    """Return requests for the digests of a weight and of its optimizer states.
 
-    ``rounded``: also of the weight in bf16, by which starts are matched.
+    ``rounded``: also request the digest of the weight in bf16, to match starts.
     """
     weight = Wanted(part.weight, part.box, only_bits=True, rounded=rounded)
     bits = {("weight", part.key): weight}
@@ -553,14 +560,14 @@ def _bits_of(
 
 
 def _generators(module: nn.Module) -> list[Tensor]:
-    """States of the random generators of the CPU and of a model's device."""
+    """Return the states of the random generators of the CPU and the model's device."""
     device = next(module.parameters()).device
     own = [] if device.type in ("cpu", "meta") else [torch.get_device_module(device)]
     return [torch.get_rng_state(), *(each.get_rng_state(device) for each in own)]
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """False within ``vmap``, where a tensor stands for a batch, and of a fake one."""
+    """Return False for a fake tensor, and inside ``vmap``."""
     if type(tensor).__name__ == "FakeTensor":  # it would warn of what follows
         return False
     try:
@@ -571,7 +578,7 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """The gradient itself, or a copy of one that has some rows of an embedding."""
+    """Return a sparse gradient as a dense copy, and any other one as it is."""
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
@@ -580,7 +587,7 @@ def _rank() -> int:
 
 
 def _keywords_of_caller() -> dict[str, Any]:
-    """Keyword arguments of the module call that a global hook is in."""
+    """Return the keyword arguments of the module call whose global hook runs."""
     frame: Any = sys._getframe(3)
     while frame is not None and frame.f_code.co_name not in ("inner", "_call_impl"):
         frame = frame.f_back
@@ -592,20 +599,20 @@ def _keywords_of_caller() -> dict[str, Any]:
 def record(
     model: nn.Module, *optimizers: Any, places: Places | None = None
 ) -> Iterator[None]:
-    """Record the training inside, where ``gradparity record`` cannot reach by itself.
+    """Record the training in this block, where ``gradparity record`` cannot find it.
 
-    Does nothing outside of ``gradparity record``. Needed for an optimizer that is not
-    one of torch, and for Python that is started with ``-I``. Needed as well where an
-    inner loop trains other models: if all optimizers are of torch, only what trains
-    their parameters is recorded.
+    Does nothing outside of ``gradparity record``. Use it if an optimizer is not a
+    subclass of torch's, or if Python is started with ``-I``. Use it also if an inner
+    loop trains other models: if all ``optimizers`` are torch's, only optimizers of
+    their parameters are recorded.
 
     Args:
-        model: names the parameters.
-        optimizers: each has ``param_groups`` and ``step``.
-        places: says where a rank's part of a parameter lies, where its tensor does not:
-            (name, parameter) -> (name in the whole model, shape of the whole tensor,
-            place of the first element), or None. Needed for shards that are plain
-            tensors, and for stages or experts that have one name on several ranks.
+        model: module from which the parameters' names are taken.
+        optimizers: objects with ``param_groups`` and ``step``.
+        places: position of a rank's part, for parameters that are no DTensors: (name,
+            parameter) -> (name in the whole model, shape of the whole tensor, position
+            of the first element), or None. Needed for shards that are plain tensors,
+            and for stages or experts that have one name on several ranks.
     """
     install()
     if recorder is None:
@@ -628,11 +635,11 @@ def record(
 
 
 recorder: Recorder | None = None
-"""Recorder of this process, if it records."""
+"""Recorder of this process, or None."""
 
 
 def install() -> None:
-    """Begin to record, as the environment says."""
+    """Start the recorder if the environment variable ``ORDERS`` is set."""
     global recorder
     if recorder is None and ORDERS in os.environ:
         recorder = Recorder(msgspec.json.decode(os.environ[ORDERS], type=Orders))

@@ -1,8 +1,8 @@
 """Region of a tensor in which two sides differ, and the ranks that hold it.
 
-A sketch has the elements of each tile of the whole tensor in buckets of their own, so
-the distance of two sketches is known by tile. Noise is known of the whole tensor alone:
-a tile may take the share of the bound that it has of the elements.
+Each tile of the whole tensor has its own buckets in a sketch, so the distance of two
+sketches is known for each tile. Noise is known for the whole tensor only: the bound of
+a tile is proportional to its number of elements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Region", "region_of"]
 
 
 class _Tile(NamedTuple):
-    """A rectangle of the whole, in the view of rows and all other dims together."""
+    """Rectangle of the whole tensor: a range of dim 0, and one of all other dims."""
 
     rows: range
     columns: range
@@ -36,17 +36,17 @@ class _Tile(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """Where one tensor differs."""
+    """Region in which one tensor differs."""
 
     text: str
     """Rows and columns that differ, in words; empty if all tiles do."""
     holders: tuple[int, ...]
     """Ranks that hold elements of these tiles; empty if all ranks do."""
     shares: dict[int, float]
-    """Rank -> share of the difference in the tiles of which it holds elements."""
+    """Rank -> share of the difference that lies in tiles of which it holds elements."""
 
     def __str__(self) -> str:
-        """Say where, or nothing if no part is free of the difference."""
+        """Describe the region; empty if the whole tensor differs."""
         if not self.holders:
             return self.text
         return f"{self.text or 'a part of it'}, held by {rank_list(self.holders)}"
@@ -62,10 +62,10 @@ def region_of(
 
     Args:
         shape: shape of the whole tensor.
-        difference: difference of two sketches of it.
-        bound: largest norm of the difference that noise explains; of elements that are
-            not finite, each tile that has one is wrong.
-        parts: (rank, place of a part that the rank holds).
+        difference: difference of the two sketches.
+        bound: largest norm of the difference that noise explains. Tiles with non-finite
+            elements always exceed their bound.
+        parts: (rank, box of a part that the rank holds).
     """
     tiles = _tiles(shape)
     squares = _squares(shape, difference)
@@ -109,7 +109,7 @@ def _text(shape: tuple[int, ...], tiles: Sequence[_Tile]) -> str:
 
 @lru_cache(maxsize=10_000)
 def _tiles(shape: tuple[int, ...]) -> tuple[_Tile, ...]:
-    """The tiles of a tensor, as ``kept.py`` numbers them; some may be empty."""
+    """Return the tiles of a tensor, numbered as in ``kept.py``; some may be empty."""
     rows, columns = shape[0] if shape else 1, max(1, math.prod(shape[1:]))
     down, over = (GRID * GRID, 1) if columns == 1 else (GRID, GRID)
     return tuple(
@@ -120,14 +120,14 @@ def _tiles(shape: tuple[int, ...]) -> tuple[_Tile, ...]:
 
 
 def _span(number: int, count: int, size: int) -> range:
-    """Places whose ``place * count // size`` is this number."""
+    """Return the positions whose ``position * count // size`` equals ``number``."""
     return range(-(-number * size // count), -(-(number + 1) * size // count))
 
 
 def _squares(
     shape: tuple[int, ...], difference: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """The squared norm of the difference in each tile."""
+    """Return the squared norm of the difference in each tile."""
     squares = difference**2
     if math.prod(shape) > SLOTS:
         return np.asarray(squares.reshape(GRID * GRID, BUCKETS).sum(1))
@@ -142,7 +142,7 @@ def _of(span: range) -> slice:
 
 @lru_cache(maxsize=100_000)
 def _touched(box: Box) -> frozenset[int]:
-    """Tiles in which a part has elements; all of them if it has many pieces."""
+    """Return the tiles in which a part has elements; all if it has too many pieces."""
     tiles = _tiles(box.shape)
     pieces = pieces_of(box.shape, box.offsets, box.local)
     if pieces is None:

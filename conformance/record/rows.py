@@ -1,11 +1,11 @@
-"""Rows: a digest of each row of a model's inputs, and of a batch as a bag of tokens.
+"""Digests of the rows of a model's inputs, and of a batch regardless of order.
 
-Sets of digests over all ranks say whether two runs saw the same rows, whatever rank or
-micro-batch had them; bags say so where ranks have parts of rows, or very many. A row of
-tokens may be padded on either side: a batch is as long as its longest row, on each rank
-another.
-Rows of numbers with a point may be computed by the job, such as by a generator: a few
-sums of each tell rows that differ by rounding from other rows.
+Sets of digests over all ranks show whether two runs trained on the same rows, on
+whichever rank or in whichever micro-batch. If ranks have parts of rows, or too many
+rows, bags show it: sums over tokens in any order. A batch is as long as its longest
+row on that rank, so a row of tokens may be padded on either side. Floating-point rows
+may be computed by the job, such as by a generator: a few sums of each row distinguish
+rounding from different rows.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ __all__ = [
 ]
 
 SUMS = 4
-"""Sums that are kept of a row of numbers with a point."""
+"""Number of sums kept of a floating-point row."""
 NEAR = 0.02
-"""Largest difference of a sum, of the norm of a row, between rows that differ by
-rounding: a bf16 forward is off by half of it. Other rows are off by their norm."""
+"""Largest difference of a sum between rows that differ by rounding, relative to the
+norm. A bf16 forward causes half of it; different rows differ by their norm."""
 MOST = 4096
-"""Rows of a tensor of which numbers are kept."""
+"""Number of rows of a tensor for which numbers are kept."""
 
 
 def keep_rows(out: Recording, step: int, inputs: Sequence[Any]) -> list[Tensor]:
-    """Keep the numbers of all rows that a model is given in one call.
+    """Add the numbers of all rows of one model call to a recording.
 
     Returns:
-        Digests of the rows of each input of integers, or of the others if none has.
+        Digests of the rows of each integer input, or of the float inputs if none is
+        integer.
     """
     tokens, floats = rows_of(inputs), rows_of(inputs, floats=True)
     if (bag := bag_of(inputs, floats)) is not None:
@@ -62,11 +63,10 @@ def keep_rows(out: Recording, step: int, inputs: Sequence[Any]) -> list[Tensor]:
 
 
 def bag_of(values: Iterable[Any], floats: Iterable[Tensor] = ()) -> Tensor | None:
-    """One int64 number for all that the first input of integers holds, in any order.
+    """Return one int64 number for the values of the first integer input, in any order.
 
-    It adds up over rows and over parts of rows: context parallelism cuts rows. If no
-    input holds integers, it is the sum of the first of ``floats``, which `rows_of`
-    gives.
+    It adds up over rows and over parts of rows: context parallelism cuts rows. Without
+    an integer input it is the sum of the first of ``floats``, a result of `rows_of`.
     """
     for tensor in _inputs(values, False):
         words = mix(tensor.to(torch.int64) & 0xFFFFFFFF)
@@ -75,20 +75,20 @@ def bag_of(values: Iterable[Any], floats: Iterable[Tensor] = ()) -> Tensor | Non
 
 
 def rows_of(values: Iterable[Any], *, floats: bool = False) -> list[Tensor]:
-    """One (rows,) int64 tensor of digests for each input with rows in dim 0.
+    """Return a (rows,) int64 tensor of digests for each input with rows in dim 0.
 
     Args:
         values: arguments of the model; dicts, tuples and lists are searched.
-        floats: digests of inputs of numbers with a point, else of those of integers.
+        floats: true to use the floating-point inputs, false the integer ones.
     """
     return [_digests(rows) for rows in _flat(values, floats)]
 
 
 def unpadded_of(values: Iterable[Any]) -> list[Tensor]:
-    """Digests of rows without padding, for each input of integers.
+    """Return digests of rows without padding, for each integer input.
 
-    A batch is as long as its longest row, which has no padding, and nothing says what
-    padding is: of equal tokens at one end of a row any number may be.
+    The longest row of a batch has no padding, and the padding token is unknown. So the
+    run of equal tokens at an end of a row is taken for padding.
 
     Args:
         values: arguments of the model; dicts, tuples and lists are searched.
@@ -112,14 +112,14 @@ def unpadded_of(values: Iterable[Any]) -> list[Tensor]:
 
 
 def sums_of(values: Iterable[Any]) -> list[Tensor]:
-    """Sums that name rows up to rounding, for each input with a point.
+    """Return sums that identify rows up to rounding, for each float input.
 
     Args:
         values: arguments of the model; dicts, tuples and lists are searched.
 
     Returns:
-        (rows, SUMS) float64 for each input: the norm of a row, and sums of its
-        elements with drawn signs.
+        (rows, SUMS) float64 for each input: the norm of a row, and sums of its elements
+        with random signs.
     """
     sums = []
     for rows in _flat(values, True, MOST):
@@ -149,7 +149,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def _flat(
     values: Iterable[Any], is_float: bool, most: int | None = None
 ) -> Iterator[Tensor]:
-    """Yield the rows of each input of one kind, or ``most``, as (rows, elements)."""
+    """Yield the first ``most`` rows of each input of one kind, as (rows, elements)."""
     for tensor in _inputs(values, is_float):
         rows = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         yield rows[:most].flatten(1)
@@ -158,8 +158,8 @@ def _flat(
 def _inputs(values: Iterable[Any], is_float: bool) -> Iterator[Tensor]:
     """Yield each input of one kind that has rows in dim 0.
 
-    A nested tensor has one row in each part. Where no input has rows, each sequence of
-    integers is one row: some jobs put the tokens of all texts behind each other.
+    Each part of a nested tensor is one row. If no input has two dims, each sequence of
+    integers is one row: some jobs concatenate the tokens of all texts.
     """
     inputs = list[Tensor]()
     for tensor in (t.detach() for value in values for t in tensors_in(value)):

@@ -1,4 +1,4 @@
-"""Steps of optimizers of torch: when one begins, uses its gradients, and has ended."""
+"""Hooks for the steps of torch's optimizers: begin, gradients computed, end."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ __all__ = ["StepHooks", "parameters_of"]
 
 @dataclass
 class _Running:
-    """A step that is under way."""
+    """A running step of an optimizer."""
 
     optimizer: Optimizer
     height: int
-    """Height of the stack in the outermost call."""
+    """Depth of the call stack in the outermost call of ``step``."""
     last: Any
-    """Handle of our hook, which runs after the hooks of the optimizer itself."""
+    """Handle of our hook, which runs after the optimizer's own hooks."""
     depth: int = 1
-    """Calls of ``step`` within each other: its class may call that of its base."""
+    """Number of nested calls of ``step``: a class may call that of its base."""
 
 
 @dataclass
 class StepHooks:
     """Calls three functions with each optimizer of torch that steps.
 
-    A step that raised an error does not end; its optimizer may begin another.
+    If a step raises, its end is not called; the optimizer may begin another step.
     """
 
     begins: Callable[[Optimizer], object]
     uses: Callable[[Optimizer], object]
-    """Called once the gradients are there: after the optimizer's own hooks, and each
-    time that a closure has made them."""
+    """Called once the gradients are computed: after the optimizer's own hooks, and each
+    time that a closure has computed them."""
     ended: Callable[[Optimizer], object]
     only_plain: bool = False
-    """True leaves out compiled steps, whose graph a hook would change, and steps within
-    that of an optimizer of the same parameters, such as those of the shares in torch's
+    """True to ignore compiled steps, whose graph a hook would change. Also ignores a
+    step inside that of an optimizer with the same parameters, as in torch's
     ``ZeroRedundancyOptimizer``."""
     _running: dict[int, _Running] = field(default_factory=dict)
-    """id of an optimizer -> its step."""
+    """id of an optimizer -> its running step."""
     _handles: list[Any] = field(default_factory=list)
 
     def install(self) -> None:
-        """Call them from now on."""
+        """Register the hooks."""
         self._handles = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
         ]
 
     def remove(self) -> None:
-        """Call them no more."""
+        """Remove the hooks."""
         for handle in [*self._handles, *(each.last for each in self._running.values())]:
             handle.remove()
         self._running.clear()
@@ -81,7 +81,7 @@ class StepHooks:
         self._running[id(optimizer)] = _Running(optimizer, height, last)
 
     def _is_part(self, optimizer: Optimizer, height: int) -> bool:
-        """True within a step of an optimizer that has all of these parameters."""
+        """Return True inside a step of an optimizer that has all these parameters."""
         outers = [each for each in self._running.values() if each.height < height]
         if not outers:  # as in nearly every step of a job
             return False
@@ -123,7 +123,7 @@ def parameters_of(optimizer: Any) -> set[int]:
 
 
 def _height() -> int:
-    """Depth of the call stack at the caller's caller."""
+    """Return the depth of the call stack at the caller's caller."""
     frame: Any = sys._getframe(2)
     height = 0
     while frame is not None:

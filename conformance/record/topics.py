@@ -35,41 +35,41 @@ __all__ = [
 ]
 
 SLACK = 0.02
-"""Share by which a norm may be off: clipping rounds gradients, in bf16 by 0.2 %."""
+"""Relative tolerance of a norm: clipping rounds gradients, in bf16 by 0.2 %."""
 _LOG = logging.getLogger("gradparity.watch")
 
 
 class RanksDifferError(RuntimeError):
-    """Ranks that must be equal are not."""
+    """Error of a watch: ranks that must be equal differ."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """One number of this rank, sent to the other ranks."""
+    """One number that this rank sends to the other ranks."""
 
     value: int | Tensor = 0
     is_given: bool = True
-    """False if this rank has none."""
+    """False if this rank has no such number."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The largest and the least that ranks gave for a number, with these ranks."""
+    """Largest and smallest number among ranks, each with a rank that sent it."""
 
     own: int
-    """The number of this rank, which it may not have given."""
+    """Number of this rank; valid only if it sent one."""
     most: int | None
-    """None if no rank gave one."""
+    """Largest number, with its rank in the lower 16 bits; None if no rank sent one."""
     least: int | None
 
     @property
     def number(self) -> int | None:
-        """The largest; None if no rank gave one."""
+        """Largest number; None if no rank sent one."""
         return None if self.most is None else self.most >> 16
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Two ranks that gave other numbers, the lower first; else nothing."""
+        """Two ranks that sent different numbers, the lower first; else empty."""
         if self.most is None or self.least is None:
             return ()
         ranks = sorted((self.most & 65535, self.least & 65535))
@@ -77,27 +77,30 @@ class Answer:
 
     @property
     def where(self) -> str:
-        """These ranks in words."""
+        """Description of these two ranks."""
         return " than ".join(f"on rank {rank}" for rank in reversed(self.ranks))
 
 
 Read = Callable[[Sequence[Answer]], Iterator[str]]
-"""Yields a text for each thing that is wrong, from the answers to a topic's numbers."""
+"""Takes the answers to a topic's numbers, and yields a message for each fault."""
 
 
 class Topic(Protocol):
-    """A thing to watch: gives its numbers of a step, and reads the answers."""
+    """Part of a watch: provides its numbers of a step, and reads the answers."""
 
     size: int
-    """Numbers that it gives at most."""
+    """Largest number of numbers that it sends at a step."""
 
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
-        """Return the numbers of a step, as many on each rank, and their reader."""
+        """Return the numbers of a step, and a function that reads the answers.
+
+        All ranks return the same number of numbers.
+        """
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """A parameter, and the ranks that hold it.
+    """A parameter, and the ranks that hold elements of it.
 
     Attributes:
         name: name of the parameter.
@@ -110,18 +113,18 @@ class _Weight:
     same: bool
 
     def is_counted_by(self, rank: int) -> bool:
-        """Return whether this rank counts the elements: each set counts on one rank."""
+        """Return True on the rank that counts these elements in a sum over ranks."""
         return rank in (self.ranks[:1] if self.same else self.ranks)
 
 
 def weights_of(held: Sequence[Mapping[str, tuple[Box, int]]]) -> list[_Weight]:
-    """Learn which ranks hold the same.
+    """Find out which ranks hold the same elements.
 
     Args:
-        held: for each rank name -> place and digest of what it holds.
+        held: for each rank: name -> box and digest of its local elements.
 
     Raises:
-        RanksDifferError: if ranks begin with other weights under one name.
+        RanksDifferError: if replicas begin with different weights.
     """
     places: dict[tuple[str, Box], list[int]] = {}
     for rank, boxes in enumerate(held):
@@ -146,9 +149,9 @@ def weights_of(held: Sequence[Mapping[str, tuple[Box, int]]]) -> list[_Weight]:
 
 
 class Weights:
-    """Bits of replicas, settings of all weights, and weights that never move.
+    """Topic that compares the bits of replicas and the settings of their param groups.
 
-    Each weight has its turn.
+    Each step checks some of the weights in turn. It also logs weights that never move.
     """
 
     def __init__(
@@ -158,13 +161,13 @@ class Weights:
         weights: Sequence[_Weight],
         turn: int,
     ) -> None:
-        """Give each weight its turn.
+        """Split the weights into turns.
 
         Args:
             named: parameters of this rank.
-            optimizers: hold their settings.
+            optimizers: optimizers whose param groups hold the settings.
             weights: result of :func:`weights_of`.
-            turn: weights that have their turn at one step.
+            turn: number of weights that are checked at one step.
         """
         self.size = 2 * turn
         self.turns = [weights[n : n + turn] for n in range(0, len(weights), turn)]
@@ -176,10 +179,10 @@ class Weights:
             for parameter in group["params"]
         }
         self._last: dict[str, int] = {}
-        """Parameter -> its digest when its turn came last."""
+        """Parameter -> its digest when it was checked last."""
 
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
-        """Return two numbers for each weight: its bits, and its settings."""
+        """Return two numbers for each weight in turn: its bits, and its settings."""
         rank = rank_here()
         turn = self.turns[step % len(self.turns)] if self.turns else []
         numbers = list[Number]()
@@ -207,7 +210,7 @@ class Weights:
         return numbers, read
 
     def _moves(self, step: int, weight: _Weight, digest: int) -> None:
-        """Log a weight that has not changed since its last turn."""
+        """Log a weight that has not changed since it was checked before."""
         speaks = not weight.same or rank_here() == weight.ranks[0]
         if self._last.get(weight.name) == digest and speaks:
             turns = len(self.turns)
@@ -217,22 +220,22 @@ class Weights:
         self._last[weight.name] = digest
 
     def _settings(self, parameter: nn.Parameter) -> int | Tensor:
-        """A number for the settings of the param group of a parameter."""
+        """Return one number for the settings of a parameter's param group."""
         optimizer, at = self._groups.get(id(parameter), (0, -1))
         groups = self._optimizers[optimizer].param_groups
         return _number(groups[at]) if 0 <= at < len(groups) else 0
 
 
 class Numbers:
-    """Numbers of the job's own."""
+    """Topic that compares numbers given by the user's functions."""
 
     def __init__(self, equal: Mapping[str, Callable[[], float | Tensor]]) -> None:
-        """Take the function that gives each number, by name."""
+        """Take name -> function that returns the number."""
         self.size = len(equal)
         self._equal = equal
 
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
-        """Return each of the job's numbers."""
+        """Return the user's numbers."""
 
         def read(answers: Sequence[Answer]) -> Iterator[str]:
             for name, answer in zip(self._equal, answers, strict=True):
@@ -243,10 +246,11 @@ class Numbers:
 
 
 class Clipped:
-    """Compares the norm of clipped gradients over all shards with the job's own norm.
+    """Topic that compares the norm of clipped gradients with the job's own norm.
 
-    An element counts once, also if several ranks hold it. The job gives the norm before
-    clipping and the limit. After clipping the norm should be the smaller of the two.
+    The norm is computed over all shards; an element held by several ranks counts once.
+    The job gives the norm before clipping and the limit. After clipping the norm should
+    be the smaller of the two.
     """
 
     size = 0
@@ -263,7 +267,7 @@ class Clipped:
 
         Args:
             own: this rank's parameters; no other rank counts the same elements.
-            clipped: gives norm and limit.
+            clipped: function that returns the norm before clipping, and the limit.
             period: number of steps from one check to the next.
             group: group of all ranks; None for one process.
             device: device of the parameters.
@@ -272,7 +276,7 @@ class Clipped:
         self._period, self._group, self._device = period, group, device
 
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
-        """Add up squares over ranks: a second message, of 8 bytes."""
+        """Add up squares over ranks, by a second message of 8 bytes."""
         if step % self._period:
             return (), lambda _: iter(())
         norm, limit = self._clipped()
@@ -305,7 +309,7 @@ class Clipped:
 
 
 def _square_of(parameter: nn.Parameter) -> Tensor:
-    """Sum of squares of a gradient; nan where it is still to be summed over ranks."""
+    """Return the sum of squares of a gradient; nan if it is a partial sum."""
     if parameter.grad is None:
         return torch.zeros(())
     part, box = place(parameter.grad)
@@ -316,23 +320,23 @@ def _square_of(parameter: nn.Parameter) -> Tensor:
 
 
 class Data:
-    """Rows of the model's inputs, and random numbers that its forward draws."""
+    """Topic for rows of the model's inputs, and for random numbers of its forward."""
 
     size = 4
 
     def __init__(self, sets: Sequence[tuple[int, ...]], device: torch.device) -> None:
-        """Take the sets of ranks that have the same rows, and the device of draws."""
+        """Take the sets of ranks that train on the same rows, and the device."""
         self._sets = sets
         cpu = device.type == "cpu"
         self._generator: Any = torch if cpu else torch.get_device_module(device)
         self._rows: Tensor | None = None
         self._state: Tensor | None = None
-        """The generator's state when the model was entered first in this step."""
+        """State of the generator at the first call of the model in this step."""
         self._logged = False
         """True if it was logged that two sets of ranks draw the same numbers."""
 
     def enters(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """See the rows of the model's inputs; a hook."""
+        """Read the rows of the model's inputs, as a forward pre-hook."""
         if not torch.is_grad_enabled():
             return
         # in a pipeline later stages are given numbers
@@ -343,7 +347,7 @@ class Data:
             self._state = self._generator.get_rng_state()
 
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
-        """Return rows and draws of two neighbouring sets; each pair has its turn."""
+        """Return rows and random state of two neighbouring sets of ranks, in turn."""
         rank, count = rank_here(), len(self._sets)
         sets = [
             self._sets[n] for n in dict.fromkeys((step % count, (step + 1) % count))
@@ -378,13 +382,13 @@ class Data:
 
 
 def _are_equal(answers: Sequence[Answer]) -> bool:
-    """True for two sets of ranks that gave one number."""
+    """Return True if two sets of ranks sent the same number."""
     numbers = {answer.number for answer in answers}
     return len(answers) == 2 and len(numbers) == 1 and None not in numbers
 
 
 def _number(group: Mapping[str, Any]) -> int | Tensor:
-    """One number for all numbers of a param group; a tensor is not read."""
+    """Hash the settings of a param group into one number, without device waits."""
     total: int | Tensor = 0
     for at, (key, value) in enumerate(sorted(group.items())):
         values = value if isinstance(value, tuple | list) else (value,)
@@ -398,7 +402,7 @@ def _number(group: Mapping[str, Any]) -> int | Tensor:
 
 
 def _bits(number: float | Tensor) -> int | Tensor:
-    """The bits of a number in fp64; a tensor is not read."""
+    """Return the bits of a number in fp64, without waiting for a tensor."""
     if isinstance(number, Tensor):
         return number.detach().reshape(1).double().view(torch.int64)[0]
     (bits,) = struct.unpack("q", struct.pack("d", float(number)))
@@ -406,12 +410,15 @@ def _bits(number: float | Tensor) -> int | Tensor:
 
 
 def _wrapped(number: int) -> int:
-    """The number modulo 2^64, as int64 has it."""
+    """Return the number modulo 2^64, as a signed 64-bit integer."""
     return (number + 2**63) % 2**64 - 2**63
 
 
 def digest_of(part: Tensor) -> Tensor:
-    """Sum of the bits of elements times an odd word of their place, modulo 2^64."""
+    """Return the sum of each element's bits times an odd word of its position.
+
+    The sum is taken modulo 2^64.
+    """
     flat = part.detach().reshape(-1)
     bits = flat.view(BITS[flat.element_size()]).to(torch.int64)
     places = torch.arange(flat.numel(), dtype=torch.int64, device=flat.device)
@@ -419,5 +426,5 @@ def digest_of(part: Tensor) -> Tensor:
 
 
 def rank_here() -> int:
-    """Rank of this process; 0 if there is one only."""
+    """Return the rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0

@@ -3,9 +3,9 @@
 [Note: One small message]
 After each step every rank puts some numbers into one vector, and the complement of each
 number beside it. One all-reduce with MAX gives the largest of each number, and from the
-complements the least. If both are equal, all ranks agree. A rank without a number sends
-the least one that exists. A number has 48 bits of a digest and 16 bits of the rank, so
-the report can name two ranks that differ.
+complements the smallest. If both are equal, all ranks agree. A rank without a number
+sends the smallest possible one. A number has 48 bits of a digest and 16 bits of the
+rank, so the report can name two ranks that differ.
 
 Messages have a process group of their own, and no rank waits for them: a message is
 read at the first step after it arrived. A rank that skips a step falls behind by one
@@ -51,30 +51,31 @@ from .topics import (
 __all__ = ["RanksDifferError", "Watch", "watch"]
 
 NONE = -(2**63)
-"""Number of a rank that has none."""
+"""Placeholder sent by a rank that has no number."""
 ODD = 0x1E3779B97F4A7C15
-"""Spreads the bits of a digest over the upper ones, which are sent."""
+"""Odd factor that mixes the bits of a digest into its upper ones, which are sent."""
 MOST = 60
-"""Numbers in one message, which has two of 8 bytes for each: it stays below 1 KB."""
+"""Largest number of numbers in a message: with 16 bytes for each it stays below 1
+KB."""
 LAST_S = 5.0
 """Seconds to wait for the last messages."""
 UNREAD = 16
-"""Messages on their way; at one more a rank waits."""
+"""Number of unread messages; a rank waits before it sends more."""
 
 
 @dataclass
 class _Message:
-    """The numbers of one step, on their way."""
+    """Numbers of one step that were sent and not yet read."""
 
     step: int
     parts: Sequence[tuple[int, Read]]
-    """How many of the numbers each topic reads."""
+    """Number of consecutive numbers of each topic, and its reader."""
     landing: Landing
-    """(n,) int64, the numbers of this rank; (2, n) int64: the largest of all numbers
-    and of their complements."""
+    """(n,) int64: numbers of this rank. (2, n) int64: the largest over all ranks, of
+    numbers and of their complements."""
 
     def read(self) -> Iterator[str]:
-        """Yield the sentences of the topics."""
+        """Yield what the topics report."""
         own, both = (tensor.tolist() for tensor in self.landing.read())
         answers = [
             Answer(number, *((None, None) if NONE in pair else (pair[0], ~pair[1])))
@@ -87,7 +88,7 @@ class _Message:
 
 @dataclass
 class Watch:
-    """Watches until it is closed; made by :func:`watch`."""
+    """Comparison of ranks during training, made by :func:`watch`; runs until closed."""
 
     topics: Sequence[Topic]
     act: Callable[[str], None]
@@ -105,7 +106,7 @@ class Watch:
         self.close()
 
     def close(self) -> None:
-        """Read the last messages, and watch no more; all ranks call it."""
+        """Read the last messages and stop watching; all ranks must call it."""
         while self.handles:
             self.handles.pop().remove()
         ends = time.monotonic() + LAST_S
@@ -119,7 +120,7 @@ class Watch:
                 time.sleep(0.001)
 
     def stepped(self, *_: Any) -> None:
-        """Read arrived messages, and send the numbers of this step; a hook."""
+        """Read messages that arrived, and send this step's numbers; a step hook."""
         while self._sent and (
             len(self._sent) > UNREAD or self._sent[0].landing.is_there
         ):
@@ -133,7 +134,7 @@ class Watch:
             self.act(f"gradparity.watch: step {message.step}: {text}")
 
     def _send(self) -> None:
-        """Give this step's numbers to the other ranks, and do not wait."""
+        """Send this step's numbers to the other ranks without waiting."""
         numbers, parts = list[Number](), list[tuple[int, Read]]()
         for topic in self.topics:
             own, read = topic.give(self.step)
@@ -176,7 +177,7 @@ def watch(
     equal: Mapping[str, Callable[[], float | Tensor]] | None = None,
     clipped: Callable[[], tuple[float | Tensor, float]] | None = None,
 ) -> Watch:
-    """Watch a job: replicas, settings of optimizers, rows and numbers, at each step.
+    """Compare ranks at each step: replicas, optimizer settings, rows and numbers.
 
     All ranks of the default process group call it, after the model is laid out and
     before the first step. One message of less than 1 KB is sent after each step, on a
@@ -261,7 +262,7 @@ def watch(
 
 
 class _Enters:
-    """Hook of the model; where the model is saved or copied, one that does nothing."""
+    """Forward pre-hook of the model; in a saved or copied model it does nothing."""
 
     def __init__(self, rows: Data) -> None:
         self._rows = rows
@@ -278,10 +279,10 @@ class _Enters:
 def _named(
     model: nn.Module, apart: Sequence[str]
 ) -> tuple[dict[str, nn.Parameter], dict[str, Box]]:
-    """Parameters that are watched, by name, and the place of each in the whole model.
+    """Return the watched parameters by name, and the box of each in the whole model.
 
-    The first piece represents a parameter with several pieces, such as a gated layer:
-    ranks that share the first piece share all pieces.
+    A parameter with several pieces, such as a gated layer, is represented by its first
+    piece: ranks that share the first piece share all pieces.
     """
     roots = Roots()
     roots.add(model)

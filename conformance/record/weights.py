@@ -1,7 +1,7 @@
-"""Weights of a job, before its first step: moved by a unit, written, or replaced.
+"""Nudge, write or replace the weights of a job before its first step.
 
-All three go by the place of an element in the whole tensor, so that each layout of a
-model is moved alike, and begins alike.
+All three use the position of an element in the whole tensor. So a model is nudged, and
+starts, in the same way in every layout.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from .parts import Roots, bare, copies_of_megatron, cuts, fp32_range_of, place
 __all__ = ["begin_from", "nudge", "write_start"]
 
 SELDOM = 32
-"""One in so many elements of a half precision moves: a unit in its last place is as
-large as many steps of training."""
+"""One in this many half-precision weights moves: a unit in its last place is as large
+as many training steps."""
 NEAR = 32
-"""Units in the last place of fp32: a weight that is as near to where bf16 rounds to the
-other side moves across, or none of a small model that computes in bf16 would. One in
-2,000 does; all together then move by 1.1 units."""
+"""Distance from a bf16 rounding boundary, in fp32 units in the last place, within which
+a weight moves across the boundary. Otherwise no weight of a small bf16 model would
+change. One in 2,000 does; all weights together then move by 1.1 units."""
 PLACES = "gradparity.places"
 """Key of the boxes in the metadata of a file with weights."""
 
 
 def _weights(module: nn.Module, roots: Roots) -> Iterator[tuple[str, Tensor, Box]]:
-    """Name, local elements and place of each piece of a trained parameter.
+    """Yield name, local elements and box of each piece of each trained parameter.
 
-    The fp32 masters of a parameter have its name.
+    The fp32 masters of a parameter are yielded under its name.
     """
     roots.learn(module)
     masters: dict[int, list[tuple[Tensor, int]]] = {}
@@ -67,9 +67,10 @@ def _weights(module: nn.Module, roots: Roots) -> Iterator[tuple[str, Tensor, Box
 
 @torch.no_grad()
 def nudge(module: nn.Module, seed: int, roots: Roots) -> None:
-    """Move each trained weight of a model to one of its neighbours.
+    """Move each trained weight of a model to a neighbouring number.
 
-    A few weights in fp32 move further: to the next number that bf16 rounds otherwise.
+    A few fp32 weights move further: across the nearest point where bf16 rounds up or
+    down.
     """
     for _, part, box in _weights(module, roots):
         if not part.numel() or not part.is_floating_point():
@@ -93,7 +94,7 @@ def nudge(module: nn.Module, seed: int, roots: Roots) -> None:
 
 
 def write_start(folder: Path, rank: int, module: nn.Module, roots: Roots) -> None:
-    """Write the weights of a model on this rank, whole or not at all."""
+    """Write this rank's weights of a model atomically."""
     weights = dict[str, Tensor]()
     boxes = dict[str, Box]()
     for number, (name, part, box) in enumerate(_weights(module, roots)):
@@ -110,17 +111,18 @@ def write_start(folder: Path, rank: int, module: nn.Module, roots: Roots) -> Non
 
 @torch.no_grad()
 def begin_from(folder: Path, number: int, module: nn.Module, roots: Roots) -> str:
-    """Give a model the weights of another job, in whatever layout either has.
+    """Load the weights of another job into a model; their layouts may differ.
 
     Args:
-        folder: holds ``start-RANK-NUMBER.safetensors`` of :func:`write_start`.
+        folder: folder with ``start-RANK-NUMBER.safetensors``, made by
+            :func:`write_start`.
         number: number of the model, in the order of first calls: two models may have
-            the same names.
-        module: its trained parameters are written.
-        roots: names and places of parameters.
+            parameters with the same names.
+        module: model whose trained parameters are overwritten.
+        roots: names and boxes of parameters.
 
     Returns:
-        A note on parameters that keep their values, if there are any.
+        A note on parameters that keep their values; empty if all were loaded.
     """
     wanted = {name: box.shape for name, _, box in _weights(module, roots)}
     parts_by_name: dict[str, dict[int, list[tuple[Tensor, Box]]]] = {}
@@ -156,7 +158,7 @@ def begin_from(folder: Path, number: int, module: nn.Module, roots: Roots) -> st
 
 
 def _whole(parts: list[tuple[Tensor, Box]]) -> Tensor:
-    """The whole tensor of which these are parts; nan where none is."""
+    """Assemble the whole tensor from parts; elements without a part are nan."""
     parts.sort(key=lambda each: each[0].element_size())  # masters overwrite
     last, box = parts[-1]
     whole = last.new_full(box.shape, torch.nan)
@@ -167,7 +169,7 @@ def _whole(parts: list[tuple[Tensor, Box]]) -> Tensor:
 
 
 def _range(whole: Tensor, box: Box) -> Tensor:
-    """A view of the elements of a box."""
+    """Return a view of the elements of a box."""
     if box.is_flat:
         return whole.view(-1).narrow(0, box.offsets[0], box.size)
     for dim, (offset, size) in enumerate(zip(box.offsets, box.local, strict=True)):

@@ -1,4 +1,4 @@
-"""Meaning of a failed world: about the scaler, about the stack, or nothing."""
+"""Classify the failure of a world: caused by scaler, by workload, or neither."""
 
 from __future__ import annotations
 
@@ -28,29 +28,32 @@ _CHECKS = re.compile(
     rf"({all_say_right.__name__}|{checked_collective.__name__})$",
     re.MULTILINE,
 )
-"""The frames in which a rank waits for the others, once its step is made."""
+"""Functions in which a rank waits for the others after its step."""
 
 
 def traces_of(failure: WorldError, *, judged: bool) -> tuple[RankTrace, ...]:
-    """Traces of a world that failed because of the judged code.
+    """Return the traces of a world that failed because of the code under test.
 
     [Note: How a rank ends]
-    What a rank leaves, and what it proves:
-    - it returns: its trace;
-    - it raises JudgedError: the trace so far, and either the call of the scaler that
-      raised, or a checked collective with a wrong result on some rank. All ranks raise
-      then (``worker.all_say_right``), so that none is left in a collective;
+    How a rank may end, and what follows:
+
+    - it returns its trace;
+    - it raises JudgedError with the trace so far: a call of the scaler raised, or a
+      checked collective had a wrong result on some rank. Then all ranks raise
+      (``worker.all_say_right``), so that none is left in a collective;
     - it hangs, and the parent kills it: no trace. With a scaler that is a violation,
-      after a second try, because a busy machine is slow, too; without one it is not;
-    - it is killed or exits: no trace, and no verdict, since the machine may be short of
-      memory. The same holds for any other exception: it is the judge's or the stack's.
+      after a second try, because a busy machine is slow too; without a scaler it is
+      not;
+    - it is killed or exits: no trace and no verdict, since the machine may be short of
+      memory. The same holds for any other exception, which comes from gradparity or
+      from the workload.
 
     Args:
         failure: failure of a run.
-        judged: true if there was a scaler; then a hang is the scaler's.
+        judged: true if there was a scaler; then a hang counts as the scaler's.
 
     Raises:
-        WorldError: if the failure is neither the scaler's nor a stray collective.
+        WorldError: if neither the scaler nor a stray collective caused the failure.
     """
     states = {outcome.state for outcome in failure.outcomes}
     raised = isinstance(failure.root.exception, JudgedError)
@@ -63,11 +66,11 @@ def traces_of(failure: WorldError, *, judged: bool) -> tuple[RankTrace, ...]:
 
 
 def _hung(failure: WorldError) -> set[int]:
-    """Ranks that hang; other ranks that did not end only wait for these.
+    """Return the ranks that hang; other ranks that did not end only wait for these.
 
-    A rank whose scaler returned waits in the judge's own check. The harness does not
-    know that check: it may take this rank for the one that hangs, and one that is stuck
-    in a collective of the scaler for its victim.
+    A rank whose scaler returned waits in gradparity's own check, which the harness does
+    not know. So the harness may report that rank as the one that hangs, and a rank that
+    is stuck in a collective of the scaler as its victim.
     """
     if failure.root.state is not RankState.HUNG:
         return set()
@@ -79,7 +82,7 @@ def _hung(failure: WorldError) -> set[int]:
 
 
 def _how(outcome: RankOutcome) -> str:
-    """How a rank hangs: since when, and in which function."""
+    """Describe how a rank hangs: since when, and in which function."""
     # of a victim: "...; killed because rank 0 failed", but this one is the cause
     since = (outcome.message or "no answer").partition("; killed")[0]
     place = waiting_place(outcome)
@@ -87,7 +90,7 @@ def _how(outcome: RankOutcome) -> str:
 
 
 def ran_out_of_time(traces: Sequence[RankTrace]) -> str:
-    """The call that exceeded its time limit, in words, or the empty string."""
+    """Return the call that exceeded its time limit, as text; else ""."""
     if any(trace.problem is not None for trace in traces):
         return ""  # a rank raised: the others were late only because they waited for it
     for trace in traces:
@@ -121,20 +124,22 @@ def why_not_run(
     scenario: Scenario,
     alone: Callable[..., str],
 ) -> str:
-    """Why a workload could not run the scenario, or the empty string.
+    """Return why a workload could not run the scenario; else "".
 
-    Meshes with an axis at size 1, frozen parameters, recomputation, a second layout and
-    gradients that are synchronised later are the judge's choices. So an exception of
-    ``parallelize`` there is no fault, and neither is one of ``train_step`` on
-    parameters without gradients or on such a mesh, where a schedule written by hand may
-    wait for a stage that does not exist, nor one of a pass that a module does not
-    support in its own ``no_sync()``.
+    The following are gradparity's choices and not the user's: mesh axes of size 1,
+    frozen parameters, recomputation, a second layout, and deferred gradient
+    synchronisation. So these exceptions are no fault of the workload:
+
+    - one of ``parallelize`` with such a choice;
+    - one of ``train_step`` on parameters without gradients, or on such a mesh, where a
+      hand-written schedule may wait for a stage that does not exist;
+    - one of forward or backward that a module does not support in its ``no_sync()``.
 
     Args:
         failure: failure of the world.
-        spec: the judged scaler, or ``none``.
+        spec: name of the tested scaler, or ``none``.
         scenario: scenario that the world was to train.
-        alone: calls a function on the process of the references.
+        alone: calls a function on the process that trains references.
     """
     error, recipe = failure.root.exception, scenario.parsed_recipe
     frozen = recipe.training.frozen
@@ -162,9 +167,9 @@ def why_not_run(
 
 
 def why_not_alone(scenario: Scenario) -> str:
-    """Why one process cannot run a half precision either, or the empty string.
+    """Return why one process cannot run this half precision either; else "".
 
-    The precision is the judge's choice, and torch has operations that refuse it.
+    The precision is gradparity's choice, and some torch operations reject it.
     """
     if scenario.parsed_precision.is_full:
         return ""

@@ -1,8 +1,9 @@
-"""The hunt: hypothesis draws scenarios over the whole space and shrinks a violation.
+"""The hunt: draw scenarios from the whole space, and shrink one with a violation.
 
-Steps: draw a scenario from the fixtures' tables; run it on warm clusters; if a law
-fails, let hypothesis shrink towards the first entry of every table (fewest ranks, fp32,
-SGD, no fault); print the smallest one as a line that ``gradparity replay`` takes.
+Hypothesis draws a scenario from the fixtures' tables, and warm clusters run it. If a
+law fails, hypothesis shrinks towards the first entry of every table (fewest ranks,
+fp32, SGD, no fault). The smallest failing scenario is printed as a ``gradparity
+replay`` command.
 """
 
 from __future__ import annotations
@@ -43,23 +44,23 @@ __all__ = ["HuntSettings", "hunt", "scenarios"]
 SCALES = (1024.0, 1.0, 2.0**16, OVERFLOWING_SCALE, 3.0)
 MAX_STEPS = 12
 ROUND = 10
-"""Scenarios drawn between two looks at the clock."""
+"""Number of scenarios drawn between two looks at the clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuntSettings:
-    """One hunt."""
+    """Settings of one hunt."""
 
     scaler: str
     selection: Selection
     folder: str
     budget_s: float
-    """Seconds to draw; shrinking a violation may take as long again."""
+    """Seconds for drawing; shrinking a violation may take as long again."""
     database: str = ".hypothesis/gradparity"
-    """Folder in which failures are kept; they are tried first next time."""
+    """Folder with failing scenarios, which the next hunt tries first."""
     timeout_s: float = 60.0
     script: Path | None = None
-    """Where to write a violation as a standalone script."""
+    """Path of a standalone script of the violation; None writes none."""
 
     def __post_init__(self) -> None:
         if not self.budget_s > 0:
@@ -67,24 +68,27 @@ class HuntSettings:
 
 
 class _Violation(Exception):
-    """Raised to hypothesis: an ``AssertionError`` may be a fault of the judge."""
+    """Raised inside hypothesis for a violation.
+
+    An ``AssertionError`` would not do: it may be a fault of gradparity.
+    """
 
 
 @dataclass(kw_only=True)
 class Found:
-    """The result of a hunt."""
+    """Result of a hunt."""
 
     tried: int = 0
     """Number of scenarios that ran."""
     case: Case | None = None
-    """The last case with a violation; after shrinking, the smallest."""
+    """Last case with a violation; after shrinking, the smallest."""
     broken: list[str] = field(default_factory=list)
-    """Scenarios in which the harness broke; they prove nothing."""
+    """Scenarios in which the harness broke; they have no verdict."""
 
 
 @st.composite
 def fault_plans(draw: st.DrawFn, world_size: int, steps: int, model: str) -> str:
-    """Up to three faults anywhere in the run."""
+    """Draw up to three faults anywhere in the run."""
     count = draw(st.integers(0, 3))
     targets = [split_parameter(model) if t == "split" else t for t in TARGETS]
     parts = [
@@ -99,7 +103,7 @@ def fault_plans(draw: st.DrawFn, world_size: int, steps: int, model: str) -> str
 
 @st.composite
 def scenarios(draw: st.DrawFn, selection: Selection) -> Scenario:
-    """Any scenario that torch itself can train."""
+    """Draw any scenario that torch itself can train."""
     row: dict[str, str] = {"when": "never"}  # faults are drawn more freely below
     for column, values in columns(selection).items():
         # pairwise consistent choices can always be completed: default values fit all
@@ -126,7 +130,7 @@ def hunt(settings_: HuntSettings, console: Console) -> int:
     """Search until the budget is spent or a violation is shrunk.
 
     Returns:
-        0 nothing found, 1 a violation, 3 nothing could be judged.
+        0 no violation, 1 a violation, 3 no scenario had a verdict.
     """
     finding = Found()
     with Runner(folder=settings_.folder, timeout_s=settings_.timeout_s) as runner:

@@ -1,11 +1,11 @@
-"""Place: the source of ranks, the pool of this process or torchrun's processes.
+"""Place: where ranks come from, a pool of processes or torchrun.
 
 [Note: One process]
 Code that trains, draws or seeds on one process (references, checks of a workload) runs
-on a separate rank, and never in the judge's process: torch's global generator, default
-dtype and autocast are shared by all threads of a process, and user code may crash. That
-rank stays warm, so its caches survive. What it may be asked to call is imported before
-it is forked: ``run/session.py`` imports all of that.
+on a separate rank, and never in the process of the session. The reasons: torch's global
+generator, default dtype and autocast are shared by all threads of a process, and user
+code may crash. That rank stays warm, so its caches survive. The modules of its
+functions are imported before it is forked, by ``run/session.py``.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ __all__ = [
 
 T = TypeVar("T")
 LOST = {RankState.KILLED, RankState.EXITED}
-"""States of a rank that prove nothing about the scaler."""
+"""States of a rank that say nothing about the scaler."""
 TRAININGS = 16
-"""Time limit of a call on one process, in limits of a scenario: a case has up to 11
-references, and each does the work of all ranks."""
+"""Time limit of a call on one process, as a multiple of a scenario's limit. A case has
+up to 11 references, and each does the work of all ranks."""
 
 
 class AloneError(Exception):
@@ -56,7 +56,7 @@ class AloneError(Exception):
 
 
 class Place:
-    """Makes worlds and keeps them by size; a context manager that ends them."""
+    """Creates worlds and keeps one of each size; a context manager that ends them."""
 
     def __init__(self, devices: Devices, timeout_s: float) -> None:
         self.devices = devices
@@ -64,9 +64,10 @@ class Place:
         self._worlds: dict[int, BaseCluster] = {}
         self._stack = ExitStack()
         self._remove: Callable[[], object] = lambda: None
-        """Removes the folder of ``files``, if there is one."""
+        """Removes the folder of ``files``, if it was created."""
         self._alone = {False: self._one(default_group=False)}
-        """True if it has a process group -> a cluster of one process."""
+        """True for a process group of one rank, False without one -> cluster of one
+        process."""
 
     def __enter__(self) -> Self:
         return self
@@ -82,14 +83,14 @@ class Place:
 
     @cached_property
     def files(self) -> str:
-        """A folder for checkpoints of ranks; goes when the place is closed."""
+        """Folder for checkpoints of ranks; removed when the place is closed."""
         folder = tempfile.mkdtemp(prefix="gradparity-")
         # also where nobody closes the place
         self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         return folder
 
     def ranks(self, world: int) -> BaseCluster:
-        """The world of this size."""
+        """Return the world of this size; create it if needed."""
         if world not in self._worlds:
             self._worlds[world] = self._make(world)
         return self._worlds[world]
@@ -100,12 +101,12 @@ class Place:
         """Call a function on one process; see [Note: One process].
 
         Args:
-            function: function of a module; its calls wait for each other.
-            *args: sent to it.
-            in_group: call it on a process that is the one rank of a process group.
+            function: importable function; only one call runs at a time.
+            *args: arguments, which are pickled.
+            in_group: true to call it in a process group of one rank.
 
         Raises:
-            Exception: the error of the function.
+            Exception: what the function raised.
             AloneError: if its process was lost.
         """
         if in_group not in self._alone:
@@ -120,7 +121,7 @@ class Place:
         return result
 
     def gpu_names(self) -> list[str]:
-        """Names of the GPUs of this machine; empty if none is used."""
+        """Return the names of this machine's GPUs; empty if ranks are on the CPU."""
         if self.devices.device == "cpu":
             return []
         try:
@@ -135,22 +136,22 @@ class Place:
         return self.devices.spec(1, self.timeout_s).threads
 
     def check(self, worlds: Iterable[int]) -> None:
-        """Refuse a run that the devices cannot do.
+        """Raise if the devices cannot run these worlds.
 
         Args:
-            worlds: the world sizes of the run.
+            worlds: world sizes of the run.
 
         Raises:
-            ValueError: names the devices found and an alternative.
+            ValueError: names the available devices and an alternative.
         """
         raise NotImplementedError
 
     def not_runnable(self, world: int) -> str:
-        """Why a world of this size cannot run here, or the empty string."""
+        """Return why a world of this size cannot run here; else ""."""
         raise NotImplementedError
 
     def launcher(self) -> Launcher:
-        """The launcher field of the report's header."""
+        """Return the launcher field of the report's header."""
         raise NotImplementedError
 
     def _one(self, *, default_group: bool) -> Cluster:
@@ -164,7 +165,7 @@ class Place:
 
 
 class Pool(Place):
-    """Ranks that this process starts, as many as a scenario has."""
+    """Place whose ranks this process starts, as many as a scenario needs."""
 
     def check(self, worlds: Iterable[int]) -> None:
         """See :meth:`Place.check`."""
@@ -190,14 +191,14 @@ class Pool(Place):
 
 
 class Torchrun(Place):
-    """The ranks that torchrun made; smaller worlds take the first of them."""
+    """Place whose ranks torchrun started; a smaller world uses the first of them."""
 
     def __init__(self, devices: Devices, timeout_s: float, agent: Agent) -> None:
         super().__init__(devices, timeout_s)
         self.agent = agent
 
     def check(self, worlds: Iterable[int]) -> None:
-        """See :meth:`Place.check`; every machine of the job counts for itself."""
+        """See :meth:`Place.check`; every machine of the job is checked separately."""
         for member in self.agent.members():
             way_out = f"start with --nproc-per-node {max(1, member.gpus)}"
             self.devices.check(member.local_size, member.gpus, way_out)
@@ -228,7 +229,7 @@ class Torchrun(Place):
 
 
 def place_of(devices: Devices, timeout_s: float, agent: Agent | None) -> Place:
-    """The place of this process: torchrun's ranks under torchrun, else a pool."""
+    """Return torchrun's ranks as the place if there is an agent, else a pool."""
     if agent is None:
         return Pool(devices, timeout_s)
     return Torchrun(devices, timeout_s, agent)
@@ -236,11 +237,11 @@ def place_of(devices: Devices, timeout_s: float, agent: Agent | None) -> Place:
 
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+) in (.+)$', re.MULTILINE)
 _NOT_THE_CALLER = re.compile("/torch/|/multiprocess/")
-"""Files whose frames do not say which code waits."""
+"""Files whose stack frames do not show which code waits."""
 
 
 def waiting_place(outcome: RankOutcome) -> str:
-    """Function and line in which a rank waited when it was killed, or ""."""
+    """Return the function and line in which a rank waited when killed, or ""."""
     # faulthandler writes the main thread last, its innermost frame first
     frames = _FRAME.findall(outcome.stacks.rpartition("hread 0x")[2])
     places = [
@@ -252,7 +253,7 @@ def waiting_place(outcome: RankOutcome) -> str:
 
 
 def _waiting_places(failure: WorldError) -> str:
-    """Say where each rank of a world waited that did not end, or ""."""
+    """Describe where each rank waited that did not end; else ""."""
     ranks_by_place: dict[str, list[int]] = {}
     for outcome in failure.outcomes:
         if place := waiting_place(outcome):
@@ -262,7 +263,7 @@ def _waiting_places(failure: WorldError) -> str:
 
 
 def root_cause(failure: WorldError) -> str:
-    """Why a world failed, in one line: rank, call, error, and its last words."""
+    """Describe in one line why a world failed: rank, call, error, last output."""
     root = failure.root
     # its own text names rank and call; the headline would add our class before it
     own = isinstance(root.exception, WorkloadError)

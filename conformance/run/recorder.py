@@ -1,4 +1,4 @@
-"""From a judged case to the record that a report keeps of it."""
+"""Convert a judged case to its record in the report."""
 
 from __future__ import annotations
 
@@ -66,18 +66,19 @@ def make_header(
     require: Sequence[str] = (),
     not_tried: Sequence[str] = (),
 ) -> Header:
-    """The header of a run that starts now.
+    """Return the header of a run that starts now.
 
     Args:
-        planned: cases that the run sets out to judge.
+        planned: number of cases of the run.
         preset: name of the set of scenarios.
         seed: seed of the run.
-        arguments: the command line.
+        arguments: command line.
         place: where the ranks come from: device, backend, threads.
-        data: data sets that the run uses; their hashes are recorded. The text's hash
-            depends on the Python version, so a run without the text must not record it.
-        restarts: one line per restart, on the cases kept from earlier attempts.
-        require: the scalers that decide what the report comes to; empty means all.
+        data: data sets that the run uses; their hashes are recorded. The hash of the
+            text data depends on the Python version, so a run without it must not record
+            it.
+        restarts: one line for each restart, on the cases kept from earlier attempts.
+        require: scalers that decide the result of the report; empty means all.
         not_tried: meshes and recipes that the preset leaves out, with reasons.
     """
     data = sorted(set(data))
@@ -112,7 +113,7 @@ def make_header(
 
 
 def _fingerprint(name: str) -> str:
-    """Hash of a data set, or of a workload's first batch."""
+    """Return the hash of a data set, or of a workload's first batch."""
     if name in DATASETS:
         return DATASETS[name].fingerprint()
     tensors = resolve_workload(name).batch(0, 0).tensors
@@ -120,12 +121,12 @@ def _fingerprint(name: str) -> str:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The command of a run for the header."""
+    """Return the command of a run, for the header."""
     return shlex.join(["gradparity", *arguments])
 
 
 def _commit() -> str:
-    """The commit of the current folder, or the empty string outside of a checkout."""
+    """Return the commit of the current folder; empty outside of a git checkout."""
     git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         done = subprocess.run(git, capture_output=True, text=True, timeout=10)
@@ -135,7 +136,7 @@ def _commit() -> str:
 
 
 def replay_command(scaler: str, scenario: str, devices: Devices | None = None) -> str:
-    """The one command that runs a case again, with ranks of its own."""
+    """Return the command that runs a case again, with new ranks."""
     program = (
         "gradparity"
         if "gradparity" in Path(sys.argv[0]).name
@@ -146,11 +147,11 @@ def replay_command(scaler: str, scenario: str, devices: Devices | None = None) -
 
 
 class Recorder:
-    """Makes the records of one report.
+    """Creates the records of one report.
 
-    The first case in which a scaler breaks a law holds a script that shows it.
-    Rendering cannot make the script: that needs the judge, and may import modules that
-    a scenario names.
+    The first case in which a scaler breaks a law contains a script that shows it. The
+    script cannot be created while the report is rendered: that needs the judge, and may
+    import modules that a scenario names.
     """
 
     def __init__(self, place: Place) -> None:
@@ -158,7 +159,7 @@ class Recorder:
         self._shown: set[tuple[str, str]] = set()
 
     def record(self, case: Case) -> CaseRecord:
-        """The record of ``case``."""
+        """Return the record of a case."""
         record = case_record(case, self.place.devices)
         broken = {(case.scaler, v.law) for v in case.verdicts if v.status == "fail"}
         # empty where nothing is broken
@@ -176,7 +177,7 @@ class Recorder:
 
 
 def case_record(case: Case, devices: Devices | None = None) -> CaseRecord:
-    """The record of ``case``, which ran on ``devices`` (default: the CPU)."""
+    """Return the record of a case that ran on ``devices`` (default: the CPU)."""
     scenario = case.scenario
     return CaseRecord(
         scaler=case.scaler,
@@ -198,7 +199,7 @@ def case_record(case: Case, devices: Devices | None = None) -> CaseRecord:
 
 
 def _whose(case: Case) -> str:
-    """The user's call that raised, or the workload that hung; else empty."""
+    """Name the user's call that raised, or the workload that hung; else ""."""
     error = case.own_error
     if error is not None:
         return f"your {error.call or 'workload'}"
@@ -244,7 +245,10 @@ def _curves(evidence: Evidence) -> Curves:
 
 
 def _rows(parts: Sequence[Evidence], world_size: int) -> list[list[StepTrace]]:
-    """Steps by rank; in a phase on fewer ranks the rank numbers wrap around."""
+    """Return the steps of each rank.
+
+    In a phase on fewer ranks the rank numbers wrap around.
+    """
     return [
         [seen for part in parts for seen in part.ranks[rank % len(part.ranks)].steps]
         for rank in range(world_size)

@@ -1,8 +1,8 @@
-"""Runner: a scaler in a scenario -> a judged case.
+"""Runner: run a scaler in a scenario and judge it.
 
-Three functions, one after another: ``_observe`` has the scenario trained (``Runs``),
-``_judge`` compares the traces with references and applies the laws, and ``localise``
-looks for the place where parity begins to fail.
+Three functions follow each other. ``_observe`` has the scenario trained (``Runs``).
+``_judge`` compares the traces with references and applies the laws. ``localise`` finds
+the first module that differs if parity fails.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ __all__ = ["Case", "Runner"]
 
 _LOGGER = logging.getLogger(__name__)
 BEHIND = 24
-"""Number of traces, one a rank, of cases whose ranks have ended and that wait to be
-judged: they are in memory until then. One case may wait, however many ranks it has."""
+"""Largest number of traces (one for each rank) of cases that wait to be judged. They
+stay in memory until then. One case may wait, however many ranks it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,25 +54,25 @@ class Case:
     scenario: Scenario
     verdicts: tuple[Verdict, ...]
     evidence: Evidence | None
-    """None where the harness broke."""
+    """None if the harness broke."""
     seconds: float
     problem: str = ""
-    """Why the harness broke, naming the rank; else empty. No law is judged then."""
+    """Why the harness broke, naming the rank; else empty. Then no law is judged."""
     error: Exception | None = None
-    """The exception behind ``problem``."""
+    """Exception behind ``problem``."""
     skipped: bool = False
     """True if the workload cannot run this scenario."""
     location: Location | None = None
-    """Where parity begins to fail, if it was localised."""
+    """First module, loss or update that differs, if it was localised."""
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """Scaler, topology and recipe: one failure of each kind is localised."""
+        """Scaler, topology and recipe; one failure of each kind is localised."""
         return self.scaler, self.scenario.topology, self.scenario.recipe
 
     @property
     def own_error(self) -> WorkloadError | None:
-        """The error of the user's workload behind ``problem``, if it is one."""
+        """Exception of the user's workload behind ``problem``, or None."""
         error: BaseException | None = self.error
         if isinstance(error, WorldError):
             error = error.root.exception
@@ -80,13 +80,13 @@ class Case:
 
     @property
     def hangs(self) -> bool:
-        """True if ranks ran out of time, and no scaler is accused of it."""
+        """True if ranks ran out of time and the scaler is not at fault."""
         error = self.error
         return isinstance(error, WorldError) and error.root.state is RankState.HUNG
 
     @property
     def status(self) -> Status:
-        """The worst verdict; skipped laws do not count, and alone prove nothing."""
+        """Worst verdict; inconclusive if all laws are skipped."""
         if self.problem:
             return Status.ERROR
         if self.skipped:
@@ -96,7 +96,7 @@ class Case:
 
 @dataclass(kw_only=True)
 class _Seen:
-    """The traces of one case, before it is judged; :class:`Evidence` has the words."""
+    """Traces of one case before it is judged; fields as in :class:`Evidence`."""
 
     spec: str
     scenario: Scenario
@@ -110,7 +110,7 @@ class _Seen:
     problem: str = ""
     error: Exception | None = None
     case: Case | None = None
-    """The finished case, if there is nothing to judge."""
+    """Finished case, if there is nothing to judge."""
 
     @property
     def complete(self) -> bool:
@@ -120,7 +120,7 @@ class _Seen:
 
     @property
     def may_lose_settings(self) -> bool:
-        """True if a stack that moves settings has loaded its own checkpoint."""
+        """True if a workload that changes settings loaded its own checkpoint."""
         recipe, workload = self.scenario.parsed_recipe, self.scenario.workload
         if not recipe.resume or recipe.resharded or OfWorkload.LOOP in workload.has:
             return False
@@ -128,7 +128,7 @@ class _Seen:
 
     @property
     def averages_otherwise(self) -> bool:
-        """True if rows are cut, or a checkpoint loaded, and an average moves."""
+        """True if an average moves, and rows are cut or a checkpoint is loaded."""
         scenario, recipe = self.scenario, self.scenario.parsed_recipe
         if scenario.workload.ema is None or recipe.resharded or recipe.training.random:
             return False
@@ -173,11 +173,11 @@ class Runner:
         place: Place | None = None,
         localises: int = 0,
     ) -> None:
-        """Take ranks from a place, which is closed with the runner.
+        """Use the ranks of a place, which is closed with the runner.
 
         Args:
-            folder: import path of the judged scalers.
-            timeout_s: limit of one scenario, where ``place`` has none.
+            folder: import path of the tested scalers.
+            timeout_s: time limit of one scenario, if ``place`` is None.
             place: where ranks come from; by default a pool on the CPU.
             localises: number of parity failures to localise, at most one for each
                 scaler, topology and recipe.
@@ -200,12 +200,12 @@ class Runner:
         self.place.__exit__(kind, error, trace)
 
     def run(self, spec: str, scenario: Scenario, *, parity: bool = True) -> Case:
-        """Judge the scaler named ``spec`` in ``scenario``.
+        """Train one scenario with one scaler, and judge it.
 
         Args:
-            spec: ``module:attribute``.
+            spec: ``module:attribute`` of the scaler, or ``none``.
             scenario: scenario to train.
-            parity: False leaves parity inconclusive, if only other laws matter: a
+            parity: false to leave parity inconclusive, if only other laws matter: a
                 scaler with other scales needs new references, which cost most of the
                 time.
         """
@@ -218,15 +218,15 @@ class Runner:
         begin: Callable[[str, str], None],
         end: Callable[[Case], bool],
     ) -> None:
-        """Judge all ``pairs`` in order; cases are judged while the next ones train.
+        """Judge all pairs in order; cases are judged while the next ones train.
 
-        References train on a separate rank: one after the other they would
-        leave half of two cores idle. Ranks take longer in some cases and references in
-        others, so the thread that judges may be some cases behind.
+        References train on a separate rank: one after the other they would leave half
+        of two cores idle. Ranks take longer in some cases and references in others, so
+        the thread that judges may be some cases behind.
 
         Args:
-            pairs: (``module:attribute``, what to train).
-            begin: called with spec and scenario id before its ranks start.
+            pairs: (``module:attribute`` of a scaler, scenario).
+            begin: called with scaler and scenario id before the ranks start.
             end: called with each judged case, in order and in any thread; True ends the
                 run.
         """
@@ -253,7 +253,7 @@ class Runner:
                 raise
 
     def _observe(self, spec: str, scenario: Scenario) -> _Seen:
-        """Run the ranks, and the control a second time if they differ from it."""
+        """Train a scenario on ranks; repeat the control run if results differ."""
         seen, start = _Seen(spec=spec, scenario=scenario), time.monotonic()
         ranks = max(phase.world_size for phase in scenario.phases)
         if reason := self.place.not_runnable(ranks):
@@ -308,13 +308,13 @@ class Runner:
         )
 
     def localise(self, case: Case) -> Location | None:
-        """Run a case again up to its first bad step, and find where it departs.
+        """Run a case again up to its first bad step, and find where it differs.
 
         Args:
-            case: a complete one, failed or not.
+            case: a complete case, failed or not.
 
         Returns:
-            None where the case has no parity to go by.
+            The location; None if the case was not compared with a reference.
         """
         evidence, scenario = case.evidence, case.scenario
         if evidence is None or evidence.parity is None:
@@ -372,9 +372,9 @@ class Runner:
         return evidence
 
     def _stack_fault(self, spec: str, scenario: Scenario) -> Case | None:
-        """The case to report if a user's workload is wrong without any scaler.
+        """Return the case to report if a workload is wrong without a scaler, or None.
 
-        A scaler is not accused of faults that its stack has without it.
+        The scaler is not blamed for such a fault.
         """
         if spec == NO_SCALER or OfWorkload.JUDGED not in scenario.workload.has:
             return None
@@ -385,17 +385,17 @@ class Runner:
 
 
 def _on_one_process(scenario: Scenario, phases: Phases, due: bool) -> Parity | None:
-    """Compare a run with its references; None if no comparison is due.
+    """Compare a run with its references; return None if ``due`` is false.
 
     Raises:
-        WorkloadError: if no rank holds some element of the model.
+        WorkloadError: if some element of the model is on no rank.
     """
     check_whole(scenario.workload, phases[-1])
     return measure_parity(scenario, *phases) if due else None
 
 
 def _unjudged(stack: Case) -> Case | None:
-    """The case that every scaler gets if the stack itself is wrong, else None."""
+    """Return the case for every scaler if the workload itself is wrong, else None."""
     if stack.skipped and stack.scenario.parsed_topology.narrowed:
         return stack
     wrong = [v for v in stack.verdicts if v.status == Status.FAIL]
@@ -415,7 +415,7 @@ def _unjudged(stack: Case) -> Case | None:
 def _not_run(
     spec: str, scenario: Scenario, reason: str, status: Status = Status.SKIPPED
 ) -> Case:
-    """Nothing was compared: every law has this status, and the case is no pass."""
+    """Return a case in which every law has this status, and that is no pass."""
     return Case(
         scaler=spec,
         scenario=scenario,

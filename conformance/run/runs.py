@@ -1,6 +1,6 @@
-"""Runs on ranks: traces of scenarios, and what several cases share of them.
+"""Train scenarios on ranks, and cache what several cases share.
 
-Facts of a workload, and the last runs without a scaler, are made once and kept.
+Facts of a workload, and the last runs without a scaler, are computed once and cached.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = ["Phases", "Runs", "is_of_parallelize", "without_scaler"]
 
 T = TypeVar("T")
 CONTROLS = 4
-"""Number of runs without a scaler that are kept: the scalers of a scenario run one
-after another, and few scenarios share a control (3 of 224 in all presets)."""
+"""Number of cached runs without a scaler. The scalers of a scenario run one after
+another, and few scenarios share a control run (3 of 224 in all presets)."""
 TRIES = 3
-"""How often a run is made until the reference's choices fit it: with the choices of no
-skips, of its skips, and once more where these choices change the skips. Skips that move
-still are compared as they are."""
+"""Largest number of runs until the reference's choices fit: with choices for no skips,
+for the run's skips, and once more if these choices change the skips. If the skips still
+change, the last run is compared."""
 Phases = tuple[tuple[RankTrace, ...], ...]
-"""One trace a rank, for each world that a run was on."""
+"""Traces of all ranks, for each world of a run."""
 
 
 @dataclass(kw_only=True)
@@ -48,14 +48,14 @@ class _Control:
 
     phases: Phases
     differs: str | None = None
-    """Where a second such run differs bitwise; empty: nowhere; None: not yet made."""
+    """First bitwise difference of a second such run; empty: none; None: not yet run."""
 
 
 class Runs:
     """Trains scenarios on the ranks of a place."""
 
     def __init__(self, place: Place, folder: str) -> None:
-        """Train on the ranks of ``place``.
+        """Use the ranks of ``place``.
 
         Args:
             place: where ranks come from.
@@ -68,7 +68,7 @@ class Runs:
         self._never_laid_out: dict[tuple[str, str], bool] = {}
 
     def run(self, spec: str, scenario: Scenario) -> Phases:
-        """The traces of each phase, up to the first that failed."""
+        """Return the traces of each phase, up to the first that failed."""
         if spec != NO_SCALER:
             return self.traces(spec, scenario)
         try:
@@ -78,14 +78,14 @@ class Runs:
             return (traces_of(failure, judged=False),)
 
     def traces(self, spec: str, scenario: Scenario) -> Phases:
-        """Traces of a new run, not judged, up to the phase that failed.
+        """Train again, and return the traces of each phase up to the first that failed.
 
         Args:
-            spec: ``module:attribute``, or ``none``.
+            spec: ``module:attribute`` of the scaler, or ``none``.
             scenario: scenario to train.
 
         Raises:
-            WorldError: if the failure is not the scaler's.
+            WorldError: if the scaler did not cause the failure.
         """
         seen: list[tuple[RankTrace, ...]] = []
         try:
@@ -95,7 +95,7 @@ class Runs:
         return tuple(seen)
 
     def control(self, scenario: Scenario) -> Phases:
-        """The traces of the scenario without a scaler."""
+        """Return the traces of the scenario without a scaler."""
         return self._control(scenario).phases
 
     def _control(self, scenario: Scenario) -> _Control:
@@ -108,9 +108,10 @@ class Runs:
         return self._controls[key]
 
     def control_differs(self, scenario: Scenario) -> str:
-        """Where two runs without a scaler differ bitwise; else empty.
+        """Describe the first bitwise difference of two runs without a scaler; else "".
 
-        Without this check a nondeterministic kernel would accuse the scaler.
+        Without this check a nondeterministic kernel would look like a fault of the
+        scaler.
         """
         control = self._control(scenario)
         if control.differs is None:
@@ -121,7 +122,7 @@ class Runs:
     def _followed(
         self, spec: str, scenario: Scenario
     ) -> Iterable[tuple[RankTrace, ...]]:
-        """The phases; learned routers make the reference's choices in them.
+        """Yield the traces of each phase, with the reference's choices in routers.
 
         The reference trains first, as if no step were skipped. If the run then skips
         steps, it runs again with the choices of a reference that skips the same steps.
@@ -172,7 +173,10 @@ class Runs:
             yield fold(results)
 
     def watched(self, spec: str, scenario: Scenario, step: int) -> list[Watched]:
-        """The watched ``step`` of each rank of the world that trained it."""
+        """Return for each rank the record of its modules in one step.
+
+        The ranks are those of the world that trained this step.
+        """
         saved: Saved | None = None
         facts, _ = self.facts(scenario.model)
         for phase in scenario.phases:
@@ -185,9 +189,9 @@ class Runs:
         raise AssertionError(f"no phase makes step {step}")
 
     def facts(self, model: str) -> tuple[WorkloadFacts, bool]:
-        """The facts of a workload, and whether its routers choose in forward.
+        """Return the facts of a workload, and True if its routers choose in forward.
 
-        Found once, on the process of the references.
+        Computed once, on the process that trains references.
         """
         if model not in self._facts:
             self._facts[model] = self.place.alone(_find_out, model)
@@ -195,9 +199,10 @@ class Runs:
         return self._facts[model]
 
     def never_laid_out(self, scenario: Scenario) -> bool:
-        """True if ``parallelize`` raises without any of the judge's choices, too.
+        """Return True if ``parallelize`` also raises without gradparity's choices.
 
-        Else a recipe would be called skipped for what is wrong in every scenario.
+        Otherwise a recipe would be skipped because of a fault that is in every
+        scenario.
         """
         topology = scenario.parsed_topology
         if topology.narrowed:  # of a mesh that the workload has declared
@@ -230,13 +235,13 @@ class Runs:
 
 
 def is_of_parallelize(failure: WorldError) -> bool:
-    """True if the workload's ``parallelize`` raised."""
+    """Return True if the workload's ``parallelize`` raised."""
     error = failure.root.exception
     return isinstance(error, WorkloadError) and error.call == "parallelize"
 
 
 def without_scaler(scenario: Scenario) -> Scenario:
-    """The scenario without scaler settings: all scalers share its control run."""
+    """Return the scenario with neutral scaler settings, for a shared control run."""
     return replace(scenario, init_scale=1.0, growth_interval=1, faults="none")
 
 

@@ -39,7 +39,7 @@ from .spmd import REPORT_NOTE
 __all__ = ["MAX_LOCALISED", "RunSettings", "run"]
 
 MAX_LOCALISED = 16
-"""Number of parity failures that a run localises: each costs a second run."""
+"""Largest number of parity failures that a run localises; each needs a second run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,28 +47,28 @@ class RunSettings:
     """The settings of one run."""
 
     scalers: Sequence[str]
-    """Specs ``module:attribute`` of the judged scalers."""
+    """Names ``module:attribute`` of the tested scalers."""
     selection: Selection
     preset: str = "default"
     scenarios: Sequence[str] = ()
-    """Scenario ids to run instead of a preset."""
+    """Ids of scenarios to run instead of a preset."""
     require: Sequence[str] = ()
-    """Specs among ``scalers`` that decide the exit code; empty means all of them."""
+    """Names in ``scalers`` that decide the exit code; empty means all."""
     out: Path | None = None
     """Folder for ``report.jsonl`` and ``index.html``."""
     report: Path | None = None
-    """File for the report alone."""
+    """File of the report, to write no page; None for a file in ``out``."""
     fail_fast: bool = False
-    """Stop at the first violation."""
+    """True to stop at the first violation."""
     timeout_s: float = 120.0
-    """Limit of one scenario."""
+    """Time limit of one scenario."""
     devices: Devices = field(default_factory=Devices)
-    """The devices of the ranks."""
+    """Devices of the ranks."""
     refuse_unfit: bool = True
-    """True if a scaler that cannot be judged stops the run before its first case."""
+    """True to stop before the first case if a scaler lacks a required method."""
     quiet: bool = False
     arguments: Sequence[str] = ()
-    """The command line, for the header."""
+    """Command line, for the header."""
 
     def __post_init__(self) -> None:
         if not self.timeout_s > 0:
@@ -77,18 +77,18 @@ class RunSettings:
 
     @property
     def path(self) -> Path:
-        """The file of the report."""
+        """File of the report."""
         return self.report or (self.out or Path("parity-report")) / "report.jsonl"
 
     def chosen(self, place: Place) -> list[Scenario]:
-        """The scenarios to run.
+        """Return the scenarios to run.
 
         Args:
-            place: runs the checks of workloads.
+            place: place on which the checks of workloads run.
 
         Raises:
-            UsageError: for unknown names or ids, parts that do not go together, or a
-                workload that breaks its protocol.
+            UsageError: for unknown names or ids, a combination that cannot be trained,
+                or a workload that breaks its protocol.
         """
         with as_usage(AloneError):
             return place.alone(RunSettings._chosen, self)
@@ -112,15 +112,15 @@ class RunSettings:
 
 
 def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> int:
-    """Run, report and return the exit code.
+    """Run the selected cases, write the report and return the exit code.
 
     Args:
-        settings: selection to run, and how.
-        console: where to print it.
-        agent: this process's part in a run under torchrun, as its leader.
+        settings: what to run, and how.
+        console: console to print on.
+        agent: agent of this process, which leads a run under torchrun; else None.
 
     Raises:
-        UsageError: for bad usage, before anything is started.
+        UsageError: for bad usage, before any rank is started.
     """
     scalers = list(dict.fromkeys(settings.scalers))
     folder, path = os.getcwd(), settings.path
@@ -207,7 +207,7 @@ def _judge(
 
 
 class _Raised:
-    """Errors of a workload without a scaler: the second equal error ends the run.
+    """Errors of a workload without a scaler; the second equal error ends the run.
 
     A third case would show nothing new, and a hang takes the whole time limit.
     """
@@ -217,7 +217,7 @@ class _Raised:
         self.twice = ""
 
     def again(self, case: Case) -> bool:
-        """True if another scenario ended with the error of this case."""
+        """Return True if another scenario ended with the same error."""
         error, model = case.own_error, case.scenario.model
         if case.hangs:
             alike, what = (model, "", ""), "your workload hung"
@@ -233,7 +233,7 @@ class _Raised:
         return bool(self.twice)
 
     def reason(self, ran: int, planned: int) -> str:
-        """Why the report is incomplete."""
+        """Return why the report is incomplete."""
         return (
             f"{self.twice} in two cases: {ran} of {planned} cases ran, the other "
             f"{planned - ran} did not"
@@ -293,23 +293,23 @@ def _show(settings: RunSettings, console: Console) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Earlier:
-    """The cases of an earlier attempt that are kept, after a restart by torchrun.
+    """Cases that are kept from an earlier attempt, after a restart by torchrun.
 
-    A case with evidence is kept, pass or not; a case without evidence (the harness
+    A case with evidence is kept, passed or not. A case without evidence (the harness
     broke, or there were too few ranks) runs again. The header says how often and why
-    the run was restarted, so that the report is not taken for an uninterrupted run's.
+    the run was restarted.
     """
 
     kept: tuple[CaseRecord, ...] = ()
     restarts: tuple[str, ...] = ()
-    """One line a restart, for the header."""
+    """One line for each restart, for the header."""
 
 
 def _earlier_attempt(path: Path, launcher: Launcher, command: str) -> _Earlier:
-    """The cases of the report at ``path`` that a run by ``launcher`` keeps.
+    """Return the cases of an earlier report that this run keeps.
 
     Args:
-        path: the report of the earlier attempt.
+        path: report of the earlier attempt.
         launcher: launcher of the run that begins now.
         command: its command line; cases of another command are not kept.
     """

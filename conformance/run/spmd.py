@@ -1,4 +1,4 @@
-"""Under torchrun: rank 0 leads a command, the other agents follow."""
+"""Commands under torchrun: rank 0 leads, the other agents follow."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["REPORT_NOTE", "main_on_torchrun"]
 
 Command = Callable[[Sequence[str], Agent | None], int]
 ON_RANKS = ("run", "replay")
-"""Commands that use torchrun's ranks; only rank 0 runs the others."""
+"""Commands that use torchrun's ranks; all others run on rank 0 alone."""
 REPORT_NOTE = "report"
-"""Key of the store under which the leader writes the report's path."""
+"""Key in the store under which the leader writes the report's path."""
 _BROKEN = EXIT_CODES["error"]
 
 
 def main_on_torchrun(arguments: Sequence[str], command: Command) -> int:
-    """Do this process's part of a command; the exit code is the same on all ranks.
+    """Do this process's part of a command; return the same exit code on all ranks.
 
     Args:
-        arguments: the command line, the same on all ranks.
-        command: runs on rank 0 alone, with its agent as argument.
+        arguments: command line, the same on all ranks.
+        command: function that runs on rank 0 only, with its agent as argument.
     """
     leads = os.environ["RANK"] == "0"
     if not arguments or arguments[0] not in ON_RANKS:

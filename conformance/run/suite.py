@@ -1,8 +1,8 @@
 """The catalogue as pytest items; ``plugin.py`` loads this if its option is set.
 
-Steps: choose the scenarios as ``gradparity run`` does; make one item of each; judge it
-on warm clusters; send its record with the test's report to the process that writes
-``report.jsonl`` (xdist's controller, or the only process).
+The scenarios are chosen as by ``gradparity run``. Each becomes one item, which is
+judged on warm clusters. Its record is sent with the test's report to the process that
+writes ``report.jsonl`` (xdist's controller, or the only process).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _RECORD = pytest.StashKey[CaseRecord]()
 
 
 class NotConformantError(Exception):
-    """A scenario that did not pass; carries its record."""
+    """Failure of an item: its scenario did not pass; carries the record."""
 
     def __init__(self, record: CaseRecord) -> None:
         super().__init__(record)
@@ -48,10 +48,10 @@ class NotConformantError(Exception):
 
 
 class Suite:
-    """One session's catalogue.
+    """Catalogue of one pytest session.
 
     Raises:
-        UsageError: for bad options, before anything is collected.
+        UsageError: for bad options, before collection.
     """
 
     def __init__(self, config: pytest.Config, options: Mapping[str, Any]) -> None:
@@ -80,11 +80,11 @@ class Suite:
             self._refuse_unfit()
 
     def headline(self) -> str:
-        """One line for the head of the session."""
+        """Return one line for the session's header."""
         return f"gradparity: {len(self.scenarios)} scenarios, {', '.join(self.scalers)}"
 
     def items(self, session: pytest.Session) -> list[pytest.Item]:
-        """One item a scenario and scaler; the scenario's id is the test id."""
+        """Return one item for each scenario and scaler, named by the scenario's id."""
         return [
             _Item.from_parent(
                 session,
@@ -104,7 +104,7 @@ class Suite:
         return self._recorder.record(self._runner.run(spec, scenario))
 
     def plan(self, ids: Sequence[str]) -> None:
-        """Begin the report, once it is known which items were chosen."""
+        """Begin the report, once the items to run are known."""
         # by id: on xdist's controller there are no items; and -k leaves some out
         planned = sum(name.startswith(f"{_ROOT}::") for name in ids)
         if not self.writes or self._writer is not None or not planned:
@@ -126,7 +126,7 @@ class Suite:
             raise pytest.UsageError(f"gradparity: {error}") from None
 
     def attach(self, item: pytest.Item, report: pytest.TestReport) -> None:
-        """Attach the record to the test's report, as text: it may cross processes."""
+        """Attach the record to the test's report, as text that may cross processes."""
         record = item.stash.get(_RECORD, None)
         if record is not None:
             report.gradparity = msgspec.json.encode(record).decode()  # type: ignore[attr-defined]  # reports take any attribute
@@ -139,7 +139,7 @@ class Suite:
             self._writer.case(record)
 
     def finish(self, *, interrupted: bool) -> None:
-        """End the report; missing cases make it incomplete."""
+        """End the report; if cases are missing, it is incomplete."""
         if self._writer is None:
             return
         reason = f"interrupted after {len(self._seen)} cases" if interrupted else ""
@@ -156,7 +156,7 @@ class Suite:
         self._runner.__exit__(None, None, None)
 
     def _refuse_unfit(self) -> None:
-        """Refuse scalers that cannot be judged, on ranks that the tests then use."""
+        """Raise for scalers that lack methods, on the ranks that the tests use."""
         device = self.settings.devices.device
         try:
             for spec in self.scalers:
@@ -193,7 +193,7 @@ def _name(scenario: Scenario, spec: str, *, alone: bool) -> str:
 
 
 class _Item(pytest.Item):
-    """One scenario with one scaler."""
+    """Test item of one scenario with one scaler."""
 
     def __init__(
         self, *, suite: Suite, scenario: Scenario, scaler: str, **kwargs: Any

@@ -1,4 +1,4 @@
-"""Training of one scenario, once and without a reference: a job for ``record``."""
+"""Train one scenario once, without a reference: a job for ``gradparity record``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["TrainingError", "train"]
 
 
 class TrainingError(Exception):
-    """A rank failed; says where."""
+    """A rank failed; the message says which and where."""
 
 
 def train(id: str, spec: str, place: Place) -> int:
@@ -25,13 +25,13 @@ def train(id: str, spec: str, place: Place) -> int:
     Args:
         id: scenario id; ``model=file.py:Class`` in it names a workload.
         spec: the scaler to train with, or ``none``.
-        place: has the ranks.
+        place: place of the ranks.
 
     Returns:
-        Number of steps.
+        The number of steps.
 
     Raises:
-        UsageError: if there is no such scenario, or it has several phases.
+        UsageError: if the scenario does not exist or has several phases.
         TrainingError: if a rank failed.
     """
     scenario = Scenario.parse(id)

@@ -1,4 +1,4 @@
-"""Waiting: cases whose ranks have ended, judged while the next ones train."""
+"""Queue of cases that are judged while the next ones train."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Generic, TypeVar
 __all__ = ["Waiting"]
 
 S = TypeVar("S")
-"""A case that has been seen."""
+"""Type of an observed case."""
 C = TypeVar("C")
-"""A case that has been judged."""
+"""Type of a judged case."""
 
 
 class Waiting(Generic[S, C]):
     """Cases that are judged in a second thread, and ended in order.
 
-    Localising needs the ranks, which train another case: such a case is kept, with all
-    after it, until :meth:`catch_up` ends them in the thread of the ranks. A lock lets
-    one thread at a time decide who ends a case, and end it.
+    Localising needs the ranks, which train another case. Such a case is kept, with all
+    cases after it, until :meth:`catch_up` ends them in the thread that uses the ranks.
+    A lock ensures that only one thread at a time ends a case.
     """
 
     def __init__(
@@ -32,29 +32,30 @@ class Waiting(Generic[S, C]):
         complete: Callable[[C], C],
         end: Callable[[C], bool],
     ) -> None:
-        """Begin without cases.
+        """Begin with no cases.
 
         Args:
-            thread: judges the cases; of one worker.
-            judge: gives the judged case.
-            needs_ranks: true if ``complete`` needs free ranks for a case.
-            complete: called while the ranks are free.
+            thread: executor with one worker, which judges the cases.
+            judge: takes an observed case and returns the judged case.
+            needs_ranks: judged case -> true if ``complete`` needs free ranks for it.
+            complete: completes a judged case; called while the ranks are free.
             end: called with each case; True ends the run.
         """
         self._thread, self._judge, self._needs_ranks = thread, judge, needs_ranks
         self._complete, self._end = complete, end
         self._cases: deque[tuple[int, Future[C | None]]] = deque()
-        """Size, and the case if the thread of the ranks is to end it."""
+        """(size, future of the case); its result is None if the case was ended by the
+        second thread."""
         self._lock = threading.Lock()
         self._keeps = False
         self._stopped = False
 
     def add(self, seen: S, size: int) -> None:
-        """Have a case judged.
+        """Submit a case to be judged.
 
         Args:
-            seen: the case.
-            size: bytes that it keeps in memory until then.
+            seen: the observed case.
+            size: memory that it uses until then, in the unit of ``catch_up``.
         """
         self._cases.append((size, self._thread.submit(self._judged, seen)))
 
@@ -70,10 +71,10 @@ class Waiting(Generic[S, C]):
         return None
 
     def catch_up(self, most: int) -> bool:
-        """End waiting cases while the ranks are free; True ends the run.
+        """End waiting cases while the ranks are free; return True to end the run.
 
         Args:
-            most: sum of sizes that may wait.
+            most: largest sum of sizes that may go on waiting.
         """
         while self._cases:
             waiting = sum(size for size, _ in self._cases)

@@ -58,13 +58,14 @@ __all__ = [
 ]
 
 OVERFLOWING_SCALE = 2.0**26
-"""Large enough that fp16 gradients of any usual model overflow in the first steps."""
+"""Scale at which fp16 gradients of any usual model overflow in the first steps."""
 OVERFLOWS_OF_ITSELF: dict[bool, dict[str, Any]] = {
     # fp16 gradients of the built-in models are finite at 2^17 or 2^18
     False: {"init_scale": 2.0**21, "steps": 9, "growth_interval": 2},
     True: {"init_scale": OVERFLOWING_SCALE, "steps": 12, "growth_interval": 2},
 }
-"""True if it is a user's workload -> settings: bad steps, good ones, bad ones again."""
+"""True for a user's workload, False for built-in models -> settings with which steps
+are bad, then good, then bad again."""
 
 WHEN: dict[str, tuple[str, ...]] = {
     "never": (),
@@ -74,16 +75,18 @@ WHEN: dict[str, tuple[str, ...]] = {
     "alternating": ("0", "2", "4"),
     "always": ("*",),
 }
-"""When gradients are bad -> steps of planted faults; growth takes 2 good steps."""
+"""Time at which gradients are bad -> steps of planted faults; growth takes 2 good
+steps."""
 TARGETS = ("first", "middle[middle]", "last[last]", "split", "loss", "loss[last]")
-"""The parameter of the fault; ``split`` is sharded if the topology shards any."""
+"""Parameters of a fault; ``split`` is a parameter that is sharded if any is."""
 RANKS = ("0", "last", "*")
 LOSS_FACTORS = {"usual": 1.0, "tiny": 2.0**-30, "huge": 2.0**30}
-"""Factors of the loss: gradients of about 1e-2, 1e-11 and 1e7."""
+"""Factors of the loss, for gradients of about 1e-2, 1e-11 and 1e7."""
 NOTHING = "-"
-"""The value of a column that does not apply to a row."""
+"""Value of a column that does not apply to a row."""
 LONG = 200
-"""Bad steps in a row that bring any scale to its floor; good ones, to 2^110."""
+"""Number of steps in a long run: bad ones bring any scale to its floor, good ones to
+2^110."""
 LIMITS: dict[str, tuple[str, dict[str, float]]] = {
     # after one growth to 2^127 a second would leave fp32; the fault is planted, because
     # large gradients of a user's workload may overflow at this scale in every step
@@ -98,11 +101,12 @@ LIMITS: dict[str, tuple[str, dict[str, float]]] = {
         {"init_scale": 1000.0, "growth_factor": 1.5, "backoff_factor": 0.75},
     ),
 }
-"""Name -> when gradients are bad, and the settings that drive the scale there."""
+"""Name -> time at which gradients are bad, and settings that drive the scale to a
+limit."""
 
 
 def _parity(selection: Selection) -> Iterator[Scenario]:
-    """Three runs of each layout: the main job."""
+    """Yield three runs of each layout: the main job."""
     for model in (
         [selection.workload] if selection.workload else selection.models or DATASETS
     ):
@@ -115,7 +119,7 @@ def _parity(selection: Selection) -> Iterator[Scenario]:
 
 
 def _random_runs(selection: Selection) -> Iterator[Scenario]:
-    """Each layout of a workload with its random layers on, where it has any."""
+    """Yield each layout of a workload with random layers on, if it has any."""
     model = selection.workload
     if not model or not facts_of(model).draws:
         return
@@ -167,15 +171,16 @@ def _three_runs(
 
 
 SIX_PASSES = "accumulate-six"
-"""The recipe of the most passes; faults that need more of them are not seen."""
+"""Recipe with the most passes; faults that need more passes are not found."""
 MANY_STEPS = 20
-"""Steps of one run of a workload; faults that begin later are not seen."""
+"""Number of steps of a workload's longest run; later faults are not found."""
 LAYOUT_STEPS = 3
-"""Gradients of the first step, leftovers of it in the second, and one more step."""
+"""Three steps: the first gradients, leftovers of them in the second step, and one
+more."""
 
 
 def _layouts(selection: Selection) -> Iterator[Scenario]:
-    """Each layout against one process: plain steps, whole and accumulated."""
+    """Yield plain steps of each layout, with whole batches and accumulated."""
     optimizers = selection.optimizers or (OWN if selection.workload else "sgd",)
     for name, model, precision, optimizer, recipe in itertools.product(
         selection.main_topologies(),
@@ -197,13 +202,13 @@ def _layouts(selection: Selection) -> Iterator[Scenario]:
 
 
 def split_parameter(model: str) -> str:
-    """A parameter that is sharded if any is; for a workload it is not known."""
+    """Return a parameter that is sharded if any is; "first" for a workload."""
     return MODELS[model].sharded if model in MODELS else "first"
 
 
 @cache
 def last_holder(topology: Topology, world_size: int, model: str) -> int:
-    """The last rank that holds elements of the split parameter.
+    """Return the last rank that holds elements of the split parameter.
 
     With fewer rows than shards some ranks hold none, and a fault there would never be
     injected. Replicas are the outermost axis of a mesh.
@@ -219,7 +224,7 @@ def last_holder(topology: Topology, world_size: int, model: str) -> int:
 
 
 def columns(selection: Selection) -> dict[str, list[str]]:
-    """The choices that make a scenario, column by column."""
+    """Return column -> its values; a scenario has one value of each column."""
     resolved, own = selection.resolved, bool(selection.workload)
     plain = {"when": ["never"], "target": [NOTHING], "ranks": [NOTHING]}
     chosen = {
@@ -253,11 +258,11 @@ def columns(selection: Selection) -> dict[str, list[str]]:
 
 
 def fits(row: Row, workload: str = "") -> bool:
-    """True if the choices made so far can become a scenario.
+    """Return True if the choices so far can become a scenario.
 
     Args:
-        row: some columns' values.
-        workload: the user's own, in place of the fixtures' models.
+        row: values of some columns.
+        workload: the user's workload, in place of the built-in models.
     """
     return all(
         _go_together(pair, row[pair[0]], row[pair[1]], workload)
@@ -310,7 +315,7 @@ _RULES = tuple(dict.fromkeys([*PAIRS, *_SENSIBLE]))
 
 
 def to_scenario(row: Row, selection: Selection, **settings: Any) -> Scenario:
-    """The scenario of a complete row."""
+    """Return the scenario of a complete row."""
     topology, model = selection.resolved.topologies[row["topology"]], row["model"]
     world_size = selection.world_size or _world_size(topology, model)
     defaults: dict[str, Any] = {"steps": 5, "init_scale": 1024.0, "growth_interval": 2}
@@ -354,7 +359,7 @@ _OVERFLOW = ("topology", "precision", "when")
 
 
 def _quick(selection: Selection) -> Iterable[Scenario]:
-    """Every topology with every fault time; other pairs as they come."""
+    """Return every topology with every fault time, and each other choice once."""
     wanted = [("topology", "when"), *subsets(columns(selection), 1)]
     limits = _limits(selection, QUICK_LIMIT_TOPOLOGIES)
     own = [*_narrowed(selection), *_accumulating(selection), *_random_runs(selection)]
@@ -362,14 +367,14 @@ def _quick(selection: Selection) -> Iterable[Scenario]:
 
 
 def _default(selection: Selection) -> Iterable[Scenario]:
-    """All pairs; each place and each time of a fault on each topology."""
+    """Return all pairs, and each place and time of a fault on each topology."""
     wanted = [_PLACE, _OVERFLOW, *subsets(columns(selection), 2)]
     chosen = [*_covering(selection, wanted), *_extremes(selection)]
     return [*_in_order(selection, chosen), *_longer(selection)]
 
 
 def _full(selection: Selection) -> Iterable[Scenario]:
-    """All triples of choices."""
+    """Return all triples of choices."""
     wanted = subsets(columns(selection), 3)
     chosen = [*_covering(selection, wanted), *_extremes(selection)]
     return [*_in_order(selection, chosen), *_longer(selection)]
@@ -390,12 +395,12 @@ def _extremes(selection: Selection) -> Iterator[Scenario]:
 
 
 WITH_EVERY_MESH = ("accumulate", "accumulate-no-sync", "accumulate-uneven", "clip-norm")
-"""Recipes that each mesh of a workload runs with: most wrong gradients show there, and
-most code that depends on the size of an axis is there."""
+"""Recipes with which each mesh of a workload runs. Most wrong gradients show in these,
+and most code depends on the size of a mesh axis."""
 
 
 def _narrowed(selection: Selection) -> Iterator[Scenario]:
-    """Each mesh of a workload with each axis at size 1."""
+    """Yield runs of each mesh of a workload with one axis at size 1."""
     for name in _narrowed_meshes(selection):
         for recipe in ("plain", *WITH_EVERY_MESH):
             yield from _plain_runs(selection, topology=name, recipe=recipe)
@@ -412,7 +417,7 @@ def _narrowed_meshes(selection: Selection) -> list[str]:
 
 
 def _accumulating(selection: Selection) -> Iterator[Scenario]:
-    """Runs of ``WITH_EVERY_MESH`` on each declared mesh of several ranks."""
+    """Yield runs of ``WITH_EVERY_MESH`` on each declared mesh of several ranks."""
     if selection.workload:
         for name in selection.layouts(selection.resolved.topologies):
             for recipe in WITH_EVERY_MESH:
@@ -421,9 +426,10 @@ def _accumulating(selection: Selection) -> Iterator[Scenario]:
 
 
 def _longer(selection: Selection) -> Iterator[Scenario]:
-    """More passes and more steps than elsewhere, once, on the largest mesh.
+    """Yield one run with more passes and one with more steps, on the largest mesh.
 
-    They come last, and not in --quick: few faults need them, and they take long.
+    They come last, and not in the preset ``quick``: few faults need them, and they take
+    long.
     """
     if not selection.workload:
         return
@@ -436,14 +442,14 @@ def _longer(selection: Selection) -> Iterator[Scenario]:
 
 
 def _plain_runs(selection: Selection, **choices: str) -> Iterator[Scenario]:
-    """Yield the workload's plain run with these choices, unless they exclude it."""
+    """Yield the workload's plain run with these choices, if they fit together."""
     row = _PLAINEST | {"model": selection.workload, "optimizer": OWN, "when": "never"}
     if not why_not(selection.resolved, row | choices):
         yield to_scenario(row | choices, selection)
 
 
 def not_tried(selection: Selection) -> list[str]:
-    """Name meshes and recipes that a workload's presets leave out, with reasons."""
+    """Return the meshes and recipes that a workload's presets leave out, and why."""
     if not selection.workload:
         return []
     resolved, names = selection.resolved, columns(selection)
@@ -464,7 +470,7 @@ def not_tried(selection: Selection) -> list[str]:
 
 
 def _limits(selection: Selection, usual: Sequence[str]) -> Iterator[Scenario]:
-    """The scale driven to its limits, with and without a fused optimizer."""
+    """Yield runs that drive the scale to its limits, also with a fused optimizer."""
     for when, settings in LIMITS.values():
         for optimizer in ("sgd", "adamw-fused"):
             for row in _plainest(selection, usual, when, optimizer):
@@ -472,7 +478,7 @@ def _limits(selection: Selection, usual: Sequence[str]) -> Iterator[Scenario]:
 
 
 def _long_runs(selection: Selection) -> Iterator[Scenario]:
-    """Down to any floor and up to any ceiling, with the default factors."""
+    """Yield runs that reach any floor or ceiling of the scale with default factors."""
     for when, usual in _LONG_RUNS.items():
         for row in _plainest(selection, usual, when, "adamw"):
             yield to_scenario(row, selection, steps=LONG)
@@ -481,7 +487,7 @@ def _long_runs(selection: Selection) -> Iterator[Scenario]:
 def _plainest(
     selection: Selection, usual: Sequence[str], when: str, optimizer: str
 ) -> Iterator[Row]:
-    """Rows of the simplest model on the selected usual topologies."""
+    """Yield rows of the simplest model on those of the usual topologies selected."""
     if selection.no_scaler:
         return
     own = selection.workload
@@ -498,7 +504,7 @@ def _plainest(
 QUICK_LIMIT_TOPOLOGIES = ("single", "fsdp", "tp")
 """Plain tensors, DTensors of one mesh, and both at once."""
 _LONG_RUNS = {"always": MAIN_TOPOLOGIES, "never": ("single", "fsdp")}
-"""When gradients are bad -> topologies of the run."""
+"""Time at which gradients are bad -> topologies of the run."""
 _PLAINEST = {
     "recipe": "plain",
     "precision": "fp32",
@@ -513,8 +519,8 @@ _PLAINEST = {
 def _in_order(selection: Selection, scenarios: Iterable[Scenario]) -> list[Scenario]:
     """Order by new choices per cost, so that common faults show early.
 
-    Without a scaler fp32 is first: there a fault is far above rounding, and the faulty
-    module is clear.
+    Without a scaler fp32 comes first: a fault is then far above rounding, and the
+    faulty module is clear.
     """
     chosen = most_new_first(list(dict.fromkeys(scenarios)), _words, _cost)
     return sorted(
@@ -523,12 +529,12 @@ def _in_order(selection: Selection, scenarios: Iterable[Scenario]) -> list[Scena
 
 
 def _words(scenario: Scenario) -> set[str]:
-    """The words of its id: names, settings, and the parts of a fault."""
+    """Return the words of a scenario's id: names, settings, parts of a fault."""
     return set(re.split("[/,;@:]", scenario.id))
 
 
 def _cost(scenario: Scenario) -> float:
-    """Roughly proportional to its run time on two cores, the references included."""
+    """Estimate the relative run time on two cores, including references."""
     model = MODELS[scenario.model].cost if scenario.model in MODELS else 1
     compiles = 6 if scenario.parsed_recipe.compile else 1
     return sum(
@@ -544,15 +550,15 @@ PRESETS: dict[str, Callable[[Selection], Iterable[Scenario]]] = {
     "default": _default,
     "full": _full,
 }
-"""Preset name -> scenarios of a selection."""
+"""Preset -> function that returns the scenarios of a selection."""
 
 
 def select(preset: str, selection: Selection) -> list[Scenario]:
-    """The scenarios of a preset that match the selection.
+    """Return the scenarios of a preset that match the selection.
 
     Raises:
-        UsageError: for unknown names, a world size that no chosen topology can take,
-            a workload that breaks its protocol, or a selection that leaves nothing.
+        UsageError: for unknown names, a world size that no selected topology accepts, a
+            workload that breaks its protocol, or an empty selection.
     """
     check_names("preset", [preset], PRESETS)
     # the constraints may depend on the workload's batches

@@ -1,7 +1,7 @@
-"""Constraints: which choices torch itself can train together, pair by pair.
+"""Constraints: which pairs of choices can be trained together.
 
-Two choices go together if one has all that the other needs (``fixtures/needs.py``).
-They are pairs, so that a covering set can be built one choice at a time.
+Two choices fit together if one has all that the other needs (``fixtures/needs.py``).
+Constraints are pairs, so that a covering set can be built one choice at a time.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def _recipe_model(_: ResolvedWorkload, recipe: str, model: str) -> str:
 
 
 def resharded_world(topology: str, world_size: int) -> tuple[str, int]:
-    """The first world of a training that resumes on ``world_size`` of ``topology``.
+    """Return the first world of a training that resumes on the given one.
 
-    The same layout on half or on twice as many ranks, up to 4; else another layout that
-    supports all models and precisions of this one.
+    It has the same layout on half or on twice as many ranks, up to 4. If neither fits,
+    it has another layout that supports all models and precisions of this one.
     """
     chosen = TOPOLOGIES[topology]
     for ranks in (world_size // 2, 2 * world_size):
@@ -114,14 +114,15 @@ PAIRS: Mapping[tuple[str, str], Callable[[ResolvedWorkload, str, str], str]] = {
     ("recipe", "model"): _recipe_model,
     ("topology", "recipe"): _topology_recipe,
 }
-"""(field, field) of a scenario -> why two values exclude each other."""
+"""(field, field) of a scenario -> function that says why two values exclude each
+other."""
 
 
 def why_not(workload: ResolvedWorkload, choices: Mapping[str, str]) -> str:
-    """The first reason why ``choices`` exclude each other, or the empty string.
+    """Return the first reason why choices exclude each other; else "".
 
     Args:
-        workload: has the topologies.
+        workload: workload whose topologies are used.
         choices: some fields of a scenario.
     """
     for (a, b), reason in PAIRS.items():

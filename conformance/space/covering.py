@@ -1,12 +1,12 @@
-"""Covering sets: few rows of choices that contain every possible combination of some.
+"""Covering sets: few rows of choices that contain every combination of some columns.
 
-This is own code: docs/architecture.md says why libraries did not fit.
+docs/architecture.md says why no library is used.
 
 A row starts with a missing combination and is filled column by column with the value
 that adds most (as AETG does: Cohen et al., IEEE TSE 23(7), 1997, without its random
 candidates, so that equal arguments give equal rows).
 
-:func:`most_new_first` puts scenarios into the order in which they are tried.
+:func:`most_new_first` sorts scenarios in the order in which they are run.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ Missing = dict[Columns, dict[tuple[str, ...], None]]
 
 
 def subsets(columns: Iterable[str], strength: int) -> list[Columns]:
-    """All sets of ``strength`` columns, each in the given order."""
+    """Return all sets of ``strength`` columns, each in the given order."""
     return list(itertools.combinations(columns, strength))
 
 
 def cover(
     choices: Choices, fits: Callable[[Row], bool], wanted: Sequence[Columns]
 ) -> list[Row]:
-    """Choose rows so that every combination that can occur does occur.
+    """Choose rows that contain every combination that can occur.
 
     Args:
-        choices: the values of each column.
-        fits: true if the values chosen so far go together; must stay False once it is.
-        wanted: the sets of columns whose combinations must be covered; pairs of other
-            columns are covered as far as that needs no further row.
+        choices: values of each column.
+        fits: returns True if the values chosen so far fit together; once False, it must
+            stay False for every extension.
+        wanted: sets of columns whose combinations must be covered. Pairs of other
+            columns are covered only if that needs no further row.
     """
     asked = dict.fromkeys(tuple(c for c in choices if c in w) for w in wanted)
     missing: Missing = {
@@ -73,7 +74,7 @@ def _fill(
     missing: Missing,
     used: Counter[tuple[str, str]],
 ) -> Row | None:
-    """Complete ``row``, or return None if that is impossible."""
+    """Complete a row with values for the other columns; return None if impossible."""
     if not fits(row):
         return None
     column = next((c for c in choices if c not in row), None)
@@ -89,7 +90,7 @@ def _fill(
 def _gains(
     row: Row, column: str, values: Sequence[str], missing: Missing
 ) -> dict[str, int]:
-    """How many missing combinations each value of ``column`` would add to ``row``."""
+    """Return value of ``column`` -> number of missing combinations it would add."""
     gains = dict.fromkeys(values, 0)
     for columns, combinations in missing.items():
         if not combinations or column not in columns:
@@ -108,12 +109,12 @@ def most_new_first(
     words: Callable[[Item], Iterable[str]],
     cost: Callable[[Item], float],
 ) -> list[Item]:
-    """Order items: the next one adds most new pairs of words for its cost.
+    """Sort items: the next one adds the most new pairs of words for its cost.
 
     Args:
-        items: items in the order that decides between equals.
-        words: words of an item.
-        cost: cost of an item; more than 0.
+        items: items; their order decides ties.
+        words: returns the words of an item.
+        cost: returns the cost of an item, more than 0.
     """
     pairs = [set(itertools.combinations(sorted(set(words(i))), 2)) for i in items]
     costs = [cost(item) for item in items]

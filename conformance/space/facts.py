@@ -1,9 +1,9 @@
 """Facts about a workload, found by running it once on one process.
 
-:func:`probe` makes its model and calls it on the first batch, with and without what the
-judge may do to it. A run does so once for a workload, on the process of the references
-(``run/launcher.py``, [Note: One process]); all others are told: :func:`remember`. Facts
-that only references need are computed beside the references.
+:func:`probe` calls the model on the first batch, with and without the changes that
+gradparity may make to it. A run does so once for a workload, on the process that trains
+references (``run/launcher.py``, [Note: One process]). Other processes get the facts by
+:func:`remember`. Facts that only references need are computed there.
 """
 
 from __future__ import annotations
@@ -55,33 +55,34 @@ __all__ = [
 FOUND_OUT = frozenset(
     {OfWorkload.RANDOM_LAYERS, OfWorkload.RECOMPUTED, OfWorkload.TWO_KINDS}
 )
-"""Properties that a workload may have without declaring them."""
+"""Properties of a workload that are found by a probe and not declared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadFacts:
     """Facts about a workload's model, loss and first batch.
 
-    Where the model cannot be called, all is as if it did nothing special:
-    ``check_workload`` has the words for that.
+    If the model cannot be called, the facts are those of a plain model;
+    ``check_workload`` reports the error.
     """
 
     lacks: Mapping[OfWorkload, str]
-    """Property of :data:`FOUND_OUT` that it does not have -> the reason."""
+    """Property of :data:`FOUND_OUT` that the workload does not have -> the reason."""
     rows: int
-    """Rows of the global batch."""
+    """Number of rows of the global batch."""
     counts: int
-    """Number of counts of the loss: 0 of a mean, 1 if it is (sum, count)."""
+    """Number of counts of the loss: 0 for a mean, 1 for (sum, count)."""
     widens: bool
-    """True if it creates or keeps tensors that must be fp64 in an fp64 run."""
+    """True if the model creates or keeps tensors that must be fp64 in an fp64 run."""
     differentiates: bool
-    """True if forward or loss need autograd: forces are gradients of the inputs, an
-    inner step needs those of the parameters."""
+    """True if forward or loss need autograd. Examples: forces as gradients of the
+    inputs, an inner optimization step."""
     exceeded: float
-    """A norm of at most half that of the first gradient. A power of two, so that the
-    rounding of sums does not show in it."""
+    """Clipping norm: a power of two, at most half the norm of the first gradient, so
+    that the rounding of sums does not change it."""
     middle: float
-    """A power of two that elements of at least half of those gradients exceed."""
+    """Power of two that the largest elements of at least half of those gradients
+    reach."""
 
     @property
     def counted(self) -> bool:
@@ -98,19 +99,19 @@ _KNOWN: dict[str, WorkloadFacts] = {}
 
 
 def facts_of(name: str) -> WorkloadFacts:
-    """The facts of a model of a scenario: those told to this process, or found now."""
+    """Return the facts of a scenario's model, as remembered or found now."""
     if name not in _KNOWN:
         _KNOWN[name] = probe(resolve_workload(name))
     return _KNOWN[name]
 
 
 def remember(name: str, facts: WorkloadFacts) -> None:
-    """Take the facts that another process has found."""
+    """Store the facts that another process has found."""
     _KNOWN[name] = facts
 
 
 def probe(workload: ResolvedWorkload) -> WorkloadFacts:
-    """Find the facts of a workload; no generator moves."""
+    """Find the facts of a workload; the random generators are not changed."""
     with torch.random.fork_rng(devices=[]):
         draws, counts = _first_calls(workload)
         exceeded, middle = _limits(workload)
@@ -142,16 +143,16 @@ def seeded_model(workload: ResolvedWorkload) -> Any:
 
 
 def wide(batch: Batch) -> Batch:
-    """A batch in fp64."""
+    """Return a copy of a batch with floating tensors in fp64."""
     return batch.map(lambda t: t.double() if t.is_floating_point() else t)
 
 
 def objective_of(
     workload: ResolvedWorkload, model: nn.Module, parts: Iterable[Batch]
 ) -> tuple[Tensor, Counts]:
-    """The loss of micro-batches together, and its counts.
+    """Return the loss of micro-batches together, and its counts.
 
-    A mean of means is weighted by rows. A sum whose count is 0 is not divided.
+    Means are weighted by rows. A sum whose count is 0 is not divided.
     """
     objectives, parts = [], [*parts]
     for part in parts:
@@ -179,17 +180,17 @@ def objective_of(
 
 
 def clips_by_norm(workload: ResolvedWorkload, training: Training) -> bool:
-    """True if gradients are clipped by their norm."""
+    """Return True if gradients are clipped by their norm."""
     return training.clip == "norm" or (
         not training.clip and workload.clip_norm is not None
     )
 
 
 def clip_norm_of(workload: ResolvedWorkload, training: Training) -> float | None:
-    """The norm to which gradients are clipped: by the recipe or by ``train_step``.
+    """Return the norm to which the recipe or ``train_step`` clips gradients.
 
-    For a ``train_step`` with small gradients the recipe takes a smaller norm: a wrong
-    norm shows only if something is clipped.
+    For a ``train_step`` with small gradients the recipe uses a smaller norm: a wrong
+    norm shows only if gradients are clipped.
     """
     if training.clip != "norm":
         return None if training.clip else workload.clip_norm
@@ -200,10 +201,10 @@ def clip_norm_of(workload: ResolvedWorkload, training: Training) -> float | None
 
 
 def clip_value_of(workload: ResolvedWorkload) -> float:
-    """The largest size of a gradient's element that clipping by value leaves.
+    """Return the largest absolute gradient element that clipping by value leaves.
 
-    Of a user's workload it is near the largest elements of most gradients: a limit
-    below the noise of a gradient keeps signs alone, which rounding decides.
+    For a user's workload it is near the largest elements of most gradients. A limit
+    below the noise of a gradient would leave only signs, which rounding decides.
     """
     if OfWorkload.JUDGED not in workload.has:
         return CLIP_VALUE
@@ -211,19 +212,19 @@ def clip_value_of(workload: ResolvedWorkload) -> float:
 
 
 def new_tensors_in_fp64(name: str) -> AbstractContextManager[Any]:
-    """A context for the passes of a workload's model in fp64.
+    """Return a context for the passes of a workload's model in fp64.
 
-    A state of zeros that a forward creates, or weights of classes that the workload
-    keeps, are in fp32, beside parameters in fp64: most layers raise. Where this one
-    does, the context widens such tensors.
+    A forward may create a state of zeros in fp32, or use fp32 weights of classes beside
+    parameters in fp64. Most layers then raise. If this model does, the context widens
+    such tensors.
     """
     return NewTensorsInFp64() if facts_of(name).widens else nullcontext()
 
 
 class NewTensorsInFp64(TorchFunctionMode):
-    """Makes tensors that are created without a dtype fp64 and not fp32.
+    """Creates tensors without an explicit dtype in fp64 instead of fp32.
 
-    Not ``torch.set_default_dtype``, which acts on all threads. A call that refuses fp32
+    ``torch.set_default_dtype`` would affect all threads. A call that rejects fp32
     beside fp64 is repeated with all of its tensors in fp64.
     """
 
@@ -234,7 +235,7 @@ class NewTensorsInFp64(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run ``func``, and widen its result, or its argument."""
+        """Run ``func``, and widen its result or its arguments."""
         kwargs = kwargs or {}
         try:
             result = func(*args, **kwargs)
@@ -258,7 +259,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """True if a call writes into a tensor that it is given."""
+    """Return True if a call writes into a tensor argument."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name.startswith(("__i", "__setitem__"))
@@ -274,7 +275,7 @@ _CREATE = {
 
 
 def _first_calls(workload: ResolvedWorkload) -> tuple[bool, int]:
-    """True if a forward draws random numbers, and the number of the loss's counts."""
+    """Return if a forward draws random numbers, and the loss's number of counts."""
     draws, counts = False, 0
     with suppress(WorkloadError):
         torch.manual_seed(0)
@@ -312,7 +313,7 @@ def _differentiates(workload: ResolvedWorkload) -> bool:
 
 
 def _limits(workload: ResolvedWorkload) -> tuple[float, float]:
-    """Return limits for clipping by norm and by value, which the gradient exceeds."""
+    """Return limits for clipping by norm and by value that gradients exceed."""
     batch, own = workload.batch(0, 0), workload.micro_batches
     model, norm, middle = seeded_model(workload), 0.0, 0.0
     with suppress(WorkloadError):
@@ -341,10 +342,10 @@ def _why_not_parted(workload: ResolvedWorkload) -> str:
 
 
 def _why_not_recomputed(workload: ResolvedWorkload) -> str:
-    """Why the model cannot run again in backward, or the empty string.
+    """Return why the model cannot be recomputed in backward; else "".
 
-    Tested on one process, so that an error on ranks is the layout's. Also the empty
-    string if the model cannot be called: ``check_workload`` reports that.
+    Tested on one process, so that an error on ranks comes from the layout. Also "" if
+    the model cannot be called: ``check_workload`` reports that.
     """
     calls = 0
 

@@ -10,20 +10,20 @@ from torch import Tensor, nn
 __all__ = ["equal_outputs", "probabilities", "turn_off_random_layers"]
 
 _SCALED = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d
-"""They multiply what they keep by 1 / (1 - p)."""
+"""Dropouts that multiply the elements they keep by 1 / (1 - p)."""
 _DROPOUTS = (*_SCALED, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _PROBABILITIES = ("drop", "jitter")
-"""Parts of names of attributes that hold a probability or a size of noise."""
+"""Substrings of attribute names that hold a probability or a size of noise."""
 
 
 def probabilities(model: nn.Module) -> dict[str, float]:
-    """Name -> probability of the dropouts that scale what they keep."""
+    """Return name -> probability of dropouts that scale the elements they keep."""
     modules = model.named_modules()
     return {n: float(m.p) for n, m in modules if isinstance(m, _SCALED)}
 
 
 def turn_off_random_layers(stack: object) -> None:
-    """Set the probability of every random layer to 0, so that a run can be compared.
+    """Set the probability of every random layer to 0, so that runs can be compared.
 
     This sets torch's dropouts, and every attribute of a module or of its class whose
     name contains ``drop`` or ``jitter`` and whose value is a number from 0 to 1, as in
@@ -55,7 +55,7 @@ def _attributes(module: nn.Module) -> dict[str, object]:
 
 
 def equal_outputs(one: Any, other: Any) -> bool:
-    """True if two outputs are equal, as far as they are tensors."""
+    """Return True if the tensors in two outputs are equal."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and torch.equal(one, other)
     if isinstance(one, dict):

@@ -27,13 +27,13 @@ __all__ = [
 ]
 
 CLIP_VALUE = 2.0**-8
-"""Bound of clipping by value: some gradients of every model here exceed it. For a
+"""Limit of clipping by value: some gradients of every built-in model exceed it. For a
 user's workload see ``clip_value_of``."""
 CLIP_NORM = 2.0**-2
-"""Bound of clipping by norm: gradients of every model here exceed it at first. Those of
-a user's workload may not, see ``clip_norm_of``."""
+"""Limit of clipping by norm: first gradients of every built-in model exceed it. Those
+of a user's workload may not, see ``clip_norm_of``."""
 LR_DECAY = 0.75
-"""Factor of the learning rate a step, where a scheduler runs."""
+"""Factor of the learning rate at each step, if a scheduler runs."""
 Z_LOSS = 2.0**-6
 """Weight of the second loss, the squared log-partition (z-loss, PaLM, 2022)."""
 
@@ -45,20 +45,20 @@ class Training:
     clip: str = ""
     """``value`` or ``norm``: how unscaled gradients are clipped."""
     frozen: bool = False
-    """The second half of the model does not train; its gradients are None."""
+    """True to freeze the second half of the model; its gradients are None."""
     decay: bool = False
-    """The learning rate falls each step."""
+    """True to lower the learning rate at each step."""
     losses: int = 1
-    """Losses; a second one is the z-loss."""
+    """Number of losses; the second one is the z-loss."""
     random: bool = False
-    """Random layers stay on; then no reference can be compared."""
+    """True to keep random layers on; then results are not compared with a reference."""
 
     def losses_of(self, first: Tensor, output: Any) -> list[Tensor]:
-        """The 0-d losses of a micro-batch.
+        """Return the 0-d losses of a micro-batch.
 
         Args:
-            first: the loss of the workload.
-            output: output of the model; logits where there is a second loss.
+            first: loss of the workload.
+            output: output of the model; logits if there is a second loss.
         """
         if self.losses == 1:
             return [first]
@@ -72,41 +72,44 @@ class Recipe:
     """One training loop around the scaler."""
 
     text: str
-    """One sentence for ``gradparity explain``."""
+    """Description in one sentence, for ``gradparity explain``."""
     training: Training = field(default_factory=Training)
     unscale: bool = False
-    """Call ``unscale_`` before ``step``."""
+    """True to call ``unscale_`` before ``step``."""
     clips_and_steps: bool = False
-    """The scaler clips and steps in one call, ``clip_and_step``."""
+    """True if the scaler clips and steps in one call, ``clip_and_step``."""
     parts: int = 1
-    """Backward passes a step."""
+    """Number of backward passes in a step."""
     uneven: bool = False
-    """Parts have unequal numbers of rows."""
+    """True if the passes have unequal numbers of rows."""
     nearly_equal: bool = False
-    """Parts may differ by a row."""
+    """True if numbers of rows may differ by one."""
     defer_sync: bool = False
-    """Gradients are synchronised in the last pass only."""
+    """True to synchronise gradients in the last pass only."""
     optimizers: int = 1
-    """With 2, experts, or else biases, have a separate one; one ``update``."""
+    """Number of optimizers, with one ``update``. The second one has the experts, or
+    else the biases."""
     enabled: bool = True
-    """The constructor's argument."""
+    """Argument ``enabled`` of the scaler's constructor."""
     new_scale: float | None = None
-    """Argument of ``update`` at the third step."""
+    """Argument of ``update`` at the third step; None for no argument."""
     resume: bool = False
-    """Half-way, new scaler and optimizers load the saved states."""
+    """True if a new scaler and new optimizers load the saved states half-way."""
     resharded: bool = False
-    """The first half runs on another world, see ``resharded_world``."""
+    """True to run the first half on another world, see ``resharded_world``."""
     primed: bool = False
-    """Before the first step every rank calls ``scale`` once, on zero."""
+    """True if every rank calls ``scale`` once on zero before the first step."""
     compile: bool = False
-    """The model is compiled (without code generation, which is not under test)."""
+    """True to compile the model (without code generation, which is not under test)."""
     recompute: bool = False
-    """Parts of the model drop their activations and run again in backward."""
+    """True if parts of the model drop their activations and are recomputed in
+    backward."""
     of_stacks: bool = False
-    """It tests the layout of a user's workload; those of the fixtures are known."""
+    """True for recipes that test the layout of a user's workload; built-in layouts do
+    not need it."""
 
     def sizes(self, rows: int) -> list[int]:
-        """Number of a rank's rows in each backward pass.
+        """Return the number of a rank's rows in each backward pass.
 
         Raises:
             CannotError: if this number of rows cannot be split.
@@ -127,7 +130,7 @@ class Recipe:
 
     @property
     def needs_of_topology(self) -> frozenset[OfTopology]:
-        """Needs of a topology."""
+        """Properties that the topology must have."""
         is_met_by_need = {
             OfTopology.CLIPPING: self.training.clip,
             OfTopology.COMPILATION: self.compile,
@@ -138,7 +141,7 @@ class Recipe:
 
     @property
     def needs(self) -> frozenset[OfWorkload]:
-        """Needs of a workload."""
+        """Properties that the workload must have."""
         training = self.training
         of_norm = training.clip == "norm" and not self.clips_and_steps
         is_met_by_need = {
@@ -276,17 +279,17 @@ CONTROL_RECIPES = tuple(
     and (recipe.training.clip or not recipe.unscale)
     and not recipe.clips_and_steps
 )
-"""Recipes that apply without a scaler."""
+"""Recipes that can be trained without a scaler."""
 
 MANUAL_STEP = 2
-"""The step, from 0, at which a recipe passes a scale to ``update``."""
+"""Step (from 0) at which a recipe passes a scale to ``update``."""
 
 
 def frozen_names(workload: ResolvedWorkload, names: Sequence[str]) -> set[str]:
-    """The parameters of the second half of a model.
+    """Return the parameters to freeze: those of the second half of a model.
 
     Args:
-        workload: workload to train.
+        workload: workload to train; its ``frozen`` overrides the choice.
         names: names of all parameters, in the model's order.
     """
     if not workload.frozen:

@@ -1,4 +1,4 @@
-"""Activation checkpointing: parts of a model whose forward runs again in backward."""
+"""Activation checkpointing: recompute parts of a model's forward in backward."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def _nothing(_: nn.Module) -> AbstractContextManager[None]:
 
 @dataclass(kw_only=True)
 class Recomputed:
-    """The parts of one model that are computed again."""
+    """Recomputed parts of one model."""
 
     parts: dict[str, nn.Module]
-    """Parts by their names in the full model."""
+    """Name in the full model -> recomputed part."""
     again: int = 0
-    """Forwards that ran a second time."""
+    """Number of recomputed forwards."""
     around: Callable[[nn.Module], AbstractContextManager[None]] = _nothing
-    """Entered around every forward of a part, the first one and those that follow:
-    the hooks of the part itself run only once."""
+    """Context of every forward of a part, the first one and recomputed ones: the part's
+    own hooks run only in the first."""
 
     def add(self, name: str, part: nn.Module) -> None:
-        """Make one part drop its activations."""
+        """Make one part drop its activations and recompute them in backward."""
         if "forward" not in vars(part):  # else the method is another library's wrapper
             self.parts[name] = part
             part.forward = MethodType(_checkpointed(type(part), self), part)
@@ -46,13 +46,13 @@ class Recomputed:
 def recompute_in_backward(model: nn.Module) -> Recomputed:
     """Make the parts of a model drop their activations and recompute in backward.
 
-    Parts are the members of lists of modules, and beside these the smallest modules
-    that hold no list. Only their ``forward`` is replaced: names, types and hooks stay,
-    so that any layout can follow. Its hooks then run outside of the recomputation, as
-    in ``fully_shard(checkpoint(block))``.
+    Parts are the members of module lists. Beside these, they are the smallest modules
+    that contain no list. Only their ``forward`` is replaced: names, types and hooks
+    stay, so that any layout can follow. The hooks of a part then run outside of the
+    recomputation, as in ``fully_shard(checkpoint(block))``.
 
     Args:
-        model: not laid out yet.
+        model: model before ``parallelize``.
 
     Returns:
         The parts, with a count of recomputed forwards.
@@ -95,9 +95,9 @@ SWAPPED = (
 
 
 def _are_others(part: nn.Module, weights: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """True if new tensors with other values have taken the parameters' place.
+    """Return True if new tensors with other values have replaced the parameters.
 
-    A parameter that was written since the forward is no replacement: writing it is a
+    A parameter that was written since the forward was not replaced: writing it is a
     fault of the user's code.
     """
     # not strict: a layout may hold the parameters in another form then

@@ -1,8 +1,8 @@
-"""Scenario: one training run to be observed, as a frozen value with a printable id.
+"""Scenario: one training run as a frozen value with a printable id.
 
-The id is the path ``topology/world/precision/optimizer/faults`` and, if a setting
-differs from its default, a sixth part ``key=value,key=value``. Parsing an id gives the
-scenario back, as ``gradparity replay`` does.
+The id is the path ``topology/world/precision/optimizer/faults``. If settings differ
+from their defaults, a sixth part lists them: ``key=value,key=value``. The id can be
+parsed to the scenario, as ``gradparity replay`` does.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ _LIMITS = {
     "backoff_factor": (0.0, 1.0),
     "growth_interval": (0, math.inf),
 }
-"""Field -> what its value lies between; scalers rightly refuse other settings."""
+"""Field -> limits of its value; scalers rightly reject other settings."""
 _MOST = {
     "world_size": (1024, "each rank is a process, and one process judges all of them"),
     "steps": (1000, "all steps are held in memory, and rounding adds up in long runs"),
     "seed": (2**32, "workloads seed generators of 64 bits with multiples of it"),
     "growth_interval": (2**31 - 1, "scalers count good steps in 32 bits"),
 }
-"""Field -> its largest value, and why."""
+"""Field -> its largest value, and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """One training: model, mesh, precision, optimizer, faults."""
+    """One training run: topology, world size, precision, optimizer, faults."""
 
     topology: str
     """A key of ``fixtures.TOPOLOGIES``."""
@@ -70,26 +70,26 @@ class Scenario:
     faults: str = "none"
     """A fault plan, see ``fixtures.parse_faults``."""
     model: str = field(default="digits", metadata={"key": "model"})
-    """A key of ``fixtures.MODELS``; its first word names the data set. Or a user's own
-    workload as ``module:attribute``, whose topologies and optimizer then hold."""
+    """A key of ``fixtures.MODELS``, whose first word names the data set. Or a user's
+    workload as ``module:attribute``, with its own topologies and optimizers."""
     steps: int = field(default=8, metadata={"key": "steps"})
-    """Training steps."""
+    """Number of training steps."""
     seed: int = field(default=0, metadata={"key": "seed"})
     """Seed of the initial weights and of the batches."""
     param_order: str = field(default="model", metadata={"key": "param-order"})
-    """A key of ``fixtures.PARAM_ORDERS``: how parameters reach the optimizer."""
+    """A key of ``fixtures.PARAM_ORDERS``: order of the parameters in the optimizer."""
     recipe: str = field(default="plain", metadata={"key": "recipe"})
     """A key of ``RECIPES``."""
     loss_factor: float = field(default=1.0, metadata={"key": "loss-factor"})
-    """Factor of the loss: makes tiny or huge gradients; a power of two is exact."""
+    """Factor of the loss, for tiny or huge gradients; a power of two is exact."""
     init_scale: float = field(default=1024.0, metadata={"key": "scale"})
     """Initial scale; a power of two keeps fp32 scaling exact."""
     growth_factor: float = field(default=2.0, metadata={"key": "growth"})
-    """Factor of growth."""
+    """Factor of the scale at growth."""
     backoff_factor: float = field(default=0.5, metadata={"key": "backoff"})
-    """Factor of backoff."""
+    """Factor of the scale at backoff."""
     growth_interval: int = field(default=3, metadata={"key": "interval"})
-    """Good steps between two growths."""
+    """Number of good steps between two growths."""
 
     @as_usage(ValueError)
     def __post_init__(self) -> None:
@@ -122,27 +122,27 @@ class Scenario:
 
     @property
     def workload(self) -> ResolvedWorkload:
-        """Model, batches, loss, topologies and optimizers."""
+        """Workload of the model: batches, loss, topologies and optimizers."""
         return resolve_workload(self.model)
 
     @property
     def parsed_topology(self) -> Topology:
-        """The topology itself."""
+        """Topology object of this name."""
         return self.workload.topologies[self.topology]
 
     @property
     def parsed_precision(self) -> Precision:
-        """The precision itself."""
+        """Precision object of this name."""
         return PRECISIONS[self.precision]
 
     @property
     def parsed_recipe(self) -> Recipe:
-        """The recipe itself."""
+        """Recipe object of this name."""
         return RECIPES[self.recipe]
 
     @property
     def promised_dtype(self) -> torch.dtype | None:
-        """Dtype in which the workload promises to reduce gradients, if it does."""
+        """Dtype in which the workload promises to reduce gradients, or None."""
         usual = self.workload.reduce_dtype
         # fully_shard takes the policy of the precision, with its own reduce_dtype
         takes_policy = self.parsed_topology.fully_shards
@@ -151,7 +151,7 @@ class Scenario:
 
     @property
     def reduced_in(self) -> torch.dtype | None:
-        """The half precision in which the workload promises to reduce, if any."""
+        """Half precision in which the workload promises to reduce, or None."""
         promised = self.promised_dtype
         return promised if promised in (torch.bfloat16, torch.float16) else None
 
@@ -162,7 +162,7 @@ class Scenario:
 
     @property
     def id(self) -> str:
-        """The printable id, from which `parse` builds the scenario again."""
+        """Printable id, which `parse` converts to the scenario."""
         head = [
             self.topology,
             str(self.world_size),
@@ -185,7 +185,7 @@ class Scenario:
 
     @classmethod
     def parse(cls, text: str) -> Scenario:
-        """Build the scenario that has this id.
+        """Return the scenario that has this id.
 
         Raises:
             UsageError: if ``text`` is not an id; shows it with the expected form.
@@ -219,7 +219,7 @@ class Scenario:
 
     @property
     def phases(self) -> tuple[Scenario, ...]:
-        """Runs of the scenario, each on a world of its own; the last is ``self``."""
+        """Runs of the scenario, each on its own world; the last one is ``self``."""
         if not self.parsed_recipe.resharded:
             return (self,)
         topology, world_size = resharded_world(self.topology, self.world_size)
@@ -237,11 +237,11 @@ class Scenario:
 
     @property
     def trains_alone(self) -> bool:
-        """True if it can train without a scaler."""
+        """True if the scenario can train without a scaler."""
         return self.faults == "none" and self.recipe in CONTROL_RECIPES
 
     def not_runnable(self) -> str:
-        """Why the parts exclude each other, or the empty string."""
+        """Return why the choices exclude each other; else ""."""
         if not self.parsed_recipe.enabled and self.faults != "none":
             return "a disabled scaler does not handle bad gradients: choose no faults"
         choices = {name: getattr(self, name) for name in self._tables()}
@@ -258,7 +258,10 @@ class Scenario:
 
 
 def _faults_before(faults: tuple[Fault, ...], resume_step: int, world_size: int) -> str:
-    """The faults of the first phase; rank numbers wrap around if it has fewer ranks."""
+    """Return the faults of the first phase, as text.
+
+    Rank numbers wrap around if that phase has fewer ranks.
+    """
     due = [f for f in faults if f.step is None or f.step < resume_step]
     wrapped = [replace(f, rank=f.rank and f.rank % world_size) for f in due]
     return ";".join(map(str, wrapped)) or "none"

@@ -1,4 +1,4 @@
-"""Selection: the user's choice among the scenarios of the catalogue."""
+"""The user's selection among the scenarios of the catalogue."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from .scenario import Scenario
 __all__ = ["MAIN_TOPOLOGIES", "Selection", "check_names"]
 
 MAIN_TOPOLOGIES = ("single", "ddp", "fsdp", "hsdp", "tp", "tp+sp", "fsdp+tp", "pp")
-"""Topologies of the main job; the others are larger or variations."""
+"""Topologies of the main job; the others are larger ones or variations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The user's choice; an empty field means everything."""
+    """The user's selection; an empty field means everything."""
 
     topologies: Sequence[str] = ()
     models: Sequence[str] = ()
     precisions: Sequence[str] = ()
     optimizers: Sequence[str] = ()
     world_size: int | None = None
-    """Number of ranks instead of each topology's own."""
+    """Number of ranks; None for each topology's own number."""
     seed: int = 0
     workload: str = ""
-    """A user's own workload, ``module:attribute``, in place of the fixtures' models."""
+    """The user's workload, ``module:attribute``, in place of the built-in models."""
     no_scaler: bool = False
-    """Train without a scaler: only scenarios that need none are chosen."""
+    """True to train without a scaler; only scenarios that need none are selected."""
 
     @as_usage(ValueError)
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class Selection:
 
     @classmethod
     def of(cls, chosen: Chosen) -> Self:
-        """The scenarios that options choose."""
+        """Return the selection that command-line options make."""
         return cls(
             topologies=chosen.topologies,
             models=chosen.models,
@@ -68,27 +68,24 @@ class Selection:
 
     @property
     def resolved(self) -> ResolvedWorkload:
-        """The chosen workload, or any model of the fixtures."""
+        """The selected workload, or else the first built-in model."""
         return resolve_workload(self.workload or next(iter(MODELS)))
 
     @property
     def model_names(self) -> list[str]:
-        """Values that scenarios may have as ``model``."""
+        """Values of ``model`` in the selected scenarios."""
         if self.workload:
             return [self.workload]
         return [m for m in MODELS if self.trains(m)]
 
     def main_topologies(self) -> list[str]:
-        """The chosen topologies of the main job."""
+        """Return the selected topologies of the main job."""
         return self.layouts(
             self.resolved.topologies if self.workload else MAIN_TOPOLOGIES
         )
 
     def layouts(self, usual: Iterable[str]) -> list[str]:
-        """The chosen topologies, or those of ``usual`` that fit the world size.
-
-        Meshes that the judge narrowed to an axis of size 1 are not included.
-        """
+        """Return the selected topologies, or the ``usual`` ones that fit the world."""
         if self.topologies:
             return list(self.topologies)
         layouts = self.resolved.topologies
@@ -99,11 +96,11 @@ class Selection:
         return [name for name in usual if layouts[name].mesh_takes(self.world_size)]
 
     def trains(self, model: str) -> bool:
-        """True if a model was chosen."""
+        """Return True if a model is selected."""
         return not self.models or model in self.models
 
     def keeps(self, scenario: Scenario) -> bool:
-        """True if ``scenario`` matches the selection."""
+        """Return True if a scenario matches the selection."""
         wanted = (
             (self.precisions, scenario.precision),
             (self.optimizers, scenario.optimizer),
@@ -112,7 +109,7 @@ class Selection:
 
 
 def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse a name that is unknown.
+    """Raise if a name is unknown.
 
     Raises:
         UsageError: names the value and the known names.

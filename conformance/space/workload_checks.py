@@ -1,8 +1,8 @@
-"""Checks of a user's workload on one process, before any rank starts.
+"""Check a user's workload on one process, before any rank starts.
 
-A failed check ends with exit code 2. The model and its batches must be the same each
-time they are made; forward must be deterministic with random layers off; the loss must
-be a mean over rows or a sum with its count; the optimizer must take all parameters.
+A failed check ends the command with exit code 2. Each call must give the same model and
+batches. Forward must be deterministic with random layers off. The loss must be a mean
+over rows, or a sum with its count. The optimizer must accept all parameters.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ __all__ = [
 ]
 
 MAX_ELEMENTS = 2**24
-"""Limit for one parameter: its elements are numbered in fp32."""
+"""Largest number of elements of a parameter, because they are numbered in fp32."""
 PARTS = 4
 """Number of parts of a batch in the check that parts make up the whole."""
 ROUNDING = 2.0**-30
-"""Relative. In fp64 (unit roundoff 2^-53) a sum of 2^20 values is off by 2^-33 in the
-worst case, and a loss sums a few times; one that is no mean is off by its own size over
-the number of rows."""
+"""Relative tolerance. In fp64 (unit roundoff 2^-53) a sum of 2^20 values is off by
+2^-33 in the worst case, and a loss sums a few times. A loss that is not a mean is off
+by its own size divided by the number of rows."""
 
 
 def check_workloads(scenarios: Iterable[Scenario]) -> None:
-    """Check the user's own workloads among ``scenarios``, each one once.
+    """Check each user's workload among the scenarios once.
 
     Raises:
-        WorkloadError: says which call gave what, and what was expected.
+        WorkloadError: names the call, its result, and what was expected.
     """
     for name in dict.fromkeys(s.model for s in scenarios):
         if OfWorkload.JUDGED in resolve_workload(name).has:
@@ -72,10 +72,10 @@ def check_workloads(scenarios: Iterable[Scenario]) -> None:
 
 @cache
 def check_workload(spec: str) -> None:
-    """Check one workload on this process; see the head of this file.
+    """Check one workload on this process; the module docstring lists the checks.
 
     Raises:
-        WorkloadError: says which call gave what, and what was expected.
+        WorkloadError: names the call, its result, and what was expected.
     """
     workload = resolve_workload(spec)
     model, batch = _model(workload), _batch(workload)
@@ -185,7 +185,7 @@ def _random_forward(
 
 
 def _where_random(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> str:
-    """The first module whose call differs between two forwards of one batch."""
+    """Return the first module whose output differs in two forwards of one batch."""
     first, second = (_calls(workload, model, batch) for _ in range(2))
     for (name, output), (other, again) in zip(first, second, strict=False):
         if name != other:
@@ -198,7 +198,7 @@ def _where_random(workload: ResolvedWorkload, model: nn.Module, batch: Batch) ->
 def _calls(
     workload: ResolvedWorkload, model: nn.Module, batch: Batch
 ) -> list[tuple[str, Any]]:
-    """The modules that a forward calls, with their outputs."""
+    """Return the modules that a forward calls, with their outputs."""
     calls: list[tuple[str, Any]] = []
     hooks = []
     for name, module in model.named_modules():
@@ -216,7 +216,7 @@ def _calls(
 
 
 def _check_gradients(workload: ResolvedWorkload, model: nn.Module) -> None:
-    """Check that a gradient is not zero: some parameters may be unused, but not all."""
+    """Check that some gradient is not zero: a few parameters may be unused."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     for name, parameter in named:
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
@@ -232,7 +232,7 @@ def _check_gradients(workload: ResolvedWorkload, model: nn.Module) -> None:
 
 
 def _check_mean(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> None:
-    """Check that the losses of parts make up the loss of the whole batch."""
+    """Check that the losses of parts combine to the loss of the whole batch."""
     # in fp64, where rounding cannot hide a loss that is no mean
     whole = wide(batch)
     model = model.double()
@@ -256,10 +256,10 @@ def _check_mean(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> N
 
 
 def _same_parts(workload: ResolvedWorkload, whole: Batch, parts: list[Batch]) -> bool:
-    """True if cutting the ranks' shares gives the same parts as cutting the batch.
+    """Return True if cutting the ranks' shares gives the same parts as the batch.
 
     The objective is then the mean over these parts. The loss of a part may depend on
-    all rows of the part: batch statistics, a balance of experts, pairs of rows.
+    all of its rows: batch statistics, a balance of experts, pairs of rows.
     """
     if workload.shard is not None or len(parts) == 1:
         return False
@@ -335,10 +335,11 @@ def _check_made_up(
 
 
 def coarseness(dtype: torch.dtype) -> float:
-    """Largest relative change of a number that is rounded to an 8-bit dtype by a scale.
+    """Return the largest relative change when a number is rounded to 8 bits.
 
-    A scale that other rows decide moves a value by at most this. So a loss that is a
-    mean over rows, except for such scales, changes by less when its rows are cut.
+    The scale of that rounding may depend on other rows, and changes a value by at most
+    this. So a loss that is a mean over rows, except for such scales, changes by less
+    when its rows are cut.
     """
     if dtype.is_floating_point:
         return torch.finfo(dtype).eps / 2
@@ -346,10 +347,10 @@ def coarseness(dtype: torch.dtype) -> float:
 
 
 def counts_equal(one: Counts, other: Counts) -> bool:
-    """True if two sums of the same counts are equal: exactly, if they are integers.
+    """Return True if two sums of the same counts are equal; integers exactly.
 
     Sums of weights (of classes, of tokens) depend on the order of addition, and may be
-    in fp32.
+    in fp32, so they may differ by rounding.
     """
     return len(one) == len(other) and all(map(_count_equal, one, other))
 
@@ -361,7 +362,7 @@ def _count_equal(one: float, other: float) -> bool:
 
 
 def listed(counts: Counts) -> str:
-    """Counts in words."""
+    """Return counts as text."""
     return " and ".join(f"{count:g}" for count in counts) or "none"
 
 
@@ -389,7 +390,7 @@ def _check_optimizer(workload: ResolvedWorkload, model: nn.Module) -> None:
 
 
 def _check_step(workload: ResolvedWorkload, made: torch.optim.Optimizer) -> None:
-    """Check that an optimizer steps while its gradients exist."""
+    """Check that an optimizer's ``step`` needs no argument."""
     arguments = inspect.signature(made.step).parameters.values()
     needed = [a.name for a in arguments if a.default is a.empty and a.kind in _BY_PLACE]
     if needed:
@@ -424,7 +425,7 @@ def _made_alone(
 def _check_alone(
     workload: ResolvedWorkload, named: Iterable[tuple[str, nn.Parameter]]
 ) -> None:
-    """Check that an optimizer moves a parameter alone as it does beside others."""
+    """Check that an optimizer steps a parameter alone as it does among others."""
     generator = torch.Generator().manual_seed(0)
     sizes = {name: p.shape for name, p in named}
     steps = [

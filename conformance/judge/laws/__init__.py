@@ -1,6 +1,6 @@
-"""The catalogue of laws; importing it fills ``conformance.law.LAWS``, in this order.
+"""All laws; importing this package fills ``LAWS`` in this order.
 
-Of two laws that break at one step, the first is the cause: ranks that disagree take
+If two laws break at one step, the first one is the cause: ranks that disagree take
 different steps, and different steps give different weights.
 """
 

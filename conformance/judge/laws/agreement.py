@@ -1,4 +1,4 @@
-"""Agreement: at every step all ranks hold the same state and decide the same."""
+"""Agreement: at every step all ranks hold the same state and make the same decision."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ DRIFT = (
 def _disagreement(
     evidence: Evidence, what: str, read: Callable[[StepTrace], object]
 ) -> Finding:
-    """First step at which ``read`` differs between ranks; None is 'not known here'."""
+    """Return the first step at which ``read`` differs between ranks.
+
+    None means that a rank does not know the value.
+    """
     return _first_split(evidence, what, evidence.steps(), read)
 
 
@@ -103,7 +106,7 @@ def scale(evidence: Evidence) -> Finding:
     "If growth trackers differ, the scales differ some steps later.",
 )
 def growth(evidence: Evidence) -> Finding:
-    """Compare the growth tracker in the state dict, where scalers have a tracker."""
+    """Compare the growth tracker in the state dict, if the scaler has one."""
     return _disagreement(evidence, "growth tracker", lambda s: s.growth_after)
 
 
@@ -117,7 +120,7 @@ def growth(evidence: Evidence) -> Finding:
     decides=True,
 )
 def skip(evidence: Evidence) -> Finding:
-    """Compare the effect on the local parameters, optimizer by optimizer."""
+    """Compare whether local parameters changed, optimizer by optimizer."""
     return _first_split(
         evidence, "decision", evidence.decisions(), lambda d: d.parameters_changed
     )
@@ -164,7 +167,7 @@ def replicas(evidence: Evidence) -> Finding:
 def _moved_buffers(
     evidence: Evidence, seen: Sequence[StepTrace]
 ) -> dict[str, dict[int, str]]:
-    """Name of each buffer that some rank has moved -> rank -> its digest."""
+    """Return name -> rank -> digest of each buffer that changed on some rank."""
     moved: dict[str, dict[int, str]] = defaultdict(dict)
     still: dict[str, bool] = defaultdict(lambda: True)
     for s, trace in zip(seen, evidence.ranks, strict=True):

@@ -1,4 +1,4 @@
-"""Collectives: their sequence does not depend on gradients, and none is left over."""
+"""Collectives: their sequence does not depend on gradients; none is left pending."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _text(collectives: list[Collective]) -> str:
     of_stack=True,
 )
 def no_crosstalk(evidence: Evidence) -> Finding:
-    """Look at the checked all-reduce that follows every step."""
+    """Check the result of the all-reduce that gradparity adds after every step."""
     if len(evidence.ranks) == 1:
         return skipped("there is only one rank")
     return say_tried_again(_no_crosstalk(evidence), evidence)

@@ -20,7 +20,7 @@ from ..law import (
     of_stack=True,
 )
 def completes(evidence: Evidence) -> Finding:
-    """No rank may have stopped early."""
+    """Check that no rank stopped early."""
     return say_tried_again(_completes(evidence), evidence)
 
 

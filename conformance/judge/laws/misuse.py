@@ -1,4 +1,4 @@
-"""Misuse: a call in a wrong order is refused and changes nothing."""
+"""Misuse: a call in a wrong order raises an error and changes nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..law import (
     "twice, or changes the scale without a step.",
 )
 def refused(evidence: Evidence) -> Finding:
-    """Look at the calls that were made after the last step."""
+    """Check the wrong calls that gradparity makes after the last step."""
     compared = 0
     for trace in evidence.ranks:
         for seen in trace.misuse or ():

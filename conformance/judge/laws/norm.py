@@ -1,4 +1,4 @@
-"""Norm: the reported norm and the clipping factor belong to the whole gradient."""
+"""Norm: the reported norm and the clipping factor are those of the whole gradient."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def reported(evidence: Evidence) -> Finding:
 
 
 def _has_departed(parity: Parity, step: int) -> bool:
-    """True if the weights at ``step`` already depart from the truth's."""
+    """Return True if the weights before ``step`` already differ from the truth's."""
     first = parity.first_bad.get("update")
     return first is not None and first.step < step
 
@@ -127,10 +127,10 @@ def _distance(got: float, due: float) -> float:
 def _is_of_its_gradients(
     evidence: Evidence, step: int, seen: Sequence[StepTrace], reported: dict[int, float]
 ) -> bool:
-    """True if reported norms are that of the gradients that the optimizers used.
+    """Return True if the reported norm is that of the gradients that were used.
 
-    If these depart from the truth, the norm and the clipping are right and the
-    gradients are wrong: ``parity.gradient`` reports that.
+    Then norm and clipping are right. If these gradients are wrong, ``parity.gradient``
+    reports that.
     """
     parity = evidence.parity
     assert parity is not None
@@ -144,7 +144,10 @@ def _is_of_its_gradients(
 
 
 def _used_norm(evidence: Evidence, seen: Sequence[StepTrace]) -> float:
-    """Norm of the whole gradient that the optimizers used, each element once."""
+    """Return the norm of the whole gradient that the optimizers used.
+
+    An element that several ranks hold counts once.
+    """
     at_ranks = list(zip(evidence.ranks, seen, strict=True))
     square, counted_places = 0.0, dict[str, NDArray[np.int64]]()
     for trace, at in at_ranks:
@@ -159,12 +162,15 @@ def _used_norm(evidence: Evidence, seen: Sequence[StepTrace]) -> float:
 
 
 def _slack(parity: Parity, step: int) -> float:
-    """Permitted relative error of a norm, doubled because two norms are compared."""
+    """Return the permitted relative error of a norm.
+
+    It is twice the bound, because two norms are compared.
+    """
     return 2 * parity.norm_bound[step] / (parity.reference_norm[step] or 1.0)
 
 
 def _rows_of(parity: Parity, step: int) -> tuple[list[ClipRow], list[ClipRow]]:
-    """Rows of a step whose gradients have a direction, and the others."""
+    """Return the rows of a step with gradients above noise, and the other rows."""
     rows = [row for row in parity.clipped if row.step == step]
     clear = [row for row in rows if row.above_noise]
     return clear, [row for row in rows if not row.above_noise]
@@ -177,7 +183,7 @@ def _wrong_in(rows: Sequence[ClipRow]) -> list[ClipRow]:
 def _has_other_gradients(
     evidence: Evidence, step: int, seen: Sequence[StepTrace]
 ) -> bool:
-    """True if a step's gradients are wrong, so that no factor of clipping shows."""
+    """Return True if gradients of a step are wrong, so the clip factor is unknown."""
     parity = evidence.parity
     assert parity is not None
     if _has_departed(parity, step):
@@ -209,7 +215,7 @@ def _why_no_factor(evidence: Evidence) -> str:
     hidden=_why_no_factor,
 )
 def factor(evidence: Evidence) -> Finding:
-    """Compare gradients as the optimizer used them with the truth's unclipped ones."""
+    """Compare gradients as the optimizer used them with the true, unclipped ones."""
     scenario, parity = evidence.scenario, evidence.parity
     training = scenario.parsed_recipe.training
     clips = clips_by_norm(scenario.workload, training)
@@ -240,12 +246,11 @@ def factor(evidence: Evidence) -> Finding:
 def _is_clipping(
     evidence: Evidence, seen: Sequence[StepTrace], rows: Sequence[ClipRow]
 ) -> bool:
-    """True if clipping, and not wrong gradients, causes the wrong factors.
+    """Return True if wrong factors come from clipping and not from wrong gradients.
 
-    A stack that clips its gradient correctly, even a wrong gradient, ends at
-    ``clip_norm`` if it clips, and never above. If all gradients end below by one
-    factor, they were clipped too much; if tensors have different factors, their
-    gradients are wrong.
+    Correct clipping of a wrong gradient ends at ``clip_norm``, and never above. If all
+    gradients end below it by one factor, they were clipped too much. If tensors have
+    different factors, their gradients are wrong.
     """
     parity = evidence.parity
     assert parity is not None and parity.clip_norm is not None

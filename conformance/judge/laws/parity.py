@@ -1,4 +1,4 @@
-"""Parity: gradients, updates and loss are within their bounds of the fp64 truth."""
+"""Parity: gradients, updates and losses are within their bounds of the fp64 truth."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ REASON = (
     "of correct runs (docs/parity.md)."
 )
 FEW = 0.1
-"""Least share of the elements of updates. Rounding decides the direction of an adaptive
-step where the gradient is below its bound, which in bf16 is most of a tensor. With this
-share left to compare, a fault that strikes 44 elements without regard to their
-gradients is missed with a chance below 1 % (0.9 ** 44 = 0.0097). A fault of the step
-alone is of a whole tensor, or of a rank's part of it; one of the gradient is another
-law's, which leaves no element out."""
+"""Least fraction of update elements to compare. Rounding decides the direction of an
+adaptive step if the gradient is below its bound, which in bf16 holds for most of a
+tensor. With this fraction, a fault in 44 random elements is missed with a chance below
+1 % (0.9 ** 44 = 0.0097). A fault of the step alone affects a whole tensor, or a rank's
+part of it. A fault of the gradient is found by parity.gradient, which leaves no element
+out."""
 
 
 def _parity(evidence: Evidence, kind: str) -> Finding:
@@ -94,7 +94,7 @@ def _steps(numbers: Sequence[int]) -> str:
 
 
 def _all_bad(evidence: Evidence) -> bool:
-    """True if no step had only finite gradients."""
+    """Return True if every step had a non-finite gradient."""
     return all(any(s.non_finite for s in seen) for _, seen in evidence.steps())
 
 
@@ -156,7 +156,7 @@ def _most_lacking(parity: Parity, kind: str) -> tuple[int, Lack]:
 
 
 def _lacking(kind: str, otherwise: str = STOPPED) -> Callable[[Evidence], str]:
-    """Say why most of the values that are missing could not be compared."""
+    """Return a function that says why most of the missing values were not compared."""
 
     def why_not(evidence: Evidence) -> str:
         if evidence.parity is None or not evidence.parity.lacking.get(kind):
@@ -178,7 +178,7 @@ def _lacking(kind: str, otherwise: str = STOPPED) -> Callable[[Evidence], str]:
     hidden=_lacking("gradient", f"no gradient was due, or {STOPPED}"),
 )
 def gradient(evidence: Evidence) -> Finding:
-    """Local gradients of every rank at every step that was not skipped."""
+    """Compare local gradients of every rank at every step that was not skipped."""
     return _parity(evidence, "gradient")
 
 
@@ -192,7 +192,7 @@ def gradient(evidence: Evidence) -> Finding:
     hidden=_lacking("update"),
 )
 def update(evidence: Evidence) -> Finding:
-    """Local parameters minus their initial values."""
+    """Compare local parameters minus their initial values."""
     return _parity(evidence, "update")
 
 
@@ -204,5 +204,5 @@ def update(evidence: Evidence) -> Finding:
     hidden=_lacking("loss", "train_step returned no loss on any rank"),
 )
 def loss(evidence: Evidence) -> Finding:
-    """Mean of the ranks' losses."""
+    """Compare the mean of the ranks' losses."""
     return _parity(evidence, "loss")

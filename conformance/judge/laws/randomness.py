@@ -26,11 +26,12 @@ from ..law import (
 
 Check = Callable[[Evidence], Finding]
 _Activation = tuple[int, tuple[int, ...], str, str]
-"""Step, rows, module, digest of the tensor to which the module applied its numbers."""
+"""(step, rows, module, digest of the tensor to which the module applied its
+numbers)."""
 
 
 def _where_drawn(check: Check) -> Check:
-    """Decide with a check only where random layers are on, and ranks draw."""
+    """Wrap a check so that it applies only if random layers are on and ranks draw."""
 
     @wraps(check)
     def decide(evidence: Evidence) -> Finding:
@@ -49,19 +50,22 @@ def _where_drawn(check: Check) -> Check:
 
 
 def _draws(evidence: Evidence) -> Iterator[tuple[int, RankTrace, Draw]]:
-    """Each draw of a forward that runs for the first time, with its step and rank."""
+    """Yield (step, rank, draw) for each draw outside of recomputation."""
     for step, seen in evidence.steps():
         for trace, s in zip(evidence.ranks, seen, strict=True):
             yield from ((step, trace, draw) for draw in _drawn(s))
 
 
 def _outside(evidence: Evidence) -> int:
-    """How often ranks drew in no module's call, perhaps in a forward that ran again."""
+    """Return the number of draws outside of any module's call.
+
+    These may belong to a recomputed forward.
+    """
     return sum(s.drawn_outside for _, seen in evidence.steps() for s in seen)
 
 
 def _rows(evidence: Evidence, trace: RankTrace) -> tuple[int, ...]:
-    """Which part of the data a rank sees; equal on ranks that see the same."""
+    """Return the rank's coordinate on the data axes; equal for equal rows."""
     data_axes = evidence.phase.parsed_topology.data_axes
     return tuple(at for axis, at in trace.coordinate.items() if axis in data_axes)
 
@@ -86,7 +90,10 @@ def _wrong(
 def _judged(
     evidence: Evidence, compared: int, missed: int, what: str, otherwise: str
 ) -> Finding:
-    """A pass, or skipped if nothing was compared; both count missing comparisons."""
+    """Return a pass, or skipped if nothing was compared.
+
+    Both state the number of comparisons that are missing.
+    """
     if compared or evidence.unseen:
         return count_or_inconclusive(compared, what, evidence.unseen + missed)
     left = f"; {missed} draws could not be: {_OUT_OF_SIGHT}" if missed else ""
@@ -108,7 +115,7 @@ _OUT_OF_SIGHT = (
 )
 @_where_drawn
 def replicas(evidence: Evidence) -> Finding:
-    """Compare numbers that were applied to bitwise equal tensors in one module."""
+    """Compare random numbers applied to bitwise equal tensors in one module."""
     compared = missed = 0
     rows = [_rows(evidence, trace) for trace in evidence.ranks]
     traces = {trace.rank: trace for trace in evidence.ranks}
@@ -156,7 +163,7 @@ def replicas(evidence: Evidence) -> Finding:
 )
 @_where_drawn
 def data(evidence: Evidence) -> Finding:
-    """Look for equal numbers that were applied to different tensors in one module."""
+    """Look for equal random numbers applied to different tensors in one module."""
     compared, missed = 0, _outside(evidence)
     resumed = evidence.scenario.parsed_recipe.resume and evidence.scenario.resume_step
     places_by_draw: dict[object, list[tuple[int, RankTrace, Draw]]] = defaultdict(list)
@@ -192,7 +199,7 @@ def data(evidence: Evidence) -> Finding:
 
 
 def _apart(evidence: Evidence, trace: RankTrace, other: RankTrace) -> bool:
-    """True if two ranks see different data; one rank does, in two forwards."""
+    """Return True if two draws are on different data: other rows or another forward."""
     return other is trace or _rows(evidence, trace) != _rows(evidence, other)
 
 
@@ -207,7 +214,7 @@ def _apart(evidence: Evidence, trace: RankTrace, other: RankTrace) -> bool:
 )
 @_where_drawn
 def size(evidence: Evidence) -> Finding:
-    """Compare the factor by which each dropout multiplies kept elements."""
+    """Compare the factor by which each dropout multiplies the kept elements."""
     off = 8 * evidence.phase.parsed_precision.roundoff
     compared = missed = 0
     for step, trace, draw in _draws(evidence):
@@ -266,7 +273,7 @@ def recompute(evidence: Evidence) -> Finding:
 
 
 def _first_runs(draw: Draw, seen: StepTrace) -> list[Draw]:
-    """Draws of forward that ``draw`` may repeat."""
+    """Return the draws of the first forward that ``draw`` may repeat."""
     # a layer may be called twice; the activation, if known, says which call it was
     alike = [d for d in _drawn(seen) if d.module == draw.module]
     same = [d for d in alike if draw.applied and d.applied == draw.applied]

@@ -22,7 +22,7 @@ from ..law import Evidence, Finding, Status, count_or_inconclusive, law, skipped
     "reduce a gradient, between the begin of backward and the step",
 )
 def reduction(evidence: Evidence) -> Finding:
-    """Look at each reduction of gradients in backward, and from there to the step."""
+    """Check each reduction of gradients, from backward to the optimizer's step."""
     if not any(trace.reduce_dtype for trace in evidence.ranks):
         return skipped("the workload promises no reduce_dtype")
     compared, sizes = 0, _sizes(evidence)
@@ -46,7 +46,7 @@ def reduction(evidence: Evidence) -> Finding:
 
 
 def _sizes(evidence: Evidence) -> dict[str, int]:
-    """Parameter -> its elements on all ranks together."""
+    """Return parameter -> its number of elements on all ranks together."""
     last: dict[str, int] = {}
     for trace in evidence.ranks:
         for name, places in trace.index.items():
@@ -56,7 +56,7 @@ def _sizes(evidence: Evidence) -> dict[str, int]:
 
 
 def _parameters(trace: RankTrace, sizes: dict[str, int], seen: Reduction) -> list[str]:
-    """The parameters that have as many elements, on this rank or in all."""
+    """Return parameters with as many elements as a reduction, here or on all ranks."""
     return [
         name
         for name, places in trace.index.items()
@@ -65,7 +65,7 @@ def _parameters(trace: RankTrace, sizes: dict[str, int], seen: Reduction) -> lis
 
 
 def _holds(dtype: str, promised: str) -> bool:
-    """True if ``dtype`` represents every number of ``promised``."""
+    """Return True if ``dtype`` represents every number of ``promised``."""
     got: torch.dtype = getattr(torch, dtype)
     return torch.promote_types(got, getattr(torch, promised)) == got
 

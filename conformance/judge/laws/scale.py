@@ -1,12 +1,13 @@
 """Scale: backoff and growth follow the documented rule exactly, and stay finite.
 
-The rule (torch.amp documentation, ``torch._amp_update_scale_``): a bad step multiplies
-the scale by the backoff factor and resets the tracker; a good step counts, and when
-the count reaches the interval the scale is multiplied by the growth factor, unless the
-product is not finite, and the count starts again. ``update(new_scale)`` sets the scale
-and leaves the count. A scale that would fall below the smallest normal number may stop
-anywhere above 0: the rule would make it 0, from which nothing recovers.
-A tracker that ``state_dict`` lacks is counted from the scales.
+The rule is that of ``torch.amp`` (``torch._amp_update_scale_``). A bad step multiplies
+the scale by the backoff factor and resets the growth tracker. A good step increases the
+tracker. When the tracker reaches the interval, the scale is multiplied by the growth
+factor, unless the product is not finite, and the tracker restarts.
+``update(new_scale)`` sets the scale and leaves the tracker. A scale that would fall
+below the smallest normal number may stop anywhere above 0, because the rule would make
+it 0, from which it cannot recover. If ``state_dict`` has no tracker, the tracker is
+counted from the scales.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ..law import Evidence, Finding, Status, count_or_inconclusive, law, skipped
 def expected_update(
     scenario: Scenario, scale: float, growth: int, *, bad: bool
 ) -> tuple[float, int]:
-    """(scale, tracker) after one ``update``, computed in fp32 as the scale is held."""
+    """Return (scale, tracker) after one ``update``, in fp32 like the scale itself."""
     if bad:
         return _times(scale, scenario.backoff_factor), 0
     if growth + 1 < scenario.growth_interval:
@@ -38,13 +39,15 @@ def expected_update(
 def _permitted(
     scenario: Scenario, seen: StepTrace, growth: int | None, *, bad: bool
 ) -> list[tuple[float, int | None]]:
-    """The states that the rule permits after the step: one, if the tracker is known.
+    """Return the (scale, tracker) states that the rule permits after a step.
+
+    If the tracker is known, there is one such state.
 
     Args:
-        scenario: scenario that was trained.
-        seen: the step.
-        growth: the tracker before it; None where it is not known.
-        bad: true if any gradient of any rank was bad.
+        scenario: scenario that the ranks trained.
+        seen: trace of the step.
+        growth: tracker before the step; None if it is unknown.
+        bad: true if a gradient on any rank was non-finite.
     """
     recipe = scenario.parsed_recipe
     if not recipe.enabled:
@@ -68,7 +71,7 @@ def _is_kept(
 
 
 SMALLEST = float(np.finfo(np.float32).tiny)
-"""The smallest normal number; below it a scale is rounded, and soon 0."""
+"""Smallest normal number; a smaller scale is rounded, and soon 0."""
 
 
 def _times(scale: float, factor: float) -> float:
@@ -83,7 +86,7 @@ def _times(scale: float, factor: float) -> float:
     "fp16. Resuming a run needs the exact sequence.",
 )
 def rule(evidence: Evidence) -> Finding:
-    """Replay every update of every rank against the oracle."""
+    """Compare every update on every rank with the rule."""
     scenario, compared = evidence.scenario, 0
     # Where state_dict has no tracker, it is counted here. A load may have
     # lost such a count: then it is unknown until the scale changes.
@@ -135,7 +138,7 @@ def _text(tracker: int | None) -> str:
     "A run cannot recover: gradients become nan or zero.",
 )
 def positive(evidence: Evidence) -> Finding:
-    """Look at every scale that any rank showed."""
+    """Check every scale on every rank."""
     compared = 0
     for step, seen in evidence.steps():
         for s, trace in zip(seen, evidence.ranks, strict=True):
@@ -161,7 +164,7 @@ def positive(evidence: Evidence) -> Finding:
     "multiplication.",
 )
 def continuity(evidence: Evidence) -> Finding:
-    """Compare the state at the end of each step with that at the next backward."""
+    """Compare the state after each step with the state at the next backward."""
     compared = 0
     for trace in evidence.ranks:
         # a rank of another world goes on from what the first rank there has saved

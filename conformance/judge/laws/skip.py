@@ -30,7 +30,7 @@ def _is_bad(seen: Sequence[Decision]) -> bool:
     decides=True,
 )
 def all_ranks_skip(evidence: Evidence) -> Finding:
-    """Every rank's parameters stay as they are at a bad step."""
+    """Check that no rank's parameters change at a bad step."""
     return _still_at_bad_steps(
         evidence, lambda s: s.parameters_changed, "{ranks} stepped"
     )
@@ -44,7 +44,7 @@ def all_ranks_skip(evidence: Evidence) -> Finding:
     decides=True,
 )
 def all_ranks_step(evidence: Evidence) -> Finding:
-    """Every rank that holds elements has changed at a good step."""
+    """Check that parameters change at a good step on every rank that holds some."""
     compared, good = 0, False
     for step, seen in evidence.decisions():
         if _is_bad(seen):
@@ -75,7 +75,7 @@ def all_ranks_step(evidence: Evidence) -> Finding:
 
 
 def _part(seen: Sequence[Decision]) -> str:
-    """Name the parameters that did not move, if others did; else return nothing."""
+    """Name the parameters that did not move although others did; else return ""."""
     still = [d for d in seen if d.parameters_changed is False]
     if not all(d.others for d in still):
         return ""
@@ -85,7 +85,7 @@ def _part(seen: Sequence[Decision]) -> str:
 
 
 NAMED = 3
-"""Number of parameters that a message names."""
+"""Largest number of parameters that a message names."""
 OWN_SKIP = (
     ". If train_step skips such steps on purpose, count them in skipped_steps(stack), "
     f"which all ranks must agree on, or, to judge the decision itself: {REFERENCE_LINE}"
@@ -105,7 +105,7 @@ def _steps_itself(evidence: Evidence) -> bool:
     decides=True,
 )
 def no_side_effects(evidence: Evidence) -> Finding:
-    """Nothing of the optimizer changes at a bad step."""
+    """Check that no optimizer state changes at a bad step."""
     return _still_at_bad_steps(
         evidence, lambda s: s.state_changed, "the optimizer state changed on {ranks}"
     )
@@ -114,7 +114,7 @@ def no_side_effects(evidence: Evidence) -> Finding:
 def _still_at_bad_steps(
     evidence: Evidence, moved: Callable[[Decision], bool | None], words: str
 ) -> Finding:
-    """Finding on the first bad step at which a value changed on any rank."""
+    """Return a finding on the first bad step at which a value changed on a rank."""
     compared, bad = 0, False
     for step, seen in evidence.decisions():
         if not _is_bad(seen):
@@ -152,7 +152,7 @@ def _still_at_bad_steps(
 
 
 def _not_struck(evidence: Evidence) -> list[tuple[int, Fault]]:
-    """Each planted fault that was due at a step and that no rank injected."""
+    """Return (step, fault) of planted faults that no rank wrote into a gradient."""
     return [
         (step, fault)
         for step, seen in evidence.steps()

@@ -1,4 +1,4 @@
-"""Trainer: schedules, averages and counters follow whether the step was taken."""
+"""Trainer: schedules, averages and counters follow whether a step was taken."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from ..settings import other_setting
 
 @dataclass(frozen=True, kw_only=True)
 class _Beside:
-    """A value that a rank's stack reports before and after a step."""
+    """A value that a rank's workload reports before and after a step."""
 
     step: int
     rank: int
     before: Any
     after: Any
     taken: bool
-    """True if the step was taken; else it was skipped."""
+    """True if the step was taken, False if it was skipped."""
     why: str
-    """Why it was skipped, in parentheses."""
+    """Reason of the skip, in parentheses."""
 
     def fail(self, message: str, compared: int, cause: str = "") -> Finding:
         return Finding(
@@ -53,10 +53,10 @@ class _Beside:
 
 
 def _beside(evidence: Evidence, what: str) -> Iterator[_Beside]:
-    """Values of ``what`` around each step that was clearly taken or clearly skipped.
+    """Yield values of ``what`` around each step that was clearly taken or skipped.
 
-    A step that was taken or skipped against the rule, or by some optimizers only,
-    belongs to the laws on skips and is left out here.
+    A step that breaks the rule, or that only some optimizers took, is left to the laws
+    on skips.
     """
     for step, seen in evidence.steps():
         bad = any(s.non_finite for s in seen)
@@ -80,16 +80,16 @@ def _beside(evidence: Evidence, what: str) -> Iterator[_Beside]:
 
 @dataclass(kw_only=True)
 class _Loads:
-    """Comparisons of a saved value with the value that the new stack has loaded."""
+    """Comparisons of saved values with those loaded after a resume."""
 
     compared: int = 0
     missed: int = 0
     stopped: bool = False
-    """True if one is missing because the run stopped before it."""
+    """True if a comparison is missing because the run stopped before it."""
     lost: Finding | None = None
 
     def counted(self, others: int, what: str, unseen: int) -> Finding:
-        """A pass over these and ``others`` comparisons, or inconclusive."""
+        """Return a pass over these and ``others`` comparisons, or inconclusive."""
         if self.compared or self.missed:
             what += f", with {self.compared} loads from a checkpoint"
         total, missed = self.compared + others, self.missed + unseen
@@ -102,7 +102,7 @@ class _Loads:
 
 
 def _loads(evidence: Evidence, what: str, subject: str) -> _Loads:
-    """Compare ``what`` before and after the stack goes on from its own checkpoint."""
+    """Compare ``what`` before and after the workload loads its own checkpoint."""
     scenario, loads = evidence.scenario, _Loads()
     recipe = scenario.parsed_recipe
     # on another world the judge carries the state over, and no checkpoint is loaded
@@ -178,7 +178,7 @@ def schedule(evidence: Evidence) -> Finding:
     of_stack=True,
 )
 def average(evidence: Evidence) -> Finding:
-    """Compare the average's bits over each skipped step, and over ranks."""
+    """Compare bits of the average before and after skipped steps, and between ranks."""
     loads = _loads(evidence, "average", "the running average")
     if loads.lost is not None:
         return loads.lost
@@ -235,11 +235,11 @@ def average(evidence: Evidence) -> Finding:
 
 
 def _as_in_plain_steps(evidence: Evidence) -> tuple[int, Finding | None]:
-    """Averages of the same training with whole rows and no resume, compared.
+    """Compare averages with those of the same training in whole rows, unresumed.
 
-    An average is a weighted mean of the weights up to there. If two averages give the
-    same weights to the same steps, their distance is at most the largest distance of
-    the weights, apart from rounding.
+    An average is a weighted mean of the weights so far. If two averages weigh the same
+    steps alike, their distance is at most the largest distance of the weights, up to
+    rounding.
     """
     compared = 0
     apart: dict[tuple[int, str], float] = {}
@@ -282,7 +282,7 @@ def _as_in_plain_steps(evidence: Evidence) -> tuple[int, Finding | None]:
 
 
 SAFETY = 4.0
-"""Factor of the distance of the weights, and of the rounding of each step."""
+"""Factor of the permitted distance: that of the weights plus rounding in each step."""
 EPS = 2.0**-23
 
 
@@ -291,15 +291,15 @@ def _distance(one: Floats, other: Floats) -> float:
 
 
 def _is_narrow(values: Floats) -> bool:
-    """True if an average is kept in 16 bits: a tie may then go to either side."""
+    """Return True if an average is kept in 16 bits: then ties may round either way."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return not (bits & 0x1FFF).any()  # of fp16 and of bf16
 
 
 def _torn(evidence: Evidence) -> tuple[int, Finding | None]:
-    """Averages of equal weights that were equal, and moved to other values in a step.
+    """Compare averages of equal weights that were equal before a step.
 
-    An average that stays on a rank is not compared: the rank may keep none.
+    An average that does not change on a rank is ignored: the rank may not keep one.
     """
     compared = 0
     for step, name, now_by_rank in _equal_before(evidence):
@@ -323,7 +323,7 @@ def _torn(evidence: Evidence) -> tuple[int, Finding | None]:
 
 
 def _still(evidence: Evidence) -> str:
-    """Say where an average stays on a rank and moves on one of equal weights, or ""."""
+    """Report an average that changes on one rank only, although weights are equal."""
     for step, name, now_by_rank in _equal_before(evidence):
         still = [rank for rank, now in now_by_rank.items() if not now]
         moving = [rank for rank, now in now_by_rank.items() if now]
@@ -338,13 +338,13 @@ def _still(evidence: Evidence) -> str:
 
 
 def _equal_before(evidence: Evidence) -> Iterator[tuple[int, str, dict[int, str]]]:
-    """Averages of equal weights that were equal before a step.
+    """Yield averages that were equal before a step, on ranks with equal weights.
 
-    An average may be laid out otherwise than the weights: only one of as many elements
-    as the weight counts.
+    An average may have another layout than the weights: it counts only if it has as
+    many elements as the weight.
 
     Yields:
-        Step, parameter, and by rank the digest after the step, "" if it is the same.
+        Step, parameter, and rank -> digest after the step ("" if it did not change).
     """
     for step, seen in evidence.steps():
         groups: dict[tuple[str, str, str, str], dict[int, str]] = defaultdict(dict)
@@ -371,7 +371,7 @@ def _equal_before(evidence: Evidence) -> Iterator[tuple[int, str, dict[int, str]
     of_stack=True,
 )
 def skips(evidence: Evidence) -> Finding:
-    """Compare the count before and after each step."""
+    """Compare the workload's skip counter before and after each step."""
     compared = 0
     for at in _beside(evidence, "skips"):
         compared += 1
@@ -396,7 +396,7 @@ def skips(evidence: Evidence) -> Finding:
     "A run that resumes with the initial scale overflows and skips steps again.",
 )
 def checkpoint(evidence: Evidence) -> Finding:
-    """Compare the scaler's state before the save with that after the load."""
+    """Compare the scaler's state before a save with that after the load."""
     restored_by_rank = {
         t.rank: t.restored for t in evidence.ranks if t.restored is not None
     }
@@ -473,7 +473,7 @@ def settings(evidence: Evidence) -> Finding:
     of_stack=True,
 )
 def weights(evidence: Evidence) -> Finding:
-    """Compare the weights before the save with those after the load."""
+    """Compare the weights before a save with those after the load."""
     scenario, compared = evidence.scenario, 0
     loaded_by_rank = {t.rank: t.loaded for t in evidence.ranks if t.loaded is not None}
     loads_own = scenario.parsed_recipe.resume and (

@@ -1,4 +1,4 @@
-"""Transparency: in fp32, scaling by a power of two changes no bit of the training."""
+"""Transparency: in fp32, scaling by a power of two does not change any bit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NO_STEP = "the first step had a bad gradient, or the run without a scaler is mis
 
 
 def _pairs(evidence: Evidence) -> Iterator[tuple[int, StepTrace, StepTrace]]:
-    """(rank, step, the same step without a scaler), up to the first bad gradient."""
+    """Yield (rank, step, same step without a scaler), up to the first bad gradient."""
     for number, (_, seen) in enumerate(evidence.steps()):
         # the control has no scaler that skips such a step: its weights differ
         # afterwards
@@ -61,11 +61,11 @@ def _pairs(evidence: Evidence) -> Iterator[tuple[int, StepTrace, StepTrace]]:
 def first_difference(
     once: Sequence[Sequence[RankTrace]], again: Sequence[Sequence[RankTrace]]
 ) -> str:
-    """Where two runs of a scenario differ bitwise; empty where they do not.
+    """Describe the first bitwise difference of two runs of a scenario; else "".
 
     Args:
-        once: one trace a rank, for each world that the run was on.
-        again: the same of the other run.
+        once: traces of all ranks, for each world of the run.
+        again: the same for the other run.
     """
     for phase, other in zip(once, again, strict=True):
         for trace, twin in zip(phase, other, strict=True):
@@ -82,7 +82,7 @@ def first_difference(
 
 
 def _undecided(evidence: Evidence) -> Finding | None:
-    """The finding of both laws if they cannot apply to the scaler."""
+    """Return the finding of both laws if they do not apply to this scaler, or None."""
     reason = _not_applicable(evidence)
     if reason:
         return skipped(reason)
@@ -107,13 +107,13 @@ def _differs(rank: int, step: int, name: str, what: str, compared: int) -> Findi
 
 
 ONE_STEP = 0.0
-"""Least share. The run without a scaler does not skip a bad step, so nothing after one
-can be compared, wherever it comes. One step before it is enough: a scaling that is not
-exact changes bits in each."""
+"""Least fraction of comparisons. The run without a scaler does not skip a bad step, so
+later steps cannot be compared. One step is enough: inexact scaling changes bits in
+every step."""
 SUBNORMAL = 2.0**-100
-"""Limit below which products of the control run may have been subnormal, and rounded.
-A subnormal term (below 2^-126) is less than an eighth of a unit in the last place of
-this limit."""
+"""Limit below which products in the control run may have been subnormal, and rounded. A
+subnormal term (below 2^-126) is less than an eighth of a unit in the last place of this
+limit."""
 
 
 @law(
@@ -126,7 +126,7 @@ this limit."""
     hidden=NO_STEP,
 )
 def gradient(evidence: Evidence) -> Finding:
-    """Compare the gradients at the optimizer with those of the control run."""
+    """Compare the gradients that the optimizer gets with those of the control run."""
     undecided = _undecided(evidence)
     if undecided is not None:
         return undecided

@@ -1,6 +1,6 @@
-"""Noise: allowed differences of two right runs, one file for each source.
+"""Sources of noise: permitted differences between correct runs, one file each.
 
-A reference run has a list of perturbations (``variants.py``). To add a source, write a
-file with a :class:`Perturbation` that says what it models and how large it is, and name
-it in a variant.
+A reference run has a list of perturbations (``variants.py``). To add a source of noise,
+write a file with a :class:`Perturbation` that documents what it models and how large it
+is, and add it to a variant.
 """

@@ -1,4 +1,4 @@
-"""Optimizers: roundings of their own, in the shards that ranks have."""
+"""Noise from rounding inside of optimizers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["EvenShards", "LongerSteps", "RoundedMatrices"]
 
 @dataclass(frozen=True)
 class RoundedMatrices(Perturbation):
-    """Rounds half-precision results of optimizers of whole matrices once more.
+    """Rounds half-precision results of whole-matrix optimizers once more, at random.
 
     See [Note: Whole matrices] in bounds.
     """
 
     def optimizer(self, run: ReferenceRun, name: str) -> AbstractContextManager[object]:
-        """Round at random, by up to a unit roundoff, if the matrix is used whole."""
+        """Return a context that rounds at random, if the optimizer mixes elements."""
         if name not in not_elementwise(run.key.model, run.key.optimizer):
             return nullcontext()
         return HalfNoise(run.generator)
@@ -35,17 +35,17 @@ class RoundedMatrices(Perturbation):
 
 @dataclass(frozen=True)
 class LongerSteps(Perturbation):
-    """Makes steps longer, as Adam's bias corrections in fp32 may.
+    """Makes steps longer, by as much as fp32 bias corrections of Adam may.
 
     See [Note: Bias corrections] in bounds.
     """
 
     share: float
-    """Multiple of the largest error of a bias correction."""
+    """Fraction of the largest error of a bias correction."""
 
     @contextmanager
     def optimizer(self, run: ReferenceRun, name: str) -> Iterator[None]:
-        """Make the step inside this context longer."""
+        """Make the optimizer step inside this context longer."""
         betas = run.optimizers[name].param_groups[0].get("betas", ())
         if not betas:
             yield
@@ -62,7 +62,7 @@ class LongerSteps(Perturbation):
 class EvenShards(Perturbation):
     """Gives optimizers each parameter in equal parts along dim 0.
 
-    For a rounded state whose shards nobody saw; see [Note: Rounded state] in bounds.
+    For a rounded state whose shards are unknown; see [Note: Rounded state] in bounds.
     """
 
     shards: int

@@ -14,35 +14,38 @@ __all__ = ["Perturbation"]
 
 
 class Perturbation:
-    """Changes a reference run as rounding may; the base class changes nothing.
+    """Base class of a source of noise; by itself it changes nothing.
 
-    References are kept by their variants, so a perturbation is a frozen value. State
-    that lasts from step to step belongs to the run.
+    A perturbation is a frozen value, because reference runs are cached by their
+    variants. State that lasts from step to step belongs to the run.
     """
 
     shards = 1
-    """Equal parts in which optimizers get a parameter whose shards nobody saw."""
+    """Number of equal parts in which optimizers get a parameter with unknown shards."""
 
     @property
     def moves_scores(self) -> bool:
-        """True if scores of routers differ by more than their noise."""
+        """True if scores of routers change by more than their noise."""
         return False
 
     @property
     def seed(self) -> int:
-        """Seed of the run's generator, if no other perturbation has a larger one."""
+        """Seed of the run's generator; the largest one of all perturbations is used."""
         return 0
 
     def rows(self, parts: list[Batch], run: ReferenceRun) -> list[Batch]:
-        """Return the micro-batches of a step."""
+        """Return the micro-batches of a step, perhaps reordered or cut."""
         return parts
 
     def passes(self, run: ReferenceRun, step: int) -> AbstractContextManager[object]:
-        """Return the context of forward and backward of a step."""
+        """Return the context in which forward and backward of a step run."""
         return nullcontext()
 
     def gradients(self, run: ReferenceRun, step: int) -> None:
-        """Change the gradients that the optimizers get, after they were recorded."""
+        """Change the gradients in place before the optimizers use them.
+
+        They were recorded before this call.
+        """
 
     def optimizer(self, run: ReferenceRun, name: str) -> AbstractContextManager[object]:
         """Return the context in which the optimizer of one parameter steps."""

@@ -1,4 +1,4 @@
-"""Rows: another order of sums."""
+"""Noise from the order of sums over rows."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["Rows"]
 class Rows(Perturbation):
     """Takes the rows of each batch in another order, or in parts.
 
-    Ranks add up rows in an order of their own. Where rows depend on each other, whole
-    micro-batches change places.
+    Ranks sum over rows in their own order. If rows depend on each other, whole
+    micro-batches are reordered instead.
     """
 
     parts: int = 1
-    """Number of parts of each micro-batch, each with its own backward."""
+    """Number of parts of each micro-batch, each with its own forward and backward."""
     reverse: bool = False
 
     @property
     def seed(self) -> int:
-        """Another one for each order of rows."""
+        """Seed that differs for each order of rows."""
         return 2 * self.parts + self.reverse
 
     def rows(self, parts: list[Batch], run: ReferenceRun) -> list[Batch]:
-        """Reverse and cut rows, or shuffle the micro-batches of a workload."""
+        """Reverse and cut rows, or reorder whole micro-batches."""
         if self.reverse:
             parts = parts[::-1]
         if not run.rows_may_be_cut():

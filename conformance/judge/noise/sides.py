@@ -1,19 +1,19 @@
-"""Sides: where rounding decides between two results that are far apart.
+"""Sides: choices between two distant results that rounding decides.
 
-The sign of its input decides whether a ReLU passes a gradient. Of some million inputs a
-few are no further from zero than their error, so a right run takes the other side than
-the truth in one or two of them. Each such gradient departs by as much as one element of
-a batch contributes, thousands of times the rounding, and none of five noisy runs need
-have taken the other side at that element.
+The sign of its input decides whether a ReLU passes a gradient. Of a million inputs a
+few are closer to zero than their rounding error. So a correct run takes the other side
+than the truth in one or two of them. Each of these gradients differs by the
+contribution of one element of a batch, thousands of times the rounding error. It is
+likely that none of five noisy runs took the other side at that element.
 
-So in two further runs the inputs whose side rounding may decide are moved by the
-largest error that a run shows there: half of them up and half down, and in the second
-run each the other way. Each is then on the other side in one of both. Of a call with
-more than a few of them, such as most in half precision, a few are moved, at random:
-there every noisy run has some on the other side by itself.
+So two further runs move the inputs whose side rounding may decide, by the largest error
+that a run shows there. In the first run half of them move up and half down, and in the
+second run the other way. So each input changes its side in one of the runs. If a call
+has many such inputs, as in half precision, only a few random ones are moved: there
+every noisy run changes some sides by itself.
 
-The direction of a step that divides by a gradient is also such a side: both runs flip
-signs of small gradients, each for another half. See [Note: Sides] in bounds.
+The direction of a step that divides by a gradient is also such a choice: both runs flip
+signs of small gradients, each in another half. See [Note: Sides] in bounds.
 """
 
 from __future__ import annotations
@@ -43,23 +43,26 @@ if TYPE_CHECKING:
 __all__ = ["BOTH", "STAY", "Inputs", "JumpLog", "Limits", "Sides", "sides_of"]
 
 BOTH = (1, -1)
-"""Runs that take what rounding decides to the other side, each another half of it."""
+"""Values of ``Sides.side``: two runs, each of which flips another half of the
+choices."""
 Distances = tuple[tuple[tuple[float, bool], ...], ...]
-"""Per step, input by input of functions whose derivative jumps, in the order of calls:
-how far it moves, and whether elements that are zero move."""
+"""For each step and each input of a function whose derivative jumps, in the order of
+calls: the distance to move, and whether elements that are zero move."""
 Limits = tuple[tuple[tuple[str, float], ...], ...]
-"""Per step: (parameter, size of a gradient's element); hashable, as runs are cached."""
+"""For each step: (parameter, size of a gradient element). Hashable, as runs are
+cached."""
 Inputs = tuple[NDArray[np.float64], ...]
-"""Some elements of the inputs of each call."""
+"""Sampled elements of each input, in the order of calls."""
 SAMPLE = 1024
-"""How many elements of each input are kept. Of 1024 normal errors the largest is about
-3.2 standard deviations."""
+"""Number of elements of each input that are kept. Of 1024 normal errors the largest is
+about 3.2 standard deviations."""
 FURTHER = 1.5
-"""Inputs move by this multiple of the largest error that is seen, about 4.8 standard
-deviations: of the elements that change sides in a right run, one of 10**6 is missed."""
+"""Inputs move by this multiple of the largest observed error, about 4.8 standard
+deviations. Of the elements that change sides in a correct run, one in 10**6 is
+missed."""
 JUMP = 1 / 8
-"""Least change of a derivative at a jump, as a share of the largest one: a
-smooth one changes by as little as the input."""
+"""Least change of a derivative that counts as a jump, relative to the largest
+derivative. A smooth derivative changes by as little as the input."""
 _JUMPS = frozenset(
     """
     relu relu6 threshold hardtanh hardsigmoid hardswish hardshrink softshrink
@@ -76,31 +79,32 @@ _JUMPS = frozenset(
     multilabel_margin_loss triplet_margin_loss cosine_embedding_loss
     """.split()
 )
-"""Names of functions, as torch has them in several places and forms."""
+"""Names of functions with jumping derivatives; torch has each in several modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sides(Perturbation):
-    """Takes inputs and gradients to the other side; see [Note: Sides] in bounds."""
+    """Moves inputs and gradients to the other side; see [Note: Sides] in bounds."""
 
     side: int = BOTH[0]
-    """One of two runs, in each of which another half is on the other side."""
+    """Selects one of two runs, which flip different halves."""
     distances: Distances = ()
-    """Inputs of functions whose derivative jumps; empty: none moves."""
+    """Distances by which inputs of functions with jumping derivatives move; empty:
+    none."""
     signs: Limits = ()
-    """The signs of gradient elements that are no larger than this; empty: of none."""
+    """Sizes up to which gradient elements get the other sign; empty: none."""
 
     @property
     def moves_scores(self) -> bool:
-        """True if inputs move."""
+        """True if inputs are moved."""
         return bool(self.distances)
 
     def passes(self, run: ReferenceRun, step: int) -> AbstractContextManager[object]:
-        """Move inputs near a jump."""
+        """Return a context that moves inputs near a jump of a derivative."""
         return JumpLog(self, step) if self.distances else nullcontext()
 
     def gradients(self, run: ReferenceRun, step: int) -> None:
-        """Flip the signs of small elements."""
+        """Flip the signs of small gradient elements."""
         for name, limit in self.signs[step] if self.signs else ():
             gradient = run.parameters[name].grad
             if gradient is not None:
@@ -112,14 +116,14 @@ class Sides(Perturbation):
 
 
 STAY = Sides()
-"""Nothing is on the other side."""
+"""Moves nothing."""
 
 
 class JumpLog(TorchFunctionMode):
-    """Notes inputs of functions whose derivative jumps, and moves them if told to."""
+    """Records inputs of functions whose derivative jumps, and may move them."""
 
     def __init__(self, sides: Sides = STAY, step: int = 0) -> None:
-        """Take how inputs move in which step; by default they stay."""
+        """Take how inputs move in which step; by default they are only recorded."""
         super().__init__()
         self._distances = sides.distances[step] if sides.distances else ()
         self._side = sides.side
@@ -129,7 +133,7 @@ class JumpLog(TorchFunctionMode):
 
     @property
     def inputs(self) -> Inputs:
-        """Some elements of each input, in the order of calls."""
+        """Samples of each input, in the order of calls."""
         return tuple(self._inputs)
 
     def __torch_function__(
@@ -139,7 +143,7 @@ class JumpLog(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run ``func``, with other inputs where its derivative jumps."""
+        """Run ``func``; move its inputs first if its derivative jumps."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         # what writes its result elsewhere has no derivative
         if name.strip("_") not in _JUMPS or kwargs.get("out") is not None:
@@ -151,7 +155,7 @@ class JumpLog(TorchFunctionMode):
             return func(*values[: len(args)], **dict(named))
 
         def call_with(place: int, value: Any) -> Any:
-            """The result with another value in one place."""
+            """Return the result with one argument replaced."""
             return call([*arguments[:place], value, *arguments[place + 1 :]])
 
         in_place = writes(func, kwargs) or kwargs.get("inplace")
@@ -163,11 +167,11 @@ class JumpLog(TorchFunctionMode):
         return call(arguments)
 
     def _steps(self, value: Tensor, called: Callable[[Tensor], Any]) -> Tensor | None:
-        """How far the elements of an input are moved.
+        """Return the distances by which the elements of an input move, or None.
 
         Args:
             value: the input.
-            called: the function of this input.
+            called: function of this input alone.
         """
         number = len(self._inputs)
         try:
@@ -196,14 +200,14 @@ class JumpLog(TorchFunctionMode):
 
 
 def _some_of(value: Tensor) -> NDArray[np.float64]:
-    """At most ``2 * SAMPLE`` of this rank's elements of a tensor."""
+    """Return a sample of this rank's elements of a tensor: at most ``2 * SAMPLE``."""
     flat = local(value.detach()).reshape(-1)
     elements = flat[:: max(1, len(flat) // SAMPLE)].double().cpu().numpy()
     return elements.copy()  # the function may write into it
 
 
 def _as_part_of(value: Tensor, part: Tensor) -> Tensor:
-    """A tensor with the layout of another one, from this rank's elements."""
+    """Wrap this rank's elements in the layout of another tensor."""
     if not isinstance(value, DTensor):
         return part
     return DTensor.from_local(
@@ -217,7 +221,7 @@ def _as_part_of(value: Tensor, part: Tensor) -> Tensor:
 
 
 def _derivative(value: Tensor, called: Callable[[Tensor], Any]) -> Tensor:
-    """Derivative of the sum of all results, or the result of a comparison."""
+    """Return the derivative of the summed result, or the result of a comparison."""
     with torch.enable_grad():
         leaf = value.clone().requires_grad_()
         result = called(leaf * 1)  # what works in place must not get a leaf
@@ -234,11 +238,11 @@ def _derivative(value: Tensor, called: Callable[[Tensor], Any]) -> Tensor:
 def sides_of(
     truth: Sequence[Inputs], plain: Sequence[Inputs], signs: Limits = ()
 ) -> Sequence[Sides]:
-    """Find the choices that both runs flip; empty if rounding decides none.
+    """Return the two side runs; empty if rounding decides no choice.
 
     Args:
-        truth: per step, the inputs of the truth.
-        plain: per step, the inputs of a run with the same calls.
+        truth: for each step, the sampled inputs of the truth.
+        plain: for each step, those of a run with the same calls.
         signs: gradient elements whose signs rounding decides.
     """
     distances: Distances = tuple(map(_distances, truth, plain))

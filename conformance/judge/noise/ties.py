@@ -1,7 +1,7 @@
-"""Ties: values beside one are rounded to their other side by any noise.
+"""Noise from ties: any noise rounds a value at a tie to the other side.
 
-A right run may round a few of many values to the other side, and a sample of five runs
-may show none of them. So each run takes ``FLIPPED`` values there, on average.
+A correct run may round a few of many values to the other side, and five noisy runs may
+all miss these. So each run flips ``FLIPPED`` values on average.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["CODES", "FLIPPED", "StateTies", "near_one", "of_ties"]
 
 FLIPPED = 4
-"""Values that noise takes to the other side in each run, on average. The probability
-that a run has none is exp(-4), and that all five have none exp(-20)."""
+"""Mean number of values that noise rounds to the other side in each run. A run has none
+with probability exp(-4), and all five have none with exp(-20)."""
 CODES = 2.0**-4
-"""Half a spacing of codes of 4 bits, one of which is the sign: the coarsest state."""
+"""Half a spacing of codes with 4 bits, one of them the sign: the coarsest state."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StateTies(Perturbation):
     """
 
     def gradients(self, run: ReferenceRun, step: int) -> None:
-        """Change gradients by as little as takes ``FLIPPED`` codes past a tie."""
+        """Change gradients just enough to move ``FLIPPED`` codes past a tie."""
         if not run.workload.rounds_state:
             return
         trained = [run.parameters[name] for name in run.optimizers]
@@ -45,14 +45,14 @@ class StateTies(Perturbation):
 
 
 def of_ties(roundoff: float, count: int) -> float:
-    """Return the relative noise that takes ``FLIPPED`` of ``count`` values past a tie.
+    """Return the relative noise that moves ``FLIPPED`` of ``count`` values past a tie.
 
-    Ties are two roundoffs apart, and the noise is half of its size on average.
+    Ties are two roundoffs apart, and the mean of uniform noise is half its size.
     """
     return 4 * FLIPPED * roundoff / count
 
 
 def near_one(like: Tensor, size: float, generator: torch.Generator) -> Tensor:
-    """Return a random factor for each element, up to ``size`` away from 1."""
+    """Return a random factor for each element, at most ``size`` away from 1."""
     random = torch.empty(like.shape)
     return random.uniform_(-size, size, generator=generator).add_(1)

@@ -1,4 +1,4 @@
-"""Weights: moved within their rounding while a step computes."""
+"""Noise from weights that are moved within their rounding during a step."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 __all__ = ["MOVED", "RoundedWeights", "jittered"]
 
 MOVED = 1 / 8
-"""Share of a unit roundoff by which weights move before they are rounded to 16 bits.
-One of 32 is then rounded to its other neighbour, and none is off by more than 9/8 of a
-roundoff: such a run errs as much as the plain one, in its own way
+"""Fraction of a unit roundoff by which weights move before they are rounded to 16 bits.
+One in 32 is then rounded to its other neighbour, and none is off by more than 9/8 of a
+roundoff. Such a run has errors as large as the plain one, but different ones
 (docs/decisions/bounds.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundedWeights(Perturbation):
-    """Changes every weight by a random part of its rounding.
+    """Changes every weight by a random fraction of its rounding error.
 
-    In any order of rows each row is rounded alike, so runs that differ in rows alone
-    are nearly one draw of their noise.
+    Each row is rounded alike in any order of rows. So runs that differ only in the
+    order of rows are nearly the same sample of noise.
     """
 
     only_ties: bool = False
-    """Move weights only where the workload rounds them to 8 bits. A weight beside a tie
-    of 8 bits is rounded to the other side by any noise, which five runs may all miss:
-    so some are, in each run."""
+    """True to move weights only if the workload rounds them to 8 bits. Any noise rounds
+    a weight at an 8-bit tie to the other side, and five runs may all miss it. So each
+    run moves some of these."""
 
     def passes(self, run: ReferenceRun, step: int) -> AbstractContextManager[object]:
-        """Move the weights, and restore their values before the optimizer steps."""
+        """Move the weights, and restore them before the optimizer steps."""
         return jittered(run.parameters.values(), self._size(run), run.generator)
 
     def _size(self, run: ReferenceRun) -> float:
@@ -60,13 +60,7 @@ class RoundedWeights(Perturbation):
 def jittered(
     weights: Collection[Tensor], size: float, generator: torch.Generator
 ) -> Iterator[None]:
-    """Change every weight inside by a random part of its rounding.
-
-    Args:
-        weights: weights of a model; they have their values back afterwards.
-        size: largest relative change; 0 changes nothing.
-        generator: generator of the random numbers.
-    """
+    """Change every weight in this context by a random part of its rounding error."""
     if not size:
         yield
         return

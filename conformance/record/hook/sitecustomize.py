@@ -1,4 +1,4 @@
-"""Begins to record once torch is imported: this folder is on PYTHONPATH of the job."""
+"""Start to record when torch is imported; PYTHONPATH of the job has this folder."""
 
 import importlib.machinery
 import importlib.util
@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-"""Root of the package that records; the job's environment need not have it."""
+"""Folder of the package that records; the job may run in an environment without it."""
 
 
 class _AfterTorch:
-    """Finds torch as it is found without this, and begins once it is imported.
+    """Import hook that starts the recorder after torch has been imported.
 
-    It stays until torch is imported: some packages look for torch before, and do not
-    import it.
+    It stays until torch is imported: some packages only check whether torch is
+    installed.
     """
 
     def __init__(self) -> None:
         self.looks = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return torch's own spec, whose loader then also begins to record."""
+        """Return torch's own spec with a loader that also starts the recorder."""
         if name != "torch" or self.looks:
             return None
         self.looks = True
