@@ -185,6 +185,7 @@ def cell(records: Sequence[CaseRecord]) -> str:
     causes: dict[tuple[str, str], list[tuple[CaseRecord, str]]] = {}
     for record in shown if status != "pass" else ():
         kind, cause, text = _cause(record)
+        text = text.removeprefix(f"workload {record.model}: ")
         causes.setdefault((kind, cause), []).append((record, text))
     if not causes:
         return f"{word} ({counted(len(records), 'run')})"

@@ -101,6 +101,14 @@ def test_a_cell_counts_each_cause() -> None:
     )
 
 
+def test_a_cell_names_the_workload_once() -> None:
+    problem = "workload digits: rank 1, forward: raised RuntimeError: no rows"
+    failed = replace(case("a:B", "error"), problem=problem, verdicts=())
+    assert cell([failed]).endswith(
+        ") digits: rank 1, forward: raised RuntimeError: no rows"
+    )
+
+
 # regression: N26
 def test_a_cell_shows_the_whole_first_cause_and_counts_the_others() -> None:
     clue = "lr of 0.weight is 0.02 on rank 0, and 0.01 by the workload's scheduler"

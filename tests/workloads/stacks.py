@@ -383,6 +383,14 @@ class BackwardRaises(Right):
         raise RuntimeError("out of buckets")
 
 
+class CollectiveRaises(Right):
+    """The backend has no such reduction, and raises in the collective."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        dist.all_reduce(torch.ones(1), op=dist.ReduceOp.BAND)
+        return super().parallelize(model, mesh)
+
+
 class Initialises(Right):
     """``parallelize`` draws new weights."""
 
