@@ -52,14 +52,28 @@ class Comparison:
     """The result of comparing two recordings."""
 
     code: int
-    lines: list[str] = field(default_factory=list)
-    """Sentences of the report; the first one states the result."""
+    headline: str = ""
+    """Sentence that states the result."""
+    leads: list[str] = field(default_factory=list)
+    """Sentences on where the sides begin to differ, and why."""
+    facts: list[str] = field(default_factory=list)
+    """Sentences on what is equal, and on what was not compared."""
     rows: list[Row] = field(default_factory=list)
     """Every tensor that was compared."""
     blocks: list[Row] = field(default_factory=list)
     """Outputs of blocks, and their gradients, at the first step that differs."""
     regions: list[tuple[Row, Region]] = field(default_factory=list)
     """Tensors at the first step that differs, and the region of each; worst first."""
+
+    @property
+    def lines(self) -> list[str]:
+        """All sentences, the result first."""
+        return [self.headline, *self.leads, *self.facts]
+
+    def decide(self, code: int, headline: str) -> None:
+        """Set the result; a headline that there is becomes the first fact."""
+        self.facts[:0] = [self.headline] if self.headline else []
+        self.code, self.headline = code, headline
 
 
 def compare(one: Side, other: Side) -> Comparison:
@@ -71,53 +85,55 @@ def compare(one: Side, other: Side) -> Comparison:
     """
     names, start = proved_names(one.run, other.run)
     steps = sorted({*one.run.steps} & {*other.run.steps})
-    comparison = Comparison(code=SAME, lines=[start])
     sizes = (f"{side.run.ranks} in {side.name}" for side in (one, other))
-    comparison.lines.append(f"ranks: {', '.join(sizes)}")
+    found = Comparison(code=SAME, facts=[start, f"ranks: {', '.join(sizes)}"])
     if names and steps:
-        comparison.lines += equal_inputs(one, other, names, steps)
+        found.facts += equal_inputs(one, other, names, steps)
     obstacle = next(_obstacles(one, other, names, steps), None)
     if obstacle is not None:
-        comparison.code, text = obstacle
-        comparison.lines[:0] = [text] if text else []
+        code, text = obstacle
+        found.decide(code, text or found.facts.pop(0))
         if steps:
-            _tell_steps(comparison, one, other, steps)
-        return comparison
-    comparison.rows = list(rows_of_sides(one, other, names, steps))
+            _tell_steps(found, one, other, steps)
+        return found
+    found.rows = list(rows_of_sides(one, other, names, steps))
     left = other.run.left
     if 2 * len(left) > len(other.run.starts):
         left = {}  # ranks divide the parameters among them, as ZeRO does
-    _decide(
-        comparison, steps, {n: left[its] for n, its in names.items() if its in left}
-    )
-    if comparison.code == DIFFERENT:
-        wrong = _first_wrong(comparison.rows)
-        words = [row.words for row in wrong if row.kind == "gradient"]
-        factor = words[0] if len(words) > 1 and len({*words}) == 1 else ""
-        at = wrong[0].step if wrong else steps[0]
-        comparison.blocks, where = _where(one, other, at, factor)
-        comparison.lines[1:1] = [where] if where else []
-        comparison.regions = [
-            (row, _region(one, other, names, row)) for row in wrong[:REGIONS]
-        ]
-        for row, region in comparison.regions[:1]:
-            place = f"where in {row.name}: {region}"
-            comparison.lines[1:1] = [place] if str(region) else []
-    summed_later = _summed_later(other.run, steps)
-    if comparison.code == SAME and summed_later and len(steps) == 1:
-        comparison.code = UNDECIDED
-        comparison.lines.insert(
-            0,
+    _decide(found, steps, {n: left[its] for n, its in names.items() if its in left})
+    if found.code == DIFFERENT:
+        _locate(found, one, other, names, steps)
+    elif found.code == SAME and len(steps) == 1 and _summed_later(other.run, steps):
+        found.decide(
+            UNDECIDED,
             f"the optimizer of {other.name} sums gradients in its step, and the next "
             "step shows whether its factor is right: record 2 steps",
         )
-    if comparison.code == DIFFERENT:
-        comparison.lines[1:1] = _precisions(one, other)
-    _tell_steps(comparison, one, other, steps)
-    comparison.lines += _clipped(one.run, other.run, steps)
-    comparison.lines += _losses(one.run, other.run, steps)
-    comparison.lines += _left_out(one.run, other.run, names, comparison.rows, steps)
-    return comparison
+    _tell_steps(found, one, other, steps)
+    found.facts += _clipped(one.run, other.run, steps)
+    found.facts += _losses(one.run, other.run, steps)
+    found.facts += _left_out(one.run, other.run, names, found.rows, steps)
+    return found
+
+
+def _locate(
+    found: Comparison,
+    one: Side,
+    other: Side,
+    names: Mapping[str, str],
+    steps: Sequence[int],
+) -> None:
+    """Find where the sides begin to differ: by dtype, region, rank and block."""
+    found.leads += _precisions(one, other)
+    wrong = _first_wrong(found.rows)
+    found.regions = [(r, _region(one, other, names, r)) for r in wrong[:REGIONS]]
+    for row, region in found.regions[:1]:
+        found.leads += [f"where in {row.name}: {region}"] if str(region) else []
+    words = [row.words for row in wrong if row.kind == "gradient"]
+    factor = words[0] if len(words) > 1 and len({*words}) == 1 else ""
+    at = wrong[0].step if wrong else steps[0]
+    found.blocks, where = _where(one, other, at, factor)
+    found.leads += [where] if where else []
 
 
 def _tell_steps(
@@ -134,10 +150,9 @@ def _tell_steps(
             f"{listed(lost)}, too{ended}"
         )
         if side.code and found.code == SAME:
-            found.code = UNDECIDED
-            found.lines.insert(0, text)
+            found.decide(UNDECIDED, text)
         else:
-            found.lines.insert(1, text)
+            found.facts.insert(0, text)
 
 
 def _obstacles(
@@ -248,9 +263,8 @@ def _decide(
 ) -> None:
     compared = [row for row in found.rows if row.bound < 1 or row.differs]
     if not compared:
-        found.code = UNDECIDED
         why = "noise is as large as every tensor" if found.rows else "see below"
-        found.lines.insert(0, f"nothing was compared: {why}")
+        found.decide(UNDECIDED, f"nothing was compared: {why}")
         return
     wrong = [row for row in compared if row.differs]
     spread = {step: _spread(found.rows, step) for step in steps}
@@ -258,22 +272,20 @@ def _decide(
     if wrong:
         at_first = _first_wrong(wrong)
         worst = at_first[0]
-        found.code = DIFFERENT
         sentence = _sentence(worst, len(at_first), len(compared))
         if worst.name in left:
             sentence += f". Rank {listed(left[worst.name])} does not step it"
-        found.lines.insert(0, sentence)
+        found.decide(DIFFERENT, sentence)
     elif far:
-        found.code = DIFFERENT
-        found.lines.insert(
-            0,
+        found.decide(
+            DIFFERENT,
             f"step {far[0]} differs as a whole: the median tensor differs by "
             f"{spread[far[0]]:.1f} times its noise (limit {WHOLE:g})",
         )
     else:
         largest = max(compared, key=lambda row: row.ratio)
-        found.lines.insert(
-            0,
+        found.decide(
+            SAME,
             f"same: {len(compared)} tensors of {len(steps)} steps, the largest "
             f"difference {largest.ratio:.2f} of its bound ({largest.kind} of "
             f"{largest.name}, step {largest.step})",
@@ -282,7 +294,7 @@ def _decide(
         f"{ratio:.1f} at step {step}" if ratio < 1000 else f"{ratio:.1e} at step {step}"
         for step, ratio in spread.items()
     )
-    found.lines.append(f"median difference over noise (at most {WHOLE:g}): {spreads}")
+    found.facts.append(f"median difference over noise (at most {WHOLE:g}): {spreads}")
 
 
 def _first_wrong(rows: Sequence[Row]) -> list[Row]:

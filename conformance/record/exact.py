@@ -28,27 +28,30 @@ def compare_exactly(one: Side, other: Side) -> Comparison:
     a, b = one.run, other.run
     steps = sorted({s for s, _, _ in a.tensors} & {s for s, _, _ in b.tensors})
     if not steps:
-        return Comparison(code=NOT_COMPARABLE, lines=[NO_STEP])
+        return Comparison(code=NOT_COMPARABLE, headline=NO_STEP)
     first = next(_inexact(one, other, steps), None)
     if first is not None:
-        return Comparison(code=DIFFERENT, lines=[first])
+        return Comparison(code=DIFFERENT, headline=first)
     both = {*a.tensors} & {*b.tensors}
     keys = [key for key in a.tensors if key in both and _is_exact(key)]
     parts = [
         key for key in keys if not (a.tensors[key].is_whole and b.tensors[key].is_whole)
     ]
     if not keys or len(parts) == len(keys):
-        return Comparison(code=UNDECIDED, lines=["no whole tensor is on both sides"])
-    lines = [
-        f"same, bit for bit: {len(keys) - len(parts)} tensors of {len(steps)} steps"
-    ]
+        none = "no whole tensor is on both sides"
+        return Comparison(code=UNDECIDED, headline=none)
+    found = Comparison(
+        code=SAME,
+        headline=f"same, bit for bit: {len(keys) - len(parts)} tensors of "
+        f"{len(steps)} steps",
+    )
     if parts:
         step, kind, name = parts[0]
-        lines.append(
+        found.facts.append(
             f"not compared: {len(parts)} tensors, because elements were not recorded "
             f"on both sides ({_called(kind)} of {name}, step {step}, first)"
         )
-    return Comparison(code=SAME, lines=lines)
+    return found
 
 
 _ORDER = {OUTPUT: 1, GRADIENT: 2, "gradient": 3}

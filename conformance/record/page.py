@@ -58,15 +58,12 @@ def write_page(folder: Path, one: Side, other: Side, found: Comparison) -> Path:
         lstrip_blocks=True,
     )
     rows = [*found.blocks, *found.rows]  # where it begins, before what follows from it
-    first, *others = found.lines
-    where = [line for line in others if line.startswith("where")]
     kinds = list(dict.fromkeys(row.kind for row in rows))
     page = environment.get_template("comparison.html.j2").render(
         verdict=VERDICTS[found.code],
         one=one,
         other=other,
-        leading=[first, *where],
-        lines=[line for line in others if line not in where],
+        found=found,
         tables={HEADINGS[kind]: _table(rows, kind) for kind in kinds},
         ranks=_ranks(found),
         ends=[f"{limit:g}" for limit in SHADES],

@@ -626,10 +626,9 @@ def test_a_page_begins_with_where_a_difference_begins(tmp_path: Path) -> None:
     found = compare(ONE, mesh)
     block = replace(found.rows[0], kind=OUTPUT, name="blocks.1")
     where = "where: step 0: in forward."
-    lines = [found.lines[0], where, *found.lines[1:]]
-    found = replace(found, lines=lines, blocks=[block])
+    found = replace(found, leads=[where], blocks=[block])
     text = write_page(tmp_path, ONE, mesh, found).read_text()
-    marks = (found.lines[0], where, "<ul", "Outputs of blocks", "<h2>Gradients")
+    marks = (found.headline, where, "<ul", "Outputs of blocks", "<h2>Gradients")
     places = [text.index(mark) for mark in marks]
     assert places == sorted(places)
 
