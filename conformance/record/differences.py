@@ -19,6 +19,7 @@ from statistics import median
 
 import numpy as np
 
+from ..status import counted
 from .merge import Run, Side, Whole
 
 __all__ = ["KINDS", "Row", "rows_of_sides"]
@@ -138,7 +139,8 @@ def _noise(side: Side, name: str, step: int, kind: str) -> float:
 def _words(one: Run, mine: Whole, its: Whole, name: str, step: int, kind: str) -> str:
     """Describe how the second side differs from the first, if the sketch shows it."""
     if its.bad or mine.bad:
-        return f"has {its.bad} elements that are not finite, the first side {mine.bad}"
+        bad = counted(its.bad, "non-finite element")
+        return f"has {bad}, the first side {mine.bad}"
     if not its.norm and mine.norm:
         return "is zero"
     if not mine.norm:

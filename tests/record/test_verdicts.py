@@ -596,7 +596,7 @@ def test_what_is_not_finite_on_both_sides_is_not_compared() -> None:
     for mine, its in ((one.run, run(4)), (ONE.run, changed(run(4), key, **bad))):
         found = against(its, replace(ONE, run=mine, noisy=noisy[:0] or ONE.noisy))
     assert found.code == DIFFERENT
-    told = "step 1: the gradient of b has 3 elements that are not finite, the first "
+    told = "step 1: the gradient of b has 3 non-finite elements, the first "
     assert found.lines[0].startswith(told)
     # a run for the noise overflows where the first one did not: nobody knows
     found = against(run(4), replace(ONE, noisy=noisy))
