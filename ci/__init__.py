@@ -2,8 +2,8 @@
 
 - The gate compares a report with a baseline, and with a list of expected violations;
   its exit code is the result. ``decision`` is a pure function of the three.
-- A case or a verdict that is missing is no pass. A report that contradicts itself is
-  refused.
-- ``init`` and ``job`` write the first from templates.
-- What CI systems read (annotations, JUnit, Markdown, a badge) is made of the report.
+- A missing case or verdict is not a pass. A report that contradicts itself is
+  rejected.
+- ``init`` and ``job`` write workload and CI job from templates.
+- Files for CI systems (annotations, JUnit, Markdown, a badge) are made from the report.
 """

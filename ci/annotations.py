@@ -1,7 +1,7 @@
-"""Annotations: GitHub workflow commands, one a broken law of a scaler.
+"""Annotations: GitHub workflow commands, one for each broken law of a scaler.
 
-GitHub shows ten errors per step and drops the others, so violations of one law share a
-line and the last line counts the missing ones.
+GitHub shows ten errors of a step and drops the others. So violations of one law share a
+line, and the last line counts the missing ones.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .reasons import BEGINS, at
 __all__ = ["SHOWN", "render"]
 
 SHOWN = 10
-"""Errors that GitHub shows of one step."""
+"""Number of errors that GitHub shows for one step."""
 
 Violation = tuple[CaseRecord, Verdict]
 
 
 def render(report: Report) -> str:
-    """The report as ``::error`` lines; empty where nothing is wrong."""
+    """Return the report as ``::error`` lines; empty if there is no violation."""
     lines = [_whole(report.incomplete)] if report.incomplete else []
     lines += map(_violation, _groups(report))
     if len(lines) > SHOWN:
@@ -65,7 +65,7 @@ def _command(title: str, text: str) -> str:
 
 
 def _data(text: str) -> str:
-    """The text of a command; its line breaks are shown, and begin no new command."""
+    """Return the text of a workflow command, escaped so that it starts no other one."""
     # other runners look for their commands inside of lines, too
     return harmless(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 

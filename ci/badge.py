@@ -1,4 +1,4 @@
-"""Badge: an SVG with the share of conformant cases; 100 only for all of them."""
+"""Badge: an SVG with the percentage of passing cases; 100 only if all pass."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _GOOD, _SOME, _BAD, _UNKNOWN = "#2a7d2e", "#8a6100", "#b3261e", "#5a5a5a"
 
 
 def percentage(passed: int, total: int) -> int:
-    """The share in per cent, truncated: 9999 of 10000 is 99.
+    """Return a percentage, rounded down: 9999 of 10000 is 99.
 
     Raises:
-        ValueError: if the counts are no share.
+        ValueError: if the counts are inconsistent.
     """
     if not 0 <= passed <= total or total == 0:
         raise ValueError(f"{passed} of {total} is not a share")
@@ -26,7 +26,7 @@ def percentage(passed: int, total: int) -> int:
 
 
 def render(report: Report) -> str:
-    """The badge of a report; an incomplete or empty report has no percentage."""
+    """Return the badge of a report; an incomplete or empty one has no percentage."""
     total = len(report.cases)
     if report.incomplete:
         return render_badge("incomplete", _UNKNOWN)
@@ -39,7 +39,7 @@ def render(report: Report) -> str:
 
 
 def render_badge(words: str, colour: str) -> str:
-    """A badge that says ``gradparity`` and ``words``."""
+    """Return a badge with the texts ``gradparity`` and ``words``."""
     left = round(len(_LABEL) * _CHARACTER) + _PADDING
     right = round(len(words) * _CHARACTER) + _PADDING
     title = escape(f"{_LABEL}: {words}")

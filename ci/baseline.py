@@ -1,6 +1,7 @@
 """Baseline: required results on one platform, checked in as JSON lines.
 
-The first line is provenance. Each further line is one case, with two kinds of fields:
+The first line says where the numbers come from. Each further line is one case, with two
+kinds of fields:
 
 - exact: verdict statuses, numbers of comparisons, skip decisions, scale sequences;
 - measured: the worst error ratio, with its spread over repeated runs.
@@ -41,7 +42,7 @@ class BaselineError(UsageError):
 class Provenance(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="baseline"
 ):
-    """Where the numbers come from: the first line of the file."""
+    """Origin of the numbers: the first line of the file."""
 
     schema: int
     gradparity: str
@@ -53,11 +54,11 @@ class Provenance(
     commit: str
     command: str
     made: str
-    """When the run was started."""
+    """Time when the run was started."""
     runs: int
-    """Reports that the measured fields were taken from."""
+    """Number of reports from which the measured fields were taken."""
     cases: int
-    """Lines that follow; a file with fewer has been cut."""
+    """Number of lines that follow; a file with fewer has been truncated."""
     data: dict[str, str]
     """Data set -> hash of its raw bytes."""
 
@@ -69,20 +70,22 @@ class Exact(msgspec.Struct, frozen=True, kw_only=True):
     laws: dict[str, str]
     """Law -> status."""
     compared: dict[str, int]
-    """Law -> comparisons behind its pass; fewer would be a weaker promise."""
+    """Law -> number of comparisons of its pass; later passes must not have fewer."""
     not_compared: dict[str, int] = {}
-    """Law -> comparisons that its pass lacks; more would be a weaker promise."""
+    """Law -> number of missing comparisons of its pass; later passes must not have
+    more."""
     stepped: list[list[bool | None]] | None
-    """Per rank: whether each step was taken; None where nothing was observed."""
+    """For each rank: True for each step that was taken; None if nothing was
+    recorded."""
     scale: list[list[Number]] | None
-    """Per rank: the scale after each step; None where nothing was observed."""
+    """For each rank: the scale after each step; None if nothing was recorded."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Values that may change within their noise."""
 
     ratio: Spread | None
-    """Worst error / bound of the case; None where parity was not measured."""
+    """Worst error / bound of the case; None if it was not measured."""
     parameters: dict[str, Spread]
     """Worst error / bound of each parameter."""
 
@@ -90,7 +93,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 class BaselineCase(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="case"
 ):
-    """One scaler in one scenario."""
+    """Baseline of one scaler in one scenario."""
 
     scaler: str
     scenario: str
@@ -116,11 +119,11 @@ _DECODER = msgspec.json.Decoder(Line)
 
 
 def make_baseline(reports: Sequence[Report], without: Sequence[str] = ()) -> Baseline:
-    """The baseline of the first report, with the spread over all reports.
+    """Return the baseline of the first report, with the spread over all reports.
 
     Args:
-        reports: repeated runs of one code.
-        without: statuses whose verdicts are left out: later reports must pass there.
+        reports: repeated runs of the same code.
+        without: statuses whose verdicts are left out; later reports must pass there.
 
     Raises:
         BaselineError: if the reports differ in their cases or in an exact field.
@@ -208,7 +211,7 @@ def read_baseline(path: Path) -> Baseline:
     """Read a baseline.
 
     Raises:
-        BaselineError: if the file is no baseline of this version, or has been cut.
+        BaselineError: if the file is not a baseline of this version, or is truncated.
     """
     raw = read_whole(path).splitlines()
     lines = [_line(path, n, line) for n, line in enumerate(raw, 1)]
@@ -251,7 +254,7 @@ def _check(
 
 
 def write_baseline(path: Path, baseline: Baseline) -> None:
-    """Write ``path``, whole or not at all."""
+    """Write a baseline atomically."""
     with as_usage(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     lines = [baseline.provenance, *baseline.cases]

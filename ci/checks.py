@@ -1,7 +1,7 @@
-"""Checks of a report against a baseline, case by case; pure functions.
+"""Check a report against a baseline, case by case, by pure functions.
 
 Verdicts of laws are checked directly. The other comparisons become verdicts with an id
-of the chapter ``baseline``, so that an expectation can name them.
+in the chapter ``baseline``, so that an expectation can name them.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ DECIDED = "baseline.decided"
 
 
 FAILURES = ("fail", "error")
-"""Statuses of a verdict that a baseline holds only where a user accepts them."""
+"""Statuses that a baseline contains only if a user accepted them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """A verdict in its case, with the reason to fail, if any."""
+    """A verdict with its case, and the reason why it fails the gate, if it does."""
 
     case: CaseRecord
     verdict: Verdict
     reason: Reason | None
     better: bool = False
-    """True if it is better than in the baseline."""
+    """True if the verdict is better than in the baseline."""
     known: bool = False
-    """True if it is no pass, but no worse than in the baseline."""
+    """True if the verdict is not a pass, but no worse than in the baseline."""
 
 
 def check_cases(report: Report, baseline: Baseline | None) -> Iterator[Checked]:
-    """Judge every verdict of ``report``, and its sequences and ratios."""
+    """Check every verdict of a report, and its sequences and ratios."""
     recorded = {c.key: c for c in baseline.cases} if baseline else {}
     for case in report.cases:
         old = recorded.get(case.key)
@@ -74,10 +74,10 @@ def _verdict(case: CaseRecord, verdict: Verdict, old: BaselineCase | None) -> Ch
 def _reason(
     case: CaseRecord, verdict: Verdict, before: str, *, known: bool
 ) -> Reason | None:
-    """Why this verdict fails the gate, or None.
+    """Return why a verdict fails the gate, or None.
 
-    A new case must pass or skip. A law that the baseline of a known case lacks must
-    pass: a later change to skipped would be invisible.
+    A new case must pass or skip. In a known case, a law that is not in the baseline
+    must pass: otherwise a later change from pass to skipped would not be noticed.
     """
     now = verdict.status
     if not is_worse(now, before or ("pass" if known else "skipped")):
@@ -103,15 +103,15 @@ def _reason(
 
 
 def place(case: CaseRecord) -> str:
-    """The place of the cause of a failure, in words; empty if that was not found."""
+    """Describe where the cause of a failure is; empty if it was not found."""
     return case.location.text if case.is_located and case.location else ""
 
 
 def _decides(case: CaseRecord) -> Iterator[Checked]:
-    """Check that a new case decides a law: all skipped proves nothing.
+    """Check that a new case decides at least one law.
 
-    An inconclusive or broken law has its own reason, and in a known case so has each
-    law that got worse. A scenario that a workload cannot run is skipped.
+    A case with an inconclusive or broken law has its own reason. In a known case, so
+    has each law that got worse. A scenario that a workload cannot run is skipped.
     """
     if case.status != "skipped" and {v.status for v in case.verdicts} <= {"skipped"}:
         why = case.verdicts[0].message if case.verdicts else "it has no verdicts"
@@ -123,7 +123,7 @@ def _decides(case: CaseRecord) -> Iterator[Checked]:
 
 
 def _step(verdict: Verdict) -> str:
-    """The step, where the message does not begin with it."""
+    """Return the step, unless the message begins with it."""
     words = f"step {verdict.step}: "
     is_said = verdict.step is None or verdict.message.startswith(words)
     return "" if is_said else words
@@ -165,7 +165,7 @@ def _skip(case: CaseRecord, old: BaselineCase) -> str:
 
 
 def _differs(name: str, before: Rows | None, case: CaseRecord) -> str:
-    """The first difference of a curve from the baseline, in words."""
+    """Describe the first difference of a sequence from the baseline; else ""."""
     if before is None:
         return ""
     if case.curves is None:
@@ -201,7 +201,7 @@ def _ratio(case: CaseRecord, old: BaselineCase) -> str:
 
 
 def _grown(series: dict[str, tuple[Spread, list[Number]]]) -> str:
-    """The ratio furthest beyond its limit in words, or the empty string."""
+    """Describe the ratio furthest beyond its limit; else ""."""
     # first: a ratio that is no longer measured cannot exceed its limit
     gone = [name for name, (_, values) in series.items() if not values]
     if gone:
@@ -233,7 +233,7 @@ _NUMBERS: dict[str, tuple[str, Check]] = {
 
 
 def check_vanished(report: Report, baseline: Baseline) -> Iterator[Reason]:
-    """Scenarios and laws of the baseline that the report no longer has."""
+    """Yield a reason for each scenario and law of the baseline that is missing."""
     now = {c.key: c for c in report.cases}
     for old in baseline.cases:
         case = now.get(old.key)
@@ -259,13 +259,13 @@ def check_whole(
     *,
     any_torch: bool = False,
 ) -> Iterator[Reason]:
-    """Check the report as a whole: cases judged, and the environment.
+    """Check the report as a whole: number of decided cases, and the environment.
 
     Args:
-        report: all of it.
+        report: the report.
         baseline: the baseline, if any.
-        min_cases: judged cases that were promised.
-        any_torch: true if the baseline holds for other minor versions of torch, too.
+        min_cases: number of decided cases that the user requires.
+        any_torch: true if the baseline also holds for other minor versions of torch.
     """
     decided = [c for c in report.cases if _decided(c)]
     if not decided:
@@ -285,9 +285,9 @@ def _decided(case: CaseRecord) -> bool:
 
 
 def _other_environment(now: Header, then: Provenance) -> Iterator[tuple[str, str]]:
-    """The parts of the environment that differ, each with a sentence.
+    """Yield the parts of the environment that differ, each with a sentence.
 
-    A baseline of another platform or of other data says nothing about this one.
+    A baseline of another platform or of other data is not valid for this report.
     """
     places: list[tuple[str, str, str]] = [
         ("torch", _minor(then.torch), _minor(now.torch)),

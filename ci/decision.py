@@ -1,9 +1,9 @@
-"""Decision: report + baseline + expectations -> outcome, reasons and notes; pure.
+"""Decision of the gate, a pure function of report, baseline and expectations.
 
-1. A report that contradicts itself is refused, without further reasons.
-2. Every verdict, sequence and ratio is judged against the baseline.
-3. Expectations excuse the verdicts they name; those that match nothing give notes.
-4. Vanished cases and reasons on the whole report cannot be excused.
+1. A report that contradicts itself is rejected, without further reasons.
+2. Every verdict, sequence and ratio is checked against the baseline.
+3. Expectations excuse the verdicts that they name; those that match nothing give notes.
+4. Missing cases, and reasons about the whole report, cannot be excused.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ __all__ = ["Decision", "Terms", "decide"]
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """The conditions that a report must meet."""
+    """Conditions that a report must meet."""
 
     today: date
-    """The day by which expectations expire."""
+    """Date by which the expiry of expectations is checked."""
     baseline: Baseline | None = None
-    """None means that every law must pass."""
+    """Baseline; None means that every law must pass."""
     expectations: Sequence[Expectation] = ()
     strict: bool = False
     """True if an expectation without effect fails the gate."""
     min_cases: int = 0
-    """Cases with at least one decided law that were promised."""
+    """Required number of cases with at least one decided law."""
     any_torch: bool = False
-    """True if the baseline holds for other minor versions of torch, too."""
+    """True if the baseline also holds for other minor versions of torch."""
 
     def __post_init__(self) -> None:
         if self.min_cases < 0:
@@ -56,26 +56,26 @@ class Terms:
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of the gate for one report."""
+    """Result of the gate for one report."""
 
     outcome: Outcome
     reasons: tuple[Reason, ...]
-    """All of them."""
+    """All reasons."""
     causes: tuple[Cause, ...]
-    """The reasons grouped by cause, as printed."""
+    """Reasons grouped by cause, as they are printed."""
     notes: tuple[str, ...]
-    """One line each: known, excused, better or unused entries. Notes never fail the
+    """Lines about known, excused, better or unused entries. Notes never fail the
     gate."""
     known_failures: int
-    """Cases that fail as they do in the baseline."""
+    """Number of cases that fail as in the baseline."""
     cases: int
-    """Cases that were looked at."""
+    """Number of cases that were checked."""
     judged: int
-    """Verdicts, sequences and ratios that were looked at."""
+    """Number of verdicts, sequences and ratios that were checked."""
 
 
 def decide(report: Report, terms: Terms) -> Decision:
-    """Check ``report`` against ``terms``. Order, dates and timings do not matter."""
+    """Check a report against the terms; order, dates and timings do not matter."""
     # First, and alone: of a report that contradicts itself no number is worth a reason.
     broken = [Reason(kind="invalid", text=text) for text in contradictions(report)]
     if broken:
@@ -118,7 +118,7 @@ def _decision(
     judged: int,
     known_failures: int = 0,
 ) -> Decision:
-    """The decision, sorted: it does not depend on the order of the cases."""
+    """Return the decision, sorted independently of the order of the cases."""
     order = list(KINDS)  # worst first
     ordered = sorted(reasons, key=lambda r: (order.index(r.kind), r.line))
     return Decision(
@@ -172,7 +172,7 @@ def _expired(terms: Terms, report: Report) -> Iterator[str]:
 
 
 def _idle(live: Sequence[Expectation], checked: Sequence[Checked]) -> Iterator[str]:
-    """Entries that match no verdict, or none with an expected status."""
+    """Yield a line for each expectation that matches no verdict or no status."""
     for entry in live:
         matched = [c for c in checked if entry.matches(c.case, c.verdict)]
         if not matched:

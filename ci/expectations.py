@@ -1,7 +1,7 @@
-"""Expectations: known violations, in a user's TOML file.
+"""Expectations: known violations, listed in a user's TOML file.
 
-Each entry says which verdicts (patterns), where (conditions), why (reason, link) and
-until when (expiry). An entry that no longer matches gives a note, or fails in strict.
+Each entry gives the verdicts (patterns), conditions, a reason, a link and an expiry
+date. An entry that no longer matches gives a note, or in strict mode a failure.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ class Expectation(
     """One entry of the file. Patterns are shell globs: ``*`` and ``?``."""
 
     reason: str
-    """Why it is known to be so."""
+    """Why the violation is known and accepted."""
     scaler: str = "*"
     scenario: str = "*"
     law: str = "*"
     status: str | list[str] = "fail"
-    """The status or statuses that are expected; never ``pass``."""
+    """Expected status or statuses; never ``pass``."""
     torch: str = ""
-    """Only with this torch, for example ``>=2.11,<2.15``; empty means any."""
+    """Versions of torch for which the entry holds, such as ``>=2.11,<2.15``; empty:
+    any."""
     backend: str = ""
-    """Only with this backend; empty means any."""
+    """Backend for which the entry holds; empty: any."""
     world_size: int | list[int] = []
-    """Only with these numbers of ranks; an empty list means any."""
+    """Numbers of ranks for which the entry holds; an empty list means any."""
     link: str = ""
-    """Where it is tracked."""
+    """Where the violation is tracked."""
     expires: date | None = None
     """The last day on which the entry counts."""
 
@@ -59,7 +60,7 @@ class Expectation(
 
     @property
     def name(self) -> str:
-        """The entry in words."""
+        """Description of the entry."""
         patterns = f"{self.law} in {self.scenario}  {self.scaler}"
         return f"{patterns} ({self.reason})"
 
@@ -69,17 +70,17 @@ class Expectation(
         return [self.status] if isinstance(self.status, str) else self.status
 
     def applies(self, header: Header) -> bool:
-        """True if the conditions on torch and backend hold for a run."""
+        """Return True if the conditions on torch and backend hold for a run."""
         return self.backend in ("", header.backend) and (
             not self.torch or version_holds(self.torch, header.torch)
         )
 
     def expired(self, today: date) -> bool:
-        """True if the last day is over."""
+        """Return True after the last day on which the entry counts."""
         return self.expires is not None and today > self.expires
 
     def matches(self, case: CaseRecord, verdict: Verdict) -> bool:
-        """True if patterns and world size match, for any status."""
+        """Return True if patterns and world size match, for any status."""
         sizes = (
             [self.world_size] if isinstance(self.world_size, int) else self.world_size
         )
@@ -95,7 +96,7 @@ class Expectation(
         )
 
     def expects(self, case: CaseRecord, verdict: Verdict) -> bool:
-        """True if the entry matches this verdict and expects its status."""
+        """Return True if the entry matches this verdict and expects its status."""
         return verdict.status in self.statuses and self.matches(case, verdict)
 
 
@@ -124,7 +125,7 @@ def read_expectations(path: Path) -> list[Expectation]:
     """Read a file of ``[[expect]]`` tables.
 
     Raises:
-        ExpectationError: if it is no such file, or an entry is incomplete.
+        ExpectationError: if the file has another format, or an entry is incomplete.
     """
     raw = read_whole(path)
     try:
@@ -136,9 +137,9 @@ def read_expectations(path: Path) -> list[Expectation]:
 
 
 def version_holds(condition: str, version: str) -> bool:
-    """True if ``version`` meets a condition such as ``>=2.11,<2.15`` or ``==2.13.*``.
+    """Return True if a version meets a condition such as ``>=2.11,<2.15``.
 
-    Suffixes of builds (``+cpu``, ``.dev0``, ``rc1``) do not count.
+    Suffixes of builds (``+cpu``, ``.dev0``, ``rc1``) are ignored.
     """
     try:
         return Version(version).base_version in SpecifierSet(condition)

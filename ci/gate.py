@@ -1,4 +1,4 @@
-"""``gradparity gate``: parse, read, decide, say each reason in one line and in JSON."""
+"""``gradparity gate``: read report and baseline, decide, print each reason."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the gate.
 
     Args:
-        argv: arguments after ``gradparity gate``; None takes the process's own.
+        argv: arguments after ``gradparity gate``; None for those of the process.
 
     Returns:
-        0 pass, 1 fail, 2 usage, 3 invalid or incomplete report, 4 inconclusive.
+        The exit code: 0 pass, 1 fail, 2 usage, 3 invalid or incomplete report, 4
+        inconclusive.
     """
     try:
         arguments = list(sys.argv[1:] if argv is None else argv)
@@ -151,7 +152,10 @@ def _gate(parsed: argparse.Namespace) -> int:
 
 
 def _with_the_way_out(decision: Decision, parsed: argparse.Namespace) -> Decision:
-    """Add the command for a baseline of another environment, as after an upgrade."""
+    """Add the command that updates a baseline of another environment.
+
+    For example after an upgrade of torch.
+    """
     if not any(reason.kind == "environment" for reason in decision.reasons):
         return decision
     report, baseline = str(parsed.report), str(parsed.baseline)

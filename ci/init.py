@@ -25,11 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the files.
 
     Args:
-        argv: arguments after ``gradparity init``; None takes the process's own.
+        argv: arguments after ``gradparity init``; None for those of the process.
 
     Returns:
-        0 the files run as they are, 2 usage and nothing is written, 3 the disk is full,
-        4 a TODO is left in them.
+        The exit code: 0 the files run as they are; 2 bad usage, nothing is written; 3
+        the disk is full; 4 the files contain a TODO.
     """
     try:
         arguments = list(sys.argv[1:] if argv is None else argv)
@@ -125,10 +125,10 @@ def _init(parsed: argparse.Namespace) -> int:
 
 
 def _module(out: Path) -> str:
-    """The name under which the current folder imports a file.
+    """Return the name by which the current folder imports a file.
 
     Raises:
-        UsageError: if it has none.
+        UsageError: if the file cannot be imported.
     """
     parts = out.with_suffix("").parts
     if out.suffix != ".py" or not all(part.isidentifier() for part in parts):
@@ -145,7 +145,7 @@ def _refuse_existing(path: Path, way: str) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a new file."""
+    """Write a new file; raise if it exists."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = create(path)

@@ -1,7 +1,7 @@
-"""Integrity: a report that contradicts itself is refused before anything is compared.
+"""Integrity: reject a report that contradicts itself, before it is compared.
 
-Reading a report checks its schema, its footer and its counts. The rules here find edits
-of single lines: each rule derives one field from others.
+Reading a report checks its schema, its footer and its counts. The rules here detect
+edits of single lines: each rule derives one field from others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["contradictions"]
 
 
 def contradictions(report: Report) -> list[str]:
-    """Why ``report`` cannot be believed; empty for a sound and complete one."""
+    """Return why a report cannot be trusted; empty for a complete, consistent one."""
     faults = [report.incomplete] if report.incomplete else []
     broken = [case for case in report.cases if case.problem]
     if broken and not report.incomplete:
@@ -49,7 +49,7 @@ def _status_follows(case: CaseRecord) -> Iterator[str]:
 
 
 def _id_agrees(case: CaseRecord) -> Iterator[str]:
-    """The id replays the case, so it must agree with the case's other fields."""
+    """Check that the scenario's id agrees with the other fields of the case."""
     seen = f"{case.topology}/{case.world_size}/{case.precision}"
     # With the slash, so that fsdp/2/fp16 is not taken for the begin of
     # fsdp/2/fp16-params.
@@ -58,7 +58,10 @@ def _id_agrees(case: CaseRecord) -> Iterator[str]:
 
 
 def _ratios_are_numbers(case: CaseRecord) -> Iterator[str]:
-    """Every step has a ratio, and steps and parameters have the same largest one."""
+    """Check that every step has a ratio, and that the largest ratios agree.
+
+    The largest over steps must be the largest over parameters.
+    """
     curves = case.curves
     if curves is None or not curves.parity:
         return
@@ -73,7 +76,7 @@ def _ratios_are_numbers(case: CaseRecord) -> Iterator[str]:
 
 
 def _worst_tensors_agree(case: CaseRecord) -> Iterator[str]:
-    """The worst tensors (of the table) and the ratios (of the gate) must agree."""
+    """Check that the worst tensors (of the table) have the largest ratio."""
     if case.worst and case.curves:
         largest = max(each.ratio for each in case.worst)
         if largest != worst(case.curves.parameters.values()):
@@ -81,7 +84,7 @@ def _worst_tensors_agree(case: CaseRecord) -> Iterator[str]:
 
 
 def _passes_are_borne_out(case: CaseRecord) -> Iterator[str]:
-    """A pass must not contradict the case's own curves."""
+    """Check that no pass contradicts the curves of the case."""
     if case.curves is None:
         return
     passed = {v.law for v in case.verdicts if v.status == "pass"}
@@ -97,7 +100,7 @@ def _passes_rest_on_something(case: CaseRecord) -> Iterator[str]:
 
 
 def _parity_is_borne_out(case: CaseRecord) -> Iterator[str]:
-    """A ratio above 1 is a violation of some law of parity."""
+    """Check that some law of parity fails if a ratio is above 1."""
     statuses = {v.status for v in case.verdicts if v.law.startswith("parity.")}
     if case.curves and "pass" in statuses and not statuses & {"fail", "error"}:
         if _beyond_bound(case.curves):
@@ -109,13 +112,13 @@ def _rows_differ(rows: Sequence[Sequence[object]]) -> bool:
 
 
 def _beyond_bound(curves: Curves) -> bool:
-    """True if any error is beyond its bound; nan counts, as it may hide one."""
+    """Return True if any error is beyond its bound; nan counts too."""
     ratios = [*curves.parity, *curves.parameters.values()]
     return not all(float(value) <= 1 for value in ratios)
 
 
 def _decisions_differ(curves: Curves) -> bool:
-    """True if decisions differ; None is a rank without parameters, which has none."""
+    """Return True if ranks decided differently; None is a rank without parameters."""
     steps = zip(*curves.stepped, strict=False)
     return any({True, False} <= set(step) for step in steps)
 
@@ -134,7 +137,8 @@ _EVIDENCE: dict[str, tuple[Callable[[Curves], bool], str]] = {
         "a step was taken by some ranks and skipped by others",
     ),
 }
-"""Law -> (whether the curves show that it is broken, what they show)."""
+"""Law -> (function that returns True if the curves show that it is broken,
+description)."""
 
 _RULES: tuple[Callable[[CaseRecord], Iterator[str]], ...] = (
     _one_verdict_a_law,

@@ -1,4 +1,4 @@
-"""The CI job that gates a workload, and where gradparity can be installed from."""
+"""CI job that gates a workload, and the address from which it installs gradparity."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FILES = {
     "github": Path(".github", "workflows", "gradparity.yml"),
     "gitlab": Path(".gitlab", "gradparity.yml"),
 }
-"""CI system -> the file of the job."""
+"""CI system -> path of the job file."""
 _TEMPLATES = Path(__file__).with_name("templates")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """A Git repository on a server, and what to check out there."""
+    """A Git repository on a server, and the revision to check out."""
 
     host: str
     path: str
@@ -39,7 +39,7 @@ class Address:
 
     @property
     def url(self) -> str:
-        """The repository for ``git clone``; without a user's name or token."""
+        """Address for ``git clone``, without user name or token."""
         return f"https://{self.host}/{self.path}"
 
 
@@ -47,7 +47,7 @@ UNKNOWN = Address(host="GIT-HOST", path="OWNER/gradparity", known=False)
 
 
 def parse_address(text: str) -> Address | None:
-    """Read ``https://HOST/OWNER/NAME[.git][@REVISION]`` or ``git@HOST:OWNER/NAME``."""
+    """Parse ``https://HOST/OWNER/NAME[.git][@REVISION]`` or ``git@HOST:OWNER/NAME``."""
     text = re.sub(r"^git@([\w.-]+):", r"https://\1/", text.removeprefix("git+"))
     parts = urlsplit(text)
     path, _, revision = parts.path.strip("/").partition("@")
@@ -65,7 +65,7 @@ def parse_address(text: str) -> Address | None:
 def address_of_gradparity() -> Address:
     """Return the repository that the installed gradparity comes from.
 
-    pip writes the origin of a package beside its metadata (PEP 610). If the origin is a
+    pip stores the origin of a package with its metadata (PEP 610). If the origin is a
     checkout, the address is that of its git remote ``origin``.
     """
     try:
@@ -89,13 +89,13 @@ def address_of_gradparity() -> Address:
 
 
 def job_text(system: str, workload: str, address: Address, torch: str) -> str:
-    """The file of a job.
+    """Return the text of a job file.
 
     Args:
         system: a key of :data:`FILES`.
         workload: ``module:attribute``.
         address: address of gradparity.
-        torch: the version to install.
+        torch: version of torch to install.
     """
     environment = Environment(
         trim_blocks=True,
@@ -116,7 +116,7 @@ def job_text(system: str, workload: str, address: Address, torch: str) -> str:
 
 
 def _project() -> str:
-    """Return pip's argument that installs the project in this folder."""
+    """Return the pip arguments that install the project in this folder."""
     if Path("pyproject.toml").is_file() or Path("setup.py").is_file():
         return " -e ."
     return " -r requirements.txt" if Path("requirements.txt").is_file() else ""

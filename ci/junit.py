@@ -1,7 +1,8 @@
-"""JUnit XML: one suite a case, one test a law; rank and numbers are properties.
+"""JUnit XML: one suite for each case, one test for each law.
 
-A case in which the harness broke has one test, ``harness``: one cause is one error.
-Inconclusive is an ``error`` of that type: no reader shall take it for a pass.
+Ranks and numbers are properties. A case in which the harness broke has a single test,
+``harness``, with one error. Inconclusive is an ``error`` of type ``inconclusive``, so
+that no reader takes it for a pass.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ _COUNTS = {"failures": ("fail",), "errors": ("error", "inconclusive")}
 
 
 def xml_text(text: str) -> str:
-    """``text`` with a mark for each character that XML 1.0 cannot hold."""
+    """Replace each character that XML 1.0 does not allow."""
     # Messages hold what a user's code printed: one such character would lose the file.
     return _INVALID.sub("\ufffd", text)
 
 
 def render(report: Report) -> str:
-    """The report as JUnit XML."""
+    """Return the report as JUnit XML."""
     root = ET.Element("testsuites", name="gradparity")
     for case in report.cases:
         root.append(_suite(case, report.header.started))

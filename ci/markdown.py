@@ -1,8 +1,8 @@
 """Markdown: the job summary on GitHub, causes first, under its limit of 1 MiB.
 
-Texts of models, tests and exceptions have character references in place of characters
-that Markdown or HTML would read as markup. The rest stays as it is: pages are readable
-raw.
+In texts of models, tests and exceptions, characters that are markup in Markdown or HTML
+are written as character references. Other characters are unchanged, so that the text is
+readable without rendering.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from .reasons import BEGINS, Reason, at, causes_of
 __all__ = ["LIMIT_BYTES", "escape", "render"]
 
 LIMIT_BYTES = 1_000_000
-"""GitHub drops a whole summary above 1 MiB; this leaves room for other steps' text."""
+"""Limit of the summary: GitHub drops a whole summary above 1 MiB. The rest is left for
+other steps."""
 _KINDS = {"error": "invalid", "fail": "failing", "inconclusive": "undecided"}
-"""Status of a verdict -> the kind of reason that it is."""
+"""Status of a verdict -> kind of its reason."""
 
 
 def render(report: Report) -> str:
-    """The report as Markdown: the result, the causes, the matrix, where it ran."""
+    """Return the report as Markdown: result, causes, matrix, environment."""
     head = "\n".join([*_headline(report), ""])
     tail = "\n".join(["", *_matrix(report), "", *_provenance(report), ""])
     room = LIMIT_BYTES - len(head.encode()) - len(tail.encode())
@@ -47,7 +48,7 @@ def _headline(report: Report) -> Iterator[str]:
 
 
 def _stories(report: Report) -> Iterator[str]:
-    """One paragraph a cause, the worst first."""
+    """Yield one paragraph for each cause, the worst first."""
     verdict_by_key = {
         (case.scaler, case.scenario, verdict.law): (case, verdict)
         for case in report.cases
@@ -61,7 +62,7 @@ def _stories(report: Report) -> Iterator[str]:
 
 
 def _open(case: CaseRecord) -> list[Verdict]:
-    """The verdicts for which a case is not conformant."""
+    """Return the verdicts because of which a case does not pass."""
     verdicts = [v for v in case.findings if v.status in _KINDS]
     if not verdicts and case.status == "inconclusive":
         why = case.verdicts[0].message if case.verdicts else "it has no verdicts"
@@ -101,7 +102,7 @@ def _story(
 
 
 def _fitting(stories: Sequence[str], room: int) -> str:
-    """Return as many stories as there is room for, and how many are left out."""
+    """Return as many paragraphs as fit, and a line that counts the others."""
     shown: list[str] = []
     # reserved first: the line that counts what is left out must always fit
     spare = room - len(_left_out(len(stories)))

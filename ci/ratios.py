@@ -1,4 +1,4 @@
-"""Ratios: error / bound as a report writes it, its spread, and where its noise ends."""
+"""Ratios of error to bound in a report: their spread, and the limit of their noise."""
 
 from __future__ import annotations
 
@@ -11,23 +11,21 @@ from ..conformance.status import Number, as_number
 __all__ = ["LUCK", "Spread", "limit", "spread_of", "worst"]
 
 LUCK = 0.5
-"""Error / bound below which growth says nothing.
-
-Measured, a right scaler reaches 0.47 over 80 runs and seeds (docs/parity.md): up to
-half of the bound a ratio shows how a processor rounds, not what a change broke.
-"""
+"""Error / bound below which growth is ignored. A correct scaler was measured to reach
+0.47 over 80 runs and seeds (docs/parity.md). Up to half of the bound, a ratio shows how
+a processor rounds, and not a fault."""
 _MARGIN = 1.25
 _SPREADS = 3.0
 
 
 def worst(values: Iterable[Number]) -> float:
-    """The largest of ``values``; nan is larger than all, since it hides any error."""
+    """Return the largest value; nan counts as largest, since it hides any error."""
     numbers = [float(value) for value in values]
     return max((x if x == x else float("inf") for x in numbers), default=0.0)
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """A ratio error / bound over repeated runs."""
+    """Range of a ratio over repeated runs."""
 
     low: Number
     high: Number
@@ -40,13 +38,13 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def spread_of(values: Iterable[float]) -> Spread:
-    """From the least to the largest of ``values``."""
+    """Return the range from the smallest to the largest value."""
     ordered = sorted(values)
     return Spread(low=as_number(ordered[0]), high=as_number(ordered[-1]))
 
 
 def limit(spread: Spread) -> float:
-    """The largest ratio that the recorded noise explains."""
+    """Return the largest ratio that the recorded noise explains."""
     low, high = float(spread.low), float(spread.high)
     if high == float("inf"):  # inf - inf is nan
         return high

@@ -1,4 +1,4 @@
-"""Reason: why the gate fails, in one line and as data; outcome: the exit code."""
+"""Reason: why the gate fails, as one line and as data; Outcome: the exit code."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ __all__ = [
 
 
 class Outcome(Enum):
-    """The result of the gate as exit code. 2, bad usage, is no outcome."""
+    """Result of the gate, with its exit code; 2, bad usage, is not an outcome."""
 
     PASS = EXIT_CODES["pass"]
-    """Every check holds, and so does the baseline."""
+    """All checks pass, and the report agrees with the baseline."""
     FAIL = EXIT_CODES["fail"]
-    """A check or a part of the baseline is broken."""
+    """A check fails, or the report is worse than the baseline."""
     INVALID = EXIT_CODES["error"]
     """The report contradicts itself or is incomplete."""
     INCONCLUSIVE = EXIT_CODES["inconclusive"]
-    """No known violation, but too little was compared for a pass."""
+    """No violation is known, but too little was compared for a pass."""
 
     @property
     def word(self) -> str:
-        """The outcome in lower case."""
+        """Name of the outcome in lower case."""
         return self.name.lower()
 
 
 BEGINS = "where it begins"
-"""Words before the place of a fault, in every format."""
+"""Words before the location of a fault, in every format."""
 
 # The order is that of importance: reasons are sorted by it, and of the reasons of one
 # case the first kind is taken for the cause.
@@ -67,12 +67,12 @@ _FIRST = (Outcome.INVALID, Outcome.FAIL, Outcome.INCONCLUSIVE)
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One reason for which the gate fails."""
+    """One reason why the gate fails."""
 
     kind: str
     """A key of :data:`KINDS`."""
     text: str
-    """One line in words."""
+    """Description in one line."""
     scaler: str = ""
     scenario: str = ""
     law: str = ""
@@ -83,18 +83,18 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step: int | None = None
     ranks: tuple[int, ...] = ()
     cause: str = ""
-    """If a law has several kinds of violations: the kind of this one."""
+    """Kind of the violation, if the law has several kinds."""
     replay: str = ""
-    """The command that shows it again."""
+    """Command that runs the case again."""
     where: str = ""
-    """Where the run first differs and what explains it, in words, if it was found."""
+    """Where the run first differs, and an explanation, if they were found."""
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, f"a reason of kind {self.kind!r}"
 
     @property
     def line(self) -> str:
-        """Kind and words on one line, without control characters."""
+        """Kind and text on one line, without control characters."""
         return plain(f"{self.kind}: {self.text}")
 
 
@@ -102,30 +102,31 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """One cause of failures, in one case or in many."""
 
     reason: Reason
-    """The first reason of its kind."""
+    """First reason with this cause."""
     cases: int
-    """Cases, or other things, in which it is the cause."""
+    """Number of cases (or other entries) with this cause."""
     consequences: int
-    """Further reasons in the same cases."""
+    """Number of further reasons in the same cases."""
     where: str = ""
-    """Where one of the cases first differs, with the case if it is not the reason's."""
+    """Where one of the cases first differs; names the case if it is not that of the
+    reason."""
 
     @property
     def line(self) -> str:
-        """The first reason on one line, with the counts."""
+        """First reason on one line, with the counts."""
         if not self.counts:
             return self.reason.line
         return plain(f"{self.reason.kind} ({self.counts}): {self.reason.text}")
 
     @property
     def lines(self) -> list[str]:
-        """The line, and below it where the fault begins, if that was found."""
+        """That line, and a second one on where the fault begins, if known."""
         below = [f"  {BEGINS}: {plain(self.where)}"] if self.where else []
         return [self.line, *below]
 
     @property
     def counts(self) -> str:
-        """How many cases and consequences it has; empty for one case with none."""
+        """Numbers of cases and consequences; empty for one case that has none."""
         if self.cases == 1 and not self.consequences:
             return ""
         counts = counted(self.cases, "case")
@@ -135,12 +136,12 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def causes_of(reasons: Sequence[Reason], laws: Iterable[str] = ()) -> tuple[Cause, ...]:
-    """``reasons`` folded: one cause a case, and equal causes of many cases into one.
+    """Group reasons: one cause for each case, and equal causes of several cases as one.
 
     Args:
-        reasons: all of a report.
-        laws: ids in the order of ``Header.laws``: of two that break at one step, the
-            first is the cause.
+        reasons: all reasons of a report.
+        laws: ids in the order of ``Header.laws``; if two laws break at one step, the
+            first one is the cause.
     """
     places = {law: place for place, law in enumerate(laws)}
 
@@ -180,15 +181,15 @@ def _cause(found: Sequence[tuple[Reason, int]]) -> Cause:
 
 
 def _order(reason: Reason) -> tuple[int, str]:
-    """Sort key of the output: worst kind first."""
+    """Return the sort key of the output: worst kind first."""
     return list(KINDS).index(reason.kind), reason.line
 
 
 def folded(lines: Iterable[tuple[object, str]]) -> list[str]:
-    """One line for each kind of line: its first one, and how many more there are.
+    """Return one line for each key: its first line, and the number of further ones.
 
     Args:
-        lines: (key of equal lines, the line), in the order of the result.
+        lines: (key, line), in the order of the result.
     """
     alike: dict[object, list[str]] = {}
     for what, line in lines:
@@ -200,11 +201,11 @@ def folded(lines: Iterable[tuple[object, str]]) -> list[str]:
 
 
 def at(case: CaseRecord) -> str:
-    """A case in words that begin with its topology."""
+    """Describe a case, beginning with its topology."""
     return f"{case.scenario}  {case.scaler}"
 
 
 def outcome_of(reasons: Iterable[Reason]) -> Outcome:
-    """The outcome of ``reasons``: invalid before fail before inconclusive."""
+    """Return the outcome of the reasons: invalid before fail before inconclusive."""
     outcomes = {KINDS[reason.kind] for reason in reasons}
     return next((each for each in _FIRST if each in outcomes), Outcome.PASS)

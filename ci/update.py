@@ -1,4 +1,4 @@
-"""Update: show the gate's findings against the old baseline, ask, write the new one."""
+"""Update a baseline: show differences to the old one, ask, write the new one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Ask = Callable[[str], bool]
 
 
 class Refused(ValueError):
-    """No baseline is made of this report.
+    """A baseline cannot be made of this report.
 
     Attributes:
         code: exit code of the gate.
@@ -44,22 +44,22 @@ def update(
     """Write a baseline of ``reports`` to ``path`` if ``ask`` agrees.
 
     Args:
-        path: the file; need not exist.
-        reports: repeated runs of one code; the first is what must hold.
-        ask: called with the question; returns whether to write.
-        show: called with each line of what the old baseline says to the first report,
-            and the new one no longer will.
-        expectations: known violations. They are not written into the baseline: a later
-            gate also needs the expectation for them.
-        accept_failures: true if failures are written into the baseline.
+        path: file of the baseline; need not exist.
+        reports: repeated runs of the same code; the first one has the required values.
+        ask: called with the question; returns True to write.
+        show: called with each line that the gate prints for the first report with the
+            old baseline, and would no longer print with the new one.
+        expectations: known violations. They are not written into the baseline, so a
+            later gate needs the same expectations.
+        accept_failures: true to write failures into the baseline.
 
     Returns:
-        True if ``path`` now is the baseline of ``reports``.
+        True if ``path`` is now the baseline of ``reports``.
 
     Raises:
         Refused: if a report is incomplete, contradicts itself, compared nothing or,
-            unless ``accept_failures``, fails beyond the expectations.
-        UsageError: if ``path`` is no baseline, or the reports do not agree.
+            unless ``accept_failures``, has failures that are not expected.
+        UsageError: if ``path`` is not a baseline, or the reports do not agree.
     """
     # Before anything is shown or asked: such a baseline would pass what it never saw.
     for report in reports:
@@ -85,9 +85,9 @@ def update(
 
 
 def _refuse_failures(report: Report, expectations: Sequence[Expectation]) -> None:
-    """Refuse a report that no baseline would let pass the gate.
+    """Raise for a report with unexpected failures.
 
-    Else the gate would be green over failures that its reader has not seen.
+    Otherwise the gate would pass with failures that no one has read.
     """
     decision = decide(report, Terms(today=date.today(), expectations=expectations))
     causes = [c for c in decision.causes if KINDS[c.reason.kind] is Outcome.FAIL]

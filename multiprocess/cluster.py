@@ -23,25 +23,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls on the ranks of a cluster, with these options."""
+    """Calls on the ranks of a cluster with given options."""
 
     cluster: BaseCluster
     options: CallOptions
 
     def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
-        """Do as ``Cluster.run``."""
+        """Call a function on every rank; see ``Cluster.run``."""
         outcomes = self.outcomes(fn, *args, **kwargs)
         return [outcome.value for outcome in outcomes]
 
     def outcomes(
         self, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> tuple[RankOutcome, ...]:
-        """Do as ``Cluster.outcomes``."""
+        """Return each rank's outcome of a call; see ``Cluster.outcomes``."""
         return self.cluster.submit(self.options, fn, *args, **kwargs)
 
 
 class BaseCluster(ABC):
-    """A world of ranks; a subclass says how a call reaches them."""
+    """Base class of worlds of ranks; a subclass defines how a call reaches them."""
 
     def __init__(self, spec: WorldSpec) -> None:
         self.spec = spec
@@ -57,8 +57,8 @@ class BaseCluster(ABC):
         """Return calls on these ranks with other options than the cluster's own.
 
         Args:
-            timeout_s: Limit for the whole world, from when it is ready.
-            isolation: Processes and state that a call shares with earlier ones.
+            timeout_s: Time limit of the call; it starts when all ranks are ready.
+            isolation: What a call shares with earlier ones: see ``WorldSpec``.
 
         Example:
             >>> cluster.with_options(timeout_s=5).run(train, lr=0.1)
@@ -73,39 +73,39 @@ class BaseCluster(ABC):
         """Call ``fn(*args, **kwargs)`` on every rank.
 
         Args:
-            fn: Any function, lambdas and closures included.
-            *args: Sent to every rank.
-            **kwargs: Sent to every rank.
+            fn: Any function, also a lambda or closure.
+            *args: Arguments, sent to every rank.
+            **kwargs: Keyword arguments, sent to every rank.
 
         Returns:
             The result of each rank, in rank order.
 
         Raises:
             WorldError: At least one rank did not return.
-            NotPicklableError: The function or an argument cannot travel.
+            NotPicklableError: The function or an argument cannot be pickled.
         """
         return self.with_options().run(fn, *args, **kwargs)
 
     def outcomes(
         self, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> tuple[RankOutcome, ...]:
-        """Do as ``run``, but return each rank's outcome with its output."""
+        """Call a function like ``run``, but return each rank's outcome and output."""
         return self.with_options().outcomes(fn, *args, **kwargs)
 
     @abstractmethod
     def submit(
         self, options: CallOptions, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> tuple[RankOutcome, ...]:
-        """Do as ``outcomes``, with the call's options as one value."""
+        """Call a function with these options; return each rank's outcome."""
 
 
 class Cluster(BaseCluster):
     """A world of ranks that stays warm between calls.
 
     The ranks are forked on first use (or by ``with``) from a server that has torch
-    preloaded. A world in which a call failed is thrown away; the next call gets a new
-    one. Calls from several threads wait for each other. The ranks end with ``close``,
-    or when nothing refers to the cluster any more.
+    preloaded. If a call fails, its world is ended and the next call gets a new one.
+    Calls from several threads wait for each other. The ranks end with ``close``, or
+    when the cluster is garbage-collected.
 
     Example:
         >>> with Cluster(4) as cluster:
@@ -130,9 +130,9 @@ class Cluster(BaseCluster):
             backend: Backend of the default process group, as torch takes it.
             device: Type of the device of each rank; by default "cpu" if the backend
                 serves it, else the backend's first.
-            timeout_s: Default limit of one call.
+            timeout_s: Default time limit of one call.
             isolation: Default of ``run``: "pool" keeps the process group, "group" makes
-                a fresh one for each call, "process" fresh ranks.
+                a new one for each call, "process" starts new ranks.
             **settings: Further fields of ``WorldSpec``.
         """
         super().__init__(
@@ -152,14 +152,14 @@ class Cluster(BaseCluster):
 
     @classmethod
     def of(cls, spec: WorldSpec) -> Self:
-        """Return a cluster for a spec made elsewhere."""
+        """Return a cluster with the settings of a spec."""
         cluster = cls(spec.world_size)
         cluster.spec = spec
         return cluster
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the warm ranks, in rank order; empty when there are none."""
+        """Process ids of the warm ranks, in rank order; empty if none are running."""
         return () if self._ranks is None else self._ranks.pids
 
     def __enter__(self) -> Self:
@@ -175,7 +175,7 @@ class Cluster(BaseCluster):
         self.close()
 
     def start(self) -> None:
-        """Start the ranks, unless they are up.
+        """Start the ranks, unless they are running.
 
         Raises:
             WorldError: A rank could not join its process group.
@@ -184,7 +184,7 @@ class Cluster(BaseCluster):
             self._warm_ranks()
 
     def close(self) -> None:
-        """End the ranks; a later call would start new ones."""
+        """End the ranks; a later call starts new ones."""
         with self._lock:
             ranks = self._release()
             if ranks is not None:
@@ -193,7 +193,7 @@ class Cluster(BaseCluster):
     def submit(
         self, options: CallOptions, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> tuple[RankOutcome, ...]:
-        """Do as ``outcomes``, with the call's options as one value."""
+        """Call a function with these options; return each rank's outcome."""
         payload = pickled_call(fn, args, kwargs)
         with self._lock:
             if options.isolation == "process":
@@ -234,7 +234,7 @@ class Cluster(BaseCluster):
         return self._ranks
 
     def _release(self) -> RankProcesses | None:
-        """Give up the ranks: return them and do not own them any more."""
+        """Return the ranks, which this cluster then no longer owns."""
         ranks, self._ranks = self._ranks, None
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -244,10 +244,10 @@ class Cluster(BaseCluster):
 def pickled_call(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bytes:
-    """Return a call as the ranks take it.
+    """Return a call pickled for the ranks.
 
     Raises:
-        NotPicklableError: The function or an argument cannot travel.
+        NotPicklableError: The function or an argument cannot be pickled.
     """
     try:
         return pickled((fn, args, kwargs))

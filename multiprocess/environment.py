@@ -1,4 +1,4 @@
-"""The environment of this process, without importing torch."""
+"""Facts about this process and machine, without importing torch."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import sys
 from pathlib import Path
 
 AGENT_VARIABLE = "GRADPARITY_AGENT"
-"""Environment variable: set in a process of torchrun that is the agent of its rank, and
-so in all its children, none of which is an agent again."""
+"""Environment variable that is set in an agent of torchrun, and so in its children,
+which do not become agents."""
 
 
 WORLD_VARIABLE = "GRADPARITY_WORLD"
-"""Environment variable: set on every rank, and so in all its children."""
+"""Environment variable that is set on every rank, and so in its children."""
 
 
 def on_torchrun() -> bool:
-    """True if torchrun made this process."""
+    """Return True if torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def needs_agent() -> bool:
-    """True if torchrun made this process, and it is not the agent of its rank yet."""
+    """Return True if torchrun started this process and it has no agent yet."""
     return on_torchrun() and AGENT_VARIABLE not in os.environ
 
 
@@ -32,7 +32,7 @@ def hosts() -> int:
 
 
 def unsupported() -> str:
-    """Return why no rank can be made on this system; empty where ranks can."""
+    """Return why this system cannot run ranks; empty if it can."""
     if sys.platform == "linux":
         return ""
     return (
@@ -42,12 +42,12 @@ def unsupported() -> str:
 
 
 def cores() -> int:
-    """Return how many CPU cores this process may use."""
+    """Return the number of CPU cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def cache_folder() -> Path:
-    """Return this user's folder for files that stay: slots, and the store's key."""
+    """Return this user's folder for permanent files: slots, and the store's key."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "gradparity"

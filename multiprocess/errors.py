@@ -17,29 +17,30 @@ from .report import render_failure
 
 
 class HarnessError(RuntimeError):
-    """The harness itself failed; the function was not judged."""
+    """The harness itself failed; this says nothing about the function under test."""
 
 
 class ForkserverError(HarnessError):
-    """The server that forks the ranks is gone or would not start."""
+    """The server that forks the ranks is gone or did not start."""
 
 
 class CallEnded(BaseException):
-    """The call has failed on another rank: leave it, through ``finally`` and teardown.
+    """Raised on a rank when the call has failed on another rank.
 
-    Raised where the rank is. It is no ``Exception``, so that no test catches it.
+    The rank leaves the function through ``finally`` and teardown. It is a
+    ``BaseException``, so that tests do not catch it by ``except Exception``.
     """
 
 
 class NotPicklableError(TypeError):
-    """A function, an argument or a result cannot travel between processes."""
+    """A function, an argument or a result cannot be pickled."""
 
 
 class WorldError(RuntimeError):
     """A call failed on at least one rank.
 
     Attributes:
-        outcomes: One outcome per rank, in rank order.
+        outcomes: Outcome of each rank, in rank order.
         root: The outcome of the rank that failed first.
     """
 

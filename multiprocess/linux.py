@@ -1,4 +1,4 @@
-"""Kernel calls that Python does not wrap; they do nothing where prctl is missing."""
+"""Kernel calls that Python does not wrap; they have no effect without prctl."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ _PR_SET_CHILD_SUBREAPER = 36
 _REAL_TIME = hasattr(signal, "SIGRTMAX")
 
 STACKS_SIGNAL: int = signal.SIGRTMAX - 2 if _REAL_TIME else signal.SIGUSR2
-"""Sent to a rank to make it dump its stacks; one that tests have no use for."""
+"""Signal that makes a rank dump its stacks; one that tests do not use."""
 
 END_SIGNAL: int = signal.SIGRTMAX - 3 if _REAL_TIME else signal.SIGUSR1
-"""Sent to a rank to make it leave the function: see ``CallEnded``."""
+"""Signal that makes a rank leave the function: see ``CallEnded``."""
 
 
 def now_s() -> float:
-    """Return the machine's monotonic clock, in seconds.
+    """Return the machine's monotonic clock in seconds.
 
-    Asked of the kernel: a test may have frozen or moved Python's own clocks.
+    Read from the kernel, because a test may have replaced Python's own clocks.
     """
     return time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
 sleep = time.sleep
-"""Python's own, also where a test has replaced ``time.sleep``."""
+"""Python's own ``time.sleep``, even if a test replaces it."""
 
 
 def flush_standard_streams() -> None:
-    """Flush stdout and stderr, where a program has them and can write to them."""
+    """Flush stdout and stderr, if they exist and can be written."""
     for stream in (sys.stdout, sys.stderr):
         # None in a process without a terminal, such as a daemon; closed or full else.
         with suppress(AttributeError, ValueError, OSError):
@@ -46,9 +46,9 @@ def flush_standard_streams() -> None:
 
 
 def fill_standard_descriptors() -> None:
-    """Open the null device as stdin, stdout and stderr where they are closed.
+    """Open the null device as stdin, stdout and stderr if they are closed.
 
-    Else the next pipe would get the number and receive a program's output.
+    Otherwise the next pipe would get that number and receive a program's output.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
@@ -57,10 +57,10 @@ def fill_standard_descriptors() -> None:
 
 @contextmanager
 def in_memory(content: bytes) -> Iterator[int]:
-    """Open a file in memory for another process to read from its start.
+    """Open a file in memory that another process reads from its start.
 
     Yields:
-        A descriptor, for the other process to inherit or be sent.
+        A descriptor that the other process inherits or is sent.
     """
     with open(os.memfd_create("gradparity", os.MFD_CLOEXEC), "wb") as file:
         file.write(content)
@@ -77,7 +77,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent has ended."""
+    """Become the parent of descendants whose own parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -92,12 +92,12 @@ def be_first_out_of_memory() -> None:
 
 
 def wait_for_turn() -> None:
-    """Make threads of this process not preempt each other when they wake.
+    """Stop threads of this process from preempting each other when they wake.
 
     gloo's event loop wakes as soon as a peer answers, often on the core of the thread
-    that is still sending with the connection locked. It then asks for the lock in a
-    loop until its time slice is over: 3 to 5 ms, in up to every second collective on
-    machines with as many cores as ranks.
+    that is still sending with the connection locked. It then retries the lock in a loop
+    until its time slice is over. That costs 3 to 5 ms, in up to every second collective
+    on machines with as many cores as ranks.
     """
     try:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -115,7 +115,7 @@ def children() -> list[int]:
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's letter for a process's state; "" when it is gone."""
+    """Return the kernel's letter for a process's state; "" if it is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -127,10 +127,10 @@ def process_state(pid: int) -> str:
 def open_process(pid: int) -> list[int]:
     """Return a pidfd of a child that has not been waited for.
 
-    It refers to that child and to no later process with the same number.
+    A pidfd never refers to a later process with the same number.
 
     Returns:
-        One descriptor; none where the kernel is older than 5.3 (gVisor's has none).
+        One descriptor; none if the kernel does not support it (before 5.3, gVisor).
     """
     try:
         return [os.pidfd_open(pid)]
@@ -139,7 +139,7 @@ def open_process(pid: int) -> list[int]:
 
 
 def has_ended(pidfd: int | None) -> bool:
-    """Return whether a process is known to have ended; false without a pidfd."""
+    """Return True if a process is known to have ended; False without a pidfd."""
     if pidfd is None:
         return False
     ended = select.poll()
@@ -148,10 +148,10 @@ def has_ended(pidfd: int | None) -> bool:
 
 
 def signal_process(pid: int, pidfd: int | None, number: int) -> None:
-    """Send a signal to a process, by its number only where there is no pidfd.
+    """Send a signal to a process, by its pidfd if there is one.
 
     Raises:
-        ProcessLookupError: It has been waited for.
+        ProcessLookupError: The process has been waited for.
     """
     if pidfd is None:
         os.kill(pid, number)
@@ -160,10 +160,10 @@ def signal_process(pid: int, pidfd: int | None, number: int) -> None:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill the process and everything in its process group.
+    """Kill a process and everything in its process group.
 
-    Only for a process that only the caller can wait for: otherwise its number may
-    already belong to another process.
+    Use it only if no one else can wait for the process: otherwise its number may
+    already belong to another one.
     """
     # Both: a process that was forked just now does not lead a group yet, and an adopted
     # daemon may be in another one.
@@ -175,10 +175,10 @@ def kill_tree(pid: int) -> None:
 
 
 def signal_main_thread(pid: int, pidfd: int | None, number: int) -> None:
-    """Send a signal to the main thread of a process, and not to whichever is awake.
+    """Send a signal to the main thread of a process.
 
-    A signal to the whole process may run on any thread: the main one would have left
-    the line that it was stopped at before another one writes the stacks.
+    A signal to the whole process may run on any thread. Then the main thread would have
+    moved on before another thread writes the stacks.
 
     Raises:
         ProcessLookupError: There is no such process.
@@ -196,7 +196,7 @@ def signal_main_thread(pid: int, pidfd: int | None, number: int) -> None:
 
 
 def signal_name(number: int) -> str:
-    """Return a signal's name, also of a real-time signal."""
+    """Return a signal's name, also for a real-time signal."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -209,15 +209,15 @@ def sockets() -> frozenset[str]:
 
 
 def give_up_silent(limit_s: float, except_for: frozenset[str]) -> None:
-    """Make TCP connections fail if the other host acknowledges nothing within a limit.
+    """Make TCP connections fail if the other host stops to acknowledge.
 
-    A connection that only awaits an answer has nothing left to be acknowledged: there
-    the kernel sends probes.
+    A connection that only awaits an answer has no data to be acknowledged: for it the
+    kernel sends probes.
 
     Args:
-        limit_s: The kernel's own limit is about a quarter of an hour for sent data; it
-            has none for an answer.
-        except_for: Sockets that are left as they are.
+        limit_s: Time limit. The kernel's own is about a quarter of an hour for sent
+            data, and there is none for an answer.
+        except_for: Sockets that are not changed.
     """
     between_s = max(1, int(limit_s / 3))
     options = (

@@ -1,9 +1,9 @@
 """Messages between parent and ranks: values, pickling and framing.
 
-A message is an eight-byte length and that many bytes of pickle. What a user hands in
-(functions, arguments, results, exceptions) is pickled by cloudpickle inside of it, so
-lambdas and closures travel, and a value that cannot is refused where it is known by
-name.
+A message is an eight-byte length and that many bytes of pickle. Inside it, values of
+the user (functions, arguments, results, exceptions) are pickled by cloudpickle, so
+lambdas and closures work. An error about a value that cannot be pickled can name the
+value.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ class Context:
     path: tuple[str, ...]
     env: dict[str, str]
     modules: dict[str, str] = field(default_factory=dict)
-    """Modules whose asserts pytest rewrote: name to file."""
+    """Name -> file of modules whose asserts pytest rewrote."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where ranks meet whose parents are several processes."""
+    """Address at which ranks with different parents meet."""
 
     host: str
     port: int
     prefix: str
-    """Prefix of every key of this world in the store at that port."""
+    """Prefix of this world's keys in the store at that port."""
 
     local_rank: int
-    """Position among the ranks of this machine: its device."""
+    """Index among the ranks of this machine; selects the device."""
 
     local_size: int
 
     one_host: bool
-    """True if all ranks can reach each other over the loopback."""
+    """True if all ranks are on one host and can use the loopback."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,32 +61,32 @@ class Start:
     rank: int
     context: Context
     rendezvous: Rendezvous | None = None
-    """None where one parent has all ranks: they meet in a file of its own."""
+    """None if one parent has all ranks: they then meet in a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One call."""
+    """Message to a rank: run one call."""
 
     payload: bytes
     """Pickled ``(fn, args, kwargs)``."""
 
     number: int
-    """How many calls this world had before."""
+    """Number of this call in its world."""
 
     fresh_group: bool
-    """True if the default process group is made anew first."""
+    """True to create the default process group anew first."""
 
     context: Context | None
-    """Changes in the parent since the last message."""
+    """Settings of the parent, if they changed since the last message."""
 
     leaves_nothing: bool = False
     prepares: bool = False
-    """See ``CallOptions``, both."""
+    """See ``CallOptions``, for both."""
 
 
 class Kind(enum.Enum):
-    """Content of a reply."""
+    """Kind of a reply."""
 
     READY = "ready"
     OK = "ok"
@@ -105,17 +105,19 @@ class Reply:
     message: str | None = None
     traceback: str | None = None
     left_a_wait: bool = False
-    """True if the exception came out of a wait for other ranks, which it tells of."""
+    """True if the exception came out of a wait for other ranks, and so is about
+    them."""
 
     tears_down: bool = False
-    """True if the rank has failed and has its teardown before it: a reply follows."""
+    """True if the rank has failed and still runs its teardown: another reply
+    follows."""
 
     reusable: bool = True
-    """True if the next call may use the process, with the process group it has now."""
+    """True if the next call may use the process with its current process group."""
 
 
 def pickled(value: object) -> bytes:
-    """Pickle anything that cloudpickle can, lambdas and closures included."""
+    """Pickle a value by cloudpickle, which supports lambdas and closures."""
     return bytes(cloudpickle.dumps(value))
 
 
@@ -125,14 +127,14 @@ def packed(message: object) -> bytes:
 
 
 def send(sock: socket.socket, message: object) -> None:
-    """Send one message; waits until the other side has taken it."""
+    """Send one message; block until the socket has accepted it."""
     payload = packed(message)
     sock.sendall(_LENGTH.pack(len(payload)))
     sock.sendall(payload)  # apart: joined, a large one would be copied
 
 
 def receive(sock: socket.socket) -> Any:
-    """Wait for one message; ``None`` when the other side is gone."""
+    """Block until one message arrives; return None if the other side is gone."""
     head = _read(sock, _LENGTH.size)
     if head is None:
         return None
@@ -152,7 +154,7 @@ def _read(sock: socket.socket, count: int) -> bytearray | None:
 
 
 class Outbox:
-    """Sends messages over a socket without ever waiting for it."""
+    """Sends messages over a socket without blocking."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -160,16 +162,16 @@ class Outbox:
 
     @property
     def pending(self) -> bool:
-        """True if the socket has not taken everything yet."""
+        """True if part of a message has not been sent yet."""
         return bool(self._parts)
 
     def put(self, payload: bytes) -> None:
-        """Add a packed message, and send as much as the socket takes at once."""
+        """Queue a packed message, and send as much as possible."""
         self._parts += memoryview(_LENGTH.pack(len(payload))), memoryview(payload)
         self.flush()
 
     def flush(self) -> None:
-        """Send all that the socket takes; forget the rest if the other side is gone."""
+        """Send as much as possible; drop the rest if the other side is gone."""
         while self._parts:
             try:
                 count = self._sock.send(self._parts[0], socket.MSG_DONTWAIT)
@@ -184,7 +186,7 @@ class Outbox:
 
 
 class Inbox:
-    """Collects messages from a socket without ever waiting for it."""
+    """Collects messages from a socket without blocking."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock

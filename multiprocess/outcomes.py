@@ -1,4 +1,4 @@
-"""The outcome of one rank in one call, with its last collectives."""
+"""Outcome of one rank in one call, with its last collectives."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ class Collective:
     """Name of the process group."""
 
     number: int
-    """Position among this rank's collectives of that group, from 1; sends and receives
-    count apart, since not all ranks of a group take part in them."""
+    """Number among this rank's collectives of that group, from 1. Sends and receives
+    are counted separately, since only some ranks of a group take part in them."""
 
     op: str
     """Name of the operation."""
 
     tensors: str
-    """Type and shape of the first tensor, and how many more there are."""
+    """Type and shape of the first tensor, and the number of further tensors."""
 
     where: str
     """File and line of the caller outside torch."""
 
     ranks: tuple[int, ...] = ()
-    """Ranks of the group; empty where they are not known."""
+    """Ranks of the group; empty if unknown."""
 
     position: int = 0
-    """Position among all of this rank's records in this call, from 0."""
+    """Index among all of this rank's records in this call, from 0."""
 
     def __str__(self) -> str:
         return f"#{self.number} {self.op} {self.tensors} in {self.group}, {self.where}"
 
 
 class Place(enum.Enum):
-    """Where the main thread of a rank is, as the rank itself notes it."""
+    """Where the main thread of a rank is, as noted by the rank itself."""
 
     BODY = 0
-    """The function; also before its first wait and after its last."""
+    """In the function, outside of any wait."""
 
     COLLECTIVE = 1
-    """A collective, or a wait for one that was issued before."""
+    """In a collective, or in a wait for an earlier one."""
 
     JOINING = 2
-    """The making of a process group, which waits for its other ranks."""
+    """In the creation of a process group, which waits for its other ranks."""
 
     STORE = 3
-    """Waiting for a key of a store."""
+    """In a wait for a key of a store."""
 
     DONE = 4
-    """Done with its test, and waiting until the others are."""
+    """Done with its test, and waiting for the other ranks."""
 
     DEBUGGER = 5
-    """A debugger, which waits for its user."""
+    """In a debugger, which waits for its user."""
 
     @property
     def waits(self) -> bool:
@@ -66,40 +66,40 @@ class Place(enum.Enum):
 
 @dataclass(frozen=True)
 class Left:
-    """Early end of a test on one rank that is no failure: a skip, for example.
+    """Early end of a test on one rank that is not a failure: a skip, for example.
 
-    The test counts as skipped (or xfailed, ...) if all ranks end it alike.
+    The test counts as skipped (or xfailed, ...) if it ends so on all ranks.
     """
 
     kind: str
-    """Meaning of the exception for pytest: see ``rank.endings``."""
+    """What pytest makes of the exception: a constant of ``rank.endings``."""
 
     name: str
     """Qualified name of the exception's type."""
 
     reason: str
-    """The exception's text."""
+    """Text of the exception."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Result of a function that failed, and has more to report than its exception."""
+    """Result of a function that failed, with more than its exception."""
 
     error: BaseException
-    """Its failure."""
+    """Exception of the failure."""
 
     value: Any
-    """``RankOutcome.value`` of the failed rank."""
+    """Becomes ``RankOutcome.value`` of the failed rank."""
 
     traceback: str = ""
-    """Shown in place of the exception's own traceback."""
+    """Text to show instead of the exception's own traceback."""
 
     followed: bool = False
-    """True if only the failure of another rank made this one fail."""
+    """True if this failure is only a consequence of another rank's."""
 
 
 class RankState(enum.Enum):
-    """How a call ended on one rank; each member says when it is entered."""
+    """How a call ended on one rank."""
 
     OK = "ok"
     """The function returned."""
@@ -114,10 +114,10 @@ class RankState(enum.Enum):
     """A signal that the harness did not send ended the process."""
 
     HUNG = "hung"
-    """The limit passed, and no other rank had failed."""
+    """The time limit passed, and no other rank had failed."""
 
     VICTIM = "victim"
-    """Another rank failed first: this one waited for it or lost its connection."""
+    """Another rank failed first: this rank waited for it or lost its connection."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,20 +131,20 @@ class RankOutcome:
     """How the call ended."""
 
     value: Any = None
-    """Value that the function returned (``OK`` only), a ``Left``, or the ``value`` of
-    its ``Failed``."""
+    """Return value of the function (``OK`` only), a ``Left``, or the ``value`` of a
+    ``Failed``."""
 
     exception: BaseException | None = None
-    """The exception itself, where it could be pickled."""
+    """Exception object, if it could be pickled."""
 
     error_type: str | None = None
     """Qualified name of the exception's type."""
 
     message: str | None = None
-    """The exception's text, or what the harness knows about the end."""
+    """Text of the exception, or a description of how the rank ended."""
 
     traceback: str | None = None
-    """The rank's own traceback."""
+    """Traceback on the rank."""
 
     exit_code: int | None = None
     """Exit code of a process that exited."""
@@ -162,10 +162,10 @@ class RankOutcome:
     """Python stacks of all threads, dumped from outside."""
 
     collectives: tuple[Collective, ...] = ()
-    """The last collectives that the rank issued in this call, oldest first."""
+    """Last collectives that the rank issued in this call, oldest first."""
 
     ended_at_s: float = 0.0
-    """When the rank ended, in seconds of the machine's monotonic clock."""
+    """Time when the rank ended, on the machine's monotonic clock."""
 
     @property
     def ok(self) -> bool:
@@ -174,7 +174,7 @@ class RankOutcome:
 
     @property
     def headline(self) -> str:
-        """One line on the outcome."""
+        """Description of the outcome in one line."""
         return f"rank {self.rank}: {_HEADLINES[self.state](self)}"
 
 

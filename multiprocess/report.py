@@ -1,6 +1,6 @@
-"""A failed world in words: output rank by rank, victims, and last the root cause.
+"""Describe a failed world: output of each rank, victims, and last the root cause.
 
-Also where the ranks' collectives part, which the flight records of all ranks show.
+It also shows where the ranks' collectives differ, from their flight records.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from dataclasses import replace
 from .outcomes import Collective, RankOutcome, RankState
 
 _LAST = 3
-"""So many of each rank's collectives are shown."""
+"""Number of each rank's collectives that are shown."""
 
 _MAX_ALIKE = 16
-"""So many ranks of the same fate are shown one by one."""
+"""Number of ranks with the same outcome that are shown one by one."""
 
 _HEAD, _TAIL = 10, 40
-"""So many lines of a rank's output are shown; ``RankOutcome.output`` has more."""
+"""Number of lines shown of a rank's output; ``RankOutcome.output`` has more."""
 
 _WIDTH = 1000
-"""So many characters of a line."""
+"""Number of characters shown of a line."""
 
 # Differs from rank to rank: without it equal stacks are equal, and shown once.
 _THREAD_ID = re.compile(r"(?<=hread )0x[0-9a-f]+ ")
 
 TWO_SIDED = frozenset({"send", "recv", "recv_anysource"})
-"""Operations of two ranks of a group, which the others do not issue."""
+"""Operations between two ranks, which the other ranks of a group do not issue."""
 
 _FREE_SHAPES = frozenset(
     {"allgather", "all_to_all_single", "alltoall", "alltoall_base", "gather", "scatter"}
 )
-"""Collectives whose tensors may differ from rank to rank."""
+"""Collectives whose tensors may have different shapes on different ranks."""
 
 Records = Mapping[int, Sequence[Collective]]
 
@@ -44,7 +44,7 @@ def render_failure(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> str:
 
 
 def render_interrupted(outcomes: Sequence[RankOutcome]) -> str:
-    """Return where each rank was when its call was interrupted in the parent."""
+    """Describe where each rank was when its call was interrupted in the parent."""
     # Without "hung": no limit has passed.
     running = [
         replace(o, state=RankState.VICTIM) if o.state is RankState.HUNG else o
@@ -167,7 +167,7 @@ def find_desync(records: Records) -> str | None:
         records: Each rank's last collectives, oldest first.
 
     Returns:
-        One line per rank under a heading, or None if no collective differs.
+        One line for each rank under a heading; None if no collective differs.
     """
     calls = _first_difference(records)
     if not calls:
@@ -227,9 +227,9 @@ def ended_without(call: Collective, ended: Records) -> int | None:
     """Return a rank that ended without issuing a collective that needs it, or None.
 
     Args:
-        call: A collective that another rank has issued.
-        ended: The last collectives of ranks that issue none any more: whoever is in
-            that collective will never leave it.
+        call: Collective that another rank has issued.
+        ended: Last collectives of ranks that have ended. A rank in a collective that
+            one of them never issued waits for ever.
     """
     if call.op in TWO_SIDED:
         return None
@@ -246,7 +246,7 @@ def ended_without(call: Collective, ended: Records) -> int | None:
 
 
 def _has_all(issued: Sequence[Collective]) -> bool:
-    """True if these are all collectives of a rank, and not only the latest."""
+    """Return True if these are all collectives of a rank, and not only the latest."""
     return not issued or issued[0].position == 0
 
 

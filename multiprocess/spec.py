@@ -18,7 +18,7 @@ _USUAL = MappingProxyType({"gloo": ("cpu", "cuda"), "nccl": ("cuda",)})
 
 @dataclass(frozen=True, kw_only=True)
 class WorldSpec:
-    """Settings of one world of ranks; checked once, when made."""
+    """Settings of one world of ranks; validated on creation."""
 
     world_size: int
     """Number of ranks, at least 1."""
@@ -32,48 +32,50 @@ class WorldSpec:
     backend serves it, else the backend's first."""
 
     pg_options: str = ""
-    """Function that makes the ``pg_options`` of ``init_process_group``, as
-    ``"module:function"``. Each rank calls it for each default group that it makes."""
+    """Function ``"module:function"`` that returns the ``pg_options`` of
+    ``init_process_group``. Each rank calls it for each default group."""
 
     timeout_s: float = 60.0
-    """Limit of one call for the whole world; the clock starts when it is ready."""
+    """Time limit of one call; it starts when all ranks are ready."""
 
     isolation: Isolation = "pool"
-    """Things that a call shares with earlier ones: process group, ranks, nothing."""
+    """What a call shares with earlier ones: "pool" keeps ranks and process group,
+    "group" only the ranks, "process" nothing."""
 
     start_timeout_s: float = 120.0
-    """Limit for the forkserver to import what the ranks need, and for the ranks to join
-    their process group."""
+    """Time limit of the forkserver's imports, and for the ranks to join their process
+    group."""
 
     grace_s: float = 0.7
-    """How long the others may take to end by themselves after the first fault; and
-    then, when they are made to leave the function, to run ``finally`` and teardown."""
+    """After the first fault: seconds for the other ranks to end by themselves. Then, if
+    they are made to leave the function: seconds for ``finally`` and teardown."""
 
     threads: int = 1
-    """Intra-op threads of each rank; N ranks must not fight for the cores."""
+    """Intra-op threads of each rank; few, because the ranks share the cores."""
 
     seed: int = 0
-    """Seed of every generator of every rank, set again before each call."""
+    """Seed of all generators on every rank, set before each call."""
 
     output_limit: int = 64 * 1024
-    """Bytes kept of the head, and of the tail, of one rank's output in one call."""
+    """Number of bytes kept of the head, and of the tail, of one rank's output in a
+    call."""
 
     share_devices: bool = False
-    """True if several ranks may share one CUDA device; NCCL 2.31 or later lets them."""
+    """True if several ranks may share a CUDA device; needs NCCL 2.31 or later."""
 
     visible_devices: tuple[str, ...] = ()
-    """CUDA devices that the ranks may see; all that the parent may see by default."""
+    """CUDA devices that the ranks may use; by default all of the parent's."""
 
     default_group: bool = True
-    """True if a default process group is there when a call begins; without one, the
-    function makes and destroys its own."""
+    """True if a default process group exists when a call begins; otherwise the function
+    creates and destroys its own."""
 
     preload: tuple[str, ...] = ()
-    """Modules that the forkserver imports once, before ranks are forked from it."""
+    """Modules that the forkserver imports once, before it forks ranks."""
 
     @property
     def kind(self) -> WorldSpec:
-        """Settings of the ranks alone: those of a call have their defaults."""
+        """Settings of the ranks only; those of a call have their defaults."""
         return replace(self, timeout_s=60.0, isolation="pool")
 
     def __post_init__(self) -> None:
@@ -109,24 +111,25 @@ class WorldSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class CallOptions:
-    """Options that may differ from one call on a cluster to the next."""
+    """Options that may differ between calls on one cluster."""
 
     timeout_s: float
-    """Limit of the call for the whole world."""
+    """Time limit of the call; it starts when all ranks are ready."""
 
     isolation: Isolation = "pool"
-    """Things that the call shares with earlier ones."""
+    """What the call shares with earlier ones: see ``WorldSpec``."""
 
     leaves_nothing: bool = False
-    """Replace the ranks if the call leaves a thread running, or a collective that it
-    never waited for. Meant for tests, which must not affect the next one."""
+    """True to replace the ranks if the call leaves a thread running, or a collective
+    that was not waited for. Meant for tests, which must not affect the next one."""
 
     live: bool = False
-    """Show the ranks' output on stdout while they run, each line with its rank."""
+    """True to show the ranks' output while they run, each line with its rank."""
 
     prepares: bool = False
-    """The function prepares first, as by imports: the limit counts from where all ranks
-    have called ``World._begin``, and ``start_timeout_s`` limits the time before."""
+    """True if the function prepares first, such as by imports. The time limit then
+    starts when all ranks have called ``World._begin``; ``start_timeout_s`` limits the
+    time before."""
 
     def __post_init__(self) -> None:
         check_isolation(self.isolation)
@@ -135,7 +138,7 @@ class CallOptions:
 
 @lru_cache
 def devices_of(backend: str) -> tuple[str, ...]:
-    """Return the types of device that a backend of torch serves.
+    """Return the device types that a backend of torch supports.
 
     Raises:
         ValueError: torch has no such backend.
@@ -176,7 +179,7 @@ def check_positive(name: str, value: float) -> None:
 
 
 def _make_tuple(spec: WorldSpec, name: str) -> None:
-    """Take a list for the tuple that can be compared and looked up."""
+    """Convert a list in a setting to a tuple, which is hashable."""
     value = getattr(spec, name)
     if isinstance(value, str) or not all(isinstance(each, str) for each in value):
         raise TypeError(f"{name} must be a tuple of names, got {value!r}")

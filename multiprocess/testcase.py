@@ -1,7 +1,7 @@
 """``TestCase``: a unittest class whose tests run on every rank of a world.
 
-Its settings have the names of torch's test classes. A ``Cluster`` that stays warm does
-the work of their processes.
+Its settings have the names of torch's test classes. Instead of new processes for each
+test it uses a warm ``Cluster``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _defaults = _NO_DEFAULTS
 
 
 def use(submit: Submit | None, defaults: Mapping[str, Any] = _NO_DEFAULTS) -> None:
-    """Have all tests run where ``submit`` says; on ranks of our own by default.
+    """Make all tests run by ``submit``; by default on a cluster of this module.
 
     Args:
         submit: Runs a test.
@@ -64,14 +64,14 @@ def run_on_ranks(spec: WorldSpec, fn: Callable[..., Any], *args: Any) -> None:
     """Run one test on every rank; raise the exception for unittest.
 
     Args:
-        spec: The world.
-        fn: Function for each rank, which finds the test by ``CaseRef.find``; it returns
-            ``Left`` where it skips.
+        spec: Settings of the world.
+        fn: Function that runs on each rank and finds the test by ``CaseRef.find``. It
+            returns a ``Left`` if it skips.
         *args: Its arguments.
 
     Raises:
-        SkipTest: All ranks have skipped it.
-        WorldError: At least one rank has failed; or all have, as the test expects.
+        SkipTest: All ranks skipped the test.
+        WorldError: At least one rank failed; or all failed as the test expects.
     """
     __tracebackhide__ = True
     options = CallOptions(
@@ -94,10 +94,10 @@ def run_on_ranks(spec: WorldSpec, fn: Callable[..., Any], *args: Any) -> None:
 class TestCase(unittest.TestCase):
     """Runs ``setUp``, the test and ``tearDown`` on every rank.
 
-    Settings are attributes of the class. In a session of pytest its command line and
-    ini file give ``backend``, ``isolation`` and ``timeout_s`` to classes that do not
-    set them. ``setUpClass`` and ``tearDownClass`` run once, in the parent; ranks do not
-    see attributes that they set on the class.
+    Settings are attributes of the class. In a pytest session, ``backend``,
+    ``isolation`` and ``timeout_s`` of classes that do not set them come from the
+    command line and the ini file. ``setUpClass`` and ``tearDownClass`` run once, in the
+    parent; ranks do not see attributes that they set on the class.
 
     Example:
         class TestReduce(TestCase):
@@ -110,7 +110,7 @@ class TestCase(unittest.TestCase):
     """
 
     MAIN_PROCESS_RANK = -1
-    """``rank`` in the parent."""
+    """Value of ``rank`` in the parent."""
 
     world_size: Any = 2
     """Number of ranks; may be a property."""
@@ -119,17 +119,18 @@ class TestCase(unittest.TestCase):
     """Backend of the default process group."""
 
     device_type: Any = "cpu"
-    """Type of the device of each rank; as ``WorldSpec.device`` if no class sets it."""
+    """Type of the device of each rank; if no class sets it, as for
+    ``WorldSpec.device``."""
 
     default_group = True
-    """True if a process group is there when ``setUp`` begins; otherwise the test makes
-    one, with ``current_world().store`` for its store, and destroys it."""
+    """True if a process group exists when ``setUp`` begins. Otherwise the test creates
+    one, with the store ``current_world().store``, and destroys it."""
 
     isolation: Isolation = "pool"
-    """Things that a test shares with earlier ones: see ``WorldSpec``."""
+    """What a test shares with earlier ones: see ``WorldSpec``."""
 
     timeout_s = 60.0
-    """Limit of one test for the whole world."""
+    """Time limit of one test."""
 
     rank = MAIN_PROCESS_RANK
     _unexpected: WorldError | None = None
@@ -137,12 +138,12 @@ class TestCase(unittest.TestCase):
     def assertEqual(
         self, first: Any, second: Any, msg: Any = None, **tolerances: Any
     ) -> None:
-        """Compare as unittest does; tensors by ``torch.testing.assert_close``.
+        """Compare as unittest does, but tensors by ``torch.testing.assert_close``.
 
         Args:
-            first: Any value; tensors may lie in sequences and mappings.
+            first: Any value; tensors may be inside sequences and mappings.
             second: Expected value.
-            msg: Shown when it is not.
+            msg: Shown if the values differ.
             **tolerances: ``rtol``, ``atol`` and others of ``assert_close``.
         """
         torch = sys.modules.get("torch")
@@ -166,12 +167,12 @@ class TestCase(unittest.TestCase):
         return WorldSpec(**settings)
 
     def _sets(self, name: str) -> bool:
-        """True if a subclass or this instance has a setting of its own."""
+        """Return True if a subclass or this instance sets a setting."""
         owners = (cls for cls in type(self).__mro__ if name in vars(cls))
         return name in vars(self) or next(owners) is not TestCase
 
     def _become_rank(self, world: World) -> None:
-        """Be a test on one rank of a world."""
+        """Take over rank and settings of the world on which this test runs."""
         self.rank = world.rank
         found = {"backend": world.backend, "device_type": world.device.type}
         for name, value in found.items():

@@ -1,12 +1,13 @@
-"""A gradient scaler that cannot let ranks disagree.
+"""A gradient scaler with which ranks cannot disagree.
 
 - The two classes are torch's, with torch's names, errors and state (``grad_scaler``,
-  ``sharded``). Where they differ, docs/deviations.md has the defect that is cured.
-- Every step, or what comes before it, begins with one collective: each rank gets a row
-  of all ranks, with what was found and the state that must be equal (``sync``).
-- Nothing is remembered about gradients: after a call ``.grad`` holds what the name of
-  the call says.
-- A call that raises begins its optimizer's part of the iteration anew, on all ranks.
+  ``sharded``). docs/deviations.md lists where they differ, and the defect that each
+  difference fixes.
+- Every step, or a call before it, makes one collective. With it each rank sends its
+  findings and the state that must be equal, and gets those of all ranks (``sync``).
+- The scaler keeps no state about gradients: the last call on an optimizer determines
+  what ``.grad`` holds.
+- If a call raises, its optimizer's part of the iteration starts again, on all ranks.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
 """Core of a scaler: the clip, the step, the row of a sync, and a call that raises.
 
-`GradScaler` in ``grad_scaler.py`` has the calls that users make; they are built from
-these. Names that torch's classes have as well are called and replaced by its users.
+`GradScaler` in ``grad_scaler.py`` has the public calls, which are built from these
+methods. Users may call or override the methods that torch's classes have as well.
 """
 
 from __future__ import annotations
@@ -57,13 +57,14 @@ class _Measured(NamedTuple):
     """Global norm of an optimizer's gradients.
 
     Attributes:
-        norm: (), unscaled, on the device of the scale.
-        grads: this rank's.
-        is_divided: they carry no scale, by an earlier unscale_ or for the norm.
-        carried: the scale that they are still multiplied by; 1 if they are divided.
-        factor: clips them.
-        is_finite: no overflow, as far as the host sees.
-        is_refused: a rank refuses a norm that is not finite.
+        norm: norm of the unscaled gradients, (), on the device of the scale.
+        grads: gradients of this rank.
+        is_divided: True if the gradients carry no scale, after unscale_ or for the
+            norm.
+        carried: scale by which they are still multiplied; 1 if they are divided.
+        factor: factor by which they are clipped.
+        is_finite: True if there is no overflow, as far as the host knows.
+        is_refused: True if a rank raises for a non-finite norm.
     """
 
     norm: torch.Tensor
@@ -75,7 +76,7 @@ class _Measured(NamedTuple):
     is_refused: bool
 
     def divisor(self) -> torch.Tensor | None:
-        """Return the divisor with which a kernel unscales and clips, (), fp32.
+        """Return the divisor by which a kernel unscales and clips, (), fp32.
 
         None if fp32 cannot hold it. On an accelerator, where reading it would
         synchronise, a norm beyond fp32 then clips to zero.
@@ -579,14 +580,14 @@ def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
 
 
 def is_fused(optimizer: Any) -> bool:
-    """Return whether the optimizer divides by ``grad_scale`` and skips by itself."""
+    """Return True if the optimizer divides by ``grad_scale`` and skips by itself."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def takes_scaler(optimizer: Any, *, stacklevel: int) -> bool:
-    """Return whether ``step`` asks for the scaler itself, the old contract.
+    """Return True if ``step`` takes the scaler as an argument, a deprecated contract.
 
-    Warns then, as torch does, of the line ``stacklevel`` frames above.
+    Then warns, as torch does, at the line ``stacklevel`` frames above.
     """
     step: Any = getattr(optimizer.step, "__func__", optimizer.step)
     try:
@@ -611,11 +612,11 @@ _TAKES_SCALER: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary(
 
 
 def _makes_momentum(optimizer: Any) -> bool:
-    """Return whether the next step makes the momentum of torch's SGD, in any group.
+    """Return True if the next step of torch's SGD creates momentum, in any group.
 
-    torch's fused SGD makes it of uninitialised memory for the kernel to fill, for a
-    whole group at once. A kernel that skips does not fill the buffer, and the next step
-    reads uninitialised memory (B21).
+    torch's fused SGD creates uninitialised buffers for a whole group, which the kernel
+    fills. A kernel that skips does not fill them, and the next step reads uninitialised
+    memory (B21).
     """
     try:
         for group in optimizer.param_groups:

@@ -1,6 +1,6 @@
 """Errors of a scaler: `InvalidSettingError` at once, `ScalerError` while training.
 
-The second half writes the errors of a sync from the values of all ranks.
+The functions build the errors of a sync from the values of all ranks.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Any
 
 
 class InvalidSettingError(ValueError, AssertionError):
-    """A setting that no run can work with.
+    """A setting with which no run can work.
 
-    It is an ``AssertionError`` as well, because that is what ``torch.amp.GradScaler``
-    raises for two of these settings and callers may catch it.
+    It is also an ``AssertionError``, because ``torch.amp.GradScaler`` raises that for
+    two of these settings and callers may catch it.
     """
 
 
 class ScalerError(RuntimeError):
-    """Root of everything that goes wrong while training; can be pickled.
+    """Base class of all errors while training; can be pickled.
 
     Args:
-        message: cause of the error, and the way out.
-        **data: the attributes of the error.
+        message: cause of the error, and what to do.
+        **data: attributes of the error.
     """
 
     def __init__(self, message: str, **data: Any) -> None:
@@ -32,16 +32,16 @@ class ScalerError(RuntimeError):
 
 
 class RanksDisagreeError(ScalerError):
-    """The ranks of one sync hold different state; raised on every rank alike.
+    """The ranks of one sync hold different state; raised on every rank.
 
     Attributes:
         rank: this rank, in the group that syncs.
         world_size: number of ranks in that group.
-        call: the method that this rank had called.
+        call: method that this rank called.
         here: values of this rank, by field.
-        lowest: the smallest value over all ranks, by field that differs.
-        highest: the largest value over all ranks, by field that differs.
-        values: the value of each rank, by field that differs; nan is not compared.
+        lowest: smallest value over all ranks, by differing field.
+        highest: largest value over all ranks, by differing field.
+        values: value of each rank, by differing field; nan is not compared.
     """
 
     rank: int
@@ -54,12 +54,12 @@ class RanksDisagreeError(ScalerError):
 
 
 class PeerFailedError(ScalerError):
-    """Another rank raised while it read its gradients; no rank steps.
+    """Another rank raised before or while it read its gradients; no rank steps.
 
     Attributes:
         rank: this rank, in the group that syncs.
-        call: the method that this rank had called.
-        failed: the ranks that raised.
+        call: method that this rank called.
+        failed: ranks that raised.
     """
 
     rank: int
@@ -68,10 +68,10 @@ class PeerFailedError(ScalerError):
 
 
 class TooManySkipsError(ScalerError):
-    """The limit ``Policy.max_consecutive_skips`` is reached.
+    """The scaler reached the limit ``Policy.max_consecutive_skips``.
 
     Attributes:
-        skips: skipped iterations in a row.
+        skips: number of skipped iterations in a row.
         scales: scales of the last iterations, oldest first, as far as the host knows.
     """
 
@@ -80,7 +80,7 @@ class TooManySkipsError(ScalerError):
 
 
 def not_finite(norm: float, norm_type: float) -> RuntimeError:
-    """Return the error of a clip that refuses a norm which is not finite."""
+    """Return the error of a clip with ``error_if_nonfinite`` and a non-finite norm."""
     return RuntimeError(
         f"The total norm of order {norm_type} of the gradients is {norm}, so "
         "they cannot be clipped. Pass error_if_nonfinite=False to let step() skip "
@@ -98,13 +98,13 @@ CALLS = (
     "update()",
     "load_state_dict()",
 )
-"""Purpose of a sync, and the methods that make it."""
+"""Purpose of a sync -> methods that make it."""
 
 
 def peer_failed(
     method: str, rank: int, size: int, failed: Sequence[int]
 ) -> PeerFailedError:
-    """Return the error for an exception on other ranks, the ``failed`` ones."""
+    """Return the error of this rank after other ranks raised."""
     return PeerFailedError(
         f"{method} on rank {rank} of {size}: {_ranks(failed)} raised before or "
         "while reading its gradients, so no rank steps. The cause is in that "
@@ -122,14 +122,14 @@ def ranks_disagree(
     here: Mapping[str, float],
     columns: Mapping[str, Sequence[float]],
 ) -> RanksDisagreeError:
-    """Return the error for fields that differ.
+    """Return the error for fields that differ between ranks.
 
     Args:
         method: name of the calling method.
         rank: this rank.
         size: number of ranks.
         here: values of this rank, by field.
-        columns: the values of all ranks, by field that differs.
+        columns: values of all ranks, by differing field.
     """
     # A row of another call has another position, too: the first one is told.
     first, way_out = next(

@@ -1,24 +1,25 @@
 """The global norm over ranks, and clipping by it.
 
 [Note: Each replica once]
-Inside the mesh of a DTensor the placements say how often each element is held. Outside
-of it, and for plain tensors, nothing says whether two ranks hold the same thing (data
-parallel) or different things (pipeline stages, experts). But a replica has the same
-gradient to the last bit, or training would drift apart, and different things do not
-have the same norm to the last bit. So each rank sends, for each mesh it has gradients
-on, the norm of its part, the identity of the mesh (its ranks; a plain tensor has a mesh
-of this rank alone) and the kind of that mesh. Every rank adds up the powers of each
-mesh and counts meshes of one kind with equal sums once. The sums do not depend on the
-order of the ranks, since replicas may list theirs in different orders. All ranks do
-this on the same numbers, so they clip alike whatever happens.
+Inside the mesh of a DTensor, the placements determine how many ranks hold each element.
+Outside of it, and for plain tensors, two ranks may hold the same parameters (data
+parallel) or different ones (pipeline stages, experts). But replicas have bitwise equal
+gradients, or training would diverge, and different gradients do not have bitwise equal
+norms. So for each mesh with gradients, a rank sends the norm of its part, the identity
+of the mesh (its ranks) and its kind. A plain tensor has a mesh of this rank alone.
+Every rank adds up the powers of each mesh, and counts meshes of one kind with equal
+sums once. The sums do not depend on the order of the ranks, since replicas may list
+theirs in different orders. All ranks compute from the same numbers, so they always clip
+alike.
 
-One mesh may hold replicas beside parameters of its own: see `replicas.py`.
+One mesh may hold replicas and also parameters that no other mesh holds: see
+`replicas.py`.
 
 [Note: Replicas that round apart]
-Ranks with other numbers of threads may round the norm of one and the same gradient
-apart. Meshes of one kind whose norms differ in any bit are told apart by the bits of
-their gradients (`replicas.py`), whose sum no order changes; from then on norms of
-replicas may differ by rounding.
+Ranks with different numbers of threads may round the norm of equal gradients
+differently. So if norms of meshes of one kind differ in any bit, replicas are
+identified by the bits of their gradients (`replicas.py`), whose sum does not depend on
+the order. From then on norms of replicas may differ by rounding.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from .sync import NORMS
 from .torch_internals import specs
 
 MESHES = NORMS // 3
-"""Meshes that the gradients of one optimizer may lie on, on one rank."""
+"""Largest number of meshes of one optimizer's gradients on one rank."""
 
 
 @lru_cache(maxsize=65536)
@@ -66,8 +67,8 @@ class Layout(NamedTuple):
     """Mesh and replication of gradients.
 
     Attributes:
-        mesh: hash of the ranks of the mesh, in its order. The hash is negative until
-            ``replicas.py`` has told replicas of the mesh apart.
+        mesh: hash of the ranks of the mesh, in its order. It is negative until
+            ``replicas.py`` has identified the replicas of the mesh.
         ranks: ranks of the default process group, in ascending order.
         kind: names of the axes of the mesh, and their sizes.
         copies: number of ranks that hold each element.
@@ -90,7 +91,7 @@ def _layout_on(mesh: Any, placements: tuple[Any, ...]) -> Layout:
 
 
 def layout_of(spec: Any) -> Layout:
-    """Return where the gradient of a spec lies; without one it is a plain tensor.
+    """Return the layout of a gradient with this DTensor spec, or of a plain tensor.
 
     A plain tensor has a mesh of this rank alone.
     """
@@ -110,21 +111,21 @@ def _kind_of(family: str, detail: str) -> float:
 
 
 class GradsByMesh(dict[Layout, Gradients]):
-    """Local gradients by where they lie, then by device and dtype.
+    """Local gradients by layout, then by device and dtype.
 
     Attributes:
-        kinds: kind and number of elements of each mesh, as one number.
+        kinds: mesh -> its kind and number of elements, as one number.
     """
 
     kinds: Mapping[float, float] = {}
 
 
 class Places(NamedTuple):
-    """Where the gradients of an optimizer lay in its last clip.
+    """Layouts of an optimizer's gradients in its last clip.
 
     Attributes:
-        specs: spec of each gradient.
-        members: the positions of the gradients of each layout.
+        specs: DTensor spec of each gradient, or None.
+        members: layout -> indices of its gradients.
         kinds: kinds of the meshes, as in GradsByMesh.
     """
 
@@ -143,14 +144,14 @@ def grads_by_mesh(
     *,
     allow_fp16: bool,
 ) -> GradsByMesh:
-    """Collect the local gradients of an optimizer by where they lie.
+    """Collect the local gradients of an optimizer by layout.
 
-    Partial gradients are summed up first, a collective over their mesh. ``group``: the
-    ranks that sync; None if this rank is on its own.
+    Partial gradients are summed first, by a collective over their mesh. ``group`` has
+    the ranks that sync; None if this rank syncs with no other.
 
     Raises:
-        ValueError: an fp16 gradient, and ``allow_fp16`` is false; or a mesh has other
-            ranks than those that sync.
+        ValueError: there is an fp16 gradient and ``allow_fp16`` is false; or a mesh has
+            ranks that do not sync.
     """
     holders = record.holders
     by_mesh = GradsByMesh()
@@ -268,17 +269,17 @@ def _one_by_one(optimizer: Any, found: list[Any]) -> tuple[list[Any], list[Any]]
 def local_norms(
     grads: GradsByMesh, norm_type: float, scale: Number
 ) -> tuple[list[Number], torch.Tensor | None]:
-    """Read the gradients; return this rank's part of the global norm, unscaled.
+    """Return this rank's part of the global norm of the unscaled gradients.
 
-    ``scale`` is what they are still multiplied by; a tensor decides on which device the
-    result is wanted.
+    ``scale`` is the scale that they still carry. If it is a tensor, the result is
+    computed on its device.
 
     Returns:
-        For MESHES meshes: mesh, kind and norm, zeros where unused; and found_inf, (),
-        fp32: 1 if a local gradient is not finite, None without any.
+        For MESHES meshes: mesh, kind and norm, zeros if unused. And found_inf, (),
+        fp32: 1 if a local gradient is not finite; None if there are no gradients.
 
     Raises:
-        ValueError: the gradients lie on more than MESHES meshes.
+        ValueError: the gradients are on more than MESHES meshes.
     """
     parts: dict[float, list[Number]] = defaultdict(list)
     for layout, groups in grads.items():
@@ -355,21 +356,21 @@ def norm_alone(entries: list[Number], norm_type: float) -> Number:
 
 
 ROUNDING = 2.0**-12
-"""Norms of one gradient that are rounded in another order differ by less: twice the
-6e-5 of [Note: Exact enough] in grads.py."""
+"""Largest relative difference of norms of equal gradients that are summed in different
+orders: twice the 6e-5 of [Note: Exact enough] in grads.py."""
 
 
 def norm_on_host(
     entries: Iterable[Sequence[float]], norm_type: float, *, is_told: bool = False
 ) -> float | None:
-    """Return the norm over all ranks; None if replicas must be told apart first.
+    """Return the norm over all ranks; None if replicas must be identified first.
 
     See [Note: Each replica once].
 
     Args:
-        entries: mesh, kind and norm, of all ranks; unused ones have mesh 0.
+        entries: (mesh, kind, norm) of all ranks; unused ones have mesh 0.
         norm_type: order of the norm; may be infinite.
-        is_told: replicas have just been told apart.
+        is_told: true if replicas have just been identified.
     """
     used = [entry for entry in entries if entry[0]]
     norms = [norm for _, _, norm in used]
@@ -413,14 +414,14 @@ def _is_unclear(
 
 
 def global_norm(entries: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the norm over all ranks without reading it; as `norm_on_host`.
+    """Return the norm over all ranks like `norm_on_host`, without a host wait.
 
     Args:
         entries: (..., 3), fp64: mesh, kind and norm, of all ranks.
         norm_type: order of the norm; may be infinite.
 
     Returns:
-        (), fp64, on the device of the entries.
+        The norm, (), fp64, on the device of the entries.
     """
     # No size depends on the data, so nothing is read; the work grows as n log n.
     mesh, kind, norm = entries.reshape(-1, 3).T.contiguous()  # (n,) each

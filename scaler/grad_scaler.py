@@ -1,4 +1,4 @@
-"""GradScaler: scale, unscale_, clip_grad_norm_, step, update, as in torch, on N ranks.
+"""GradScaler: scale, unscale_, clip_grad_norm_, step, update as in torch, on N ranks.
 
 1. ``scale(loss)`` multiplies the loss; backward makes scaled gradients.
 2. ``unscale_``, ``clip_grad_norm_``, ``clip_and_step`` or ``step`` checks this rank's
@@ -7,17 +7,17 @@
 3. ``step`` or ``clip_and_step`` calls the optimizer, on all ranks or on none.
 4. ``update`` moves the scale (``policy.py``) and ends the iteration.
 
-Nothing about a gradient is kept between calls: what ``.grad`` holds follows from the
-name of the last call.
+Nothing about a gradient is kept between calls: the last call determines what ``.grad``
+holds.
 
 [Note: A call that raises]
-A sync that fails raises on every rank. Whatever raises in a call, also in the optimizer
-that it steps, the iteration begins anew: gradients that were divided are multiplied by
-the scale again, what the call found is dropped, and an optimizer that has stepped may
-step again, on new gradient tensors. So whoever catches the error, drops the batch and
-goes on trains as if the batch had not been, with an `update` in between (which then
-moves nothing, unless other optimizers have stepped) or without. Errors of wrong call
-order are raised before anything has happened, and are also sent to the other ranks.
+A sync that fails raises on every rank. After any exception in a call, also from an
+optimizer's step, the iteration begins anew. Divided gradients are multiplied by the
+scale again, findings of the call are dropped, and an optimizer that has stepped may
+step again, on new gradient tensors. To recover, catch the error, drop the batch and go
+on: training continues as if the batch had not existed. Calling `update` first is
+allowed, and moves nothing unless other optimizers have stepped. Errors of wrong call
+order are raised before anything is changed, and are also sent to the other ranks.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ Outputs = TypeVar("Outputs", bound="torch.Tensor | Iterable[Any]")
 class GradScaler(ScalerCore):
     """Gradient scaler for one process or many; a drop-in for ``torch.amp.GradScaler``.
 
-    All ranks skip a step or none does, and the scale is the same on every rank. By
-    default all ranks of the default process group sync, whatever parameters they hold;
-    without a process group there is no collective. See [Note: Which ranks sync] in
+    Either all ranks skip a step or none, and the scale is the same on every rank. By
+    default all ranks of the default process group sync, whatever parameters they hold.
+    Without a process group there is no collective. See [Note: Which ranks sync] in
     ``sync_group.py``.
 
     Args:
@@ -71,15 +71,16 @@ class GradScaler(ScalerCore):
         growth_interval: number of good steps in a row before the scale grows.
         enabled: if false, `step` calls the optimizer, `clip_grad_norm_` clips, and the
             other methods do nothing.
-        sync_over: the ranks that sync: ``"world"`` (all ranks), a process group, a
-            device mesh of any number of axes, or ``"local"`` (no collective: gradients
-            are already equal on all ranks that matter).
-        fp16_gradients: ``"refuse"`` them as torch does, or divide them ``"in_place"``,
-            as its ShardedGradScaler does, which flushes small values to zero.
-        policy: limits, hysteresis and the like; the default is torch's rule.
+        sync_over: ranks that sync: ``"world"`` (all ranks), a process group, a device
+            mesh of any number of axes, or ``"local"``. The last makes no collective:
+            use it if all ranks of the model already have equal gradients.
+        fp16_gradients: ``"refuse"`` raises for them as torch does. ``"in_place"``
+            divides them as its ShardedGradScaler does, which flushes small values to
+            zero.
+        policy: limits, hysteresis and other rules; the default is torch's rule.
 
     Raises:
-        InvalidSettingError: a setting that no run can work with.
+        InvalidSettingError: a setting is invalid.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class GradScaler(ScalerCore):
             The products in the same nest; the outputs themselves if disabled.
 
         Raises:
-            ValueError: something that is neither a tensor nor iterable.
+            ValueError: an output is neither a tensor nor iterable.
         """
         if not self._enabled:
             return outputs
@@ -159,18 +160,20 @@ class GradScaler(ScalerCore):
     def unscale_(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Divide this optimizer's gradients by the scale, and sync found_inf.
 
-        Optional: only to look at gradients, or to change them, before `step`. Call it
-        once per optimizer and iteration, after all gradients are accumulated. One
-        collective when several ranks sync. As in torch, a gradient that two optimizers
-        share is divided for each of them.
+        Optional: use it to inspect or change gradients before `step`. Call it once per
+        optimizer and iteration, after all gradients are accumulated. It makes one
+        collective if several ranks sync. As in torch, a gradient that two optimizers
+        share is divided twice.
 
         Args:
-            optimizer: its gradients are changed in place; None on a rank that lacks it.
+            optimizer: optimizer whose gradients are changed in place; None on a rank
+                that lacks it.
 
         Raises:
             RuntimeError: called twice, or after `step`, in one iteration.
             AssertionError: the gradients cannot have been scaled yet.
-            ValueError: an fp16 gradient, and ``fp16_gradients`` is ``"refuse"``.
+            ValueError: there is an fp16 gradient and ``fp16_gradients`` is
+                ``"refuse"``.
             RanksDisagreeError: the ranks hold different state, or call something else.
             PeerFailedError: another rank raised.
         """
@@ -209,21 +212,20 @@ class GradScaler(ScalerCore):
     ) -> torch.Tensor:
         """Unscale this optimizer's gradients and clip them by their global norm.
 
-        Takes the place of `unscale_` and ``torch.nn.utils.clip_grad_norm_``. The norm
-        is that of all gradients on all ranks that sync, each shard added and each
-        replica counted once (see [Note: Each replica once] in ``global_norm.py``).
-        Afterwards ``.grad`` is unscaled and clipped; after an overflow it is of no use,
-        and `step` will skip. `clip_and_step` is faster. A disabled scaler clips in the
-        same way.
+        Replaces `unscale_` and ``torch.nn.utils.clip_grad_norm_``. The norm is that of
+        all gradients on all ranks that sync: shards are added, and each replica counts
+        once (see [Note: Each replica once] in ``global_norm.py``). Afterwards ``.grad``
+        is unscaled and clipped. After an overflow it is invalid, and `step` will skip.
+        `clip_and_step` is faster. A disabled scaler clips in the same way.
 
         Args:
-            optimizer: plain tensors and DTensors on up to four meshes; None on a rank
-                that lacks it.
+            optimizer: optimizer of plain tensors, and of DTensors on up to four meshes;
+                None on a rank that lacks it.
             max_norm: largest norm after the call, at least 0; the same on all ranks.
             norm_type: order of the norm, 2 or any other above 0, also infinite; the
                 same on all ranks.
-            error_if_nonfinite: raise if the norm is not finite; synchronises. `step`
-                then skips, and `update` reduces the scale, as without it.
+            error_if_nonfinite: raise if the norm is not finite; synchronises with the
+                device. Afterwards `step` skips and `update` reduces the scale as usual.
 
         Returns:
             (), fp32, on the device of the scale: the norm of the unscaled gradients
@@ -231,13 +233,13 @@ class GradScaler(ScalerCore):
             finite after an overflow.
 
         Raises:
-            InvalidSettingError: ``max_norm`` or ``norm_type`` is no such number.
+            InvalidSettingError: ``max_norm`` or ``norm_type`` is invalid.
             RuntimeError: called after `step` or twice, or the norm is not finite and
                 ``error_if_nonfinite`` is set.
-            NotImplementedError: complex gradients.
+            NotImplementedError: a gradient is complex.
             AssertionError: the gradients cannot have been scaled yet.
-            ValueError: an fp16 gradient, and ``fp16_gradients`` is ``"refuse"``; or
-                a mesh of the gradients has ranks that do not sync.
+            ValueError: there is an fp16 gradient and ``fp16_gradients`` is
+                ``"refuse"``; or a mesh of the gradients has ranks that do not sync.
             RanksDisagreeError: the ranks hold different state, or clip differently.
             PeerFailedError: another rank raised.
         """
@@ -257,18 +259,18 @@ class GradScaler(ScalerCore):
     ) -> torch.Tensor:
         """Unscale, clip by the global norm, and step, or skip, in one call.
 
-        The same as `clip_grad_norm_` and `step`, faster: a fused optimizer divides and
-        clips in its own kernel, by its ``grad_scale``; others take one multiplication.
-        Afterwards ``.grad`` is unscaled and clipped; a fused optimizer's kernel writes
-        it back. As in `step`, a pre-hook of a fused optimizer sees gradients that are
-        still scaled. A disabled scaler clips and steps.
+        Equivalent to `clip_grad_norm_` and `step`, but faster: a fused optimizer
+        divides and clips in its own kernel, by its ``grad_scale``; other optimizers
+        need one multiplication. Afterwards ``.grad`` is unscaled and clipped; a fused
+        kernel writes it back. As in `step`, a pre-hook of a fused optimizer gets
+        gradients that are still scaled. A disabled scaler clips and steps.
 
         Args:
             optimizer: see `clip_grad_norm_`; None on a rank that lacks it.
             max_norm: see `clip_grad_norm_`.
             norm_type: see `clip_grad_norm_`.
-            error_if_nonfinite: raise if the norm is not finite; synchronises. The step
-                is skipped then, as without it.
+            error_if_nonfinite: raise if the norm is not finite; synchronises with the
+                device. The step is skipped in any case.
 
         Returns:
             The norm, as `clip_grad_norm_` returns it.
@@ -295,19 +297,22 @@ class GradScaler(ScalerCore):
         scale themselves and skip on the device, without a host synchronisation.
 
         Args:
-            optimizer: the optimizer to step. Pass None on a rank that lacks it, in the
-                order of the other ranks. The call takes part in their first sync of
-                that optimizer, unless `unscale_` or a clip with None has done so.
-            *args: handed to ``optimizer.step``.
-            **kwargs: handed to ``optimizer.step``.
+            optimizer: optimizer to step. A rank that lacks it passes None, in the same
+                order of calls as the other ranks. The call takes part in their first
+                sync of that optimizer, unless `unscale_` or a clip with None has done
+                so.
+            *args: arguments of ``optimizer.step``.
+            **kwargs: keyword arguments of ``optimizer.step``.
 
         Returns:
             The result of ``optimizer.step``; None if it was skipped.
 
         Raises:
-            RuntimeError: a closure; called twice.
+            RuntimeError: a closure is given, or `step` is called twice in one
+                iteration.
             AssertionError: the gradients cannot have been scaled, or there are none.
-            ValueError: an fp16 gradient, and ``fp16_gradients`` is ``"refuse"``.
+            ValueError: there is an fp16 gradient and ``fp16_gradients`` is
+                ``"refuse"``.
             RanksDisagreeError: the ranks hold different state, or call something else.
             PeerFailedError: another rank raised.
         """
@@ -418,19 +423,20 @@ class GradScaler(ScalerCore):
 
     @no_compile
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Move the scale and end the iteration.
+        """Adjust the scale and end the iteration.
 
         After an overflow the scale is multiplied by the backoff factor, after
-        ``growth_interval`` good iterations by the growth factor. It stays finite and
-        above zero whatever happens.
+        ``growth_interval`` good iterations by the growth factor. It always stays finite
+        and above zero.
 
         Args:
-            new_scale: set this scale instead: a number, or a tensor with one element on
-                a device of the scaler's type, without gradient. It is copied. The
-                iteration counts in `counters`, and in the policy's limit of skips.
+            new_scale: scale to set instead: a number, or a tensor with one element on a
+                device of the scaler's type, without gradient, which is copied. The
+                iteration still counts in `counters` and in the policy's limit of skips.
 
         Raises:
-            AssertionError: no step since the last `update`, or an unfit tensor.
+            AssertionError: there was no step since the last `update`, or ``new_scale``
+                is a tensor of another kind.
             InvalidSettingError: ``new_scale`` is not finite, not positive or outside of
                 the policy's limits. A tensor on an accelerator is clamped to them.
             RanksDisagreeError: the ranks stepped different numbers of optimizers.
@@ -524,10 +530,10 @@ class GradScaler(ScalerCore):
 
     @no_compile
     def step_was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the last `step` of this optimizer was skipped.
+        """Return True if the last `step` of this optimizer was skipped.
 
-        Right for fused optimizers too; also after `update`. Synchronises if found_inf
-        is on an accelerator.
+        Also correct for fused optimizers, and after `update`. Synchronises with the
+        device if found_inf is on an accelerator.
 
         Raises:
             ValueError: this scaler has not stepped this optimizer yet.
@@ -546,7 +552,8 @@ class GradScaler(ScalerCore):
     def step_scheduler(self, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
         """Step a learning-rate scheduler, unless its optimizer's step was skipped.
 
-        ``scheduler.optimizer`` decides; the other arguments go to ``scheduler.step``.
+        The optimizer is ``scheduler.optimizer``; further arguments go to
+        ``scheduler.step``.
 
         Returns:
             True if the scheduler stepped.
@@ -561,18 +568,19 @@ class GradScaler(ScalerCore):
 
     @property
     def counters(self) -> Counters:
-        """Steps, skips, growths and backoffs since the scaler was made.
+        """Numbers of steps, skips, growths and backoffs since the scaler was created.
 
-        Counted by `update`. Synchronises if the scale is on an accelerator.
+        Updated by `update`. Synchronises with the device if the scale is on an
+        accelerator.
         """
         return self._history.counters()
 
     @property
     def last_overflow(self) -> Overflow | None:
-        """The parameter and rank of the last overflow, None before the first.
+        """Rank and parameter of the last overflow; None before the first.
 
-        Known on every rank alike where the scale is on a CPU. On an accelerator ranks
-        know the rank of it at their next sync, and each rank the parameter of its own
+        Equal on every rank if the scale is on a CPU. On an accelerator, ranks learn its
+        rank at their next sync. Each rank knows the parameter of its own overflow only,
         after a step that was not fused.
         """
         return self._history.last_overflow
@@ -597,8 +605,8 @@ class GradScaler(ScalerCore):
     def state_dict(self) -> dict[str, Any]:
         """Return the state, in the keys of torch; empty if disabled.
 
-        A policy with hysteresis adds the key ``"_hysteresis_left"``. Synchronises with
-        the device. Call it after `update`.
+        A policy with hysteresis adds the key ``"_hysteresis_left"``. Call it after
+        `update`. Synchronises with the device.
         """
         state = super().state_dict()
         if self._enabled and self._policy.hysteresis > 1:
@@ -606,14 +614,14 @@ class GradScaler(ScalerCore):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state that this class or torch's saved; nothing if disabled.
+        """Load a state that this class or torch's saved; does nothing if disabled.
 
-        All ranks must call it, with the same state: one collective compares them before
-        anything is changed.
+        All ranks must call it with the same state: one collective compares the states
+        before anything is changed.
 
         Raises:
             RuntimeError: the state is empty, as a disabled scaler saves it.
-            InvalidSettingError: a value that no run can work with; nothing is changed.
+            InvalidSettingError: a value is invalid; nothing is changed.
             RanksDisagreeError: the ranks load different states; nothing is changed.
             PeerFailedError: another rank raised; nothing is changed.
         """

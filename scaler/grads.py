@@ -1,22 +1,23 @@
-"""This rank's gradients: local tensors, by device and dtype; division and norms.
+"""This rank's gradients: local tensors by device and dtype, their division and norms.
 
-Nothing here communicates, except `local_tensor` of a gradient still on its way, and
-nothing about a gradient is kept once a function has returned.
+Nothing here communicates, except that `local_tensor` waits for a pending gradient. No
+function keeps anything about a gradient.
 
 [Note: Small tensors]
 A kernel call per tensor costs about 1 us on a CPU, more than reading a small tensor. So
-tensors of one size are stacked, as many as the cache holds, and reduced by one call: 5
-times faster for 16 elements, twice for 1024, no faster beyond 4096. An accelerator
-batches by itself.
+tensors of one size are stacked, as many as fit into the cache, and reduced by one call.
+That is 5 times faster for 16 elements, 2 times for 1024, and no faster above 4096.
+Kernels of an accelerator are batched anyway.
 
 [Note: Exact enough]
 fp32 accumulation loses digits with the number of elements (0.5 % at 65 million on a
-CPU). So large tensors are reduced in pieces, and pieces are added in fp64: 1e-7 for
-gradients as they are, up to 6e-5 where all elements of a piece are equal and rounding
-goes one way. fp64 throughout would cost three times the read. Orders other than 2 and
-infinity lose more, and are rare: they are read in fp64 throughout, after a division by
-the largest element, since a high power leaves the range of fp64 as well. So is what is
-not finite at the first read: only what is still not finite has overflowed.
+CPU). So large tensors are reduced in pieces, and pieces are added in fp64. The error is
+1e-7 for usual gradients, and up to 6e-5 if all elements of a piece are equal, so that
+rounding goes one way. fp64 throughout would take three times as long. Orders other than
+2 and infinity lose more digits, and are rare. They are computed in fp64, after a
+division by the largest element, since a high power exceeds the range of fp64 too. A
+norm that is not finite at first is computed in the same way: if it is still not finite,
+there was an overflow.
 """
 
 from __future__ import annotations
@@ -42,33 +43,33 @@ from .torch_internals import (
 )
 
 Gradients = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
-"""Local gradient tensors, grouped as the foreach kernels want them."""
+"""Local gradient tensors, grouped for the foreach kernels."""
 
 FoundInf = dict[Any, torch.Tensor]
-"""Tensor by device: (), fp32, 1 if a gradient there is not finite, else 0."""
+"""Device -> tensor, (), fp32: 1 if a gradient there is not finite, else 0."""
 
 Number = float | torch.Tensor
-"""A number that the host knows, or a tensor, (), on the device that knows it.
-Arithmetic with Python's numbers costs a tenth of that with such tensors."""
+"""A number that the host knows, or a tensor, (), on the device that holds it. Python
+arithmetic takes a tenth of the time of arithmetic with such tensors."""
 
 
 LOWEST_SCALE = torch.finfo(torch.float32).tiny
-"""Smallest normal fp32: the smallest scale whose reciprocal is still finite."""
+"""Smallest normal fp32 number: the smallest scale with a finite reciprocal."""
 
 
 class Host:
-    """Which memory the host reads without waiting: that of a CPU.
+    """Test switch: ``reads_cpu`` is True if the host reads CPU memory without waiting.
 
-    Tests make it return False, so that a CPU takes every path of an accelerator.
+    Tests set it to False, so that a CPU takes every path of an accelerator.
     """
 
     reads_cpu = True
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """Return whether the host reads the tensor without waiting for a device.
+    """Return True if the host can read the tensor without waiting for a device.
 
-    The tensor of a subclass may hold nothing (``FakeTensor``).
+    A tensor of a subclass may hold no data (``FakeTensor``).
     """
     return Host.reads_cpu and tensor.is_cpu and type(tensor) is torch.Tensor
 
@@ -90,7 +91,7 @@ def parameters_of(optimizer: Any) -> Iterator[Any]:
 
 
 def gradients_of(optimizer: Any) -> tuple[list[Any], list[torch.Tensor] | None]:
-    """Return an optimizer's gradients, and the local tensor of each if all are dense.
+    """Return an optimizer's gradients, and their local tensors (None if any is sparse).
 
     Raises:
         AssertionError: a parameter is not a tensor.
@@ -122,11 +123,11 @@ def gradients_of(optimizer: Any) -> tuple[list[Any], list[torch.Tensor] | None]:
 
 
 def local_gradients(optimizer: Any, *, allow_fp16: bool) -> Gradients:
-    """Return the local tensors of an optimizer's gradients, of sparse ones the values.
+    """Return the local tensors of an optimizer's gradients; of sparse ones the values.
 
     Raises:
         AssertionError: a parameter is not a tensor.
-        ValueError: an fp16 gradient, and ``allow_fp16`` is false.
+        ValueError: there is an fp16 gradient and ``allow_fp16`` is false.
     """
     gradients, locals_ = gradients_of(optimizer)
     if locals_ is None:
@@ -143,12 +144,13 @@ def local_gradients(optimizer: Any, *, allow_fp16: bool) -> Gradients:
 
 
 def local_tensor(parameter: torch.Tensor, *, coalesce: bool) -> torch.Tensor:
-    """Return the local dense tensor behind a gradient, of a sparse one its values.
+    """Return the local dense tensor of a gradient; of a sparse one its values.
 
     Args:
-        parameter: has the gradient, and gets the coalesced one.
-        coalesce: add up the values of one index first. The optimizer will do so, and
-            two finite fp16 values may overflow then; a norm is not that of the parts.
+        parameter: parameter with the gradient; a coalesced gradient is stored in it.
+        coalesce: true to add up the values of one index first. The optimizer will do
+            so, and two finite fp16 values may then overflow. The norm of the sum also
+            differs.
     """
     gradient: Any = parameter.grad
     if to_local := getattr(gradient, "to_local", None):
@@ -171,10 +173,10 @@ def references_of(optimizer: Any) -> set[weakref.ref[Any]]:
 
 
 def by_device_and_dtype(tensors: list[torch.Tensor], *, allow_fp16: bool) -> Gradients:
-    """Group tensors as the foreach kernels want them, keeping their order.
+    """Group tensors for the foreach kernels, keeping their order.
 
     Raises:
-        ValueError: one is fp16, and ``allow_fp16`` is false.
+        ValueError: a tensor is fp16 and ``allow_fp16`` is false.
     """
     groups: Gradients = {}
     # Making a device for each tensor costs more than these looks at all of them.
@@ -204,10 +206,10 @@ _PLAIN = {torch.Tensor}
 def check_and_unscale_(
     gradients: Gradients, inv_scale: torch.Tensor, found_inf: torch.Tensor
 ) -> FoundInf:
-    """Multiply gradients by ``inv_scale`` and look for inf and nan beforehand.
+    """Check gradients for inf and nan, and multiply them by ``inv_scale``.
 
-    A factor above 1, if the host knows it, may make a finite gradient overflow: then
-    the product is also checked. All gradients are multiplied or, if it raises, none.
+    A factor above 1 may make a finite gradient overflow; then the product is checked as
+    well, if the host knows the factor. If it raises, no gradient is changed.
 
     Args:
         gradients: changed in place.
@@ -244,9 +246,9 @@ def check_and_unscale_(
 
 
 def multiply_(gradients: Gradients, factor: Number) -> None:
-    """Multiply gradients in place, in fp32, and in fp64 where they are wider.
+    """Multiply gradients in place, computing in fp32, or in fp64 for fp64 gradients.
 
-    All of them or, if it raises, none.
+    If it raises, no gradient is changed.
     """
     _multiply([(key, tensors, factor) for key, tensors in gradients.items()])
 
@@ -254,7 +256,7 @@ def multiply_(gradients: Gradients, factor: Number) -> None:
 def clip_(grads: Iterable[Gradients], factor: Number, scale: Number) -> None:
     """Multiply gradients, which carry ``scale``, in place by ``factor / scale``.
 
-    All of them or, if it raises, none.
+    If it raises, no gradient is changed.
     """
     factors = [factor / scale]
     if isinstance(factors[0], float) and factors[0] < LOWEST_SCALE:
@@ -266,7 +268,7 @@ def clip_(grads: Iterable[Gradients], factor: Number, scale: Number) -> None:
 
 
 Write = tuple[tuple[torch.device, torch.dtype], list[torch.Tensor], Number]
-"""Tensors of one device and dtype, and what they are multiplied by in place."""
+"""Tensors of one device and dtype, and the factor of an in-place multiplication."""
 
 
 def _multiply(writes: list[Write]) -> None:
@@ -316,7 +318,8 @@ def _written(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 # - Norms, each tensor read once
 
 Norms = list[float] | torch.Tensor
-"""Numbers that the host knows, or (number of tensors,), fp64, on their device."""
+"""Numbers that the host knows, or a tensor (number of tensors,), fp64, on their
+device."""
 
 # What a tensor on the host holds, without `item`, which counts as a synchronisation.
 _listed: Any = torch.Tensor.tolist
@@ -328,14 +331,14 @@ _NARROW_PIECE = 4096  # the same for 16-bit elements, which torch adds up less w
 
 
 def norms(tensors: list[torch.Tensor], norm_type: float) -> Norms:
-    """Return the norm of each tensor; they have one device and one dtype.
+    """Return the norm of each tensor; all have one device and dtype.
 
-    Not finite only where the tensor is not, or where the norm of fp64 elements leaves
-    the range of fp64.
+    A norm is not finite only if the tensor is not, or if the norm of fp64 elements
+    exceeds the range of fp64.
 
     Raises:
-        NotImplementedError: neither on CPU nor on CUDA; or complex gradients, for which
-            torch's ``unscale_`` also raises it.
+        NotImplementedError: the device is neither CPU nor CUDA; or a gradient is
+            complex, for which torch's ``unscale_`` raises it as well.
     """
     if not tensors:
         return []
@@ -368,7 +371,7 @@ def norms(tensors: list[torch.Tensor], norm_type: float) -> Norms:
 
 
 def scaled_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the norm, (), fp64, without leaving the range of fp64 on the way."""
+    """Return the norm, (), fp64; no intermediate result exceeds the range of fp64."""
     # nan and inf stay what they are: the largest element is one of them.
     if not tensor.numel():
         return tensor.new_zeros((), dtype=torch.float64)
@@ -445,7 +448,7 @@ def _norm_in_pieces(tensor: torch.Tensor, norm_type: float, piece: int) -> torch
 def number_in(tensor: torch.Tensor) -> Number:
     """Return the number in a tensor with one element; on an accelerator the tensor.
 
-    A tensor subclass is also returned as it is; see `is_readable`.
+    A tensor of a subclass is also returned unchanged; see `is_readable`.
     """
     # As `is_readable`, without a call: many are made in a step.
     if not (Host.reads_cpu and tensor.is_cpu and type(tensor) is torch.Tensor):
@@ -456,7 +459,7 @@ def number_in(tensor: torch.Tensor) -> Number:
 
 
 def is_true(found_inf: torch.Tensor) -> bool:
-    """Return whether the host can see an overflow, without a synchronisation."""
+    """Return True if the host knows of an overflow, without a synchronisation."""
     number = number_in(found_inf)
     return isinstance(number, float) and number > 0.0
 
@@ -470,7 +473,7 @@ def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def tensor_of(numbers: list[Number], device: torch.device) -> torch.Tensor:
-    """Return (numbers,), fp64, on ``device``, without a synchronisation."""
+    """Return the numbers as an fp64 tensor on ``device``, without a synchronisation."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # a graph keeps what its kernels are given, and not the memory of the host
         vector = torch.empty(len(numbers), dtype=torch.float64, device=device)
@@ -488,7 +491,7 @@ def tensor_of(numbers: list[Number], device: torch.device) -> torch.Tensor:
 
 
 def any_of(flags: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return (), fp32 on ``device``: 1 if any of them is 1."""
+    """Return (), fp32, on ``device``: 1 if any flag is 1."""
     tensors = [moved_to(flag, device) for flag in flags]
     if len(tensors) == 1:
         return tensors[0]

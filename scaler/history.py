@@ -1,4 +1,4 @@
-"""Events so far: counters, the last overflow, and one log line per event."""
+"""History of a scaler: counters, the last overflow, and one log line for each event."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .grads import Number, local_tensor, norms, number_in, parameters_of
 _log = logging.getLogger("gradparity.scaler")
 _KINDS = ("inf", "nan")
 INF_OR_NAN = "inf or nan"
-"""Kind of an overflow whose gradient the host has not seen as it was."""
+"""Kind of an overflow whose gradient the host has not read."""
 
 
 class Counters(NamedTuple):
-    """Iterations since the scaler was made, by what happened in them.
+    """Numbers of iterations since the scaler was created, by their result.
 
     Attributes:
-        steps: every optimizer stepped.
-        skips: at least one optimizer was skipped.
+        steps: iterations in which every optimizer stepped.
+        skips: iterations in which at least one optimizer was skipped.
         consecutive_skips: skips since the last good iteration, or the last load.
-        growths: the scale grew by the rule.
-        backoffs: the scale was reduced by the rule.
+        growths: iterations in which the scale grew by the rule.
+        backoffs: iterations in which the scale was reduced by the rule.
     """
 
     steps: int
@@ -37,14 +37,14 @@ class Counters(NamedTuple):
 
 
 class Overflow(NamedTuple):
-    """The first bad gradient of the highest rank that had one.
+    """First non-finite gradient on the highest rank that has one.
 
     Attributes:
-        rank: rank in the group that agrees; 0 when this process is on its own.
-        parameter: position in the optimizer on that rank, over all its groups; None
-            where the host of that rank has not looked (an accelerator).
-        name: name of the parameter, if the optimizer was given names and the rank is
-            this one.
+        rank: rank in the group that syncs; 0 for a single process.
+        parameter: index of the parameter in the optimizer on that rank, over all its
+            groups; None if the host of that rank has not looked (an accelerator).
+        name: name of the parameter, if the optimizer has names and the rank is this
+            one.
         kind: ``"inf"``, ``"nan"``, or on an accelerator ``"inf or nan"``.
     """
 
@@ -61,10 +61,10 @@ class Overflow(NamedTuple):
 
 
 def first_nonfinite(optimizer: Any) -> int:
-    """Return the first bad gradient of this rank as a number; 0 if it is unknown.
+    """Return a code for this rank's first non-finite gradient; 0 if unknown.
 
-    Holds the position of the parameter and the kind. Reads the gradients again: call it
-    after an overflow only.
+    The code holds the index of the parameter and the kind. Reads the gradients again,
+    so call it only after an overflow.
     """
     try:
         bad = _first_bad(optimizer)
@@ -92,7 +92,7 @@ def _first_bad(optimizer: Any) -> tuple[int, torch.Tensor] | None:
 
 
 def overflow_of(code: int, rank: int, here: int, optimizer: Any) -> Overflow:
-    """Return the result of `first_nonfinite` on ``rank``; this rank is ``here``."""
+    """Decode a result of `first_nonfinite` from ``rank``; this rank is ``here``."""
     if not code:
         return Overflow(rank, None, None, INF_OR_NAN)
     index, kind = divmod(code - 1, 2)
@@ -104,7 +104,7 @@ def overflow_of(code: int, rank: int, here: int, optimizer: Any) -> Overflow:
 
 
 class History:
-    """Counts on the host if the scale is on the host, else on the scale's device."""
+    """Counters on the host if the scale is on the host, else on the scale's device."""
 
     def __init__(self) -> None:
         self.last_overflow: Overflow | None = None
@@ -113,9 +113,9 @@ class History:
         self._on_device: torch.Tensor | None = None  # (5,), int64
 
     def overflowed(self, overflow: Overflow, scale: float | None = None) -> None:
-        """Keep an overflow; log it where `record` cannot see the scale.
+        """Store an overflow; log it if `record` cannot read the scale.
 
-        ``scale``: of that step, if it is on an accelerator.
+        ``scale`` is that of the step, if it is on an accelerator.
         """
         self.last_overflow = overflow
         if scale is not None:
@@ -124,9 +124,10 @@ class History:
     def record(
         self, found_inf: torch.Tensor, before: Number, after: Number, by_rule: bool
     ) -> None:
-        """Count one iteration: any optimizer was skipped; its scale, and the next.
+        """Count one iteration, with its scale before and after.
 
-        ``by_rule``: the scale moved by the rule, and not to what the caller chose.
+        ``found_inf`` is 1 if any optimizer was skipped. ``by_rule`` is True if the
+        scale followed the rule, and False if the caller set it.
         """
         if isinstance(before, torch.Tensor):
             was_skipped = found_inf > 0
@@ -163,7 +164,7 @@ class History:
             _log.info("scale %s: %g -> %g", cause, before, after)
 
     def end_row_of_skips(self) -> None:
-        """Count consecutive skips from zero, at a point where all ranks do."""
+        """Reset the count of consecutive skips, at a point where all ranks do."""
         self._counts[2] = 0
         if self._on_device is not None:
             self._on_device[2].zero_()

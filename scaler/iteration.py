@@ -1,8 +1,8 @@
 """Iteration of a scaler: a part for each optimizer, and its longer-lived record.
 
 - `Iteration` has a `Part` for each optimizer; it undoes a call that raised.
-- `OptimizerRecord`: what outlasts an iteration; wrappers share that of the optimizer
-  inside.
+- `OptimizerRecord` is state that outlives an iteration. A wrapper shares the record of
+  the optimizer inside it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .grads import (
 from .sync import OverflowSync, SyncResult
 
 State = dict[str, Any]
-"""State that torch keeps of an optimizer in an iteration."""
+"""State that torch keeps for an optimizer in an iteration."""
 
 
 def _refresh_per_optimizer_state() -> State:
@@ -40,14 +40,14 @@ class Part:
 
     Attributes:
         optimizer: None on a rank that lacks it.
-        record: state kept between iterations; None without an optimizer.
-        state: torch's state of it.
-        key: id of the optimizer that was handed first, of a wrapper and that inside.
+        record: state that outlives the iteration; None without an optimizer.
+        state: torch's state of the optimizer in this iteration.
+        key: id of the optimizer that was passed first, if there are wrappers.
         result: result of its sync; None without one.
-        is_clipped: clip_grad_norm_ was called.
-        is_undivided: a clip has found an overflow, and has left the gradients alone.
-        stepped_on: weak references to the gradients of its step, if a call of the
-            iteration raised later; the next step must be on other tensors.
+        is_clipped: True if a clip was called.
+        is_undivided: True if a clip found an overflow and did not divide the gradients.
+        stepped_on: weak references to the gradients of its step, if a later call in the
+            iteration raised; the next step must use other tensors.
     """
 
     optimizer: Any = None
@@ -61,7 +61,7 @@ class Part:
 
     @property
     def stage(self) -> OptState:
-        """READY, UNSCALED or STEPPED."""
+        """Stage of the optimizer: READY, UNSCALED or STEPPED."""
         return self.state["stage"]  # type: ignore[no-any-return]
 
     @stage.setter
@@ -70,7 +70,7 @@ class Part:
 
     @property
     def found(self) -> FoundInf:
-        """True on each device if any rank found an overflow; empty before a check."""
+        """Device -> 1 if any rank found an overflow; empty before a check."""
         return self.state["found_inf_per_device"]  # type: ignore[no-any-return]
 
     @found.setter
@@ -78,7 +78,7 @@ class Part:
         self.state["found_inf_per_device"] = found
 
     def has_stepped(self) -> bool:
-        """Return whether it stepped; after a failure it may step on new gradients."""
+        """Return True if it stepped; after a failure it may step on new gradients."""
         if self.state["stage"] is not OptState.STEPPED:
             return False
         stepped_on = self.stepped_on
@@ -91,14 +91,14 @@ class Part:
         return False
 
     def end_step(self) -> None:
-        """Keep that the optimizer stepped, or was skipped."""
+        """Record that the optimizer stepped, or was skipped."""
         assert self.record is not None
         self.state["stage"] = OptState.STEPPED
         # All devices hold the same once the ranks have synced.
         self.record.found_inf = next(iter(self.found.values()), None)
 
     def begin_anew(self, scale: torch.Tensor) -> None:
-        """Multiply divided gradients by the scale again; let a step be taken again."""
+        """Multiply divided gradients by the scale again, and allow another step."""
         # On other tensors: a backward may have added to those it has stepped on.
         stage = self.stage
         if self.optimizer is None or stage is OptState.READY:
@@ -116,15 +116,15 @@ class Part:
 
 
 class Iteration:
-    """The parts of one iteration, by the id of the optimizer.
+    """Parts of one iteration.
 
     Attributes:
-        parts: parts; a wrapper and the optimizer inside have the same one.
-        lacked: parts of optimizers that this rank lacks; others have looked at and not
-            stepped yet.
-        has_failed: a call raised.
-        is_unusual: it need not have as many syncs as others.
-        has_new: an optimizer was seen for the first time.
+        parts: id of an optimizer -> its part; a wrapper shares that of its optimizer.
+        lacked: parts of optimizers that this rank lacks, between their first sync and
+            their step on other ranks.
+        has_failed: True if a call raised.
+        is_unusual: True if its number of syncs may differ from other iterations.
+        has_new: True if an optimizer was seen for the first time.
     """
 
     __slots__ = (
@@ -148,10 +148,10 @@ class Iteration:
     def begin_part(
         self, optimizer: Any, records: OptimizerRecords, states: dict[int, State]
     ) -> Part:
-        """Return the part of an optimizer that was not handed yet in this iteration.
+        """Return the part of an optimizer at its first call in this iteration.
 
-        A wrapper has the part of the optimizer inside. ``states``: torch's dictionary,
-        in which callers may look and write.
+        A wrapper gets the part of the optimizer inside. ``states`` is torch's
+        dictionary, which callers may read and write.
         """
         key = id(optimizer)
         record, is_new = records.find_or_add(optimizer)
@@ -172,7 +172,7 @@ class Iteration:
         return next((part for part in self.lacked if not part.is_clipped), None)
 
     def looked_at(self, part: Part, *, is_over: bool = False) -> None:
-        """Keep a part that this rank lacks until its step; ``is_over``: that was it."""
+        """Keep a part of an optimizer that this rank lacks, until ``is_over``."""
         self.lacked = [each for each in self.lacked if each is not part]
         if not is_over:
             self.lacked.append(part)
@@ -190,11 +190,11 @@ class Iteration:
 
         Args:
             error: exception of the call.
-            part: part of its optimizer, which is dropped; an empty one in an update.
+            part: part of its optimizer, which is dropped; an empty one for an update.
                 The other parts keep their results.
-            sync: counts failures that other ranks do not hear of.
-            scale: scale of gradients that are multiplied again.
-            is_told: the other ranks know of it.
+            sync: sync that counts failures unknown to other ranks.
+            scale: scale by which gradients are multiplied again.
+            is_told: true if the other ranks know of the failure.
         """
         self.has_failed = True
         self.lacked.clear()
@@ -208,10 +208,10 @@ class Iteration:
             each.begin_anew(scale)
 
     def warns_of_shared_parameters(self) -> bool:
-        """Warn at the line that called `update` if two optimizers share a parameter.
+        """Warn if two optimizers share a parameter, at the line that called `update`.
 
         Returns:
-            True if it has warned.
+            True if there was a warning.
         """
         owners: dict[int, Part] = {}
         for part in self.parts.values():
@@ -235,17 +235,18 @@ class Iteration:
 
 @dataclass(eq=False)
 class OptimizerRecord:
-    """State of an optimizer that outlasts an iteration; nothing about gradients.
+    """State of an optimizer that outlives an iteration; nothing about gradients.
 
     Attributes:
         optimizers: weak references to the optimizer and its wrappers.
-        groups_key: stands for their ``param_groups``, by which wrappers are known.
-        number: number by which the ranks know it; None before its first sync.
-        taken: the numbers of this rank's other optimizers, where it has none yet.
+        groups_key: identity of their ``param_groups``, by which wrappers are
+            recognised.
+        number: number by which the ranks identify it; None before its first sync.
+        taken: numbers of this rank's other optimizers, while it has no number.
         found_inf: (), fp32: 1 if its last step was skipped; None before the first.
-        places: where its gradients lay in the last clip (``global_norm.py``).
-        holders: the meshes that hold each of its parameters (``replicas.py``).
-        grad_scale: scale that a fused kernel was handed last.
+        places: layouts of its gradients in the last clip (``global_norm.py``).
+        holders: meshes that hold each of its parameters (``replicas.py``).
+        grad_scale: scale that a fused kernel got last.
     """
 
     optimizers: list[Callable[[], Any]] = field(default_factory=list)
@@ -258,19 +259,19 @@ class OptimizerRecord:
     grad_scale: torch.Tensor | None = None
 
     def optimizer(self) -> Any:
-        """Return a living optimizer of it, or None."""
+        """Return a living optimizer with this record, or None."""
         living = (ref() for ref in self.optimizers)
         return next((each for each in living if each is not None), None)
 
 
 class OptimizerRecords:
-    """The records of one scaler, by optimizer.
+    """Records of one scaler, by optimizer.
 
     Optimizers are distinguished by identity: one may be unhashable, or compare equal to
-    another. Those that share their ``param_groups`` have one record: a wrapper and the
-    optimizer inside. torch's ``load_state_dict`` makes new groups around the old lists
-    of parameters; they count as the same. One that takes no weak reference is kept
-    alive.
+    another. Optimizers that share their ``param_groups``, such as a wrapper and the
+    optimizer inside, have one record. torch's ``load_state_dict`` creates new groups
+    around the old lists of parameters; they count as the same. An optimizer that
+    supports no weak references is kept alive.
     """
 
     def __init__(self) -> None:
@@ -282,7 +283,7 @@ class OptimizerRecords:
         return OptimizerRecords, ()  # a copy of the scaler meets its optimizers anew
 
     def find(self, optimizer: Any) -> OptimizerRecord | None:
-        """Return the record of an optimizer, None if it was never seen."""
+        """Return the record of an optimizer, or None if it was never seen."""
         if (record := self._records.get(id(optimizer))) is not None:
             return record
         record = self._by_groups.get(_key_of(groups := _groups_of(optimizer)))
@@ -293,7 +294,7 @@ class OptimizerRecords:
         return record if is_same else None
 
     def find_or_add(self, optimizer: Any) -> tuple[OptimizerRecord, bool]:
-        """Return the record of an optimizer, and whether it was never seen."""
+        """Return the record of an optimizer, and True if it is new."""
         key, ref = id(optimizer), lambda: optimizer
         if key in self._records:
             return self._records[key], False
@@ -315,13 +316,13 @@ class OptimizerRecords:
             del self._by_groups[record.groups_key]
 
     def numbers(self) -> frozenset[int]:
-        """Return the numbers that living optimizers have."""
+        """Return the numbers of all living optimizers."""
         # A list first: an optimizer that dies meanwhile leaves the dictionary.
         numbers = [record.number for record in list(self._records.values())]
         return frozenset(number for number in numbers if number is not None)
 
     def forget_numbers(self) -> None:
-        """Start to count anew, at a point where all ranks do."""
+        """Remove all numbers, at a point where all ranks do."""
         for record in list(self._records.values()):
             record.number = None
 

@@ -1,4 +1,4 @@
-"""Policy of a scaler, the rule by which its scale moves, and checks of settings."""
+"""Policy of a scaler: the rule by which its scale moves, and checks of settings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .grads import LOWEST_SCALE, Number, is_readable, number_in
 from .torch_internals import amp_update_scale_
 
 FP16Gradients = Literal["refuse", "in_place"]
-"""How unscale_ treats them; see `GradScaler`."""
+"""Treatment of fp16 gradients; see `GradScaler`."""
 
 HIGHEST_SCALE = torch.finfo(torch.float32).max
-"""Largest finite fp32."""
+"""Largest finite fp32 number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,29 +27,30 @@ class Policy:
     """Rules of the scale beyond torch's; the defaults are torch's rule.
 
     Raises:
-        InvalidSettingError: limits that no scale fits, or a count below its minimum.
+        InvalidSettingError: the limits exclude every scale, or a count is too small.
     """
 
     min_scale: float = LOWEST_SCALE
-    """The scale never backs off below it. 1 is a good choice for fp16: a smaller scale
-    protects nothing."""
+    """Lower limit of the scale. 1 is a good choice for fp16: a smaller scale has no
+    benefit."""
 
     max_scale: float = HIGHEST_SCALE
-    """The scale never grows beyond it."""
+    """Upper limit of the scale."""
 
     hysteresis: int = 1
-    """Back off at this overflow only; earlier ones skip the step and keep the scale."""
+    """Number of overflows until the scale backs off; earlier ones only skip the
+    step."""
 
     refill: Literal["growth", "good_step"] = "growth"
-    """Event that refills the hysteresis: the scale grew (Megatron, DeepSpeed), or one
-    good step (apex; ``consecutive_hysteresis`` of DeepSpeed)."""
+    """Event that resets the count of hysteresis: growth of the scale (Megatron,
+    DeepSpeed), or one good step (apex; ``consecutive_hysteresis`` of DeepSpeed)."""
 
     max_consecutive_skips: int | None = None
-    """`update` raises after so many skipped iterations in a row. Costs one host
+    """Number of skipped iterations in a row after which `update` raises. Costs one host
     synchronisation per iteration on an accelerator."""
 
     constant: bool = False
-    """Keep the scale; overflows still skip the step."""
+    """True to keep the scale; overflows still skip the step."""
 
     def __post_init__(self) -> None:
         # Policies that mean the same are equal, on all ranks: 1 is 1.0.
@@ -79,7 +80,7 @@ class Policy:
         }
 
     def check_start(self, scale: float) -> None:
-        """Raise InvalidSettingError for a first scale outside the limits."""
+        """Raise InvalidSettingError if the first scale is outside the limits."""
         if not self.min_scale <= scale <= self.max_scale:
             raise InvalidSettingError(
                 f"The scale ({scale}) is outside the policy's limits "
@@ -100,10 +101,17 @@ def advance(
 ) -> Number:
     """Move the scale after one iteration, in place and without a synchronisation.
 
-    Tensors are (), on one device: the scale fp32, the good iterations in a row and the
-    overflows until the next backoff (None without hysteresis) int32, found_inf fp32, 0
-    or 1. The rule is growth factor, backoff factor and growth interval; the scale stays
-    within the limits of the policy. Returns the scale as it is now.
+    Args:
+        scale: (), fp32; all tensors are on one device.
+        growth_tracker: (), int32: number of good iterations in a row.
+        found_inf: (), fp32: 0 or 1.
+        rule: growth factor, backoff factor and growth interval.
+        policy: limits of the scale, and hysteresis.
+        hysteresis_left: (), int32: overflows until the next backoff; None without
+            hysteresis.
+
+    Returns:
+        The new scale.
     """
     if policy.constant:
         # As the kernel counts, so that torch's class can go on from here.
@@ -135,11 +143,11 @@ def advance(
 def checked_scale(
     new_scale: float | torch.Tensor, device_type: str, policy: Policy
 ) -> Number:
-    """Return a scale that the caller chose; on an accelerator as a tensor, clamped.
+    """Check a scale that the caller chose; on an accelerator clamp and return a tensor.
 
     Raises:
-        AssertionError: a tensor of another device type or size, or with a gradient.
-        InvalidSettingError: a value that no run can work with, or outside the policy.
+        AssertionError: a tensor has another device type or size, or a gradient.
+        InvalidSettingError: the value is invalid, or outside the policy's limits.
     """
     if isinstance(new_scale, torch.Tensor):
         kind, size = new_scale.device.type, new_scale.numel()
@@ -164,11 +172,11 @@ def checked_scale(
 
 
 def check_state(state: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
-    """Return a state dict with each value checked, before anything is changed.
+    """Check each value of a state dict, before anything is changed, and return it.
 
     Raises:
-        RuntimeError: it is empty, as a disabled scaler saves it.
-        InvalidSettingError: a value that no run can work with.
+        RuntimeError: the state is empty, as a disabled scaler saves it.
+        InvalidSettingError: a value is invalid.
     """
     if not state:
         raise RuntimeError(
@@ -207,10 +215,11 @@ _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
 
 
 def check_number(name: str, value: SupportsFloat) -> float:
-    """Return a setting as a float; one without a rule of its own is a scale.
+    """Return a setting as a float; names without their own rule are scales.
 
     Raises:
-        InvalidSettingError: no number, or none that this setting may be.
+        InvalidSettingError: the value is not a number, or is not allowed for this
+            setting.
     """
     try:
         number = float(value)
@@ -223,7 +232,7 @@ def check_number(name: str, value: SupportsFloat) -> float:
 
 
 def check_clip(max_norm: float, norm_type: float) -> tuple[float, float]:
-    """Return the bound and the order of a clip as floats; raise as `check_number`."""
+    """Return bound and order of a clip as floats; raise like `check_number`."""
     return check_number("max_norm", max_norm), check_number("norm_type", norm_type)
 
 
@@ -237,7 +246,8 @@ def check_count(name: str, value: SupportsIndex, *, at_least: int = 1) -> int:
     """Return a setting as an int.
 
     Raises:
-        InvalidSettingError: no integer, below ``at_least``, or too large for a kernel.
+        InvalidSettingError: the value is not an integer, below ``at_least``, or too
+            large for a kernel.
     """
     try:
         count = operator.index(value)

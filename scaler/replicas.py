@@ -1,21 +1,22 @@
-"""Parameters of which several ranks hold a replica, told apart by their gradients.
+"""Identify parameters of which several ranks hold a replica, by their gradients.
 
 [Note: Replicas by parameter]
-`global_norm` counts meshes of one kind with equal sums once: those of data parallel
-replicas. But one optimizer may hold, on one mesh, parameters that other ranks hold as
-well beside parameters that only these ranks hold (hand-written tensor or expert
+`global_norm` counts meshes of one kind with equal sums once: those of data-parallel
+replicas. But one optimizer may hold on one mesh both parameters that other ranks hold
+as well and parameters that only these ranks hold (hand-written tensor or expert
 parallelism). Then the sums of two meshes differ, and their replicas would be added
-twice. So where meshes of one family have different sums, the ranks exchange a table
-once: shape and sum of bits of each gradient. A parameter belongs to all meshes that
-have it to the bit. From then on each rank sends one sum for each set of meshes. The
-sums of one set must be equal up to rounding; if they differ, or if a rank has the
-gradient of a parameter that no table had, the ranks exchange the table again.
+twice. So if meshes of one kind have different sums, the ranks exchange a table once:
+shape and sum of bits of each gradient. A parameter belongs to all meshes with bitwise
+equal entries. From then on each rank sends one sum for each set of meshes. The sums of
+one set must be equal up to rounding. If they differ, or if a rank has a gradient of a
+parameter that was in no table, the ranks exchange the table again.
 
-On an accelerator this takes a host that reads the rows at once, as in the first
-iterations. If the rows of a later clip turn out to need a table when they are read at
-the next sync, the scaler warns, and reads the next clips at once.
+On an accelerator the host must read the rows at once for this, as in the first
+iterations. If a later clip turns out to need a table when its rows are read at the next
+sync, the scaler warns, and reads the next clips at once.
 
-In the entries of `global_norm` a mesh below zero is one that is not told apart.
+In the entries of `global_norm` a negative mesh is one whose replicas are not
+identified.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ def entries_told_apart(
     norm_type: float,
     carried: Number,
 ) -> list[list[float]]:
-    """Return the entries of all ranks once more, with replicas told apart.
+    """Return the entries of all ranks again, with replicas identified.
 
-    Makes three more collectives. All ranks make them, because all read the same rows of
+    Makes three more collectives, on all ranks, because all read the same rows of
     ``result``. Sets `Holders` in the record of the optimizer.
 
     Raises:
@@ -96,13 +97,13 @@ def entries_told_apart(
 
 
 class Holders:
-    """The meshes that hold each parameter of an optimizer, as far as it was told."""
+    """Meshes that hold each parameter of an optimizer, as far as known."""
 
     def __init__(self) -> None:
         self._sets: dict[int, tuple[weakref.ref[Any], float]] = {}
 
     def of(self, parameters: Sequence[Any]) -> list[float | None]:
-        """Return the hash of the meshes of each parameter; None where it is unknown."""
+        """Return a hash of the meshes of each parameter; None if unknown."""
         sets: list[float | None] = []
         for parameter in parameters:
             ref, meshes = self._sets.get(id(parameter), (None, 0.0))
@@ -110,7 +111,7 @@ class Holders:
         return sets
 
     def keep(self, parameters: Sequence[Any], sets: Sequence[float]) -> None:
-        """Keep the result of a table, without keeping its parameters alive."""
+        """Store the result of a table, with weak references to its parameters."""
         self._sets = {
             key: entry for key, entry in self._sets.items() if entry[0]() is not None
         }
@@ -119,7 +120,7 @@ class Holders:
 
 
 COLUMNS = 4
-"""Integers for each gradient in the table: mesh, family, shape and bits."""
+"""Number of integers for each gradient in the table: mesh, kind, shape and bits."""
 
 
 def _table(optimizer: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""ShardedGradScaler: GradScaler under the name and habits of torch's FSDP class."""
+"""ShardedGradScaler: GradScaler with the name and behaviour of torch's FSDP class."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _GeneralMultiDeviceReplicator = _torch._GeneralMultiDeviceReplicator
 class ShardedGradScaler(GradScaler, _torch.ShardedGradScaler):
     """A drop-in for ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``.
 
-    It differs from `GradScaler` in four habits that callers of torch's class may
-    rely on: the order of the positional arguments, fp16 gradients are accepted, scaled
-    losses keep their dtype, and a step in which no rank has a gradient is no error. It
-    also works in a single process, without a process group.
+    Callers of torch's class may rely on four differences to `GradScaler`: positional
+    arguments have another order, fp16 gradients are accepted, scaled losses keep their
+    dtype, and a step in which no rank has a gradient is allowed. It also works in a
+    single process, without a process group.
 
-    The arguments mean what they mean there; ``process_group``: the ranks that sync,
+    The arguments are those of torch's class. ``process_group`` has the ranks that sync;
     None is the default process group.
 
     Raises:
-        InvalidSettingError: a setting that no run can work with.
+        InvalidSettingError: a setting is invalid.
     """
 
     _steps_without_gradients = True
@@ -59,7 +59,7 @@ class ShardedGradScaler(GradScaler, _torch.ShardedGradScaler):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The process group as given; None is the default one."""
+        """Process group as passed to the constructor; None is the default one."""
         over = self._sync.group.over
         return None if isinstance(over, str | tuple) else over
 

@@ -1,59 +1,60 @@
-"""Syncs of one scaler: all ranks exchange one row each, and read or raise the same.
+"""Syncs of one scaler: all ranks exchange one row, and read or raise the same.
 
 [Note: One row]
-A row has the same length and dtype on every rank, whatever this rank has and whichever
-method it called. All ranks get the rows of all ranks by one collective, on every
-device. A field is either a finding of one rank, or a number that must be equal on all
-ranks; nan is not compared. Behind the fields are the norms of a clip, zeros in other
-syncs. All ranks read the same rows, so they come to the same verdict.
+A row has the same length and dtype on every rank, whatever the rank holds and whichever
+method it called. One collective gives all ranks the rows of all ranks, on every device.
+A field is either a finding of one rank, or a number that must be equal on all ranks;
+nan is not compared. After the fields come the norms of a clip, or zeros in other syncs.
+All ranks read the same rows, so they reach the same result.
 
 [Note: What belongs together]
 Every sync, of whatever method, begins with the same collective: same operation, shape
-and dtype. Its content names the scaler, the optimizer, the method and the state that
-must be equal (`Row`), so calls that do not belong together raise
-`RanksDisagreeError` on every rank. A clip that must tell replicas apart adds more
+and dtype. Its content identifies the scaler, the optimizer, the method and the state
+that must be equal (`Row`). So calls that do not belong together raise
+`RanksDisagreeError` on every rank. A clip that must identify replicas makes more
 collectives, which begin only when all ranks know from the rows that they clip.
 
-Scalers and optimizers get a number when a rank syncs them for the first time: that of
-its peers' in that sync, else the next one. So a rank may lack an optimizer, or hold an
-idle one. A scaler that is new also says how many of the numbered ones were made before
-it, so that scalers used in another order on another rank raise at the second one. One
-mistake cannot be detected: a rank that steps two optimizers in another order from the
-first iteration on.
+Scalers and optimizers get a number when a rank syncs them for the first time: the
+number that other ranks send in that sync, else the next one. So a rank may lack an
+optimizer, or hold an idle one. A new scaler also sends how many of the numbered ones
+were created before it. So scalers used in another order on another rank raise at the
+second one. One mistake cannot be detected: a rank that steps two optimizers in another
+order from the first iteration on.
 
 [Note: Closing an iteration]
 Ranks may sync a different number of times (a stage without parameters, a forgotten
-optimizer). A rank that has fewer syncs would leave the others waiting. So `update`
-syncs whenever this iteration had another number of syncs than the largest number seen
-so far; the first iteration always closes. A closing row that meets a step differs from
-it in ``call``, and all ranks raise. When every iteration is alike, no closing row is
-sent. One case is out of reach without a second collective in every iteration: a rank
-that suddenly has *more* syncs than ever before, alone, is heard in the next iteration.
+optimizer). A rank with fewer syncs would leave the others waiting. So `update` syncs if
+the number of syncs in this iteration differs from the largest number so far; the first
+iteration always ends with such a closing row. If a closing row meets the row of a step,
+they differ in ``call``, and all ranks raise. If all iterations are alike, no closing
+row is sent. One case is detected late, to save a second collective in every iteration:
+if a single rank suddenly has *more* syncs than ever, the error comes one iteration
+later.
 
 [Note: When the host reads]
 On a CPU the host reads the rows in the sync itself. On an accelerator that would wait
-for the device, so the host reads them at its next sync, and makes the same checks then.
-The first iterations are read at once also on an accelerator: a wrong set-up is found in
-its first step, and a clip learns which parameters are replicas (`replicas.py`). While a
-CUDA graph is captured nothing is read; the rows of its last replay are read at the next
-sync outside of the graph.
+for the device, so the host reads and checks them at its next sync. The first iterations
+are read at once on an accelerator too: so a wrong set-up is found in its first step,
+and a clip finds out which parameters are replicas (`replicas.py`). While a CUDA graph
+is captured nothing is read; the rows of its last replay are read at the next sync
+outside of the graph.
 
 [Note: An error on one rank]
 A rank can fail alone (an fp16 gradient that is not allowed). It still sends its row,
 with ``failed`` set, and then raises its own error; the others raise PeerFailedError
-instead of waiting. Where the host reads the rows later, ``failed`` implies
-``found_inf``, so that no rank steps meanwhile, and a rank that reads of a failure at
-the next sync sends that it also fails there. Wrong call order is told in the same way,
-since it may be the mistake of one rank; nothing was under way then.
+instead of waiting. If the host reads the rows later, ``failed`` implies ``found_inf``,
+so that no rank steps meanwhile. A rank that reads of a failure at the next sync sends
+``failed`` itself. Wrong call order is reported in the same way, since it may be the
+mistake of one rank; nothing has been changed then.
 
-Where rows are read at once every rank knows of a failure in the same sync. From there
-on all of them count syncs and iterations anew, whatever each had counted and whether or
-not `update` comes: an `update` that follows at once has nothing to close.
+If rows are read at once, every rank knows of a failure in the same sync. From then on
+all of them count syncs and iterations anew, whatever each had counted and whether or
+not `update` follows: an `update` right after it has nothing to close.
 
-A call may also raise after its sync (in an optimizer's step). Nothing is sent, for the
-others are past it. But the number of such calls is part of the state that must be equal
-(``failures``): if they did not raise alike, the next sync raises on every rank, and so
-does each one after it, until the ranks load a checkpoint.
+A call may also raise after its sync (in an optimizer's step). Nothing is sent then,
+because the other ranks have finished that sync. But the number of such calls is part of
+the state that must be equal (``failures``). If they did not raise alike, the next sync
+raises on every rank, and so does each later one, until the ranks load a checkpoint.
 """
 
 from __future__ import annotations
@@ -81,29 +82,31 @@ from .grads import Host, Number, tensor_of
 from .sync_group import GroupState, SyncGroup, exchange, message_device, state_of
 
 SETTLES = 8
-"""Iterations; the phases of a GAN, or of frozen parts, have passed by then."""
+"""Number of iterations that are read at once; by then the phases of a GAN, or of frozen
+parts, have passed."""
 
 NOTHING_CHECKED = "No inf checks were recorded prior to update."
 
 NORMS = 12
-"""Numbers of a clip behind the fields of a row."""
+"""Number of values for a clip after the fields of a row."""
 
 
 class Row(NamedTuple):
     """Fields of a row; nan is not compared.
 
     Attributes:
-        found_inf: 1 if a gradient of this rank is not finite. Findings of this rank,
-            like the next ones; 1 is yes.
-        failed: this rank is about to raise.
-        has_gradients: it has a gradient.
-        was_scaled: the scale came from `scale()` or a checkpoint on this rank.
-        takes_part: it has no optimizer, and takes part in a check or a clip.
-        refuses: it raises if the norm is not finite.
-        first_bad: a number for the first bad gradient, 0 if unknown (`history.py`).
-        call: CHECK, CLIP, UPDATE or LOAD. Equal on all ranks, like the next ones.
-        scaler: number by which the ranks know the scaler; nan if it is new.
-        made_after: how many numbered scalers are older than a new one.
+        found_inf: 1 if a gradient of this rank is not finite. This and the next fields
+            are findings of this rank; 1 is yes.
+        failed: 1 if this rank is about to raise.
+        has_gradients: 1 if it has a gradient.
+        was_scaled: 1 if the scale came from `scale()` or a checkpoint on this rank.
+        takes_part: 1 if it lacks the optimizer, and takes part in a check or a clip.
+        refuses: 1 if it raises for a norm that is not finite.
+        first_bad: code of the first non-finite gradient, 0 if unknown (`history.py`).
+        call: CHECK, CLIP, UPDATE or LOAD. This and the next fields must be equal on all
+            ranks.
+        scaler: number by which the ranks identify the scaler; nan if it is new.
+        made_after: number of numbered scalers that are older than a new one.
         iteration: iteration of this scaler, counted by `update`.
         position: position of the sync in the iteration, from 1.
         scale: loss scale of this rank.
@@ -112,16 +115,16 @@ class Row(NamedTuple):
         backoff_factor: setting of this rank.
         growth_interval: setting of this rank.
         hysteresis_left: overflows until the next backoff; 0 without hysteresis.
-        min_scale: limit of the policy, like the next ones.
+        min_scale: limit of the scale; this and the next fields are the policy's.
         max_scale: limit of the scale.
         hysteresis: overflows until a backoff.
         refill: 1 if a good step refills the hysteresis.
         max_consecutive_skips: 0 without a limit.
-        constant: 1 if the scale stays.
-        failures: calls of this rank that raised after their sync.
+        constant: 1 if the scale is constant.
+        failures: number of this rank's calls that raised after their sync.
         max_norm: bound of a clip.
         norm_type: order of the norm of a clip.
-        optimizer: number by which the ranks know the optimizer; nan if it is new.
+        optimizer: number by which the ranks identify the optimizer; nan if it is new.
     """
 
     found_inf: Number = 0.0
@@ -194,12 +197,12 @@ class Rows:
         return values
 
     def norms(self) -> list[list[float]]:
-        """Return mesh, kind and norm of each entry of each rank; unused ones are 0."""
+        """Return (mesh, kind, norm) of each entry of each rank; unused ones are 0."""
         table: list[list[float]] = self.table[:, FIELDS:].reshape(-1, 3).tolist()
         return table
 
     def differing(self) -> list[str]:
-        """Return the names of fields that should be equal and differ."""
+        """Return the names of fields that must be equal and differ."""
         highest, lowest = self.highest[_FINDINGS:], self.lowest[_FINDINGS:]
         fields = zip(_COMPARED, highest, lowest, strict=True)
         names = [name for name, x, y in fields if x != y and x != -math.inf]
@@ -213,17 +216,18 @@ class SyncResult:
     """Result of a sync; the same on every rank.
 
     Attributes:
-        group: the ranks that made it.
+        group: ranks that took part.
         method: name of the calling method, for messages.
         row: row of this rank.
         rows: rows of all ranks, on the device that exchanged them.
         on_read: called with the rows when the host has read them.
-        record: record of the optimizer, None without one.
-        copy: on its way to the host, and the event of its arrival.
-        host_rows: rows that the host has read and that raised nothing, or None.
-        was_read: the host has read the rows, or has raised what they say.
-        is_late: the host reads them at the next sync.
-        ends: the last sync of an iteration that must have had a gradient.
+        record: record of the optimizer, or None.
+        copy: copy of the rows that is being sent to the host, and the event of its
+            arrival.
+        host_rows: rows that the host has read without an error, or None.
+        was_read: True if the host has read the rows, or has raised their error.
+        is_late: True if the host reads the rows at the next sync.
+        ends: True for the last sync of an iteration that must have had a gradient.
     """
 
     group: dist.ProcessGroup
@@ -240,14 +244,14 @@ class SyncResult:
 
     @property
     def found_inf(self) -> torch.Tensor:
-        """Flag of a skip: a scalar in fp32, 0 or 1, that the host may not know yet."""
+        """Flag of a skip: (), fp32, 0 or 1; the host may not know it yet."""
         # A rank that raises skips for all ranks.
         return self.rows[:, : _PLACE["failed"] + 1].amax().float()
 
     def read(self) -> Rows:
         """Return the rows on the host; synchronises once at most.
 
-        An error that it has raised is not raised again at the next sync.
+        An error that is raised here is not raised again at the next sync.
 
         Raises:
             PeerFailedError: another rank raised.
@@ -277,7 +281,7 @@ class SyncResult:
         return self.host_rows
 
     def peer_failed(self, failed: Sequence[int]) -> PeerFailedError:
-        """Return the error for an exception on other ranks."""
+        """Return the error of this rank after other ranks raised."""
         return peer_failed(self.method, self.group.rank(), self.group.size(), failed)
 
     def disagreement(self, rows: Rows, names: Sequence[str]) -> RanksDisagreeError:
@@ -293,21 +297,21 @@ _made = itertools.count()
 
 
 class OverflowSync:
-    """The syncs of one scaler: which ranks take part, and how many there were.
+    """Syncs of one scaler: which ranks take part, and how many syncs there were.
 
     Args:
-        group: the ranks that sync.
-        device_type: where to exchange rows if the process group can.
+        group: ranks that sync.
+        device_type: device type on which rows are exchanged, if the process group can.
         on_read: called with each result and its rows when the host has read them.
 
     Attributes:
-        settles: iterations of which the host reads the rows at once, everywhere.
+        settles: number of iterations whose rows the host always reads at once.
         sent: number of rows sent in this iteration.
         exchanges: number of rows sent so far.
-        is_void: every rank has heard that a call raised, and no row was sent since.
-        failures: calls of this rank that raised after their sync, which the other ranks
-            do not hear of.
-        told: id of the error that the last row was about; 0 for none.
+        is_void: True if every rank knows that a call raised, and no row was sent since.
+        failures: number of this rank's calls that raised after their sync, unknown to
+            other ranks.
+        told: id of the error that the last row reported; 0 for none.
     """
 
     settles = SETTLES
@@ -345,7 +349,7 @@ class OverflowSync:
         self._has_gradients = False  # any rank, in this iteration, as far as read
 
     def settle(self) -> None:
-        """Read the rows of the next iterations at once; all ranks call it alike."""
+        """Read the rows of the next iterations at once; all ranks must call it."""
         self._settled = self._iteration + SETTLES
 
     def exchange(
@@ -356,14 +360,15 @@ class OverflowSync:
         norms: Sequence[Number] = (),
         record: Any = None,
     ) -> SyncResult:
-        """Exchange one row with each rank.
+        """Exchange one row with all ranks.
 
         Args:
             group: result of ``group.find``.
             method: name of the calling method, for messages.
             row: row of this rank; this class fills in its own fields.
             norms: entries of a clip, zeros by default.
-            record: record of the optimizer; gets its ``number`` when the host knows it.
+            record: record of the optimizer; its ``number`` is set when the host knows
+                it.
 
         Returns:
             The result, read unless that would synchronise.
@@ -371,7 +376,7 @@ class OverflowSync:
         Raises:
             PeerFailedError: another rank raised.
             RanksDisagreeError: the ranks hold different state.
-            AssertionError: no rank has scaled a loss, or had a gradient.
+            AssertionError: no rank has scaled a loss, or has a gradient.
         """
         with (of_group := state_of(group)).turn:
             self.told = 0
@@ -481,10 +486,10 @@ class OverflowSync:
     def tables_of(
         self, result: SyncResult, table: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        """Return the tables of all ranks; each has its own number of rows.
+        """Return the tables of all ranks, which may differ in their number of rows.
 
         Raises:
-            PeerFailedError: a rank could not make its table, and has None.
+            PeerFailedError: a rank passed None because it could not make its table.
         """
         group, method, device = result.group, result.method, result.rows.device
         length = -1 if table is None else len(table)
@@ -510,11 +515,11 @@ class OverflowSync:
         """End the iteration. See [Note: Closing an iteration].
 
         Args:
-            state: asked for only if there is a row to send.
+            state: returns the row; called only if a row is sent.
             method: name of the calling method, for messages.
-            is_usual: no call has raised, so that the next iterations will be like it.
-            must_have_gradients: it is an error if no rank had any, where that is not
-                known yet.
+            is_usual: true if no call raised, so that later iterations will be alike.
+            must_have_gradients: true to raise if no rank had a gradient, if that was
+                not checked yet.
 
         Raises:
             RanksDisagreeError: the ranks had different numbers of syncs.

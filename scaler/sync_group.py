@@ -1,15 +1,15 @@
-"""Which ranks sync, as one process group, and the collective over it.
+"""The process group of the ranks that sync, and the collective over it.
 
 [Note: Which ranks sync]
 The group of a sync must not depend on the tensors of one rank: a rank with plain
-tensors only, or without gradients, would pick another group than its peers and both
-would wait for ever. Nor can it be read off the parameters: stages of one pipeline on
-separate meshes look exactly like independent models on separate meshes, and the plain
-parameters of a pipeline stage look exactly like those of a replica. The two mistakes do
-not weigh the same: syncing with too few ranks trains on silently with different scales,
-syncing with too many is loud or harmless. So all ranks of the default process group
-sync by default, whatever they hold; other ranks are named in the constructor, by a
-group or a mesh that each of them has.
+tensors only, or without gradients, would pick another group than other ranks, and all
+would wait for ever. It cannot be derived from the parameters either: stages of one
+pipeline on separate meshes look exactly like independent models on separate meshes, and
+the plain parameters of a pipeline stage look exactly like those of a replica. Of the
+two possible mistakes one is worse: with too few ranks in a sync, training goes on
+silently with different scales. With too many it raises, or is harmless. So by default
+all ranks of the default process group sync, whatever they hold. To use other ranks,
+pass a group or a mesh to the constructor on each of them.
 
 [Note: One collective]
 gloo sends rows by an all-to-all, directly from rank to rank. For small messages that is
@@ -33,14 +33,14 @@ from .grads import Number
 from .torch_internals import device_types
 
 SyncOver = Literal["world", "local"] | dist.ProcessGroup | DeviceMesh
-"""Which ranks sync; see `GradScaler`."""
+"""Ranks that sync; see `GradScaler`."""
 
 
 class SyncGroup:
-    """The ranks that sync, as one process group (or None: this rank alone).
+    """Process group of the ranks that sync; None if this rank is alone.
 
     Attributes:
-        over: ``"world"``, ``"local"`` or a process group; of a mesh, its ranks in
+        over: ``"world"``, ``"local"``, a process group, or for a mesh its ranks in
             ascending order. May be set.
 
     Raises:
@@ -58,7 +58,7 @@ class SyncGroup:
             )
 
     def find(self) -> dist.ProcessGroup | None:
-        """Return the group to sync over, None when this rank is on its own."""
+        """Return the group to sync over; None if this rank is alone."""
         if isinstance(self.over, str):
             if self.over == "local" or not dist.is_initialized():
                 return None
@@ -95,13 +95,13 @@ def message_device(
 ) -> torch.device:
     """Return the device on which ``group`` exchanges a message.
 
-    Its type must be the same on every rank (a group may have one backend per device
-    type), so it follows from the scaler's ``device`` argument, ``preferred``, and the
-    group alone, never from where this rank's gradients are. The scale decides which of
+    Its type must be the same on every rank, because a group may have one backend for
+    each device type. So it depends only on the group and on ``preferred``, the scaler's
+    ``device`` argument, and not on this rank's gradients. The scale selects one of
     several CUDA devices.
 
     Raises:
-        NotImplementedError: the group serves neither CPU nor CUDA.
+        NotImplementedError: the group supports neither CPU nor CUDA.
     """
     served = device_types(group)
     if preferred == "cuda" and "cpu" in served and not torch.cuda.is_available():
@@ -127,9 +127,9 @@ class GroupState:
     """State of a process group in this process.
 
     Attributes:
-        turn: threads that sync over the group take turns, for a whole sync: gloo aborts
-            on calls at one time, and collectives of one sync belong together.
-        is_gloo: it exchanges messages on a CPU by gloo.
+        turn: lock held during a whole sync. gloo aborts on concurrent calls, and the
+            collectives of one sync belong together.
+        is_gloo: True if it exchanges CPU messages by gloo.
         scalers: number of scalers that any rank has synced over it.
         numbers: numbers of this rank's scalers, by the count at which they were made.
     """
@@ -153,9 +153,9 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
 
 
 def exchange(group: dist.ProcessGroup, method: str, mine: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all ranks, (number of ranks, elements); one collective.
+    """Return the rows of all ranks, (number of ranks, elements), by one collective.
 
-    The error of a broken collective names the ``method`` and the possible cause.
+    If the collective fails, the error names the ``method`` and the possible cause.
     """
     ranks, state = group.size(), state_of(group)
     try:
@@ -210,7 +210,10 @@ def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
 
 
 def _new_group_of_members(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Make a group without the other ranks, which may be busy with another model."""
+    """Create a group of these ranks without a call on other ranks.
+
+    The other ranks may be busy with another model.
+    """
     # torch splits the communicator of a world that is bound to a device
     # (`init_process_group(device_id=...)`), and all ranks of the world must take part.
     world: Any = dist.group.WORLD

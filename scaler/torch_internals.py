@@ -1,7 +1,7 @@
 """Every private name of torch that the scaler uses, one function each.
 
-``tests/scaler/test_torch_internals.py`` asserts that each name exists and has the
-signature that is used here, so that a new torch fails there and not in a norm.
+``tests/scaler/test_torch_internals.py`` asserts that each name exists with the expected
+signature, so a change in torch fails there and not in a norm.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ T = TypeVar("T")
 
 
 def no_compile(method: Callable[P, T]) -> Callable[P, T]:
-    """Keep a method out of compiled graphs, with all that it calls.
+    """Keep a method, and everything that it calls, out of compiled graphs.
 
     A compiled training step may call the scaler. ``scale`` is arithmetic and is
     compiled with the loss; the other methods read Python objects, communicate and
-    branch on results, which a graph cannot hold: it breaks before and after each. The
-    mark on the code costs a call nothing; ``torch.compiler.disable`` would wrap the
-    method, which takes longer than a small kernel, and import ``torch._dynamo``.
+    branch on results, which a graph cannot hold, so the graph breaks before and after
+    each. Marking the code object adds no time to a call. ``torch.compiler.disable``
+    would wrap the method, which takes longer than a small kernel, and import
+    ``torch._dynamo``.
     """
     function, dynamo = cast("Any", method), torch._C._dynamo.eval_frame
     strategy = dynamo._FrameExecStrategy(*[dynamo._FrameAction.SKIP] * 2)
@@ -37,14 +38,15 @@ def no_compile(method: Callable[P, T]) -> Callable[P, T]:
 
 non_finite_check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 """(tensors, found_inf, inv_scale): multiply tensors of one device and dtype in place;
-set found_inf to 1 if one of them was not finite."""
+set found_inf to 1 if any was not finite."""
 
 amp_update_scale_ = torch._amp_update_scale_
 """(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval):
 move the scale in place by torch's rule."""
 
 foreach_norm = torch._foreach_norm
-"""(tensors, norm_type, dtype): the norm of each tensor, (), accumulated in dtype."""
+"""(tensors, norm_type, dtype): return the norm of each tensor, (), accumulated in
+dtype."""
 
 foreach_mul_ = torch._foreach_mul_
 """(tensors, factor): multiply tensors in place by a factor, (), on their device."""
@@ -53,23 +55,23 @@ set_grad_enabled = torch._C._set_grad_enabled
 """(mode): set the grad mode; ``no_grad()`` takes longer than a small kernel."""
 
 DisableTorchFunctions = torch._C.DisableTorchFunctionSubclass
-"""(): a context in which subclasses are read as plain objects. Asking DTensor for its
-torch function, which DTensor has turned off, takes as long as reading the attribute."""
+"""(): a context in which attributes of tensor subclasses are read directly. DTensor's
+torch function is disabled, but looking it up takes as long as reading the attribute."""
 
 sparse_values = torch.Tensor._values
-"""(tensor): the values of a sparse tensor, coalesced or not, without a copy."""
+"""(tensor): return the values of a sparse tensor, coalesced or not, without a copy."""
 
 
 def dtensor_type() -> Any:
-    """Return ``DTensor``; before it is imported, the empty tuple, a type of nothing."""
+    """Return the type ``DTensor``; an empty tuple if it is not imported yet."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return () if module is None else module.DTensor
 
 
 def local_tensors(gradients: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the local tensor of each DTensor; others as they are.
+    """Return the local tensor of each DTensor, and other tensors unchanged.
 
-    The attribute is a tenth of the price of ``to_local``.
+    Reading the attribute takes a tenth of the time of ``to_local``.
     """
     kind = dtensor_type()
     return [g._local_tensor if type(g) is kind else g for g in gradients]
@@ -82,5 +84,5 @@ def specs(gradients: Iterable[Any]) -> list[Any]:
 
 
 def device_types(group: torch.distributed.ProcessGroup) -> list[str]:
-    """Return the types of device that a process group has a backend for."""
+    """Return the device types for which a process group has a backend."""
     return [device.type for device in group._device_types]

@@ -117,7 +117,7 @@ class Kind(StrEnum):
     HANDED = "handed"
     """A call of the scaler with this optimizer begins."""
     RETURNED = "returned"
-    """End of that call."""
+    """A call of the scaler with this optimizer has ended."""
     BEGINS = "begins"
     """The optimizer's own ``step`` begins."""
     USES = "uses"

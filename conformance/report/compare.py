@@ -1,4 +1,4 @@
-"""Compare two reports by meaning: verdicts by case, never dates or timings."""
+"""Compare two reports: verdicts and sequences by case, not dates or timings."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SEQUENCES = {
     "growth": "the growth tracker after",
     "stepped": "whether the parameters changed in",
 }
-"""Curves that are compared exactly for each rank and step -> their words."""
+"""Curve that is compared exactly for each rank and step -> its description."""
 Rows = Sequence[Sequence[object]]
-"""A value a rank and step."""
+"""For each rank: a value for each step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +27,11 @@ class Change:
     kind: str
     """``regression``, ``fix``, ``changed``, ``new`` or ``gone``."""
     text: str
-    """One line in words."""
+    """Description in one line."""
 
 
 def compare(before: Report, after: Report) -> list[Change]:
-    """Changes from ``before`` to ``after``, worst first."""
+    """Return the changes from ``before`` to ``after``, worst first."""
     old = {c.key: c for c in before.cases}
     new = {c.key: c for c in after.cases}
     changes = [_missing("gone", c) for k, c in old.items() if k not in new]
@@ -75,7 +75,7 @@ def _verdicts(old: CaseRecord, new: CaseRecord) -> list[Change]:
 
 
 def _broken(old: CaseRecord, new: CaseRecord, where: str) -> Iterator[Change]:
-    """A change of a broken harness, once: then no law is judged."""
+    """Yield one change if the harness broke in a case: then no law was judged."""
     if old.status != new.status:
         kind = "regression" if is_worse(new.status, old.status) else "fix"
         text = f"{kind}: {old.status} -> {new.status} in {where}: "
@@ -96,7 +96,7 @@ def _sequences(old: CaseRecord, new: CaseRecord) -> Iterator[Change]:
 
 
 def difference(what: str, before: Rows, now: Rows) -> str:
-    """The first difference of two sequences a rank in words, or the empty string."""
+    """Describe the first difference of two sequences by rank; else ""."""
     shape, seen = [len(row) for row in before], [len(row) for row in now]
     if shape != seen:
         return f"{what} each step covers {seen} steps of the ranks, was {shape}"

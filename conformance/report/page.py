@@ -33,14 +33,14 @@ from .terminal import (
 __all__ = ["render_page", "write_page"]
 
 MAX_PLOT_BYTES = 900_000
-"""Plots on a page are capped at this, failing cases first: with the text of 500 cases
-the page stays below 3 MB."""
+"""Limit of all plots on a page, failing cases first: with the text of 500 cases the
+page stays below 3 MB."""
 MAX_SCRIPT_BYTES = 200_000
-"""Standalone scripts on a page are capped at this: about the first 25."""
+"""Limit of all standalone scripts on a page: about the first 25."""
 
 
 def write_page(report: Report, folder: Path) -> Path:
-    """Write ``index.html`` into ``folder``, whole or not at all."""
+    """Write ``index.html`` into ``folder`` atomically."""
     path = folder / "index.html"
     with as_usage(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def write_page(report: Report, folder: Path) -> Path:
 
 
 def render_page(report: Report) -> str:
-    """The page as text; everything from models and exceptions is escaped."""
+    """Return the page as text; texts from models and exceptions are escaped."""
     # StrictUndefined: a misspelt name in the template fails here and not at the reader
     environment = Environment(
         loader=PackageLoader("gradparity.conformance.report"),
@@ -91,14 +91,14 @@ def render_page(report: Report) -> str:
 
 
 def _chapters(report: Report) -> list[str]:
-    """Chapters of the laws that the report has judged, in their order."""
+    """Return the chapters of the report's laws, in their order."""
     seen = (v.law for case in report.cases for v in case.verdicts)
     laws = report.header.laws or dict.fromkeys(seen)  # a report of an earlier version
     return list(dict.fromkeys(law.partition(".")[0] for law in laws))
 
 
 def _idle_chapters(report: Report, chapters: Sequence[str]) -> list[str]:
-    """Chapters of which no law applied to any run; a column each would say nothing."""
+    """Return chapters whose laws applied to no run; they get no column."""
     used = {
         v.law.partition(".")[0]
         for case in report.cases
@@ -109,26 +109,26 @@ def _idle_chapters(report: Report, chapters: Sequence[str]) -> list[str]:
 
 
 def _printable(value: object) -> object:
-    """Text without control characters; markup that we made stays as it is."""
+    """Remove control characters from text, except from our own markup."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return plain(value)
     return value
 
 
 def _lines(text: str) -> Markup:
-    """Escaped text that keeps its lines and their indentation: a script, a table."""
+    """Escape a text but keep its lines and indentation: a script, a table."""
     printable = (c if c.isprintable() or c == "\n" else " " for c in text)
     return escape("".join(printable))
 
 
 def _subject(report: Report) -> str:
-    """Name what was trained: the workload, or models of the catalogue."""
+    """Return what was trained: the workload, or models of the catalogue."""
     first, *others = [*dict.fromkeys(case.model for case in report.cases)] or [""]
     return f"{first} and {counted(len(others), 'more model')}" if others else first
 
 
 def _more_facts(verdict: Verdict) -> list[str]:
-    """The facts of a verdict that its message does not state."""
+    """Return the facts of a verdict that its message does not contain."""
     return [
         fact
         for fact in facts(verdict)
@@ -137,7 +137,7 @@ def _more_facts(verdict: Verdict) -> list[str]:
 
 
 def _states(message: str, fact: str) -> bool:
-    """True if a message has a fact, as a whole word."""
+    """Return True if a message contains a fact as a whole word."""
     forms = [fact]
     with suppress(ValueError):  # of a name, ranks or a step
         forms.append(f"{float(fact):.3g}")  # messages round to fewer digits
@@ -147,9 +147,9 @@ def _states(message: str, fact: str) -> bool:
 
 
 def _anchor(record: CaseRecord) -> str:
-    """The id of a run in the page, made from the text of its scenario.
+    """Return the id of a run in the page, from the text of its scenario.
 
-    Not from the parsed scenario: a report of a newer version may have an id that this
+    The scenario is not parsed: a report of a newer version may have an id that this
     version cannot parse.
     """
     digest = hashlib.blake2b(record.scenario.encode(), digest_size=5)
@@ -157,7 +157,7 @@ def _anchor(record: CaseRecord) -> str:
 
 
 def _tallies(report: Report) -> dict[str, dict[str, int]]:
-    """Scaler -> number of its cases by status, the worst first."""
+    """Return scaler -> number of its cases by status, the worst first."""
     tallies = {}
     for scaler in report.scalers:
         counts = Counter(c.status for c in report.cases if c.scaler == scaler)
@@ -167,18 +167,18 @@ def _tallies(report: Report) -> dict[str, dict[str, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """One chapter of laws in one row of the matrix."""
+    """Result of one chapter of laws in one row of the matrix."""
 
     status: str
     link: str
-    """Anchor of the run that shows it."""
+    """Anchor of the run that shows the result."""
     words: str
-    """Text for readers who do not see the colour."""
+    """Text for readers who cannot see the colour."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One scaler on one topology in one precision."""
+    """Row of the matrix: one scaler on one topology in one precision."""
 
     topology: str
     precision: str
@@ -225,23 +225,23 @@ def _mark(chapter: str, records: Sequence[CaseRecord]) -> Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """One scenario with every scaler that was judged in it."""
+    """One scenario with the results of all scalers."""
 
     id: str
     anchor: str
     topology: str
     status: str
-    """The worst of its records."""
+    """Worst status of its records."""
     plots: Sequence[Markup]
-    """Plots that the scalers share."""
+    """Plots that contain all scalers."""
     records: Sequence[tuple[CaseRecord, Sequence[Markup]]]
     """Each record with its own plots."""
     traits: dict[str, str]
-    """Filter -> value, for the filters of the page."""
+    """Trait -> value, for the filters of the page."""
     scripts: dict[str, str] = field(default_factory=dict)
     """Failed scaler -> its script that needs only torch, if there is one."""
     undrawn: bool = False
-    """True if its plots were left out: they are capped."""
+    """True if plots were left out because of the size limit."""
 
 
 def _stories(report: Report) -> list[Story]:
@@ -252,7 +252,7 @@ def _stories(report: Report) -> list[Story]:
 
 
 def _capped(stories: Sequence[Story]) -> list[Story]:
-    """The stories in their order; plots and scripts beyond the caps are left out."""
+    """Remove plots and scripts beyond the size limits; keep the order of stories."""
     plot_bytes, script_bytes, story_by_id = MAX_PLOT_BYTES, MAX_SCRIPT_BYTES, {}
     # failing stories first, so that they keep their plots when the caps are reached
     for story in sorted(stories, key=lambda s: s.status == "pass"):
@@ -266,7 +266,7 @@ def _capped(stories: Sequence[Story]) -> list[Story]:
 
 
 def _groups(stories: Sequence[Story]) -> dict[str, list[Story]]:
-    """The stories by topology, the worst first: a reader looks for what is wrong."""
+    """Return topology -> its stories, the worst topology first."""
     order = sorted(stories, key=lambda story: -RANKING.index(story.status))
     worst = dict.fromkeys(story.topology for story in order)
     return {name: [s for s in order if s.topology == name] for name in worst}
@@ -292,18 +292,18 @@ def _story(records: Sequence[CaseRecord]) -> Story:
 
 
 _DECISIONS = {"agreement", "skip", "scale"}
-"""Chapters whose violations the scale and the decisions of each rank show."""
+"""Chapters whose violations show in the scale and decisions of each rank."""
 _VALUES = {"parity", "transparency"}
-"""Chapters whose violations errors of gradients and losses show."""
+"""Chapters whose violations show in errors of gradients and losses."""
 
 
 def _broken(records: Sequence[CaseRecord]) -> set[str]:
-    """Chapters of the laws that any of them breaks."""
+    """Return the chapters of all laws that are broken in the records."""
     return {v.law.partition(".")[0] for record in records for v in record.failures}
 
 
 def _plots(record: CaseRecord) -> list[Markup]:
-    """The plots of a failed record; a record that passes has none."""
+    """Return the plots of a failed record; empty if it passed."""
     curves, broken = record.curves, _broken([record])
     if curves is None:
         return []
@@ -326,16 +326,16 @@ def _without_plots(story: Story) -> Story:
 
 @dataclass(frozen=True, kw_only=True)
 class Filter:
-    """A link that shows only the runs which have one trait."""
+    """Link that shows only runs with one trait."""
 
     key: str
-    """Class of the runs; the link leads to ``#only-KEY``."""
+    """CSS class of the runs; the link is ``#only-KEY``."""
     value: str
     count: int
 
 
 def _filters(stories: Sequence[Story]) -> dict[str, list[Filter]]:
-    """Trait -> its filters; a trait that all runs share has none."""
+    """Return trait -> its filters; a trait that all runs share has none."""
     filters = {
         trait: list(_values(trait, stories))
         for trait in ("verdict", "topology", "precision", "model")

@@ -1,9 +1,9 @@
 """Plots of a report as small inline SVG: curves, a skip strip, errors against bounds.
 
-They use no plotting library: a report of 500 scenarios must render in seconds and stay
-under 3 MB, and its text must take the page's colour in light and dark, be readable by
-screen readers and be searchable. Shapes carry classes; the page's style sheet colours
-them.
+No plotting library is used: a report of 500 scenarios must render in seconds and stay
+under 3 MB. The text of plots must be searchable, be readable by screen readers, and
+have the page's colour in light and dark. Shapes have classes, which the page's style
+sheet colours.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ __all__ = [
 
 NAN = math.nan
 WIDTH, HEIGHT = 360, 150
-"""Pixels; the width of a phone, so that letters keep their size on every screen."""
+"""Size in pixels; as wide as a phone, so that letters keep their size on every
+screen."""
 LEFT, TOP, BOTTOM = 52, 22, 22
 ROW = 15
 CHARACTER = 6.2  # upper bound of the mean width of a letter in pixels
@@ -40,7 +41,7 @@ STYLES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line: values by step; nan leaves a gap."""
+    """One line of a chart: values by step; nan leaves a gap."""
 
     label: str
     values: Sequence[float]
@@ -48,7 +49,10 @@ class Series:
 
 
 def distance_chart(records: Sequence[CaseRecord]) -> Markup:
-    """How far the loss of every scaler is from the reference, as powers of ten."""
+    """Return a chart of each scaler's distance from the reference loss.
+
+    Distances are shown as powers of ten.
+    """
     drawn = [r for r in records if r.curves is not None]
     losses = (r.curves.reference_loss for r in drawn if r.curves is not None)
     truth = floats(next((each for each in losses if each), []))
@@ -63,9 +67,9 @@ def distance_chart(records: Sequence[CaseRecord]) -> Markup:
 
 
 def scale_chart(record: CaseRecord, curves: Curves) -> Markup:
-    """Scale after each step on every rank, as powers of two.
+    """Return a chart of the scale after each step on every rank, as powers of two.
 
-    Empty where it is 1 throughout, as it is without a scaler.
+    Empty if the scale is always 1, as without a scaler.
     """
     if all(value == 1 for scales in curves.scale for value in scales):
         return Markup("")
@@ -81,7 +85,7 @@ def scale_chart(record: CaseRecord, curves: Curves) -> Markup:
 
 
 def _tick(value: float) -> str:
-    """A label of at most seven characters, the room left of a plot."""
+    """Format a label with at most seven characters, the width left of a plot."""
     for digits in (4, 3, 2, 1):
         text = f"{value:.{digits}g}".replace("e+", "e").replace("e0", "e")
         text = text.replace("e-0", "e-")
@@ -91,12 +95,12 @@ def _tick(value: float) -> str:
 
 
 def _log(value: float, base: int) -> float:
-    """The logarithm, or nan, which is not drawn."""
+    """Return the logarithm; nan, which is not drawn, if it does not exist."""
     return math.log(value, base) if value > 0 else NAN
 
 
 def line_chart(title: str, series: Sequence[Series]) -> Markup:
-    """A chart of lines over steps; empty where there is nothing to draw."""
+    """Return a chart of lines over steps; empty if no value is finite."""
     drawn = [s for s in series if any(math.isfinite(v) for v in s.values)]
     if not drawn:
         return Markup("")
@@ -114,7 +118,7 @@ def line_chart(title: str, series: Sequence[Series]) -> Markup:
 
 @dataclass(frozen=True)
 class _Frame:
-    """Steps and values -> pixels."""
+    """Maps steps and values to pixels."""
 
     low: float
     high: float
@@ -142,7 +146,7 @@ class _Frame:
         return first + last.format(WIDTH, HEIGHT - 8, self.count - 1)
 
     def line(self, series: Series) -> Markup:
-        """The path of a series: nan leaves a gap; a step between two gaps is a dot."""
+        """Return the path of a series: nan leaves a gap, a lone step is a dot."""
         pieces, pen = [], "M"
         for step, value in enumerate(series.values):
             if not math.isfinite(value):
@@ -157,7 +161,7 @@ class _Frame:
 
 
 def _legend(series: Sequence[Series]) -> tuple[list[Markup], int]:
-    """Signs of the lines in as many columns as fit, and their height."""
+    """Return the legend, in as many columns as fit, and its height."""
     labels = [_short(s.label, 48) for s in series]
     width = 40 + CHARACTER * max(map(len, labels))
     columns = max(1, int(WIDTH // width))
@@ -173,7 +177,7 @@ def _legend(series: Sequence[Series]) -> tuple[list[Markup], int]:
 
 
 def skip_strip(record: CaseRecord, curves: Curves) -> Markup:
-    """Ranks x steps: which stepped, which skipped, where a gradient was bad."""
+    """Return a strip of ranks x steps: stepped, skipped, or with a bad gradient."""
     steps = max((len(row) for row in curves.stepped), default=0)
     if all(stepped is None for row in curves.stepped for stepped in row):
         return Markup("")
@@ -217,7 +221,7 @@ def _cross(x: float, y: float, size: float) -> str:
 
 
 def error_bars(record: CaseRecord, curves: Curves, most: int = 8) -> Markup:
-    """The parameters nearest to their bounds, or furthest beyond them."""
+    """Return bars of the parameters with the largest error / bound."""
     ratios = {n: float(v) for n, v in curves.parameters.items()}
     worst = sorted(ratios.items(), key=_badness, reverse=True)[:most]
     if not worst:
@@ -258,11 +262,11 @@ def error_bars(record: CaseRecord, curves: Curves, most: int = 8) -> Markup:
 
 
 LEAST_DECADE = -3
-"""Decade at which a bar has no length."""
+"""Decade at which a bar has length 0."""
 
 
 def _share(ratio: float, least: int, most: int) -> float:
-    """Length of a bar in decades, as a share of the longest; nan is the longest."""
+    """Return the length of a bar in decades, from 0 to 1; that of nan is 1."""
     if not math.isfinite(ratio):
         return 1.0
     decade = math.log10(ratio) if ratio > 0 else least
@@ -270,12 +274,12 @@ def _share(ratio: float, least: int, most: int) -> float:
 
 
 def _badness(item: tuple[str, float]) -> float:
-    """Sort key: nan may hide any error, so it is worse than every number."""
+    """Return a sort key; nan may hide any error, so it is worse than every number."""
     return math.inf if math.isnan(item[1]) else item[1]
 
 
 def floats(values: Sequence[Number | None]) -> list[float]:
-    """Numbers of a record; None and infinities become nan, which is not drawn."""
+    """Convert numbers of a record; None and inf become nan, which is not drawn."""
     numbers = [NAN if v is None else float(v) for v in values]
     return [v if math.isfinite(v) else NAN for v in numbers]
 
@@ -286,13 +290,13 @@ def _short(text: str, most: int) -> str:
 
 
 def _tail(text: str, most: int) -> str:
-    """The end of a name: names of parameters differ most at their ends."""
+    """Return the end of a name, where names of parameters differ most."""
     text = plain(text)
     return text if len(text) <= most else "…" + text[1 - most :]
 
 
 def _svg(title: str, body: Sequence[Markup], height: float) -> Markup:
-    """An SVG; screen readers get all of ``title``, the drawing its beginning."""
+    """Return an SVG; its title is complete for screen readers, and shown shortened."""
     return Markup(
         '<svg role="img" viewBox="0 0 {0} {1}"><title>{2}</title>'
         '<text class="title" x="0" y="12">{3}</text>{4}</svg>'

@@ -1,7 +1,7 @@
-"""Report: immutable values, one JSON object a line, header first and footer last.
+"""Records of a report: one JSON object a line, header first and footer last.
 
-A report is written as the run goes on: a run that is killed leaves every finished case
-and no footer, and reading such a file says that it is incomplete.
+A report is written while the run goes on. If the run is killed, the report has every
+finished case and no footer, and counts as incomplete.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 
 SCHEMA_VERSION = 2
 HARNESS = "harness"
-"""The name in place of a law where the harness broke."""
+"""Name used instead of a law if the harness broke."""
 
 
 class ReportError(UsageError):
@@ -60,15 +60,15 @@ class ReportError(UsageError):
 
 
 class _Line(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
-    """A line of the file. A field that this version does not know is refused."""
+    """Base class of lines of the file; unknown fields are rejected."""
 
 
 class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of a line."""
+    """Base class of parts of a line."""
 
 
 class Launcher(_Part, frozen=True, kw_only=True):
-    """The launcher of the ranks."""
+    """How the ranks were launched."""
 
     name: str
     """``pool`` or ``torchrun``."""
@@ -79,22 +79,22 @@ class Launcher(_Part, frozen=True, kw_only=True):
     run: str = ""
     """torchrun's id of the run."""
     attempt: Count = 0
-    """Restarts by torchrun before this report began."""
+    """Number of restarts by torchrun before this report began."""
     restarts: tuple[str, ...] = ()
-    """One line per restart: the kept cases, and why the earlier attempt ended."""
+    """One line for each restart: the kept cases, and why the earlier attempt ended."""
 
 
 class LawText(_Part, frozen=True, kw_only=True):
-    """The texts of a law, so that a page needs no code of the judge."""
+    """Texts of a law, so that a page can be rendered without the judge."""
 
     text: str
-    """One sentence."""
+    """The rule in one sentence."""
     reason: str
-    """Why a training run needs it."""
+    """Why a training run needs the rule."""
 
 
 class Header(_Line, frozen=True, kw_only=True, tag="header"):
-    """Where and how the run was made."""
+    """Environment and settings of the run."""
 
     schema: int
     gradparity: str
@@ -105,8 +105,7 @@ class Header(_Line, frozen=True, kw_only=True, tag="header"):
     device: str
     threads: int
     commit: str
-    """Commit of the current folder's checkout, or the empty string: the judged code is
-    what changes from run to run."""
+    """Commit of the current folder's checkout; empty outside of one."""
     command: str
     preset: str
     seed: int
@@ -119,34 +118,35 @@ class Header(_Line, frozen=True, kw_only=True, tag="header"):
     """Environment variables that change numbers or transports."""
     launcher: Launcher = Launcher(name="pool")
     gpus: tuple[str, ...] = ()
-    """Names of the GPUs of the machine of rank 0, where the device is cuda."""
+    """Names of the GPUs on the machine of rank 0, if ranks use CUDA."""
     laws: dict[str, LawText] = {}
-    """Law -> its text; of two that break at one step, the first is the cause."""
+    """Law -> its texts; if two laws break at one step, the first one is the cause."""
     require: tuple[str, ...] = ()
-    """The scalers that decide what the report comes to; empty means all of them."""
+    """Scalers that decide the result of the report; empty means all of them."""
     reference: str = ""
-    """The reference that the workload declares; empty: the judge's own loop."""
+    """Reference that the workload declares; empty for the plain reference."""
     not_tried: tuple[str, ...] = ()
     """Meshes and recipes that the preset leaves out for a workload, one line for each
     reason."""
 
 
 class Curves(_Part, frozen=True, kw_only=True):
-    """Numbers for the plots, which also allow to judge some laws again."""
+    """Numbers for the plots, from which some laws can be checked again."""
 
     loss: list[Number | None]
     """Mean loss of each step over the ranks that have one."""
     reference_loss: list[Number]
     """Loss of the fp64 reference."""
     scale: list[list[Number]]
-    """Per rank: the scale after each step."""
+    """For each rank: the scale after each step."""
     growth: list[list[int | None]]
-    """Per rank: the growth tracker after each step; null if the scaler does not report
-    it."""
+    """For each rank: the growth tracker after each step; null if the scaler does not
+    report it."""
     stepped: list[list[bool | None]]
-    """Per rank: whether the local parameters changed."""
+    """For each rank: true for each step that changed the local parameters; null if
+    unknown."""
     bad: list[list[str]]
-    """Per rank and step: the first non-finite parameter, or the empty string."""
+    """For each rank and step: the first non-finite parameter, or an empty string."""
     parity: list[Number]
     """Largest error / bound of each step."""
     parameters: dict[str, Number]
@@ -154,25 +154,27 @@ class Curves(_Part, frozen=True, kw_only=True):
 
 
 class Comparison(_Part, frozen=True, kw_only=True):
-    """A tensor against the fp64 reference, with the bound of its error."""
+    """A tensor compared with the fp64 reference, with the bound of its error."""
 
     kind: Annotated[str, Meta(pattern="^(gradient|update|loss|average)$")]
-    """An update, or an average of weights, is taken minus the initial value."""
+    """Kind of tensor; updates and averages of weights are relative to the initial
+    values."""
     parameter: str
     step: Count
     rank: Count
     measure: str
     """``norm`` or ``largest element`` of the difference."""
     error: Number
-    """Relative to the size of the reference's tensor, where that is not 0."""
+    """Size of the difference, divided by the size of the reference's tensor unless that
+    is 0."""
     absolute: Number
-    """The error before it is divided by that size."""
+    """Size of the difference, not divided by the size of the tensor."""
     bound: Number
     """Bound of the relative error."""
 
     @property
     def ratio(self) -> float:
-        """Error over bound; above 1 is a violation. 0 / 0 is 0."""
+        """Error divided by bound; above 1 is a violation. 0 if the error is 0."""
         error, bound = float(self.error), float(self.bound)
         if error == 0.0:
             return 0.0
@@ -180,7 +182,7 @@ class Comparison(_Part, frozen=True, kw_only=True):
 
 
 class Location(_Part, frozen=True, kw_only=True):
-    """The place where a run first departs from the reference, found by a second run."""
+    """Place where a run first differs from the reference, found by a second run."""
 
     where: Annotated[
         str,
@@ -188,39 +190,41 @@ class Location(_Part, frozen=True, kw_only=True):
             pattern="^(forward|loss|backward|gradient|update|average|nowhere|unknown)$"
         ),
     ]
-    """The first departure: the output of a module, the loss, the gradient of a module's
-    input or output, the gradients of parameters alone, their updates alone, the running
-    average of the weights alone, nothing; or unknown, where the second run failed."""
+    """Kind of the first difference: ``forward`` output of a module, ``loss``,
+    ``backward`` gradient of a module's input or output, ``gradient`` of parameters
+    only, ``update`` of parameters only, ``average`` of the weights only, or
+    ``nowhere``. ``unknown`` if the second run failed."""
     text: str
-    """All of it in words."""
+    """Description of the location."""
     module: str = ""
-    """The faulty module; empty for the model itself, or where it is none."""
+    """Faulty module; empty for the model itself, or if it is not a module."""
     inside: str = ""
-    """The module inside it at whose boundary a tensor departs first, if one does."""
+    """Module inside it at whose boundary a tensor first differs, if one does."""
     ranks: tuple[Count, ...] = ()
-    """The ranks on which it departs first."""
+    """Ranks that first differ."""
     step: Count | None = None
     micro_batch: Count | None = None
     error: Number | None = None
-    """Relative to the size of the tensor."""
+    """Error relative to the size of the tensor."""
     bound: Number | None = None
     """Bound of the error, in the same unit."""
     factor: Number | None = None
-    """The one factor by which the loss, or all gradients that depart, are off."""
+    """Common factor of the loss, or of all gradients that differ; null if there is
+    none."""
     collective: str = ""
-    """The last collective that the rank issued before it."""
+    """Last collective that the rank issued before the difference."""
     parameters: tuple[str, ...] = ()
-    """All parameters whose gradient, or else whose update, departs in that step."""
+    """All parameters whose gradient, or else whose update, differs in that step."""
     compared: Count = 0
-    """Tensors at the boundaries of modules that were compared."""
+    """Number of compared tensors at module boundaries."""
     not_compared: Count = 0
-    """Tensors that could not be compared."""
+    """Number of tensors at module boundaries that could not be compared."""
     seconds: float = 0.0
-    """Seconds of the second run."""
+    """Duration of the second run."""
 
 
 class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
-    """One scaler in one scenario."""
+    """Record of one scaler in one scenario."""
 
     scaler: str
     scenario: str
@@ -232,20 +236,20 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
     verdicts: tuple[Verdict, ...]
     seconds: float
     problem: str = ""
-    """Why there is no verdict, naming the rank; else empty. No law is judged then."""
+    """Why there is no verdict, naming the rank; else empty. Then no law is judged."""
     whose: str = ""
-    """Owner of the call in ``problem``, such as ``your train_step``; empty where it is
-    the harness that broke."""
+    """Owner of the call in ``problem``, such as ``your train_step``; empty if the
+    harness broke."""
     replay: str = ""
-    """The command that runs this case again."""
+    """Command that runs this case again."""
     script: str = ""
-    """A program that shows the violation with torch alone; only the first case in
-    which a scaler breaks a law has one."""
+    """Program that shows the violation with torch only; present in the first case in
+    which a scaler breaks a law."""
     location: Location | None = None
-    """Where parity begins to fail; not every case in which it fails has one."""
+    """First module, loss or update that differs; null if the case was not localised."""
     worst: tuple[Comparison, ...] = ()
-    """For each kind of tensor the comparison closest to, or furthest beyond, its bound,
-    over all steps and ranks; empty where parity was not measured."""
+    """For each kind of tensor: the comparison with the largest error / bound over all
+    steps and ranks; empty if parity was not measured."""
     curves: Curves | None = None
 
     @property
@@ -254,12 +258,12 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
         return self.scaler, self.scenario
 
     def verdict(self, law: str) -> Verdict | None:
-        """The verdict of one law, if the case has it."""
+        """Return the verdict of one law, or None."""
         return next((v for v in self.verdicts if v.law == law), None)
 
     @property
     def findings(self) -> tuple[Verdict, ...]:
-        """Add the verdicts of a case, or the reason why it has none."""
+        """Verdicts of the case; if it has none, one error with the reason."""
         if not self.problem:
             return self.verdicts
         law = self.whose or HARNESS
@@ -268,26 +272,26 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
 
     @property
     def failures(self) -> tuple[Verdict, ...]:
-        """Violations, and why the harness broke: the cause first.
+        """Violations, or the failure of the harness; the cause first.
 
-        The first check to fail is the cause of others: the one of the earliest step,
-        and at one step the first in the list of checks. A check without a step, such as
-        a count, follows from those with one.
+        The check that failed at the earliest step is the cause of the others. Of
+        several at one step it is the first in the list of checks. A check without a
+        step, such as a count, follows from those with one.
         """
         failures = [v for v in self.findings if v.status in ("fail", "error")]
         return tuple(sorted(failures, key=_precedence))
 
     @property
     def is_located(self) -> bool:
-        """True if ``location`` is the place of the cause, and not of a consequence."""
+        """True if ``location`` shows the cause, and not a consequence."""
         if self.location is None or not self.failures:
             return self.location is not None
         return self.failures[0].law.partition(".")[0] in _OF_VALUES
 
 
 _OF_VALUES = ("parity", "transparency")
-"""Chapters of checks that compare values: the place where these first differ is the
-place of the cause."""
+"""Chapters of checks that compare values: the first difference of values is the place
+of the cause."""
 
 
 def _precedence(verdict: Verdict) -> tuple[bool, float]:
@@ -296,13 +300,13 @@ def _precedence(verdict: Verdict) -> tuple[bool, float]:
 
 
 class Footer(_Line, frozen=True, kw_only=True, tag="footer"):
-    """The result of the run."""
+    """Result of the run."""
 
     complete: bool
     """True if every planned case was judged."""
     cases: Count
     counts: dict[Word, Count]
-    """Case status -> number."""
+    """Case status -> number of cases."""
     seconds: float
     reason: str = ""
     """Why the run is incomplete."""
@@ -314,11 +318,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     header: Header
     cases: tuple[CaseRecord, ...]
     footer: Footer | None
-    """None where the run was cut off."""
+    """None if the run was cut off."""
 
     @property
     def incomplete(self) -> str:
-        """Why the report does not speak for the whole run, or the empty string."""
+        """Reason why the report does not cover the whole run; else empty."""
         if self.footer is None:
             return (
                 f"the run was cut off after {len(self.cases)} of "
@@ -328,9 +332,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def status(self) -> str:
-        """Result of the report; ``error`` where it is incomplete.
+        """Result of the report; ``error`` if it is incomplete.
 
-        ``EXIT_CODES`` has the exit code of each command that shows it.
+        ``EXIT_CODES`` has the exit code of each status.
         """
         if self.incomplete:
             return Status.ERROR.value
@@ -348,18 +352,18 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return list(dict.fromkeys(c.topology for c in self.cases))
 
     def of(self, topology: str, scaler: str) -> list[CaseRecord]:
-        """Cases of one cell of the matrix topology x scaler."""
+        """Return the cases of one cell of the matrix topology x scaler."""
         return [c for c in self.cases if (c.topology, c.scaler) == (topology, scaler)]
 
 
 Line = Header | CaseRecord | Footer
-"""Types of a line of the file."""
+"""Types of the lines of the file."""
 _ENCODER = msgspec.json.Encoder()
 _DECODER = Decoder(Line)
 
 
 class _Version(msgspec.Struct):
-    """Version field of any header, read first: it decides how to read the rest."""
+    """Version field of a header; read first, as it decides how to read the rest."""
 
     schema: int
 
@@ -371,12 +375,11 @@ T = TypeVar("T")
 class ReportWriter:
     """Writes a report line by line; a context manager.
 
-    Earlier reports under the same name are kept beside it as ``NAME.1``, ``NAME.2``
-    and so on, the oldest first. Until the writer is left, no other one can write a
-    report of this name.
+    Earlier reports with the same name are kept beside it as ``NAME.1``, ``NAME.2`` and
+    so on, the oldest first. Only one writer at a time can write a report of this name.
 
     Raises:
-        UsageError: if the file cannot be written, or another run writes it now.
+        UsageError: if the file cannot be written, or another run is writing it.
     """
 
     def __init__(self, path: Path, header: Header) -> None:
@@ -457,8 +460,8 @@ def append_footer(path: Path, reason: str) -> None:
     """End the report of a writer that is gone; do nothing if it has a footer.
 
     Args:
-        path: the report.
-        reason: why it is incomplete.
+        path: file of the report.
+        reason: why the report is incomplete.
     """
     report = read_report(path)
     if report.footer is not None:
@@ -480,7 +483,7 @@ def read_report(path: Path) -> Report:
     """Read a report, complete or not.
 
     Raises:
-        ReportError: if the file is no report of this version, or its counts do not
+        ReportError: if the file is not a report of this version, or its counts do not
             add up.
     """
     header, *others = _read_lines(path)
@@ -530,7 +533,7 @@ def _decoded(path: Path, number: int, line: bytes, decoder: Decoder[T]) -> T:
 
 
 def _wrong_shape(case: CaseRecord) -> str:
-    """Why a case has no row a rank and no value a step, or the empty string."""
+    """Return what is wrong with the numbers of ranks and steps in a case; else ""."""
     curves = case.curves
     if curves is None:
         return ""
@@ -548,7 +551,7 @@ def _wrong_shape(case: CaseRecord) -> str:
 
 
 _BY_RANK = ("scale", "growth", "stepped", "bad")
-"""The curves with a row a rank."""
+"""Curves with one row for each rank."""
 
 
 def _check_counts(path: Path, report: Report) -> None:

@@ -1,7 +1,7 @@
-"""The JSON Schema of a line of ``report.jsonl``, for other programs.
+"""JSON Schema of a line of ``report.jsonl``, for other programs.
 
-It follows from the records of :mod:`.report`; the file ``report.schema.json`` that is
-shipped beside this module is its text, and a test holds the two together.
+It is derived from the records in :mod:`.records`. The shipped file
+``report.schema.json`` is its text; a test checks that both agree.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["report_schema", "schema_text"]
 
 
 def schema_text() -> str:
-    """The schema as ``gradparity explain report.jsonl`` prints it."""
+    """Return the schema as printed by ``gradparity explain report.jsonl``."""
     return msgspec.json.format(msgspec.json.encode(report_schema()), indent=1).decode()
 
 
 def report_schema() -> dict[str, Any]:
-    """JSON Schema 2020-12 of one line: a header, a case or a footer."""
+    """Return the JSON Schema 2020-12 of one line: a header, a case or a footer."""
     schema = msgspec.json.schema(Line)
     parts = schema["$defs"]
     parts["Header"]["properties"]["schema"] = {"const": SCHEMA_VERSION}
@@ -61,7 +61,7 @@ def report_schema() -> dict[str, Any]:
 
 
 def _documented(record: type) -> dict[str, str]:
-    """Field -> the text below it in the source of the record or of its base class."""
+    """Return field -> its docstring in the record or in a base class."""
     texts: dict[str, str] = {}
     for each in record.__mro__[: record.__mro__.index(msgspec.Struct)]:
         (node,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body

@@ -1,8 +1,8 @@
-"""Table: layouts against one process, as Markdown that fits a comment on a review.
+"""Table of layouts, as Markdown that fits into a comment on a review.
 
-One row a layout and precision: verdict, the tensor closest to (or furthest beyond) its
-bound, its error and the bound. Texts of models and exceptions are written as character
-references: the reader sees the characters themselves, whatever Markdown makes of them.
+Each layout and precision has one row: verdict, tensor with the largest error / bound,
+its error, and the bound. Texts of models and exceptions are written as character
+references, so that Markdown shows them unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .records import CaseRecord, Comparison, Report
 __all__ = ["MAX_LINES", "escape", "legible", "render", "row"]
 
 MAX_LINES = 40
-"""Limit of a table: code hosts fold longer comments."""
+"""Largest number of lines; code hosts fold longer comments."""
 # rows, failures and the lines around them make at most MAX_LINES together
 _MAX_ROWS = 26
 _MAX_STORIES = 5
@@ -42,12 +42,15 @@ _WORDS = {"fail": "**FAIL**", "error": "**ERROR**", "skipped": "not run"}
 
 
 def escape(text: str) -> str:
-    """``text`` on one line, shown by Markdown as it is, also inside a table."""
+    """Return the text on one line, escaped for Markdown, also inside a table."""
     return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", plain(text))
 
 
 def legible(text: str) -> str:
-    """The same, for a page that is also read raw: a code span where one is needed."""
+    """Return the text like `escape`, but readable without rendering.
+
+    It is a code span if it needs escaping.
+    """
     text = plain(text)
     if escape(text) == text:
         return text
@@ -59,12 +62,12 @@ def legible(text: str) -> str:
 
 
 def row(cells: Iterable[str]) -> str:
-    """One line of a table; the cells are Markdown already."""
+    """Return one line of a table from Markdown cells."""
     return f"| {' | '.join(cells)} |"
 
 
 def render(report: Report) -> str:
-    """The table of a report, at most :data:`MAX_LINES` lines."""
+    """Return the table of a report, with at most :data:`MAX_LINES` lines."""
     return "\n".join(_lines(report)) + "\n"
 
 
@@ -89,7 +92,7 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def _groups(report: Report) -> dict[tuple[str, ...], list[CaseRecord]]:
-    """Cases by scaler, layout and precision, in the order of the report."""
+    """Return cases by scaler, layout and precision, in the order of the report."""
     groups: dict[tuple[str, ...], list[CaseRecord]] = {}
     for case in report.cases:
         key = (case.scaler, case.topology, str(case.world_size), case.precision)
@@ -98,7 +101,7 @@ def _groups(report: Report) -> dict[tuple[str, ...], list[CaseRecord]]:
 
 
 def _shown(groups: Sequence[list[CaseRecord]]) -> list[list[CaseRecord]]:
-    """The rows that fit; rows that did not pass come first."""
+    """Return the rows that fit; if not all do, those that did not pass come first."""
     if len(groups) <= _MAX_ROWS:
         return list(groups)
     # not RANKING: a pass is worth more here than a layout that was not run
@@ -137,7 +140,7 @@ def _cells(cases: Sequence[CaseRecord]) -> Iterator[str]:
 
 
 def _verdict(cases: Sequence[CaseRecord]) -> str:
-    """The worst status, in how many cases, and the laws that are broken there."""
+    """Return the worst status, its number of cases, and the laws broken there."""
     status = _status(cases)
     word = _WORDS.get(status, status)
     of = [case for case in cases if case.status == status]
@@ -157,7 +160,7 @@ def _tensor(found: Comparison) -> str:
 
 
 def _stories(shown: Sequence[list[CaseRecord]]) -> Iterator[str]:
-    """The findings of the first rows that did not pass, one line each."""
+    """Yield the findings of the first rows that did not pass, one line each."""
     count = 0
     for cases in shown:
         bad = next(

@@ -1,7 +1,7 @@
 """Terminal output of a run: live progress, then one table and the evidence.
 
-Text from models, tests and exceptions is shown as it is and never read as markup;
-control characters are replaced, so that no report can drive a terminal.
+Text from models, tests and exceptions is never read as markup. Control characters are
+replaced, so that no report can control a terminal.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ __all__ = [
 ]
 
 CELL = 240
-"""Characters of a cell of the matrix from which on no further cause is added."""
+"""Number of characters of a cell from which on no further cause is added."""
 LONGEST = 1000
-"""Characters of a message at most: an exception may print a whole tensor."""
+"""Largest number of characters of a message: an exception may print a whole tensor."""
 EVERY_S = 10.0
-"""Seconds from one line of progress to the next, at least."""
+"""Least number of seconds between two lines of progress."""
 PLACES = 3
-"""Number of locations that are shown; most have one cause."""
+"""Number of locations that are shown; most runs have one cause."""
 STYLES = {
     "pass": "green",
     "fail": "bold red",
@@ -75,10 +75,10 @@ class Ticker(Protocol):
     """Receives the begin and the end of every case."""
 
     def begin(self, scaler: str, scenario: str) -> None:
-        """A case begins."""
+        """Report that a case begins."""
 
     def end(self, record: CaseRecord) -> None:
-        """A case has been judged."""
+        """Report that a case has been judged."""
 
 
 @contextmanager
@@ -89,13 +89,13 @@ def progress(
     quiet: bool,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Ticker]:
-    """Show a live bar on a terminal; elsewhere print failures and lines of progress.
+    """Show a live bar on a terminal; otherwise print failures and lines of progress.
 
     Args:
-        console: where to write.
+        console: console to print on.
         planned: number of cases to come.
-        quiet: show nothing.
-        clock: returns seconds; times the progress lines.
+        quiet: true to print nothing.
+        clock: returns seconds; used for the interval between lines.
     """
     # A bar needs a terminal.
     if quiet or not console.is_terminal:
@@ -166,17 +166,17 @@ class _LiveTicker:
 
 
 def worst_status(records: Sequence[CaseRecord]) -> str:
-    """The worst status of ``records``; ``skipped`` where there are none."""
+    """Return the worst status of the records; ``skipped`` if there are none."""
     return worst_of(r.status for r in records)
 
 
 def scaler_name(spec: str) -> str:
-    """A scaler as a reader sees it; ``none`` is a word of the command line."""
+    """Return a scaler's name for readers: "no scaler" for ``none``."""
     return "no scaler" if spec == "none" else spec
 
 
 def cell(records: Sequence[CaseRecord]) -> str:
-    """One cell of the matrix in words: verdict, and each cause with its count."""
+    """Return the text of a cell of the matrix: verdict, and causes with counts."""
     status = worst_status(records)
     if status == "skipped":
         return "not run"
@@ -207,7 +207,7 @@ def cell(records: Sequence[CaseRecord]) -> str:
 
 
 def _cause(record: CaseRecord) -> tuple[str, str, str]:
-    """Chapter of a failed run, the key of its cause, and the message."""
+    """Return the chapter of a failed run, the key of its cause, and the message."""
     if record.failures:
         first = record.failures[0]
         chapter = first.law.partition(".")[0]
@@ -220,7 +220,7 @@ def _cause(record: CaseRecord) -> tuple[str, str, str]:
 
 
 def facts(verdict: Verdict) -> list[str]:
-    """Step, ranks, parameter and numbers of a verdict, in words."""
+    """Return step, ranks, parameter and numbers of a verdict as text."""
     words = [] if verdict.step is None else [f"step {verdict.step}"]
     words += [rank_list(verdict.ranks)] if verdict.ranks else []
     words += [verdict.parameter] if verdict.parameter else []
@@ -232,9 +232,9 @@ def _number(value: Number) -> str:
 
 
 def coverage(report: Report) -> dict[str, str]:
-    """Law -> how many of the comparisons that were due its verdicts rest on.
+    """Return law -> its number of comparisons, out of those that were expected.
 
-    Elements where a law compares tensors with the reference. Laws that applied to no
+    Laws that compare tensors with the reference count elements. Laws that applied to no
     run are left out.
     """
     n_compared, due = Counter[str](), Counter[str]()
@@ -246,7 +246,7 @@ def coverage(report: Report) -> dict[str, str]:
 
 
 def _left_out(report: Report) -> str:
-    """Say in one line how much each law could compare, where it was not all."""
+    """Return one line on the laws that could not compare everything."""
     shares = coverage(report)
     part = {law: text for law, text in shares.items() if len({*text.split(" of ")}) > 1}
     words = [f"{law} {text} (why: on the page)" for law, text in part.items()]
@@ -256,7 +256,7 @@ def _left_out(report: Report) -> str:
 
 
 def print_report(console: Console, report: Report) -> None:
-    """Print the matrix, how much was compared, and where parity begins to fail."""
+    """Print the matrix, how much was compared, and where runs first differ."""
     console.print(_matrix(report))
     if report.header.reference:
         console.print(Text(f"reference: {plain(report.header.reference)}"))
@@ -277,9 +277,9 @@ def print_report(console: Console, report: Report) -> None:
 
 
 def not_tried_lines(report: Report) -> list[str]:
-    """Skipped cases, and parts that the preset leaves out: a line for each reason.
+    """Return a line for each reason why cases were skipped or left out.
 
-    A line names the first case and how many more have the same reason.
+    A line names the first case, and the number of others with the same reason.
     """
     cases_by_cause: dict[str, list[CaseRecord]] = {}
     for case in report.cases:
@@ -297,7 +297,7 @@ def not_tried_lines(report: Report) -> list[str]:
 
 
 def verdict_of(report: Report, scaler: str) -> str:
-    """The result of a scaler, or of the workload without one, in one sentence."""
+    """Return the result of a scaler, or of the workload without one, as a sentence."""
     cases = [case for case in report.cases if case.scaler == scaler]
     models = dict.fromkeys(case.model for case in cases)
     subject = scaler if scaler != "none" else " and ".join(models)
@@ -315,10 +315,9 @@ def verdict_of(report: Report, scaler: str) -> str:
 
 
 def places(report: Report) -> list[list[CaseRecord]]:
-    """The cases that were localised, together where they depart in one place.
+    """Return the localised cases, grouped by where and by which factor they differ.
 
-    A factor belongs to the place: gradients that are halved and gradients that are
-    doubled have two causes.
+    Gradients that are halved and gradients that are doubled have two causes.
     """
     grouped: dict[tuple[str, ...], list[CaseRecord]] = {}
     for case in report.cases:

@@ -115,7 +115,7 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
     """Run the selected cases, write the report and return the exit code.
 
     Args:
-        settings: scenarios to run, and how.
+        settings: settings of the run, with its scenarios and scalers.
         console: console to print on.
         agent: agent of this process, which leads a run under torchrun; else None.
 

@@ -1,19 +1,18 @@
 """Agent: a process of torchrun that starts, watches and ends one rank of each world.
 
 The rank itself is a child, forked like those of a ``Cluster``: even if it crashes or
-hangs in native code, the agent sees it end or ends it, and can report that.
+hangs in native code, the agent notices its end or kills it, and reports that.
 
-1. All agents join in torchrun's store. Rank 0's leads: its ``AgentCluster`` takes
-   calls; the others ``follow``.
-2. The leader posts a request. The agents whose rank is in that world have it ready:
-   fork, join the process group; the others wait for the next request. When all are
-   ready the leader says go, and the clock starts.
-3. Each agent watches its rank and posts what it saw. The leader judges.
-4. On SIGTERM, which torchrun sends when one of its processes has ended, every agent
-   says that it is still here: one that does not is the cause. Where that is the
-   leader, the first that is left takes its place and reports.
+1. All agents join in torchrun's store. The agent of rank 0 leads: its ``AgentCluster``
+takes calls. The others ``follow``. 2. The leader posts a request. Agents whose rank is
+in that world fork it, and it joins the process group. The others wait for the next
+request. When all ranks are ready, the leader starts the call and its clock. 3. Each
+agent watches its rank and posts its observations. The leader combines them. 4. torchrun
+sends SIGTERM when one of its processes has ended. Then every agent posts that it is
+present; an agent that does not is the cause. If that is the leader, the first remaining
+agent replaces it and reports.
 
-Nothing here goes through the process group under test.
+None of this uses the process group under test.
 """
 
 from __future__ import annotations
@@ -54,24 +53,24 @@ _LATENESS_S = 0.3
 _GO, _NO = b"go", b"no"
 
 Message = CallRequest | int
-"""Message of the leader: a call, or at last the exit code of every agent."""
+"""Message of the leader: a call, or finally the exit code of every agent."""
 
 _numbers = itertools.count()
-"""Numbers of the agents that this process has been in turn, alike in all processes."""
+"""Counter for the names of this process's agents; equal names in all processes."""
 
 
 class Ended(BaseException):
-    """The run is over for this agent; the text says why."""
+    """Raised when the run is over for this agent; the text says why."""
 
 
 class Agent:
-    """This process's part in a run under torchrun; a context manager."""
+    """This process's agent in a run under torchrun; a context manager."""
 
     def __init__(self, gpus: int = 0) -> None:
         """Join the other agents.
 
         Args:
-            gpus: CUDA devices that this process can see.
+            gpus: Number of CUDA devices that this process can see.
         """
         env = os.environ
         self.rank = int(env["RANK"])
@@ -122,7 +121,7 @@ class Agent:
 
     @property
     def leads(self) -> bool:
-        """True if this is the leader."""
+        """True if this is the agent of rank 0."""
         return self.rank == 0
 
     @property
@@ -137,21 +136,21 @@ class Agent:
         os.environ.pop(AGENT_VARIABLE, None)
 
     def members(self) -> list[Member]:
-        """Every agent's record, in rank order; waits for all of them.
+        """Return every agent's record in rank order; wait for all of them.
 
         Raises:
-            HarnessError: One did not come.
+            HarnessError: An agent did not join.
         """
         return self._membership.members(self.check)
 
     def check(self) -> None:
-        """Raise if the run is over; whoever waits for another agent calls this.
+        """Raise if the run is over; called repeatedly while waiting for another agent.
 
-        The first reason to end is the only one: every later call raises it again.
+        The first reason is kept: every later call raises it again.
 
         Raises:
             Ended: torchrun has asked this process to end.
-            HarnessError: Agents are no longer heard; the leader finds out.
+            HarnessError: The leader no longer receives heartbeats of some agents.
         """
         if self._over is None:
             if self._terminated:
@@ -164,11 +163,11 @@ class Agent:
     # -- the leader's side
 
     def call(self, request: CallRequest) -> tuple[bool, list[Fact]]:
-        """Carry out ``request`` on all agents.
+        """Carry out a request on all agents.
 
         Returns:
-            True if all ranks were ready, and one fact a rank: of the call, or of its
-            start.
+            True if all ranks were ready; and one fact for each rank, about the call or,
+            if not all were ready, about its start.
         """
         # [Note: Two rounds of a call]
         # 1. start: every agent reports that its rank has joined, or how it ended;
@@ -208,11 +207,11 @@ class Agent:
             self._store.put_message("message", self._calls, pack(message))
 
     def change(self) -> ContextChange:
-        """Return what has changed in this process since it became an agent."""
+        """Return the settings that changed in this process since it became an agent."""
         return ContextChange.between(self._began, current_context())
 
     def finish(self, code: int) -> None:
-        """Let the followers go; the leader's last call."""
+        """Send the exit code to the followers, which end; the leader's last call."""
         try:
             self._post(code)
         except Ended:
@@ -223,11 +222,11 @@ class Agent:
             self._meeting.wait(f"bye/{rank}", max(0.0, until - linux.now_s()))
 
     def note(self, name: str, text: str) -> None:
-        """Leave a note for an agent that may replace the leader."""
+        """Store a note for an agent that may replace the leader."""
         self._store.put(f"note/{name}", text.encode())
 
     def reported(self) -> None:
-        """Let the others know that the report is written: they may end."""
+        """Tell the other agents that the report is written, so they may end."""
         self._meeting.set_flag("reported")
 
     def _gather(self, what: str, own: Fact, size: int, limit_s: float) -> list[Fact]:
@@ -250,7 +249,7 @@ class Agent:
         return facts
 
     def _check_rank(self, rank: int, since_s: float) -> None:
-        """Raise when waiting for ``rank`` has become useless."""
+        """Raise if waiting for ``rank`` is useless, because its agent is gone."""
         self.check()
         # Whether its process is gone is read from the store and /proc: too much for
         # each look at a rank that answers at once.
@@ -265,7 +264,7 @@ class Agent:
     # -- a follower's side
 
     def follow(self) -> int:
-        """Take part in what the leader asks for until it is done.
+        """Carry out the leader's requests until it is done.
 
         Returns:
             The exit code.
@@ -288,16 +287,16 @@ class Agent:
             raise
 
     def read_note(self, name: str) -> str:
-        """The leader's note, or the empty string."""
+        """Return the leader's note, or ""."""
         return self._membership.read_note(name)
 
     def takes_over(self) -> bool:
-        """True if the leader is gone and this is the first agent that is left."""
+        """Return True if the leader is gone and this is the first remaining agent."""
         first = self._membership.first_left()
         return first == self.rank and self._membership.is_gone(0)
 
     def wait_for_the_end(self) -> int:
-        """Wait until the leader, or the agent in its place, has reported."""
+        """Wait until the leader or its replacement has reported; return exit code 3."""
         self._meeting.wait("reported", ANSWER_S + _REPORT_S)
         return 3  # what the command line returns for a run that was not completed
 
@@ -349,14 +348,14 @@ class Agent:
 
 
 class AgentCluster(BaseCluster):
-    """A ``Cluster`` whose ranks are the agents' children; for the leader."""
+    """A cluster whose ranks are children of the agents; used by the leader."""
 
     def __init__(self, agent: Agent, spec: WorldSpec) -> None:
         """Describe the world; nothing is started yet.
 
         Args:
-            agent: The leader.
-            spec: Description of the world to make.
+            agent: Agent of rank 0.
+            spec: Settings of the world.
         """
         if not agent.leads:
             raise HarnessError(
@@ -380,7 +379,7 @@ class AgentCluster(BaseCluster):
 
         Raises:
             WorldError: At least one rank did not return.
-            HarnessError: An agent cannot be reached any more.
+            HarnessError: An agent can no longer be reached.
             Ended: torchrun ended the agents.
         """
         payload = pickled_call(fn, args, kwargs)

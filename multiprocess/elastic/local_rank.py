@@ -17,33 +17,33 @@ from ..spec import CallOptions, WorldSpec
 from .store import SignedStore
 
 _MAX_WORLDS = 6
-"""Number of worlds of which an agent keeps a rank; the latest used ones."""
+"""Number of worlds of which an agent keeps a rank: the most recently used."""
 
 _SENT = re.compile(r"\w*PATH|(CUDA|GLOO|MKL|NCCL|OMP|TORCH)_\w+")
-"""Variables of which a change reaches the ranks of other agents. It goes through
-torchrun's store, which others can read: no name here is one of a password."""
+"""Variables whose change is sent to the ranks of other agents. They go through
+torchrun's store, which others can read, so no name here holds a password."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextChange:
-    """Changes in the leader since it became one, for the ranks of all hosts.
+    """Settings that changed in the leader since it became one, for all ranks.
 
-    Only what has changed: folders and variables may differ from host to host.
+    Only changes are sent: folders and variables may differ from host to host.
     """
 
     cwd: str | None = None
     path: tuple[str, ...] = ()
-    """Entries that were added to the import path."""
+    """Entries added to the import path."""
 
     env: dict[str, str | None] = field(default_factory=dict)
     """Variables like PATH or OMP_NUM_THREADS that were set, or removed (None)."""
 
     modules: dict[str, str] = field(default_factory=dict)
-    """Modules whose asserts pytest rewrote: name to file."""
+    """Name -> file of modules whose asserts pytest rewrote."""
 
     @classmethod
     def between(cls, before: Context, now: Context) -> Self:
-        """Return what has changed."""
+        """Return the differences of two contexts."""
         names = filter(_SENT.fullmatch, {*before.env, *now.env})
         return cls(
             cwd=None if now.cwd == before.cwd else now.cwd,
@@ -70,7 +70,7 @@ class ContextChange:
 
 @dataclass(frozen=True, kw_only=True)
 class CallRequest:
-    """A request of the leader to the agents whose rank is in that world."""
+    """Request of the leader to the agents whose rank is in a world."""
 
     spec: WorldSpec
     options: CallOptions
@@ -78,7 +78,7 @@ class CallRequest:
     """Pickled ``(fn, args, kwargs)``."""
 
     world: int
-    """Number of the world; one that is not known yet asks for new ranks."""
+    """Number of the world; a new number asks for new ranks."""
 
     fresh_group: bool
     context: ContextChange = field(default_factory=ContextChange)
@@ -95,18 +95,18 @@ class _World:
 
 
 class LocalRanks:
-    """The ranks that are this agent's: at most one of each world."""
+    """Ranks of this agent: at most one of each world."""
 
     def __init__(
         self, rank: int, local_size: int, hosts: int, run: str, env: dict[str, str]
     ) -> None:
-        """Begin with none.
+        """Begin with no ranks.
 
         Args:
-            rank: Rank of this agent, and of its process in every world.
-            local_size: Agents on this machine.
-            hosts: Machines of the run.
-            run: Prefix in torchrun's store of all that is this run's.
+            rank: Rank of this agent, and of its rank process in every world.
+            local_size: Number of agents on this machine.
+            hosts: Number of machines of the run.
+            run: Prefix of this run's keys in torchrun's store.
             env: Environment when this process became an agent. Ranks do not get
                 variables that the leader sets later, unless it sends them.
         """
@@ -119,7 +119,7 @@ class LocalRanks:
         self._worlds: dict[WorldSpec, _World] = {}
 
     def start(self, request: CallRequest, others: OtherRanks) -> Fact:
-        """Start the rank; return that it is ready, or how it ended."""
+        """Start the rank; return a fact that it is ready, or how it ended."""
         spec = request.spec
         world = self._worlds.pop(spec, None)
         if world is not None and world.number == request.world:
@@ -151,7 +151,7 @@ class LocalRanks:
         return self._watched(processes, options, others)
 
     def run(self, request: CallRequest, others: OtherRanks) -> Fact:
-        """Run the request on the rank; return the observed fact."""
+        """Run the request on the rank; return what was observed."""
         world = self._worlds[request.spec]
         context = self._context(request)
         world.processes.call(
@@ -168,7 +168,7 @@ class LocalRanks:
         return request.context.applied_to(own)
 
     def end(self, spec: WorldSpec) -> None:
-        """End the rank of that world, if there is one."""
+        """End the rank of this world, if there is one."""
         world = self._worlds.pop(spec, None)
         if world is not None:
             world.processes.kill()
@@ -191,7 +191,7 @@ class LocalRanks:
 
 
 class RemoteRanks:
-    """The ranks of the other agents, as the store shows them."""
+    """Ranks of the other agents, as observed through the store."""
 
     def __init__(self, store: SignedStore, key: str, check: Callable[[], None]) -> None:
         self._store = store
@@ -200,12 +200,12 @@ class RemoteRanks:
         self._failed = False
 
     def failed(self) -> bool:
-        """True if a rank of another agent has failed; raises when the run is over."""
+        """Return True if another agent's rank has failed; raise if the run is over."""
         self._check()
         self._failed = self._failed or self._store.wait(self._key, 0.0)
         return self._failed
 
     def report_fault(self) -> int:
-        """Tell the other agents that a rank of ours has failed."""
+        """Tell the other agents that a rank of this one failed; return its number."""
         self._failed = True
         return self._store.set_flag(self._key)

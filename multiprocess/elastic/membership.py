@@ -1,19 +1,19 @@
-"""The agents of a run: which are present, which are gone, and why.
+"""Agents of a run: which are present, which are gone, and why.
 
-Each agent leaves a ``Member`` record when it joins, sends a heartbeat once a second
-from then on, flags ``here/RANK`` when it is asked to end, and leaves its error under
-``cause/RANK``.
+Each agent stores a ``Member`` record when it joins, and then sends a heartbeat once a
+second. When it is asked to end it sets the flag ``here/RANK``, and it stores its error
+under ``cause/RANK``.
 
-All records together name the run: each has a number that was never used before, so
-what was signed for another run is refused by each agent of this one.
+All records together identify the run. Each has a number that was never used before, so
+what was signed for another run is rejected by each agent of this one.
 
-A link that is cut says nothing: a connection over it waits for a quarter of an hour
-before it fails. So each side has a limit of its own:
+A broken network link gives no signal: a connection over it waits for a quarter of an
+hour before it fails. So each side has its own limit:
 
-- the leader, beside torchrun's store, misses the heartbeats of an agent that is cut
+- the leader, next to torchrun's store, misses the heartbeats of an agent that is cut
   off;
-- an agent that is cut off has a connection to the store over which nothing is
-  acknowledged any more (``rank.worker.connect`` has the kernel give it up).
+- for an agent that is cut off, the kernel closes the connection to the store if
+  nothing is acknowledged (``rank.worker.connect`` sets this).
 """
 
 from __future__ import annotations
@@ -49,36 +49,36 @@ SILENCE_S = 15.0
 """Seconds without a heartbeat after which an agent counts as lost."""
 
 _TOGETHER_S = 5.0
-"""Largest distance of the last heartbeats of agents that were lost together."""
+"""Largest time between the last heartbeats of agents that were lost together."""
 
 _INTERVAL_S = 1.0
 _MAX_BETWEEN_POLLS_S = 2.0
-"""A longer gap means that the leader itself was suspended: no agent is lost."""
+"""If the leader polls less often, it was itself suspended, and no agent is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """An agent's record, written when it joins."""
+    """Record that an agent writes when it joins."""
 
     place: str
-    """Agents with the same place can see each other's processes."""
+    """Equal for agents that can see each other's processes."""
 
     pid: int
     gpus: int
-    """CUDA devices that it can see."""
+    """Number of visible CUDA devices."""
 
     local_size: int
-    """Ranks on its machine."""
+    """Number of ranks on its machine."""
 
     host: str = "?"
-    """The name of its machine for torchrun and the kernel."""
+    """Name of its machine, from torchrun and the kernel."""
 
     nonce: str = ""
-    """Made for this record."""
+    """Random number of this record."""
 
 
 class Membership:
-    """The agents of one run, as one of them sees the others."""
+    """Agents of one run, as seen by one of them."""
 
     def __init__(self, store: SignedStore, size: int) -> None:
         self._store = store
@@ -89,7 +89,7 @@ class Membership:
         self._meet_until = linux.now_s() + MEET_S
 
     def join(self, gpus: int, local_size: int) -> None:
-        """Leave this agent's record."""
+        """Store this agent's record."""
         node = os.environ.get("GROUP_RANK", "0")
         member = Member(
             place=_place(),
@@ -104,10 +104,10 @@ class Membership:
         self._store.put(f"member/{self._rank}", pack(member))
 
     def members(self, check: Callable[[], None]) -> list[Member]:
-        """Every agent's record, in rank order; ``check`` is called while it waits.
+        """Return every agent's record in rank order; call ``check`` while waiting.
 
         Raises:
-            HarnessError: One did not come.
+            HarnessError: An agent did not join.
         """
         members = []
         for rank in range(self._size):
@@ -123,10 +123,10 @@ class Membership:
         return members
 
     def run_store(self, check: Callable[[], None]) -> SignedStore:
-        """The store for values of this run; waits for every agent's record.
+        """Return the store for values of this run; wait for every agent's record.
 
         Raises:
-            HarnessError: One did not come.
+            HarnessError: An agent did not join.
         """
         if self._run is None:
             met = hashlib.sha256(pack(self.members(check)))
@@ -134,9 +134,10 @@ class Membership:
         return self._run
 
     def why_ended(self) -> str:
-        """Say that this agent is here, and name the agents that do not say so.
+        """Post that this agent is present; name the agents that do not.
 
-        torchrun has asked this process to end, as it does when another one has ended.
+        Called when torchrun has asked this process to end, because another one has
+        ended.
         """
         self._store.set_flag(f"here/{self._rank}")
         until = self._meet_until = linux.now_s() + ANSWER_S
@@ -154,11 +155,11 @@ class Membership:
         return f"{'; '.join(causes[:4])} (torchrun then ended the others)"
 
     def first_left(self) -> int:
-        """The first agent that has reported that it is present."""
+        """Return the first agent that has posted that it is present."""
         return next(rank for rank in range(self._size) if self._is_here(rank, 0.0))
 
     def report_error(self, cause: str) -> None:
-        """Leave the reason why this agent ends."""
+        """Store the reason why this agent ends."""
         # Those that have not joined by now do not wait for this one.
         self._meet_until = min(self._meet_until, linux.now_s() + ANSWER_S)
         with suppress(HarnessError):
@@ -166,14 +167,14 @@ class Membership:
             store.put(f"cause/{self._rank}", cause.encode())
 
     def read_note(self, name: str) -> str:
-        """The leader's note, or the empty string."""
+        """Return the leader's note, or ""."""
         note = None
         if self._run is not None:
             note = self._run.read(f"note/{name}", 0.0, author=0)
         return "" if note is None else note.decode()
 
     def state(self, rank: int) -> str:
-        """The state of the agent of ``rank``, in words."""
+        """Describe the state of the agent of ``rank``."""
         if self._run is not None:
             cause = self._run.read(f"cause/{rank}", 0.0, author=rank)
             if cause is not None:
@@ -183,7 +184,10 @@ class Membership:
         return "its process does not answer"
 
     def is_gone(self, rank: int) -> bool:
-        """True if its process has ended, as far as this machine can see."""
+        """Return True if an agent's process is known to have ended.
+
+        Only processes on this machine can be checked.
+        """
         member = self._member(rank, 0.0)
         if member is None or member.place != _place():
             return False  # on another machine: not visible from here
@@ -227,7 +231,10 @@ def _place() -> str:
 
 
 class Heartbeat(threading.Thread):
-    """An agent's heartbeats, over their own connection: the main one may be waiting."""
+    """Sends an agent's heartbeats over a separate connection.
+
+    The main connection may be blocked by a wait.
+    """
 
     def __init__(self, store: Store, rank: int) -> None:
         super().__init__(name="gradparity-heartbeat", daemon=True)
@@ -238,7 +245,7 @@ class Heartbeat(threading.Thread):
             self._store.set(self._key, "0")  # before the leader looks
 
     def run(self) -> None:
-        """Send heartbeats until the end, or until the store is gone."""
+        """Send heartbeats until stopped, or until the store is gone."""
         number = 0
         while not self._over.wait(_INTERVAL_S):
             number += 1
@@ -248,14 +255,14 @@ class Heartbeat(threading.Thread):
                 return  # the main thread finds out by itself
 
     def stop(self) -> None:
-        """Send no more heartbeats."""
+        """Stop sending heartbeats."""
         self._over.set()
         # One that comes back from native code while Python ends aborts the process.
         self.join(ANSWER_S)
 
 
 class HeartbeatMonitor:
-    """The leader's count of how long each of the others has been silent."""
+    """Measures for the leader how long each other agent has been silent."""
 
     def __init__(self, store: Store, size: int) -> None:
         self._store = store
@@ -266,9 +273,10 @@ class HeartbeatMonitor:
 
     @answering()
     def silent(self) -> list[int]:
-        """Ranks whose agent has not been heard for :data:`SILENCE_S`.
+        """Return ranks whose agent sent no heartbeat for :data:`SILENCE_S`.
 
-        None yet, while another is about to join them: one cause is reported once.
+        Returns none while another agent is about to join them, so that agents lost
+        together are reported together.
         """
         since = linux.now_s() - self._looked
         if self._keys and since >= _INTERVAL_S and self._store.check(self._keys):

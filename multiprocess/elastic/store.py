@@ -1,15 +1,16 @@
-"""torchrun's store: values of any size from process to process, signed.
+"""Signed values of any size in torchrun's store.
 
-torch's ``TCPStore`` drops a connection over which more than 8 MiB are sent at once.
+torch's ``TCPStore`` closes a connection over which more than 8 MiB are sent at once, so
+large values are split.
 
-Any process that reaches its port can read and write it, and some of its values are
-pickled: functions, their results, exceptions. So each value bears an HMAC-SHA256 of all
-that decides what is done with it: the attempt and the agents' prefix, what the agents
-of this run agreed on when they met, the rank that wrote it, its key, and itself. One
-with another signature is refused unread, and a message is taken once. What need not be
-pickled is MessagePack, checked against its type when it is read.
+Any process that reaches the store's port can read and write it, and some values are
+pickled: functions, their results, exceptions. So each value has an HMAC-SHA256 of
+everything that determines its use: attempt, prefix of the agents, value that the agents
+of this run agreed on, rank of the writer, key, and the value itself. A value with
+another signature is rejected unread, and a message is accepted once. Values that need
+no pickle are MessagePack, checked against their type when they are read.
 
-Nothing is encrypted: what must not be read must not be stored.
+Values are not encrypted: do not store secrets.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ T = TypeVar("T")
 _CHUNK = 4 << 20
 
 SECRET_VARIABLE = "GRADPARITY_SECRET"
-"""Environment variable: what values are signed with; the same on all hosts of a run."""
+"""Environment variable with the key of the signatures; equal on all hosts of a run."""
 
 _SHORTEST_SECRET = 16
 
@@ -55,7 +56,7 @@ def answering() -> Iterator[None]:
     """Turn errors of the store into errors that name their cause.
 
     Raises:
-        HarnessError: The process that holds it is gone, or its host is cut off.
+        HarnessError: The process that holds the store is gone, or its host is cut off.
     """
     try:
         yield
@@ -69,7 +70,7 @@ def answering() -> Iterator[None]:
 
 @answering()
 def torchrun_store(name: str) -> SignedStore:
-    """Return the store that torchrun's agents hold, below ``name`` and the attempt."""
+    """Return torchrun's store with a prefix of ``name`` and the attempt."""
     env = os.environ
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     # A restart, which may come with another world size, begins with no keys.
@@ -85,15 +86,15 @@ def torchrun_store(name: str) -> SignedStore:
 
 
 class SignedStore:
-    """A store of torch's with values of any size; raises ``HarnessError`` if gone."""
+    """A torch store with signed values of any size; ``HarnessError`` if it is gone."""
 
     def __init__(self, store: Store, *, rank: int, scope: tuple[str, ...]) -> None:
-        """Wrap ``store``.
+        """Wrap a store.
 
         Args:
-            store: Any of torch's.
+            store: Any store of torch.
             rank: Rank as which this process signs.
-            scope: Owner of the values; values of another scope are refused.
+            scope: Owner of the values; values of another scope are rejected.
         """
         self.raw = store
         self.rank = rank
@@ -104,14 +105,14 @@ class SignedStore:
         """Return a view of the store whose values belong to one run.
 
         Args:
-            agreed: value that the agents of the run agreed on; part of the scope.
+            agreed: Value that the agents of the run agreed on; part of the scope.
         """
         scope = (*self._scope, agreed)
         return SignedStore(self.raw, rank=self.rank, scope=scope)
 
     @answering()
     def put(self, key: str, value: bytes) -> None:
-        """Store ``value``, signed; a reader that waits for ``key`` finds all of it."""
+        """Store a signed value; who sees the key can read all of the value."""
         parts = [value[at : at + _CHUNK] for at in range(0, len(value), _CHUNK)]
         head = f"{max(0, len(parts) - 1)} {self._signature(self.rank, key, value)} "
         # The further parts first: a reader that finds the key finds all of them.
@@ -120,7 +121,7 @@ class SignedStore:
         self._set(key, head.encode() + b"".join(parts[:1]))
 
     def put_message(self, stream: str, number: int, value: bytes) -> None:
-        """Store one of a row of messages, for :meth:`take`."""
+        """Store message ``number`` of a stream, for :meth:`take`."""
         self.put(f"{stream}/{number}", value)
 
     @answering()
@@ -132,19 +133,20 @@ class SignedStore:
         *,
         author: int,
     ) -> bytes | None:
-        """Wait for what :meth:`put` stores under ``key``, and leave it there.
+        """Wait for a value stored by :meth:`put`, and return it.
 
         Args:
-            key: Under which name.
+            key: Key of the value.
             limit_s: How long to wait.
             check: Called repeatedly while waiting; an exception ends the wait.
-            author: The rank that must have written it.
+            author: Rank that must have signed the value.
 
         Returns:
-            The value; None when it did not come in time.
+            The value; None if it did not come in time.
 
         Raises:
-            HarnessError: That rank did not sign it, in this run and under this key.
+            HarnessError: The signature is not that of the author, this run and this
+                key.
         """
         value_and_parts = self._verified(key, limit_s, check, author)
         return None if value_and_parts is None else value_and_parts[0]
@@ -160,18 +162,21 @@ class SignedStore:
         author: int,
         readers: int = 1,
     ) -> bytes | None:
-        """Read a message once, like :meth:`read`; its last reader removes it.
+        """Read a message once; its last reader removes it.
 
         Args:
-            stream: The row of messages.
-            number: Number in the row; larger than all that were taken before.
+            stream: Name of the stream of messages.
+            number: Number in the stream; larger than all that were taken before.
             limit_s: How long to wait.
             check: Called repeatedly while waiting.
-            author: The rank that must have written it.
-            readers: How many processes take it.
+            author: Rank that must have signed the message.
+            readers: Number of processes that take the message.
+
+        Returns:
+            The message; None if it did not come in time.
 
         Raises:
-            HarnessError: As ``read``; or the number is not larger.
+            HarnessError: As for ``read``; or the number is not larger.
         """
         if number <= self._taken.get(stream, -1):
             raise HarnessError(f"{stream}/{number} was taken before, and is taken once")
@@ -188,10 +193,10 @@ class SignedStore:
 
     @answering()
     def set_flag(self, key: str) -> int:
-        """Store a flag, which says that it is there, and is not signed.
+        """Set an unsigned flag.
 
         Returns:
-            How often it has been set, this time included.
+            How often it has been set, including this time.
         """
         return self.raw.add(key, 1)
 
@@ -199,9 +204,9 @@ class SignedStore:
     def wait(
         self, key: str, limit_s: float, check: Callable[[], None] = lambda: None
     ) -> bool:
-        """Wait until ``key`` is there; False when it did not come in time.
+        """Wait until a key exists; return False if it did not come in time.
 
-        Polled, because a thread in the store's own ``wait`` handles no signal.
+        Polls, because the store's own ``wait`` would block signal handlers.
         """
         until = linux.now_s() + limit_s
         sleep_s = _MIN_SLEEP_S
@@ -219,7 +224,7 @@ class SignedStore:
     def _verified(
         self, key: str, limit_s: float, check: Callable[[], None], author: int
     ) -> tuple[bytes, list[str]] | None:
-        """Return a value and the keys of its further parts."""
+        """Wait for a value; return it and the keys of its further parts."""
         if not self.wait(key, limit_s, check):
             return None
         head = self.raw.get(key).split(b" ", 2)
@@ -250,10 +255,10 @@ def pack(value: object) -> bytes:
 
 
 def unpack(packed: bytes, kind: type[T]) -> T:
-    """Return the packed value, which must be a ``kind``.
+    """Return the unpacked value, which must have type ``kind``.
 
     Raises:
-        HarnessError: It is something else.
+        HarnessError: It has another type.
     """
     try:
         return msgspec.msgpack.decode(packed, type=kind)

@@ -1,9 +1,10 @@
-"""The process that watches the ranks: it requests them, sends calls, and judges.
+"""The process that watches the ranks: it starts them, sends calls, and evaluates them.
 
 - A rank is forked by a forkserver (``forkserver_client``) and serves many calls. Worlds
   hold CPU slots, which all sessions of a machine share (``slots``).
-- One loop waits for messages, exits and output of all ranks (``watch``). It ends a call
-  after the first fault, when the others have had a short time to end or to fail.
-- The first rank that failed follows from these observations (``root_cause``). No text
-  of an error or a stack is read.
+- One loop waits for messages, exits and output of all ranks (``watch``). After the
+  first fault the other ranks have a short time to end or to fail; then the call is
+  ended.
+- The rank that failed first is derived from these observations (``root_cause``), and
+  not from the text of an error or a stack.
 """

@@ -1,6 +1,6 @@
-"""The parent's end of the forkserver: start it, request ranks, end it.
+"""The parent's side of the forkserver: start it, request ranks, end it.
 
-There is one forkserver per parent process, started on first use.
+There is one forkserver for each parent process, started on first use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..rank import forkserver as server
 from ..rank.worker import COSTLY, PRELOAD
 
 _LONGEST = 30_000
-"""Characters of a variable for a new process; the kernel takes 128 KiB."""
+"""Longest variable for a new process, in characters; the kernel's limit is 128 KiB."""
 
 # The import path comes first: the parent may find this package by it alone. It comes in
 # memory, because it may be longer than an argument.
@@ -44,11 +44,11 @@ main(fd)
 # Longer than the 3 s in which the server ends its ranks.
 _END_S = 5.0
 _MAX_ERRORS = 64 * 1024
-"""So much of the end of what the server wrote is shown."""
+"""Number of characters shown of the end of the server's output."""
 
 
 def import_path() -> list[str]:
-    """Return the entries of the import path that Python uses: others are ignored."""
+    """Return the entries of ``sys.path`` that are strings: Python ignores others."""
     return [entry for entry in sys.path if isinstance(entry, str)]
 
 
@@ -76,7 +76,7 @@ def _started(fd: int, errors_fd: int, *, fork: bool) -> subprocess.Popen[bytes]:
 
 
 def _serve_in_fork(fd: int) -> NoReturn:
-    """Be the parent's server, in a fork of it in which nothing has begun yet."""
+    """Run the forkserver in a fork of the parent that has done nothing else."""
     global _client, _client_lock
     try:
         # Popen's own pipe among them: the parent waits until it is closed.
@@ -94,10 +94,10 @@ def _serve_in_fork(fd: int) -> NoReturn:
 
 
 class ForkserverClient:
-    """One forkserver and the socket to it."""
+    """Connection to one forkserver."""
 
     def __init__(self, *, fork: bool = False) -> None:
-        """Start it; ``fork`` makes it a fork of this process."""
+        """Start the server; with ``fork`` as a fork of this process."""
         linux.fill_standard_descriptors()
         self.owner = os.getpid()
         self._lock = threading.Lock()
@@ -118,12 +118,12 @@ class ForkserverClient:
 
     @property
     def pid(self) -> int:
-        """The server's process id."""
+        """Process id of the server."""
         return self._process.pid
 
     @property
     def usable(self) -> bool:
-        """True if it belongs to this process and still runs."""
+        """True if the server belongs to this process and is running."""
         # A fork of the parent has the socket, too: two clients would take each other's
         # answers.
         return self.owner == os.getpid() and self._process.poll() is None
@@ -132,7 +132,7 @@ class ForkserverClient:
         """Import ``modules`` in the server, for ranks that are forked later.
 
         Args:
-            modules: Their names; costly ones that the parent has are added.
+            modules: Names of modules; slow ones that the parent has imported are added.
             limit_s: How long an earlier import may still take.
 
         Raises:
@@ -151,14 +151,14 @@ class ForkserverClient:
         """Fork one rank.
 
         Args:
-            fds: Descriptors that it gets, its exit pipe first.
-            limit_s: How long the imports before it may take, and then the fork.
+            fds: Descriptors for the rank, the exit pipe first.
+            limit_s: Time limit of the pending imports, and then of the fork.
 
         Returns:
-            Its process id and, where the kernel has them, a pidfd.
+            The rank's process id and, if the kernel supports it, a pidfd.
 
         Raises:
-            ForkserverError: The server could not, or did not answer.
+            ForkserverError: The server failed to fork, or did not answer.
         """
         with self._lock:
             self._await_import(limit_s)
@@ -265,7 +265,7 @@ _client_lock = threading.Lock()
 
 
 def forkserver() -> ForkserverClient:
-    """Return this process's forkserver; start one if none works."""
+    """Return this process's forkserver; start one if none is running."""
     global _client
     with _client_lock:
         if _client is None or not _client.usable:
@@ -276,13 +276,13 @@ def forkserver() -> ForkserverClient:
 
 
 def fork_forkserver() -> bool:
-    """Fork this process's forkserver from this process: its imports are shared.
+    """Fork this process's forkserver from this process, to share its imports.
 
     For a program that has imported the modules of its ranks and has done nothing else:
     a fork copies one thread and all memory.
 
     Returns:
-        True if it was made: not if there is one, or if there are other threads.
+        True on success; False if a forkserver exists, or if there are other threads.
     """
     global _client
     with _client_lock:
@@ -305,7 +305,7 @@ _wanted: dict[str, None] = {}
 
 
 def want_preloaded(modules: Iterable[str]) -> None:
-    """Have the next server also import these modules, if this process has them."""
+    """Add modules that the next forkserver imports, if this process has them."""
     _wanted.update(dict.fromkeys(modules))
 
 

@@ -1,4 +1,4 @@
-"""The processes of one world, as the parent sees them.
+"""Processes of one world, as the parent sees them.
 
 Each rank has a socket for messages and three pipes: its exit status (written by the
 forkserver, which is its parent), its output and its stacks.
@@ -34,7 +34,7 @@ _KILL_S = 5.0
 _CHUNK = 1 << 16
 
 _PRIVATE = ("PYTEST_CURRENT_TEST",)
-"""Changes with each test, and says nothing to a rank."""
+"""Environment variables that change with each test and are irrelevant to ranks."""
 
 
 def current_context() -> Context:
@@ -63,7 +63,7 @@ class _LiveOutput:
         self._line = b""
 
     def add(self, part: bytes) -> None:
-        """Show what is complete."""
+        """Print the lines that are complete."""
         *lines, self._line = (self._line + part).split(b"\n")
         if len(self._line) > _CHUNK:  # a line may have no end
             lines.append(self._line)
@@ -74,15 +74,15 @@ class _LiveOutput:
             sys.stdout.flush()
 
     def end(self) -> None:
-        """Show a line that has no end."""
+        """Print an unfinished last line."""
         if self._line:
             self.add(b"\n")
 
 
 class Capture:
-    """A rank's output, read from a pipe, bounded in memory: its head and its tail.
+    """A rank's output, read from a pipe; only its head and tail are kept.
 
-    A pipe and not a file: a full disk loses nothing, and nothing is left to clean up.
+    A pipe is used because a file would be lost on a full disk, and need cleaning up.
     """
 
     def __init__(self, read_fd: int, limit: int) -> None:
@@ -95,11 +95,11 @@ class Capture:
         self._live: _LiveOutput | None = None
 
     def show(self, front: str | None) -> None:
-        """Show what is read from now on, each line behind ``front``; None: nothing."""
+        """Print output from now on, each line after ``front``; None to stop."""
         self._live = None if front is None else _LiveOutput(front)
 
     def drain(self, most: int = 1 << 24) -> bool:
-        """Read available bytes, about ``most`` at most; False at the end."""
+        """Read available bytes, about ``most`` at most; return False at the end."""
         while most > 0:
             try:
                 part = os.read(self.fd, _CHUNK)
@@ -120,7 +120,7 @@ class Capture:
         return True
 
     def take(self) -> str:
-        """Return the kept text and forget it."""
+        """Return the kept text and clear it."""
         if self._live is not None:
             self._live.end()
         middle = b""
@@ -180,11 +180,11 @@ class RankProcess:
 
     @property
     def alive(self) -> bool:
-        """True if the end of the process was not observed yet."""
+        """True if the process is not known to have ended."""
         return self.exit_code is None
 
     def read_exit(self) -> None:
-        """Take the exit status from the exit pipe, which has something to read."""
+        """Read the exit status from the exit pipe, which must be readable."""
         status = os.read(self.exit_fd, EXIT_STATUS.size)
         self.exit_code = EXIT_STATUS.unpack(status)[0] if status else LOST
         self.ended_at_s = linux.now_s()
@@ -217,14 +217,14 @@ def _too_few_descriptors(size: int) -> str:
 
 
 class RankProcesses:
-    """The ranks of one world that this process looks after, ready for messages."""
+    """Ranks of one world that this process watches."""
 
     def __init__(self, spec: WorldSpec, ranks: Sequence[int] | None = None) -> None:
-        """Fork them.
+        """Fork the ranks.
 
         Args:
-            spec: The world.
-            ranks: Ranks of this process; all by default.
+            spec: Settings of the world.
+            ranks: Ranks to fork in this process; all by default.
         """
         if reason := unsupported():
             raise HarnessError(reason)
@@ -258,7 +258,7 @@ class RankProcesses:
         return tuple(rank.pid for rank in self.ranks)
 
     def join(self, context: Context, rendezvous: Rendezvous | None = None) -> None:
-        """Have the ranks join their world: all, before the first answer is awaited."""
+        """Make all ranks join their world, and wait for their answers."""
         for rank in self.ranks:
             start = Start(
                 spec=self.spec, rank=rank.rank, context=context, rendezvous=rendezvous
@@ -275,8 +275,9 @@ class RankProcesses:
     ) -> None:
         """Send every rank a call, packed once; see ``messages.Run``.
 
-        It waits for no rank: the limit of the call holds for all ranks together. The
-        ``Watch`` sends the part of a call that a rank does not take at once.
+        This does not block: the time limit of the call holds for all ranks together.
+        The ``Watch`` sends the rest if a rank's socket does not accept everything at
+        once.
         """
         self.runs += 1
         run = Run(
@@ -296,19 +297,19 @@ class RankProcesses:
         return flight_records.read(self._records_fd, rank)
 
     def place(self, rank: int) -> Place:
-        """Return where one rank is."""
+        """Return where a rank is."""
         return flight_records.read_place(self._records_fd, rank)[0]
 
     def has_begun(self, rank: int) -> bool:
-        """True if one rank has prepared the call that it was sent last."""
+        """Return True if a rank has prepared the call that it was sent last."""
         return flight_records.read_begun(self._records_fd, rank) == self.runs
 
     def current_collective(self, rank: int) -> Collective | None:
-        """Return the collective that one rank is in, if it is in one."""
+        """Return the collective in which a rank is, or None."""
         return flight_records.read_current(self._records_fd, rank)
 
     def intact(self) -> bool:
-        """True if every rank still lives, and is this process's."""
+        """Return True if every rank is alive and belongs to this process."""
         if self.owner != os.getpid():
             return False
         self._collect_exits(0.0)
@@ -325,7 +326,7 @@ class RankProcesses:
         self.kill()
 
     def kill(self) -> None:
-        """End every rank now and give back what the parent held; once is enough."""
+        """Kill every rank and release the parent's resources; may be called again."""
         if self.owner == os.getpid():  # a forked copy of the parent has no ranks
             for rank in self.ranks:
                 # The forkserver kills what is left of its process group, when it sees
@@ -340,7 +341,7 @@ class RankProcesses:
             os.close(self._shared.pop())
 
     def dump_stacks(self, ranks: list[RankProcess], limit_s: float = 0.4) -> None:
-        """Make ranks, also stopped ones, write their stacks into their captures."""
+        """Make ranks, even stopped ones, write their stacks into their captures."""
         for rank in ranks:
             # The handler is faulthandler's, in C: it runs although the interpreter is
             # stuck in native code. A stopped process handles signals only once it is
@@ -364,10 +365,10 @@ class RankProcesses:
                         selector.unregister(key.fd)
 
     def end_call(self, ranks: list[RankProcess], limit_s: float) -> None:
-        """Have ranks leave the function, so that ``finally`` and teardown run.
+        """Make ranks leave the function, so that ``finally`` and teardown run.
 
-        A rank that has left it, or had before, is killed. So connections break, and
-        ranks that wait for it in native code leave, too.
+        A rank is killed once it has answered. So its connections break, and ranks that
+        wait for it in native code leave too.
 
         Args:
             ranks: Ranks that have not answered.

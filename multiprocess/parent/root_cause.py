@@ -1,7 +1,7 @@
-"""Root cause and victims: from facts to outcomes, pure functions.
+"""Derive the root cause and the victims of a failed call, by pure functions.
 
-Nothing is read from texts: each rank notes where it waits for others (``Place``), and
-says of an exception whether it came out of such a wait.
+Error texts are not read. Each rank notes where it waits for others (``Place``), and
+reports for an exception whether it came out of such a wait.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ..report import ended_without, find_odd_rank
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
-    """The observations of one rank in one call, which nothing has judged yet."""
+    """Observations of one rank in one call, before they are evaluated."""
 
     rank: int
     reply: Reply | None = None
     exit_code: int | None = None
     ended_at_s: float = 0.0
     order: int = 0
-    """Number of its fault among those that several parents have reported, from 1: the
+    """Number of this fault among those that several parents reported, from 1. The
     clocks of several machines cannot be compared."""
 
     stopped: bool = False
     waited_s: float = 0.0
     place: Place = Place.BODY
     left_by: int | None = None
-    """A rank that has ended without the collective that this one waits for."""
+    """Rank that ended without the collective for which this one waits."""
 
     stacks: str = ""
     collectives: tuple[Collective, ...] = ()
@@ -52,10 +52,10 @@ _DOING = {
 
 
 def outcomes_of(facts: Sequence[Fact]) -> tuple[tuple[RankOutcome, ...], int | None]:
-    """Judge one call.
+    """Evaluate one call.
 
     Returns:
-        One outcome per rank, and the rank that failed first (None: all returned).
+        The outcome of each rank, and the rank that failed first (None: all returned).
     """
     first = [observed(fact) for fact in facts]
     lost = [_left_a_wait(fact) for fact in facts]
@@ -78,10 +78,10 @@ def outcomes_of(facts: Sequence[Fact]) -> tuple[tuple[RankOutcome, ...], int | N
 
 
 def outcomes_or_raise(facts: Sequence[Fact]) -> tuple[RankOutcome, ...]:
-    """Judge one call; return every rank's outcome if all ranks returned.
+    """Evaluate one call; return the outcomes if all ranks returned.
 
     Raises:
-        WorldError: They did not.
+        WorldError: At least one rank did not return.
     """
     outcomes, root = outcomes_of(facts)
     if root is not None:
@@ -109,7 +109,7 @@ def _stopped(outcome: RankOutcome) -> bool:
 
 
 def _divided(outcomes: Sequence[RankOutcome]) -> bool:
-    """True if some ranks left the test by a skip or the like, and others did not."""
+    """Return True if only some ranks ended the test early, such as by a skip."""
     ways = {o.value.kind if isinstance(o.value, Left) else "" for o in outcomes}
     return len(ways) > 1
 

@@ -1,9 +1,9 @@
-"""Shares CPU slots and GPUs between xdist workers and concurrent runs on one machine.
+"""CPU slots and GPUs, shared by xdist workers and concurrent runs on one machine.
 
-A slot is a file lock: the kernel gives it back when its owner dies, however it dies.
-A world takes as many slots as it has ranks. One that is larger than the machine takes
-them all, and so runs alone. Slots are taken under one gate, one world at a time, so two
-worlds that each wait for the rest of their slots cannot block each other.
+A slot is a file lock, which the kernel releases when its owner dies. A world takes as
+many slots as it has ranks. A world larger than the machine takes all slots, and so runs
+alone. One world at a time takes slots, under a gate. So two worlds that each wait for
+the rest of their slots cannot block each other.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ from ..errors import HarnessError
 _POLL_S = 0.01
 
 SLOTS_VARIABLE = "GRADPARITY_CPU_SLOTS"
-"""Environment variable: CPU slots of this machine; 0 switches them off."""
+"""Environment variable: number of CPU slots of this machine; 0 for none."""
 
 _RANKS_PER_CORE = 4
-"""Ranks of tests mostly wait for each other."""
+"""Number of ranks on a core: ranks of tests mostly wait for each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotPool:
-    """Hands out named slots; every process with the same folder shares them."""
+    """Named slots, shared by every process with the same folder."""
 
     names: Sequence[str]
-    """One name per slot."""
+    """Name of each slot."""
 
     kind: str = ""
-    """Front of the names of the locks."""
+    """Prefix of the names of the lock files."""
 
     folder: Path = field(default_factory=lambda: default_folder())
-    """Where the locks are."""
+    """Folder of the lock files."""
 
     optional: bool = False
-    """True if to do without slots where no lock file can be made."""
+    """True to continue without slots if no lock file can be made."""
 
     way_out: str = "run again later"
-    """Advice to the caller when other runs keep the slots."""
+    """Advice for the message if other runs hold the slots."""
 
     @contextlib.contextmanager
     def hold(self, wanted: int, limit_s: float = 600.0) -> Iterator[tuple[str, ...]]:
-        """Hold ``wanted`` slots, or all where there are fewer.
+        """Hold ``wanted`` slots, or all if there are fewer.
 
-        A world that a rank starts takes none: it runs on those of the rank's own world.
+        A world started on a rank takes none: it uses those of the rank's own world.
 
         Args:
-            wanted: How many.
+            wanted: Number of slots.
             limit_s: How long to wait for them.
 
         Yields:
             The names of the slots.
 
         Raises:
-            HarnessError: Others held them for too long, or no lock can be made.
+            HarnessError: Others held them for too long, or no lock file can be made.
         """
         # More than there are: a larger world takes all of them, and so runs alone.
         count = min(wanted, len(self.names))
@@ -126,8 +126,8 @@ class SlotPool:
 def cpu_slots() -> SlotPool:
     """Return this machine's CPU slots.
 
-    They only make runs faster: with a full disk or a home that cannot be written there
-    are no slots, and no test fails.
+    They only make runs faster. If no lock file can be written, as on a full disk, tests
+    run without slots.
     """
     count = int(os.environ.get(SLOTS_VARIABLE, cores() * _RANKS_PER_CORE))
     return SlotPool(
@@ -141,8 +141,8 @@ def gpu_slots(visible: Sequence[str]) -> SlotPool:
     """Return the slots of the GPUs that the caller may use.
 
     Args:
-        visible: Their names, as in ``CUDA_VISIBLE_DEVICES``: a slot is a device, not a
-            position in one caller's list.
+        visible: Names of the GPUs, as in ``CUDA_VISIBLE_DEVICES``: a slot is a device,
+            and not an index in one caller's list.
     """
     return SlotPool(
         names=tuple(visible),
@@ -155,7 +155,7 @@ def visible_gpus(count: int | None = None) -> list[str]:
     """Return the devices that the caller may use, in the caller's order.
 
     Args:
-        count: How many the machine has; found out without torch by default.
+        count: Number of devices of the machine; found without torch by default.
     """
     count = _installed_gpus() if count is None else count
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -167,8 +167,8 @@ def visible_gpus(count: int | None = None) -> list[str]:
 def default_folder() -> Path:
     """Return the folder that all runs of this user on this host share.
 
-    The name has the host in it: hosts may share the home folder, but not cores or GPUs.
-    The lock files stay after a run, so they do not belong in the temporary folder.
+    It contains the host's name: hosts may share the home folder, but not cores or GPUs.
+    Lock files stay after a run, so they do not belong in the temporary folder.
     """
     return cache_folder() / "slots" / socket.gethostname()
 

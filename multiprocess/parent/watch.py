@@ -1,10 +1,9 @@
-"""Watch a world until every rank has answered or one certainly will not.
+"""Watch a world until every rank has answered, or one certainly will not.
 
-The parent sends the call to all ranks, and waits on their messages, exits and output
-at once. The first fault
-starts a short grace in which the others may end by themselves; one deadline holds for
-the whole world. The ranks that are left are made to dump their stacks.
-Nothing is judged here.
+The parent sends the call to all ranks, and waits for their messages, exits and output
+at once. The first fault starts a short grace period in which the others may end by
+themselves; one deadline holds for the whole world. Ranks that are still running must
+then dump their stacks. Observations are only collected here, and evaluated later.
 """
 
 from __future__ import annotations
@@ -23,33 +22,34 @@ from .rank_processes import RankProcess, RankProcesses
 from .root_cause import Fact, observed
 
 _CRASH_GRACE_S = 0.25
-"""Shorter than after an exception: connections to a dead process break at once."""
+"""Grace period after a crash. It is short: connections to a dead process break at
+once."""
 
 _POLL_S = 0.05
-"""How often the store is asked for faults of ranks that others look after."""
+"""Interval at which the store is asked for faults of ranks watched by others."""
 
 _LOOK_S = 0.1
-"""How often places are looked at while some ranks have answered and others have not."""
+"""Interval at which places are read while only some ranks have answered."""
 
 _BEGIN_POLL_S = 0.02
-"""How often the ranks are asked if they have begun, where they prepare first."""
+"""Interval at which ranks that prepare first are asked if they have begun."""
 
 _HARNESS_FRAME = re.compile(
     r'  File "(<string>|.*/multiprocess/rank/(worker|forkserver|endings|unittests)\.py'
     r'|.*/multiprocess/pytest_plugin/\w+\.py|.*/_pytest/\w+\.py|.*/pluggy/\w+\.py)"'
     r", line \d+ "
 )
-"""Below the function under test: the same in every stack, so not shown."""
+"""Frames below the function under test; equal in every stack, so not shown."""
 
 
 class OtherRanks(Protocol):
-    """The ranks of this world that other processes watch."""
+    """Ranks of this world that other processes watch."""
 
     def failed(self) -> bool:
-        """True if any rank has failed."""
+        """Return True if any rank has failed."""
 
     def report_fault(self) -> int:
-        """Report to the other agents that one of our ranks has failed.
+        """Report to the other agents that one of this process's ranks has failed.
 
         Returns:
             Number of this fault among the faults of all ranks, from 1.
@@ -78,7 +78,7 @@ class Watch:
         self._grace_s = spec.grace_s
         self._replies: dict[int, Reply] = {}
         self._failing: dict[int, Reply] = {}
-        """Failures of ranks that tear down: the teardown may never end."""
+        """Rank -> failure, while it runs its teardown, which may never end."""
         self._stopped: set[int] = set()
         self._order = 0
         self._left_by: dict[int, int] = {}
@@ -93,9 +93,9 @@ class Watch:
                 self._selector.register(fd, selectors.EVENT_READ, rank)
 
     def facts(self) -> tuple[Fact, ...]:
-        """Wait for the end of the call; return the facts, in rank order.
+        """Wait for the end of the call; return the facts in rank order.
 
-        An exception that interrupts the wait, as ctrl-C does, gets a note that says
+        An exception that interrupts the wait, such as Ctrl-C, gets a note that says
         where each rank was.
         """
         with self._selector:
@@ -208,7 +208,7 @@ class Watch:
                 self._fault(self._grace_s)
 
     def _look_for_the_begin(self) -> None:
-        """Start the clock of the call once all ranks are prepared, or stopped."""
+        """Start the clock of the call once all ranks are prepared or stopped."""
         if all(
             self._processes.has_begun(rank.rank) or _is_stopped(rank)
             for rank in self._unfinished()
@@ -226,7 +226,7 @@ class Watch:
         self._until = min(self._until, linux.now_s() + grace_s)
 
     def _debugs(self) -> bool:
-        """True while the user of a debugger looks at a rank."""
+        """Return True while a user debugs a rank."""
         ranks = self._unfinished()
         return any(self._processes.place(r.rank) is Place.DEBUGGER for r in ranks)
 

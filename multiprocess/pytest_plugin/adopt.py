@@ -1,8 +1,8 @@
-"""``--gradparity-adopt``: tests of other harnesses run on our ranks, unchanged.
+"""``--gradparity-adopt``: unchanged tests of torch's test classes run on warm ranks.
 
 torch's test classes have a few methods that start processes, send them work and wait
-for them. Those methods are replaced while the session lasts; a test, its decorators and
-its class stay as they are.
+for them. Those methods are replaced during the session; tests, their decorators and
+their classes are unchanged.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BASES = ("MultiProcessTestCase", "MultiProcContinuousTest", "MultiThreadedTestC
 
 
 class Adoption:
-    """The part of the plugin for sessions with the option."""
+    """Plugin object for sessions with the option."""
 
     def __init__(self) -> None:
         self._files: str | None = None
@@ -49,21 +49,21 @@ class Adoption:
         self._replaced: list[tuple[type[Any], str, Any]] = []
 
     def adopts(self, items: Iterable[pytest.Item]) -> bool:
-        """True if a test would start processes, and now has ranks."""
+        """Return True if any test is of one of torch's multi-process classes."""
         return any(_is_of(item, _torch_bases()) for item in items)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pycollect_makeitem(
         self, collector: pytest.Module | pytest.Class, name: str, obj: object
     ) -> None:
-        """Patch a class before its instances exist."""
+        """Patch torch's classes before a test class is instantiated."""
         # Its module has just been imported. An instance keeps the method that waits
         # for its processes: made earlier, it would wait for none, and so pass.
         if not self._replaced and (bases := _torch_bases()):
             self._replace(*bases)
 
     def pytest_unconfigure(self) -> None:
-        """Give torch's classes their own methods back."""
+        """Restore the methods of torch's classes."""
         use(None)
         while self._replaced:
             setattr(*self._replaced.pop())
@@ -206,7 +206,7 @@ class Adoption:
 
 
 def _ends_as_expected(test: Any, fn: Any, failure: WorldError) -> bool:
-    """True if ranks ended as a test of torch's classes expects of its processes."""
+    """Return True if ranks ended as a torch test expects of its processes."""
     ended = (RankState.EXITED, RankState.KILLED, RankState.VICTIM, RankState.OK)
     if any(outcome.state not in ended for outcome in failure.outcomes):
         return False
@@ -236,24 +236,24 @@ def _is_of(item: pytest.Item, bases: tuple[type[Any], ...]) -> bool:
 
 
 def uses_our_class(items: Iterable[pytest.Item]) -> bool:
-    """True if a test is one of our own ``TestCase``."""
+    """Return True if a test is one of gradparity's ``TestCase``."""
     return any(_is_of(item, (TestCase,)) for item in items)
 
 
 def explain(
     item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport
 ) -> None:
-    """Show a failed world in words, not by the parent's traceback."""
+    """Show a failed world in a report instead of the parent's traceback."""
     failure = call.excinfo.value if call.excinfo else None
     if isinstance(failure, WorldError) and _is_of(item, (TestCase, *_torch_bases())):
         show(item, failure, report)
 
 
 def submit_by(runner: Callable[[], Runner], defaults: Mapping[str, Any]) -> None:
-    """Make the tests of classes run where the session's marked tests run.
+    """Make tests of classes run where the session's marked tests run.
 
     Args:
-        runner: Returns where those run.
+        runner: Returns the runner of marked tests.
         defaults: The session's settings for classes that do not set them.
     """
 

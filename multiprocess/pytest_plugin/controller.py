@@ -1,7 +1,7 @@
-"""One marked test in the parent: a run on the ranks, and its phases as pytest's.
+"""One marked test in the parent: run it on the ranks, and report its phases.
 
 pytest's own protocol runs around it. So reruns, ``-x``, expected failures and timeouts
-are pytest's; only the item's setup, call and teardown run on the ranks.
+work as usual; only the item's setup, call and teardown run on the ranks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _OWN_OF_A_RANK: Mapping[str, Any] = {
     "usepdb": False,
     "xmlpath": None,
 }
-"""Options that concern the one session that selects and reports."""
+"""Options with fixed values on ranks, because only the parent selects and reports."""
 
 
 def refuse(item: pytest.Item) -> None:
@@ -83,7 +83,7 @@ def refuse(item: pytest.Item) -> None:
 
 
 def preload_session(config: pytest.Config) -> None:
-    """Have ranks forked from a process that has imported pytest and its plugins."""
+    """Make the forkserver import pytest and its plugins."""
     plugins = [plugin for plugin, _ in config.pluginmanager.list_plugin_distinfo()]
     names = {getattr(plugin, "__name__", "") for plugin in plugins}
     names |= {name for name in sys.modules if name.startswith("_pytest.")}
@@ -96,13 +96,13 @@ def take_over(
     runner: Runner,
     following: pytest.Item | None,
 ) -> None:
-    """Have pytest's protocol run a test on ranks.
+    """Make pytest's protocol run a test on ranks.
 
     Args:
         item: The test.
-        spec: Its world.
-        runner: Where worlds run.
-        following: The next test on the same ranks.
+        spec: Settings of its world.
+        runner: Runner of worlds.
+        following: Next test on the same ranks.
     """
     test = getattr(item, "obj", None)
     if hasattr(test, "hypothesis"):
@@ -115,7 +115,7 @@ def take_over(
 
 
 def _allow_fixtures(test: Any) -> None:
-    """Have hypothesis not look for fixtures, which no test has in the parent."""
+    """Switch off hypothesis's check for fixtures, which do not exist in the parent."""
     import hypothesis
 
     owner, name = getattr(test, "__func__", test), internals.SETTINGS
@@ -128,7 +128,7 @@ def _allow_fixtures(test: Any) -> None:
 
 
 class ItemRun:
-    """A test that runs on ranks, as the phases that pytest calls."""
+    """Setup, call and teardown of a test that runs on ranks."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class ItemRun:
         self._reports: dict[str, list[tuple[int, pytest.TestReport]]] = {}
 
     def setup(self) -> None:
-        """Run all of the test on the ranks; end as their setup ended."""
+        """Run the whole test on the ranks; end as its setup ended there."""
         __tracebackhide__ = True
         self._ended, self._outcomes, self.failure = {}, (), None
         self._reports = {}
@@ -169,7 +169,7 @@ class ItemRun:
         self._enter("setup")
 
     def runtest(self) -> None:
-        """End as the call on the ranks ended."""
+        """End as the call ended on the ranks."""
         __tracebackhide__ = True
         if self.failure is None and not self._runner.live:
             # Into pytest's own capture, as the output of a test in one process.
@@ -177,7 +177,7 @@ class ItemRun:
         self._enter("call")
 
     def teardown(self) -> None:
-        """End as the teardown on the ranks ended."""
+        """End as the teardown ended on the ranks."""
         __tracebackhide__ = True
         self._enter("teardown")
 
@@ -267,7 +267,7 @@ class ItemRun:
                 self._reports.setdefault(phase.when, []).append((outcome.rank, report))
 
     def _take_subtests(self, results: Sequence[tuple[int, ItemResult]]) -> None:
-        """Log each subtest once; the report of a rank on which it failed wins."""
+        """Report each subtest once; the report of a rank on which it failed wins."""
         config, hook = self._item.config, self._item.ihook
         merged: dict[tuple[str, int], Any] = {}
         for rank, result in results:
@@ -336,15 +336,15 @@ def complete(
 
 
 def shows_live(config: pytest.Config) -> bool:
-    """True if output of ranks is shown while they run, and so in no report of ours."""
+    """Return True if output of ranks is shown while they run, and not in reports."""
     return config.getoption("capture", "fd") in ("no", "tee-sys")
 
 
 def report_unended(item: pytest.Item, failure: WorldError) -> None:
-    """Report fixtures of ranks that outlived their tests and failed to end.
+    """Report errors of fixtures that outlived their tests on ranks.
 
     Args:
-        item: The test that ran last: the error counts as one of its teardown.
+        item: Last test; the error counts as one of its teardown.
         failure: How the ranks ended.
     """
     report = pytest.TestReport(
@@ -367,7 +367,7 @@ def show(
     title: str = "",
     notes: Sequence[str] = (),
 ) -> None:
-    """Show a failed world in a report, between ``title`` and ``notes``."""
+    """Write a failed world into a report, between ``title`` and ``notes``."""
     outcomes, root = failure.outcomes, failure.root
     if shows_live(item.config):
         outcomes = tuple(replace(outcome, output="") for outcome in outcomes)

@@ -1,6 +1,6 @@
-"""Hypothesis on ranks: all draw the same examples, and agree after each how it ended.
+"""Hypothesis on ranks: all draw the same examples, and agree on the result of each.
 
-So every rank sees the same values, and shrinking stays in step.
+So every rank gets the same values, and shrinking stays in step.
 """
 
 from __future__ import annotations
@@ -27,22 +27,28 @@ _OK, _REJECT, _LEFT, _FAIL = "ok", "reject", "left", "fail"
 
 _LOOK_S = 0.0003
 _GRACE_S = 0.3
-"""How long a rank whose example failed waits for the others: less than the parent does
-after the failure."""
+"""How long a rank whose example failed waits for the others. It is shorter than the
+parent's grace period after a failure."""
 
 _SEED = "_hypothesis_internal_use_seed"
 
 
 class Agreed(Exception):
-    """An example that failed on some rank: one class, so one failure for hypothesis."""
+    """Raised on all ranks for an example that failed on some rank.
+
+    A single class, so that hypothesis sees a single failure.
+    """
 
     _gradparity_hidden = True
     own: BaseException | None = None
-    """The failure of this rank."""
+    """Failure of this rank, or None."""
 
 
 class _Unshrunk(BaseException):
-    """An example that failed while other ranks wait for this one: no more are tried."""
+    """Ends the search of hypothesis with a failed example that is not shrunk.
+
+    Raised if other ranks do not finish the same example.
+    """
 
     _gradparity_hidden = True
 
@@ -52,18 +58,18 @@ class _Unshrunk(BaseException):
 
 
 class OtherRankFailed(Exception):
-    """The example failed on another rank only."""
+    """The example failed only on another rank."""
 
     _gradparity_followed = True
 
 
 @contextmanager
 def in_step(test: Any, seed: int) -> Iterator[None]:
-    """Have a test made by ``@given`` run the same examples on all ranks.
+    """Make a test with ``@given`` run the same examples on all ranks.
 
     Args:
         test: Function that pytest calls.
-        seed: Seed of the draws, unless the test or the command line has one.
+        seed: Seed of the draws, unless the test or the command line sets one.
     """
     __tracebackhide__ = True
     owner = getattr(test, "__func__", test)
@@ -112,7 +118,7 @@ def in_step(test: Any, seed: int) -> Iterator[None]:
 
 
 class _Steps:
-    """Runs the body of a test once for each example."""
+    """Runs the body of a test for each example, in step with the other ranks."""
 
     def __init__(self, body: Any) -> None:
         self._body = body
@@ -191,7 +197,7 @@ def _how(error: BaseException | None) -> str:
 
 
 def _origin(error: BaseException) -> str:
-    """Return the key by which two failures of examples are the same."""
+    """Return a key that is equal for equal failures of examples."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -1,6 +1,6 @@
-"""Private names of pytest, all that the plugin uses, and one of hypothesis.
+"""All private names of pytest that the plugin uses, and one of hypothesis.
 
-A worker of pytest-xdist uses the same ones; pytest has no public names for them.
+pytest-xdist's workers use the same ones; pytest has no public names for them.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ from _pytest.runner import runtestprotocol
 from _pytest.skipping import xfailed_key
 
 SETTINGS = "_hypothesis_internal_use_settings"
-"""Attribute of a test with its settings; hypothesis has no public name for it."""
+"""Attribute that holds a test's settings; hypothesis has no public name for it."""
 
 
 def configure(config: pytest.Config) -> None:
-    """Begin a session's life: plugins are configured."""
+    """Configure the plugins of a session."""
     config._do_configure()
 
 
 def write_nowhere(config: pytest.Config) -> None:
-    """Give a session without a reporter the writer that some of pytest's code wants."""
+    """Give a session a terminal writer whose output is dropped.
+
+    Some of pytest's code needs one, also in a session without a reporter.
+    """
     writer = TerminalWriter(io.StringIO())
     setattr(config, "get_terminal_writer", lambda: writer)  # noqa: B010  # of this object only
 
 
 def unconfigure(config: pytest.Config) -> None:
-    """End it."""
+    """Unconfigure the plugins of a session."""
     config._ensure_unconfigure()
 
 
@@ -45,7 +48,7 @@ def protocol(item: pytest.Item, following: pytest.Item | None) -> list[Any]:
 
 
 def tear_down_to(session: pytest.Session, following: pytest.Item | None) -> None:
-    """End the fixtures of all nodes that the next test does not need."""
+    """Tear down the fixtures of all nodes that the next test does not need."""
     session._setupstate.teardown_exact(following)
 
 
@@ -61,7 +64,7 @@ def accepts(item: pytest.Item, error: BaseException) -> bool:
 
 
 def temporary_folder(config: pytest.Config) -> str | None:
-    """Return the folder above all ``tmp_path`` of a session, if there is one."""
+    """Return the parent folder of all ``tmp_path`` of a session, or None."""
     factory = getattr(config, "_tmp_path_factory", None)
     try:
         return None if factory is None else str(factory.getbasetemp())
@@ -70,7 +73,7 @@ def temporary_folder(config: pytest.Config) -> str | None:
 
 
 def chain_of(text: str, item: pytest.Item, headline: str) -> ExceptionChainRepr:
-    """Return a failure shown as ``text``, and in the summary as ``headline``."""
+    """Return a failure that is shown as ``text``; ``headline`` is for the summary."""
     path, line, _ = item.location
     where = ReprFileLocation(path, (line or 0) + 1, headline)
     trace = ReprTraceback([ReprEntryNative([text + "\n"])], None, style="native")

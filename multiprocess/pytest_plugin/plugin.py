@@ -42,7 +42,7 @@ _WANTED = pytest.StashKey[Wanted]()
 _DEFAULTS = pytest.StashKey[Mapping[str, Any]]()
 _AGENT: pytest.StashKey[Agent] = pytest.StashKey()
 _LATEST = pytest.StashKey[pytest.Item]()
-"""The test that runs, or has run last."""
+"""Test that is running, or has run last."""
 
 _EXIT_CODE = pytest.StashKey[int]()
 _AFTER = pytest.StashKey[dict[pytest.Item, pytest.Item]]()
@@ -62,7 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker."""
+    """Register the marker, and read the default settings."""
     config.addinivalue_line("markers", MARKER_HELP)
     config.stash[_DEFAULTS] = defaults_of(config)
     if needs_agent() and config.getoption("dist", "no") != "no":
@@ -81,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Largest worlds first under xdist."""
+    """Under xdist, run the largest worlds first."""
     # A world waits until enough slots are free. A large one that comes last would do so
     # while the other workers have nothing left to do.
     # Not by the environment, which a session inside of a test inherits.
@@ -91,12 +91,12 @@ def pytest_collection_modifyitems(
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Keep the exit code for the other processes of torchrun."""
+    """Save the exit code for the other processes of torchrun."""
     session.config.stash[_EXIT_CODE] = int(session.exitstatus)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test of each size."""
+    """Create one test for each world size of a marker."""
     marker = metafunc.definition.get_closest_marker(_MARK)
     if marker is None:
         return
@@ -137,9 +137,9 @@ def world(request: pytest.FixtureRequest) -> Any:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Prepare the worlds while pytest continues.
 
-    Under torchrun every process has collected. A session without tests for ranks is not
-    changed: each process runs it, and its tests and fixtures may use the others. Else
-    rank 0 runs the session, and the others serve as agents.
+    Under torchrun every process has collected tests. If none of them needs ranks, each
+    process runs the session as usual. Otherwise rank 0 runs the session, and the other
+    processes serve as agents.
     """
     config = session.config
     if _on_rank(config):
@@ -161,7 +161,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Put the ranks behind a marked test's setup, call and teardown."""
+    """Make setup, call and teardown of a marked test run on ranks."""
     item.config.stash[_LATEST] = item
     if not _on_ranks(item):
         return (yield)
@@ -184,7 +184,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse tests that cannot run on ranks, instead of running them here."""
+    """Fail tests that cannot run on ranks, instead of running them here."""
     if _on_ranks(item):
         from .controller import refuse
 
@@ -201,7 +201,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show a failed world by root cause and victims, not by the parent's traceback."""
+    """Report a failed world by its root cause, not by the parent's traceback."""
     report = yield
     if _on_ranks(item):
         from .controller import complete
@@ -216,7 +216,7 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
-    """End all ranks when the tests have ended: their coverage is then combined."""
+    """End all ranks after the tests, so that their coverage can be combined."""
     try:
         return (yield)
     finally:
@@ -224,7 +224,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End all ranks, also when no test was run."""
+    """End all ranks, even if no test was run."""
     _close_runner(config)
     if _AGENT in config.stash:
         from .runner import finish
@@ -247,7 +247,7 @@ def _lead_or_follow(config: pytest.Config) -> None:
 
 
 def _has_classes(session: pytest.Session) -> bool:
-    """True if there are unittest classes whose tests run on ranks."""
+    """Return True if there are unittest classes whose tests run on ranks."""
     has_classes = False
     if _ADOPTION in session.config.stash:
         has_classes = session.config.stash[_ADOPTION].adopts(session.items)
@@ -283,17 +283,17 @@ def _runner(config: pytest.Config) -> Runner:
 
 
 def _on_rank(config: pytest.Config) -> bool:
-    """True in the session of a rank, which runs marked tests as any others."""
+    """Return True in the session of a rank, which runs marked tests like any others."""
     return getattr(config.option, "gradparity_rank", False)
 
 
 def _on_ranks(item: pytest.Item) -> bool:
-    """True for a test that this session is to run on ranks."""
+    """Return True for a test that this session must run on ranks."""
     return item.get_closest_marker(_MARK) is not None and not _on_rank(item.config)
 
 
 def _following(item: pytest.Item) -> pytest.Item | None:
-    """Return the next test on the same ranks, as far as the order is known."""
+    """Return the next test on the same ranks, if known."""
     spec, stash = _spec(item), item.session.stash
     if spec.isolation == "process":
         return None

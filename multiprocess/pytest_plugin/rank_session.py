@@ -1,7 +1,7 @@
 """The pytest session of a rank: it runs the tests that the parent names.
 
-A worker of pytest-xdist has one of the same kind. The session lives as long as the
-rank, so fixtures keep their scopes; pytest itself runs setup, call and teardown.
+It is like the session of a pytest-xdist worker. It lives as long as the rank, so
+fixtures keep their scopes; pytest itself runs setup, call and teardown.
 """
 
 from __future__ import annotations
@@ -23,31 +23,32 @@ from ..rank.world import current_world
 from . import internals
 
 FAIL = "fail"
-"""Kind of a phase that failed; the others are those of ``Left``, and "" for passed."""
+"""Kind of a phase that failed; others are the kinds of ``Left``, and "" if passed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOrder:
-    """Settings of the parent's session, which the sessions of ranks share."""
+    """Settings of the parent's session, for the sessions of ranks."""
 
     options: Mapping[str, Any]
     args: tuple[str, ...]
     folder: str
-    """Where the parent was started: paths are relative to it."""
+    """Folder in which the parent was started; paths are relative to it."""
 
     temporary: str | None
-    """A folder for the ``tmp_path`` of all ranks."""
+    """Folder for the ``tmp_path`` of all ranks."""
 
     terminal: str | None
-    """Where a rank that failed is debugged, under ``--pdb``."""
+    """Terminal in which a failed rank is debugged, with ``--pdb``."""
 
     worker: Mapping[str, Any]
-    """``config.workerinput``, by which plugins know that another session reports."""
+    """Value of ``config.workerinput``, which tells plugins that another session
+    reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ItemOrder:
-    """A test to run."""
+    """Order to a rank to run a test."""
 
     session: SessionOrder
     file: str
@@ -55,10 +56,10 @@ class ItemOrder:
     """Node id."""
 
     following: tuple[str, str] | None
-    """File and node id of the next test on these ranks, whose fixtures stay."""
+    """File and node id of the next test on these ranks, whose fixtures are kept."""
 
     draw_seed: int
-    """Seed of what hypothesis draws, on all ranks alike."""
+    """Seed of hypothesis, equal on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +72,15 @@ class Phase:
     """Qualified name of the exception's type."""
 
     reason: str
-    """The exception's text."""
+    """Text of the exception."""
 
     report: Mapping[str, Any]
-    """pytest's report, serialised by pytest."""
+    """Report of pytest, serialised by pytest."""
 
 
 @dataclass(frozen=True)
 class ItemResult(Left):
-    """Result of a test on one rank, as it travels to the parent."""
+    """Result of a test on one rank, in a form that can be sent to the parent."""
 
     phases: tuple[Phase, ...] = ()
     subtests: tuple[Mapping[str, Any], ...] = ()
@@ -89,15 +90,15 @@ class ItemResult(Left):
     """Arguments of ``pytest_warning_recorded``."""
 
     properties: tuple[tuple[str, object], ...] = ()
-    """``item.user_properties``."""
+    """Value of ``item.user_properties``."""
 
     def phase(self, when: str) -> Phase | None:
-        """Return one phase, if the test got there."""
+        """Return one phase; None if the test did not reach it."""
         return next((p for p in self.phases if p.when == when), None)
 
     @property
     def failed(self) -> str | None:
-        """Name of the first phase that failed."""
+        """Name of the first phase that failed, or None."""
         return next((p.when for p in self.phases if p.kind == FAIL), None)
 
 
@@ -105,7 +106,7 @@ _session: RankSession | None = None
 
 
 def run_item(order: ItemOrder) -> ItemResult | Failed:
-    """On a rank: run a test, and the fixtures that the next one does not need down."""
+    """Run a test on this rank; then tear down fixtures the next one does not use."""
     global _session
     if _session is None:
         _session = RankSession(order.session)
@@ -118,7 +119,7 @@ def run_item(order: ItemOrder) -> ItemResult | Failed:
 
 
 def end_session() -> None:
-    """On a rank: end the fixtures that are left, and the session."""
+    """End the remaining fixtures, and the session, on this rank."""
     global _session
     session, _session = _session, None
     if session is not None:
@@ -177,7 +178,7 @@ class RankSession:
     def run(
         self, item: pytest.Item, following: pytest.Item | None
     ) -> ItemResult | Failed:
-        """Run a test and return the result; a ``Failed`` holds that of a failure."""
+        """Run a test and return its result, inside a ``Failed`` if it failed."""
         plugin = self.plugin
         plugin.begin()
         if self._expected is not None and self._expected is not item:
@@ -223,7 +224,7 @@ def _failed(error: BaseException, report: Any, result: ItemResult | None) -> Fai
 
 
 def serialised(config: pytest.Config, report: Any) -> Mapping[str, Any]:
-    """Return a report as pytest serialises it, with values that can travel."""
+    """Return a report as pytest serialises it, with values that can be pickled."""
     report.user_properties = []  # they travel apart
     data = config.hook.pytest_report_to_serializable(config=config, report=report)
     return {key: _travelling(value) for key, value in data.items()}
@@ -238,7 +239,7 @@ def _travelling(value: Any) -> Any:
 
 
 def _without_hidden(error: BaseException | None) -> None:
-    """Drop causes of a failure that only ended hypothesis's search."""
+    """Remove causes of a failure that only ended hypothesis's search."""
     while error is not None:
         if getattr(error.__context__, "_gradparity_hidden", False):
             error.__context__ = None
@@ -246,12 +247,12 @@ def _without_hidden(error: BaseException | None) -> None:
 
 
 def _debug(terminal: str, error: BaseException | None, text: str) -> None:
-    """Let the user look at a failure of this rank; no limit ends the call meanwhile.
+    """Let the user debug a failure of this rank; time limits are suspended.
 
     Args:
         terminal: Path of the parent's terminal.
-        error: The failure.
-        text: Shown before.
+        error: Exception of the failure.
+        text: Text to show first.
     """
     import fcntl
     import pdb
@@ -286,11 +287,11 @@ class _RankPlugin:
         # The reports, too: a new one could have the id of one that is gone.
         self._errors: dict[int, tuple[object, BaseException]] = {}
         self._latest: tuple[object, BaseException] | None = None
-        """Report and exception of the phase that ended last; None if it passed."""
+        """Report and exception of the last phase; None if it passed."""
         self._wide: dict[int, list[Any]] = {}
 
     def begin(self) -> None:
-        """Forget the test before."""
+        """Clear the results of the test before."""
         for reports in (self.reports, self.subtests, self.warnings):
             reports.clear()
         self._errors.clear()
@@ -300,7 +301,7 @@ class _RankPlugin:
     def pytest_runtest_protocol(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> bool:
-        """Run the test once: the parent reruns."""
+        """Run the test once; reruns are made by the parent."""
         # Wrappers of this hook, such as of warnings and asserts, are pytest's own.
         self.reports = internals.protocol(item, nextitem)
         return True
@@ -309,7 +310,7 @@ class _RankPlugin:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Keep the exception: the parent decides what it means for all ranks."""
+        """Keep the exception: the parent combines those of all ranks."""
         if call.excinfo is not None:
             _without_hidden(call.excinfo.value)
         report = yield
@@ -321,9 +322,9 @@ class _RankPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self) -> None:
-        """Tell the parent of a failure now: the teardown may wait for ever.
+        """Report a failure to the parent before the teardown, which may block.
 
-        Other ranks may have ended by then. A failure of a subtest is no such failure.
+        Other ranks may have ended by then. A failed subtest does not count.
         """
         report, error = self._latest or (None, None)
         if error is None or isinstance(error, CallEnded) or early_end(error):
@@ -333,14 +334,14 @@ class _RankPlugin:
     def pytest_exception_interact(
         self, call: pytest.CallInfo[None], report: Any
     ) -> None:
-        """Debug a failure of this rank in the terminal of the parent, under --pdb."""
+        """Debug a failure of this rank in the parent's terminal, with ``--pdb``."""
         error = None if call.excinfo is None else call.excinfo.value
         if self._terminal is None or isinstance(error, CallEnded):
             return
         _debug(self._terminal, error, report.longreprtext)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Keep a report of a subtest: reports of the test are not logged here."""
+        """Keep a report of a subtest; other reports are not logged on ranks."""
         self.subtests.append(report)
 
     def pytest_warning_recorded(
@@ -364,7 +365,7 @@ class _RankPlugin:
     def pytest_collection_modifyitems(
         self, items: list[pytest.Item]
     ) -> Generator[None, object, object]:
-        """Keep the tests of a file, also those that other plugins deselect."""
+        """Keep all tests of a file, even those that other plugins deselect."""
         # The parent has selected among all files, and hooks may have counted them.
         before = list(items)
         result = yield
@@ -372,7 +373,7 @@ class _RankPlugin:
         return result
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep errors of the collection; a skip on a rank alone is one."""
+        """Keep errors of the collection; a skip that only ranks make is one."""
         if not report.passed:
             self.collect_errors.append(report.longreprtext)
 
@@ -392,7 +393,7 @@ class _RankPlugin:
     def pytest_pyfunc_call(
         self, pyfuncitem: pytest.Function
     ) -> Generator[None, object, object]:
-        """Fail a test whose code has yet to run when it returns."""
+        """Fail a test that returns code which has not run, such as a coroutine."""
         fn = pyfuncitem.obj
         if hasattr(fn, "hypothesis"):  # each example is checked
             return (yield)
@@ -412,7 +413,7 @@ class _RankPlugin:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any]
     ) -> Generator[None, object, object]:
-        """Let settings and processes of a wider fixture last as long as the fixture."""
+        """Keep settings and threads of a wider fixture until it is torn down."""
         value = yield
         if not isinstance(value, list | tuple | dict) and hasattr(value, "__await__"):
             refuse_unrun(f"the fixture `{fixturedef.argname}`", value)
@@ -424,7 +425,7 @@ class _RankPlugin:
         return value
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        """Restore the state before a wider fixture."""
+        """Restore the settings from before a wider fixture."""
         before = self._wide.pop(id(fixturedef), None)
         if before is not None:
             from ..rank import global_state
@@ -432,13 +433,13 @@ class _RankPlugin:
             global_state.keep_settings(before)
 
     def error(self, report: Any) -> BaseException:
-        """Return the exception of a report that failed."""
+        """Return the exception of a failed report."""
         if id(report) in self._errors:
             return self._errors[id(report)][1]
         return pytest.fail.Exception(report.longreprtext, pytrace=False)
 
     def phase(self, config: pytest.Config, report: pytest.TestReport) -> Phase:
-        """Return one phase of a test, with the outcome of its exception."""
+        """Return one phase of a test, with the kind of its exception."""
         # Not by the report's outcome: a mark that expects a failure counts for all
         # ranks together, and the parent applies it.
         _, error = self._errors.get(id(report), (None, None))

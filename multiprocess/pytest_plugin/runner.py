@@ -1,4 +1,4 @@
-"""Where a test's body runs: on a pool of clusters, or on torchrun's ranks."""
+"""Runners of tests on ranks: a pool of clusters, or torchrun's ranks."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ Report = Callable[[WorldError], None]
 
 
 class UnsuitableWorld(Exception):
-    """The surroundings cannot give a world like this."""
+    """A world of these settings cannot be run here."""
 
 
 class AgentRunner:
-    """Runs on the ranks that torchrun's agents have; larger worlds are skipped."""
+    """Runs tests on the ranks of torchrun's agents; larger worlds are skipped."""
 
     def __init__(self, agent: Agent, live: bool, report: Report) -> None:
-        """Run on an agent's ranks.
+        """Use the ranks of torchrun's agents.
 
         Args:
             agent: The agent of rank 0.
-            live: Show the ranks' output while they run.
-            report: Called for ranks whose session did not end.
+            live: True to show the ranks' output while they run.
+            report: Called if the sessions of ranks do not end.
         """
         self.live = live
         self._report = report
@@ -53,7 +53,7 @@ class AgentRunner:
     def run(
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
     ) -> tuple[RankOutcome, ...]:
-        """Return one outcome per rank, or raise ``WorldError``."""
+        """Return the outcome of each rank, or raise ``WorldError``."""
         torchrun_size = self._agent.size
         if spec.world_size > torchrun_size:
             raise UnsuitableWorld(
@@ -70,7 +70,7 @@ class AgentRunner:
             pytest.exit(f"{error}", returncode=3)
 
     def expect(self) -> None:
-        """Do nothing: the agents have begun to."""
+        """Do nothing: the agents have started already."""
 
     def close(self) -> None:
         """End the sessions of the ranks; the ranks end with their agents."""
@@ -80,7 +80,7 @@ class AgentRunner:
 
 
 class PoolRunner:
-    """Keeps one warm cluster for each kind of world, the latest used ones."""
+    """Keeps one warm cluster for each kind of world, the most recently used."""
 
     def __init__(self, live: bool, report: Report) -> None:
         self.live = live
@@ -90,7 +90,7 @@ class PoolRunner:
     def run(
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
     ) -> tuple[RankOutcome, ...]:
-        """Return one outcome per rank, or raise ``WorldError``."""
+        """Return the outcome of each rank, or raise ``WorldError``."""
         with contextlib.ExitStack() as slots:
             slots.enter_context(cpu_slots().hold(spec.world_size))
             if spec.device == "cuda":
@@ -99,13 +99,13 @@ class PoolRunner:
             return self._cluster(spec.kind).submit(options, fn, *args)
 
     def _warm_gpus(self, kind: WorldSpec) -> tuple[str, ...]:
-        """Return the GPUs on which a world of this kind has run last."""
+        """Return the GPUs on which a world of this kind ran last."""
         seen = (other.visible_devices for other in reversed(self._clusters))
         like = (n for n in seen if replace(kind, visible_devices=n) in self._clusters)
         return next(like, ())
 
     def expect(self) -> None:
-        """Have the forkserver import torch while the session goes on."""
+        """Start the forkserver, which imports torch while the session goes on."""
         if not unsupported():  # else each test says so
             forkserver()
 
@@ -137,7 +137,7 @@ Runner = PoolRunner | AgentRunner
 
 
 def _end_session(cluster: BaseCluster, live: bool, report: Report) -> None:
-    """End the fixtures that still live on the ranks; report their errors."""
+    """End the remaining fixtures on the ranks; report their errors."""
     from .rank_session import end_session
 
     try:

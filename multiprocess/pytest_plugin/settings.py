@@ -19,7 +19,7 @@ MARKER_HELP = (
 )
 
 ALL = "all"
-"""World size: as many ranks as there are devices, or cores, or ranks of torchrun."""
+"""World size: as many ranks as devices, or cores, or ranks of torchrun."""
 
 DEFAULT_SIZE = 2
 
@@ -31,7 +31,7 @@ _DEFAULTS = {
     "backend": "backend of the default process group, as torch takes it",
     "isolation": "isolation of tests on ranks: pool, group or process",
 }
-"""Settings that the command line and the ini file can give to markers without them."""
+"""Settings that the command line and the ini file can set for markers."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Wanted:
 
     spec: WorldSpec
     too_small: str = ""
-    """Why there are fewer ranks here than the test needs."""
+    """Reason why there are fewer ranks here than the test needs; else empty."""
 
 
 def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
-    """Add an option and an entry of the ini file for each default."""
+    """Add a command-line option and an ini entry for each default."""
     for name, text in _DEFAULTS.items():
         text = f"{text}, where a marker does not say"
         parser.addini(f"world_{name}", text, default=None)
@@ -56,7 +56,7 @@ def defaults_of(config: pytest.Config) -> dict[str, Any]:
     """Return the settings of the command line and the ini file.
 
     Raises:
-        UsageError: One of them has a wrong value.
+        UsageError: A setting has a wrong value.
     """
     defaults: dict[str, Any] = {}
     for name in _DEFAULTS:
@@ -77,11 +77,11 @@ def defaults_of(config: pytest.Config) -> dict[str, Any]:
 
 
 def sizes_of(args: Sequence[Any], settings: Mapping[str, Any]) -> list[Any]:
-    """Return the world sizes that a marker asks for.
+    """Return the world sizes of a marker.
 
     Raises:
-        TypeError: More than one positional argument.
-        ValueError: A least size for worlds whose size is known.
+        TypeError: There is more than one positional argument.
+        ValueError: A least size is given although the size is fixed.
     """
     if len(args) > 1 or (args and "world_size" in settings):
         raise TypeError(
@@ -107,8 +107,8 @@ def spec_of(
     """Return the world of a marker at one size; ``ALL`` counts as one rank.
 
     Raises:
-        TypeError: A setting that does not exist.
-        ValueError: A setting with a wrong value.
+        TypeError: A setting does not exist.
+        ValueError: A setting has a wrong value.
     """
     unknown = sorted(set(settings) - _ALLOWED)
     if unknown:
@@ -131,17 +131,17 @@ def world_of(
     defaults: Mapping[str, Any],
     torchrun_size: int | None,
 ) -> Wanted:
-    """Return the world of a test, with as many ranks as there are for ``ALL``.
+    """Return the world of a test; for ``ALL`` with as many ranks as available.
 
     Args:
         size: One of ``sizes_of``.
         settings: Settings of the marker.
-        defaults: Settings of ``defaults_of``.
-        torchrun_size: How many ranks torchrun has made, if it has.
+        defaults: Result of ``defaults_of``.
+        torchrun_size: Number of torchrun's ranks; None without torchrun.
 
     Raises:
-        TypeError: As ``spec_of``.
-        ValueError: As ``spec_of``.
+        TypeError: As for ``spec_of``.
+        ValueError: As for ``spec_of``.
     """
     if size != ALL:
         return Wanted(spec_of(size, settings, defaults))

@@ -1,9 +1,9 @@
-"""The code of the forkserver and of the ranks that it forks.
+"""Code of the forkserver and of the ranks that it forks.
 
 - The forkserver imports torch once and has one thread, so it may fork. It ends with its
   parent, and every rank ends with it.
 - A rank answers one message at a time (``worker``): join a process group, run a call,
   restore what the call has changed (``global_state``).
-- It notes where it is and which collectives it has issued in memory that its parent can
-  read (``flight_recorder``): that outlives a crash.
+- A rank notes where it is and which collectives it issued (``flight_recorder``). Its
+  parent can read this memory, even after a crash.
 """

@@ -1,7 +1,7 @@
-"""Ranks import with pytest's assert the modules that the parent imported with it.
+"""Import modules on ranks with pytest's rewritten asserts, as in the parent.
 
-Without this a failing assert on a rank would say "AssertionError" and no numbers, and a
-test module that only pytest knows how to find could not be imported at all.
+Otherwise a failing assert on a rank would show "AssertionError" and no values, and a
+test module that only pytest can find could not be imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import CodeType, ModuleType
 
 
 class _Loader(SourceFileLoader):
-    """Compiles a module with pytest's own assert."""
+    """Compiles a module with pytest's rewritten asserts."""
 
     def get_code(self, fullname: str) -> CodeType:
         source = self.get_data(self.path)
@@ -33,7 +33,7 @@ class _Loader(SourceFileLoader):
 
 
 class _Finder:
-    """Finds modules by the files in which the parent has them."""
+    """Finds modules at the files from which the parent imported them."""
 
     def __init__(self) -> None:
         self.files: Mapping[str, str] = {}
@@ -59,7 +59,7 @@ _finder = _Finder()
 
 
 def import_rewritten(files: Mapping[str, str]) -> None:
-    """Import these modules from these files, with pytest's assert; on a rank."""
+    """Make this rank import these modules from these files, with rewritten asserts."""
     _finder.files = files
     if files and _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
@@ -67,11 +67,11 @@ def import_rewritten(files: Mapping[str, str]) -> None:
 
 _rewritten: dict[str, str] = {}
 _seen_modules: tuple[object, ...] = ()
-"""How many modules there were, and the latest one, when they were looked through."""
+"""Number of modules and the latest one, at the last search."""
 
 
 def rewritten_modules() -> dict[str, str]:
-    """Return the modules that pytest has rewritten in this process, name to file."""
+    """Return name -> file of modules that pytest has rewritten in this process."""
     global _seen_modules, _rewritten
     # Asked before each call: looking through some thousand modules takes longer than a
     # call, so they are only when one has been added.
@@ -90,7 +90,7 @@ def rewritten_modules() -> dict[str, str]:
 
 
 def _packages_only_here(name: str) -> Iterator[tuple[str, str]]:
-    """Yield the packages of a module that no import path leads to, and where they are.
+    """Yield name and folder of a module's packages that are not on the import path.
 
     With ``--import-mode=importlib`` the folder above them is not on the path.
     """

@@ -1,7 +1,7 @@
-"""How a test's code ends on a rank: passed, failed, skipped, or never run.
+"""How a test ends on a rank: passed, failed, skipped, or never run.
 
-pytest and unittest read some exceptions as no failure. Such an exception
-must not hide a failure of the same test: of its teardown, or of another rank.
+For pytest and unittest some exceptions are not failures. Such an exception must not
+hide a failure of the same test, in its teardown or on another rank.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ SKIP, XFAIL = "skip", "xfail"
 """Values of ``Left.kind``."""
 
 ALTERNATIVE = "make it a plain function, which may call asyncio.run(...)"
-"""The way out for a test that never runs."""
+"""Advice for a test that never runs."""
 
 
 def early_end(error: BaseException) -> Left | None:
-    """Return how ``error`` ends a test without a failure; None for a failure."""
+    """Return how ``error`` ends a test without a failure; None if it is a failure."""
     kind = next((kind for kind, types in _early() if isinstance(error, types)), None)
     return None if kind is None else Left(kind, name_of(type(error)), str(error))
 
@@ -41,10 +41,10 @@ def conclude(
     raised: Sequence[tuple[str, BaseException]],
     early: Callable[[BaseException], Left | None] = early_end,
 ) -> Left | None:
-    """Combine all exceptions of one test on this rank, its teardown included.
+    """Combine all exceptions of one test on this rank, including its teardown.
 
     Args:
-        raised: Name of the part of the test and its exception, in order.
+        raised: (name of the part of the test, its exception), in order.
         early: Returns how an exception ends the test without a failure.
 
     Returns:
@@ -64,9 +64,10 @@ def conclude(
 
 
 def never_runs(fn: Any) -> str:
-    """Name the object that a call of ``fn`` creates instead of running it, or "".
+    """Return the type of object that calling ``fn`` creates without running it, or "".
 
-    Only the function itself counts: a decorator around a coroutine may run it.
+    For example a coroutine. Only the function itself counts: a decorator around a
+    coroutine may run it.
     """
     while isinstance(fn, functools.partial):
         fn = fn.func
@@ -79,7 +80,7 @@ def never_runs(fn: Any) -> str:
 
 
 def unrunnable(name: str, test: object) -> str:
-    """Return why a call of a marked test would not run it; empty if one would."""
+    """Return why calling a marked test would not run it; empty if it would."""
     what = never_runs(test)
     return what and (
         f"@pytest.mark.world is for plain functions, and {name} is {what}: "
@@ -88,7 +89,7 @@ def unrunnable(name: str, test: object) -> str:
 
 
 def refuse_unrun(name: str, value: object) -> None:
-    """Refuse the result of a test whose code has yet to run.
+    """Raise if a test returned an object whose code has not run.
 
     Raises:
         TypeError: Names the object and the alternative.

@@ -1,9 +1,10 @@
-"""Records each collective that a rank issues, and where a rank waits for others.
+"""Record each collective that a rank issues, and where a rank waits for others.
 
-A record takes 20 microseconds, twice that when cold. Wrapped are the methods of
-``ProcessGroup``, where every function of ``torch.distributed`` ends, the functional
-collectives (DTensor), which never pass there, and what waits: for a collective, for the
-other ranks of a new process group, for a key of a store.
+A record takes 20 microseconds, or twice that when cold. Three kinds of functions are
+wrapped. The methods of ``ProcessGroup`` are called by every function of
+``torch.distributed``. The functional collectives (DTensor) do not use these. The third
+kind waits: for a collective, for the other ranks of a new process group, or for a key
+of a store.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ METHODS = (
     "scatter",
     "send",
 )
-"""Methods of process groups that are recorded; a group need not have all."""
+"""Methods of process groups that are recorded; some groups lack some of them."""
 
 _FUNCTIONS = (
     "all_gather_single",
@@ -75,7 +76,7 @@ _QUIET = (
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
     os.path.dirname(functools.__file__) + os.sep,
 )
-"""Code that calls collectives on behalf of the test."""
+"""Files of code that calls collectives on behalf of the test."""
 
 # A record stays cheap where only torch's frames are on a deep stack.
 _MAX_FRAMES = 80
@@ -111,14 +112,14 @@ def install(writer: RecordWriter) -> None:
 
 
 def uninstall() -> None:
-    """Stop recording: for timed code that otherwise runs without a harness."""
+    """Stop recording, for timed code that must run without overhead."""
     while _wrapped:
         setattr(*_wrapped.pop())
 
 
 @contextmanager
 def placed(place: Place, record: tuple[int, int] | None = None) -> Iterator[None]:
-    """Note the rank's place inside this context; see ``RecordWriter.enter``."""
+    """Note the rank's place during this context; see ``RecordWriter.enter``."""
     writer = _writer
     assert writer is not None
     before = writer.enter(place, record)
@@ -129,9 +130,9 @@ def placed(place: Place, record: tuple[int, int] | None = None) -> Iterator[None
 
 
 def wait_for_devices() -> None:
-    """Wait for the work that this call queued on GPUs, to raise its errors here.
+    """Wait for GPU work that this call queued, so that its errors are raised here.
 
-    Not where the call has left a collective to be waited for later.
+    Does nothing if the call left a collective to be waited for later.
     """
     last = None if _writer is None else _writer.last
     for kind in () if _unwaited else (torch.cuda, torch.xpu):
@@ -141,9 +142,9 @@ def wait_for_devices() -> None:
 
 
 def left_a_wait(error: BaseException | None) -> bool:
-    """True if an error, or its cause, came out of a wait for other ranks.
+    """Return True if an error, or its cause, came out of a wait for other ranks.
 
-    Such an error is about other ranks, not about this rank.
+    Such an error is caused by other ranks.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -160,9 +161,9 @@ def left_a_wait(error: BaseException | None) -> bool:
 
 
 def unwaited() -> list[tuple[str, str]]:
-    """Return operation and caller of collectives of this call that nobody waited for.
+    """Return operation and caller of this call's collectives that were not waited for.
 
-    Forgets them.
+    They are then forgotten.
     """
     unwaited_ops = [(op, caller) for op, caller, _ in _unwaited.values()]
     _unwaited.clear()
@@ -186,9 +187,9 @@ def _storage(pends: Any) -> int:
 
 _writer: RecordWriter | None = None
 _unwaited: dict[tuple[int, int], tuple[str, str, int]] = {}
-"""Record of a collective that pends -> its operation, caller and memory."""
+"""Record of a pending collective -> its operation, caller and memory."""
 _wrapped: list[tuple[Any, str, Any]] = []
-"""Owner, name and what was there before."""
+"""(owner, name, original function) of each wrapped function."""
 
 
 def _wrap(
@@ -321,7 +322,7 @@ def _group_of_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _resolved(group: Any) -> Any:
-    """Return the process group, where there is one."""
+    """Return the process group, given in any form, or None."""
     if isinstance(group, tuple) and len(group) == 2:
         return group[0].get_group(group[1])
     if isinstance(group, DeviceMesh):

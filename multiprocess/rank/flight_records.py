@@ -1,9 +1,9 @@
-"""The last collectives of each rank, in memory that outlives the rank.
+"""Last collectives of each rank, in memory that outlives the rank.
 
 A rank writes, and the parent can read at any time, also from a rank that hangs, was
-killed or stopped. Layout of a rank's region: number of records, the rank's place and
-the record of the collective that it is in, the number of the call that has begun, then
-a ring of records.
+killed or stopped. Layout of a rank's region: number of records; the rank's place, and
+the record of its current collective; number of the last call that has begun; a ring of
+records.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REGION = _HEAD + SLOTS * _SLOT
 
 
 def create(size: int) -> int:
-    """Make the memory for ``size`` ranks; return its descriptor."""
+    """Create the memory for ``size`` ranks; return its descriptor."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     fd = os.memfd_create("gradparity-flight-records", flags)
     os.ftruncate(fd, size * REGION)
@@ -41,7 +41,7 @@ def create(size: int) -> int:
 
 
 class RecordWriter:
-    """A rank's end."""
+    """A rank's side of the memory."""
 
     def __init__(self, fd: int, rank: int, size: int) -> None:
         self._memory = mmap.mmap(fd, size * REGION)
@@ -53,7 +53,7 @@ class RecordWriter:
         self._now = Place.BODY.value, _NO_RECORD
 
     def clear(self) -> None:
-        """Forget the records of earlier calls."""
+        """Remove the records of earlier calls."""
         self._count = 0
         self._calls += 1
         self._numbers.clear()
@@ -66,7 +66,7 @@ class RecordWriter:
 
     @property
     def last(self) -> tuple[int, int] | None:
-        """The latest record of this call, as :meth:`record` returned it."""
+        """Latest record of this call, as :meth:`record` returned it."""
         return (self._calls, self._count - 1) if self._count else None
 
     def enter(
@@ -75,11 +75,12 @@ class RecordWriter:
         """Note where the rank is from now on.
 
         Args:
-            place: Place of the thread that made this writer; other threads note none.
-            record: The collective that it is in, as :meth:`record` returned it.
+            place: Place of the thread that made this writer; calls on other threads
+                have no effect.
+            record: Collective that the rank is in, as :meth:`record` returned it.
 
         Returns:
-            Where it was, for :meth:`leave`.
+            The place before, for :meth:`leave`.
         """
         before = self._now
         is_of_this_call = record is not None and record[0] == self._calls
@@ -89,11 +90,11 @@ class RecordWriter:
 
     @property
     def waits(self) -> bool:
-        """True if the rank is in a wait for others already."""
+        """True if the rank is already in a wait for others."""
         return self._now[0] != Place.BODY.value
 
     def leave(self, before: tuple[int, int]) -> None:
-        """Note that the rank is again where it was."""
+        """Restore the place from before :meth:`enter`."""
         self._put(before)
 
     def _put(self, now: tuple[int, int]) -> None:
@@ -109,7 +110,7 @@ class RecordWriter:
         where: str,
         ranks: Sequence[int] = (),
     ) -> tuple[int, int]:
-        """Add one collective; return its place, for :meth:`enter`."""
+        """Add one collective; return its record, for :meth:`enter`."""
         counted = f"{group}, two ranks" if op in TWO_SIDED else group
         number = self._numbers[counted] = self._numbers.get(counted, 0) + 1
         fields = (group[:48], number, op[:40], tensors[:48], where[-80:])
@@ -140,13 +141,13 @@ def read(fd: int, rank: int) -> tuple[Collective, ...]:
 
 
 def read_place(fd: int, rank: int) -> tuple[Place, int | None]:
-    """Return where a rank is, and the position of the collective that it is in."""
+    """Return where a rank is, and the position of its current collective or None."""
     place, index = _PLACE.unpack(os.pread(fd, _PLACE.size, rank * REGION + _COUNT.size))
     return Place(place), None if index == _NO_RECORD else index
 
 
 def read_begun(fd: int, rank: int) -> int:
-    """Return the number of the call that a rank has begun last."""
+    """Return the number of the call that a rank began last."""
     number: int
     at = rank * REGION + _BEGUN_AT
     (number,) = _BEGUN.unpack(os.pread(fd, _BEGUN.size, at))
@@ -154,7 +155,7 @@ def read_begun(fd: int, rank: int) -> int:
 
 
 def read_current(fd: int, rank: int) -> Collective | None:
-    """Return the collective that a rank is in, if it is in one."""
+    """Return the collective in which a rank is, or None."""
     _, position = read_place(fd, rank)
     collectives = () if position is None else read(fd, rank)
     return next((call for call in collectives if call.position == position), None)
@@ -167,7 +168,7 @@ def _collective(slot: bytes, position: int) -> Collective:
 
 
 def _as_range(ranks: Sequence[int]) -> Sequence[object]:
-    """Return start, stop and step of ranks in a row, or a list of the list of them."""
+    """Return (start, stop, step) of evenly spaced ranks, else [list of ranks]."""
     # Most groups are ranks in a row: three numbers fit the slot where a list of a
     # thousand does not.
     if len(ranks) < 2:

@@ -2,10 +2,10 @@
 
 It runs in a separate process, is connected to its client by one socket, and:
 
-1. takes the client's import path, imports the modules to preload, says "ready";
-2. forks one rank per request; the rank's pipes travel with the request;
+1. receives the client's import path, imports the modules to preload, answers "ready";
+2. forks one rank for each request, which carries the rank's pipes;
 3. writes how each rank ended on that rank's exit pipe;
-4. kills every rank and ends when the client is gone, however it went.
+4. kills every rank and ends when the client is gone, for whatever reason.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .. import linux
 from . import worker
 
 RANK_FDS = 5
-"""Descriptors that come with a fork request, after the exit pipe: messages, output,
-stacks, store, flight records."""
+"""Descriptors that follow the exit pipe in a fork request: messages, output, stacks,
+store, flight records."""
 
 EXIT_STATUS = struct.Struct("!i")
 """Content of an exit pipe: exit code, or minus the signal."""

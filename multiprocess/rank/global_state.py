@@ -1,4 +1,4 @@
-"""Global settings that one call must not leave to the next."""
+"""Global settings that are restored after each call."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ _PRODUCTS: tuple[Any, ...] = (
     *(_CUDNN, _CUDNN.conv, _CUDNN.rnn),
     *(_MKLDNN, _MKLDNN.matmul, _MKLDNN.conv, _MKLDNN.rnn),
 )
-"""The backends that have their own precision for products of fp32 numbers."""
+"""Backends with their own precision for products of fp32 numbers."""
 
 
 def _flushes_denormals() -> bool:
@@ -118,7 +118,7 @@ def _set_folder(folder: str) -> None:
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that programs handle; reading the handlers of all 64 costs 10 us."""
+"""Signals whose handlers are restored; reading the handlers of all 64 costs 10 us."""
 
 # Typed loosely: each setter takes what its getter gave.
 _SETTINGS: tuple[tuple[Callable[[], object], Callable[..., object]], ...] = (
@@ -147,17 +147,18 @@ _SETTINGS: tuple[tuple[Callable[[], object], Callable[..., object]], ...] = (
 
 
 _given_back: list[Any] = []
-"""Values of the settings that the current call gives back when it ends."""
+"""Values of the settings that the current call restores when it ends."""
 
 
 def keep_settings(values: Sequence[object] | None = None) -> list[Any]:
-    """Let the current call restore these values, or the values of now.
+    """Choose the values that the current call restores at its end.
 
     Args:
-        values: Values that an earlier call of this function returned.
+        values: Values that an earlier call of this function returned; by default the
+            current values.
 
     Returns:
-        The values that it would have given back.
+        The values that would have been restored before.
     """
     before = list(_given_back)
     _given_back[:] = [get() for get, _ in _SETTINGS] if values is None else values
@@ -166,7 +167,7 @@ def keep_settings(values: Sequence[object] | None = None) -> list[Any]:
 
 @contextmanager
 def restored_settings() -> Iterator[None]:
-    """Restore the process-wide settings afterwards; see :func:`keep_settings`."""
+    """Restore the process-wide settings at the end; see :func:`keep_settings`."""
     keep_settings()
     with warnings.catch_warnings():
         try:
@@ -181,7 +182,7 @@ def restored_settings() -> Iterator[None]:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators."""
+    """Seed the generators of Python, NumPy and torch."""
     random.seed(seed)
     torch.manual_seed(seed)
     # Not imported for this: a rank that does not use NumPy draws nothing from it.

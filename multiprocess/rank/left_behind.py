@@ -1,6 +1,6 @@
 """Threads and collectives that a call leaves running when it ends.
 
-Either may pair with a collective of the next call on the same ranks, and then an
+Either may interfere with a collective of the next call on the same ranks. Then an
 innocent test fails.
 """
 
@@ -32,14 +32,14 @@ _KEPT = (
 
 
 _allowed: set[int] = set()
-"""Numbers of the threads that may be there when the call ends."""
+"""Ids of the threads that may be running when the call ends."""
 
 
 def allow_present(*, only: bool = False) -> None:
-    """Allow the threads that run Python now, beside those allowed before.
+    """Allow the threads that run Python code now, beside those allowed before.
 
     Args:
-        only: Forget those allowed before: a call begins.
+        only: True at the begin of a call: forget those allowed before.
     """
     if only:
         _allowed.clear()
@@ -47,7 +47,7 @@ def allow_present(*, only: bool = False) -> None:
 
 
 def describe() -> str:
-    """Return the threads and processes that the call left running."""
+    """Describe the threads and processes that the call left running."""
     left = _threads_left()
     for _ in range(_LOOKS):
         if not left:
@@ -80,7 +80,7 @@ def _issues_nothing(frame: FrameType) -> bool:
 
 
 def _place(frame: FrameType) -> str:
-    """Return the innermost place in code of the test, if a frame is in any."""
+    """Return the innermost line of test code in a stack, else the innermost line."""
     between = (threading.__file__, _TORCH, _OURS)
     nearest = next(
         (f for f in _outwards(frame) if not f.f_code.co_filename.startswith(between)),

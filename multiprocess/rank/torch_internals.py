@@ -1,7 +1,7 @@
 """Every private name of torch that the code on the ranks uses.
 
-Those of torch's test classes, which tests of theirs are made of, are in
-:mod:`.unittests` and in the pytest plugin's ``adopt``.
+Those of torch's test classes are in :mod:`.unittests` and in the pytest plugin's
+``adopt``.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ __all__ = [
 ]
 
 BACKWARD: CodeType = _engine_run_backward.__code__
-"""Where a backward pass waits: DDP does so below it, in C++."""
+"""Function in which a backward pass waits; DDP waits below it, in C++."""
 
 NEW_GROUP: tuple[Any, str] = distributed_c10d, "_new_process_group_helper"
-"""The one function that makes each kind of process group."""
+"""Function that creates every kind of process group."""
 
 
 def process_groups() -> int:
-    """Return how many process groups this process has."""
+    """Return the number of process groups of this process."""
     return len(distributed_c10d._world.pg_map)
 
 
 def forget_meshes() -> None:
-    """Empty torch's caches whose entries name meshes, and so groups that are gone.
+    """Empty torch's caches whose keys are meshes.
 
-    A later mesh of the same shape and names is equal to the one that an entry was made
-    for, and would be handed the groups of that one.
+    A later mesh of the same shape and names equals an earlier one, and would get the
+    earlier one's process groups, which are gone.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return

@@ -1,8 +1,7 @@
-"""One unittest test on a rank: of our own ``TestCase``, or of torch's test classes.
+"""Run one unittest test on a rank: of our ``TestCase``, or of torch's test classes.
 
 torch's classes start processes and tell them by private methods what to run. Here the
-ranks are there already, and run just what those processes would: no more, so that a
-test finds what it would find there, and no process that it has to wait for.
+ranks already exist, and run exactly what those processes would.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from .endings import SKIP, XFAIL, conclude, early_end, refuse_unrun
 from .world import current_world
 
 EXIT_0 = Left("exit", "SystemExit", "0")
-"""End of a process of torch's classes by ``sys.exit(0)``, which passes."""
+"""Early end of a process of torch's classes by ``sys.exit(0)``, which passes."""
 
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OF_TORCHRUN = ("MASTER_ADDR", "MASTER_PORT")
-"""Variables that a rank has of its own, or does not have, unlike its parent."""
+"""Variables in which a rank differs from its parent."""
 
 ExcInfo = (
     tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
@@ -41,11 +40,12 @@ ExcInfo = (
 
 @dataclass(frozen=True, kw_only=True)
 class CaseRef:
-    """One test method, as it travels to the ranks."""
+    """Reference to one test method, which can be sent to the ranks."""
 
     module: str
     cls: str | type[Any]
-    """Name of the class in its module, or itself where no module has it."""
+    """Name of the class in its module, or the class itself if the module has no name
+    for it."""
 
     method: str
     env: Mapping[str, str]
@@ -53,7 +53,7 @@ class CaseRef:
 
     @classmethod
     def of(cls, test: unittest.TestCase) -> CaseRef:
-        """Return the name of the test of the instance ``test``."""
+        """Return a reference to the test of a test-case instance."""
         kind = type(test)
         home = vars(sys.modules[kind.__module__])
         # Classes are also made by functions: what counts is where the module has them.
@@ -70,7 +70,7 @@ class CaseRef:
         )
 
     def find(self) -> Any:
-        """Import the class; the limit of the test counts from then on."""
+        """Import and return the class; the time limit of the test starts then."""
         cls = self.cls
         if isinstance(cls, str):
             cls = getattr(importlib.import_module(self.module), cls)
@@ -83,7 +83,7 @@ class CaseResult(Left):
     """Result of a test of our own class; its kind is empty unless it ended early."""
 
     warnings: tuple[tuple[str, type[Warning], str, int], ...] = ()
-    """Text, category, file and line of each: the parent's filters judge them."""
+    """(text, category, file, line) of each warning, for the parent's filters."""
 
 
 def run_case(case: CaseRef) -> CaseResult:
@@ -107,7 +107,7 @@ def run_process_test(
 
     Args:
         case: The test.
-        file_name: A file for the rendezvous.
+        file_name: File for the rendezvous.
         settings: Further arguments of the class's ``_run``.
     """
     cls = case.find()
@@ -125,8 +125,8 @@ def run_process_test(
 
 
 _prepared: tuple[type[Any], dict[str, str]] | None = None
-"""The class of ``MultiProcContinuousTest`` whose process group is there, and what its
-making changed in the environment."""
+"""Class of ``MultiProcContinuousTest`` whose process group exists, and the environment
+changes that its creation made."""
 
 
 def run_continuous_test(case: CaseRef, file_name: str) -> Left | None:
@@ -134,7 +134,7 @@ def run_continuous_test(case: CaseRef, file_name: str) -> Left | None:
 
     Args:
         case: The test.
-        file_name: A file for the rendezvous, where the process group is to be made.
+        file_name: File for the rendezvous, if the process group must be created.
     """
     import torch.distributed as dist
 
@@ -157,7 +157,7 @@ def run_continuous_test(case: CaseRef, file_name: str) -> Left | None:
 
 
 def run_threaded_test(case: CaseRef) -> Left | None:
-    """Run a test of torch's ``MultiThreadedTestCase``: its ranks are threads here."""
+    """Run a test of torch's ``MultiThreadedTestCase``, whose ranks are threads."""
     cls = case.find()
     with _as_child(case.env), _runs(cls, case.method):
         _forget()
@@ -175,7 +175,7 @@ def run_threaded_test(case: CaseRef) -> Left | None:
 
 @contextmanager
 def _threads_agree(cls: Any, size: int) -> Iterator[None]:
-    """Have a test fail that some threads skip and others pass; torch's class skips."""
+    """Fail a test that only some threads skip; torch's class would skip it."""
     own = cls._check_return_codes
 
     def check(failed: list[tuple[int, ExcInfo]], *args: Any) -> None:
@@ -190,9 +190,9 @@ def _threads_agree(cls: Any, size: int) -> Iterator[None]:
 
 @contextmanager
 def _runs(cls: type[Any], name: str) -> Iterator[None]:
-    """Refuse inside of this context what the test method returns in place of running.
+    """Raise in this context if a test method returns code that has not run.
 
-    torch's classes and unittest drop what it returns, so the test would pass.
+    torch's classes and unittest ignore what it returns, so the test would pass.
     """
     own = inspect.getattr_static(cls, name)
 
@@ -227,32 +227,32 @@ class _Result(unittest.TestResult):
         self._expected: BaseException | None = None
 
     def addError(self, test: unittest.TestCase, err: ExcInfo) -> None:
-        """Keep an error."""
+        """Keep the exception of an error."""
         self._keep_failure(test, err)
 
     def addFailure(self, test: unittest.TestCase, err: ExcInfo) -> None:
-        """Keep a failure."""
+        """Keep the exception of a failure."""
         self._keep_failure(test, err)
 
     def addSubTest(
         self, test: unittest.TestCase, subtest: unittest.TestCase, err: ExcInfo | None
     ) -> None:
-        """Keep a failure of a part."""
+        """Keep the exception of a failed subtest."""
         if err is not None:
             self._keep(subtest, err)
 
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:
-        """Keep a skip; one of a part skips that part only."""
+        """Keep a skip of the whole test; a skipped subtest does not count."""
         if not hasattr(test, "test_case"):
             self.raised.append((test.id(), unittest.SkipTest(reason)))
 
     def addExpectedFailure(self, test: unittest.TestCase, err: ExcInfo) -> None:
-        """Keep an expected failure: the parent expects it too."""
+        """Keep an expected failure, which the parent expects as well."""
         self._keep(test, err)
         self._expected = err[1]
 
     def early(self, error: BaseException) -> Left | None:
-        """Return the kind of early end without a failure; None for a failure."""
+        """Return how an exception ends the test without a failure, or None."""
         if error is self._expected:
             return Left(XFAIL, type(error).__name__, str(error))
         return _early_end(error)
@@ -270,7 +270,7 @@ class _Result(unittest.TestResult):
 
 
 def _early_end(error: BaseException) -> Left | None:
-    """Do as ``early_end``, also for the exit codes by which torch's decorators skip."""
+    """Return how an error ends a test early; knows the exit codes of torch's skips."""
     if isinstance(error, SystemExit):
         common = sys.modules.get("torch.testing._internal.common_distributed")
         for skip in common.TEST_SKIPS.values() if common is not None else ():
@@ -280,7 +280,7 @@ def _early_end(error: BaseException) -> Left | None:
 
 
 def _leave_process(run: Callable[[], object]) -> Left | None:
-    """Do the work of a process of torch's classes; return its early end, if any."""
+    """Do the work of a process of torch's classes; return its early end or None."""
     try:
         run()
     except BaseException as error:
@@ -300,7 +300,7 @@ def _leave_process(run: Callable[[], object]) -> Left | None:
 
 @contextmanager
 def _as_child(env: Mapping[str, str]) -> Iterator[None]:
-    """Have the environment that a child of the parent would have."""
+    """Set the environment that a child of the parent would have."""
     for name in (*_OF_RANKS, "PYTEST_CURRENT_TEST"):
         os.environ.pop(name, None)  # put back by the caller
     os.environ.update(env)
@@ -309,7 +309,7 @@ def _as_child(env: Mapping[str, str]) -> Iterator[None]:
 
 
 def _forget() -> None:
-    """Be as a process that has run no test: no groups, and nothing that holds them."""
+    """Reset the state of a process that has run a test: groups, caches and objects."""
     import torch
     import torch.distributed as dist
 

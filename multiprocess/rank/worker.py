@@ -1,7 +1,7 @@
 """Main loop of a rank: join, run, answer, until the parent is gone.
 
-Imports the least: the forkserver loads this module before torch; what needs torch is
-imported when a rank has been forked, from what the forkserver has preloaded.
+The forkserver loads this module before torch, so its imports are few. What needs torch
+is imported after a rank has been forked, from modules that the forkserver preloaded.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PRELOAD = (
     f"{__package__}.left_behind",
     f"{__package__}.world",
 )
-"""Modules that every rank needs: the forkserver imports them once."""
+"""Modules that every rank needs; the forkserver imports them once."""
 
 COSTLY = (
     "_pytest.assertion.rewrite",
@@ -59,23 +59,23 @@ COSTLY = (
     "torch.testing._internal.common_fsdp",
     "torch.testing._internal.distributed._tensor.common_dtensor",
 )
-"""Modules that some ranks need and that take long to import: preloaded when the
-parent has them."""
+"""Modules that some ranks need and that are slow to import; preloaded if the parent has
+them."""
 
 ACKNOWLEDGED_S = 15.0
-"""So long the host of the store may acknowledge nothing before it counts as cut off."""
+"""Seconds without an acknowledgement after which the store's host counts as cut off."""
 
 _CONNECT_S = 60.0
 
 _GROUP_TIMEOUT = datetime.timedelta(hours=2)
-"""Longer than any deadline of the parent: only the parent can tell the rank that hangs
-from those that wait for it."""
+"""Longer than any deadline of the parent: only the parent can distinguish the rank that
+hangs from those that wait for it."""
 
 # A gloo group keeps 3 threads and 5 descriptors in a world of 2, and more in larger
 # ones, until it is destroyed.
 _MAX_GROUPS = 48
-"""With so many process groups, left behind by calls, a rank is not used again. Groups
-are not made anew in it: packages keep them in modules, and would use the old ones."""
+"""A rank with this many leftover process groups is not used again. The groups are not
+recreated in it either: packages keep them in modules, and would use the old ones."""
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _OUR_FILES = (
@@ -84,7 +84,7 @@ _OUR_FILES = (
     os.path.join(_PACKAGE, "rank", "unittests.py"),
     os.path.join(_PACKAGE, "testcase.py"),
 )
-"""Their frames say nothing about what the function did."""
+"""Files of the harness, whose frames are not shown."""
 
 _OF_PYTEST = re.compile(r"/(_pytest|pluggy|multiprocess/pytest_plugin)/[\w/]+\.py$")
 """Files whose code calls the tests on a rank."""
@@ -104,7 +104,7 @@ _FOREIGN_ENVIRONMENT = (
 def main(
     sock_fd: int, output_fd: int, stacks_fd: int, store_fd: int, records_fd: int
 ) -> int:
-    """Live as a rank; return the exit code."""
+    """Run the main loop of a rank; return the exit code."""
     # The numbers themselves, and not sys.stdout alone: gloo and torch's C++ write their
     # warnings straight to descriptor 2.
     os.dup2(output_fd, 1)
@@ -130,8 +130,8 @@ def main(
 def _give_memory_back() -> None:
     """Free GPU memory that the call left, for other worlds and processes.
 
-    Done when the reply has gone: freeing waits for the device, where a collective that
-    a failed call has begun may wait for ever.
+    Called after the reply is sent: freeing waits for the device, and a collective that
+    a failed call started may block it for ever.
     """
     import torch
 
@@ -142,7 +142,7 @@ def _give_memory_back() -> None:
 
 
 def connect(host: str, port: int, prefix: str, *, serves: bool = False) -> Store:
-    """Connect to torchrun's store at ``host``, or be it."""
+    """Connect to torchrun's store at ``host``, or with ``serves`` be the server."""
     from torch.distributed import PrefixStore, TCPStore
 
     limit = datetime.timedelta(seconds=_CONNECT_S)
@@ -161,7 +161,7 @@ def _text_stream(fd: int) -> Any:
 
 
 class _Rank:
-    """One rank's state between messages."""
+    """State of one rank between messages."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class _Rank:
         signal.signal(linux.END_SIGNAL, self._end_call)
 
     def answer(self, message: Start | Run) -> Reply:
-        """Follow the message; any error becomes the reply."""
+        """Carry out a message; an error becomes the reply."""
         try:
             if isinstance(message, Start):
                 self._join(message)
@@ -226,7 +226,7 @@ class _Rank:
         self._make_group()
 
     def _take(self, context: Context) -> None:
-        """Be, from now on, where the parent is: folder, paths, environment."""
+        """Take over the parent's folder, import path and environment."""
         env = {
             name: value
             for name, value in context.env.items()
@@ -360,7 +360,7 @@ class _Rank:
             messages.send(self._sock, reply)
 
     def _end_call(self, number: int, frame: FrameType | None) -> None:
-        """Leave the function; once, since teardown is to run undisturbed."""
+        """Raise ``CallEnded`` in the function, once: teardown is not disturbed."""
         if self._in_call:
             from ..errors import CallEnded
 
@@ -379,7 +379,7 @@ def _breakpoint(*args: Any, **kwargs: Any) -> Any:
 
 
 def _end_child() -> NoReturn:
-    """End a child that came back from the function: only the rank itself may answer."""
+    """End a forked child that returned from the function: only the rank may answer."""
     text = (
         "gradparity: a child of this rank, made by os.fork(), came back from the "
         "function and was ended: end it there, by os._exit()\n"
@@ -389,10 +389,10 @@ def _end_child() -> NoReturn:
 
 
 def pickled_result(value: object) -> bytes:
-    """Return the result of a function as it travels.
+    """Return the pickled result of a function.
 
     Raises:
-        NotPicklableError: It cannot.
+        NotPicklableError: It cannot be pickled.
     """
     from ..errors import NotPicklableError
 
@@ -407,7 +407,7 @@ def pickled_result(value: object) -> bytes:
 
 
 def _returned(value: object) -> Reply:
-    """Return the answer of a rank whose function has returned."""
+    """Return the reply of a rank whose function has returned."""
     if not isinstance(value, Failed):
         return made_reply(Kind.OK, value=pickled_result(value))
     reply = raised(value.error, reusable=True)
@@ -420,12 +420,12 @@ def _returned(value: object) -> Reply:
 
 
 def made_reply(kind: Kind, **fields: Any) -> Reply:
-    """Return an answer of now."""
+    """Return a reply with the current time."""
     return Reply(kind=kind, ended_at_s=linux.now_s(), **fields)
 
 
 def raised(error: BaseException, reusable: bool) -> Reply:
-    """Return the answer of a rank that raised."""
+    """Return the reply of a rank whose function raised."""
     exception: bytes | None
     try:
         exception = messages.pickled(error)
@@ -450,13 +450,13 @@ def raised(error: BaseException, reusable: bool) -> Reply:
 
 
 def name_of(kind: type[BaseException]) -> str:
-    """Return an exception's type as the reports name it."""
+    """Return the name of an exception's type for reports."""
     plain = kind.__module__ in ("builtins", "__main__")
     return kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _encodable(text: str) -> str:
-    """Without lone surrogates, as in names of files that are no UTF-8."""
+    """Replace lone surrogates, as in file names that are not UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -530,7 +530,7 @@ def _device(spec: WorldSpec, local_rank: int) -> Any:
 
 
 def _called(name: str) -> Any:
-    """Return the result of a function of this name; None without a name."""
+    """Call the function named ``module:function``; return None without a name."""
     if not name:
         return None
     module, _, function = name.partition(":")

@@ -1,4 +1,4 @@
-"""World of a rank, as the function on it sees it."""
+"""World of a rank, for the function that runs on it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class World:
     """One rank's view of its world."""
 
     rank: int
-    """This rank, from 0."""
+    """Number of this rank, from 0."""
 
     world_size: int
     """Number of ranks."""
@@ -34,20 +34,20 @@ class World:
     """Backend of the default process group."""
 
     device: torch.device
-    """Where this rank keeps its tensors."""
+    """Device of this rank's tensors."""
 
     _make_store: Callable[[], Store]
     """Opens the store of the current call."""
 
     _begin: Callable[[], None]
-    """Called once the current call is prepared: its clock starts, and what imports have
-    changed since its start counts as there before."""
+    """Called once the call is prepared: its clock starts. Threads and settings from
+    imports then count as present before."""
 
     _fail: Callable[[Failed], None]
-    """Tells the parent of a failure before the teardown."""
+    """Reports a failure to the parent before the teardown."""
 
     _trace_crashes: Callable[[], None]
-    """Has faulthandler write the stacks of a crash where the parent reads them."""
+    """Makes faulthandler write the stacks of a crash where the parent reads them."""
 
     _meshes: dict[object, DeviceMesh] = field(default_factory=dict)
     _store: Store | None = None
@@ -61,16 +61,16 @@ class World:
 
     @property
     def store(self) -> Store:
-        """A key-value store shared by the ranks, empty at the start of each call."""
+        """Key-value store shared by the ranks; empty at the start of each call."""
         if self._store is None:
             self._store = self._make_store()
         return self._store
 
     def once(self, make: Callable[[], T]) -> T:
-        """Return the result of ``make`` on rank 0; no other rank calls it.
+        """Return the result of ``make`` on rank 0; the other ranks do not call it.
 
-        A collective call: every rank must ask for the same things in the same order.
-        The value travels by pickle. If ``make`` raises, all ranks raise.
+        This is a collective call: every rank must make the same calls in the same
+        order. The value is pickled. If ``make`` raises, all ranks raise.
 
         Args:
             make: Called on rank 0, with no arguments.
@@ -100,9 +100,9 @@ class World:
     def mesh(
         self, shape: tuple[int, ...], names: tuple[str, ...] | None = None
     ) -> DeviceMesh:
-        """Return the mesh of this shape; made once per process group, then reused.
+        """Return the mesh of this shape; created once in a process group, then reused.
 
-        A collective call the first time: every rank must ask for the same meshes in the
+        The first call is collective: every rank must ask for the same meshes in the
         same order.
 
         Args:
@@ -144,7 +144,7 @@ def current_world() -> World:
     """Return the world of the calling rank.
 
     Raises:
-        RuntimeError: Outside a rank.
+        RuntimeError: The caller is not on a rank.
     """
     if _current is None:
         raise RuntimeError(
