@@ -376,8 +376,8 @@ class Data:
         if not torch.is_grad_enabled():
             return
         # a DTensor may be sharded: its rows are no rows of one rank
-        given = tensors_in([*args, *kwargs.values()])
-        inputs = [tensor for tensor in given if not hasattr(tensor, "device_mesh")]
+        tensors = tensors_in([*args, *kwargs.values()])
+        inputs = [tensor for tensor in tensors if not hasattr(tensor, "device_mesh")]
         # in a pipeline later stages are given numbers
         for digests in rows_of(inputs):
             self._rows = _plus(self._rows, digests.sum())
