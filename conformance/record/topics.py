@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .kept import BITS, Box
 from .landing import Landing
 from .parts import place
-from .rows import rows_of
+from .rows import digests_of_floats, rows_of, tensors_in
 
 __all__ = [
     "Answer",
@@ -35,7 +35,9 @@ __all__ = [
 ]
 
 SLACK = 0.02
-"""Relative tolerance of a norm: clipping rounds gradients, in bf16 by 0.2 %."""
+"""Share by which a norm may be off: clipping rounds gradients, in bf16 by 0.2 %."""
+UNSEEN = 4
+"""Steps without a row after which it is logged; as many as there are sets, if more."""
 _LOG = logging.getLogger("gradparity.watch")
 
 
@@ -66,6 +68,11 @@ class Answer:
     def number(self) -> int | None:
         """Largest number; None if no rank sent one."""
         return None if self.most is None else self.most >> 16
+
+    @property
+    def least_number(self) -> int | None:
+        """The least; None if no rank gave one."""
+        return None if self.least is None else self.least >> 16
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -172,12 +179,9 @@ class Weights:
         self.size = 2 * turn
         self.turns = [weights[n : n + turn] for n in range(0, len(weights), turn)]
         self._named, self._optimizers = named, optimizers
-        self._groups = {
-            id(parameter): (number, at)
-            for number, optimizer in enumerate(optimizers)
-            for at, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-        }
+        self._groups: dict[int, tuple[int, int]] = {}
+        self._known = set[int]()
+        """Parameters of the optimizers when the watch began, and those logged since."""
         self._last: dict[str, int] = {}
         """Parameter -> its digest when it was checked last."""
 
@@ -185,7 +189,9 @@ class Weights:
         """Return two numbers for each weight in turn: its bits, and its settings."""
         rank = rank_here()
         turn = self.turns[step % len(self.turns)] if self.turns else []
-        numbers = list[Number]()
+        if not self.turns or step % len(self.turns) == 0:
+            self._learn(step)
+        numbers, trained = list[Number](), set[str]()
         for each in turn:
             if rank not in each.ranks:
                 numbers += [Number(is_given=False)] * 2
@@ -194,13 +200,15 @@ class Weights:
             digest = digest_of(place(parameter)[0])
             numbers.append(Number(digest, is_given=each.same))
             numbers.append(Number(self._settings(parameter)))
+            if parameter.requires_grad and not self._is_paused(parameter):
+                trained.add(each.name)
 
         def read(answers: Sequence[Answer]) -> Iterator[str]:
             for each, bits, settings in zip(
                 turn, answers[::2], answers[1::2], strict=True
             ):
                 if rank in each.ranks:
-                    self._moves(step, each, bits.own)
+                    self._moves(step, each, bits.own, each.name in trained)
                 if bits.ranks:
                     yield f"{each.name} has other bits {bits.where}"
                 if settings.ranks:
@@ -209,21 +217,48 @@ class Weights:
 
         return numbers, read
 
-    def _moves(self, step: int, weight: _Weight, digest: int) -> None:
-        """Log a weight that has not changed since it was checked before."""
+    def _moves(self, step: int, weight: _Weight, digest: int, trains: bool) -> None:
+        """Log a weight that has not changed since its last turn, if it trains."""
         speaks = not weight.same or rank_here() == weight.ranks[0]
-        if self._last.get(weight.name) == digest and speaks:
+        if trains and speaks and self._last.get(weight.name) == digest:
             turns = len(self.turns)
             here = "" if weight.same else f", what rank {rank_here()} holds of it,"
             text = "step %d: %s%s did not move in %d steps"
             _LOG.warning(text, step, weight.name, here, turns)
         self._last[weight.name] = digest
 
-    def _settings(self, parameter: nn.Parameter) -> int | Tensor:
-        """Return one number for the settings of a parameter's param group."""
+    def _learn(self, step: int) -> None:
+        """Find the param group of each parameter; log one that joined later."""
+        self._groups = {
+            id(parameter): (number, at)
+            for number, optimizer in enumerate(self._optimizers)
+            for at, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        watched = {id(parameter) for parameter in self._named.values()}
+        later = self._groups.keys() - self._known - watched
+        self._known |= later
+        if later and step:
+            text = (
+                "step %d: %d parameters joined an optimizer after watch was called, "
+                "and are not watched: close the watch and call watch again"
+            )
+            _LOG.warning(text, step, len(later))
+
+    def _group(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        """The param group of a parameter; empty if it has none."""
         optimizer, at = self._groups.get(id(parameter), (0, -1))
         groups = self._optimizers[optimizer].param_groups
-        return _number(groups[at]) if 0 <= at < len(groups) else 0
+        return groups[at] if 0 <= at < len(groups) else {}
+
+    def _settings(self, parameter: nn.Parameter) -> int | Tensor:
+        """A number for the settings of the param group of a parameter."""
+        return _number(self._group(parameter))
+
+    def _is_paused(self, parameter: nn.Parameter) -> bool:
+        """True if the learning rate is 0, as at the start of a warm-up."""
+        rate = self._group(parameter).get("lr")
+        return not isinstance(rate, Tensor) and rate == 0
 
 
 class Numbers:
@@ -242,7 +277,7 @@ class Numbers:
                 if answer.ranks:
                     yield f"{name} differs {answer.where}"
 
-        return [Number(_bits(number())) for number in self._equal.values()], read
+        return [Number(_given(*each)) for each in self._equal.items()], read
 
 
 class Clipped:
@@ -322,7 +357,7 @@ def _square_of(parameter: nn.Parameter) -> Tensor:
 class Data:
     """Topic for rows of the model's inputs, and for random numbers of its forward."""
 
-    size = 4
+    size = 6
 
     def __init__(self, sets: Sequence[tuple[int, ...]], device: torch.device) -> None:
         """Take the sets of ranks that train on the same rows, and the device."""
@@ -330,48 +365,63 @@ class Data:
         cpu = device.type == "cpu"
         self._generator: Any = torch if cpu else torch.get_device_module(device)
         self._rows: Tensor | None = None
+        """Digest of all inputs of integers in this step."""
+        self._inputs: Tensor | None = None
+        """Digest of all inputs in this step."""
         self._state: Tensor | None = None
         """State of the generator at the first call of the model in this step."""
         self._logged = False
         """True if it was logged that two sets of ranks draw the same numbers."""
+        self._unseen = 0
+        """Steps so far in which no rank has shown a row; -1 after the first row."""
 
     def enters(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Read the rows of the model's inputs, as a forward pre-hook."""
         if not torch.is_grad_enabled():
             return
+        # a DTensor may be sharded: its rows are no rows of one rank
+        tensors = tensors_in([*args, *kwargs.values()])
+        inputs = [tensor for tensor in tensors if not hasattr(tensor, "device_mesh")]
         # in a pipeline later stages are given numbers
-        for digests in rows_of([*args, *kwargs.values()]):
-            total = digests.sum()
-            self._rows = total if self._rows is None else self._rows + total
+        for digests in rows_of(inputs):
+            self._rows = _plus(self._rows, digests.sum())
+            self._inputs = _plus(self._inputs, digests.sum())
+        for digest in digests_of_floats(inputs):
+            self._inputs = _plus(self._inputs, digest)
         if self._state is None:
             self._state = self._generator.get_rng_state()
 
+    def _pair(self, step: int) -> list[tuple[int, ...]]:
+        """Two sets of ranks: neighbours first, later those that are further apart."""
+        count = len(self._sets)
+        distance = 1 + step // count % max(1, count - 1)
+        pair = dict.fromkeys((step % count, (step + distance) % count))
+        return [self._sets[n] for n in pair]
+
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
-        """Return rows and random state of two neighbouring sets of ranks, in turn."""
-        rank, count = rank_here(), len(self._sets)
-        sets = [
-            self._sets[n] for n in dict.fromkeys((step % count, (step + 1) % count))
-        ]
-        rows, state = self._rows, self._state
-        self._rows = self._state = None
+        """Return rows and draws of two sets; each pair has its turn."""
+        rank, sets = rank_here(), self._pair(step)
+        rows, inputs, state = self._rows, self._inputs, self._state
+        self._rows = self._inputs = self._state = None
         draws = state is not None and not state.equal(self._generator.get_rng_state())
         drawn = digest_of(state) if state is not None and draws else 0
         numbers = list[Number]()
         for ranks in sets:
             here = rank in ranks
-            numbers.append(
-                Number(0 if rows is None else rows, here and rows is not None)
-            )
+            for digest in (rows, inputs):
+                is_given = here and digest is not None
+                numbers.append(Number(0 if digest is None else digest, is_given))
             numbers.append(Number(drawn, here and draws))
 
         def read(answers: Sequence[Answer]) -> Iterator[str]:
-            rows, draws = answers[::2], answers[1::2]
+            rows, inputs, draws = answers[::3], answers[1::3], answers[2::3]
             for answer in rows:
                 if answer.ranks:
                     one, other = answer.ranks
                     yield f"rank {one} and rank {other} train on different rows"
-            if _are_equal(rows) and not any(answer.ranks for answer in rows):
+            if _are_equal(inputs) and not any(answer.ranks for answer in rows):
                 yield f"ranks {sets[0]} train on the same rows as ranks {sets[1]}"
+            self._sees(step, any(answer.number is not None for answer in inputs))
             if _are_equal(draws) and not self._logged:
                 # many trainers seed all ranks alike: dropout is weaker then, not wrong
                 self._logged = True
@@ -380,11 +430,32 @@ class Data:
 
         return numbers, read
 
+    def _sees(self, step: int, has_rows: bool) -> None:
+        """Log once that no rank has shown a row since the watch began."""
+        if has_rows:
+            self._unseen = -1
+        if self._unseen < 0:
+            return
+        self._unseen += 1
+        if self._unseen == max(UNSEEN, len(self._sets)):
+            self._unseen = -1
+            if rank_here() == 0:
+                text = (
+                    "step %d: rows are not compared, because no rank called the "
+                    "watched model with rows. Give watch the module that the training "
+                    "loop calls: the one that torch.compile returned, or DDP's"
+                )
+                _LOG.warning(text, step)
+
+
+def _plus(total: Tensor | None, digest: Tensor) -> Tensor:
+    return digest if total is None else total + digest
+
 
 def _are_equal(answers: Sequence[Answer]) -> bool:
-    """Return True if two sets of ranks sent the same number."""
-    numbers = {answer.number for answer in answers}
-    return len(answers) == 2 and len(numbers) == 1 and None not in numbers
+    """True for two sets of ranks that gave the same numbers."""
+    numbers = {(answer.number, answer.least_number) for answer in answers}
+    return len(answers) == 2 and len(numbers) == 1 and answers[0].number is not None
 
 
 def _number(group: Mapping[str, Any]) -> int | Tensor:
@@ -396,21 +467,46 @@ def _number(group: Mapping[str, Any]) -> int | Tensor:
             if isinstance(each, Tensor) and each.numel() != 1:
                 continue
             if isinstance(each, bool | int | float | Tensor):
-                total = total * 31 + _bits(each) * (2 * at + 1)
-                total = total if isinstance(total, Tensor) else _wrapped(total)
-    return total
+                total = _wrapped(total * 31) + _wrapped(_bits(each) * (2 * at + 1))
+    return _wrapped(total)
+
+
+def _given(name: str, number: Callable[[], float | Tensor]) -> int | Tensor:
+    """The bits of a number of ``equal=``.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    value = number()
+    if isinstance(value, Tensor) and value.numel() != 1:
+        got = f"a tensor of {value.numel()} elements"
+    elif isinstance(value, Tensor) or hasattr(value, "__float__"):
+        return _bits(value)
+    else:
+        got = repr(value)
+    raise TypeError(
+        f"equal= has {name}, whose function returned {got} on rank {rank_here()}: "
+        "return a number, or a tensor of one element"
+    )
 
 
 def _bits(number: float | Tensor) -> int | Tensor:
-    """Return the bits of a number in fp64, without waiting for a tensor."""
+    """The bits of a number in fp64; a tensor is not read."""
+    # -0 and 0 are one number, and so are all that are nan
     if isinstance(number, Tensor):
-        return number.detach().reshape(1).double().view(torch.int64)[0]
-    (bits,) = struct.unpack("q", struct.pack("d", float(number)))
+        doubles = number.detach().reshape(1).double() + 0.0
+        doubles = doubles.masked_fill(doubles.isnan(), math.nan)
+        return doubles.view(torch.int64)[0]
+    double = float(number) + 0.0
+    double = math.nan if math.isnan(double) else double
+    (bits,) = struct.unpack("q", struct.pack("d", double))
     return int(bits)
 
 
-def _wrapped(number: int) -> int:
-    """Return the number modulo 2^64, as a signed 64-bit integer."""
+def _wrapped(number: int | Tensor) -> int | Tensor:
+    """The number modulo 2^64, as int64 has it."""
+    if isinstance(number, Tensor):
+        return number
     return (number + 2**63) % 2**64 - 2**63
 
 

@@ -14,6 +14,7 @@ message and disturbs no other rank. Its weights then differ, which is reported.
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -60,7 +62,9 @@ KB."""
 LAST_S = 5.0
 """Seconds to wait for the last messages."""
 UNREAD = 16
-"""Number of unread messages; a rank waits before it sends more."""
+"""Messages on their way; at one more a rank waits."""
+_JOINS = attrgetter("_join_config.enable")
+_LOG = logging.getLogger("gradparity.watch")
 
 
 @dataclass
@@ -94,6 +98,10 @@ class Watch:
     act: Callable[[str], None]
     device: torch.device
     group: Any
+    joinable: Sequence[Any] = ()
+    """Models and optimizers that torch's join() may let take other numbers of steps."""
+    patience: float = 60.0
+    """Seconds that a step waits, at most: other ranks may step no more."""
     step: int = 0
     handles: list[Any] = field(default_factory=list)
     """Handles of the hooks of models and optimizers."""
@@ -102,36 +110,70 @@ class Watch:
     def __enter__(self) -> Watch:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # the job's own error goes on, and nothing hides it
+            self._stop()
+            self.act = _LOG.error
+            self._read(len(self._sent), 0.0)
 
     def close(self) -> None:
-        """Read the last messages and stop watching; all ranks must call it."""
+        """Read the last messages, and watch no more; all ranks call it."""
+        self._stop()
+        self._read(0, LAST_S)
+
+    def stepped(self, *_: Any) -> None:
+        """Send the numbers of this step, and read arrived messages; a hook."""
+        if any(map(_JOINS, self.joinable)):
+            self._stop()
+            text = "within join() ranks take other numbers of steps"
+            _LOG.warning(f"step %d: the watch ends: {text}", self.step)
+            return
+        # first, as reading may raise: no rank falls behind if the job goes on
+        self._send()
+        self.step += 1
+        self._read(UNREAD, self.patience)
+
+    def _stop(self) -> None:
         while self.handles:
             self.handles.pop().remove()
-        ends = time.monotonic() + LAST_S
+
+    def _read(self, most: int, seconds: float) -> None:
+        """Read messages that have arrived.
+
+        Args:
+            most: messages that may stay on their way; with more the rank waits.
+            seconds: longest time to wait. Then the watch ends.
+        """
+        ends = time.monotonic() + seconds
         while self._sent:
             if self._sent[0].landing.is_there:
-                self._read()
+                message = self._sent.popleft()
+                try:
+                    texts = [*message.read()]
+                except RuntimeError as error:  # of a process that has gone
+                    self._end(message.step, str(error))
+                    return
+                for text in texts:
+                    self.act(f"gradparity.watch: step {message.step}: {text}")
+            elif len(self._sent) <= most:
+                return
             elif time.monotonic() > ends:
-                self.act("gradparity.watch: ranks have taken other numbers of steps")
+                self._end(self._sent[0].step, f"none within {seconds:g} s")
                 return
             else:
                 time.sleep(0.001)
 
-    def stepped(self, *_: Any) -> None:
-        """Read messages that arrived, and send this step's numbers; a step hook."""
-        while self._sent and (
-            len(self._sent) > UNREAD or self._sent[0].landing.is_there
-        ):
-            self._read()
-        self._send()
-        self.step += 1
-
-    def _read(self) -> None:
-        message = self._sent.popleft()
-        for text in message.read():
-            self.act(f"gradparity.watch: step {message.step}: {text}")
+    def _end(self, step: int, why: str) -> None:
+        """Watch no more: the message of another rank does not come."""
+        self._sent.clear()
+        self._stop()
+        self.act(
+            "gradparity.watch: ranks have taken other numbers of steps: rank "
+            f"{rank_here()} lacks a message of another rank for step {step} ({why}). "
+            "The watch ends"
+        )
 
     def _send(self) -> None:
         """Send this step's numbers to the other ranks without waiting."""
@@ -210,22 +252,19 @@ def watch(
 
     Raises:
         RanksDifferError: if ranks begin with other weights under one name.
+        TypeError: if an argument is of another kind.
         ValueError: if a layout hides which elements a rank holds, no parameter is
             trained, ``equal`` has more than 16 names, or ``clipped`` is given with
             ``apart`` or several optimizers, which hide the gradients that it is of.
     """
-    if not optimizers:
-        raise ValueError("give the optimizers that train the model")
-    if data and mesh is None:
-        raise ValueError("give mesh=, whose axes data= names")
-    if equal and len(equal) > 16:
-        raise ValueError(f"equal= has {len(equal)} names: at most 16 fit a message")
+    apart, data = ((each,) if isinstance(each, str) else each for each in (apart, data))
+    _check(model, optimizers, mesh, data, period, equal or {}, clipped)
     if clipped is not None and (apart or len(optimizers) > 1):
         raise ValueError(
             "clipped= needs one optimizer of all parameters, and no apart="
         )
     named, boxes = _named(model, apart)
-    device = next(iter(named.values())).device
+    device = next(p.device for p in named.values() if p.requires_grad)
     own = {
         name: (boxes[name], int(digest_of(place(parameter)[0])))
         for name, parameter in named.items()
@@ -254,11 +293,55 @@ def watch(
     room = (MOST - sum(topic.size for topic in topics)) // 2
     turn = max(1, min(-(-len(weights) // period), room))
     watching = Watch(
-        [Weights(named, optimizers, weights, turn), *topics], act, device, group
+        [Weights(named, optimizers, weights, turn), *topics],
+        act,
+        device,
+        group,
+        [m for m in (*model.modules(), *optimizers) if hasattr(m, "_join_config")],
     )
     handles.append(optimizers[-1].register_step_post_hook(watching.stepped))
     watching.handles = handles
     return watching
+
+
+def _check(
+    model: Any,
+    optimizers: Sequence[Any],
+    mesh: Any,
+    data: Sequence[str],
+    period: int,
+    equal: Mapping[str, Any],
+    clipped: Any,
+) -> None:
+    """Refuse arguments of another kind; see `watch`."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"watch needs a torch.nn.Module, and got {_kind(model)}")
+    if not optimizers:
+        raise ValueError("give the optimizers that train the model")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"watch needs optimizers of torch, and got {_kind(optimizer)}: give "
+                "each as an argument, and of a wrapper the optimizer inside of it"
+            )
+    if data and mesh is None:
+        raise ValueError("give mesh=, whose axes data= names")
+    axes = () if mesh is None else mesh.mesh_dim_names or ()
+    if unknown := [axis for axis in data if isinstance(axis, str) and axis not in axes]:
+        raise ValueError(f"data= has {unknown[0]!r}, and the axes of mesh= are {axes}")
+    if period < 1:
+        raise ValueError(f"period= is a number of steps, and got {period}")
+    if len(equal) > 16:
+        raise ValueError(f"equal= has {len(equal)} names: at most 16 fit a message")
+    for name, function in {**equal, "clipped=": clipped or dict}.items():
+        if not callable(function):
+            raise TypeError(
+                f"{name} needs a function, and got {function!r}: write lambda: ..."
+            )
+
+
+def _kind(value: object) -> str:
+    return f"a {type(value).__name__}"
 
 
 class _Enters:
@@ -291,12 +374,19 @@ def _named(
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_tensor") or hasattr(parameter, "_hp_mapping"):
             raise ValueError("DeepSpeed's parameters hide the shard of a rank")
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on the meta device: fill it before watch")
         name = bare(name)
-        if parameter.requires_grad and not name.startswith(tuple(apart)):
-            piece = roots.pieces(name, parameter, place(parameter)[1])[0]
+        local, box = place(parameter)
+        # a frozen weight may be of a class that has no bits, such as a quantized one
+        if (parameter.requires_grad or type(local) is Tensor) and not name.startswith(
+            tuple(apart)
+        ):
+            piece = roots.pieces(name, parameter, box)[0]
             named[piece.name], boxes[piece.name] = parameter, piece.box
-    if any(hasattr(module, "_handle") for module in model.modules()):
+    handles = (getattr(module, "_handle", None) for module in model.modules())
+    if any(hasattr(handle, "flat_param") for handle in handles):
         raise ValueError("FSDP1's parameters hide the shard of a rank: use FSDP2")
-    if not named:
+    if not any(parameter.requires_grad for parameter in named.values()):
         raise ValueError("the model has no trained parameter outside of apart=")
     return named, boxes

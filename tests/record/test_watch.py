@@ -3,9 +3,11 @@
 import copy
 import logging
 import pickle
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, cast
 
 import pytest
 import torch
@@ -330,6 +332,169 @@ def stands_still() -> list[str]:
     return sorted({text.split(": ")[1].split()[0] for text in texts})
 
 
+class Masked(nn.Linear):
+    """A block of speech: frames, and a mask that is the same for all batches."""
+
+    def forward(self, frames: Tensor, mask: Tensor | None = None) -> Tensor:
+        scores = super().forward(frames)
+        return scores if mask is None else scores * mask[..., None]
+
+
+def trains(name: str) -> tuple[list[str], list[str]]:
+    """Four ranks with other rows; what is said and what is logged."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    rank = current_world().rank
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(OrderedDict(base=nn.Linear(4, 4), head=Masked(4, 4)))
+    model.base.requires_grad_(name == "thaws")
+    own = model if name.startswith("frozen") else model.head
+    lr = torch.tensor(1e-2) if name == "tensor" else 1e-2 * (name != "paused")
+    optimizer = torch.optim.AdamW(own.parameters(), lr=lr, betas=(0.9, 0.99))
+    whole = model if name.startswith("frozen") else own
+    if name == "handle":
+        whole._handle = whole.register_forward_hook(lambda *_: None)
+    said: list[str] = []
+    equal: dict[str, Any] = {
+        "zero": lambda: -0.0 if rank else 0.0,
+        "nan": lambda: torch.tensor(-torch.nan if rank else torch.nan),
+    }
+    watching = gradparity.watch(
+        whole,
+        optimizer,
+        mesh=mesh,
+        data="dp",
+        period=1,
+        act=said.append,
+        equal=equal if name == "numbers" else {},
+    )
+    compiled = torch.compile(whole, backend="eager") if name == "compiled" else whole
+    with logged() as texts, watching:
+        for step in range(9):
+            rows = {"rows": 0, "apart": rank % 2}.get(name, rank)
+            torch.manual_seed(100 * step + rows)
+            mask = torch.ones(2, 3, dtype=torch.int64)
+            frames, masks = torch.randn(2, 3, 4), (mask,) if name == "mask" else ()
+            optimizer.zero_grad()
+            compiled(frames, *masks).square().mean().backward()
+            for parameter in own.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+            if name == "frozen drifts" and rank == 2 and step == 3:
+                model.base.weight.view(torch.int32)[0] += 1
+            if name == "joins" and step == 2:
+                optimizer.add_param_group({"params": model.base.parameters()})
+            optimizer.step()
+    return said, texts
+
+
+JOBS = {
+    "mask": ("", ""),
+    "numbers": ("", ""),
+    "tensor": ("", ""),
+    "handle": ("", ""),
+    "paused": ("", ""),
+    "frozen": ("", ""),
+    "rows": ("ranks (0,) train on the same rows as ranks (1,)", ""),
+    "apart": ("ranks (0,) train on the same rows as ranks (2,)", ""),
+    "frozen drifts": ("base.weight has other bits on rank ", ""),
+    "joins": ("", "2 parameters joined an optimizer after watch was called"),
+    "compiled": ("", "step 3: rows are not compared"),
+}
+"""Job -> what is said, and what is logged."""
+
+
+def train_all() -> list[tuple[list[str], list[str]]]:
+    return [trains(name) for name in JOBS]
+
+
+def test_right_jobs_are_silent_and_faults_have_their_names(four: Cluster) -> None:
+    for rank, told in enumerate(four.run(train_all)):
+        for (name, (said, log)), (texts, logs) in zip(JOBS.items(), told, strict=True):
+            got = name, rank, texts, logs
+            assert any(said in text for text in texts) if said else not texts, got
+            if log and (rank == 0 or name == "joins"):
+                assert len(logs) == 1 and log in logs[0], got
+            else:
+                draws = "draw the same numbers" if name in ("rows", "apart") else None
+                assert not logs or (draws and draws in logs[0]), got
+
+
+def goes_on() -> list[str]:
+    """One number differs in one step; the job catches what is raised."""
+    model, rank = nn.Linear(2, 2), current_world().rank
+    with torch.no_grad():
+        model.weight.fill_(1)
+        model.bias.fill_(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    caught, step = list[str](), 0
+    watch = gradparity.watch(
+        model,
+        optimizer,
+        equal={"step": lambda: step, "x": lambda: rank if step == 2 else 0},
+    )
+    for step in range(12):
+        if rank == 1 and step == 2:  # the others read its message later than it does
+            time.sleep(0.3)
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            caught.append(str(error))
+    for _ in range(2):
+        try:
+            watch.close()
+        except RuntimeError as error:
+            caught.append(str(error))
+    return caught
+
+
+def test_a_job_that_catches_the_error_goes_on(four: Cluster) -> None:
+    for caught in four.run(goes_on):
+        assert len(caught) == 1 and "step 2: x differs" in caught[0], caught
+
+
+def joins(extra: int) -> list[str]:
+    """Each rank has more batches than the one before."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said: list[str] = []
+    with logged() as texts, gradparity.watch(model, optimizer, act=said.append):
+        with model.join():
+            for _ in range(1 + extra * current_world().rank):
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+    return said + texts
+
+
+def test_ranks_that_join_later_are_not_waited_for(two: Cluster) -> None:
+    for texts in two.run(joins, 40):
+        assert len(texts) == 1 and "step 0: the watch ends: within join()" in texts[0]
+
+
+def ends_early(raises: bool) -> str:
+    """Rank 1 takes fewer steps than the other ranks, and may raise an error."""
+    model, rank = model_of(), current_world().rank
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with gradparity.watch(model, optimizer) as watch:
+            watch.patience = 0.3
+            for _ in range(30 if rank != 1 else 2):
+                optimizer.step()
+            if raises:
+                raise KeyError("of the job")
+    except (KeyError, RuntimeError) as told:
+        return str(told)
+    return ""
+
+
+def test_a_rank_that_ends_early_is_named_and_hides_no_error(four: Cluster) -> None:
+    told = four.run(ends_early, False)
+    assert told[1] == ""
+    assert "rank 0 lacks a message of another rank for step 2 (none within " in told[0]
+    assert four.run(ends_early, True)[1] == "'of the job'"
+
+
 def test_one_process_can_watch_and_bad_use_is_told() -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -347,6 +512,20 @@ def test_one_process_can_watch_and_bad_use_is_told() -> None:
     with pytest.raises(ValueError, match="has 17 names: at most 16"):
         many = {str(n): lambda: 0.0 for n in range(17)}
         gradparity.watch(model, optimizer, equal=many)
+    wrong: Any = [optimizer]
+    with pytest.raises(TypeError, match=r"optimizers of torch, and got a list: give"):
+        gradparity.watch(model, wrong)
+    with pytest.raises(TypeError, match=r"a torch\.nn\.Module, and got a list"):
+        gradparity.watch(wrong, optimizer)
+    with pytest.raises(TypeError, match=r"scale needs a function, and got 1\.0: write"):
+        gradparity.watch(model, optimizer, equal={"scale": cast("Any", 1.0)})
+    with pytest.raises(ValueError, match=r"period= is a number of steps, and got 0"):
+        gradparity.watch(model, optimizer, period=0)
+    with pytest.raises(ValueError, match=r"weight is on the meta device"):
+        gradparity.watch(nn.Linear(2, 2, device="meta"), optimizer)
+    gradparity.watch(model, optimizer, equal={"x": lambda: cast("Any", None)})
+    with pytest.raises(TypeError, match=r"equal= has x, whose function returned None"):
+        optimizer.step()
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
@@ -388,6 +567,7 @@ def test_a_message_is_below_1_kb_for_a_large_model() -> None:
     (weights,) = (each for each in watch.topics if isinstance(each, Weights))
     assert sum(map(len, weights.turns)) == 5000
     for _ in weights.turns:
-        watch.stepped()
+        watch._send()
         assert watch._sent[-1].landing.read()[1].nbytes <= 1024
+        watch.step += 1
     watch.close()
