@@ -86,34 +86,38 @@ def compare(one: Side, other: Side) -> Comparison:
     names, start = proved_names(one.run, other.run)
     steps = sorted({*one.run.steps} & {*other.run.steps})
     sizes = (f"{side.run.ranks} in {side.name}" for side in (one, other))
-    found = Comparison(code=SAME, facts=[start, f"ranks: {', '.join(sizes)}"])
+    comparison = Comparison(code=SAME, facts=[start, f"ranks: {', '.join(sizes)}"])
     if names and steps:
-        found.facts += equal_inputs(one, other, names, steps)
+        comparison.facts += equal_inputs(one, other, names, steps)
     obstacle = next(_obstacles(one, other, names, steps), None)
     if obstacle is not None:
         code, text = obstacle
-        found.decide(code, text or found.facts.pop(0))
+        comparison.decide(code, text or comparison.facts.pop(0))
         if steps:
-            _tell_steps(found, one, other, steps)
-        return found
-    found.rows = list(rows_of_sides(one, other, names, steps))
+            _tell_steps(comparison, one, other, steps)
+        return comparison
+    comparison.rows = list(rows_of_sides(one, other, names, steps))
     left = other.run.left
     if 2 * len(left) > len(other.run.starts):
         left = {}  # ranks divide the parameters among them, as ZeRO does
-    _decide(found, steps, {n: left[its] for n, its in names.items() if its in left})
-    if found.code == DIFFERENT:
-        _locate(found, one, other, names, steps)
-    elif found.code == SAME and len(steps) == 1 and _summed_later(other.run, steps):
-        found.decide(
+    _decide(
+        comparison, steps, {n: left[its] for n, its in names.items() if its in left}
+    )
+    if comparison.code == DIFFERENT:
+        _locate(comparison, one, other, names, steps)
+    elif (
+        comparison.code == SAME and len(steps) == 1 and _summed_later(other.run, steps)
+    ):
+        comparison.decide(
             UNDECIDED,
             f"the optimizer of {other.name} sums gradients in its step, and the next "
             "step shows whether its factor is right: record 2 steps",
         )
-    _tell_steps(found, one, other, steps)
-    found.facts += _clipped(one.run, other.run, steps)
-    found.facts += _losses(one.run, other.run, steps)
-    found.facts += _left_out(one.run, other.run, names, found.rows, steps)
-    return found
+    _tell_steps(comparison, one, other, steps)
+    comparison.facts += _clipped(one.run, other.run, steps)
+    comparison.facts += _losses(one.run, other.run, steps)
+    comparison.facts += _left_out(one.run, other.run, names, comparison.rows, steps)
+    return comparison
 
 
 def _locate(

@@ -40,18 +40,18 @@ def compare_exactly(one: Side, other: Side) -> Comparison:
     if not keys or len(parts) == len(keys):
         none = "no whole tensor is on both sides"
         return Comparison(code=UNDECIDED, headline=none)
-    found = Comparison(
+    comparison = Comparison(
         code=SAME,
         headline=f"same, bit for bit: {len(keys) - len(parts)} tensors of "
         f"{len(steps)} steps",
     )
     if parts:
         step, kind, name = parts[0]
-        found.facts.append(
+        comparison.facts.append(
             f"not compared: {len(parts)} tensors, because elements were not recorded "
             f"on both sides ({_called(kind)} of {name}, step {step}, first)"
         )
-    return found
+    return comparison
 
 
 _ORDER = {OUTPUT: 1, GRADIENT: 2, "gradient": 3}
