@@ -11,6 +11,8 @@ import importlib
 import inspect
 import os
 import sys
+import threading
+import traceback
 import unittest
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -91,13 +93,29 @@ def run_case(case: CaseRef) -> CaseResult:
     # An instance of this rank: the parent's holds what pytest put there, and is not
     # sent.
     cls = case.find()
-    with _runs(cls, case.method), warnings.catch_warnings(record=True) as caught:
+    with (
+        _runs(cls, case.method),
+        warnings.catch_warnings(record=True) as caught,
+        mock.patch.object(threading, "excepthook", _warn_of_thread),
+    ):
         warnings.simplefilter("default")
         test = cls(case.method)
         test._become_rank(current_world())
         left = _run_by_unittest(test) or Left("", "", "")
     seen = ((str(w.message), w.category, w.filename, w.lineno) for w in caught)
     return CaseResult(left.kind, left.name, left.reason, tuple(seen))
+
+
+def _warn_of_thread(error: threading.ExceptHookArgs) -> None:
+    """Warn of an exception that ended a thread, as pytest does in one process."""
+    pytest = sys.modules.get("pytest")
+    own = "PytestUnhandledThreadExceptionWarning"
+    name = error.thread.name if error.thread is not None else "?"
+    lines = traceback.format_exception(
+        error.exc_type, error.exc_value, error.exc_traceback
+    )
+    text = f"Exception in thread {name}\n\n{''.join(lines)}"
+    warnings.warn(text, getattr(pytest, own, RuntimeWarning), stacklevel=1)
 
 
 def run_process_test(

@@ -107,6 +107,7 @@ class TestOwnGroup(TestCase):
 
 
 WARNS = """
+import threading
 from gradparity.multiprocess import TestCase
 
 class TestOurs(TestCase):
@@ -115,6 +116,11 @@ class TestOurs(TestCase):
         warnings.warn(f"on rank {self.rank}", DeprecationWarning)
         with self.assertWarns(UserWarning):
             warnings.warn("expected")
+
+    def test_thread(self):
+        thread = threading.Thread(target=int, args=("in a thread",))
+        thread.start()
+        thread.join()
 """
 
 
@@ -124,9 +130,11 @@ def test_warnings_of_our_class_are_judged_by_the_session(
 ) -> None:
     done = session(WARNS, "-W", action)
     if action == "error":
-        assert "UserWarning: look here" in done.stdout and "1 failed" in done.stdout
+        assert "UserWarning: look here" in done.stdout and "2 failed" in done.stdout
     else:
-        assert "1 passed, 3 warnings" in done.stdout
+        assert "2 passed, 4 warnings" in done.stdout
+        told = "PytestUnhandledThreadExceptionWarning: Exception in thread Thread-"
+        assert done.stdout.count(told) == 1
         assert done.stdout.count("UserWarning: look here") == 1
         assert done.stdout.count("DeprecationWarning: on rank") == 2
 
