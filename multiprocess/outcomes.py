@@ -178,8 +178,14 @@ class RankOutcome:
         return f"rank {self.rank}: {_HEADLINES[self.state](self)}"
 
 
+_LONGEST = 1000
+"""Number of characters of an exception's text in a headline; its traceback has all."""
+
+
 def _raised(outcome: RankOutcome) -> str:
     first = (outcome.message or "").strip().split("\n", 1)[0]
+    if (more := len(first) - _LONGEST) > 0:
+        first = f"{first[:_LONGEST]} [... {more} more characters]"
     return f"{outcome.error_type}: {first}" if first else str(outcome.error_type)
 
 

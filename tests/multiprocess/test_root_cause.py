@@ -161,3 +161,20 @@ def test_the_root_cause_ends_a_short_report() -> None:
     assert "line 9" in lines and "line 10" not in lines and "line 4999" in lines
     assert "[... 4951 lines left out ...]" in lines
     assert outcomes[0].output == text
+
+
+def test_a_huge_message_is_shown_whole_once() -> None:
+    huge = Reply(
+        kind=Kind.RAISED,
+        ended_at_s=1.0,
+        error_type="RuntimeError",
+        message="x" * 10**6,
+        traceback=f"Error: {'x' * 10**6}",
+    )
+    outcomes, root = outcomes_of(
+        [Fact(rank=0, reply=huge), raised(1, 2.0, waited=True)]
+    )
+    assert root == 0
+    text = str(WorldError(outcomes, outcomes[root]))
+    assert "raised RuntimeError: xxx" in text and "[... 999000 more characters]" in text
+    assert 10**6 <= text.count("x") < 10**6 + 5000
