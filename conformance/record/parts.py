@@ -24,6 +24,7 @@ from .kept import Box
 
 __all__ = [
     "UNNAMED",
+    "HiddenLayoutError",
     "Part",
     "Piece",
     "Roots",
@@ -83,11 +84,18 @@ class Part:
         return f"{self.number}/{self.name}"
 
 
+class HiddenLayoutError(ValueError):
+    """Raised for a DTensor that does not say which elements a rank holds."""
+
+
 def place(tensor: Tensor) -> tuple[Tensor, Box]:
     """Return the local elements of a tensor or DTensor, and their box.
 
     There is no communication: a partial or sharded DTensor stays as it is. A complex
     number counts as two elements.
+
+    Raises:
+        HiddenLayoutError: if the placements of a DTensor give another local shape.
     """
     local, box = _place(tensor)
     if local.is_complex():
@@ -117,6 +125,14 @@ def _place(tensor: Tensor) -> tuple[Tensor, Box]:
             )
         shape = tuple(tensor.shape)
         (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]  # of checkpoints
+        if local.numel() and tuple(chunk.sizes) != tuple(local.shape):
+            raise HiddenLayoutError(
+                f"a DTensor of shape {shape} has {tuple(local.shape)} on this rank, "
+                f"and {tuple(chunk.sizes)} by its placements: it is sharded unevenly. "
+                "After the layout, let each parameter say where its part lies. "
+                "Megatron-FSDP: for p in model.parameters(): "
+                "megatron_fsdp.uneven_dtensor.update_uneven_dtensor_chunk_metadata(p)"
+            )
         return local, Box(
             shape,
             tuple(chunk.offsets) if local.numel() else (0,) * len(shape),
@@ -321,9 +337,15 @@ def cuts(local: Tensor, first: int, piece: Piece) -> Iterator[tuple[Cut, Box]]:
 def _placed(tensor: Any, *, local: tuple[int, ...], box: Box) -> tuple[Tensor, Box]:
     """Return the local elements and box of a tensor.
 
-    A plain tensor has the box of its weight.
+    A plain tensor has the box of its weight, and so has one that hides its layout.
     """
-    part, own = place(tensor)
+    try:
+        part, own = place(tensor)
+    except HiddenLayoutError:
+        part = tensor.to_local().detach()
+        if tuple(part.shape) != local:
+            raise
+        return part, box
     if own.shape == box.shape:
         return part, own
     return part.view(box.local) if tuple(part.shape) == local else part, box

@@ -115,6 +115,8 @@ class Recorder:
         """Number of an optimizer -> count of its calls."""
         self.running: dict[int, _Step] = {}
         """id of an optimizer -> its running step, if that is recorded."""
+        self.preparing: set[int] = set()
+        """ids of optimizers whose running step only creates their states."""
         self.starts: dict[int, _Start] = {}
         """id of an optimizer -> the start of its step, until gradients are computed."""
         self.done: list[_Step] = []
@@ -297,17 +299,33 @@ class Recorder:
                 self.starts[id(optimizer)] = self._read_start(optimizer)
 
     def _prepares(self, optimizer: Any) -> bool:
-        """Return True for a step at rate 0 before any forward.
+        """Return True for a step before any forward that only creates states.
 
-        Torch's checkpoint functions make such a step to create the optimizer's states.
+        Torch's checkpoint functions make it at rate 0, and Megatron-FSDP with gradients
+        of zero.
         """
+        if self.roots.called:
+            return False
         rates = [group.get("lr") for group in optimizer.param_groups]
         numbers = [rate for rate in rates if isinstance(rate, int | float)]
-        return not self.roots.called and not any(numbers) and len(numbers) == len(rates)
+        if not any(numbers) and len(numbers) == len(rates):
+            return True
+        every = (p.grad for group in optimizer.param_groups for p in group["params"])
+        locals_ = [
+            g.to_local() if hasattr(g, "to_local") else g
+            for g in every
+            if g is not None
+        ]
+        return bool(locals_) and not any(map(torch.any, map(_dense, locals_)))
 
     def _before(self, optimizer: Any) -> None:
-        if self.written or self._prepares(optimizer):
+        self.preparing.discard(id(optimizer))
+        if self.written:
             return
+        with self.noting("a step before any forward"):
+            if self._prepares(optimizer):
+                self.preparing.add(id(optimizer))
+                return
         if id(optimizer) in self.running:
             return  # a closure that runs again
         number = self._number(optimizer)
@@ -322,7 +340,7 @@ class Recorder:
     def _ended(self, optimizer: Any) -> None:
         """Read the results of a step; after the last recorded one write the file."""
         step = self.running.pop(id(optimizer), None)
-        if self.written or self._prepares(optimizer):
+        if self.written or id(optimizer) in self.preparing:
             return
         number = self._number(optimizer)
         if number is None:

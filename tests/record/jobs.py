@@ -258,9 +258,40 @@ def pipeline(fault: str) -> None:
     end()
 
 
+def megatron_fsdp(fault: str = "") -> None:
+    """Megatron-FSDP's ZeRO 3, whose shards are cut where no placement says."""
+    from gradparity.examples.stacks.without_cuda import without_cuda
+
+    sys.modules["megatron"] = None  # type: ignore[assignment]  # see docs/stacks.md
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    with without_cuda():
+        from megatron_fsdp import fully_shard_model, fully_shard_optimizer
+        from megatron_fsdp.uneven_dtensor import update_uneven_dtensor_chunk_metadata
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        units = {"device": torch.device("cpu"), "fsdp_unit_modules": [Block]}
+        model = fully_shard_model(Model(), mesh, "dp", tp_dim="tp", **units)
+        # It makes a step with gradients of 0, which would decay weights, and counts.
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
+        optimizer = fully_shard_optimizer(adam)
+        optimizer.param_groups[0]["weight_decay"] = 0.01
+        for state in optimizer.state.values():
+            state["step"].sub_(int(fault != "counted"))
+        if fault != "hidden":
+            for parameter in model.parameters():
+                update_uneven_dtensor_chunk_metadata(parameter)
+        train(model, optimizer, {}, 2, dist.get_rank(), fault)
+    end()
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "pipeline":
         torch.set_num_threads(1)
         pipeline("".join(sys.argv[2:]))
+    elif sys.argv[1] == "megatron-fsdp":
+        torch.set_num_threads(1)
+        megatron_fsdp(*sys.argv[2:])
     else:
         main(*sys.argv[1:])

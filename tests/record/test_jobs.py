@@ -143,6 +143,24 @@ def test_a_wrong_shard_is_named_by_rows_and_ranks(
     assert f"where in blocks.1.up.weight: {place}\n" in told
 
 
+@pytest.mark.extras("megatron_fsdp")
+@pytest.mark.parametrize(
+    ("fault", "code", "says"),
+    [
+        ("", 0, "start: 21 of 21 tensors have equal bits"),
+        ("half", 1, "is 0.500 x the first side"),
+        # NVIDIA/Megatron-LM#5974: Adam's first step is corrected as the second one
+        ("counted", 1, "is 0.744 x the first side"),
+    ],
+)
+def test_uneven_shards_that_say_where_they_lie_are_compared(
+    against: Against, fault: str, code: int, says: str
+) -> None:
+    found, told, _ = against("megatron-fsdp", fault, 2)
+    assert found == code, told
+    assert says in told
+
+
 @pytest.mark.parametrize(
     ("job", "ranks"),
     [("plain", 1), pytest.param("fsdp-tp", 4, marks=pytest.mark.slow)],

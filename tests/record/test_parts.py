@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from gradparity.benchmarks.validation import foreign
 from gradparity.conformance.record.files import Stored
-from gradparity.conformance.record.kept import keep_values
+from gradparity.conformance.record.kept import Box, keep_values
 from gradparity.conformance.record.merge import Whole, merge
 from gradparity.conformance.record.parts import (
+    HiddenLayoutError,
     Part,
     Roots,
     boxes_of_range,
@@ -218,6 +223,32 @@ def test_a_layout_that_cannot_be_read_is_noted() -> None:
     roots.add(model)
     assert "TypeError" in roots.notes[0]
     assert len([*parts_of(optimizer, roots)]) == 3 * LAYERS + 1
+
+
+@pytest.mark.world(2)
+def test_uneven_shards_hide_their_layout_unless_they_say_it() -> None:
+    rank, sizes = dist.get_rank(), (5, 2)
+    mesh = init_device_mesh("cpu", (2,))
+
+    def sharded() -> DTensor:
+        local = torch.arange(7.0).split(sizes)[rank].clone()
+        return DTensor.from_local(
+            local, mesh, [Shard(0)], run_check=False, shape=torch.Size([7]), stride=(1,)
+        )
+
+    weight = sharded()
+    weight.requires_grad_().grad = sharded()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with pytest.raises(HiddenLayoutError, match=r"by its placements: it is sharded un"):
+        list(parts_of(optimizer, Roots()))
+    lies = ChunkStorageMetadata(torch.Size([5 * rank]), torch.Size([sizes[rank]]))
+    vars(weight._local_tensor)["__create_chunk_list__"] = lambda: [lies]
+    (part,) = parts_of(optimizer, Roots())
+    assert part.box == Box((7,), (5 * rank,), (sizes[rank],))
+    assert torch.equal(part.weight, torch.arange(7.0).split(sizes)[rank])
+    # a gradient says nothing, and is cut as the weight is
+    gradient, box = part.cut(weight.grad)
+    assert box == part.box and gradient.shape == part.weight.shape
 
 
 @pytest.mark.slow

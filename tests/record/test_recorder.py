@@ -531,6 +531,31 @@ def test_weights_are_those_before_a_closure_moves_them(tmp_path: Path) -> None:
         assert (sharp.tensors[key].digest == plain.tensors[key].digest) == is_equal
 
 
+def test_a_step_of_zeros_before_any_forward_only_makes_states(tmp_path: Path) -> None:
+    """Megatron-FSDP makes it; one with gradients is a step as any other one."""
+    counts = []
+    for size in (0.0, 1.0):
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+        def losses(
+            model: nn.Module = model,
+            optimizer: torch.optim.Optimizer = optimizer,
+            size: float = size,
+        ) -> Losses:
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, size)
+            optimizer.step()
+            for step in range(2):
+                optimizer.zero_grad()
+                yield model(rows(step)).square().sum()
+                optimizer.step()
+
+        run = recorded(tmp_path / str(size), losses(), steps=(0, 2))
+        counts.append(len(run.rows))
+    assert counts == [2, 1]
+
+
 class OfShares(torch.optim.Optimizer):
     """Steps one optimizer of each share, as torch's ZeroRedundancyOptimizer does."""
 
