@@ -120,7 +120,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lines(self) -> list[str]:
-        """That line, and a second one on where the fault begins, if known."""
+        """The ``line``, and a second one on where the fault begins, if known."""
         below = [f"  {BEGINS}: {plain(self.where)}"] if self.where else []
         return [self.line, *below]
 

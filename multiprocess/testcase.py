@@ -127,7 +127,7 @@ class TestCase(unittest.TestCase):
     one, with the store ``current_world().store``, and destroys it."""
 
     isolation: Isolation = "pool"
-    """What a test shares with earlier ones: see ``WorldSpec``."""
+    """Processes and state that a test shares with earlier ones: see ``WorldSpec``."""
 
     timeout_s = 60.0
     """Time limit of one test."""
