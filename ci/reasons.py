@@ -70,7 +70,7 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One reason why the gate fails."""
 
     kind: str
-    """A key of :data:`KINDS`."""
+    """Kind of the reason: a key of :data:`KINDS`."""
     text: str
     """Description in one line."""
     scaler: str = ""

@@ -204,7 +204,7 @@ def signal_name(number: int) -> str:
 
 
 def sockets() -> frozenset[str]:
-    """Return the identities of this process's sockets."""
+    """Return identifiers of this process's open sockets."""
     return frozenset(name for _, name in _open_sockets())
 
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from .rank.world import World
 
 Submit = Callable[..., tuple[RankOutcome, ...]]
-"""``submit(spec, options, fn, *args)`` runs a test, and shows its output if it ends."""
+"""``submit(spec, options, fn, *args)``: run a test on ranks; show its output at the
+end."""
 
 _clusters: dict[WorldSpec, Cluster] = {}
 

@@ -290,7 +290,7 @@ def _uncompiled() -> Iterator[None]:
 
 
 class ReferenceRun:
-    """One reference training in progress."""
+    """A reference run in progress: model, optimizers and recorded values."""
 
     def __init__(self, key: _Key, precision: str, variant: Variant) -> None:
         self.key = key

@@ -44,18 +44,18 @@ NO_STEP = (
     "--first N for a job that goes on from step N"
 )
 SAME, DIFFERENT, NOT_COMPARABLE, BROKEN, UNDECIDED = range(5)
-"""Exit codes."""
+"""Exit codes of ``gradparity compare``."""
 
 
 @dataclass(kw_only=True)
 class Comparison:
-    """The result of comparing two recordings."""
+    """Result of comparing two recordings."""
 
     code: int
     lines: list[str] = field(default_factory=list)
     """Sentences of the report; the first one states the result."""
     rows: list[Row] = field(default_factory=list)
-    """Every tensor that was compared."""
+    """All compared tensors."""
     blocks: list[Row] = field(default_factory=list)
     """Outputs of blocks, and their gradients, at the first step that differs."""
     regions: list[tuple[Row, Region]] = field(default_factory=list)
@@ -202,7 +202,7 @@ def _no_names(one: Run, other: Run) -> str:
 
 
 def _precisions(one: Side, other: Side) -> Iterator[str]:
-    """Say which dtypes the model returns, if the sides have none in common."""
+    """Yield a note on the dtypes of the models' outputs, if the sides share none."""
     dtypes = [sorted(side.run.outputs) for side in (one, other)]
     if all(dtypes) and one.run.outputs.isdisjoint(other.run.outputs):
         mine, its = map(" and ".join, dtypes)

@@ -61,7 +61,7 @@ class Whole:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property
@@ -228,7 +228,7 @@ Key = tuple[int, str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run of a job, over all of its ranks."""
+    """One run of a job, merged over its ranks."""
 
     ranks: int
     tensors: Mapping[Key, Whole]
@@ -249,10 +249,10 @@ class Run:
     drew: frozenset[int]
     drops: tuple[str, ...]
     outputs: frozenset[str]
-    """dtypes of the model's outputs, on all ranks."""
+    """Dtypes of the model's outputs, on all ranks."""
     unstepped: tuple[str, ...]
     without_gradient: frozenset[tuple[int, str]]
-    """(step, parameter) without a gradient on any rank."""
+    """(step, parameter) pairs without a gradient on any rank."""
     unnamed: int
     notes: tuple[str, ...]
     replicas: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
@@ -268,7 +268,7 @@ class Run:
 
     @property
     def steps(self) -> list[int]:
-        """Steps that were recorded."""
+        """Recorded steps, in order."""
         return sorted({step for step, kind, _ in self.tensors if kind == "gradient"})
 
     @cached_property
@@ -291,14 +291,14 @@ def _by_step(item: tuple[Key, Whole]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One side of a comparison."""
+    """One side of a comparison: a run, its noise runs and its exit code."""
 
     name: str
     run: Run
     noisy: Sequence[Run] = ()
     """Noise runs: the same job again, unchanged and nudged."""
     code: int = 0
-    """Exit code of the job."""
+    """Exit code of the recorded job."""
 
 
 def read_merged(*folders: Path) -> Run:

@@ -36,7 +36,7 @@ class OneRank:
         self.truth, *self.noisy = torch.load(path, weights_only=True)
 
     def expected(self, number: int, weights: Any) -> Expected:
-        """Return the results of a step, with the noise up to it."""
+        """Return the results of a step, and their noise up to that step."""
         expected = {}
         for key, true in self.truth[number].items():
             errors = [

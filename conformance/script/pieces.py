@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltIn:
-    """A built-in model as a workload."""
+    """A workload of a built-in model, its data and its layout."""
 
     model: Callable[[], nn.Module]
     batch: Callable[[int, int], tuple[Tensor, Tensor]]

@@ -41,7 +41,7 @@ Expected = dict[Key, tuple[Tensor, float]]  # all elements, and their noise if k
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Settings of the training."""
+    """Settings of a script's training."""
 
     mesh: dict[str, int]
     data_axes: tuple[str, ...]  # ranks along them see different rows

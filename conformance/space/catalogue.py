@@ -1,16 +1,17 @@
 """The catalogue: the scenarios of each preset.
 
-``parity`` is the main job: on both data sets and every topology a clean fp32 run
-(transparency, parity), a half-precision run whose initial scale makes gradients
-overflow without planted faults, and a run with planted inf and nan on single ranks.
+``parity`` is the main job. On both data sets and every topology it has three runs: a
+clean fp32 run (transparency, parity), a half-precision run whose initial scale makes
+gradients overflow without planted faults, and a run with planted inf and nan on single
+ranks.
 
-``layouts`` is the table for a review: each topology, a few plain steps, with whole
-batches and with two parts.
+``layouts`` is for reviews: each topology with a few plain steps, once with whole
+batches and once with two micro-batches.
 
 ``quick`` covers every choice (topology, precision, optimizer, parameter order, recipe,
-faults, model) at least once, ``default`` every pair, ``full`` every triple; each also
-drives the scale to its limits. All presets have the same laws. Scenarios that add most
-new choices for their cost come first, so that a common fault shows early.
+faults, model) at least once, ``default`` every pair, ``full`` every triple. Each of
+them also drives the scale to its limits. All presets have the same laws. Scenarios that
+add the most new choices for their cost come first, so that a common fault shows early.
 """
 
 from __future__ import annotations

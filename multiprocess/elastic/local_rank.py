@@ -86,7 +86,7 @@ class CallRequest:
 
 @dataclass
 class _World:
-    """The agent's rank in one world."""
+    """This agent's rank in one world."""
 
     number: int
     processes: RankProcesses

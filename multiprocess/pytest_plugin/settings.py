@@ -36,7 +36,7 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """World of one test."""
+    """World that a test needs."""
 
     spec: WorldSpec
     too_small: str = ""
