@@ -155,7 +155,7 @@ def _problem(source: Source) -> str:
 
 
 def _way(spec: str) -> str:
-    """Return advice: the function to add, and the name to give on the command line."""
+    """Return advice for the user: a function to add, and the name to pass."""
     module, _, attribute = spec.partition(":")
     name = attribute.rpartition(".")[2]
     return (

@@ -286,7 +286,10 @@ def _decide(
 
 
 def _first_wrong(rows: Sequence[Row]) -> list[Row]:
-    """Tensors that differ at the first step where any does, the worst one first."""
+    """Return the tensors that differ at the first step with a difference.
+
+    The worst one comes first.
+    """
     wrong = [row for row in rows if row.differs]
     first = min((row.step for row in wrong), default=0)
     at_first = [row for row in wrong if row.step == first]
@@ -399,7 +402,7 @@ def _scaled(side: Side, reference: Run, step: int, last: str) -> Side | None:
 
 
 def _summed_later(run: Run, steps: Sequence[int]) -> list[str]:
-    """Parameters whose gradients are summed in the optimizer's step, or never."""
+    """Return parameters whose gradients are summed in the optimizer or never."""
     return [
         name
         for (step, kind, name), whole in run.tensors.items()

@@ -281,7 +281,7 @@ class Run:
         return starts
 
     def names(self, kind: str, step: int) -> list[str]:
-        """Names of the tensors of a kind at a step, in the order of the model."""
+        """Return the names of a kind of tensors at a step, in the model's order."""
         return [n for s, k, n in self.tensors if (s, k) == (step, kind)]
 
 

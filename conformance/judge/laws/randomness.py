@@ -65,7 +65,10 @@ def _outside(evidence: Evidence) -> int:
 
 
 def _rows(evidence: Evidence, trace: RankTrace) -> tuple[int, ...]:
-    """Return the rank's coordinate on the data axes; equal for equal rows."""
+    """Return the rank's coordinate on the data axes.
+
+    Ranks with the same coordinate have the same rows.
+    """
     data_axes = evidence.phase.parsed_topology.data_axes
     return tuple(at for axis, at in trace.coordinate.items() if axis in data_axes)
 
