@@ -1,6 +1,6 @@
 """Check values before torch is imported, which takes seconds.
 
-Whatever their sources do not show is checked later.
+Values that need an import are checked later.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ def of_buffer(name: str) -> str:
 
 
 def _unjoined(evidence: Evidence) -> str:
-    """Return why it is unknown which optimizers decide together; else empty."""
+    """Return why it is unknown which optimizers must skip together; else empty."""
     counts = evidence.ranks[0].unjoined if evidence.scaler else ()
     # without a bad gradient every optimizer is to step
     if not counts or not any(bad_gradient(evidence, s) for _, s in evidence.steps()):

@@ -108,7 +108,7 @@ def _is_of_none(error: BaseException | None) -> bool:
 
 @contextmanager
 def _scaler_at_fault() -> Iterator[None]:
-    """Let an exception of the scaler leave a workload's call as the scaler's."""
+    """Re-raise a scaler's error that a workload's call raised as its own."""
     try:
         yield
     except WorkloadError as error:

@@ -304,10 +304,7 @@ def on_rank(rank: int, folder: str, run: Run, work: Any, *others: Any) -> None:
 
 
 def main(run: Run, work: Any, scaled: Any = lambda: None) -> int:
-    """Start the ranks; return the exit code.
-
-    1 if a value differs, an error is raised or a rank hangs; 3 if nothing was compared.
-    """
+    """Run the ranks; return 1 on a difference or error, 3 if nothing was compared."""
     world = math.prod(run.mesh.values())
     with tempfile.TemporaryDirectory() as folder:
         logging.disable(logging.WARNING)

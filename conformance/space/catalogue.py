@@ -488,7 +488,7 @@ def _long_runs(selection: Selection) -> Iterator[Scenario]:
 def _plainest(
     selection: Selection, usual: Sequence[str], when: str, optimizer: str
 ) -> Iterator[Row]:
-    """Yield rows of the simplest model on those of the usual topologies selected."""
+    """Yield rows of the simplest model on the selected usual topologies."""
     if selection.no_scaler:
         return
     own = selection.workload

@@ -26,7 +26,7 @@ torchrun's store, which others can read, so no name here holds a password."""
 
 @dataclass(frozen=True, kw_only=True)
 class ContextChange:
-    """Settings that changed in the leader since it became one, for all ranks.
+    """Settings of the leader that changed since it began to lead, for all ranks.
 
     Only changes are sent: folders and variables may differ from host to host.
     """
