@@ -126,7 +126,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def counts(self) -> str:
-        """Numbers of cases and consequences; empty for one case that has none."""
+        """Numbers of cases and of consequences; "" for one case without any."""
         if self.cases == 1 and not self.consequences:
             return ""
         counts = counted(self.cases, "case")

@@ -209,7 +209,7 @@ def sockets() -> frozenset[str]:
 
 
 def give_up_silent(limit_s: float, except_for: frozenset[str]) -> None:
-    """Make TCP connections fail if the other host stops to acknowledge.
+    """Make TCP connections fail if the other host stops acknowledging.
 
     A connection that only awaits an answer has no data to be acknowledged: for it the
     kernel sends probes.

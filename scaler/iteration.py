@@ -322,7 +322,7 @@ class OptimizerRecords:
         return frozenset(number for number in numbers if number is not None)
 
     def forget_numbers(self) -> None:
-        """Remove all numbers, at a point where all ranks do."""
+        """Remove the numbers of all optimizers; all ranks must call it together."""
         for record in list(self._records.values()):
             record.number = None
 

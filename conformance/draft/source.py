@@ -57,7 +57,7 @@ class Source:
 
     @property
     def title(self) -> str:
-        """Last word of the spec."""
+        """Name of the model: the part of ``spec`` after the colon."""
         return self.spec.rpartition(":")[2]
 
 

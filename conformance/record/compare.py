@@ -189,7 +189,7 @@ def _obstacles(
 
 
 def _no_names(one: Run, other: Run) -> str:
-    """Return why no tensor has a partner; empty if the line on the start says so."""
+    """Return why no tensors of the two sides match; "" if they share names."""
     first, second = min(one.steps), min(other.steps)
     if first != second:
         return (

@@ -166,7 +166,7 @@ def _distance(first: Stored, other: Stored) -> float:
 
 
 def _share_of(part: Stored, rank: int, replicas: int) -> Stored:
-    """Divide a replica by their number, so that the replicas add up to their mean."""
+    """Divide a replica by the number of replicas, so that their sum is their mean."""
     where = replace(part.place, summand=(rank,))
     sketch = None if part.sketch is None else part.sketch / np.float32(replicas)
     return msgspec.structs.replace(part, place=where, sketch=sketch)
@@ -273,7 +273,7 @@ class Run:
 
     @cached_property
     def starts(self) -> dict[str, tuple[int, Whole]]:
-        """Parameter -> the first recorded step, and the weight at its begin."""
+        """Parameter -> its first recorded step, and the weight at the start of it."""
         stepped, starts = {*self.steps}, dict[str, tuple[int, Whole]]()
         for (step, kind, name), whole in sorted(self.tensors.items(), key=_by_step):
             if kind == "weight" and step in stepped:

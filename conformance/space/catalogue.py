@@ -368,14 +368,14 @@ def _quick(selection: Selection) -> Iterable[Scenario]:
 
 
 def _default(selection: Selection) -> Iterable[Scenario]:
-    """Return all pairs, and each place and time of a fault on each topology."""
+    """Return all pairs of choices, and each place and time of a fault by topology."""
     wanted = [_PLACE, _OVERFLOW, *subsets(columns(selection), 2)]
     chosen = [*_covering(selection, wanted), *_extremes(selection)]
     return [*_in_order(selection, chosen), *_longer(selection)]
 
 
 def _full(selection: Selection) -> Iterable[Scenario]:
-    """Return all triples of choices."""
+    """Return all combinations of three choices."""
     wanted = subsets(columns(selection), 3)
     chosen = [*_covering(selection, wanted), *_extremes(selection)]
     return [*_in_order(selection, chosen), *_longer(selection)]

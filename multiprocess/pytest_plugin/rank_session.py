@@ -373,7 +373,7 @@ class _RankPlugin:
         return result
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep errors of the collection; a skip that only ranks make is one."""
+        """Keep collection errors; a skip that only happens on ranks is one."""
         if not report.passed:
             self.collect_errors.append(report.longreprtext)
 
@@ -439,7 +439,7 @@ class _RankPlugin:
         return pytest.fail.Exception(report.longreprtext, pytrace=False)
 
     def phase(self, config: pytest.Config, report: pytest.TestReport) -> Phase:
-        """Return one phase of a test, with the kind of its exception."""
+        """Return a report's phase (setup, call or teardown) and how it ended."""
         # Not by the report's outcome: a mark that expects a failure counts for all
         # ranks together, and the parent applies it.
         _, error = self._errors.get(id(report), (None, None))
