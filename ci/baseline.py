@@ -68,7 +68,7 @@ class Exact(msgspec.Struct, frozen=True, kw_only=True):
 
     status: str
     laws: dict[str, str]
-    """Law -> status."""
+    """Law -> status of its verdict."""
     compared: dict[str, int]
     """Law -> number of comparisons of its pass; later passes must not have fewer."""
     not_compared: dict[str, int] = {}
@@ -102,7 +102,7 @@ class BaselineCase(
 
     @property
     def key(self) -> tuple[str, str]:
-        """Identity of a case, as in a report."""
+        """(scaler, scenario), as in a report."""
         return self.scaler, self.scenario
 
 

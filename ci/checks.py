@@ -110,8 +110,8 @@ def place(case: CaseRecord) -> str:
 def _decides(case: CaseRecord) -> Iterator[Checked]:
     """Check that a new case decides at least one law.
 
-    A case with an inconclusive or broken law has its own reason. In a known case, so
-    has each law that got worse. A scenario that a workload cannot run is skipped.
+    Inconclusive and broken laws are reported elsewhere, and so are laws of a known case
+    that got worse. A scenario that the workload cannot run is no failure.
     """
     if case.status != "skipped" and {v.status for v in case.verdicts} <= {"skipped"}:
         why = case.verdicts[0].message if case.verdicts else "it has no verdicts"

@@ -66,7 +66,7 @@ class Expectation(
 
     @property
     def statuses(self) -> list[str]:
-        """The expected statuses."""
+        """Expected statuses as a list."""
         return [self.status] if isinstance(self.status, str) else self.status
 
     def applies(self, header: Header) -> bool:

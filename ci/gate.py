@@ -152,10 +152,7 @@ def _gate(parsed: argparse.Namespace) -> int:
 
 
 def _with_the_way_out(decision: Decision, parsed: argparse.Namespace) -> Decision:
-    """Add the command that updates a baseline of another environment.
-
-    For example after an upgrade of torch.
-    """
+    """Add a note with the command for a new baseline if the environment changed."""
     if not any(reason.kind == "environment" for reason in decision.reasons):
         return decision
     report, baseline = str(parsed.report), str(parsed.baseline)

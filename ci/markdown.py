@@ -62,7 +62,7 @@ def _stories(report: Report) -> Iterator[str]:
 
 
 def _open(case: CaseRecord) -> list[Verdict]:
-    """Return the verdicts because of which a case does not pass."""
+    """Return the failed or inconclusive verdicts of a case."""
     verdicts = [v for v in case.findings if v.status in _KINDS]
     if not verdicts and case.status == "inconclusive":
         why = case.verdicts[0].message if case.verdicts else "it has no verdicts"

@@ -70,7 +70,7 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One reason why the gate fails."""
 
     kind: str
-    """A key of :data:`KINDS`."""
+    """Kind of the reason: a key of :data:`KINDS`."""
     text: str
     """Description in one line."""
     scaler: str = ""
@@ -120,13 +120,13 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lines(self) -> list[str]:
-        """That line, and a second one on where the fault begins, if known."""
+        """The ``line``, and a second one on where the fault begins, if known."""
         below = [f"  {BEGINS}: {plain(self.where)}"] if self.where else []
         return [self.line, *below]
 
     @property
     def counts(self) -> str:
-        """Numbers of cases and consequences; empty for one case that has none."""
+        """Numbers of cases and of consequences; "" for one case without any."""
         if self.cases == 1 and not self.consequences:
             return ""
         counts = counted(self.cases, "case")

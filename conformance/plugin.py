@@ -36,7 +36,7 @@ def _dest(name: str) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Check the options before collection."""
+    """Check the options and create the suite, before collection."""
     plain = {name: how for name, how in SUITE.items() if "dest" not in how}
     options = {name: config.getoption(_dest(name)) for name in plain}
     changed = [
@@ -138,7 +138,7 @@ def pytest_terminal_summary(
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End all ranks."""
+    """End the ranks of the suite."""
     suite = config.stash.get(_SUITE, None)
     if suite:
         suite.close()

@@ -58,7 +58,8 @@ class BaseCluster(ABC):
 
         Args:
             timeout_s: Time limit of the call; it starts when all ranks are ready.
-            isolation: What a call shares with earlier ones: see ``WorldSpec``.
+            isolation: Processes and state that a call shares with earlier ones: see
+                ``WorldSpec``.
 
         Example:
             >>> cluster.with_options(timeout_s=5).run(train, lr=0.1)

@@ -26,7 +26,7 @@ def needs_agent() -> bool:
 
 
 def hosts() -> int:
-    """Return the number of machines on which this process has ranks."""
+    """Return the number of machines on which ranks of this process run."""
     agent = os.environ.get(AGENT_VARIABLE) == str(os.getpid())
     return int(os.environ.get("GROUP_WORLD_SIZE", "1")) if agent else 1
 

@@ -1,11 +1,11 @@
 """Errors of the harness.
 
 RuntimeError
-+-- HarnessError            the harness itself could not work
-|   +-- ForkserverError     the server that forks the ranks is gone or would not start
++-- HarnessError            the harness itself failed
+|   +-- ForkserverError     the server that forks the ranks is gone or did not start
 +-- WorldError            a call failed on at least one rank
 TypeError
-+-- NotPicklableError       a function, argument or result that cannot travel
++-- NotPicklableError       a function, argument or result cannot be pickled
 BaseException
 +-- CallEnded             raised on a rank when the call has failed on another one
 """

@@ -204,12 +204,12 @@ def signal_name(number: int) -> str:
 
 
 def sockets() -> frozenset[str]:
-    """Return the identities of this process's sockets."""
+    """Return identifiers of this process's open sockets."""
     return frozenset(name for _, name in _open_sockets())
 
 
 def give_up_silent(limit_s: float, except_for: frozenset[str]) -> None:
-    """Make TCP connections fail if the other host stops to acknowledge.
+    """Make TCP connections fail if the other host stops acknowledging.
 
     A connection that only awaits an answer has no data to be acknowledged: for it the
     kernel sends probes.

@@ -41,22 +41,22 @@ class Place(enum.Enum):
     """Where the main thread of a rank is, as noted by the rank itself."""
 
     BODY = 0
-    """In the function, outside of any wait."""
+    """The function, outside of any wait."""
 
     COLLECTIVE = 1
-    """In a collective, or in a wait for an earlier one."""
+    """A collective, or a wait for an earlier one."""
 
     JOINING = 2
-    """In the creation of a process group, which waits for its other ranks."""
+    """The creation of a process group, which waits for its other ranks."""
 
     STORE = 3
-    """In a wait for a key of a store."""
+    """A wait for a key of a store."""
 
     DONE = 4
-    """Done with its test, and waiting for the other ranks."""
+    """The wait for other ranks after the end of its own test."""
 
     DEBUGGER = 5
-    """In a debugger, which waits for its user."""
+    """A debugger, which waits for its user."""
 
     @property
     def waits(self) -> bool:
@@ -72,7 +72,7 @@ class Left:
     """
 
     kind: str
-    """What pytest makes of the exception: a constant of ``rank.endings``."""
+    """Meaning of the exception for pytest: a constant of ``rank.endings``."""
 
     name: str
     """Qualified name of the exception's type."""

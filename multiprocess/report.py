@@ -182,7 +182,7 @@ def find_desync(records: Records) -> str | None:
 
 
 def find_odd_rank(records: Records) -> tuple[int, str] | None:
-    """Return the rank whose collective the fewest ranks issued, and the difference."""
+    """Return the rank whose collective fewest ranks issued, and the difference."""
     calls = _first_difference(records)
     if not calls:
         return None

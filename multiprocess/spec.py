@@ -39,8 +39,8 @@ class WorldSpec:
     """Time limit of one call; it starts when all ranks are ready."""
 
     isolation: Isolation = "pool"
-    """What a call shares with earlier ones: "pool" keeps ranks and process group,
-    "group" only the ranks, "process" nothing."""
+    """Processes and state that a call shares with earlier ones: "pool" keeps ranks and
+    process group, "group" only the ranks, "process" nothing."""
 
     start_timeout_s: float = 120.0
     """Time limit of the forkserver's imports, and for the ranks to join their process
@@ -117,7 +117,7 @@ class CallOptions:
     """Time limit of the call; it starts when all ranks are ready."""
 
     isolation: Isolation = "pool"
-    """What the call shares with earlier ones: see ``WorldSpec``."""
+    """Processes and state that the call shares with earlier ones: see ``WorldSpec``."""
 
     leaves_nothing: bool = False
     """True to replace the ranks if the call leaves a thread running, or a collective

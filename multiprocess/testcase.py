@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from .rank.world import World
 
 Submit = Callable[..., tuple[RankOutcome, ...]]
-"""``submit(spec, options, fn, *args)`` runs a test, and shows its output if it ends."""
+"""``submit(spec, options, fn, *args)``: run a test on ranks; show its output at the
+end."""
 
 _clusters: dict[WorldSpec, Cluster] = {}
 
@@ -127,7 +128,7 @@ class TestCase(unittest.TestCase):
     one, with the store ``current_world().store``, and destroys it."""
 
     isolation: Isolation = "pool"
-    """What a test shares with earlier ones: see ``WorldSpec``."""
+    """Processes and state that a test shares with earlier ones: see ``WorldSpec``."""
 
     timeout_s = 60.0
     """Time limit of one test."""

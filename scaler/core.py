@@ -92,7 +92,7 @@ class _Measured(NamedTuple):
 
 
 class ScalerCore(_TorchGradScaler):
-    """State and helpers shared by all calls of a scaler."""
+    """Base class of scalers: state, and helpers that several methods share."""
 
     _steps_without_gradients = False
 

@@ -86,7 +86,7 @@ FP16_REFUSED = (
 
 
 def parameters_of(optimizer: Any) -> Iterator[Any]:
-    """Return the parameters of an optimizer, group by group."""
+    """Yield the parameters of an optimizer, group by group."""
     return chain.from_iterable([group["params"] for group in optimizer.param_groups])
 
 

@@ -164,7 +164,7 @@ class History:
             _log.info("scale %s: %g -> %g", cause, before, after)
 
     def end_row_of_skips(self) -> None:
-        """Reset the count of consecutive skips, at a point where all ranks do."""
+        """Reset the count of consecutive skips; all ranks must call it together."""
         self._counts[2] = 0
         if self._on_device is not None:
             self._on_device[2].zero_()

@@ -168,7 +168,7 @@ class Iteration:
         return part
 
     def lacked_unclipped(self) -> Part | None:
-        """Return the first lacked part that no clip has had yet, or None."""
+        """Return the first lacked part that was not clipped yet, or None."""
         return next((part for part in self.lacked if not part.is_clipped), None)
 
     def looked_at(self, part: Part, *, is_over: bool = False) -> None:
@@ -322,7 +322,7 @@ class OptimizerRecords:
         return frozenset(number for number in numbers if number is not None)
 
     def forget_numbers(self) -> None:
-        """Remove all numbers, at a point where all ranks do."""
+        """Remove the numbers of all optimizers; all ranks must call it together."""
         for record in list(self._records.values()):
             record.number = None
 

@@ -52,7 +52,7 @@ def entries_told_apart(
     norm_type: float,
     carried: Number,
 ) -> list[list[float]]:
-    """Return the entries of all ranks again, with replicas identified.
+    """Return the entries of all ranks for a norm, with replicas identified.
 
     Makes three more collectives, on all ranks, because all read the same rows of
     ``result``. Sets `Holders` in the record of the optimizer.

@@ -334,7 +334,7 @@ class OverflowSync:
         self.restart()
 
     def restart(self) -> None:
-        """Count iterations and optimizers anew, at a point where all ranks do."""
+        """Restart all counts; every rank must call it at the same point."""
         self._begin_anew()
         self.is_void = False
         self.failures = 0

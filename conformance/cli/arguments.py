@@ -1,6 +1,6 @@
-"""The command line: which options each command takes. No work is done here.
+"""Parser of the command line: the options of each command.
 
-Errors that need no torch to be found are raised here, before it is imported.
+Errors that can be found without torch are raised before torch is imported.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ __all__ = [
 ]
 
 COMMANDS = "gradparity.commands"
-"""Entry point group of further commands: functions (argv) -> exit code."""
+"""Entry point group of additional commands: functions (argv) -> exit code."""
 FORMATS = "gradparity.formats"
 """Entry point group of report formats: functions (Report) -> text."""
 _HELP = {
     "gate": "check a report against a baseline and expectations",
     "init": "write a workload file for a model, and a CI job",
 }
-"""Help of the further commands that come with this package."""
+"""Help texts of the additional commands in this package."""
 TOOLS_FOLDER = Path(__file__).parents[2] / "benchmarks"
-"""Tools for work on gradparity itself: in a checkout, and not in an installed wheel."""
+"""Tools for work on gradparity itself; exists only in a checkout."""
 TOOLS = ("mutants",)
-"""Tools that are commands themselves, beside ``bench``."""
+"""Tools that are commands themselves, in addition to ``bench``."""
 _TOOLS_HELP = {
     "bench": "tools for work on gradparity itself",
     "mutants": "test gradparity itself: is each faulty scaler caught by its check",
@@ -83,21 +83,21 @@ minutes.
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError on bad usage, and takes no abbreviated options.
+    """Argument parser that raises UsageError, and accepts no abbreviated options.
 
-    A script with ``--base`` would change its meaning when an option is added.
+    A script with ``--base`` could change its meaning when an option is added.
     """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
 
     def error(self, message: str) -> NoReturn:
-        """Refuse the command line."""
+        """Raise UsageError."""
         # what is handed on to another program is required by none
         raise UsageError(message.removesuffix(", ..."))
 
     def check_options(self, arguments: Sequence[str]) -> None:
-        """Refuse an unknown option, and suggest a known one: argparse does neither.
+        """Raise for an unknown option and suggest a known one.
 
         Raises:
             UsageError: names the option.
@@ -115,7 +115,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _check_words(arguments: Sequence[str], parser: Parser, commands: Commands) -> None:
-    """Refuse an unknown command or option."""
+    """Raise for an unknown command or option."""
     name, *others = arguments
     if name.startswith("-"):
         if others or name not in ("-h", "--help", "--version"):
@@ -128,11 +128,11 @@ def _check_words(arguments: Sequence[str], parser: Parser, commands: Commands) -
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read a command line.
+    """Parse a command line.
 
     Raises:
-        SystemExit: after help, or where an option is wrong.
-        UsageError: if options do not go together.
+        SystemExit: after help, or if an option is wrong.
+        UsageError: if options exclude each other.
     """
     parser, commands = _parsers()
     if not arguments:
@@ -160,7 +160,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of ``gradparity`` and ``python -m gradparity.conformance``."""
+    """Return the parser of ``gradparity`` and ``python -m gradparity.conformance``."""
     return _parsers()[0]
 
 
@@ -202,7 +202,7 @@ _REPORT: dict[str, Any] = {
 
 
 def _command(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
-    """A command whose own help begins with the sentence of the list of commands."""
+    """Add a command whose help begins with its sentence in the list of commands."""
     sentence = f"{text[0].upper()}{text[1:]}."
     command: argparse.ArgumentParser
     command = commands.add_parser(name, help=text, description=sentence)
@@ -290,7 +290,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def _seconds(text: str) -> float:
-    """``60s``, ``5m`` or ``1h`` in seconds."""
+    """Convert ``60s``, ``5m`` or ``1h`` to seconds."""
     number, unit = text[:-1], text[-1:]
     try:
         seconds = float(number) * _UNITS[unit]
@@ -343,7 +343,7 @@ def _add_small(commands: Commands) -> None:
 
 
 def _add_record(commands: Commands) -> None:
-    """``--`` and the command behind it are split off before."""
+    """Add ``record``; ``--`` and the job's command are split off before parsing."""
     record = _command(commands, "record", "record a training job as it is")
     record.usage = "gradparity record RUN [options] -- COMMAND ..."
     record.add_argument("out", type=Path, metavar="RUN", help="a new folder")
@@ -389,7 +389,7 @@ def _add_record(commands: Commands) -> None:
 
 
 def _range(text: str) -> tuple[int | None, int]:
-    """``3`` as (None, 3), which is a number of steps; ``100:104`` as (100, 104)."""
+    """Parse ``3``, a number of steps, as (None, 3), and ``100:104`` as (100, 104)."""
     start, colon, stop = text.rpartition(":")
     if stop.isdecimal() and (start.isdecimal() if colon else True):
         steps = int(start) if colon else None, int(stop)
@@ -407,7 +407,7 @@ def _natural(text: str) -> int:
 
 
 def _add_tools(commands: Commands) -> None:
-    """Tools for work on gradparity itself; without help a command is not listed."""
+    """Add tools for work on gradparity itself; those without help are not listed."""
     # an installed wheel has no benchmarks/: it lists no command that it cannot run
     shown = _TOOLS_HELP if TOOLS_FOLDER.is_dir() else {}
     for name in ("bench", *TOOLS):
@@ -433,7 +433,7 @@ def add_options(parser: argparse.ArgumentParser, *tables: Options) -> None:
 
 
 def folder(text: str) -> Path:
-    """A folder that exists or can be made."""
+    """Return a folder that exists or can be created."""
     path = Path(text)
     # found now and not after a run of minutes
     for place in (path, *path.parents):
@@ -445,7 +445,7 @@ def folder(text: str) -> Path:
 
 
 def file(text: str) -> Path:
-    """A file that can be written; its folder need not be there."""
+    """Return a file that can be written; its folder may be missing."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a folder, expected a file")
@@ -453,11 +453,11 @@ def file(text: str) -> Path:
 
 
 PATHS = (Path, folder, file)
-"""Types of options that name a file or a folder."""
+"""Types of options whose value is a file or a folder."""
 
 
 def one_of(what: str, names: Sequence[str]) -> Callable[[str], str]:
-    """The type of an argument that is one of a few words."""
+    """Return the type of an argument that accepts only these words."""
 
     def word(text: str) -> str:
         if text not in names:
@@ -484,7 +484,7 @@ def _positive(text: str) -> float:
 
 
 def _names(text: str) -> list[str]:
-    """``a,b`` as two names."""
+    """Split ``a,b`` into names."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise argparse.ArgumentTypeError(f"needs a name, got {text!r}")
@@ -492,7 +492,7 @@ def _names(text: str) -> list[str]:
 
 
 def _specs(text: str) -> list[str]:
-    """Scalers, ``module:attribute`` or ``none``."""
+    """Split scalers, ``module:attribute`` or ``none``."""
     specs = _names(text)
     for spec in specs:
         if spec != "none" and not all(spec.partition(":")):
@@ -503,7 +503,7 @@ def _specs(text: str) -> list[str]:
 
 
 def _workload(text: str) -> str:
-    """A workload, ``module:attribute``, or nothing."""
+    """Check the form of a workload, ``module:attribute`` or empty."""
     if text and not all(text.partition(":")):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not module:attribute, such as mypackage.stack:Workload"
@@ -514,7 +514,7 @@ def _workload(text: str) -> str:
 def repeated(
     metavar: str, text: str, names: Callable[[str], list[str]] = _names
 ) -> dict[str, Any]:
-    """An option that takes several names, ``a,b``, and may be repeated."""
+    """Return the settings of an option that takes ``a,b`` and may be repeated."""
     return {
         "action": "extend",
         "type": names,
@@ -574,7 +574,7 @@ NARROWING: Options = {
     for name, how in _SELECTION.items()
     if name not in ("preset", "quick", "full", "workload")
 }
-"""The options that take scenarios away from a preset."""
+"""Options that remove scenarios from a preset."""
 _DEVICES: Options = {
     "device": {
         "default": "cpu",
@@ -641,4 +641,4 @@ SUITE: Options = {
     **_DEVICES,
     **{name: _OUTPUT[name] for name in ("out", "report", "timeout-s")},
 }
-"""The options that the pytest plugin takes, under its prefix."""
+"""Options of the pytest plugin, which adds a prefix."""

@@ -1,6 +1,6 @@
-"""The output of ``gradparity list`` and ``gradparity explain``.
+"""Output of ``gradparity list`` and ``gradparity explain``.
 
-Torch is imported only to make scenarios and the meshes of a workload.
+Torch is imported only for scenarios and for the meshes of a workload.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def listing(what: str, chosen: Chosen) -> Iterator[str]:
     """Yield the lines of ``gradparity list what``.
 
     Args:
-        what: the kind of names.
-        chosen: options that narrow them.
+        what: kind of names, such as ``scenarios``.
+        chosen: options that restrict the list.
 
     Raises:
         UsageError: if the selection names something unknown.
@@ -50,7 +50,7 @@ def _topology(name: str, ranks: object, text: object) -> str:
 
 
 def _with_text(what: str, width: int) -> Callable[[], Iterator[str]]:
-    """Return a listing of names, each with its text."""
+    """Return a function that yields names with their texts."""
     return lambda: (f"{n:{width}} {row['text']}" for n, row in rows_of(what).items())
 
 
@@ -89,10 +89,10 @@ _TABLES: dict[str, Callable[[], Iterator[str]]] = {
 
 
 def explain(what: str) -> str:
-    """Return a check, a group of checks or a scenario in words.
+    """Return the description of a check, a group of checks or a scenario.
 
     Raises:
-        UsageError: if ``what`` is none of them: names of checks are checked before
+        UsageError: if ``what`` is none of them. Names of checks were checked before
             (``values.check_values``).
     """
     # checks before scenarios: only an id has a slash

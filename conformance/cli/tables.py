@@ -1,7 +1,7 @@
-"""Names that can be chosen and their texts, read from the sources of their tables.
+"""Names that can be selected and their texts, read from the sources of their tables.
 
-Importing a table imports torch, which takes seconds. So ``list`` and ``explain`` answer
-at once, and a misspelt name is refused before anything is imported.
+Importing a table imports torch, which takes seconds. Reading its source makes ``list``
+and ``explain`` fast, and a misspelt name is reported before anything is imported.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ TABLES = {
     "fault": ("fixtures/faults.py", "KINDS"),
     "scaler": ("fixtures/peers.py", "PEERS"),
 }
-"""Kind of choice -> the file and the table of its values."""
+"""Kind of choice -> file and name of the table of its values."""
 Row = Mapping[str, object]
-"""The literal fields of a table's entry."""
+"""Literal fields of a table's entry."""
 
 
 class LawText(NamedTuple):
-    """One check in words."""
+    """Id, text and reason of a check."""
 
     id: str
     text: str
@@ -46,9 +46,9 @@ def names_of(what: str) -> list[str]:
 
 @cache
 def rows_of(what: str) -> dict[str, Row]:
-    """Return the keys of a table with the fields that its source states literally.
+    """Return the keys of a table, with the fields that are literals in its source.
 
-    An entry that is a function has its docstring as ``text``.
+    If an entry is a function, its docstring becomes ``text``.
     """
     file, table = TABLES[what]
     tree = ast.parse((_ROOT / file).read_text(encoding="utf-8"))
@@ -94,7 +94,7 @@ def _laws_of(file: str) -> Iterator[LawText]:
 
 
 def _joined(node: ast.expr, constants: Mapping[str, ast.expr]) -> str:
-    """Evaluate a text that is made of others of its module."""
+    """Evaluate a text that is composed of other texts of its module."""
     if isinstance(node, ast.Name):
         return _joined(constants[node.id], constants)
     if isinstance(node, ast.BinOp):
@@ -113,7 +113,7 @@ def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
 def _entries(
     table: ast.expr | None, functions: Mapping[str, ast.FunctionDef]
 ) -> Iterator[tuple[str, Row]]:
-    """Read ``{"a": ...}`` or ``{t.name: t for t in (T(...),)}``."""
+    """Yield the entries of ``{"a": ...}`` or ``{t.name: t for t in (T(...),)}``."""
     if isinstance(table, ast.Dict):
         for key, value in zip(table.keys, table.values, strict=True):
             function = functions.get(value.id) if isinstance(value, ast.Name) else None

@@ -1,6 +1,6 @@
-"""Values that are checked before torch is imported, which takes seconds.
+"""Check values before torch is imported, which takes seconds.
 
-The tables check later what their sources do not show.
+Values that need an import are checked later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OF_A_WORKLOAD = ("topology", "optimizer")
 
 
 def check_values(parsed: argparse.Namespace) -> None:
-    """Refuse an unknown name before anything is imported for it.
+    """Raise for an unknown name before anything is imported.
 
     Raises:
         UsageError: names the value and the known ones.
@@ -73,7 +73,7 @@ def _check_id(text: str) -> None:
 
 
 def check_spec(spec: str) -> None:
-    """Refuse a missing module, or an attribute that its source never mentions."""
+    """Raise for a missing module, or an attribute that its source never mentions."""
     module, _, attribute = spec.partition(":")
     parts = [*module.split("."), attribute]
     if parts[-2:-1] == ["py"] or not all(part.isidentifier() for part in parts):
@@ -102,7 +102,7 @@ _DYNAMIC = {"__getattr__", "__dict__", "exec", "globals", "modules", "setattr", 
 
 
 def _find(module: str) -> ModuleSpec | None:
-    """The spec of a module, found without importing its packages."""
+    """Return the spec of a module without importing its packages."""
     top, *inner = module.split(".")
     module_spec = PathFinder.find_spec(top, [os.getcwd()])
     with suppress(ValueError):  # __main__ has no spec

@@ -20,42 +20,42 @@ from .source import Source
 __all__ = ["ROWS", "Drawn", "Found", "probe"]
 
 ROWS = 8
-"""Rows of the batch: 2 ranks, and 3 unequal micro-batches on each of them."""
+"""Number of rows of the batch: 2 ranks, and 3 unequal micro-batches on each of them."""
 LENGTH = 16
 SIDES = (32, 64, 224)
-"""Heights and widths of an image, tried where the model does not state its own."""
+"""Image sizes to try if the model does not declare its own."""
 MOST_LAYERS = 8
-"""An argument of any name is tried as the input of each of the first layers."""
+"""Number of first layers whose input an argument of any name is tried as."""
 MOST_TRIALS = 32
 _IDS = re.compile(r"(.*_)?(input_ids|token_ids|tokens?|ids|idx|src|tgt)")
 _IMAGES = re.compile(r"pixel_values|(.*_)?(images?|imgs?)")
 _MASK = re.compile(r".*mask")
 _BESIDE = ("decoder_input_ids", "pixel_values")
-"""Optional arguments that some models need beside their main one."""
+"""Optional arguments that some models need in addition to their main one."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _NORMS = nn.modules.batchnorm._BatchNorm  # noqa: SLF001  # the one base of its kind
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A random tensor: integers below ``high``, or where it is 0 values from 0 to 1.
+    """Random tensor: integers below ``high``, or values from 0 to 1 if ``high`` is 0.
 
-    Values of one sign, as pixels are: gradients of the rows then add up, and stand out
-    of the rounding of half precision.
+    Values have one sign, like pixels. Gradients of the rows then add up, and are well
+    above the rounding of half precision.
     """
 
     shape: tuple[int, ...]
     high: int = 0
 
     def draw(self, generator: torch.Generator) -> Tensor:
-        """Make the tensor."""
+        """Create the tensor."""
         if self.high:
             return torch.randint(self.high, self.shape, generator=generator)
         return torch.rand(self.shape, generator=generator)
 
     @property
     def code(self) -> str:
-        """Source text that makes it."""
+        """Source text that creates the tensor."""
         sizes = ", ".join(map(str, self.shape))
         if self.high:
             comma = "," if len(self.shape) == 1 else ""
@@ -65,29 +65,29 @@ class Drawn:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Facts about a model for a workload file, or the problem that hides them."""
+    """Facts about a model for a workload file, or the reason why there are none."""
 
     problem: str = ""
-    """Why no inputs were found."""
+    """Reason why no inputs were found."""
     inputs: Mapping[str, Drawn] = field(default_factory=dict)
-    """Argument of forward -> what it is given."""
+    """Argument of forward -> tensor that is passed."""
     by_name: bool = False
-    """True if forward needs its arguments by name, and not one alone."""
+    """True if forward gets several arguments by name, and not a single one."""
     output: str = "output"
-    """The tensor in what forward returns, as source text."""
+    """Source text of the tensor in the result of forward."""
     targets: Drawn = Drawn((ROWS,))
     blocks: tuple[str, ...] = ()
-    """Names of the modules to shard, each a block; or of containers of blocks."""
+    """Names of the modules to shard; or of containers of these."""
     containers: bool = False
-    """True if ``blocks`` names containers, of which all children are blocks."""
+    """True if ``blocks`` has containers whose children are all sharded."""
     norms: bool = False
-    """True if a batch norm computes with the statistics of a batch."""
+    """True if a batch norm uses the statistics of a batch."""
     scalars: tuple[str, ...] = ()
     """Names of parameters without dimensions."""
 
     @property
     def refused(self) -> str:
-        """Why the layout of the file cannot shard the model; empty: it can."""
+        """Why the layout in the file cannot shard the model; empty if it can."""
         if not self.scalars:
             return ""
         return (
@@ -97,7 +97,7 @@ class Found:
 
     @property
     def lines(self) -> list[str]:
-        """Facts in words, for the user to check."""
+        """Facts as text, for the user to check."""
         if self.problem:
             return []
         inputs = [f"{name} {_size(drawn)}" for name, drawn in self.inputs.items()]
@@ -156,7 +156,7 @@ def probe(source: Source) -> Found:
 
 @contextmanager
 def _counting(model: nn.Module, calls: Counter[nn.Module]) -> Iterator[None]:
-    """A context that counts the calls of each module."""
+    """Count the calls of each module in this context."""
     hooks = [
         module.register_forward_hook(lambda m, *_: calls.update([m]))
         for module in model.modules()
@@ -172,7 +172,7 @@ def _counting(model: nn.Module, calls: Counter[nn.Module]) -> Iterator[None]:
 
 
 def _trials(model: nn.Module) -> Iterator[tuple[dict[str, Drawn], bool]]:
-    """Arguments to try, the likely ones first; and whether they go by name."""
+    """Yield arguments to try, the likely ones first; and True if they go by name."""
     parameters = [
         p
         for p in signature(model.forward).parameters.values()
@@ -187,7 +187,7 @@ def _trials(model: nn.Module) -> Iterator[tuple[dict[str, Drawn], bool]]:
 
 
 def _chosen(model: nn.Module, parameters: Sequence[Parameter]) -> Iterator[list[str]]:
-    """Names of arguments to give: those that are needed, or the main one."""
+    """Yield names of arguments to pass: the required ones, or the main one."""
     names = [p.name for p in parameters]
     needed = [p.name for p in parameters if p.default is p.empty]
     if needed:
@@ -204,7 +204,7 @@ def _chosen(model: nn.Module, parameters: Sequence[Parameter]) -> Iterator[list[
 
 
 def _candidates(model: nn.Module, name: str) -> Iterator[Drawn]:
-    """Tensors to try for one argument: by its name, then by the first layer."""
+    """Yield tensors to try for one argument: by its name, then by the first layer."""
     words, sides = _words(model), list(_sides(model))
     layers = [m for m in model.modules() if any(True for _ in m.parameters(False))]
     channels = [m.in_channels for m in layers if isinstance(m, nn.Conv2d)]
@@ -238,7 +238,7 @@ def _candidates(model: nn.Module, name: str) -> Iterator[Drawn]:
 
 
 def _words(model: nn.Module) -> int:
-    """The size of the vocabulary: of the configuration, or of the first embedding."""
+    """Return the size of the vocabulary, from the configuration or an embedding."""
     stated = getattr(getattr(model, "config", None), "vocab_size", None)
     if isinstance(stated, int):
         return stated
@@ -248,7 +248,7 @@ def _words(model: nn.Module) -> int:
 
 
 def _sides(model: nn.Module) -> Iterator[int]:
-    """Sides of an image that the model states, or the usual ones."""
+    """Yield the image sizes that the model declares, or else the usual ones."""
     for owner in (getattr(model, "config", None), *model.modules()):
         for name in ("image_size", "img_size"):
             stated = getattr(owner, name, None)
@@ -263,7 +263,7 @@ def _sides(model: nn.Module) -> Iterator[int]:
 
 
 def _differentiable(output: Any, path: str = "output") -> Iterator[tuple[str, Tensor]]:
-    """Tensors that depend on parameters, with the way to them; logits come first."""
+    """Yield (source text, tensor) of outputs with gradients; logits come first."""
     if isinstance(output, Tensor):
         if output.requires_grad and output.is_floating_point() and output.ndim:
             yield path, output
@@ -283,7 +283,7 @@ def _differentiable(output: Any, path: str = "output") -> Iterator[tuple[str, Te
 
 
 def _targets(path: str, value: Tensor, inputs: Mapping[str, Drawn]) -> Drawn:
-    """Classes where the output can be scores of them, else values of its shape."""
+    """Return classes if the output can be scores of them, else values of its shape."""
     *rows, classes = value.shape
     first = next(iter(inputs.values()))
     scores = (classes > 1 and "hidden" not in path) and (
@@ -300,11 +300,11 @@ def _targets(path: str, value: Tensor, inputs: Mapping[str, Drawn]) -> Drawn:
 def _blocks(
     model: nn.Module, calls: Mapping[nn.Module, int]
 ) -> tuple[tuple[str, ...], bool]:
-    """The outermost repeated blocks: containers of nothing else, or their own names.
+    """Return the outermost repeated blocks, and True if their containers are named.
 
     A block is a child of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that was
-    called once and has children itself. ``fully_shard`` gathers its parameters when it
-    is called, so none of them may be used from outside.
+    called once and has children. ``fully_shard`` gathers its parameters when it is
+    called, so other modules must not use them.
     """
     containers: list[str] = []
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""How a workload file imports and makes the model that the user has named."""
+"""How a workload file imports and creates the model that the user has named."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..status import UsageError, as_usage
 __all__ = ["Source", "find_source", "load", "names_workload"]
 
 MOST_ELEMENTS = 2**28
-"""Largest model that is made here, in elements of all parameters: 1 GiB in fp32."""
+"""Largest model that is created here, in elements of all parameters: 1 GiB in fp32."""
 SMALL = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -36,36 +36,36 @@ SMALL = {
     "image_size": 32,
     "patch_size": 8,
 }
-"""Settings of a configuration of transformers, whose defaults are those of the largest
-models: each is set where the configuration has it, and more of it."""
+"""Settings for a transformers configuration, whose defaults are those of the largest
+models. Each is set if the configuration has a larger value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """How to make the model."""
+    """Source text that imports and creates the model."""
 
     spec: str
     imports: tuple[tuple[str, str], ...]
-    """(module, name) of what ``call`` uses."""
+    """(module, name) of each import that ``call`` needs."""
     call: str
-    """Name that is called to make it: ``MyModel``."""
+    """Name that is called to create the model, such as ``MyModel``."""
     configuration: str = ""
-    """Name of the class of its one argument, if it has one."""
+    """Class of its single argument, if it has one."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the configuration."""
     make: Callable[[], nn.Module]
 
     @property
     def title(self) -> str:
-        """The last word of the spec."""
+        """Name of the model: the part of ``spec`` after the colon."""
         return self.spec.rpartition(":")[2]
 
 
 def load(spec: str) -> Any:
-    """Load ``module:attribute``; the module may lie in the current folder.
+    """Import ``module:attribute``, also from the current folder.
 
     Raises:
-        UsageError: if it names nothing.
+        UsageError: if it does not exist.
     """
     look_in(os.getcwd())  # a script's path is where it is installed
     with as_usage(ValueError):
@@ -73,19 +73,19 @@ def load(spec: str) -> Any:
 
 
 def names_workload(found: Any) -> bool:
-    """True if a spec names a workload or a workload class."""
+    """Return True for a workload or a workload class."""
     return hasattr(found, "meshes") and hasattr(found, "parallelize")
 
 
 def find_source(spec: str) -> Source:
-    """Find how to make the model that ``module:attribute`` names.
+    """Find how to create the model that ``module:attribute`` names.
 
     Args:
-        spec: names a function without arguments that returns a module, or a class of
-            modules whose one argument is a configuration that has defaults.
+        spec: name of a function without arguments that returns a module, or of a module
+            class whose single argument is a configuration with defaults.
 
     Raises:
-        UsageError: if it names neither, or if the model cannot be made; says what to
+        UsageError: if it names neither, or if the model cannot be created; says what to
             write.
     """
     target = load(spec)
@@ -139,7 +139,7 @@ def _configured(found: Any, kind: Any, settings: Mapping[str, Any]) -> nn.Module
 
 
 def _problem(source: Source) -> str:
-    """Why the model cannot be made, or is too large; a verb with its object."""
+    """Return why the model cannot be created or is too large, as a predicate."""
     try:
         model = source.make()
     except (Exception, SystemExit) as error:
@@ -155,7 +155,7 @@ def _problem(source: Source) -> str:
 
 
 def _way(spec: str) -> str:
-    """The line to add, and the name to give."""
+    """Return advice for the user: a function to add, and the name to pass."""
     module, _, attribute = spec.partition(":")
     name = attribute.rpartition(".")[2]
     return (
@@ -164,7 +164,7 @@ def _way(spec: str) -> str:
 
 
 def _needed(made: Callable[..., Any]) -> Iterator[str]:
-    """Parameters without a default."""
+    """Yield parameters without a default."""
     with suppress(ValueError):  # some that are written in C have no signature
         for parameter in inspect.signature(made).parameters.values():
             variadic = parameter.kind in (
@@ -176,7 +176,7 @@ def _needed(made: Callable[..., Any]) -> Iterator[str]:
 
 
 def _configurations(found: Any, needed: list[str]) -> Iterator[type]:
-    """Classes of the one argument that a class of modules needs."""
+    """Yield possible classes of the single argument of a module class."""
     if len(needed) > 1 or not isinstance(found, type):
         return
     hints: dict[str, Any] = {}
@@ -195,7 +195,7 @@ def _configurations(found: Any, needed: list[str]) -> Iterator[type]:
 
 
 def _small(kind: Any) -> dict[str, Any]:
-    """Settings that make a configuration of transformers small; none for others."""
+    """Return settings that make a transformers configuration small; {} for others."""
     if not hasattr(kind, "model_type"):
         return {}
     default = kind()
@@ -208,7 +208,7 @@ def _small(kind: Any) -> dict[str, Any]:
 
 
 def _home(kind: type, module: str) -> str:
-    """The shortest module from which ``kind`` can be imported."""
+    """Return the shortest name of a module from which ``kind`` can be imported."""
     name = kind.__qualname__.partition(".")[0]
     for home in (module, kind.__module__.partition(".")[0]):
         if hasattr(sys.modules.get(home), name):

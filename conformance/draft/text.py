@@ -1,4 +1,4 @@
-"""The text of a workload file, from the probed model."""
+"""Write a workload file from the facts about a model."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _BODY = " " * 8
 
 
 def workload_text(source: Source, found: Found, module: str, refused: str = "") -> str:
-    """The file.
+    """Return the text of a workload file.
 
     Args:
-        source: how the model is made.
+        source: how the model is created.
         found: its inputs, output and blocks.
-        module: the name under which the file is imported.
-        refused: why the judge refuses the file as it is; it becomes a TODO.
+        module: name by which the file is imported.
+        refused: why the file is rejected as it is; becomes a TODO.
     """
     environment = Environment(
         trim_blocks=True,
@@ -55,7 +55,7 @@ def workload_text(source: Source, found: Found, module: str, refused: str = "") 
 
 
 def refusal(text: str) -> str:
-    """Why the judge refuses a workload file before its first run; empty: it does not.
+    """Return why a workload file is rejected before its first run; "" if it is not.
 
     The file is checked on this process: two models and batches, forward and backward,
     the optimizer.
@@ -95,7 +95,7 @@ def _todo(text: str) -> str:
 
 
 def _imports(source: Source, found: Found) -> str:
-    """The imports, sorted as ruff and isort sort them: modules of this folder last."""
+    """Return the imports, sorted like ruff and isort; modules of this folder last."""
     others = {
         "torch": ["Tensor", "nn"],
         "torch.distributed.device_mesh": ["DeviceMesh"],
@@ -173,6 +173,6 @@ def _each(variable: str, names: list[str]) -> str:
 
 
 def _listed(opening: str, brackets: str, words: Iterable[str], indent: str) -> str:
-    """One word a line, as formatters keep it for a comma after the last one."""
+    """Write one word on each line, each with a comma, as formatters do."""
     lines = "".join(f"{indent}    {word},\n" for word in words)
     return f"{opening}{brackets[0]}\n{lines}{indent}{brackets[1]}"

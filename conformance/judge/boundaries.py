@@ -140,7 +140,7 @@ class Boundaries:
             self.sides.setdefault((boundary.of, boundary.kind), []).append(boundary)
         self.groups = list(_groups(watched))
         self.one_factor = self.of_whole or facts_of(scenario.workload.name).counted
-        """True if the reference's objective is normalised alike for all ranks."""
+        """True if the reference's objective has the same factor on all ranks."""
         self.starts: dict[tuple[int, int], Boundary] = {}
         """(rank, micro-batch) -> the gradient from which its factor is taken."""
         self.factors = self._factors()

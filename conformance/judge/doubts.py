@@ -97,7 +97,7 @@ def _stepped_late(steps: Sequence[Seen], line: str) -> Iterator[Doubt]:
 
 
 def _cuts_rows(scenario: Scenario) -> bool:
-    """Return True if gradparity, and not the workload, cuts a batch into rows."""
+    """Return True if gradparity, and not the workload, divides a batch by rows."""
     workload, topology = scenario.workload, scenario.parsed_topology
     if workload.shard is not None or workload.micro_batches is not None:
         return False

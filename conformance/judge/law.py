@@ -39,7 +39,7 @@ class Evidence:
     ranks: tuple[RankTrace, ...]
     """Trace of each rank; shorter than the scenario if the run stopped early."""
     control: tuple[RankTrace, ...] | None = None
-    """The same scenario trained without a scaler, if a law needs it."""
+    """Traces of the same scenario without a scaler, if a law needs them."""
     control_differs: str = ""
     """First bitwise difference between two runs without a scaler; else empty."""
     first_try: str = ""
@@ -123,7 +123,7 @@ class Law:
     """One rule that every correct scaler, or every correct training setup, keeps."""
 
     id: str
-    """Stable id, ``chapter.name``."""
+    """Stable id: ``chapter.name``."""
     text: str
     """The rule in one sentence."""
     reason: str
@@ -140,7 +140,7 @@ class Law:
 
     @property
     def chapter(self) -> str:
-        """The part of the id before the dot."""
+        """Part of the id before the dot."""
         return self.id.partition(".")[0]
 
 
@@ -266,7 +266,7 @@ def of_buffer(name: str) -> str:
 
 
 def _unjoined(evidence: Evidence) -> str:
-    """Return why it is unknown which optimizers decide together; else empty."""
+    """Return why it is unknown which optimizers must skip together; else empty."""
     counts = evidence.ranks[0].unjoined if evidence.scaler else ()
     # without a bad gradient every optimizer is to step
     if not counts or not any(bad_gradient(evidence, s) for _, s in evidence.steps()):

@@ -242,7 +242,7 @@ class _Gradients:
         return sum(losses) / len(losses) / (self.truth_loss or 1.0)
 
     def circumstances(self, where: str) -> str:
-        """Describe the last event before the difference, or a likely intention.
+        """Return likely causes: a resume, sums in 16 bits, or frozen weights.
 
         Args:
             where: kind of the location that was found, as in ``Location``.
@@ -434,7 +434,7 @@ class _Gradients:
     def _values(
         self, name: str, of: Mapping[str, Doubles]
     ) -> Iterator[tuple[RankTrace, Doubles, Doubles]]:
-        """Yield a rank's gradient of a parameter, and the same elements of ``of``."""
+        """Yield a rank's gradient of a parameter, with the same elements of ``of``."""
         for trace, at in self.seen:
             if name in trace.index and name in at.gradients and name in of:
                 whole = of[name][trace.places(at, name)]
@@ -442,7 +442,7 @@ class _Gradients:
                 yield trace, mine, whole
 
     def _factor(self, of: Mapping[str, Doubles], without: str = "") -> float | None:
-        """Return the common factor of all differing gradients to ``of``, or None."""
+        """Return the factor of all differing gradients relative to ``of``, or None."""
         factors = (
             multiple_of(mine, whole)
             for name in self.names

@@ -61,7 +61,7 @@ class ParityRow(Measure):
 
 @dataclass(frozen=True, kw_only=True)
 class ClipRow:
-    """The factor by which a rank's gradient of a parameter was clipped."""
+    """Factor by which a rank's gradient of a parameter was clipped."""
 
     step: int
     parameter: str

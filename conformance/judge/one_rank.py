@@ -78,7 +78,7 @@ NOISY = (
     Variation(moved=3, parts=2),
     Variation(moved=4, permuted=True),
 )
-"""Correct runs whose error against the truth is the noise of the scenario."""
+"""Variations of the correct runs from which the noise is measured."""
 TRIED = 2
 """Number of steps in which permuting and cutting must change nothing. The second step
 has weights that the first one moved."""

@@ -290,7 +290,7 @@ def _uncompiled() -> Iterator[None]:
 
 
 class ReferenceRun:
-    """One reference training in progress."""
+    """A reference run in progress: model, optimizers and recorded values."""
 
     def __init__(self, key: _Key, precision: str, variant: Variant) -> None:
         self.key = key
@@ -455,7 +455,7 @@ class ReferenceRun:
         return new_tensors_in_fp64(self.key.model) if wide else nullcontext()
 
     def _round_gradients(self) -> None:
-        """Round the sum so far, if the workload reduces in a narrower dtype."""
+        """Round accumulated gradients, if the workload reduces in a narrower dtype."""
         dtype = self.key.reduced_in
         if dtype is None or self.variant.double:
             return

@@ -55,7 +55,7 @@ NOISY = (
     reordered(parts=2, reverse=True),
     reordered(parts=4),
 )
-"""Correct runs whose error against the truth is the noise of the scenario."""
+"""Correct runs from which the noise of a scenario is measured."""
 
 
 def longer(share: float) -> Variant:

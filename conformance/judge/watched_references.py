@@ -65,14 +65,13 @@ class OnOneProcess:
         self.scale = 1.0 if precision.is_full else schedule.scales[step]
 
     def run_on_whole(self, shares: Sequence[Sequence[Batch]]) -> bool:
-        """Switch to the whole batch, if each rank has one part of its one micro-batch.
+        """Run later references on the whole batch, if each rank has one micro-batch.
 
         Args:
             shares: micro-batches of each rank.
 
         Returns:
-            False if there are several micro-batches; then the reference is not
-            switched.
+            True if references now run on the whole batch.
         """
         self.always_whole = self.n_parts == 1 and all(len(s) == 1 for s in shares)
         return self.always_whole

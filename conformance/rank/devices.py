@@ -42,7 +42,7 @@ SHARES = (2, 31)
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """The devices of the ranks of one run."""
+    """Devices of the ranks of one run."""
 
     device: str = "cpu"
     share: bool = False

@@ -58,7 +58,7 @@ _NO_SYNC = (
 
 @dataclass(kw_only=True)
 class Engine:
-    """A model laid out on this rank, with its optimizers."""
+    """A model laid out on this rank, with its optimizers and training loop."""
 
     scenario: Scenario
     module: Any
@@ -78,7 +78,7 @@ class Engine:
     module_names: Set[str]
     """Names of the full model's modules."""
     trained: frozenset[str]
-    """Names of the full model's parameters that require a gradient."""
+    """Names of parameters that require a gradient in the full model."""
     index: dict[str, NDArray[np.int64]]
     """Name -> position of each local element in the flat full tensor."""
     optimizers: list[torch.optim.Optimizer]

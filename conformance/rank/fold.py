@@ -109,7 +109,7 @@ def _calls(events: Iterable[Event]) -> Iterator[tuple[Event, int | None]]:
 
 @dataclass(frozen=True)
 class _Groups:
-    """The decision groups of a world."""
+    """Decision groups of a world: optimizers that decide together."""
 
     names: list[list[str]]
     """Parameters of each group."""

@@ -108,7 +108,7 @@ def _is_of_none(error: BaseException | None) -> bool:
 
 @contextmanager
 def _scaler_at_fault() -> Iterator[None]:
-    """Let an exception of the scaler leave a workload's call as the scaler's."""
+    """Raise a scaler's error in a workload's call as the scaler's ``JudgedError``."""
     try:
         yield
     except WorkloadError as error:

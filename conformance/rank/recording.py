@@ -45,7 +45,7 @@ __all__ = [
 
 @contextmanager
 def recording_draws(engine: Engine, seen: StepTrace) -> Iterator[None]:
-    """Record which random numbers a step draws; route as the reference did."""
+    """Record a step's random draws; repeat the router choices of the reference."""
     generator = torch.get_rng_state()
     random = engine.scenario.parsed_recipe.training.random
     # a reference on one rank must not draw, and says where it did

@@ -96,7 +96,7 @@ class SameSkips:
         *,
         error_if_nonfinite: bool = False,
     ) -> Tensor:
-        """Clip, then step or skip."""
+        """Clip, then step, or skip if the rule demands it."""
         norm = self.clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite)
         self.step(optimizer)
         return norm
@@ -150,7 +150,7 @@ class SameSkips:
         """Do nothing: the scales of all steps are given."""
 
     def is_enabled(self) -> bool:
-        """Return True."""
+        """Return True: this scaler is always enabled."""
         return True
 
     def __getattr__(self, name: str) -> Any:

@@ -37,10 +37,10 @@ __all__ = [
 
 
 class Observer(TorchDispatchMode):
-    """A dispatch mode around a user's code that ``torch.compile`` ignores.
+    """A dispatch mode that does not change how user code is compiled.
 
     Under any other mode Dynamo leaves a function uncompiled for the life of the
-    process, and raises with ``fullgraph=True``; torch then also refuses higher-order
+    process, and raises with ``fullgraph=True``. Torch then also rejects higher-order
     operators such as flex attention.
     """
 

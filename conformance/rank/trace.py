@@ -140,7 +140,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened to an optimizer in a training step."""
+    """An event of an optimizer in a training step, such as a call of ``step``."""
 
     kind: Kind
     optimizer: int

@@ -30,7 +30,7 @@ __all__ = ["Alone", "Reduction", "Variation"]
 
 @dataclass(frozen=True, kw_only=True)
 class Variation:
-    """Changes of one run on one rank."""
+    """Differences of a reference run on one rank from the tested run."""
 
     double: bool = False
     """True if the model and the floating tensors of batches are in fp64."""

@@ -44,12 +44,12 @@ NO_STEP = (
     "--first N for a job that goes on from step N"
 )
 SAME, DIFFERENT, NOT_COMPARABLE, BROKEN, UNDECIDED = range(5)
-"""Exit codes."""
+"""Exit codes of ``gradparity compare``."""
 
 
 @dataclass(kw_only=True)
 class Comparison:
-    """The result of comparing two recordings."""
+    """Result of comparing two recordings."""
 
     code: int
     headline: str = ""
@@ -59,7 +59,7 @@ class Comparison:
     facts: list[str] = field(default_factory=list)
     """Sentences on what is equal, and on what was not compared."""
     rows: list[Row] = field(default_factory=list)
-    """Every tensor that was compared."""
+    """All compared tensors."""
     blocks: list[Row] = field(default_factory=list)
     """Outputs of blocks, and their gradients, at the first step that differs."""
     regions: list[tuple[Row, Region]] = field(default_factory=list)
@@ -208,7 +208,7 @@ def _obstacles(
 
 
 def _no_names(one: Run, other: Run) -> str:
-    """Return why no tensor has a partner; empty if the line on the start says so."""
+    """Return why no tensors of the two sides match; "" if they share names."""
     first, second = min(one.steps), min(other.steps)
     if first != second:
         return (
@@ -221,7 +221,7 @@ def _no_names(one: Run, other: Run) -> str:
 
 
 def _precisions(one: Side, other: Side) -> Iterator[str]:
-    """Say which dtypes the model returns, if the sides have none in common."""
+    """Yield a note on the dtypes of the models' outputs, if the sides share none."""
     dtypes = [sorted(side.run.outputs) for side in (one, other)]
     if all(dtypes) and one.run.outputs.isdisjoint(other.run.outputs):
         mine, its = map(" and ".join, dtypes)
@@ -302,7 +302,10 @@ def _decide(
 
 
 def _first_wrong(rows: Sequence[Row]) -> list[Row]:
-    """Tensors that differ at the first step where any does, the worst one first."""
+    """Return the tensors that differ at the first step with a difference.
+
+    The worst one comes first.
+    """
     wrong = [row for row in rows if row.differs]
     first = min((row.step for row in wrong), default=0)
     at_first = [row for row in wrong if row.step == first]
@@ -415,7 +418,7 @@ def _scaled(side: Side, reference: Run, step: int, last: str) -> Side | None:
 
 
 def _summed_later(run: Run, steps: Sequence[int]) -> list[str]:
-    """Parameters whose gradients are summed in the optimizer's step, or never."""
+    """Return parameters whose gradients are summed in the optimizer or never."""
     return [
         name
         for (step, kind, name), whole in run.tensors.items()

@@ -249,7 +249,7 @@ def _same_rows(one: Run, other: Run, step: int) -> bool:
 
 
 def _padded_alike(one: Run, other: Run, step: int) -> bool:
-    """True if the rows of both sides are equal once padding is removed."""
+    """Return True if the rows of both sides are equal after removing padding."""
     names = []
     for run in (one, other):
         unpadded = run.unpadded.get(step, {})

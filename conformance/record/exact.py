@@ -71,7 +71,7 @@ def _called(kind: str) -> str:
 
 
 def _inexact(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str]:
-    """Yield what differs, in the order in which a step computes it."""
+    """Yield differences of two runs as text, in the order of a step's computation."""
     a, b = one.run, other.run
     own = {name: name for _, name in a.settings}
     for step in steps:

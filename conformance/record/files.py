@@ -150,11 +150,11 @@ class Recording(msgspec.Struct):
     drops: list[str] = []
     """Dropout modules with a probability above 0."""
     outputs: set[str] = set()
-    """dtypes of the model's outputs."""
+    """Dtypes of the model's outputs."""
     unstepped: list[str] = []
     """Parameters that require a gradient and are in no optimizer."""
     notes: list[str] = []
-    """Errors of the recorder."""
+    """Errors inside the recorder."""
     tensors: dict[str, Stored] = {}
     """``optimizer/step/kind/number/name`` -> numbers of that part."""
 

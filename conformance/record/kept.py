@@ -89,11 +89,11 @@ class Keys:
     """Random word, sign and slot of each element of a part."""
 
     words: Tensor
-    """(n,) int64, odd."""
+    """(n,) int64: odd random words."""
     signs: Tensor
-    """(n,) float32, 1 or -1."""
+    """(n,) float32: 1 or -1."""
     slots: Tensor
-    """(n,) int64."""
+    """(n,) int64: index of the bucket in the sketch."""
 
 
 @dataclass(frozen=True)

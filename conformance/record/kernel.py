@@ -31,7 +31,7 @@ DTYPES = {
     torch.float16: tl.float16,
     torch.float64: tl.float64,
 }
-"""dtypes of parts that the kernel reads."""
+"""Dtypes that the kernel supports."""
 BLOCK = 128
 """Number of elements that a program processes at once; each has 32 buckets in
 registers. Buckets lie along the last dim, so a thread holds those of its own elements.

@@ -61,7 +61,7 @@ class Whole:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property
@@ -166,7 +166,7 @@ def _distance(first: Stored, other: Stored) -> float:
 
 
 def _share_of(part: Stored, rank: int, replicas: int) -> Stored:
-    """Divide a replica by their number, so that the replicas add up to their mean."""
+    """Divide a replica by the number of replicas, so that their sum is their mean."""
     where = replace(part.place, summand=(rank,))
     sketch = None if part.sketch is None else part.sketch / np.float32(replicas)
     return msgspec.structs.replace(part, place=where, sketch=sketch)
@@ -228,7 +228,7 @@ Key = tuple[int, str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run of a job, over all of its ranks."""
+    """One run of a job, merged over its ranks."""
 
     ranks: int
     tensors: Mapping[Key, Whole]
@@ -249,10 +249,10 @@ class Run:
     drew: frozenset[int]
     drops: tuple[str, ...]
     outputs: frozenset[str]
-    """dtypes of the model's outputs, on all ranks."""
+    """Dtypes of the model's outputs, on all ranks."""
     unstepped: tuple[str, ...]
     without_gradient: frozenset[tuple[int, str]]
-    """(step, parameter) without a gradient on any rank."""
+    """(step, parameter) pairs without a gradient on any rank."""
     unnamed: int
     notes: tuple[str, ...]
     replicas: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
@@ -268,12 +268,12 @@ class Run:
 
     @property
     def steps(self) -> list[int]:
-        """Steps that were recorded."""
+        """Recorded steps, in order."""
         return sorted({step for step, kind, _ in self.tensors if kind == "gradient"})
 
     @cached_property
     def starts(self) -> dict[str, tuple[int, Whole]]:
-        """Parameter -> the first recorded step, and the weight at its begin."""
+        """Parameter -> its first recorded step, and the weight at the start of it."""
         stepped, starts = {*self.steps}, dict[str, tuple[int, Whole]]()
         for (step, kind, name), whole in sorted(self.tensors.items(), key=_by_step):
             if kind == "weight" and step in stepped:
@@ -281,7 +281,7 @@ class Run:
         return starts
 
     def names(self, kind: str, step: int) -> list[str]:
-        """Names of the tensors of a kind at a step, in the order of the model."""
+        """Return the names of a kind of tensors at a step, in the model's order."""
         return [n for s, k, n in self.tensors if (s, k) == (step, kind)]
 
 
@@ -291,14 +291,14 @@ def _by_step(item: tuple[Key, Whole]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One side of a comparison."""
+    """One side of a comparison: a run, its noise runs and its exit code."""
 
     name: str
     run: Run
     noisy: Sequence[Run] = ()
     """Noise runs: the same job again, unchanged and nudged."""
     code: int = 0
-    """Exit code of the job."""
+    """Exit code of the recorded job."""
 
 
 def read_merged(*folders: Path) -> Run:

@@ -64,4 +64,4 @@ class Unrecorded(msgspec.Struct, kw_only=True):
     calls: dict[str, int]
     """Type name of an optimizer -> number of its calls."""
     notes: list[str]
-    """Errors of the recorder."""
+    """Errors inside the recorder."""

@@ -78,7 +78,7 @@ def write_page(folder: Path, one: Side, other: Side, found: Comparison) -> Path:
 def _table(
     rows: Sequence[Row], kind: str
 ) -> tuple[list[int], Mapping[str, Mapping[int, Cell]]]:
-    """Return the steps, and name -> step -> cell."""
+    """Return the steps; and tensor -> step -> cell."""
     table: dict[str, dict[int, Cell]] = {}
     for row in rows:
         if row.kind == kind:

@@ -62,7 +62,7 @@ class _Start:
 
     parts: list[Part]
     bits: Sums[tuple[str, str]]
-    """(kind, key of a part)."""
+    """(kind, key of a part) -> bits."""
 
 
 @dataclass

@@ -223,39 +223,39 @@ def watch(
 
     All ranks of the default process group call it, after the model is laid out and
     before the first step. One message of less than 1 KB is sent after each step, on a
-    process group of its own, and nobody waits for it. Each weight has its turn in
-    ``period`` steps; a weight that did not move since its last turn is logged. So are
-    ranks with other rows that draw the same numbers in forward, once.
+    process group of its own, and no rank waits for it. Each weight is checked once in
+    ``period`` steps; a weight that did not move since its last check is logged. Ranks
+    with different rows that draw the same random numbers in forward are logged once.
 
     Args:
         model: model that the optimizers train.
-        optimizers: called in this order at each step.
-        mesh: the ranks, if rows are to be watched.
-        data: axes of the mesh along which ranks train on other rows. Along all other
-            axes ranks train on the same ones.
-        period: steps in which each parameter has its turn; more, if there are too many
-            for the messages.
-        act: called on every rank with a text. It raises :class:`RanksDifferError` if
-            none is given; ``logging.getLogger("train").error`` logs.
-        apart: beginnings of the names of parameters that are other tensors on each
-            rank, such as ``("experts.",)``.
-        equal: name -> what gives a number that must be the same on all ranks, such as
+        optimizers: optimizers, in the order in which each step calls them.
+        mesh: mesh of all ranks; needed to compare rows.
+        data: axes of the mesh along which ranks train on different rows. Along all
+            other axes ranks train on the same rows.
+        period: number of steps in which each parameter is checked once. It is raised if
+            the parameters do not fit into the messages.
+        act: called on every rank with each report. The default raises
+            :class:`RanksDifferError`; use ``logging.getLogger("train").error`` to log.
+        apart: name prefixes of parameters that are different tensors on each rank, such
+            as ``("experts.",)``.
+        equal: name -> function whose result must be the same on all ranks, such as
             ``{"scale": scaler.get_scale, "norm": lambda: norm}``. Called after each
-            step of the last optimizer; a tensor of one element costs no wait.
-        clipped: gives the norm by which gradients were clipped, as a plain number or
-            tensor, and the limit: ``lambda: (norm, 1.0)``. The gradients of all shards,
-            each replica once, then have the smaller of both as their norm; one step in
-            ``period`` is looked at, by a message of 8 bytes.
+            step of the last optimizer. A result on the device is not waited for.
+        clipped: function that returns the norm before clipping, as a number or plain
+            tensor, and the limit: ``lambda: (norm, 1.0)``. The norm of the clipped
+            gradients over all shards must be the smaller of both. One step in
+            ``period`` is checked, by a message of 8 bytes.
 
     Returns:
-        The watch; a context manager, or closed by ``close``.
+        The watch. Use it as a context manager, or call ``close``.
 
     Raises:
-        RanksDifferError: if ranks begin with other weights under one name.
-        TypeError: if an argument is of another kind.
+        RanksDifferError: if replicas begin with different weights.
+        TypeError: if an argument has another type.
         ValueError: if a layout hides which elements a rank holds, no parameter is
             trained, ``equal`` has more than 16 names, or ``clipped`` is given with
-            ``apart`` or several optimizers, which hide the gradients that it is of.
+            ``apart`` or several optimizers: then the clipped gradients are unknown.
     """
     apart, data = ((each,) if isinstance(each, str) else each for each in (apart, data))
     _check(model, optimizers, mesh, data, period, equal or {}, clipped)

@@ -235,7 +235,7 @@ class Story:
     plots: Sequence[Markup]
     """Plots that contain all scalers."""
     records: Sequence[tuple[CaseRecord, Sequence[Markup]]]
-    """Each record with its own plots."""
+    """(record, plots of this record) for each scaler."""
     traits: dict[str, str]
     """Trait -> value, for the filters of the page."""
     scripts: dict[str, str] = field(default_factory=dict)

@@ -71,7 +71,7 @@ class Launcher(_Part, frozen=True, kw_only=True):
     """How the ranks were launched."""
 
     name: str
-    """``pool`` or ``torchrun``."""
+    """Kind of launcher: ``pool`` or ``torchrun``."""
     ranks: Count = 0
     """Number of ranks; 0 means as many as each scenario has."""
     hosts: Count = 1
@@ -254,7 +254,7 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
 
     @property
     def key(self) -> tuple[str, str]:
-        """Identity of a case within a report."""
+        """(scaler, scenario): identifies a case in a report."""
         return self.scaler, self.scenario
 
     def verdict(self, law: str) -> Verdict | None:
@@ -313,7 +313,7 @@ class Footer(_Line, frozen=True, kw_only=True, tag="footer"):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole report."""
+    """Content of a report file."""
 
     header: Header
     cases: tuple[CaseRecord, ...]

@@ -415,7 +415,7 @@ def _unjudged(stack: Case) -> Case | None:
 def _not_run(
     spec: str, scenario: Scenario, reason: str, status: Status = Status.SKIPPED
 ) -> Case:
-    """Return a case in which every law has this status, and that is no pass."""
+    """Return a case that did not run: all its laws have the given status."""
     return Case(
         scaler=spec,
         scenario=scenario,

@@ -44,7 +44,7 @@ MAX_LOCALISED = 16
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """The settings of one run."""
+    """Settings of one ``gradparity run``."""
 
     scalers: Sequence[str]
     """Names ``module:attribute`` of the tested scalers."""

@@ -87,7 +87,7 @@ class Waiting(Generic[S, C]):
         return self._stopped
 
     def end_all(self) -> None:
-        """End all cases without completing them."""
+        """End all waiting cases, without localising them."""
         while self._cases:
             self._end_next(lambda case: case)
 

@@ -1,9 +1,9 @@
-"""The standalone script of a failure, which needs torch alone.
+"""The standalone script of a failure, which needs only torch.
 
-- What trains, compares and prints is ``template``, and ``scaled`` where a scaler is
-  judged: modules like all others, linted, typed and tested.
-- The workload is the user's class, imported, or the model and layout of a built-in one
-  as their source has them (``pieces``).
-- ``bundle`` makes one text of definitions with all that they need.
-- A script exits with 1 only where it has shown the fault.
+- ``template`` trains, compares and prints; ``scaled`` is added if a scaler is tested.
+  Both are normal modules: linted, typed and tested.
+- The workload is the user's class, imported, or the source of a built-in model and its
+  layout (``pieces``).
+- ``bundle`` joins definitions, with all that they need, to one text.
+- A script exits with 1 only if it has shown the fault.
 """

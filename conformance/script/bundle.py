@@ -1,8 +1,8 @@
-"""Bundle: definitions of our modules in one text, each with all that it needs.
+"""Bundle definitions of our modules, with all that they need, into one text.
 
-A standalone script is made so: it holds functions and classes that are linted, typed
-and tested here, as :mod:`inspect` gives them, and imports only what those import from
-elsewhere.
+A standalone script is made in this way. It holds the source of functions and classes
+that are linted, typed and tested here, and imports only what these import from other
+packages.
 """
 
 from __future__ import annotations
@@ -30,28 +30,29 @@ WIDTH = 88
 
 @dataclass(frozen=True)
 class Code:
-    """A name that the script imports from a module that is not ours."""
+    """A name that the script imports from another package, or a name of its own."""
 
     module: str
-    """The empty string: it is a name of the script itself."""
+    """Module of the name; empty for a name of the script itself."""
     name: str
-    """A dotted name in it; ``()`` may follow."""
+    """Dotted name in the module; ``()`` may follow."""
     late: bool = False
-    """Also look for the module in the current folder of the script."""
+    """True to also look for the module in the current folder of the script."""
 
 
 class Bundle:
-    """Definitions with all their dependencies, and values of arguments as source."""
+    """Definitions with all their dependencies, and values as source text."""
 
     def __init__(self) -> None:
         self._sources: dict[str, tuple[str, str]] = {}
         """Name of a definition -> its module and its source."""
         self._uses: dict[str, dict[str, None]] = {}
-        """Module -> modules of ours that its definitions here use."""
+        """Module -> our modules that its bundled definitions use."""
         self._imports = {("sys", "", "sys")}
-        """(module, attribute, name in the script); no attribute: the module itself."""
+        """(module, attribute, name in the script); without attribute: the module
+        itself."""
         self._late: set[tuple[str, str, str]] = set()
-        """The same for names of :class:`Code`."""
+        """The same for names of :class:`Code` with ``late``."""
         self._here = False
         """True if the current folder of the script is searched for modules."""
 
@@ -59,11 +60,11 @@ class Bundle:
         """Add a definition and all its dependencies.
 
         Args:
-            module: where it is, or where it is imported.
-            name: its name there.
+            module: module that defines or imports the name.
+            name: name of the definition there.
 
         Returns:
-            The module of ours where it is defined, or the empty string.
+            Our module that defines it; empty if it is from another package.
         """
         if not _is_ours(module):
             self._imports.add((module, name, name))
@@ -91,13 +92,12 @@ class Bundle:
         return module
 
     def expression(self, value: Any, indent: int = 0) -> str:
-        """The source of a value; adds the definitions that it needs.
+        """Return the source text of a value; add the definitions that it needs.
 
         Args:
-            value: dataclasses (of which only what is no default is written),
-                functions, classes, ``partial``, :class:`Code`, containers, and what
-                ``repr`` is the source of.
-            indent: indent of the line on which it begins.
+            value: a dataclass (defaults are not written), function, class, ``partial``,
+                :class:`Code`, container, or a value whose ``repr`` is its source.
+            indent: indent of the line on which the text begins.
         """
         if isinstance(value, Code):
             first = re.split("[.(]", value.name)[0]
@@ -137,7 +137,7 @@ class Bundle:
     def _listed(
         self, begin: str, parts: list[tuple[str, Any]], end: str, indent: int
     ) -> str:
-        """On one line, or one part per line if that is too long."""
+        """Join parts on one line, or on one line each if that is too long."""
         line = ", ".join(name + self.expression(each) for name, each in parts)
         line = f"{begin}{line}{end}"
         # the name of a variable or of an argument may stand before it
@@ -151,7 +151,7 @@ class Bundle:
         return f"{begin}\n{''.join(lines)}{' ' * indent}{end.lstrip(',')}"
 
     def text(self) -> str:
-        """Imports and definitions."""
+        """Return imports and definitions as text."""
         order: dict[str, None] = {}
 
         def visit(module: str) -> None:
@@ -182,7 +182,7 @@ _HERE = 'sys.path.append("")  # modules are looked for where this is run'
 
 
 class _Module:
-    """The top-level definitions and imports of a module."""
+    """Top-level definitions and imports of a module."""
 
     def __init__(self, name: str) -> None:
         source = inspect.getsource(importlib.import_module(name))
@@ -214,7 +214,7 @@ class _Module:
                         self.definitions[target.id] = node
 
     def text(self, node: ast.stmt) -> str:
-        """The source of a definition, with the comments right above it."""
+        """Return the source of a definition, with the comments directly above it."""
         decorators = getattr(node, "decorator_list", [])
         first = min(each.lineno for each in (node, *decorators)) - 1
         while self.lines[first - 1].startswith("# "):
@@ -234,7 +234,7 @@ def _is_ours(module: str) -> bool:
 
 
 def _public(module: str) -> str:
-    """The public module of a name that torch and others define in private modules."""
+    """Return the public module of a name that is defined in a private one."""
     return module.partition("._")[0]
 
 

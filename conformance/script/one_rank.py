@@ -1,6 +1,6 @@
-"""The part of a standalone script whose reference is one rank.
+"""Part of a standalone script whose reference runs on one rank.
 
-Before the ranks begin, a separate process runs the workload's ``train_step`` on a mesh
+Before the ranks start, a separate process runs the workload's ``train_step`` on a mesh
 of size 1: once in fp64 for the truth, and twice in fp32 for the noise.
 """
 
@@ -27,7 +27,7 @@ __all__ = ["OneRank"]
 
 
 class OneRank:
-    """Results of each step of the workload on one rank."""
+    """Results of the workload on one rank, by step."""
 
     def __init__(self, folder: str, run: Run, work: Any) -> None:
         path = Path(folder, "one-rank")
@@ -36,7 +36,7 @@ class OneRank:
         self.truth, *self.noisy = torch.load(path, weights_only=True)
 
     def expected(self, number: int, weights: Any) -> Expected:
-        """Return the results of a step, with the noise up to it."""
+        """Return the results of a step, and their noise up to that step."""
         expected = {}
         for key, true in self.truth[number].items():
             errors = [
@@ -50,7 +50,7 @@ class OneRank:
 
 
 def plain(model: Any) -> Any:
-    """Return the model."""
+    """Return the model unchanged."""
     return model
 
 
@@ -60,7 +60,7 @@ def wide(model: Any) -> Any:
 
 
 def moved(model: Any) -> Any:
-    """With weights moved by one unit roundoff."""
+    """Return the model with weights moved by one unit roundoff."""
     source = torch.Generator().manual_seed(1)
     for p in model.parameters():
         if p.is_floating_point():
@@ -71,7 +71,7 @@ def moved(model: Any) -> Any:
 
 
 class Alone(Training):
-    """A workload on one rank, which sees the rows of all."""
+    """A workload on one rank, which has the rows of all ranks."""
 
     def __init__(
         self, run: Run, work: Any, change: Callable[[Any], Any], mesh: Any
@@ -83,11 +83,11 @@ class Alone(Training):
             self.parts *= run.mesh[axis]
 
     def begun(self, model: Any) -> Any:
-        """The model of this run."""
+        """Return the model, changed for this run."""
         return self.change(model)
 
     def micro_batches(self, step: int) -> list[Any]:
-        """The n-th has the rows of the n-th of all ranks."""
+        """Return micro-batches; the n-th has the rows of all ranks' n-th ones."""
         batch = self.work.batch(step, self.run.seed)
         if self.change is wide:
             batch = in_fp64(batch)
@@ -102,7 +102,7 @@ class Alone(Training):
         return [joined(parts) for parts in zip(*cut, strict=True)]
 
     def values(self, step: int) -> dict[Key, Tensor]:
-        """All that a step makes, whole."""
+        """Return all results of a step, as whole tensors."""
         self.handed.clear()
         whole_values = {}
         for key, (values, places) in self.made(self.step(step)).items():
@@ -112,7 +112,7 @@ class Alone(Training):
 
 
 def joined(parts: tuple[Any, ...]) -> Any:
-    """The rows of all parts."""
+    """Concatenate the rows of all parts."""
     columns: list[list[Tensor]] = [[] for _ in parts]
     for column, part in zip(columns, parts, strict=True):
         mapped(part, column.append)
@@ -121,7 +121,10 @@ def joined(parts: tuple[Any, ...]) -> Any:
 
 
 def train_alone(rank: int, path: Path, run: Run, work: Any) -> None:
-    """Keep results of the runs on one rank; without fp64 the plain run is the first."""
+    """Save the results of the runs on one rank, for the truth and the noise.
+
+    If the workload fails in fp64, its plain run is the truth.
+    """
     begin(rank, 1, f"{path}-store")
     axes, runs = tuple(run.mesh), []
     for change in (wide, plain, moved):

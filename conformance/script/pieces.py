@@ -1,4 +1,4 @@
-"""Parts that a standalone script gets only if its run or its workload needs them."""
+"""Parts of a standalone script that only some runs or workloads need."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltIn:
-    """A built-in model as a workload."""
+    """A workload of a built-in model, its data and its layout."""
 
     model: Callable[[], nn.Module]
     batch: Callable[[int, int], tuple[Tensor, Tensor]]
@@ -46,19 +46,19 @@ class BuiltIn:
     def parallelize(
         self, model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy
     ) -> nn.Module:
-        """The model laid out."""
+        """Lay the model out over the mesh."""
         return self.layout(model, mesh, policy)
 
 
 def digits_batch(step: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Random pixels and labels."""
+    """Return random pixels and labels."""
     source = torch.Generator().manual_seed(1000 * seed + step)
     pixels = torch.randn(32, 64, generator=source)
     return pixels, torch.randint(10, (32,), generator=source)
 
 
 def text_batch(step: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Eight pieces of the text, and the byte that follows each byte."""
+    """Return eight pieces of the text, and the byte that follows each byte."""
     text = torch.from_numpy(corpus().copy())
     starts = np.random.default_rng([seed, step]).integers(0, len(text) - 33, 8)
     rows = torch.stack([text[start : start + 33] for start in starts])
@@ -66,21 +66,21 @@ def text_batch(step: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 BATCHES = {"digits": digits_batch, "text": text_batch}
-"""Data set -> its batches; the digits, which a script has not, are random ones."""
+"""Data set -> its batches; a script has no digits, so these are random."""
 
 
 def halves(batch: Any) -> list[Any]:
-    """Two micro-batches of equal size."""
+    """Cut a batch into two micro-batches of equal size."""
     return [mapped(batch, partial(share, number=n, of=2)) for n in range(2)]
 
 
 def share(rows: Tensor, number: int, of: int) -> Tensor:
-    """One of ``of`` equal parts."""
+    """Return part ``number`` of ``of`` equal parts."""
     return rows.chunk(of)[number]
 
 
 def three_unequal(batch: Any) -> list[Any]:
-    """Three micro-batches of unequal sizes."""
+    """Cut a batch into three micro-batches of unequal sizes."""
     return [mapped(batch, partial(_third, number=n)) for n in range(3)]
 
 
@@ -91,7 +91,7 @@ def _third(rows: Tensor, number: int) -> Tensor:
 
 
 def elements(pair: Any) -> float:
-    """Count the targets, or else the inputs, over which a mean is taken."""
+    """Return the number of targets, or else of inputs, over which a mean is taken."""
     counts: list[int] = []
     for tree in pair[::-1]:
         if not counts:
@@ -107,13 +107,13 @@ def micro_batches(
     unsynced: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
     counted: bool = False,
 ) -> None:
-    """A backward from each start(loss, index, how many there are).
+    """Run backward for each micro-batch, from ``start``(loss, index, count).
 
     Args:
-        training: on this rank.
-        step: its number.
+        training: training of this rank.
+        step: number of the step.
         start: scales a loss.
-        unsynced: context of every part except the last.
+        unsynced: context of every micro-batch except the last.
         counted: true if the loss is (sum, count).
     """
     run, work, module = training.run, training.work, training.module
@@ -138,7 +138,7 @@ def micro_batches(
 
 
 def pipeline(training: Training, step: int, start: Callable[..., Any]) -> None:
-    """GPipe with two micro-batches, before which one call infers the shapes."""
+    """Run GPipe with two micro-batches, after one call that infers the shapes."""
     if not training.mesh:
         micro_batches(training, step, start)
         return
@@ -160,7 +160,7 @@ def pipeline(training: Training, step: int, start: Callable[..., Any]) -> None:
 def placed(
     values: Mapping[str, Any], shapes: Mapping[str, torch.Size]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """The values of ``weights`` or ``gradients``, with the places of elements."""
+    """Return the values of ``weights`` or ``gradients``, and their positions."""
     values_by_name = {}
     for key, value in values.items():
         name = full_name(key, shapes)

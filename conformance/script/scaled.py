@@ -1,4 +1,4 @@
-"""The part of a standalone script for a run with a scaler."""
+"""Part of a standalone script for a run with a scaler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ State = tuple[float, int | None]  # scale, and good steps since its last growth
 
 
 class Scaled:
-    """The calls of a scaler around the passes of a step, and their expected effects."""
+    """Calls of a scaler in a step, and their expected effects."""
 
     skips = False  # whether the last step was one to skip
 
@@ -40,7 +40,7 @@ class Scaled:
         self.good = 0  # good steps since the last growth
 
     def begin(self, training: Training) -> None:
-        """Construct the scaler, and find who holds which elements."""
+        """Construct the scaler, and find which rank holds which elements."""
         self.scaler = self.make(device="cpu", **self.settings)
         if self.primed:
             self.scaler.scale(torch.zeros(()))
@@ -49,12 +49,12 @@ class Scaled:
         self.holdings = gathered(self.held | {LOSS: training.share})
 
     def state(self) -> State:
-        """Scale and growth tracker."""
+        """Return scale and growth tracker."""
         tracker = self.scaler.state_dict().get("_growth_tracker")
         return float(self.scaler.get_scale()), tracker
 
     def step(self, training: Training, number: int) -> dict[str, Any]:
-        """One step on this rank; return its effects."""
+        """Run one step on this rank; return its effects."""
         if not number:
             self.begin(training)
         optimizer, params = training.optimizer, training.params
@@ -94,13 +94,13 @@ class Scaled:
         return {"start": start, "bad": bad, "moved": moved, "after": self.state()}
 
     def effects(self, training: Training) -> int:
-        """Checksum of this rank's weights and of the optimizer's state."""
+        """Return a checksum of this rank's weights and of the optimizer's state."""
         states = [s for p in training.optimizer.state.values() for s in p.values()]
         tensors = [s for s in states if torch.is_tensor(s) and local(s).count_nonzero()]
         return bits([*training.params.values(), *tensors])
 
     def due(self, me: int, step: int) -> Iterator[tuple[Fault, str]]:
-        """Planted faults of this rank; replicas of a tensor overflow together."""
+        """Yield planted faults of this rank; replicas of a tensor overflow together."""
         for fault in self.faults:
             ranks = range(len(self.holdings)) if fault.rank is None else [fault.rank]
             for holding in [
@@ -115,7 +115,7 @@ class Scaled:
                     yield fault, name
 
     def violations(self, step: int, ranks: list[dict[str, Any]]) -> list[str]:
-        """Name effects on ranks that differ from the documentation."""
+        """Describe effects on ranks that differ from the documentation."""
         bad = {rank: row["bad"][0] for rank, row in enumerate(ranks) if row["bad"]}
         begin, end = f"step {step}: ", f"; not finite: {bad or 'nothing'}"
         self.skips, wrong = bool(bad), []
@@ -145,7 +145,7 @@ class Scaled:
         return [begin + text + end for text in wrong]
 
     def ruled(self, scale: float, bad: bool) -> tuple[float, int]:
-        """Update the state as documented."""
+        """Return the documented state after an update."""
         settings = self.settings
         self.good = 0 if bad else (self.good + 1) % settings["growth_interval"]
         if bad:
@@ -156,6 +156,6 @@ class Scaled:
 
 
 def bits(tensors: Sequence[Tensor]) -> int:
-    """Checksum of the elements on this rank."""
+    """Return a checksum of the elements on this rank."""
     parts = (local(t).detach().contiguous().view(-1).view(torch.uint8) for t in tensors)
     return zlib.crc32(b"".join(part.numpy().tobytes() for part in parts))

@@ -1,11 +1,11 @@
-"""Standalone: a violation as a script for a bug report, without a harness.
+"""Write a violation as a standalone script for a bug report.
 
-The script needs torch and the judged scaler's package alone, and the workload's module
-where that is the user's own. It is ``template.py`` with the workload (the user's class,
-or the built-in model and layout as their source has them) and, where a scaler is
-judged, ``scaled.py``. It compares the gradients of each step, and the weights after it,
-with one process in fp64, and the scaler with its documented rule: exit code 1 and one
-line for each departure. Finer laws are beyond it; then it ends with 0.
+The script needs only torch, the tested scaler's package, and the module of a user's
+workload. It consists of ``template.py``, the workload (the user's class, or the source
+of the built-in model and layout) and, for a scaler, ``scaled.py``. It compares the
+gradients of each step, and the weights after it, with one process in fp64, and the
+scaler with its documented rule. It prints one line for each difference and exits with
+1. It cannot show violations of finer laws; then it exits with 0.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["standalone_script", "write_standalone"]
 
 
 def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
-    """A Python script that shows a failure of a scaler with torch alone.
+    """Return a Python script that shows a failure of a scaler with only torch.
 
     Args:
         scenario: scenario in which the scaler failed.
@@ -108,20 +108,20 @@ if __name__ == "__main__":
 
 
 def write_standalone(path: Path, scenario: Scenario, scaler_spec: str) -> None:
-    """Write the script to ``path``, whole or not at all.
+    """Write the script to ``path`` atomically.
 
     Raises:
-        UsageError: as :func:`standalone_script`.
+        UsageError: as for :func:`standalone_script`.
     """
     write_whole(path, standalone_script(scenario, scaler_spec))
 
 
 _OF_A_STEP = ("train_step", "weights", "gradients")
-"""Methods of workloads that only the program without a scaler calls."""
+"""Methods of workloads that only scripts without a scaler call."""
 
 
 def _refusal(scenario: Scenario, spec: str) -> str:
-    """The part that scripts do not support, or the empty string."""
+    """Return the part of a scenario that scripts do not support; else ""."""
     if spec != NO_SCALER and not re.fullmatch(r"[\w.]+:[\w.]+", spec):
         return f"scaler {spec!r}"
     if scenario.parsed_precision.convert is not None:
@@ -135,7 +135,7 @@ def _refusal(scenario: Scenario, spec: str) -> str:
 
 
 def _is_simple(recipe: Recipe) -> bool:
-    """True if the template's loop is that of the recipe."""
+    """Return True if the template's loop is that of the recipe."""
     plain = replace(
         recipe,
         text="",
@@ -212,11 +212,11 @@ def _run(scenario: Scenario) -> Run:
 
 
 _PARTS = {1: None, 2: pieces.halves, 3: pieces.three_unequal}
-"""Micro-batches of a recipe -> the function that cuts them."""
+"""Micro-batches of a recipe -> function that cuts them."""
 
 
 def _own(spec: str) -> Code:
-    """The user's workload."""
+    """Return the import of the user's workload."""
     module, _, name = spec.partition(":")
     workload = named("workload", spec, "mypackage.stack:Workload")
     code = f"{name}()" if isinstance(workload, type) else name

@@ -1,7 +1,7 @@
-"""The fixed text of a standalone script: training on ranks beside one process in fp64.
+"""Fixed text of a standalone script: training on ranks and on one process in fp64.
 
-``standalone.py`` adds a workload, a :class:`Run` with the functions that it names, a
-:class:`Scaled` where a scaler is judged, and a call of :func:`main`.
+``standalone.py`` adds a workload, a :class:`Run` with its functions, a :class:`Scaled`
+if a scaler is tested, and a call of :func:`main`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Expected = dict[Key, tuple[Tensor, float]]  # all elements, and their noise if k
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Settings of the training."""
+    """Settings of a script's training."""
 
     mesh: dict[str, int]
     data_axes: tuple[str, ...]  # ranks along them see different rows
@@ -61,18 +61,18 @@ class Run:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """All elements that the ranks of its mesh hold, partial sums added up."""
+    """Return all elements of a tensor over its mesh, with partial sums added up."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().double().flatten().clone()
 
 
 def in_fp64(batch: Any) -> Any:
-    """A value with its floating tensors in fp64."""
+    """Return a copy of a value with floating tensors in fp64."""
     return mapped(batch, lambda t: t.double() if t.is_floating_point() else t)
 
 
 class Training:
-    """A workload laid out over a mesh; without one on one process, in fp64."""
+    """A workload laid out over a mesh, or on one process in fp64."""
 
     def __init__(self, run: Run, work: Any, mesh: Any) -> None:
         self.run, self.work, self.mesh = run, work, mesh
@@ -99,7 +99,7 @@ class Training:
             self.optimizer = work.optimizer(run.order(pairs))
 
     def build(self, numbered: bool = False) -> Any:
-        """The model, laid out; if numbered, elements are their own numbers."""
+        """Return the model, laid out; if numbered, with element numbers as values."""
         torch.manual_seed(self.run.seed)
         model = self.begun(self.work.model())
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -110,16 +110,16 @@ class Training:
         return self.work.parallelize(model, self.mesh, *self.run.policy)
 
     def begun(self, model: Any) -> Any:
-        """The model before it is laid out."""
+        """Return the model before it is laid out."""
         return model if self.mesh else model.double()
 
     def named(self, module: Any) -> dict[str, Any]:
-        """Its parameters by their names in the model, which wrappers have changed."""
+        """Return a module's parameters by their names in the model."""
         named: Any = getattr(module, "named_parameters", dict)()
         return {full_name(n, self.shapes): p for n, p in dict(named).items()}
 
     def micro_batches(self, step: int) -> list[Any]:
-        """Micro-batches of this rank, each (inputs, targets)."""
+        """Return this rank's micro-batches, each (inputs, targets)."""
         batch = self.work.batch(step, self.run.seed)
         if not self.mesh:
             batch = in_fp64(batch)
@@ -132,12 +132,12 @@ class Training:
         return self.run.parts(batch) if self.mesh else [batch]
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Around each forward pass."""
+        """Return the context of each forward."""
         dtype = self.run.autocast if self.mesh else None
         return torch.autocast("cpu", dtype) if dtype else nullcontext()
 
     def step(self, number: int) -> Any:
-        """One step without a scaler; the norm of the gradients before clipping."""
+        """Run one step without a scaler; return the gradient norm before clipping."""
         if self.mesh and self.own:
             step = self.work.train_step
             returned = step(self.module, self.micro_batches(number), None)
@@ -150,7 +150,7 @@ class Training:
         return norm
 
     def placed(self, kind: str, tensors: dict[str, Tensor]) -> Values:
-        """Weights or gradients with the places of their elements."""
+        """Return weights or gradients with the positions of their elements."""
         method = getattr(self.work, f"{kind}s", None)  # the workload's own method
         if self.mesh and self.run.placed and method:
             parts = self.run.placed(method(self.module), self.shapes)
@@ -159,21 +159,21 @@ class Training:
         return {(kind, name): (flat(t), at) for name, (t, at) in parts.items()}
 
     def watch(self) -> list[Any]:
-        """Look at all optimizers from now on; returns the hooks."""
+        """Hook all optimizers; return the handles."""
         left = register_optimizer_step_post_hook(self.leave)
         return [register_optimizer_step_pre_hook(self.look), left]
 
     def leave(self, *_: Any) -> None:
-        """An optimizer has stepped."""
+        """Note that an optimizer has stepped."""
         self.steps.pop()
 
     def find(self) -> None:
-        """Find parameters again, which a step may have replaced."""
+        """Look up the parameters again, because a step may have replaced them."""
         if not (self.mesh and self.run.placed):
             self.params = self.named(self.module)
 
     def look(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Before an optimizer steps, or after its closure."""
+        """Record gradients before an optimizer steps, or after its closure."""
         self.steps.append([])
         closure = (*args[1:], kwargs.get("closure"))[0]
         if closure is None:
@@ -189,7 +189,7 @@ class Training:
         return args, {**kwargs, "closure": evaluated}
 
     def keep(self, optimizer: Any) -> None:
-        """Keep the gradients that an optimizer has first in a step."""
+        """Record the first gradients that an optimizer has in a step."""
         self.find()
         for outer in self.steps[:-1]:  # they step through this one, which decides
             while outer:
@@ -202,7 +202,7 @@ class Training:
                 self.steps[-1].append(name)
 
     def made(self, norm: Any) -> Values:
-        """Results of a step, with those of train_step and ema()."""
+        """Return the results of a step, with those of train_step and ema()."""
         self.find()
         results = self.placed("gradient", self.handed)
         if norm is not None:
@@ -214,7 +214,7 @@ class Training:
         return results | self.placed("weight", self.params)
 
     def expected(self, number: int, weights: list[Values]) -> Expected:
-        """On one process: the result of a step from the ranks' weights."""
+        """Return the result of a step on one process from the ranks' weights."""
         for weights_of_rank in weights:
             for (_, name), (values, at) in weights_of_rank.items():
                 self.params[name].data.view(-1)[at] = values
@@ -252,7 +252,7 @@ def departures(run: Run, rows: list[Values], expected: Expected) -> Iterator[str
 
 
 def train(run: Run, work: Any, scaled: Any, one_rank: Any) -> list[str]:
-    """Train; returns the departures of the first step that has any."""
+    """Train; return the differences of the first step that has any."""
     axes, sizes = zip(*run.mesh.items(), strict=True)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
     training, compared = Training(run, work, mesh), 0
@@ -281,7 +281,7 @@ def train(run: Run, work: Any, scaled: Any, one_rank: Any) -> list[str]:
 
 
 def begin(rank: int, world: int, store: str) -> None:
-    """Join a process group, as torchrun's ranks do."""
+    """Join a process group, like ranks of torchrun."""
     warnings.simplefilter("ignore")  # fully_shard warns of views
     os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
     os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world))
@@ -289,7 +289,7 @@ def begin(rank: int, world: int, store: str) -> None:
 
 
 def on_rank(rank: int, folder: str, run: Run, work: Any, *others: Any) -> None:
-    """One rank: exit code 1 where anything departs or raises."""
+    """Train on one rank; exit with 1 if a value differs or an error is raised."""
     begin(rank, math.prod(run.mesh.values()), f"{folder}/store")
     try:
         lines = train(run, work, *others)
@@ -304,7 +304,7 @@ def on_rank(rank: int, folder: str, run: Run, work: Any, *others: Any) -> None:
 
 
 def main(run: Run, work: Any, scaled: Any = lambda: None) -> int:
-    """Exit code 1 where anything departs, raises or hangs, 3 where nothing compares."""
+    """Run the ranks; return 1 on a difference or error, 3 if nothing was compared."""
     world = math.prod(run.mesh.values())
     with tempfile.TemporaryDirectory() as folder:
         logging.disable(logging.WARNING)

@@ -1,16 +1,17 @@
 """The catalogue: the scenarios of each preset.
 
-``parity`` is the main job: on both data sets and every topology a clean fp32 run
-(transparency, parity), a half-precision run whose initial scale makes gradients
-overflow without planted faults, and a run with planted inf and nan on single ranks.
+``parity`` is the main job. On both data sets and every topology it has three runs: a
+clean fp32 run (transparency, parity), a half-precision run whose initial scale makes
+gradients overflow without planted faults, and a run with planted inf and nan on single
+ranks.
 
-``layouts`` is the table for a review: each topology, a few plain steps, with whole
-batches and with two parts.
+``layouts`` is for reviews: each topology with a few plain steps, once with whole
+batches and once with two micro-batches.
 
 ``quick`` covers every choice (topology, precision, optimizer, parameter order, recipe,
-faults, model) at least once, ``default`` every pair, ``full`` every triple; each also
-drives the scale to its limits. All presets have the same laws. Scenarios that add most
-new choices for their cost come first, so that a common fault shows early.
+faults, model) at least once, ``default`` every pair, ``full`` every triple. Each of
+them also drives the scale to its limits. All presets have the same laws. Scenarios that
+add the most new choices for their cost come first, so that a common fault shows early.
 """
 
 from __future__ import annotations
@@ -367,14 +368,14 @@ def _quick(selection: Selection) -> Iterable[Scenario]:
 
 
 def _default(selection: Selection) -> Iterable[Scenario]:
-    """Return all pairs, and each place and time of a fault on each topology."""
+    """Return all pairs of choices, and each place and time of a fault by topology."""
     wanted = [_PLACE, _OVERFLOW, *subsets(columns(selection), 2)]
     chosen = [*_covering(selection, wanted), *_extremes(selection)]
     return [*_in_order(selection, chosen), *_longer(selection)]
 
 
 def _full(selection: Selection) -> Iterable[Scenario]:
-    """Return all triples of choices."""
+    """Return all combinations of three choices."""
     wanted = subsets(columns(selection), 3)
     chosen = [*_covering(selection, wanted), *_extremes(selection)]
     return [*_in_order(selection, chosen), *_longer(selection)]
@@ -487,7 +488,7 @@ def _long_runs(selection: Selection) -> Iterator[Scenario]:
 def _plainest(
     selection: Selection, usual: Sequence[str], when: str, optimizer: str
 ) -> Iterator[Row]:
-    """Yield rows of the simplest model on those of the usual topologies selected."""
+    """Yield rows of the simplest model on the selected usual topologies."""
     if selection.no_scaler:
         return
     own = selection.workload

@@ -40,7 +40,7 @@ Z_LOSS = 2.0**-6
 
 @dataclass(frozen=True)
 class Training:
-    """The settings of a recipe that change the mathematics."""
+    """Settings of a recipe that change the mathematics."""
 
     clip: str = ""
     """``value`` or ``norm``: how unscaled gradients are clipped."""

@@ -205,7 +205,7 @@ class Scenario:
 
     @property
     def dataset(self) -> str:
-        """Key of ``fixtures.DATASETS``: the training data of the model."""
+        """Key of ``fixtures.DATASETS`` with the training data of the model."""
         return dataset_of(self.model)
 
     @property

@@ -24,7 +24,7 @@ MAIN_TOPOLOGIES = ("single", "ddp", "fsdp", "hsdp", "tp", "tp+sp", "fsdp+tp", "p
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The user's selection; an empty field means everything."""
+    """The user's selection of scenarios; an empty field selects everything."""
 
     topologies: Sequence[str] = ()
     models: Sequence[str] = ()

@@ -4,13 +4,14 @@ The rank itself is a child, forked like those of a ``Cluster``: even if it crash
 hangs in native code, the agent notices its end or kills it, and reports that.
 
 1. All agents join in torchrun's store. The agent of rank 0 leads: its ``AgentCluster``
-takes calls. The others ``follow``. 2. The leader posts a request. Agents whose rank is
-in that world fork it, and it joins the process group. The others wait for the next
-request. When all ranks are ready, the leader starts the call and its clock. 3. Each
-agent watches its rank and posts its observations. The leader combines them. 4. torchrun
-sends SIGTERM when one of its processes has ended. Then every agent posts that it is
-present; an agent that does not is the cause. If that is the leader, the first remaining
-agent replaces it and reports.
+   takes calls. The others ``follow``.
+2. The leader posts a request. Agents whose rank is in that world fork it, and it joins
+   the process group. The others wait for the next request. When all ranks are ready,
+   the leader starts the call and its clock.
+3. Each agent watches its rank and posts its observations. The leader combines them.
+4. torchrun sends SIGTERM when one of its processes has ended. Then every agent posts
+   that it is present; an agent that does not is the cause. If that is the leader, the
+   first remaining agent replaces it and reports.
 
 None of this uses the process group under test.
 """

@@ -26,7 +26,7 @@ torchrun's store, which others can read, so no name here holds a password."""
 
 @dataclass(frozen=True, kw_only=True)
 class ContextChange:
-    """Settings that changed in the leader since it became one, for all ranks.
+    """Settings of the leader that changed since it began to lead, for all ranks.
 
     Only changes are sent: folders and variables may differ from host to host.
     """
@@ -86,7 +86,7 @@ class CallRequest:
 
 @dataclass
 class _World:
-    """The agent's rank in one world."""
+    """This agent's rank in one world."""
 
     number: int
     processes: RankProcesses
@@ -119,7 +119,7 @@ class LocalRanks:
         self._worlds: dict[WorldSpec, _World] = {}
 
     def start(self, request: CallRequest, others: OtherRanks) -> Fact:
-        """Start the rank; return a fact that it is ready, or how it ended."""
+        """Start the rank; return the fact that it is ready, or how it ended."""
         spec = request.spec
         world = self._worlds.pop(spec, None)
         if world is not None and world.number == request.world:

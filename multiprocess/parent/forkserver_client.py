@@ -76,7 +76,7 @@ def _started(fd: int, errors_fd: int, *, fork: bool) -> subprocess.Popen[bytes]:
 
 
 def _serve_in_fork(fd: int) -> NoReturn:
-    """Run the forkserver in a fork of the parent that has done nothing else."""
+    """Run the forkserver in this new fork of the parent; never returns."""
     global _client, _client_lock
     try:
         # Popen's own pipe among them: the parent waits until it is closed.

@@ -124,7 +124,10 @@ def _as_raised(outcome: RankOutcome) -> RankOutcome:
 
 
 def observed(fact: Fact) -> RankOutcome:
-    """Return the outcome of one rank by its own facts; it may still be running."""
+    """Return the outcome of one rank by its own facts only.
+
+    The rank may still be running.
+    """
     blank = RankOutcome(
         rank=fact.rank,
         state=RankState.OK,

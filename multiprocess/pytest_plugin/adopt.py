@@ -41,7 +41,7 @@ _BASES = ("MultiProcessTestCase", "MultiProcContinuousTest", "MultiThreadedTestC
 
 
 class Adoption:
-    """Plugin object for sessions with the option."""
+    """Plugin object that runs tests of torch's multi-process classes on our ranks."""
 
     def __init__(self) -> None:
         self._files: str | None = None

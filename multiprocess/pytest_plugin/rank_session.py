@@ -53,7 +53,7 @@ class ItemOrder:
     session: SessionOrder
     file: str
     name: str
-    """Node id."""
+    """Node id of the test."""
 
     following: tuple[str, str] | None
     """File and node id of the next test on these ranks, whose fixtures are kept."""
@@ -156,7 +156,7 @@ class RankSession:
         self._expected: pytest.Item | None = None
 
     def item(self, file: str, name: str) -> pytest.Item:
-        """Return a test; its file is collected the first time."""
+        """Return a test by its id; its file is collected at the first request."""
         if file not in self._files:
             self.plugin.collect_errors.clear()
             self.session.perform_collect([file])
@@ -209,7 +209,7 @@ class RankSession:
         return _failed(plugin.error(report), report, result)
 
     def end(self) -> None:
-        """End fixtures, session and plugins."""
+        """Tear down all fixtures, and end session and plugins."""
         internals.tear_down_to(self.session, None)
         code = self.session.exitstatus = pytest.ExitCode.OK  # plugins read it there
         self.config.hook.pytest_sessionfinish(session=self.session, exitstatus=code)
@@ -373,7 +373,7 @@ class _RankPlugin:
         return result
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep errors of the collection; a skip that only ranks make is one."""
+        """Keep collection errors; a skip that only happens on ranks is one."""
         if not report.passed:
             self.collect_errors.append(report.longreprtext)
 
@@ -439,7 +439,7 @@ class _RankPlugin:
         return pytest.fail.Exception(report.longreprtext, pytrace=False)
 
     def phase(self, config: pytest.Config, report: pytest.TestReport) -> Phase:
-        """Return one phase of a test, with the kind of its exception."""
+        """Return a report's phase (setup, call or teardown) and how it ended."""
         # Not by the report's outcome: a mark that expects a failure counts for all
         # ranks together, and the parent applies it.
         _, error = self._errors.get(id(report), (None, None))

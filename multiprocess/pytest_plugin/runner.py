@@ -27,7 +27,7 @@ _MAX_IDLE_RANKS = 16
 
 
 Report = Callable[[WorldError], None]
-"""Reports ranks whose session did not end."""
+"""Function that reports ranks whose pytest session did not end."""
 
 
 class UnsuitableWorld(Exception):
@@ -73,7 +73,7 @@ class AgentRunner:
         """Do nothing: the agents have started already."""
 
     def close(self) -> None:
-        """End the sessions of the ranks; the ranks end with their agents."""
+        """End the pytest sessions of the ranks; the ranks end with their agents."""
         with contextlib.suppress(Exception):
             for cluster in self._clusters.values():
                 _end_session(cluster, self.live, self._report)
@@ -110,7 +110,7 @@ class PoolRunner:
             forkserver()
 
     def close(self) -> None:
-        """End all ranks."""
+        """End the ranks of all clusters."""
         for cluster in self._clusters.values():
             self._close(cluster)
         self._clusters.clear()
@@ -179,7 +179,7 @@ def follow() -> int:
 
 
 def finish(agent: Agent, code: int) -> None:
-    """End the session's ranks and let the other agents go."""
+    """End the session's ranks, and tell the other agents to exit."""
     with agent, contextlib.suppress(HarnessError):  # torchrun's own agent may be gone
         agent.reported()
         agent.finish(code)

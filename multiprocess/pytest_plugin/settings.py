@@ -36,7 +36,7 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """World of one test."""
+    """World that a test needs."""
 
     spec: WorldSpec
     too_small: str = ""
@@ -81,7 +81,7 @@ def sizes_of(args: Sequence[Any], settings: Mapping[str, Any]) -> list[Any]:
 
     Raises:
         TypeError: There is more than one positional argument.
-        ValueError: A least size is given although the size is fixed.
+        ValueError: A minimum size is given although the size is fixed.
     """
     if len(args) > 1 or (args and "world_size" in settings):
         raise TypeError(

@@ -39,7 +39,7 @@ def allow_present(*, only: bool = False) -> None:
     """Allow the threads that run Python code now, beside those allowed before.
 
     Args:
-        only: True at the begin of a call: forget those allowed before.
+        only: True at the start of a call: forget those allowed before.
     """
     if only:
         _allowed.clear()

@@ -142,7 +142,7 @@ def _give_memory_back() -> None:
 
 
 def connect(host: str, port: int, prefix: str, *, serves: bool = False) -> Store:
-    """Connect to torchrun's store at ``host``, or with ``serves`` be the server."""
+    """Connect to torchrun's store at ``host``; with ``serves`` be its server."""
     from torch.distributed import PrefixStore, TCPStore
 
     limit = datetime.timedelta(seconds=_CONNECT_S)

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False, kw_only=True, repr=False)
 class World:
-    """One rank's view of its world."""
+    """World of this rank, as ``current_world`` returns it."""
 
     rank: int
     """Number of this rank, from 0."""

@@ -96,7 +96,7 @@ def _words(what: str, value: object) -> str:
 
 @law("agreement.scale", "After every step all ranks have the same scale.", DRIFT)
 def scale(evidence: Evidence) -> Finding:
-    """Compare the public scale."""
+    """Compare the scale that ``get_scale`` returns, between ranks after every step."""
     return _disagreement(evidence, "scale", lambda s: s.scale_after)
 
 
@@ -135,7 +135,7 @@ def skip(evidence: Evidence) -> Finding:
     of_stack=True,
 )
 def replicas(evidence: Evidence) -> Finding:
-    """Compare digests of parameters that hold the same elements, and of buffers."""
+    """Compare digests of replicated parameters, and of buffers, between ranks."""
     sets = _replica_sets(evidence)
     compared = 0
     for step, seen in evidence.steps():

@@ -24,7 +24,7 @@ from ..law import (
     "numbers, or hangs.",
 )
 def same_sequence(evidence: Evidence) -> Finding:
-    """Compare the logs of all pairs of ranks, call by call."""
+    """Compare the sequences of collectives of all pairs of ranks, call by call."""
     if len(evidence.ranks) == 1:
         return skipped("there is only one rank")
     compared, issued = 0, False

@@ -65,7 +65,10 @@ def _outside(evidence: Evidence) -> int:
 
 
 def _rows(evidence: Evidence, trace: RankTrace) -> tuple[int, ...]:
-    """Return the rank's coordinate on the data axes; equal for equal rows."""
+    """Return the rank's coordinate on the data axes.
+
+    Ranks with the same coordinate have the same rows.
+    """
     data_axes = evidence.phase.parsed_topology.data_axes
     return tuple(at for axis, at in trace.coordinate.items() if axis in data_axes)
 
@@ -248,7 +251,7 @@ def size(evidence: Evidence) -> Finding:
 )
 @_where_drawn
 def recompute(evidence: Evidence) -> Finding:
-    """Look for each recomputed draw among those of the step's forward."""
+    """Check that each recomputed draw repeats one of the step's first forward."""
     compared, missed, outside = 0, 0, _outside(evidence)
     for step, seen in evidence.steps():
         for trace, s in zip(evidence.ranks, seen, strict=True):

@@ -89,7 +89,7 @@ class _Loads:
     lost: Finding | None = None
 
     def counted(self, others: int, what: str, unseen: int) -> Finding:
-        """Return a pass over these and ``others`` comparisons, or inconclusive."""
+        """Return a pass that counts loads and ``others``; inconclusive if too few."""
         if self.compared or self.missed:
             what += f", with {self.compared} loads from a checkpoint"
         total, missed = self.compared + others, self.missed + unseen
@@ -235,7 +235,7 @@ def average(evidence: Evidence) -> Finding:
 
 
 def _as_in_plain_steps(evidence: Evidence) -> tuple[int, Finding | None]:
-    """Compare averages with those of the same training in whole rows, unresumed.
+    """Compare averages with those of a run with whole batches and without a resume.
 
     An average is a weighted mean of the weights so far. If two averages weigh the same
     steps alike, their distance is at most the largest distance of the weights, up to

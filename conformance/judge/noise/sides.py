@@ -123,7 +123,7 @@ class JumpLog(TorchFunctionMode):
     """Records inputs of functions whose derivative jumps, and may move them."""
 
     def __init__(self, sides: Sides = STAY, step: int = 0) -> None:
-        """Take how inputs move in which step; by default they are only recorded."""
+        """Record inputs; ``sides`` also moves them, by default not at all."""
         super().__init__()
         self._distances = sides.distances[step] if sides.distances else ()
         self._side = sides.side
