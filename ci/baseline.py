@@ -237,7 +237,8 @@ def _line(path: Path, number: int, line: bytes) -> Line:
     except RecursionError:
         raise BaselineError(f"{path}: line {number}: nested too deeply") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BaselineError(f"{path}: line {number}: {error}") from error
+        what = "not the header of a baseline: " if number == 1 else ""
+        raise BaselineError(f"{path}: line {number}: {what}{error}") from error
     return decoded
 
 

@@ -120,6 +120,10 @@ def _parser() -> Parser:
 def _check(parsed: argparse.Namespace) -> None:
     if parsed.update_baseline and parsed.baseline is None:
         raise UsageError("--update-baseline needs --baseline FILE, the file to write")
+    for name in ("report", "baseline", "expect"):
+        path = getattr(parsed, name)
+        if parsed.json and path and parsed.json.resolve() == path.resolve():
+            raise UsageError(f"--json {path} would replace the file that is read")
     if parsed.any_torch and parsed.baseline is None:
         raise UsageError("--any-torch goes with --baseline FILE")
     for name in ("yes", "repeat", "accept_failures"):

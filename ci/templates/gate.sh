@@ -39,10 +39,10 @@ fi
 mkdir -p "$out" # a command that could not start has left none
 set -- "$out/report.jsonl" --strict --json "$out/gate.json"
 # A file that is named must be there; one of the usual name may be missing.
-if [ -n "${GRADPARITY_BASELINE:-}" ] || [ -f "$baseline" ]; then
+if [ -n "${GRADPARITY_BASELINE:-}" ] || [ -e "$baseline" ] || [ -L "$baseline" ]; then
     set -- "$@" --baseline "$baseline"
 fi
-if [ -n "${GRADPARITY_EXPECT:-}" ] || [ -f "$expect" ]; then
+if [ -n "${GRADPARITY_EXPECT:-}" ] || [ -e "$expect" ] || [ -L "$expect" ]; then
     set -- "$@" --expect "$expect"
 fi
 exec gradparity gate "$@"

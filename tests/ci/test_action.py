@@ -111,6 +111,42 @@ def run_action(
     return codes, told
 
 
+def asked(folder: Path, options: str, **variables: str) -> list[str]:
+    """Return the arguments of each command that the step *Gate* starts."""
+    (gate,) = (s for s in read(ACTION)["runs"]["steps"] if s["name"] == "Gate")
+    command = folder / "gradparity"
+    command.write_text('#!/bin/sh\necho "asked $*"\n')
+    command.chmod(0o755)
+    variables = {name: "" for name in gate["env"]} | variables
+    done = subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", gate["run"]],
+        cwd=folder,
+        env={
+            "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+            "GITHUB_ACTION_PATH": str(ROOT),
+            **variables,
+            "OPTIONS": options,
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    return [line.removeprefix("asked ") for line in lines]
+
+
+def test_options_on_several_lines_all_count(tmp_path: Path) -> None:
+    run, _ = asked(tmp_path, "--topology dp2\n--precision fp32\n", PRESET="full")
+    assert " --preset full --topology dp2 --precision fp32 " in run
+
+
+def test_a_baseline_that_is_a_lost_link_is_not_left_out(tmp_path: Path) -> None:
+    baseline = tmp_path / "gradparity-baseline.jsonl"
+    assert not any("--baseline" in line for line in asked(tmp_path, ""))
+    baseline.symlink_to("none")
+    assert asked(tmp_path, "")[1].endswith(f" --baseline {baseline.name}")
+
+
 def filled(text: str, values: Mapping[str, str]) -> str:
     return re.sub(r"\$\{\{ inputs\.(\w+) \}\}", lambda found: values[found[1]], text)
 

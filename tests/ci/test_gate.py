@@ -554,7 +554,7 @@ USAGE: dict[str, tuple[list[str], str]] = {
     "abbreviated option": (["R", "--base", "B"], "--base"),
     "no such baseline": (["R", "--baseline", "none.jsonl"], "none.jsonl"),
     "no such expectations": (["R", "--expect", "none.toml"], "none.toml"),
-    "a report as baseline": (["R", "--baseline", "R"], "R: line 1: "),
+    "a report as baseline": (["R", "--baseline", "R"], "R: line 1: not the header of"),
     "a report as expectations": (["R", "--expect", "R"], "R"),
     "yes without update": (["R", "--yes"], "--update-baseline"),
     "repeat without update": (["R", "--repeat", "R"], "--update-baseline"),
@@ -562,6 +562,7 @@ USAGE: dict[str, tuple[list[str], str]] = {
     "minimum no number": (["R", "--min-cases", "many"], "many"),
     "minimum negative": (["R", "--min-cases", "-1"], "-1"),
     "JSON into nowhere": (["R", "--json", "no/such/folder/x.json"], "no/such/folder"),
+    "JSON over the report": (["R", "--json", "./R"], "--json R would replace"),
 }
 
 
