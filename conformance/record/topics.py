@@ -35,9 +35,9 @@ __all__ = [
 ]
 
 SLACK = 0.02
-"""Share by which a norm may be off: clipping rounds gradients, in bf16 by 0.2 %."""
+"""Relative tolerance of a norm: clipping rounds gradients, in bf16 by 0.2 %."""
 UNSEEN = 4
-"""Steps without a row after which it is logged; as many as there are sets, if more."""
+"""Number of steps without rows before a warning, or the number of sets if larger."""
 _LOG = logging.getLogger("gradparity.watch")
 
 
@@ -71,7 +71,7 @@ class Answer:
 
     @property
     def least_number(self) -> int | None:
-        """The least; None if no rank gave one."""
+        """Smallest number; None if no rank sent one."""
         return None if self.least is None else self.least >> 16
 
     @property
@@ -181,7 +181,7 @@ class Weights:
         self._named, self._optimizers = named, optimizers
         self._groups: dict[int, tuple[int, int]] = {}
         self._known = set[int]()
-        """Parameters of the optimizers when the watch began, and those logged since."""
+        """ids of parameters that the watch checks, or has warned about."""
         self._last: dict[str, int] = {}
         """Parameter -> its digest when it was checked last."""
 
@@ -218,7 +218,7 @@ class Weights:
         return numbers, read
 
     def _moves(self, step: int, weight: _Weight, digest: int, trains: bool) -> None:
-        """Log a weight that has not changed since its last turn, if it trains."""
+        """Warn of a trained weight that has not changed since it was checked last."""
         speaks = not weight.same or rank_here() == weight.ranks[0]
         if trains and speaks and self._last.get(weight.name) == digest:
             turns = len(self.turns)
@@ -228,7 +228,7 @@ class Weights:
         self._last[weight.name] = digest
 
     def _learn(self, step: int) -> None:
-        """Find the param group of each parameter; log one that joined later."""
+        """Find each parameter's param group; warn of parameters that joined later."""
         self._groups = {
             id(parameter): (number, at)
             for number, optimizer in enumerate(self._optimizers)
@@ -246,17 +246,17 @@ class Weights:
             _LOG.warning(text, step, len(later))
 
     def _group(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """The param group of a parameter; empty if it has none."""
+        """Return the param group of a parameter; empty if it has none."""
         optimizer, at = self._groups.get(id(parameter), (0, -1))
         groups = self._optimizers[optimizer].param_groups
         return groups[at] if 0 <= at < len(groups) else {}
 
     def _settings(self, parameter: nn.Parameter) -> int | Tensor:
-        """A number for the settings of the param group of a parameter."""
+        """Return one number for the settings of a parameter's param group."""
         return _number(self._group(parameter))
 
     def _is_paused(self, parameter: nn.Parameter) -> bool:
-        """True if the learning rate is 0, as at the start of a warm-up."""
+        """Return True if the learning rate is 0, as at the start of a warm-up."""
         rate = self._group(parameter).get("lr")
         return not isinstance(rate, Tensor) and rate == 0
 
@@ -365,15 +365,15 @@ class Data:
         cpu = device.type == "cpu"
         self._generator: Any = torch if cpu else torch.get_device_module(device)
         self._rows: Tensor | None = None
-        """Digest of all inputs of integers in this step."""
+        """Digest of the integer inputs of this step."""
         self._inputs: Tensor | None = None
-        """Digest of all inputs in this step."""
+        """Digest of all inputs of this step."""
         self._state: Tensor | None = None
         """State of the generator at the first call of the model in this step."""
         self._logged = False
         """True if it was logged that two sets of ranks draw the same numbers."""
         self._unseen = 0
-        """Steps so far in which no rank has shown a row; -1 after the first row."""
+        """Number of steps without rows on any rank; -1 once there were rows."""
 
     def enters(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Read the rows of the model's inputs, as a forward pre-hook."""
@@ -392,14 +392,14 @@ class Data:
             self._state = self._generator.get_rng_state()
 
     def _pair(self, step: int) -> list[tuple[int, ...]]:
-        """Two sets of ranks: neighbours first, later those that are further apart."""
+        """Return two sets of ranks: neighbours in early steps, later others."""
         count = len(self._sets)
         distance = 1 + step // count % max(1, count - 1)
         pair = dict.fromkeys((step % count, (step + distance) % count))
         return [self._sets[n] for n in pair]
 
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
-        """Return rows and draws of two sets; each pair has its turn."""
+        """Return digests of rows and generators of two sets; each pair has its turn."""
         rank, sets = rank_here(), self._pair(step)
         rows, inputs, state = self._rows, self._inputs, self._state
         self._rows = self._inputs = self._state = None
@@ -431,7 +431,7 @@ class Data:
         return numbers, read
 
     def _sees(self, step: int, has_rows: bool) -> None:
-        """Log once that no rank has shown a row since the watch began."""
+        """Warn once if no rank has had rows since the watch began."""
         if has_rows:
             self._unseen = -1
         if self._unseen < 0:
@@ -453,7 +453,7 @@ def _plus(total: Tensor | None, digest: Tensor) -> Tensor:
 
 
 def _are_equal(answers: Sequence[Answer]) -> bool:
-    """True for two sets of ranks that gave the same numbers."""
+    """Return True if two sets of ranks sent the same numbers."""
     numbers = {(answer.number, answer.least_number) for answer in answers}
     return len(answers) == 2 and len(numbers) == 1 and answers[0].number is not None
 
@@ -472,10 +472,10 @@ def _number(group: Mapping[str, Any]) -> int | Tensor:
 
 
 def _given(name: str, number: Callable[[], float | Tensor]) -> int | Tensor:
-    """The bits of a number of ``equal=``.
+    """Return the bits of a number of ``equal=``.
 
     Raises:
-        TypeError: if it is none.
+        TypeError: if the function returned no number.
     """
     value = number()
     if isinstance(value, Tensor) and value.numel() != 1:

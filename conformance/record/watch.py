@@ -62,7 +62,7 @@ KB."""
 LAST_S = 5.0
 """Seconds to wait for the last messages."""
 UNREAD = 16
-"""Messages on their way; at one more a rank waits."""
+"""Number of unread messages; a rank waits before it sends more."""
 _JOINS = attrgetter("_join_config.enable")
 _LOG = logging.getLogger("gradparity.watch")
 
@@ -99,9 +99,9 @@ class Watch:
     device: torch.device
     group: Any
     joinable: Sequence[Any] = ()
-    """Models and optimizers that torch's join() may let take other numbers of steps."""
+    """Models and optimizers that can run under torch's ``join()``."""
     patience: float = 60.0
-    """Seconds that a step waits, at most: other ranks may step no more."""
+    """Longest time in seconds that a step waits for a message of another rank."""
     step: int = 0
     handles: list[Any] = field(default_factory=list)
     """Handles of the hooks of models and optimizers."""
@@ -119,12 +119,12 @@ class Watch:
             self._read(len(self._sent), 0.0)
 
     def close(self) -> None:
-        """Read the last messages, and watch no more; all ranks call it."""
+        """Read the last messages and stop watching; all ranks must call it."""
         self._stop()
         self._read(0, LAST_S)
 
     def stepped(self, *_: Any) -> None:
-        """Send the numbers of this step, and read arrived messages; a hook."""
+        """Send this step's numbers and read messages that arrived; a step hook."""
         if any(map(_JOINS, self.joinable)):
             self._stop()
             text = "within join() ranks take other numbers of steps"
@@ -143,8 +143,8 @@ class Watch:
         """Read messages that have arrived.
 
         Args:
-            most: messages that may stay on their way; with more the rank waits.
-            seconds: longest time to wait. Then the watch ends.
+            most: number of messages that may stay unread; with more the rank waits.
+            seconds: longest time to wait; then the watch ends.
         """
         ends = time.monotonic() + seconds
         while self._sent:
@@ -166,7 +166,7 @@ class Watch:
                 time.sleep(0.001)
 
     def _end(self, step: int, why: str) -> None:
-        """Watch no more: the message of another rank does not come."""
+        """Stop watching, and report that another rank's message does not come."""
         self._sent.clear()
         self._stop()
         self.act(
@@ -313,7 +313,7 @@ def _check(
     equal: Mapping[str, Any],
     clipped: Any,
 ) -> None:
-    """Refuse arguments of another kind; see `watch`."""
+    """Raise for arguments of the wrong type or value; see `watch`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"watch needs a torch.nn.Module, and got {_kind(model)}")
     if not optimizers:
