@@ -71,6 +71,7 @@ def render_page(report: Report) -> str:
         idle=idle,
         cell=cell,
         coverage=coverage(report),
+        missed=_missed(report),
         facts=_more_facts,
         worst=worst_status,
         anchor=_anchor,
@@ -88,6 +89,17 @@ def render_page(report: Report) -> str:
         named=scaler_name,
         groups=_groups(stories),
     )
+
+
+def _missed(report: Report) -> dict[str, tuple[str, str]]:
+    """Return law -> the scenario in which most was not compared, and its message."""
+    most: dict[str, tuple[int, str, str]] = {}
+    for case in report.cases:
+        for verdict in case.verdicts:
+            missed = 0 if verdict.status == "skipped" else verdict.not_compared
+            if missed > most.get(verdict.law, (0,))[0]:
+                most[verdict.law] = missed, case.scenario, verdict.message
+    return {law: (scenario, message) for law, (_, scenario, message) in most.items()}
 
 
 def _chapters(report: Report) -> list[str]:

@@ -220,7 +220,8 @@ def test_the_report_shows_how_much_each_law_compared() -> None:
     assert line in file.getvalue()
     laws = {"parity.update": LawText(text="t", reason="r")}
     page = render_page(replace(report, header=replace(report.header, laws=laws)))
-    assert "Compared here: 10 of 40." in page
+    left_out = f"Compared here: 10 of 40. Most was left out in {seen.scenario}: "
+    assert f"{left_out}{part.message}." in page
 
 
 def test_cases_skipped_for_one_exception_are_one_line() -> None:
