@@ -267,7 +267,12 @@ def _derived(
 def expected_choices(
     scenario: Scenario, schedule: Schedule
 ) -> tuple[dict[str, Choices], ...]:
-    """Return the choices of learned routers at each step, with bounds of scores."""
+    """Return the choices of learned routers at each step, with bounds of scores.
+
+    Args:
+        scenario: scenario that the ranks trained.
+        schedule: skips and scales that the references follow.
+    """
     truth = train_reference(scenario, schedule, TRUTH)
     runs = _noisy_runs(scenario, schedule, truth)
     # scores that are moved are no noise of scores
