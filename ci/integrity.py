@@ -51,7 +51,7 @@ def _status_follows(case: CaseRecord) -> Iterator[str]:
 def _id_agrees(case: CaseRecord) -> Iterator[str]:
     """Check that the scenario's id agrees with the other fields of the case."""
     seen = f"{case.topology}/{case.world_size}/{case.precision}"
-    # With the slash, so that fsdp/2/fp16 is not taken for the begin of
+    # With the slash, so that fsdp/2/fp16 is not taken for the start of
     # fsdp/2/fp16-params.
     if not f"{case.scenario}/".startswith(f"{seen}/"):
         yield f"the case says {seen}, but its scenario id begins otherwise"

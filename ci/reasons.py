@@ -186,7 +186,7 @@ def _order(reason: Reason) -> tuple[int, str]:
 
 
 def folded(lines: Iterable[tuple[object, str]]) -> list[str]:
-    """Return one line for each key: its first line, and the number of further ones.
+    """Merge lines of one key: keep the first, and count the further ones.
 
     Args:
         lines: (key, line), in the order of the result.

@@ -235,7 +235,7 @@ class Cluster(BaseCluster):
         return self._ranks
 
     def _release(self) -> RankProcesses | None:
-        """Return the ranks, which this cluster then no longer owns."""
+        """Give up the ranks of this cluster, and return them."""
         ranks, self._ranks = self._ranks, None
         if self._finalizer is not None:
             self._finalizer.detach()

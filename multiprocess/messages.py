@@ -82,7 +82,7 @@ class Run:
 
     leaves_nothing: bool = False
     prepares: bool = False
-    """See ``CallOptions``, for both."""
+    """``leaves_nothing`` and ``prepares`` are options of ``CallOptions``."""
 
 
 class Kind(enum.Enum):

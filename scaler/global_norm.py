@@ -18,8 +18,8 @@ One mesh may hold replicas and also parameters that no other mesh holds: see
 [Note: Replicas that round apart]
 Ranks with different numbers of threads may round the norm of equal gradients
 differently. So if norms of meshes of one kind differ in any bit, replicas are
-identified by the bits of their gradients (`replicas.py`), whose sum does not depend on
-the order. From then on norms of replicas may differ by rounding.
+identified by the bits of their gradients (`replicas.py`). The sum of these bits does
+not depend on the order. From then on norms of replicas may differ by rounding.
 """
 
 from __future__ import annotations

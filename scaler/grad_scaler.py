@@ -13,7 +13,7 @@ holds.
 [Note: A call that raises]
 A sync that fails raises on every rank. After any exception in a call, also from an
 optimizer's step, the iteration begins anew. Divided gradients are multiplied by the
-scale again, findings of the call are dropped, and an optimizer that has stepped may
+scale again, and findings of the call are dropped. An optimizer that has stepped may
 step again, on new gradient tensors. To recover, catch the error, drop the batch and go
 on: training continues as if the batch had not existed. Calling `update` first is
 allowed, and moves nothing unless other optimizers have stepped. Errors of wrong call

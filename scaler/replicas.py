@@ -2,18 +2,18 @@
 
 [Note: Replicas by parameter]
 `global_norm` counts meshes of one kind with equal sums once: those of data-parallel
-replicas. But one optimizer may hold on one mesh both parameters that other ranks hold
-as well and parameters that only these ranks hold (hand-written tensor or expert
-parallelism). Then the sums of two meshes differ, and their replicas would be added
-twice. So if meshes of one kind have different sums, the ranks exchange a table once:
-shape and sum of bits of each gradient. A parameter belongs to all meshes with bitwise
-equal entries. From then on each rank sends one sum for each set of meshes. The sums of
-one set must be equal up to rounding. If they differ, or if a rank has a gradient of a
-parameter that was in no table, the ranks exchange the table again.
+replicas. But one optimizer may have two kinds of parameters on one mesh: those that
+other ranks hold as well, and those that only these ranks hold. Hand-written tensor or
+expert parallelism is an example. Then the sums of two meshes differ, and their replicas
+would be added twice. So if meshes of one kind have different sums, the ranks exchange a
+table once: shape and sum of bits of each gradient. A parameter belongs to all meshes
+with bitwise equal entries. From then on each rank sends one sum for each set of meshes.
+The sums of one set must be equal up to rounding. If they differ, or if a rank has a
+gradient of a parameter that was in no table, the ranks exchange the table again.
 
 On an accelerator the host must read the rows at once for this, as in the first
-iterations. If a later clip turns out to need a table when its rows are read at the next
-sync, the scaler warns, and reads the next clips at once.
+iterations. A later clip may turn out to need a table when its rows are read at the next
+sync. Then the scaler warns, and reads the next clips at once.
 
 In the entries of `global_norm` a negative mesh is one whose replicas are not
 identified.

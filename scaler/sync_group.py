@@ -3,13 +3,13 @@
 [Note: Which ranks sync]
 The group of a sync must not depend on the tensors of one rank: a rank with plain
 tensors only, or without gradients, would pick another group than other ranks, and all
-would wait for ever. It cannot be derived from the parameters either: stages of one
-pipeline on separate meshes look exactly like independent models on separate meshes, and
-the plain parameters of a pipeline stage look exactly like those of a replica. Of the
-two possible mistakes one is worse: with too few ranks in a sync, training goes on
-silently with different scales. With too many it raises, or is harmless. So by default
-all ranks of the default process group sync, whatever they hold. To use other ranks,
-pass a group or a mesh to the constructor on each of them.
+would wait for ever. It cannot be derived from the parameters either. Stages of one
+pipeline on separate meshes look exactly like independent models on separate meshes. The
+plain parameters of a pipeline stage look exactly like those of a replica. Of the two
+possible mistakes one is worse: with too few ranks in a sync, training goes on silently
+with different scales. With too many it raises, or is harmless. So by default all ranks
+of the default process group sync, whatever they hold. To use other ranks, pass a group
+or a mesh to the constructor on each of them.
 
 [Note: One collective]
 gloo sends rows by an all-to-all, directly from rank to rank. For small messages that is

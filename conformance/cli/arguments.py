@@ -202,7 +202,7 @@ _REPORT: dict[str, Any] = {
 
 
 def _command(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
-    """Add a command whose help begins with its sentence in the list of commands."""
+    """Add a command; its help begins with its line in the list of commands."""
     sentence = f"{text[0].upper()}{text[1:]}."
     command: argparse.ArgumentParser
     command = commands.add_parser(name, help=text, description=sentence)

@@ -1,11 +1,11 @@
 """Compare inputs and outputs of all modules, and their gradients, with the reference.
 
-[Note: What a rank holds] The placements of a DTensor say which part of the whole it is,
-and over which ranks it is a partial sum. A plain tensor has no placements. If it is
-smaller than the whole, it is compared with the parts that the rank's mesh coordinate
-suggests, and the best match counts. Rows need no such search, because the reference
-runs on the rank's own rows. If no part has the tensor's shape, the tensor is not
-compared.
+[Note: What a rank holds]
+The placements of a DTensor say which part of the whole it is, and over which ranks it
+is a partial sum. A plain tensor has no placements. If it is smaller than the whole, it
+is compared with the parts that the rank's mesh coordinate suggests, and the best match
+counts. Rows need no such search, because the reference runs on the rank's own rows. If
+no part has the tensor's shape, the tensor is not compared.
 
 [Note: Whose fault]
 The first tensor that differs decides, in the order of the reference and over all ranks,

@@ -22,7 +22,7 @@ differs between runs (for example through a scale per group of rows) counts
 ``SAFETY_FACTOR`` times, as all noise.
 
 [Note: Weights of updates]
-Adam and similar optimizers divide a gradient by its own size, so the error of an
+Adam and similar optimizers divide a gradient by its own size. So the error of an
 element's update is the error of its gradient over the gradient. Elements with small
 gradients have larger errors. The largest error would then be that of a single element,
 and five references are too few to measure it. So each element of an update is
@@ -30,10 +30,10 @@ multiplied by the smallest gradient it had, which makes the errors of all elemen
 similar. If the true gradient of an element was smaller than the bound on gradient
 errors, rounding decided the direction of a full step: the weight of the element is 0
 from that step on. Its gradient is still compared. If a gradient is exactly 0 in the
-truth and in all noisy runs (behind a layer that begins at zero, a row of an embedding
-without tokens), nothing was rounded, and this step does not lower the element's weight.
-The exception is a tensor whose whole gradient is within its bound, that is, nothing but
-rounding. Under SGD all weights are 1.
+truth and in all noisy runs, nothing was rounded, and this step does not lower the
+element's weight. Examples are a layer behind one that begins at zero, and a row of an
+embedding without tokens. The exception is a tensor whose whole gradient is within its
+bound, that is, nothing but rounding. Under SGD all weights are 1.
 
 [Note: Sides]
 Rounding may decide between two results that are far apart, and five noisy runs may all
@@ -43,7 +43,7 @@ get the same one. So two further runs take the other result, each in half of the
 - the direction of a step that divides by the gradient, as above. It changes later
   gradients by far more than rounding: one weight that moves in the opposite direction
   changes the gradients of its neighbours by some percent. In half precision the noise
-  of a gradient is large enough for this to happen by chance, so signs of elements
+  of a gradient is large enough for this to happen by chance. So signs of elements
   within the noise are flipped. In fp32 such a flip was never observed, and a bound that
   allowed for it would hide real faults.
 
@@ -66,16 +66,16 @@ half precision. Its updates are compared without weights. In all noisy runs but 
 plain one it rounds each half-precision result once more, at random.
 
 [Note: Rounded state]
-An optimizer that keeps its state in 8 bits rounds it by blocks of elements, and the
-blocks of a rank's shards are not those of the whole parameter; shards may also be too
-small to be rounded at all. Such a difference is not noise: eight times it would hide
-whole tensors of a 4-bit state. So if a workload declares ``rounds_state``, all
-references give the optimizer each parameter in the shards of the ranks' optimizers. The
-shards of an optimizer that steps fp32 copies are unknown. Then further references cut
-parameters along dim 0 into several numbers of parts, and their differences are noise. A
-value at a tie is rounded to the other side by any noise, but seldom in one of five
-runs. So each noisy run moves the optimizers' inputs just enough to take some elements
-of a state past a tie.
+An optimizer that keeps its state in 8 bits rounds it by blocks of elements. The blocks
+of a rank's shards are not those of the whole parameter; shards may also be too small to
+be rounded at all. Such a difference is not noise: eight times it would hide whole
+tensors of a 4-bit state. So if a workload declares ``rounds_state``, all references
+give the optimizer each parameter in the shards of the ranks' optimizers. The shards of
+an optimizer that steps fp32 copies are unknown. Then further references cut parameters
+along dim 0 into several numbers of parts, and their differences are noise. A value at a
+tie is rounded to the other side by any noise, but seldom in one of five runs. So each
+noisy run moves the optimizers' inputs just enough to take some elements of a state past
+a tie.
 """
 
 from __future__ import annotations
@@ -267,7 +267,12 @@ def _derived(
 def expected_choices(
     scenario: Scenario, schedule: Schedule
 ) -> tuple[dict[str, Choices], ...]:
-    """Return the choices of learned routers at each step, with bounds of scores."""
+    """Return the choices of learned routers at each step, with bounds of scores.
+
+    Args:
+        scenario: scenario that the ranks trained.
+        schedule: skips and scales that the references follow.
+    """
     truth = train_reference(scenario, schedule, TRUTH)
     runs = _noisy_runs(scenario, schedule, truth)
     # scores that are moved are no noise of scores

@@ -226,8 +226,8 @@ def _still(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (step, rank, optimizer) of steps that correctly move no parameter.
 
-    Gradients may be zero there (behind a layer that begins at zero, a shard of an
-    embedding without tokens), or the optimizer only prepares in its first step.
+    Gradients may be zero there: behind a layer that begins at zero, or in a shard of an
+    embedding without tokens. Or the optimizer only prepares in its first step.
     """
     for seen, skipped, moves in zip(
         _steps(phases), schedule.skipped, parity_bounds.moves, strict=False

@@ -508,7 +508,11 @@ class ReferenceRun:
             self._cast(passes)
 
     def weights_of_heads(self) -> list[float]:
-        """Return weights of a micro-batch's losses in the next step, up to a factor."""
+        """Return weights of a micro-batch's losses in the next step, up to a factor.
+
+        If the loss has several counts, a forward of the whole batch finds them, once in
+        a step.
+        """
         if facts_of(self.key.model).counts < 2:
             return [1.0]
         step = len(self.updates)
@@ -622,7 +626,16 @@ class _Calls(nn.Module):
 
 @lru_cache
 def rows_apart(model: str) -> bool:
-    """Return True if rows may be reversed and cut, since gradients are sums of rows."""
+    """Return True if rows may be reversed and cut, since gradients are sums of rows.
+
+    Rows of a workload's own micro-batches may depend on each other: several sequences
+    may be packed in one. Gradients are not sums of rows if a layer uses all rows at
+    once, such as batch statistics. Then training on parts is a different training even
+    in fp64, and its distance would count as noise.
+
+    Args:
+        model: a key of ``fixtures.MODELS``, or a user's workload.
+    """
     losses, gradients, starts = [], [], []
     workload = resolve_workload(model)
     if workload.rounds_to is not None and workload.micro_batches is None:

@@ -109,7 +109,11 @@ def stack_schedule(
 
 
 class Planned:
-    """Settings that the workload's own ``scheduler`` gives, step by step."""
+    """Settings that the workload's own ``scheduler`` gives, step by step.
+
+    The scheduler drives a separate optimizer, which holds copies of all parameters in
+    the same groups. The copies have no gradients, so a step changes no weight.
+    """
 
     def __init__(
         self, workload: ResolvedWorkload, optimizer: str, named: dict[str, nn.Parameter]

@@ -6,7 +6,7 @@ Afterwards :func:`fold` combines the events of all ranks:
 - **Decision groups** are connected components. Parameters that one call of an optimizer
   holds together belong together, on whatever rank. So do an optimizer and those that
   step inside its calls. So do the n-th optimizers of two ranks, because one line of the
-  program calls them (ranks of a pipeline, or of ZeRO, have different parameters).
+  program calls them. Their parameters may differ, in a pipeline or with ZeRO.
 - **Ranks with fewer optimizers** than others are joined by the parameters that they
   share with them. An optimizer that shares none may be the n-th or a later one. Then
   ranks are joined by order, and ``RankTrace.unjoined`` says so.

@@ -69,7 +69,7 @@ Places = Mapping[str, NDArray[np.int64]]
 _last_read: dict[Hashable, Places] = {}
 """Last layout whose elements this process has read, and their positions. Its scalers
 and recipes run one after another. A world in which a rank failed is ended with all its
-ranks, so either all ranks of a world have read a layout or none has."""
+ranks. So either all ranks of a world have read a layout or none has."""
 AGAIN = "this was its second call: with weights(stack) a model is laid out once"
 
 

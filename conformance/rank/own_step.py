@@ -108,7 +108,7 @@ def _is_of_none(error: BaseException | None) -> bool:
 
 @contextmanager
 def _scaler_at_fault() -> Iterator[None]:
-    """Raise a scaler's error in a workload's call as the scaler's ``JudgedError``."""
+    """Raise the scaler's ``JudgedError`` in place of a workload's error around it."""
     try:
         yield
     except WorkloadError as error:

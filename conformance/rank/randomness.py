@@ -1,6 +1,6 @@
 """Record where the random generators stand at calls of modules.
 
-The random numbers of a call follow from its generator's state at the begin of the call.
+The random numbers of a call follow from its generator's state at the start of the call.
 So states show which calls draw the same numbers. No operator is intercepted, and user
 code is compiled as without gradparity. A layer without parameters applies the numbers
 to its input. Ranks on which that input is bitwise equal hold the same activation, in
@@ -42,7 +42,7 @@ class _Call:
 
     module: nn.Module
     states: tuple[str, ...]
-    """State of each generator at the begin of the call."""
+    """State of each generator at the start of the call."""
     recomputed: bool
     applied: str = ""
     varied: bool = False

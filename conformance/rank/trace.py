@@ -93,7 +93,7 @@ class Draw:
     layer: str
     """Class of the module."""
     state: str
-    """Digest of the generators' states at its begin: equal digests draw equal
+    """Digest of the generators' states at its start: equal digests draw equal
     numbers."""
     recomputed: bool = False
     """True if the call was part of a recomputed forward in backward."""

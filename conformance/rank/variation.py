@@ -2,7 +2,7 @@
 
 The reference of a workload with ``reference = "one rank"`` is its own ``train_step`` on
 a mesh of size 1. Its rank has all rows. For the truth it trains in fp64. For the noise
-it trains in the scenario's precision, with rows permuted, micro-batches cut
+it trains in the scenario's precision. Rows are then permuted, micro-batches cut
 differently, and initial weights moved by one unit roundoff of the compute dtype. A
 smaller move would leave half-precision weights unchanged after rounding, so the run
 would show no new noise.

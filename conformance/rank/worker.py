@@ -65,7 +65,8 @@ results."""
 RIGHT, WRONG = "right", "wrong"
 """Reports of a rank about its checked sum."""
 UNLIMITED = timedelta(hours=24)
-"""Longer than any deadline of the parent process, which detects a hanging rank."""
+"""Time limit longer than any deadline of the parent process, which detects a hanging
+rank."""
 
 
 def observe_rank(

@@ -34,7 +34,8 @@ from .regions import Region, region_of
 __all__ = ["Comparison", "Row", "Side", "compare"]
 
 WHOLE = 3.0
-"""Correct variants of a job reached 1.6 times the noise; spread faults 5 or more."""
+"""Largest median over tensors of distance / noise. Correct variants of a job reached
+1.6; faults that spread over many tensors reached 5 or more."""
 CLIPPED = 1e-4
 """Largest relative difference of norms clipped to one limit: clipping adds 1e-6."""
 REGIONS = 100

@@ -4,9 +4,9 @@
 The reference job was recorded again twice or more: unchanged, and with each weight
 moved to a neighbouring number. The distances of these runs from the first one are the
 noise of the job. The bound of a tensor is ``FACTOR`` times the largest noise that it
-showed up to this step, but at least that of the median tensor of the step. A bound as
-large as the tensor compares nothing. The bound of an update also allows one unit in
-the last place of each weight: a few elements round to the other side, which two
+showed up to this step. It is at least the bound of the median tensor of the step. A
+bound as large as the tensor compares nothing. The bound of an update also allows one
+unit in the last place of each weight: a few elements round to the other side, which two
 nudged runs need not show.
 """
 

@@ -7,8 +7,8 @@ nothing is sent, and every layout of a tensor gives the same result. The digest 
 sum over elements of their bits times a random odd word of the position, modulo 2^64:
 exact in any order. The sketch has 4 x 4 tiles of 32 buckets: each element is added to
 a bucket of its tile with a random sign. The norm of the difference of two sketches
-estimates the norm of the difference of two tensors, to about 5 %, or 15 % for one row
-or one tile. A tensor of at most 512 elements is kept whole.
+estimates the norm of the difference of two tensors. Its error is about 5 %, or 15 % for
+one row or one tile. A tensor of at most 512 elements is kept whole.
 """
 
 from __future__ import annotations

@@ -309,7 +309,7 @@ Cut = Callable[[Any], tuple[Tensor, Box]]
 
 
 def cuts(local: Tensor, first: int, piece: Piece) -> Iterator[tuple[Cut, Box]]:
-    """Yield the boxes that a tensor covers of a piece.
+    """Yield the boxes of the elements that a tensor and a piece share.
 
     Args:
         local: consecutive elements of a local parameter, or all of them.

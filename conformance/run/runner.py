@@ -128,7 +128,10 @@ class _Seen:
 
     @property
     def averages_otherwise(self) -> bool:
-        """True if an average moves, and rows are cut or a checkpoint is loaded."""
+        """True if the recipe may show a fault of the workload's running average.
+
+        It does so if it cuts rows, or loads a checkpoint.
+        """
         scenario, recipe = self.scenario, self.scenario.parsed_recipe
         if scenario.workload.ema is None or recipe.resharded or recipe.training.random:
             return False

@@ -176,8 +176,7 @@ SIX_PASSES = "accumulate-six"
 MANY_STEPS = 20
 """Number of steps of a workload's longest run; later faults are not found."""
 LAYOUT_STEPS = 3
-"""Three steps: the first gradients, leftovers of them in the second step, and one
-more."""
+"""Number of steps: the first, one that shows leftover gradients, and one more."""
 
 
 def _layouts(selection: Selection) -> Iterator[Scenario]:
@@ -503,7 +502,7 @@ def _plainest(
 
 
 QUICK_LIMIT_TOPOLOGIES = ("single", "fsdp", "tp")
-"""Plain tensors, DTensors of one mesh, and both at once."""
+"""Topologies with plain tensors, with DTensors of one mesh, and with both."""
 _LONG_RUNS = {"always": MAIN_TOPOLOGIES, "never": ("single", "fsdp")}
 """Time at which gradients are bad -> topologies of the run."""
 _PLAINEST = {

@@ -25,9 +25,9 @@ def probabilities(model: nn.Module) -> dict[str, float]:
 def turn_off_random_layers(stack: object) -> None:
     """Set the probability of every random layer to 0, so that runs can be compared.
 
-    This sets torch's dropouts, and every attribute of a module or of its class whose
-    name contains ``drop`` or ``jitter`` and whose value is a number from 0 to 1, as in
-    torch's attention and recurrent layers and in transformers' models.
+    This sets torch's dropouts. It also sets every attribute of a module or of its class
+    whose name contains ``drop`` or ``jitter`` and whose value is from 0 to 1. Torch's
+    attention and recurrent layers and transformers' models have such attributes.
 
     Args:
         stack: a module, or an object that holds modules.

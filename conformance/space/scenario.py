@@ -127,17 +127,17 @@ class Scenario:
 
     @property
     def parsed_topology(self) -> Topology:
-        """Topology object of this name."""
+        """Topology that the field ``topology`` names."""
         return self.workload.topologies[self.topology]
 
     @property
     def parsed_precision(self) -> Precision:
-        """Precision object of this name."""
+        """Precision that the field ``precision`` names."""
         return PRECISIONS[self.precision]
 
     @property
     def parsed_recipe(self) -> Recipe:
-        """Recipe object of this name."""
+        """Recipe that the field ``recipe`` names."""
         return RECIPES[self.recipe]
 
     @property

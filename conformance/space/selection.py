@@ -85,7 +85,10 @@ class Selection:
         )
 
     def layouts(self, usual: Iterable[str]) -> list[str]:
-        """Return the selected topologies, or the ``usual`` ones that fit the world."""
+        """Return the selected topologies, or the ``usual`` ones that fit the world.
+
+        Meshes with an axis reduced to size 1 are not included.
+        """
         if self.topologies:
             return list(self.topologies)
         layouts = self.resolved.topologies

@@ -119,7 +119,7 @@ class LocalRanks:
         self._worlds: dict[WorldSpec, _World] = {}
 
     def start(self, request: CallRequest, others: OtherRanks) -> Fact:
-        """Start the rank; return the fact that it is ready, or how it ended."""
+        """Start the rank; return a fact that says if it is ready or how it ended."""
         spec = request.spec
         world = self._worlds.pop(spec, None)
         if world is not None and world.number == request.world:

@@ -68,8 +68,8 @@ ACKNOWLEDGED_S = 15.0
 _CONNECT_S = 60.0
 
 _GROUP_TIMEOUT = datetime.timedelta(hours=2)
-"""Longer than any deadline of the parent: only the parent can distinguish the rank that
-hangs from those that wait for it."""
+"""Time limit longer than any deadline of the parent: only the parent can distinguish
+the rank that hangs from those that wait for it."""
 
 # A gloo group keeps 3 threads and 5 descriptors in a world of 2, and more in larger
 # ones, until it is destroyed.

@@ -5,9 +5,9 @@ the scale by the backoff factor and resets the growth tracker. A good step incre
 tracker. When the tracker reaches the interval, the scale is multiplied by the growth
 factor, unless the product is not finite, and the tracker restarts.
 ``update(new_scale)`` sets the scale and leaves the tracker. A scale that would fall
-below the smallest normal number may stop anywhere above 0, because the rule would make
-it 0, from which it cannot recover. If ``state_dict`` has no tracker, the tracker is
-counted from the scales.
+below the smallest normal number may stop anywhere above 0. The rule would make it 0,
+from which it cannot recover. If ``state_dict`` has no tracker, the tracker is counted
+from the scales.
 """
 
 from __future__ import annotations

@@ -60,7 +60,13 @@ class RoundedWeights(Perturbation):
 def jittered(
     weights: Collection[Tensor], size: float, generator: torch.Generator
 ) -> Iterator[None]:
-    """Change every weight in this context by a random part of its rounding error."""
+    """Change every weight in this context by a random part of its rounding error.
+
+    Args:
+        weights: weights of a model; restored at the end of the context.
+        size: largest relative change; 0 changes nothing.
+        generator: generator of the random numbers.
+    """
     if not size:
         yield
         return
