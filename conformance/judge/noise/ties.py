@@ -45,7 +45,7 @@ class StateTies(Perturbation):
 
 
 def of_ties(roundoff: float, count: int) -> float:
-    """Return the relative noise that moves ``FLIPPED`` of ``count`` values past a tie.
+    """Return the size of noise that moves ``FLIPPED`` of ``count`` values past a tie.
 
     Ties are two roundoffs apart, and the mean of uniform noise is half its size.
     """
