@@ -369,15 +369,18 @@ class Data:
         self._logged = False
         """True if it was logged that two sets of ranks draw the same numbers."""
         self._unseen = 0
-        """Steps so far in which no rank has shown a row; -1 after the first row."""
+        """Steps so far in which no rank has shown a row; -1 after the first row or
+        DTensor."""
 
     def enters(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """See the rows of the model's inputs; a hook."""
         if not torch.is_grad_enabled():
             return
         # a DTensor may be sharded: its rows are no rows of one rank
-        tensors = tensors_in([*args, *kwargs.values()])
+        tensors = [*tensors_in([*args, *kwargs.values()])]
         inputs = [tensor for tensor in tensors if not hasattr(tensor, "device_mesh")]
+        if len(inputs) < len(tensors):
+            self._unseen = -1
         # in a pipeline later stages are given numbers
         for digests in rows_of(inputs):
             self._rows = _plus(self._rows, digests.sum())
