@@ -391,6 +391,19 @@ def test_nothing_compared_is_inconclusive(
     assert "nothing: nothing was compared" in told
 
 
+def test_a_scaler_that_ran_nothing_is_inconclusive(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = sample().cases[0]
+    laws = tuple(verdict(v.law, "skipped", "it has no clip") for v in ran.verdicts)
+    new = replace(ran, scaler="new:S", verdicts=laws, status="skipped", curves=None)
+    report = report_of([*sample().cases, new])
+    for options in ((), ("--baseline", str(baseline))):
+        code, told = gate(report, tmp_path, capsys, *options)
+        assert code == 4
+        assert "nothing: nothing was compared with new:S: all its cases are" in told
+
+
 def test_growth_within_the_noise_passes(
     tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
