@@ -207,7 +207,11 @@ class Weights:
                 if rank in each.ranks:
                     self._moves(step, each, bits.own, each.name in trained)
                 if bits.ranks:
-                    yield f"{each.name} has other bits {bits.where}"
+                    # two that begin as zeros or ones look like replicas of one
+                    yield (
+                        f"{each.name} has other bits {bits.where}. If these are "
+                        "different tensors, name them in apart="
+                    )
                 if settings.ranks:
                     where = settings.where
                     yield f"the settings for {each.name} differ {where}"
