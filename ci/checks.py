@@ -271,6 +271,12 @@ def check_whole(
     if not decided:
         text = f"nothing was compared: {len(report.cases)} cases, no check decided"
         yield Reason(kind="nothing", text=text)
+    # a case that is no skip has its own reason
+    ran = {c.scaler for c in report.cases if c.status != Status.SKIPPED}
+    for scaler in report.scalers if decided else ():
+        if scaler not in ran:
+            text = f"nothing was compared with {scaler}: all its cases are skipped"
+            yield Reason(kind="nothing", text=text, scaler=scaler)
     if len(decided) < min_cases:
         text = f"{len(decided)} cases were judged, at least {min_cases} were promised"
         yield Reason(kind="too-few", text=text)

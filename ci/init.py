@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -131,12 +132,29 @@ def _module(out: Path) -> str:
         UsageError: if the file cannot be imported.
     """
     parts = out.with_suffix("").parts
+    if parts and _is_installed(parts[0]):
+        raise UsageError(
+            f"--out {out} would hide the installed module {parts[0]}: choose another "
+            "name"
+        )
     if out.suffix != ".py" or not all(part.isidentifier() for part in parts):
         raise UsageError(
             f"--out {out}: expected a Python file in this folder or below, such as "
             "stack.py or mypackage/stack.py: gradparity imports it from here"
         )
     return ".".join(parts)
+
+
+def _is_installed(module: str) -> bool:
+    """Return True if a module of this name is found outside the current folder."""
+    if module in sys.builtin_module_names or not module.isidentifier():
+        return module.isidentifier()
+    spec = find_spec(module)
+    places = (
+        [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    )
+    here = Path.cwd()
+    return any(each and not Path(each).is_relative_to(here) for each in places)
 
 
 def _refuse_existing(path: Path, way: str) -> None:

@@ -12,14 +12,20 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..multiprocess.environment import needs_agent, unsupported
 from .chosen import Chosen
 from .cli.arguments import COMMANDS as GROUP
-from .cli.arguments import DEFAULT_SCALER, FORMATS, TOOLS, TOOLS_FOLDER, parse
+from .cli.arguments import (
+    DEFAULT_SCALER,
+    FORMATS,
+    TOOLS,
+    TOOLS_FOLDER,
+    entry_points_of,
+    parse,
+)
 from .output import console, say, say_file
 from .rank import PRELOAD
 from .status import (
@@ -103,7 +109,7 @@ def _command(arguments: Sequence[str], agent: Agent | None, is_program: bool) ->
             "gradparity bench survey-scalers"
         )
     # before parse, which does not know the options of these commands
-    plugged = entry_points(group=GROUP, name=arguments[0]) if arguments else ()
+    plugged = entry_points_of(GROUP).select(name=arguments[0]) if arguments else ()
     for entry in plugged:  # it parses its own options, --help among them
         return int(entry.load()(list(arguments[1:])))
     own, job = _split(arguments)
@@ -302,7 +308,7 @@ def _report(parsed: argparse.Namespace) -> int:
 
     report = read_report(parsed.report)
     if parsed.format is not None:  # a conversion: its exit code says whether it worked
-        (entry,) = entry_points(group=FORMATS, name=parsed.format)
+        entry = entry_points_of(FORMATS)[parsed.format]
         say_file(entry.load()(report))
         return 0
     if parsed.html is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoints, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,6 +32,7 @@ __all__ = [
     "Parser",
     "add_options",
     "build_parser",
+    "entry_points_of",
     "parse",
     "repeated",
 ]
@@ -186,12 +187,20 @@ def _parsers() -> tuple[Parser, Commands]:
     _add_small(commands)
     _add_tools(commands)
     # listed here; the tool parses its own options
-    for entry in entry_points(group=COMMANDS):
+    for entry in entry_points_of(COMMANDS):
         if entry.name in commands.choices:
             continue
         help_ = _HELP.get(entry.name, f"from {entry.module}")
         commands.add_parser(entry.name, help=help_)
     return parser, commands
+
+
+def entry_points_of(group: str) -> EntryPoints:
+    """Return the entry points of gradparity alone: others replace no command."""
+    try:
+        return distribution("gradparity").entry_points.select(group=group)
+    except PackageNotFoundError:  # it is not installed
+        return EntryPoints()
 
 
 _REPORT: dict[str, Any] = {
@@ -328,7 +337,7 @@ def _add_small(commands: Commands) -> None:
     report.add_argument("report", **_REPORT)
     formats = report.add_mutually_exclusive_group()
     formats.add_argument("--html", type=folder, metavar="DIR", help="write index.html")
-    for name in sorted(entry.name for entry in entry_points(group=FORMATS)):
+    for name in sorted(entry_points_of(FORMATS).names):
         formats.add_argument(
             f"--{name}",
             action="store_const",

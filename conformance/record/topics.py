@@ -210,7 +210,11 @@ class Weights:
                 if rank in each.ranks:
                     self._moves(step, each, bits.own, each.name in trained)
                 if bits.ranks:
-                    yield f"{each.name} has other bits {bits.where}"
+                    # two that begin as zeros or ones look like replicas of one
+                    yield (
+                        f"{each.name} has other bits {bits.where}. If these are "
+                        "different tensors, name them in apart="
+                    )
                 if settings.ranks:
                     where = settings.where
                     yield f"the settings for {each.name} differ {where}"
@@ -373,15 +377,18 @@ class Data:
         self._logged = False
         """True if it was logged that two sets of ranks draw the same numbers."""
         self._unseen = 0
-        """Number of steps without rows on any rank; -1 once there were rows."""
+        """Number of steps without rows on any rank; -1 once a rank had rows, or a
+        DTensor."""
 
     def enters(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Read the rows of the model's inputs, as a forward pre-hook."""
         if not torch.is_grad_enabled():
             return
         # a DTensor may be sharded: its rows are no rows of one rank
-        tensors = tensors_in([*args, *kwargs.values()])
+        tensors = [*tensors_in([*args, *kwargs.values()])]
         inputs = [tensor for tensor in tensors if not hasattr(tensor, "device_mesh")]
+        if len(inputs) < len(tensors):
+            self._unseen = -1
         # in a pipeline later stages are given numbers
         for digests in rows_of(inputs):
             self._rows = _plus(self._rows, digests.sum())

@@ -108,6 +108,8 @@ class Scenario:
             raise UsageError(reason)
         if self.steps < 1:
             raise UsageError(f"a scenario takes at least 1 step, got {self.steps}")
+        if self.seed < 0:  # which numpy refuses, on each rank
+            raise UsageError(f"seed is 0 or more, got {self.seed}")
         for name, (least, most) in _LIMITS.items():
             value = getattr(self, name)
             if not least < value < most:  # a nan is neither

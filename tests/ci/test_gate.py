@@ -11,6 +11,7 @@ from gradparity.ci.baseline import make_baseline, write_baseline
 from gradparity.ci.gate import main
 from gradparity.ci.reasons import Reason, causes_of
 from gradparity.conformance import LAWS as ALL_LAWS
+from gradparity.conformance.__main__ import main as command_line
 from gradparity.conformance.report.records import CaseRecord, Location, Report
 from gradparity.tests.ci.test_samples import (
     case,
@@ -390,6 +391,19 @@ def test_nothing_compared_is_inconclusive(
     assert "nothing: nothing was compared" in told
 
 
+def test_a_scaler_that_ran_nothing_is_inconclusive(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = sample().cases[0]
+    laws = tuple(verdict(v.law, "skipped", "it has no clip") for v in ran.verdicts)
+    new = replace(ran, scaler="new:S", verdicts=laws, status="skipped", curves=None)
+    report = report_of([*sample().cases, new])
+    for options in ((), ("--baseline", str(baseline))):
+        code, told = gate(report, tmp_path, capsys, *options)
+        assert code == 4
+        assert "nothing: nothing was compared with new:S: all its cases are" in told
+
+
 def test_growth_within_the_noise_passes(
     tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -581,6 +595,26 @@ def test_bad_usage_prints_one_line_and_exits_with_2(
     assert told.count("\n") == 1
     assert told.startswith("gradparity gate: ")
     assert words in told
+
+
+def test_another_package_replaces_neither_the_gate_nor_a_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "other-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: other\nVersion: 1\n"
+    )
+    (package / "entry_points.txt").write_text(
+        "[gradparity.commands]\ngate = builtins:len\n"
+        "[gradparity.formats]\njunit = builtins:str\nhtml = builtins:str\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert command_line(["gate", str(tmp_path / "none.jsonl")]) == 3
+    write(sample(), tmp_path / "R")
+    capsys.readouterr()
+    assert command_line(["report", str(tmp_path / "R"), "--junit"]) == 0
+    assert capsys.readouterr().out.startswith("<?xml")
 
 
 def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:

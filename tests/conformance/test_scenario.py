@@ -64,6 +64,7 @@ def test_an_id_gives_the_scenario_back(settings: dict[str, object]) -> None:
         ("fsdp/2/fp32/sgd/none/steps=1000000000000", "steps is at most 1000, got 1000"),
         ("fsdp/2/fp32/sgd/none/steps=1001", "1001: all steps are held in memory"),
         (f"fsdp/2/fp32/sgd/none/steps={'9' * 400}", "got more than 20 digits"),
+        ("fsdp/2/fp32/sgd/none/seed=-1", "seed is 0 or more, got -1"),
         ("fsdp/2/fp32/sgd/none/seed=99999999999", "seed is at most 4294967296, got 9"),
         ("fsdp/2/fp32/sgd/none/interval=3000000000", "growth_interval is at most 2147"),
         ("fsdp/2/fp32/sgd/none/scale=nan", "init_scale must be above 0 and below 3.4"),

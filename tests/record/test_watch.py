@@ -113,6 +113,7 @@ def test_replicas_of_shards_are_watched(four: Cluster) -> None:
     assert told == [[]] * 4
     told = [said for said, _ in four.run(job, "drift", True)]
     assert "norm.weight has other bits on rank 3 than on rank 1" in told[0][0]
+    assert "If these are different tensors, name them in apart=" in told[0][0]
 
 
 def test_training_is_the_same_bit_for_bit(four: Cluster) -> None:
