@@ -498,7 +498,7 @@ def _given(name: str, number: Callable[[], float | Tensor]) -> int | Tensor:
 
 
 def _bits(number: float | Tensor) -> int | Tensor:
-    """The bits of a number in fp64; a tensor is not read."""
+    """Return the bits of a number in fp64, without waiting for a device."""
     # -0 and 0 are one number, and so are all that are nan
     if isinstance(number, Tensor):
         doubles = number.detach().reshape(1).double() + 0.0
@@ -511,7 +511,7 @@ def _bits(number: float | Tensor) -> int | Tensor:
 
 
 def _wrapped(number: int | Tensor) -> int | Tensor:
-    """The number modulo 2^64, as int64 has it."""
+    """Return an integer modulo 2^64, in the range of int64."""
     if isinstance(number, Tensor):
         return number
     return (number + 2**63) % 2**64 - 2**63

@@ -249,7 +249,9 @@ def _left_out(report: Report) -> str:
     """Return one line on the laws that could not compare everything."""
     shares = coverage(report)
     part = {law: text for law, text in shares.items() if len({*text.split(" of ")}) > 1}
-    words = [f"{law} {text} (why: on the page)" for law, text in part.items()]
+    words = [f"{law} {text}" for law, text in part.items()]
+    if part:
+        words[-1] += " (why: on the page)"
     if len(part) < len(shares):
         words.append(f"everything in {'all other' if part else 'all'} checks")
     return f"compared: {', '.join(words)}" if words else ""
