@@ -304,7 +304,7 @@ class Recorder:
         Torch's checkpoint functions make it at rate 0, and Megatron-FSDP with gradients
         of zero.
         """
-        if self.roots.called:
+        if self.roots.called or getattr(optimizer, "state", None):
             return False
         rates = [group.get("lr") for group in optimizer.param_groups]
         numbers = [rate for rate in rates if isinstance(rate, int | float)]
