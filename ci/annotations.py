@@ -23,7 +23,7 @@ Violation = tuple[CaseRecord, Verdict]
 
 
 def render(report: Report) -> str:
-    """Return the report as ``::error`` lines; empty if there is no violation."""
+    """Return the report as ``::error`` lines; empty without violations."""
     lines = [_whole(report.incomplete)] if report.incomplete else []
     lines += map(_violation, _groups(report))
     if len(lines) > SHOWN:

@@ -111,7 +111,7 @@ def _decides(case: CaseRecord) -> Iterator[Checked]:
     """Check that a new case decides at least one law.
 
     Inconclusive and broken laws are reported elsewhere, and so are laws of a known case
-    that got worse. A scenario that the workload cannot run is no failure.
+    that got worse. A scenario that the workload cannot run does not count as a failure.
     """
     if case.status != "skipped" and {v.status for v in case.verdicts} <= {"skipped"}:
         why = case.verdicts[0].message if case.verdicts else "it has no verdicts"

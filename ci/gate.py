@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the gate.
 
     Args:
-        argv: arguments after ``gradparity gate``; None for those of the process.
+        argv: arguments after ``gradparity gate``; taken from ``sys.argv`` if None.
 
     Returns:
         The exit code: 0 pass, 1 fail, 2 usage, 3 invalid or incomplete report, 4

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the files.
 
     Args:
-        argv: arguments after ``gradparity init``; None for those of the process.
+        argv: arguments after ``gradparity init``; taken from ``sys.argv`` if None.
 
     Returns:
         The exit code: 0 the files run as they are; 2 bad usage, nothing is written; 3

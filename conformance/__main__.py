@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: arguments without the program name; None for those of the process.
+        argv: arguments without the program name; ``sys.argv[1:]`` if None.
 
     Returns:
         The exit code: 0 pass, 1 violations, 2 usage, 3 no verdict, 4 inconclusive.

@@ -65,7 +65,7 @@ class Drawn:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Facts about a model for a workload file, or the reason why there are none."""
+    """Facts about a model for a workload file, or the reason why they are missing."""
 
     problem: str = ""
     """Reason why no inputs were found."""

@@ -36,8 +36,8 @@ SMALL = {
     "image_size": 32,
     "patch_size": 8,
 }
-"""Settings for a transformers configuration, whose defaults are those of the largest
-models. Each is set if the configuration has a larger value."""
+"""Small settings for a transformers configuration: its defaults describe large models.
+Each is set if the configuration has a larger value."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,7 +133,7 @@ def sums_of(values: Iterable[Any]) -> list[Tensor]:
 
 
 def digests_of_floats(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield one int64 number for each input with a point; the order of rows is free.
+    """Yield one int64 number for each floating-point input, in any order of its rows.
 
     Costs less memory than `rows_of`: an input may be a batch of images. Rows with equal
     bits, on ranks of one kind, have equal numbers.

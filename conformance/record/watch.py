@@ -333,7 +333,8 @@ def _check(
         raise ValueError(f"period= is a number of steps, and got {period}")
     if len(equal) > 16:
         raise ValueError(f"equal= has {len(equal)} names: at most 16 fit a message")
-    for name, function in {**equal, "clipped=": clipped or dict}.items():
+    functions = equal if clipped is None else {**equal, "clipped=": clipped}
+    for name, function in functions.items():
         if not callable(function):
             raise TypeError(
                 f"{name} needs a function, and got {function!r}: write lambda: ..."
