@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_value_
 from torch.optim.lr_scheduler import ExponentialLR
@@ -44,6 +43,9 @@ from .observe import dtype_name, local_part
 from .routing import Choices
 from .torch_internals import set_loss_function
 from .variation import Reduction, Variation
+
+if TYPE_CHECKING:  # a slow import
+    from torch.distributed.pipelining import ScheduleGPipe
 
 __all__ = ["MICRO_BATCHES", "Engine"]
 

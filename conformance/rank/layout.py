@@ -16,14 +16,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from ...fixtures import (
     CannotError,
@@ -54,6 +53,9 @@ from .local_parts import (
 from .modules import module_names, modules_in
 from .observe import digest
 from .variation import Reduction, Variation
+
+if TYPE_CHECKING:  # a slow import
+    from torch.distributed.pipelining import ScheduleGPipe
 
 __all__ = [
     "build_engine",
@@ -372,6 +374,8 @@ def _fill_with_element_numbers(model: nn.Module) -> None:
 
 
 def _pipeline(engine: Engine) -> ScheduleGPipe:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
     mesh = engine.mesh
     stage = PipelineStage(
         engine.module,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.pipelining import ScheduleGPipe
 from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:  # importing it takes half a second, and only ranks need it
+    from torch.distributed.pipelining import ScheduleGPipe
 
 __all__ = [
     "AsyncCollectiveTensor",

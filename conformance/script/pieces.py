@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from ...fixtures import mapped
 from ...fixtures.datasets import corpus
@@ -139,6 +138,8 @@ def micro_batches(
 
 def pipeline(training: Training, step: int, start: Callable[..., Any]) -> None:
     """Run GPipe with two micro-batches, after one call that infers the shapes."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
     if not training.mesh:
         micro_batches(training, step, start)
         return
