@@ -329,12 +329,11 @@ class Boundaries:
         log = self.ranks[rank].log
         dtype = log.passed[first].dtype
         if torch.finfo(dtype).bits < torch.finfo(self.dtype).bits:
-            text = f"it is in {dtype}, and the precision in {self.dtype}"
-            parts.append(f"{text}: take policy.param_dtype, an argument of parallelize")
+            text = f"it is in {dtype}, and the precision is {self.dtype}"
+            parts.append(f"{text}: use policy.param_dtype, an argument of parallelize")
         if self.after[first]:
             parts.append(
-                "an optimizer has stepped before it in this step: weights may be what "
-                "differs"
+                "an optimizer has stepped before it in this step, so weights may differ"
             )
         collective = log.last_collective(first)
         parts.append(f"last collective before it: {collective}")

@@ -43,18 +43,19 @@ def doubts_of(
     doubts = [*_drawn(steps, text), *_chose(steps), *_stepped_late(steps, line)]
     if _cuts_rows(scenario) and not rows_apart(scenario.model):
         text = (
-            "gradients are not sums over rows here: if the batch is cut, the reference "
-            "differs from itself even in fp64. A layer that uses all rows at once does "
-            "that. Write shard or micro_batches so that parts give the result of the "
-            "whole. If train_step gathers what it needs from other ranks: "
+            "gradients are not sums over rows: cutting the batch changes them even in "
+            "fp64, as where a layer uses all rows at once. Write shard or "
+            "micro_batches so that parts give the result of the whole. If train_step "
+            "gathers what it needs from other ranks: "
             f"{line}"
         )
         doubts.append(Doubt(since_step=0, text=text))
     if unclear:
         text = (
-            f"the stack moves {unclear} for copies of the parameters, with other "
-            "values in other groups, and nothing says which parameter has which: let "
-            "optimizers(stack) give the param group of each name"
+            f"the stack changes {unclear} of optimizers that step copies of the "
+            "parameters. Groups have different values, and nothing shows which "
+            "parameter is in which: let optimizers(stack) give the param group of "
+            "each name"
         )
         # settings change nothing before the first step of an optimizer
         doubts.append(Doubt(since_step=0, since="update", text=text))
@@ -74,9 +75,9 @@ def _chose(steps: Sequence[Seen]) -> Iterator[Doubt]:
     for seen in steps:
         if any(at.unclear_choices for _, at in seen):
             text = (
-                "up to there a learned router chose by scores that are those of two "
-                "rows of the reference, which choose differently: take another seed, "
-                "or more rows that are unlike"
+                "two rows of the reference have the same router scores, up to "
+                "rounding, and choose differently, so a rank's choice has no known "
+                "partner: take another seed, or rows that differ more"
             )
             yield Doubt(since_step=seen[0][1].step, text=text)
             return
@@ -87,9 +88,9 @@ def _stepped_late(steps: Sequence[Seen], line: str) -> Iterator[Doubt]:
         names = frozenset(name for _, at in seen for name in at.late)
         if names:
             text = (
-                "train_step runs a forward after an optimizer has moved weights, and "
-                f"steps {min(names)} after it, while the reference takes all gradients "
-                "at the weights before the step (a GAN in turns, LBFGS): "
+                "train_step moves weights, runs a forward, and then steps "
+                f"{min(names)} (a GAN in turns, LBFGS); the reference takes all "
+                "gradients before any weight moves: "
                 f"{line}"
             )
             yield Doubt(since_step=seen[0][1].step, parameters=names, text=text)

@@ -204,7 +204,8 @@ class _Gradients:
         return Location(
             where="average",
             text=f"the running average of {first.parameter} differs, and no weight "
-            "does: it moves by another rule than on one rank, or more or less often",
+            "does: it follows another rule than on one rank, or moves more or less "
+            "often",
             ranks=tuple(
                 sorted({r.rank for r in rows if r.parameter == first.parameter})
             ),
@@ -223,9 +224,9 @@ class _Gradients:
             and abs(self._unweighted() - 1) <= self.rest
         ):
             return (
-                ", and right where all ranks weigh the same: backward starts from "
-                "sum x ranks / count of the whole batch, which is not a mean of the "
-                f"counts here. {due}"
+                ", and the plain mean over ranks is right: each rank returned sum x "
+                "ranks / count of the whole batch, from which backward starts, and "
+                f"not a mean. {due}"
             )
         axes = [n for n in self.facts.axes.values() if n > 1]
         parts = {*axes, math.prod(axes), self.facts.passes} - {1}
@@ -252,8 +253,8 @@ class _Gradients:
             texts.append("a checkpoint was loaded just before this step")
         if where == "gradient" and not self.departed["loss"] and self._is_rounded():
             texts.append(
-                "the errors are as small as those of sums in 16 bits: if gradients are "
-                "meant to be reduced so, promise it with reduce_dtype"
+                "the errors are as small as the rounding of sums in 16 bits: if "
+                "gradients are to be reduced in 16 bits, declare it by reduce_dtype"
             )
         if scenario.parsed_recipe.training.frozen:
             texts.append(
@@ -321,7 +322,7 @@ class _Gradients:
         if everything and others is not None:
             more = f"the others are {_times(others)}"
             if self.facts.clip_norm is not None:
-                more += ", as clipping by a norm with it in makes them"
+                more += ", as if clipped by a norm that contains it"
             text = f"{text}; {more}"
         elif everything:  # no single parameter is at fault
             ranks, module = tuple(sorted({row.rank for row in rows})), ""
@@ -370,9 +371,10 @@ class _Gradients:
         elif self.truth.keys().isdisjoint(self.names):
             look = "no gradient is due there: look at what else moves it"
         seen = any(at.gradients for _, at in self.seen)
-        which = f"of step {self.step} are right" if seen else "are out of sight"
-        if seen and self.missed:
-            which = f"of step {self.step} that were compared are right"
+        start = "no gradient was seen"
+        if seen:
+            compared = " that were compared" if self.missed else ""
+            start = f"all gradients of step {self.step}{compared} are right"
         return Location(
             where="update",
             module=row.parameter.rpartition(".")[0],
@@ -380,8 +382,8 @@ class _Gradients:
             factor=factor,
             error=row.error,
             bound=row.bound,
-            text=f"all gradients {which}, the update of "
-            f"{_some(self.names)} {differs}: {self.setting or look}",
+            text=f"{start}, the update of {_some(self.names)} {differs}: "
+            f"{self.setting or look}",
         )
 
     def _never_trained(self, name: str) -> bool:

@@ -86,14 +86,14 @@ def check_layout(
         name = full_name(unknown[0], tied)
         raise workload.refuse(
             "parallelize",
-            f"{name} is tied to {tied[name]} in model() and no longer after "
-            "parallelize: tie it again",
+            f"{name} is tied to {tied[name]} in model(), and not after parallelize: "
+            "tie it again",
         )
     if unknown:
         raise workload.refuse(
             "parallelize",
-            f"gave the parameter {unknown[0]!r}, which the model has not: parameters "
-            f"keep their names (it has {', '.join([*whole][:8])})",
+            f"gave the parameter {unknown[0]!r}, which the model does not have: "
+            f"parameters keep their names ({', '.join([*whole][:8])})",
         )
     for name, parameter in parameters.items():
         _check_numbers(workload, name, parameter, whole[name])
@@ -112,8 +112,8 @@ def _check_numbers(
     if not right.all() or distinct(flat.astype(np.int64)) < len(flat):
         raise workload.refuse(
             "parallelize",
-            f"changed the values of {name}: it is to lay the model out as it is, and "
-            "to initialise, copy or scale nothing",
+            f"changed the values of {name}: parallelize keeps the model's values, so "
+            "let it initialise, copy or scale nothing",
         )
 
 
@@ -148,9 +148,10 @@ def check_share(
             "the loss be (sum, count)",
         )
     if content != _content(batch):
-        text = "the parts of all ranks overlap and leave a hole: together they have as"
         raise workload.refuse(
-            "shard", f"{text} many elements as the batch, but not its own"
+            "shard",
+            "the parts of all ranks overlap and leave a hole: together they have as "
+            "many elements as the batch, some of them twice",
         )
 
 

@@ -33,7 +33,7 @@ __all__ = [
     "read_local_parts",
 ]
 
-OTHERWISE = "lays the model out otherwise when it is called again"
+OTHERWISE = "lays the model out differently when it is called again"
 FP32 = (
     "parameters stay torch.float32; if the weights are in half precision, let "
     "weights(stack) give the fp32 copies that the optimizer steps"
@@ -177,10 +177,9 @@ def _local_part(
         if len(places) != n_local:
             raise workload.refuse(
                 call,
-                f"gave {name} as a DTensor with {n_local} local elements, where its "
-                f"placements give {len(places)}, so they do not say which: for "
-                "an uneven layout of your own give (its local tensor, slices of the "
-                "whole)",
+                f"gave {name} as a DTensor with {n_local} local elements, and "
+                f"{len(places)} by its placements: for an uneven layout of your own "
+                "give (its local tensor, slices of the whole)",
             )
         return LocalPart(value, places)
     pair = isinstance(value, tuple | list) and len(value) == 2

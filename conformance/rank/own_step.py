@@ -317,12 +317,12 @@ class OwnStep:
         )
         dist.all_reduce(counts)
         if counts[2]:
-            text = "changed the weights that it saves: training would go on from others"
+            text = "changed the weights that it saves: training continues from others"
             raise self.workload.refuse("save_checkpoint", text)
         if counts[0] and not counts[1]:
             raise UndecidedError(
                 f"recipe {engine.scenario.recipe!r}: load_checkpoint restored none of "
-                "the weights that training had moved: they are as parallelize has made "
+                "the weights that training had moved: they are as parallelize made "
                 "them. If the checkpoint is to hold the scaler alone, add to the "
                 'workload: checkpoint = "scaler"'
             )
@@ -383,9 +383,10 @@ class OwnStep:
         again = None if self.workload.one_rank else steps_again(seen.events)
         if again is not None:
             name = type(self.engine.optimizers[again]).__name__
-            text = f"stepped twice in one call: {name}.step() came again for the same"
             raise self.workload.refuse(
-                "train_step", f"{text} parameters; {REFERENCE_LINE}"
+                "train_step",
+                f"stepped twice in one call: {name}.step() was called again with the "
+                f"same parameters; {REFERENCE_LINE}",
             )
         unknown = {
             event.optimizer

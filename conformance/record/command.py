@@ -149,7 +149,7 @@ def _twice(out: Path) -> list[int]:
 def _several(ranks: Sequence[int]) -> str:
     return (
         f"several processes recorded as rank {ranks[0]}, and the one that ended first "
-        "was kept. If the job starts a program that trains, too, start that with `env "
+        "was kept. If the job starts another program that trains, start it with `env "
         f"-u {ORDERS}`"
     )
 

@@ -154,7 +154,9 @@ def begin_from(folder: Path, number: int, module: nn.Module, roots: Roots) -> st
     if not left:
         return ""
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-    return f"{folder} has no whole {next(iter(left))}{more}: own weights were kept"
+    return (
+        f"{folder} has no whole {next(iter(left))}{more}: the job kept its own weights"
+    )
 
 
 def _whole(parts: list[tuple[Tensor, Box]]) -> Tensor:

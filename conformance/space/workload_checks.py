@@ -159,10 +159,9 @@ def _check_loss(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> N
             raise workload.refuse(
                 "forward",
                 f"{losses} for one batch, and changed the buffers {', '.join(moved)}: "
-                "what a forward computes with a state that earlier ones have left "
-                "depends on how a batch is split, and cannot be compared. Keep the "
-                "state as it is in forward, for example by eval() of that layer in "
-                f"model(), or, {REFERENCE_LINE}",
+                "a forward that uses what earlier ones left depends on how a batch is "
+                "split, and cannot be compared. Let forward not change them, for "
+                f"example by eval() of that layer in model(), or, {REFERENCE_LINE}",
             )
         raise _random_forward(workload, model, batch, losses)
     if not value.requires_grad:
@@ -176,11 +175,11 @@ def _random_forward(
 ) -> WorkloadError:
     return workload.refuse(
         "forward",
-        f"{losses} for one batch, and what a random forward computes cannot be "
-        f"compared. {_where_random(workload, model, batch)}. Turned off are torch's "
-        "dropouts and attributes of modules or their classes with 'drop' or 'jitter' "
-        "in their names, if they are numbers from 0 to 1. Keep the probability, or "
-        "size, of other noise there, not in a config, and draw nothing where it is 0",
+        f"{losses} for one batch, and a random forward cannot be compared. "
+        f"{_where_random(workload, model, batch)}. gradparity turns off torch's "
+        "dropouts and numbers from 0 to 1 that are attributes of modules or their "
+        "classes with 'drop' or 'jitter' in their names. Keep the size of other noise "
+        "in such an attribute, not in a config, and draw nothing where it is 0",
     )
 
 
@@ -292,7 +291,7 @@ def _check_made_up(
     except WorkloadError as error:
         raise workload.refuse(
             error.call,
-            f"{error.text}; in fp64, in which the reference trains, and not in fp32: "
+            f"{error.text}. This happens in fp64 alone, in which the reference trains: "
             "make new tensors in the dtype of the inputs or of the parameters",
         ) from error
     largest = max(abs(value.item()), abs(joined.item()))
@@ -312,10 +311,10 @@ def _check_made_up(
     if counts:
         raise workload.refuse(
             call,
-            f"the sums over the counts of the batch are {value.item():.9g}, with the "
-            f"counts {listed(counts)}, and those of its {len(parts)} parts together "
-            f"{joined.item():.9g}, with {listed(of_parts)}, in fp64: sums and counts "
-            "of parts must add up",
+            f"sum / count is {value.item():.9g} for the batch (counts "
+            f"{listed(counts)}) and {joined.item():.9g} for its {len(parts)} parts "
+            f"together (counts {listed(of_parts)}), in fp64: sums and counts of parts "
+            "must add up",
         )
     way = f"If a train_step gathers what it needs of other ranks, {REFERENCE_LINE}"
     if abs(value - joined) < coarseness(torch.float8_e4m3fn) * largest:
@@ -396,8 +395,9 @@ def _check_step(workload: ResolvedWorkload, made: torch.optim.Optimizer) -> None
     if needed:
         raise workload.refuse(
             "optimizer",
-            f"{type(made).__name__}.step() needs {needed[0]!r}: one that evaluates the "
-            "loss again has no single gradient to compare. Let a train_step step it; "
+            f"{type(made).__name__}.step() needs {needed[0]!r}: an optimizer that "
+            "evaluates the loss again has no single gradient to compare. Let a "
+            "train_step step it; "
             f"{REFERENCE_LINE}",
         )
 
@@ -473,19 +473,19 @@ def _check_alone(
         if drew:
             raise workload.refuse(
                 "optimizer",
-                "draws random numbers in step: on another number of ranks or in "
-                "another order they are others, so its updates cannot be compared. "
-                "Judge the stack with the noise, or the stochastic rounding, at 0",
+                "draws random numbers in step, which depend on the number and the "
+                "order of parameters on a rank, so updates cannot be compared. Set "
+                "the noise, or the stochastic rounding, to 0",
             )
         off = float((moved([name])[name] - beside).norm())
         if off > ROUNDING * float(beside.norm()):
             raise workload.refuse(
                 "optimizer",
-                f"moves {name} otherwise beside other parameters than alone, by "
-                f"{off / float(beside.norm() or 1):.2g} of the update: the reference "
-                "has an optimizer for each parameter, and what one takes from all "
-                "together (a common norm, an estimate of the step) is lost in it. Let "
-                f"a train_step step it; {REFERENCE_LINE}",
+                f"moves {name} differently when it has other parameters, too, by "
+                f"{off / float(beside.norm() or 1):.2g} of the update. The reference "
+                "has an optimizer for each parameter, so it lacks what one computes "
+                "from all of them (a common norm, an estimate of the step). Let a "
+                f"train_step step it; {REFERENCE_LINE}",
             )
 
 

@@ -179,7 +179,7 @@ class SignedStore:
             HarnessError: As for ``read``; or the number is not larger.
         """
         if number <= self._taken.get(stream, -1):
-            raise HarnessError(f"{stream}/{number} was taken before, and is taken once")
+            raise HarnessError(f"{stream}/{number} was read before: it is read once")
         key = f"{stream}/{number}"
         value_and_parts = self._verified(key, limit_s, check, author)
         if value_and_parts is None:

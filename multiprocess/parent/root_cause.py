@@ -46,7 +46,7 @@ _DOING = {
     Place.COLLECTIVE: "waiting in a collective",
     Place.JOINING: "making a process group",
     Place.STORE: "waiting for a key of a store",
-    Place.DONE: "done, waiting for the others to be",
+    Place.DONE: "done, waiting for other ranks",
     Place.DEBUGGER: "in a debugger",
 }
 

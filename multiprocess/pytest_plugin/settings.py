@@ -46,7 +46,7 @@ class Wanted:
 def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:
     """Add a command-line option and an ini entry for each default."""
     for name, text in _DEFAULTS.items():
-        text = f"{text}, where a marker does not say"
+        text = f"{text}, unless a marker sets it"
         parser.addini(f"world_{name}", text, default=None)
         option = f"--world-{name.replace('_', '-')}"
         group.addoption(option, metavar=name.upper(), help=text)

@@ -202,9 +202,9 @@ def test_calls_without_their_like_on_one_rank_are_not_compared(runner: Runner) -
 def test_a_narrower_dtype_than_that_of_the_precision_is_told(runner: Runner) -> None:
     found = located(runner, own(misplaced.ComputesInBf16, "dp2/2/fp32"))
     assert found.where == "forward"
-    assert "it is in torch.bfloat16, and the precision in torch.float32: " in found.text
+    assert "it is in torch.bfloat16, and the precision is torch.float32: " in found.text
     right = located(runner, own(misplaced.BiasOnEveryRank))
-    assert "and the precision in" not in right.text
+    assert "and the precision is" not in right.text
 
 
 def test_a_wrong_micro_batch_is_named(runner: Runner) -> None:
@@ -369,7 +369,7 @@ def test_an_average_that_departs_alone_is_located(runner: Runner) -> None:
     assert failed == ["trainer.average"]
     found = runner.localise(case)
     assert found is not None and found.where == "average", found
-    assert "moves by another rule" in found.text
+    assert "follows another rule" in found.text
 
 
 def test_a_scaler_that_is_wrong_on_a_right_stack(runner: Runner) -> None:
@@ -440,7 +440,7 @@ def test_the_gradient_that_departs_most_is_named(runner: Runner) -> None:
     assert found.parameters[0] == "embed.weight"
     assert (found.where, found.module) == ("gradient", "embed")
     assert "the gradient of embed.weight itself differs" in found.text
-    assert "x the truth, as clipping by a norm with it in makes them" in found.text
+    assert "x the truth, as if clipped by a norm that contains it" in found.text
 
 
 @pytest.mark.parametrize("recipe", ["accumulate", "accumulate-uneven"])
@@ -472,7 +472,7 @@ def test_a_share_of_the_loss_is_told(runner: Runner) -> None:
     found = located(runner, own(misplaced.ReturnsWhatBackwardStartsFrom, "dp2/2/fp32"))
     # regression: O6, the factor was that of a mean without weights
     assert found.where == "loss" and found.factor != pytest.approx(1.0)
-    assert "right where all ranks weigh the same: backward" in found.text
+    assert "from which backward starts, and not a mean" in found.text
 
 
 def test_a_run_localises_once_for_a_topology_and_recipe() -> None:

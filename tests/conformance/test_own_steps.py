@@ -445,8 +445,11 @@ class HidesItsSteps(OneProcess):
     ("workload", "told"),
     [
         (HidesItsSteps, r"optimizer: calls no hooks in step.* super\(\).__init__"),
-        (CouplesParameters, "optimizer: moves first.weight otherwise beside other"),
-        (NeedsAClosure, r"optimizer: LBFGS.step\(\) needs 'closure': one that"),
+        (
+            CouplesParameters,
+            "optimizer: moves first.weight differently when it has other",
+        ),
+        (NeedsAClosure, r"optimizer: LBFGS.step\(\) needs 'closure': an optimizer"),
         (HasASparseGradient, r"rows.weight gets a gradient of layout torch.sparse_coo"),
         (ChangesABuffer, r"for one batch, and changed the buffers load: "),
     ],

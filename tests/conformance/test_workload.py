@@ -160,11 +160,11 @@ def test_a_nondeterministic_stack_is_not_held_against_a_scaler(runner: Runner) -
         ),
         (stacks.LaidOutOnce, "its second call: with weights(stack) a model is laid"),
         (stacks.OtherRowsEachTime, "changed the values of 0.weight: 32 of 32 elements"),
-        (stacks.OtherSizesEachTime, "parallelize: lays the model out otherwise when"),
+        (stacks.OtherSizesEachTime, "parallelize: lays the model out differently when"),
         (stacks.Renames, "parallelize: gave the parameter 'inner.0.weight'"),
         (
             stacks.Unties,
-            "head.weight is tied to table.weight in model() and no",
+            "head.weight is tied to table.weight in model(), and not",
         ),
         (stacks.RaisesOnRank1, "(stacks.py in parallelize, line"),
         # only the line of the workload: those of torch and of the harness are left out

@@ -732,7 +732,7 @@ class TwoInOne(Replicated):
     [
         (Lazy, "model: 0.weight has no shape yet: call the lazy model once"),
         (TwoArguments, "one argument, here a tuple: let forward unpack it"),
-        (NewInFp32, "in fp64, in which the reference trains, and not in fp32"),
+        (NewInFp32, "This happens in fp64 alone, in which the reference trains"),
         (Noisy, "optimizer: draws random numbers in step"),
         (TwoInOne, "alone it raised ValueError: optimizer got an empty parameter"),
     ],

@@ -569,9 +569,8 @@ def test_a_wrong_stack_is_caught(runner: Runner, stack: type, recipe: str) -> No
         (
             Uneven,
             # rank 0 holds 24, rank 1 40; either may be the first
-            "local elements, where its placements give 32, so they do not say which: "
-            "for an uneven layout of your own give (its local tensor, slices of the "
-            "whole)",
+            "local elements, and 32 by its placements: for an uneven layout of your "
+            "own give (its local tensor, slices of the whole)",
         ),
     ],
 )
@@ -592,7 +591,7 @@ def test_parts_that_are_not_the_batch_are_an_error(
         (CountsNothing, "loss: the count of the whole first batch is 0"),
         (
             MeanAndCount,
-            "with the counts 64, and those of its 4 parts together 0.0845853479, with",
+            "(counts 64) and 0.0845853479 for its 4 parts together (counts 64)",
         ),
         (SumOfRows, "loss: returned a tensor of shape [16]"),
         (CutsNothing, "micro_batches: returned [], expected a list of (inputs,"),

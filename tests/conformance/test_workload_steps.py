@@ -101,7 +101,7 @@ def test_weights_that_move_before_a_later_pass_are_undecided(
     found = case(runner, stack)
     assert found.status == "inconclusive", (found.problem, failed(found))
     told = {v.law: v.message for v in found.verdicts}["parity.gradient"]
-    assert "runs a forward after an optimizer has moved weights" in told
+    assert "train_step moves weights, runs a forward, and then steps" in told
 
 
 def test_what_is_logged_between_two_steps_hides_no_fault(runner: Runner) -> None:
@@ -213,7 +213,7 @@ def test_a_stack_without_gradients_does_not_pass(runner: Runner, stack: type) ->
 @pytest.mark.parametrize(
     ("stack", "words"),
     [
-        (StepsTwice, "train_step: stepped twice in one call: AdamW.step() came again"),
+        (StepsTwice, "train_step: stepped twice in one call: AdamW.step() was called"),
         (StepsNever, "train_step: stepped never: no optimizer of torch was called"),
         (UnknownWeights, "weights: gave 'inner.0.weight', which is not in the model"),
         (

@@ -166,7 +166,7 @@ def test_a_message_is_taken_once() -> None:
         assert follower.take("message", number, 0.0, author=0) == b"run this"
     for number in (1, 2):
         Attacker(kept).copy(f"message/{number}", f"message/{number}", raw)
-        with pytest.raises(HarnessError, match=f"message/{number} was taken before"):
+        with pytest.raises(HarnessError, match=f"message/{number} was read before"):
             follower.take("message", number, 0.0, author=0)
 
 
