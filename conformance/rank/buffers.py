@@ -47,7 +47,7 @@ def saved_buffers(workload: ResolvedWorkload, model: nn.Module) -> dict[str, Ten
 
 def buffers_on_rank(engine: Engine) -> dict[str, Tensor]:
     """Return name -> buffer that is whole on this rank, in any floating dtype."""
-    # what runs again in backward moves its buffers again, and the recipe did that
+    # a forward that runs again in backward moves its buffers twice, by the recipe
     if not engine.buffers or engine.scenario.parsed_recipe.recompute:
         return {}
     whole_by_name: dict[str, Tensor] = {}

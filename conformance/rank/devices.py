@@ -122,7 +122,7 @@ def nccl_version() -> tuple[int, int]:
     """Return the version of the loaded NCCL; torch may be built with another one."""
     try:
         library = ctypes.CDLL("libnccl.so.2")
-    except OSError:  # it is a part of torch's own library
+    except OSError:  # NCCL is a part of torch's own library
         major, minor = torch.cuda.nccl.version()[:2]
         return major, minor
     number = ctypes.c_int()
@@ -163,7 +163,7 @@ def set_deterministic(device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # a module property
     if device.type != "cuda":
         return
-    # else cuBLAS may sum in another order from run to run
+    # without this setting cuBLAS may sum in another order from run to run
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
@@ -171,5 +171,5 @@ def set_deterministic(device: torch.device) -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
-    # only the plain attention kernels remain
+    # this leaves only the plain attention kernels
     torch.backends.cuda.enable_cudnn_sdp(False)

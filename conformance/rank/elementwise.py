@@ -45,8 +45,7 @@ def not_elementwise(spec: str, optimizer: str) -> frozenset[str]:
     workload = resolve_workload(spec)
 
     def update(name: str, gradients: list[Tensor]) -> Tensor:
-        # zeros, so that weight decay, which no permutation of gradients moves, adds
-        # nothing
+        # weight decay of zeros adds nothing; no permutation of gradients would move it
         parameter = nn.Parameter(torch.zeros_like(gradients[0]))
         probed = workload.optimizers[optimizer]([(name, parameter)])
         for gradient in gradients:
@@ -56,7 +55,7 @@ def not_elementwise(spec: str, optimizer: str) -> frozenset[str]:
         return parameter.detach().flatten()
 
     names = set()
-    eager = torch.compiler.set_stance("force_eager")  # as references run
+    eager = torch.compiler.set_stance("force_eager")  # references run eagerly, too
     with eager, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for name, parameter in judged_parameters(workload.model()).items():

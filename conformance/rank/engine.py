@@ -144,14 +144,13 @@ class Engine:
         if defers and not defers_gradient_sync(self.module):
             raise CannotError(_NO_SYNC)
         parts = self.micro_batches(batch)
-        # the first backward already divides by the total, so all parts are counted
-        # before it
+        # the first backward already divides by the total, so count all parts before it
         self.counts = self._counted(parts) if len(parts) > 1 else ()
         losses = []
         for number, part in enumerate(parts):
             deferred = defers and number + 1 < len(parts)
             with without_gradient_sync(self.module) if deferred else nullcontext():
-                # data parallel training divides by its ranks afterwards: the factor
+                # data parallel training divides by its ranks afterwards; this factor
                 # cancels that
                 weight = self._ranks_of_data * part.elements / batch.elements
                 where = (number, len(parts))
@@ -165,7 +164,7 @@ class Engine:
             with workload.calling("batch"):
                 return batch.shard(*self._data_coordinate())
         share = workload.shard(batch, self.mesh)
-        # else the counts are checked: they do not include padding
+        # counts have a check of their own, since they do not include padding
         if not facts_of(workload.name).counted:
             groups = [self.mesh.get_group(axis) for axis in self._data_axes]
             check_share(workload, batch, share, groups)
@@ -196,7 +195,7 @@ class Engine:
         """
         if self.recomputed is None:
             return
-        # over all ranks: one rank may hold no such part, and all must raise together
+        # over all ranks: one may hold no such part, and all must raise together
         again = torch.tensor(float(self.recomputed.again), device=self.device)
         dist.all_reduce(again)
         if not again:
@@ -231,7 +230,7 @@ class Engine:
         """
         # fp64 holds any count of tokens exactly
         total = torch.tensor(counts, dtype=torch.float64, device=self.device)
-        # one axis after the other: together they are all ranks with different rows
+        # one axis after the other, so together over all ranks with different rows
         for axis in self._data_axes:
             dist.all_reduce(total, group=self.mesh.get_group(axis))
         if not (total > 0).all():
@@ -259,7 +258,7 @@ class Engine:
                 try:
                     with workload.calling("forward"):
                         output = model(part.inputs)
-                # the model takes only inputs that the layout has prepared
+                # the model may accept only inputs that the layout has prepared
                 except WorkloadError:
                     return None
                 count += sum(workload.objective(output, part.targets)[1])
@@ -309,12 +308,10 @@ class Engine:
         clip = self.scenario.parsed_recipe.training.clip
         if clip == "value":
             limit = clip_value_of(self.scenario.workload)
-            # parameter by parameter: torch's foreach form refuses plain tensors with
-            # DTensors
+            # one by one: torch's foreach form refuses plain tensors beside DTensors
             for parameter in self.parameters.values():
                 if parameter.grad is not None:
-                    # a partial sum cannot be clipped by value: the limit is for the
-                    # whole sum
+                    # the limit is for the whole gradient, and not for a partial sum
                     parameter.grad = _gradient_as_its_parameter(parameter)
                     clip_grad_value_(parameter, limit, foreach=False)
         elif clip == "norm":
@@ -322,7 +319,7 @@ class Engine:
 
     def _clip_norm(self) -> None:
         """Clip by the exact global norm; an element on several ranks counts once."""
-        # fp64, so that the order in which ranks are added hardly matters
+        # in fp64, where the order of ranks hardly matters
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         # each rank counts its elements; an empty shard has none
         clipped = [
@@ -332,7 +329,7 @@ class Engine:
         ]
         for name, parameter in clipped:
             gradient = local(_gradient_as_its_parameter(parameter))
-            # each of n replicas adds 1/n
+            # each of n replicas adds 1/n of its squares
             squares += gradient.double().square().sum() / self.replicas[name]
         dist.all_reduce(squares)
         factor = clip_factor(math.sqrt(float(squares)), CLIP_NORM)
@@ -367,7 +364,7 @@ class Engine:
             self.counts = self.counts or self.total_counts(counts)
             weights = [self._ranks_of_data / total for total in self.counts]
         weighted = [x * w for x, w in zip(losses, weights, strict=True)]
-        if counts:  # one loss, of one head or of several
+        if counts:  # losses with counts, of one head or several
             weighted = [sum(weighted[1:], weighted[0])]
         starts = prepare(weighted, *where)
         with self.scenario.workload.calling("backward"):
@@ -386,8 +383,8 @@ class Engine:
             part = len(losses) - 1 - extra
             return prepare(losses[-1:], part, MICRO_BATCHES)[0]
 
-        # The schedule holds its loss function from construction, but the scaler changes
-        # per step: this closure passes it in.
+        # The schedule keeps the loss function it was made with. This closure replaces
+        # it, since the scaler changes in each step.
         set_loss_function(self.schedule, prepared_loss)
         stage, stages = self.mesh.get_local_rank("pp"), self.mesh["pp"].size()
         with self.scenario.parsed_precision.autocast(self.device.type):
@@ -417,7 +414,7 @@ class Engine:
         index, count = 0, 1
         axes = [*(self.mesh.mesh_dim_names or ())]
         for axis in self._data_axes:
-            # not of self.mesh[axis], a mesh that is slow to make
+            # self.mesh[axis] would make a mesh, which is slow
             size = self.mesh.size(axes.index(axis))
             index = index * size + self.mesh.get_local_rank(axis)
             count *= size
@@ -442,5 +439,5 @@ def _gradient_as_its_parameter(parameter: nn.Parameter) -> Tensor:
     if not isinstance(parameter, DTensor):
         return gradient.full_tensor()
     if gradient.placements == parameter.placements:
-        return gradient  # itself: a scaler may know it
+        return gradient  # the tensor itself, since a scaler may recognise it
     return gradient.redistribute(placements=parameter.placements)

@@ -39,7 +39,7 @@ class Events:
 
     def note(self, kind: Kind, optimizer: Any) -> None:
         """Record an event; at ``USES`` also record gradients not yet used."""
-        nodes = nodes_made()  # before anything here can make one
+        nodes = nodes_made()  # count them first: the calls below may make nodes
         ends = kind in (Kind.RETURNED, Kind.STEPPED)
         groups = () if ends else tuple(groups_of(self.engine, optimizer))
         names = [name for group in groups for name in group.names]
@@ -47,7 +47,7 @@ class Events:
         if number is None:
             declared = self.engine.scenario.workload.owners is not None
             trains = names or isinstance(optimizer, NoOptimizer) or not declared
-            # an optimizer that is not declared trains something beside the model
+            # an optimizer that the workload does not declare trains something else
             if ends or not trains:
                 return
             number = len(self.engine.optimizers)
@@ -111,7 +111,7 @@ class Events:
         if engine.scenario.workload.gradients is not None:
             return frozenset()
         scale = grad_scale_of(optimizer)
-        # once: an optimizer and the one inside of it use the same gradient
+        # once: an optimizer and one inside it use the same gradient
         used = [n for n in names if n in gradients and n not in seen.gradients]
         for name in used:
             record_gradient(engine, seen, name, gradients[name], scale)
@@ -129,7 +129,7 @@ def groups_of(engine: Engine, optimizer: Any) -> Iterator[Group]:
     if workload.owners is not None:
         declared_owners = workload.owners(engine.module)
         declared = by_full_name(workload, "optimizers", declared_owners, engine.whole)
-    # what a scaler is handed need not be an optimizer of torch
+    # a scaler may be given an object that is no optimizer of torch
     own = isinstance(optimizer, Optimizer)
     for group in getattr(optimizer, "param_groups", ()):
         if declared is not None:

@@ -97,7 +97,7 @@ def _calls(events: Iterable[Event]) -> Iterator[tuple[Event, int | None]]:
         if event.kind is Kind.CHANGED:
             continue
         if event.kind in (Kind.RETURNED, Kind.STEPPED):
-            # what is above it has raised
+            # events above it in the stack never ended: they raised
             while event.optimizer in under_way:
                 if under_way.pop() == event.optimizer:
                     break
@@ -158,7 +158,7 @@ def _parts(ranks: Sequence[RankTrace]) -> tuple[list[set[Member]], tuple[int, ..
         for sets, count in zip(together, counts, strict=True)
         for each in sets
     )
-    # parts that only ranks with fewer optimizers hold: which of the others is theirs?
+    # only ranks with fewer optimizers hold these parts: no other rank shows the owner
     apart = [part for part in shared if not any(isinstance(m, int) for m in part)]
     if not any(isinstance(m, str) for part in apart for m in part):
         return shared, ()
@@ -197,7 +197,7 @@ def _left(ranks: Sequence[RankTrace]) -> Iterator[frozenset[str]]:
     used, outside, inside = zip(*map(_uses, ranks), strict=True)
     anywhere, inner = set[Elements]().union(*used), set[Elements]().union(*inside)
     for trace, mine, outer, own in zip(ranks, used, outside, inside, strict=True):
-        # an optimizer leaves to one inside, of whatever rank, what that one uses
+        # what an inner optimizer uses, on any rank, is not the outer one's
         taken = mine - ((outer & inner) - own)
         left = anywhere.intersection(trace.shards.items()) - taken
         yield frozenset(name for name, _ in left)
@@ -242,7 +242,7 @@ def _folded(
             copies[event.optimizer] = [group.settings for group in set_groups]
         for group in set_groups:
             for name in group.names:
-                # an optimizer whose parameters have no grad keeps its own gradients
+                # an optimizer of parameters without grad keeps gradients of its own
                 if name in event.with_grad or not event.with_grad:
                     settings[name] = group.settings
     late = [
@@ -269,13 +269,13 @@ def _after_a_step(events: Iterable[Event]) -> Iterator[Event]:
     visible, and an optimizer of frozen parameters uses none: both count if a forward
     ran.
     """
-    moved: int | None = None  # nodes when the first one had stepped
-    evaluated: dict[int, int] = {}  # optimizer -> nodes at its first use
+    moved: int | None = None  # autograd nodes when the first optimizer had stepped
+    evaluated: dict[int, int] = {}  # optimizer -> autograd nodes at its first use
     for event in events:
         if event.kind is Kind.STEPPED and moved is None:
             moved = event.nodes
         elif event.kind is Kind.USES:
-            # a closure evaluates the loss again once the optimizer has moved weights
+            # a closure evaluates the loss again after the optimizer has moved weights
             again = evaluated.setdefault(event.optimizer, event.nodes) != event.nodes
             moved = -1 if again else moved
             wrote = bool(event.written) or not (event.names and event.with_grad)

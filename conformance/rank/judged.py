@@ -116,7 +116,7 @@ class Judged:
         # raised by the optimizer or its gradients, not by the scaler
         except WorkloadError:
             raise
-        except Exception as error:  # recorded as the verdict's evidence
+        except Exception as error:  # an error of the scaler is evidence for a verdict
             step = self.trace.steps[-1].step if self.trace.steps else -1
             text = str(error) or "(no message)"
             self.trace.problem = Problem(
@@ -181,7 +181,7 @@ class Judged:
         manual = self.manual_scale(step)
         if self.scaler is not None:
             with self.watch("update"):
-                # no argument at all without a new scale: a scaler need not take None
+                # without a new scale call update(): a scaler need not accept None
                 self.scaler.update(*[manual] * (manual is not None))
 
     def misuse(self) -> list[Misuse]:
@@ -196,8 +196,8 @@ class Judged:
             or OfWorkload.LOOP not in scenario.workload.has
         ):
             return []
-        # A new backward: the last step's gradients carry its scale, which update() has
-        # changed, and a rank without a loss does not know the old value.
+        # A new backward, for two reasons: the last gradients carry the scale before
+        # update(), and a rank without a loss does not know that scale.
         last = self.engine.scenario.steps
         batch = next_batch(self.engine, last)
         self.engine.forward_backward(batch, lambda losses, *_: self.scale(losses))
@@ -234,7 +234,7 @@ def _probe(
     for misuse in _calls(scaler, optimizers, read_state, watch):
         seen.append(misuse)
         if misuse.changed or not misuse.error:
-            break  # from here on it is not known what is legal
+            break  # after a wrong call was accepted, no later call is known to be legal
     return seen
 
 
@@ -271,7 +271,8 @@ def _refused(name: str, call: Callable[[], object], read_state: ReadState) -> Mi
     try:
         call()
         error = ""
-    except Exception as raised:  # any kind: which one is for the scaler's own tests
+    # any error will do: tests of the scaler say which one it must be
+    except Exception as raised:
         error = type(raised).__name__
     after = read_state()
     changed = tuple(part for part in before if before[part] != after[part])

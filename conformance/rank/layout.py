@@ -85,7 +85,8 @@ def initial_model(spec: str, seed: int, training: Training) -> nn.Module:
     """
     # the caller's generator continues as if no model had been made
     with torch.random.fork_rng(devices=[]):
-        # without a device torch.manual_seed formats the stack of calls for one
+        # torch.manual_seed is slow without a device: it formats the stack of calls for
+        # one
         anywhere = torch.accelerator.is_available()
         seeded = torch if anywhere else torch.default_generator
         seeded.manual_seed(seed)
@@ -133,12 +134,12 @@ def build_engine(
             read = _read_places(scenario, model, mesh, variation)
             _last_read.clear()
             _last_read[key] = read
-            # anew: that layout has taken the first one
+            # a new model, since the first layout has changed the first one
             model = initial_model(scenario.model, scenario.seed, training).to(device)
         places = _last_read[key]
     if variation is not None:
         model = variation.change_weights(model, scenario.parsed_precision.roundoff)
-    # clones: training changes the parameters
+    # clones, because training changes the parameters
     values = {n: p.detach().clone() for n, p in judged_parameters(model).items()}
     dropouts = probabilities(model)  # parallelize may replace them
     saved = saved_buffers(workload, model).items()
@@ -168,7 +169,7 @@ def build_engine(
     parameters: dict[str, nn.Parameter]
     parameters = {n: part.tensor for n, part in parts.items()}  # type: ignore[misc]  # checked where it matters
     if scenario.parsed_recipe.compile:
-        # traced without code generation, which takes minutes and is not under test
+        # the eager backend, because generating code takes minutes and is not under test
         module.compile(backend="aot_eager")
     if training.frozen:
         _check_frozen(parameters, trained)
@@ -216,7 +217,7 @@ def replace_stack(engine: Engine) -> None:
     same = new.index.keys() == engine.index.keys() and all(
         np.array_equal(places, engine.index[n]) for n, places in new.index.items()
     )
-    # the trace has one index for all steps
+    # the trace has one index for all steps, so layouts must be equal
     if not same:
         raise engine.scenario.workload.refuse("parallelize", OTHERWISE)
     engine.module, engine.parameters = new.module, new.parameters
@@ -230,7 +231,7 @@ def _laid_out(
     precision, recipe = scenario.parsed_precision, scenario.parsed_recipe
     if precision.convert is not None:
         model = precision.convert(model)
-    # before the layout, so that its wrappers and hooks go around the replaced forward
+    # before the layout, so that its wrappers and hooks enclose the replaced forward
     recomputed = recompute_in_backward(model) if recipe.recompute else None
     with nullcontext() if variation is None else variation.new_tensors():
         module = scenario.parsed_topology.apply(model, mesh, precision.policy())  # type: ignore[arg-type]  # MODELS hold nothing else
@@ -269,11 +270,11 @@ def _read_places(
     """Read from a layout of element numbers which elements this rank holds."""
     device = next(model.parameters()).device
     drawn = [] if device.type == "cpu" else [device]
-    # the layout that is judged draws what it would without this one
+    # fork the generator, so that the judged layout draws the same without this one
     with torch.random.fork_rng(drawn, device_type=device.type):
         if variation is not None:
             model = variation.change_weights(model, scenario.parsed_precision.roundoff)
-        # without values: a layout may change what it gets
+        # tensors without values, because a layout may change what it gets
         whole = {n: p.detach().to("meta") for n, p in judged_parameters(model).items()}
         tied = _tied(model)
         _fill_with_element_numbers(model)
@@ -312,7 +313,7 @@ def _recompute_anew(stack: Any, recomputed: Recomputed) -> None:
         for root in modules_in(stack)
         for name, module in root.named_modules()
     ]
-    # no part survived the layout: the replaced forwards are gone, too
+    # if no part survived the layout, the replaced forwards are gone, too
     if parts.isdisjoint(module for _, module in named_modules):
         for name, module in named_modules:
             if name in names:
@@ -360,7 +361,7 @@ def _split(scenario: Scenario, names: Iterable[str]) -> list[list[str]]:
 
 def shard_id(index: NDArray[np.int64]) -> str:
     """Return a digest of an index map; equal on replicas."""
-    # a digest: ranks exchange it
+    # a digest, since ranks exchange it
     return hashlib.blake2b(index.tobytes(), digest_size=6).hexdigest()
 
 

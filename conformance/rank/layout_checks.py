@@ -43,7 +43,7 @@ def same_everywhere(
         WorkloadError: on every rank if any rank differs, so that no rank waits.
     """
     mine = {name: f"{tuple(t.shape)} {t.dtype} {digest(t)}" for name, t in made.items()}
-    # digests of all ranks on all ranks: each raises the same error by itself
+    # gather digests on all ranks, so that each raises the same error by itself
     all_: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_, mine)
     for rank, theirs in enumerate(all_):
@@ -107,7 +107,7 @@ def _check_numbers(
         text = f"made {name} {parameter.dtype}: {FP32}"
         raise workload.refuse("parallelize", text)
     flat = local(parameter.detach()).reshape(-1).cpu().numpy()
-    # distinct integers below count: element numbers that nothing has changed
+    # distinct integers below count are element numbers that nothing has changed
     right = (flat >= 0) & (flat < count) & (flat == np.floor(flat))
     if not right.all() or distinct(flat.astype(np.int64)) < len(flat):
         raise workload.refuse(
@@ -160,12 +160,11 @@ def _content(batch: Batch) -> int:
     total = 0
     for tensor in batch.counted:
         bits = tensor.detach().cpu().double().reshape(-1).numpy().view(np.uint64)
-        # mixed, because sums of plain bits are equal for many different tensors
-        # (splitmix64)
+        # mixed (splitmix64), because sums of plain bits are equal for many tensors
         mixed = (bits ^ (bits >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
         total += int((mixed ^ (mixed >> np.uint64(32))).sum().view(np.int64))
-    # into the range of int64, as all_reduce wraps its sum
+    # into the range of int64, in which all_reduce wraps its sum
     return (total + 2**63) % 2**64 - 2**63
 
 

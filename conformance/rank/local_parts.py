@@ -112,7 +112,7 @@ def read_local_parts(
     for name, value in by_full_name(workload, call, given, whole).items():
         pair = isinstance(value, tuple | list) and len(value) == 2
         if call == "gradients" and pair and value[0] is None:
-            continue  # no gradient, of these slices
+            continue  # there is no gradient of these slices
         if value is not None:
             parts[name] = _local_part(workload, call, name, value, whole[name].shape)
     return parts
@@ -195,7 +195,7 @@ def _local_part(
         raise workload.refuse(call, f"gave {name} with slices {slices!r}, {expected}")
     numbers = torch.arange(shape.numel())
     parts = [numbers.view(shape)[tuple(slices)]] if len(slices) <= len(shape) else []
-    # one slice may also be of the flat tensor; the number of elements tells which
+    # one slice may be of the flat tensor, too; the number of elements decides
     if len(slices) == 1:
         parts.insert(0, numbers[slices[0]])
     fitting = [part for part in parts if part.numel() == tensor.numel()]

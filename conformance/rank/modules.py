@@ -206,7 +206,7 @@ def names_of(
         whole: names of the modules of the full model.
         parameters: name in the full model -> laid-out parameter.
     """
-    # a stack may give its weights as tensors that share their memory
+    # a stack may report weights as new tensors that share the parameters' memory
     module_by_memory = {
         _memory(p): name.rpartition(".")[0] for name, p in parameters.items()
     }
@@ -220,7 +220,7 @@ def names_of(
         }
         if len(owners) == 1:
             name_by_module[name] = owners.pop()
-    # a stage that numbers layers from 0 has names that belong to other layers
+    # a stage that numbers its layers from 0 uses names of other layers
     renamed = any(full_name(n, whole) != f for n, f in name_by_module.items())
     for name in reversed(local_names):  # children first
         if name in name_by_module:
@@ -239,7 +239,7 @@ def names_of(
         }
         if len(parents) == 1 and parents <= whole:
             name_by_module[name] = parents.pop()
-    # a wrapper and its wrapped module have one name: the wrapped module counts
+    # a wrapper and the module inside have one name: count the module inside
     inner = {full: name for name, full in name_by_module.items()}
     for name, full in name_by_module.items():
         if len(name) > len(inner[full]):
@@ -271,7 +271,7 @@ def watch_modules(
     with ExitStack() as hooks:
         hooks.callback(register_optimizer_step_post_hook(watch.step).remove)
         for module in dict.fromkeys(m for root in roots for m in root.modules()):
-            # of modules without a name, only calls that enclose others matter
+            # of modules without a name, only those that enclose others matter
             if any(inner in names for inner in module.modules()):
                 for added in watch.hook(module, names.get(module)):
                     hooks.callback(added.remove)
@@ -317,8 +317,8 @@ class _Watch:
         handles: list[Any] = [begin]
         if name is not None:
             self.log.modules += 1
-            # registered after the hooks of the layout: they have cast and laid out what
-            # a module is given, and what it returns, when these see it
+            # registered after the hooks of the layout, to see inputs after these have
+            # cast and laid them out, and outputs, too
             enter, leave = partial(self._enter, name), partial(self._leave, name)
             handles += [
                 module.register_forward_pre_hook(enter, with_kwargs=True),
@@ -345,8 +345,8 @@ class _Watch:
             self.depth -= 1
 
     def _ignored(self) -> bool:
-        # while Dynamo traces it, a hook must add nothing to the graph. A forward
-        # during backward is a recomputation: it was recorded before
+        # While Dynamo traces a module, a hook must add nothing to the graph. A forward
+        # during backward is a recomputation, which was recorded before.
         return (
             torch.compiler.is_compiling()
             or in_backward()
@@ -370,8 +370,8 @@ class _Watch:
             self._keep(boundary, tensor)
             if not tensor.requires_grad:
                 return tensor
-            # a view per module keeps out the gradients that other modules add to the
-            # tensor. Sums then round differently, so no verdict rests on a watched run
+            # Each module gets a view, so that gradients which other modules add stay
+            # out. Sums then round differently, so no verdict rests on a watched run.
             own = tensor.view_as(tensor)
             self._on_gradient(own, boundary, INPUT_GRADIENT)
             return own
@@ -388,7 +388,7 @@ class _Watch:
     ) -> None:
         if self._ignored():
             return
-        # calls that raised never left: drop them
+        # drop calls that raised: they have no end
         while self.open:
             entered, (micro_batch, _, number) = self.open.pop()
             if entered is module:
@@ -409,7 +409,7 @@ class _Watch:
             before = self.log.passed.get(boundary)
             self._keep(boundary, gradient)
             now = self.log.passed.get(boundary)
-            # each of several losses has its own backward through one graph
+            # several losses have one graph and several backward passes
             if before is not None and now is not None and now is not before:
                 total = replace(now, values=before.values + now.values)
                 self.log.passed[boundary] = total

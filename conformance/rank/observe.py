@@ -52,8 +52,8 @@ Places = NDArray[np.int64]
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return the local part of a tensor, detached, sharing its memory."""
-    # where gradients are enabled, to_local of a DTensor is a step of autograd, and
-    # detach one of DTensor's operators: four times the time
+    # With gradients enabled, to_local of a DTensor is a step of autograd, and detach is
+    # an operator of DTensor: together four times slower.
     with torch.no_grad():
         return local(tensor).detach()
 
@@ -124,7 +124,7 @@ def scheduled(group: Mapping[str, Any]) -> dict[str, Setting]:
 
 def _is_zero(value: object) -> bool:
     if isinstance(value, Tensor):
-        return not bool(value.any())  # not of all dtypes are zeros counted
+        return not bool(value.any())  # torch cannot count zeros in all dtypes
     return value is None or value == 0
 
 
@@ -166,9 +166,9 @@ def gradient_places(gradient: Tensor, parameter: Tensor, index: Places) -> Place
     """
     if _sharding(gradient) == _sharding(parameter):
         return index
-    # The placements give places in the DTensor's own full shape. If they reproduce the
-    # parameter's known index, that shape is the full tensor's, and the placements of
-    # the gradient give right places, too.
+    # The placements give places in the full shape of the DTensor. If they reproduce the
+    # parameter's known index, this shape is that of the full parameter. Then the
+    # gradient's placements give right places, too.
     if not np.array_equal(numbers_laid_out_as(parameter), index):
         raise ValueError(
             f"the gradient is laid out as {_sharding(gradient)}, its parameter as "
@@ -190,7 +190,7 @@ def numbers_laid_out_as(tensor: Tensor) -> Places:
     """Return the position of each local element in the flat full tensor."""
     numbers = torch.arange(tensor.numel()).view(tensor.shape)
     if sharding := _sharding(tensor):
-        # src_data_rank=None: every rank has the numbers, so no collective is sent
+        # with src_data_rank=None no collective is sent: every rank has the numbers
         numbers = local(distribute_tensor(numbers, *sharding, src_data_rank=None))
     return numbers.reshape(-1).cpu().numpy()
 
@@ -207,7 +207,7 @@ def partial_ranks(gradient: Tensor) -> tuple[tuple[int, ...], int]:
     mesh, placements = gradient.device_mesh, gradient.placements
     here = mesh.get_coordinate()
     kinds = [p.reduce_op if isinstance(p, Partial) else "" for p in placements]
-    # other reductions, such as of a norm's partial, are no sums of gradients
+    # other reductions, as of a partial norm, are no sums of gradients
     if here is None or not {"sum", "avg"} & {*kinds}:
         return (), 1
     along = tuple(
@@ -239,7 +239,7 @@ class CallLog(Observer):
     ) -> Any:
         """Log ``func`` and run it."""
         if any(issubclass(t, DTensor) for t in types):
-            # makes DTensor unpack itself: its inner calls come here
+            # DTensor then unpacks itself, and its inner calls come here
             return NotImplemented
         if func.namespace in ("c10d", "_c10d_functional"):
             self._log_collective(func, args)
@@ -247,7 +247,7 @@ class CallLog(Observer):
 
     def _log_collective(self, func: Any, args: tuple[Any, ...]) -> None:
         for declared, value in zip(arguments_of(func), args, strict=False):
-            if declared.name in ("process_group", "group_name"):  # waiting has none
+            if declared.name in ("process_group", "group_name"):  # a wait has no group
                 call = func.overloadpacket.__name__.rstrip("_")
                 # the tensor of a barrier is a placeholder, not data
                 sent = "" if "barrier" in call else _shape(args)
@@ -293,7 +293,7 @@ class ReductionLog(CallLog):
     ) -> Any:
         """Log and run ``func``; note whether backward is running."""
         if in_backward():
-            # between two backward passes lies the forward pass of the second one
+            # a forward pass lies between two backward passes
             self._late.clear()
             self._stepped = False
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -307,7 +307,8 @@ class ReductionLog(CallLog):
         if self._stepped or "reduce" not in collective.call:
             return
         into = self.reductions if in_backward() else self._late
-        # a reduce-scatter has its output before its input, an all-reduce has only one
+        # the output of a reduce-scatter comes before its input; an all-reduce has one
+        # tensor
         for tensor in [*_tensors(args[1:2])] or [*_tensors(args[:1])]:
             if tensor.is_floating_point() and _is_of_parameter(tensor.shape):
                 dtype = dtype_name(tensor.dtype)

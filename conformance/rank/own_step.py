@@ -182,7 +182,7 @@ class OwnStep:
         record_effect(engine, seen, (before, events.before))
         called = any(event.kind is Kind.BEGINS for event in seen.events)
         training = any(map(engine.trains, engine.index))
-        # a loss scaling of the stack's own may skip, for what only other ranks see
+        # a stack that scales the loss itself may skip because of values on other ranks
         moved = called or bool(seen.changed) or not training
         self.excused |= judged.scaler is not None or moved or bool(seen.bad)
 
@@ -296,7 +296,8 @@ class OwnStep:
             with self._checkpoint() as load:
                 saved = self._weights()
                 if engine.scenario.parsed_recipe.training.random:
-                    seed_everything(0)  # as each run begins: this is a new process
+                    # a new process, seeded as at the begin of each run
+                    seed_everything(0)
                 replace_stack(engine)
                 new = self._weights()
                 if judged.scaler is not None:
@@ -338,7 +339,7 @@ class OwnStep:
         save, load = self.workload.save_checkpoint, self.workload.load_checkpoint
         assert save is not None and load is not None
         first = dist.get_rank() == 0
-        # one folder for all: its name is random, so rank 0 chooses it
+        # the name is random, so rank 0 chooses the folder for all
         folder_name = (
             tempfile.mkdtemp(prefix="gradparity-", dir=self.files) if first else ""
         )
@@ -351,10 +352,11 @@ class OwnStep:
 
         with _scaler_at_fault():
             save(self.engine.module, self._merely_watched(), folder[0])
-        dist.barrier()  # rank 0 may write for all
+        dist.barrier()  # rank 0 may write the checkpoint of all ranks
         yield loads
-        dist.barrier()  # a rank may still read
-        if first:  # not after an error: other ranks may still be writing
+        dist.barrier()  # another rank may still be reading
+        # after an error other ranks may still be writing, so the folder stays
+        if first:
             shutil.rmtree(folder[0], ignore_errors=True)
 
     def _merely_watched(self) -> WatchedScaler | None:

@@ -83,8 +83,8 @@ class DrawLog:
     def __enter__(self) -> Self:
         """Begin to record."""
         for module in self._names:
-            # after the hooks of the stack, which lay out the inputs; a call also ends
-            # if forward raises
+            # Registered after the hooks of the stack, which lay out the inputs. A call
+            # also ends if forward raises.
             for hook in (
                 module.register_forward_pre_hook(self._enter, with_kwargs=True),
                 module.register_forward_hook(self._leave, always_call=True),
@@ -106,7 +106,7 @@ class DrawLog:
         self._look()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():  # add nothing to the graph
+        if torch.compiler.is_compiling():  # a hook must add nothing to the graph
             return
         self._look()
         again = in_backward()
@@ -131,14 +131,14 @@ class DrawLog:
             return
         self._meet(module)
         self._look()
-        # an exception that stops a recomputation may leave several at once
+        # an exception that stops a recomputation may leave several calls open
         while self._open:
             call = self._open.pop()
             if call.module is module:
                 break
         else:
             return
-        # without gradients, a hook has called the module in backward
+        # without gradients it was no recomputation: a hook has called the module
         if not call.drew or (call.recomputed and not torch.is_grad_enabled()):
             return
         draw = Draw(
@@ -156,7 +156,7 @@ class DrawLog:
         """Add the generators that a module created during its call."""
         for generator in _held_by(module):
             if not any(generator is each for each in self._generators):
-                # its state before the first number that it drew
+                # the generator's state before the first number
                 fresh = torch.Generator(generator.device).manual_seed(
                     generator.initial_seed()
                 )
@@ -174,7 +174,7 @@ class DrawLog:
         }
         if self._open:
             self._open[-1].drew |= moved
-        else:  # an earlier state was restored by checkpointing: nothing was drawn
+        else:  # checkpointing has restored an earlier state: nothing was drawn
             self.outside += len({now[n] for n in moved} - self._seen)
         self._seen.update(now)
         self._last = now
@@ -195,7 +195,7 @@ def _held_by(module: nn.Module) -> list[torch.Generator]:
 
 def _generators(modules: Mapping[nn.Module, str]) -> list[torch.Generator]:
     own = {id(g): g for module in modules for g in _held_by(module)}
-    # torch has generators for GPUs only after CUDA was initialised
+    # before CUDA is initialised, torch has no generators for GPUs
     cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return [torch.default_generator, *cuda, *own.values()]
 
@@ -222,7 +222,7 @@ def _applied(tensors: list[Tensor]) -> tuple[str, bool]:
         return "", False
     largest = max(tensors, key=Tensor.numel)
     values = largest[largest != 0].reshape(-1)[:VARIED]
-    # a third of the values differ, and at least three do
+    # true if a third of the values differ, and at least three
     varied = 3 * values.unique().numel() >= max(values.numel(), 8)
     return "-".join(map(digest, tensors)), varied
 
@@ -241,7 +241,7 @@ def _dropped(given: Tensor | None, output: Tensor | None) -> dict[str, Any]:
     alike = None
     if len(factors):
         middle = factors.median()
-        off = 4 * torch.finfo(output.dtype).eps  # of a product, rounded
+        off = 4 * torch.finfo(output.dtype).eps  # rounding of a product
         if bool(((factors - middle).abs() <= off * middle.abs()).all()):
             alike = middle.item()
     return {"by_row": bool((dropped != dropped[:1]).any()), "kept": alike}

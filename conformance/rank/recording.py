@@ -48,7 +48,7 @@ def recording_draws(engine: Engine, seen: StepTrace) -> Iterator[None]:
     """Record a step's random draws; repeat the router choices of the reference."""
     generator = torch.get_rng_state()
     random = engine.scenario.parsed_recipe.training.random
-    # a reference on one rank must not draw, and says where it did
+    # a reference on one rank must not draw; the log shows where it did
     logs = random or engine.variation is not None
     log = DrawLog(engine.module, engine.recomputed) if logs else None
     choices = ChoiceLog(engine.choices[seen.step]) if engine.choices else None
@@ -58,7 +58,7 @@ def recording_draws(engine: Engine, seen: StepTrace) -> Iterator[None]:
         seen.unclear_choices = choices.unclear
     if log is not None:
         seen.draws, seen.drawn_outside = log.draws, log.outside
-    # by the generator, because the log is not active in every run
+    # from the generator, because not every run has the log
     seen.drew = not torch.equal(generator, torch.get_rng_state())
 
 
@@ -122,7 +122,7 @@ def recording_gradients(engine: Engine, seen: StepTrace) -> Iterator[None]:
     def watch(number: int, optimizer: torch.optim.Optimizer) -> None:
         scale, gradients = grad_scale_of(optimizer), local_gradients(engine)
         for name in engine.owned[number]:
-            # once: its class may change them and call the step of its base class
+            # once: an optimizer's class may change gradients and call its base class
             if name in gradients and name not in seen.gradients:
                 record_gradient(engine, seen, name, gradients[name], scale)
 

@@ -38,7 +38,7 @@ def optimizer_states(engine: Engine) -> dict[str, dict[str, Any]]:
 def _flat(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    # a 0-d tensor, such as a step count, is one value of the whole parameter
+    # a 0-d state, such as a step count, belongs to the whole parameter
     part = local(value.detach()).cpu().numpy().copy()
     return part.reshape(-1) if value.ndim else part
 
@@ -78,8 +78,7 @@ def _whole(parts: list[tuple[NDArray[np.int64], Any]]) -> Any:
 
 
 def _joined(parts: Iterable[Part]) -> NDArray[Any]:
-    # ranks with empty shards do not know the dtype, and replicas overwrite each other
-    # with equal values
+    # ranks with empty shards do not know the dtype; replicas overwrite equal values
     nonempty = [(index, values) for index, values in parts if len(index)]
     size = 1 + max(int(index.max()) for index, _ in nonempty)
     full = np.empty(size, nonempty[0][1].dtype)
@@ -114,7 +113,7 @@ def _laid_out(value: Any, parameter: nn.Parameter, index: NDArray[np.int64]) -> 
     full = torch.from_numpy(value)
     if not full.ndim:
         return full
-    # an elementwise state is laid out as its parameter
+    # lay an elementwise state out as its parameter
     tensor = torch.zeros_like(parameter)
     _write(tensor, full, index)
     return tensor

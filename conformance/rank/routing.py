@@ -95,7 +95,7 @@ class ChoiceLog(Observer):
     ) -> Any:
         """Run ``func``; replace its choices by the reference's."""
         if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
-            return NotImplemented  # its inner calls, on local tensors, come here
+            return NotImplemented  # calls inside, on local tensors, come here later
         result = func(*args, **(kwargs or {}))
         if func not in _CHOOSE:
             return result
@@ -105,7 +105,7 @@ class ChoiceLog(Observer):
         of_numbers = scores.is_floating_point() and set(types) <= {Tensor}
         if dim is None or not of_numbers or not 1 < scores.shape[dim] <= MAX_CHOICES:
             return result
-        # topk keeps the dim, max and argmax may drop it
+        # topk keeps the dimension; max and argmax may drop it
         keeps = indices.ndim == scores.ndim
         wide = indices if keeps else indices.unsqueeze(dim)
         rows = scores.detach().movedim(dim, -1)
@@ -135,10 +135,10 @@ class ChoiceLog(Observer):
         self, kind: str, reference: Choices, scores: Tensor, mine: Tensor
     ) -> Tensor:
         theirs = torch.from_numpy(reference.chosen)
-        # the noise bounds single scores, so rows are as far apart as their worst score
+        # the noise bounds each score, so the distance of rows is their worst score's
         apart = torch.cdist(scores, torch.from_numpy(reference.scores), p=torch.inf)
         error, nearest = apart.min(1)
-        if reference.limit == torch.inf:  # a reference, whose errors are the noise
+        if reference.limit == torch.inf:  # for a reference, the errors are the noise
             self.errors[kind] = max(self.errors.get(kind, 0.0), float(error.max()))
             return theirs[nearest]
         row, near = (apart <= reference.noise).nonzero(as_tuple=True)

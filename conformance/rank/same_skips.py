@@ -83,7 +83,7 @@ class SameSkips:
             self.unscale_(optimizer)
         due = self.skips[self.at] if self.at < len(self.skips) else frozenset()
         names = self.names_of(optimizer)
-        # nobody knows whose copies a lone optimizer steps: any skip is its own
+        # a lone optimizer may step copies of any parameter, so each skip is its own
         skip = bool(due) and (not names or bool(due & names))
         self.skipped[id(optimizer)] = skip
         return None if skip else optimizer.step(*args, **kwargs)

@@ -100,7 +100,7 @@ def load_scaler(spec: str, folder: str) -> Any:
         raise UsageError(f"scaler {spec!r} is not callable: {factory!r}")
     try:
         signature = inspect.signature(factory)
-    except ValueError:  # of some functions in C it is not known
+    except ValueError:  # the signature of some functions in C is unknown
         return factory
     try:
         signature.bind(**CONSTRUCTOR)
@@ -144,7 +144,7 @@ def lacking(spec: str, folder: str, device: str) -> str:
     factory = load_scaler(spec, folder)
     try:
         scaler = factory(**CONSTRUCTOR | {"device": device})
-    except Exception as error:  # any: its constructor is the user's code
+    except Exception as error:  # any error: the constructor is the user's code
         text = f"cannot be constructed: {type(error).__name__}: {error}"
         if isinstance(error, ImportError):
             text += ": install it (for adapters: pip install '.[peers]' in a checkout)"

@@ -18,7 +18,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.utils._python_dispatch import TorchDispatchMode
 
-if TYPE_CHECKING:  # importing it takes half a second, and only ranks need it
+if TYPE_CHECKING:  # this import takes half a second, and only ranks need it
     from torch.distributed.pipelining import ScheduleGPipe
 
 __all__ = [
@@ -96,7 +96,8 @@ def ranks_of(group: Any) -> tuple[int, ...]:
     """Return the ranks of a collective's group, given as an object, a box or a name."""
     if isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
-    elif not isinstance(group, dist.ProcessGroup):  # functional collectives know names
+    # functional collectives pass a group's name
+    elif not isinstance(group, dist.ProcessGroup):
         group = _resolve_process_group(group)
     return tuple(dist.get_process_group_ranks(group))
 

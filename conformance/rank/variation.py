@@ -71,7 +71,7 @@ class Variation:
         recipe = scenario.parsed_recipe
         plain = recipe.resume or recipe.recompute
         name = "plain" if plain else scenario.recipe
-        # a truth has no half precision
+        # the run in fp64 has no half precision
         precision = "fp32" if self.double else scenario.precision
         return replace(scenario, faults="none", recipe=name, precision=precision)
 
@@ -85,7 +85,7 @@ class Variation:
         generator = torch.Generator().manual_seed(self.moved)
         for parameter in judged_parameters(model).values() if self.moved else ():
             signs = torch.randint(2, parameter.shape, generator=generator) * 2.0 - 1.0
-            # 1 + 2^-24 is 1 in fp32, and the product is not the value itself
+            # in fp64, since 1 + 2^-24 is 1 in fp32 and would move nothing
             wide = parameter.detach().double() * (1.0 + unit * signs.double())
             parameter.data.copy_(wide)
         return model.double() if self.double else model

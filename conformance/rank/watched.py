@@ -99,11 +99,11 @@ class WatchedScaler:
         if new_scale is None:
             new_scale = self._new_scale
         with self._watch("update"):
-            # no argument at all without a new scale: a scaler need not take None
+            # without a new scale call update(): a scaler need not accept None
             self._scaler.update(*[new_scale] * (new_scale is not None))
 
-    # Methods of the class and not of __getattr__: torch's checkpoints save an object by
-    # its state only if its class has both.
+    # Two methods, because torch's checkpoints save an object by its state only if its
+    # class defines both; __getattr__ does not count.
 
     def state_dict(self) -> Any:
         """Return the scaler's state."""
@@ -114,7 +114,8 @@ class WatchedScaler:
         return self._call("load_state_dict", self._scaler.load_state_dict, state_dict)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked for before there is a scaler, by a copy
+        # a copy asks for these names before there is a scaler
+        if name.startswith("__"):
             raise AttributeError(name)
         value = getattr(self._scaler, name)
         if callable(value) and not isinstance(value, type):

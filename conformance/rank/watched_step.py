@@ -73,11 +73,10 @@ def watched_step(engine: Engine, step: int, found: list[Watched]) -> Iterator[No
         for module, name in names_of(
             root, engine.module_names, engine.parameters
         ).items()
-        # a part of a module, as a pipeline stage is of the model, has other inputs
-        # and outputs
+        # a part of the model, such as a pipeline stage, has other inputs and outputs
         if is_whole(module, name, model)
     }
-    # a loss may be a module, too
+    # a loss may be a module
     roots = [
         root
         for root in modules_in(engine.module)
@@ -86,7 +85,7 @@ def watched_step(engine: Engine, step: int, found: list[Watched]) -> Iterator[No
     with CallLog() as calls, watch_modules(roots, names, calls) as log:
         yield
     batches = _micro_batches(engine, step)
-    if not workload.one_rank:  # there each call has its like on one rank
+    if not workload.one_rank:  # with one rank as the reference, each call has a partner
         batches = _as_called(batches, log)
     found.append(
         Watched(
@@ -104,7 +103,7 @@ def _micro_batches(engine: Engine, step: int) -> list[Batch]:
     """Return the micro-batches of this rank in ``step``, in order."""
     scenario = engine.scenario
     batch = scenario.workload.batch(step, scenario.seed)
-    # a pipeline schedule cuts what it is given
+    # the schedule of a pipeline cuts the whole share itself
     if engine.schedule is not None:
         return [engine.share(batch)]
     return engine.micro_batches(batch)
@@ -127,7 +126,7 @@ def _as_called(batches: Sequence[Batch], log: ModuleLog) -> list[Batch]:
             log.unpaired += f"calls, and was given {due} rows in {len(batches)}"
         return list(batches)
     extra = next(n for n in range(len(called)) if sum(called[n:]) == due)
-    # a pipeline's first call infers shapes: it belongs to no micro-batch
+    # the first calls of a pipeline infer shapes, and belong to no micro-batch
     log.without_calls(extra)
     rows = called[extra:]
     if rows == row_counts:

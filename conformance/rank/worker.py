@@ -104,8 +104,8 @@ def observe_rank(
     set_deterministic(world.device)
     if facts is not None:
         remember(scenario.model, facts)
-    # A warm rank compiles as a new process would: graphs of earlier runs count against
-    # Dynamo's limit, beyond which code runs uncompiled.
+    # Reset, so that a warm rank compiles as a new process would. Graphs of earlier runs
+    # count against Dynamo's limit, and code beyond it runs uncompiled.
     torch.compiler.reset()
     factory = load_scaler(spec, folder)
     shape = scenario.parsed_topology.mesh_shape(scenario.world_size)
@@ -113,7 +113,7 @@ def observe_rank(
     if variation is not None:
         scenario, shape = variation.scenario(scenario), dict.fromkeys(shape, 1)
     mesh = world.mesh(tuple(shape.values()), tuple(shape))
-    # around the layout, too: a stack may read its clip_norm in parallelize
+    # around the layout, too, since a stack may read clip_norm in parallelize
     with clip_norm_handed(scenario):
         device = torch.device(world.device)
         engine = build_engine(scenario, mesh, device, variation)
@@ -149,7 +149,7 @@ def observe_rank(
         for step in range(scenario.resume_step if saved else 0, steps):
             trace.steps.append(StepTrace(step=step))
             if scenario.parsed_recipe.resume and step == scenario.resume_step:
-                # also the first step of a second world, which has what the first one
+                # also the first step of a second world, which loads what the first one
                 # saved
                 if own is None:
                     judged.resume(saved)
@@ -174,7 +174,7 @@ def _resolved_faults(engine: Engine, trace: RankTrace) -> tuple[ResolvedFault, .
     """Exchange which elements each rank holds, and resolve the faults."""
     shard_by_name = {n: s for n, s in trace.shards.items() if engine.trains(n)}
     holdings: list[Any] = [None] * dist.get_world_size()
-    # ranks with the same rows share a loss: a fault of the loss hits all of them
+    # ranks with the same rows share a loss, so a fault of the loss hits all of them
     dist.all_gather_object(holdings, shard_by_name | {LOSS: engine.rows})
     engine.replicas = {
         name: sum(other.get(name) == shard for other in holdings)
@@ -195,11 +195,11 @@ def _observe_step(
         _run_step(engine, judged, seen, faults)
     else:
         own.run(seen, faults)
-    # also after a skipped step, like most loops; the reference does the same
+    # also after a skipped step, as in most loops and in the reference
     for scheduler in engine.schedulers:
         scheduler.step()
     seen.checked_sum = checked_collective(trace.rank, seen.step, engine.device)
-    # complete even if the check below ends the run: laws may use this step
+    # complete even if the check below ends the run, so that laws may use this step
     seen.complete = True
     if not all_say_right(seen):
         raise JudgedError(trace)
@@ -215,13 +215,13 @@ def _run_step(
         seen.faults += injected
         return judged.scale([bad, *losses[1:]])
 
-    batch = next_batch(engine, seen.step)  # what it draws is no layer's
+    batch = next_batch(engine, seen.step)  # no layer draws the numbers of the batch
     with recording_reductions(engine, seen), recording_draws(engine, seen):
         seen.loss = engine.forward_backward(batch, prepare)
     seen.counts, seen.loss_dtype = engine.counts, engine.loss_dtype
     seen.scale_before, seen.growth_before = judged.state()
-    # faults go into the gradients before anything reads them: the rule, which is
-    # applied to raw gradients, and the scaler see the same
+    # Plant faults before anything reads the gradients. The scaler and the rule, which
+    # needs raw gradients, then see the same.
     plant_and_read(seen, faults, local_gradients(engine))
     settings_by_name = {
         name: group.settings
@@ -262,8 +262,9 @@ def checked_collective(
     work = dist.all_reduce(value, async_op=True)
     assert work is not None  # None only for ranks outside of the group
     pause: Callable[[float], object] = time.sleep
-    if device.type == "cpu":  # NCCL's future is complete once the call is enqueued
-        # woken by the sum: with sleep, every step would begin late on all ranks
+    # a future of NCCL is complete as soon as the call is enqueued
+    if device.type == "cpu":
+        # the sum wakes this rank; with sleep, every step would begin late on all ranks
         summed = threading.Event()
         work.get_future().add_done_callback(lambda _: summed.set())
         pause = summed.wait

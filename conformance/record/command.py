@@ -27,7 +27,8 @@ from .orders import (
     Unrecorded,
 )
 
-if TYPE_CHECKING:  # imported where it is used: recording needs none of it
+# compare imports its modules where it uses them: recording needs none
+if TYPE_CHECKING:
     from .compare import Side
 
 __all__ = ["compare", "record"]
@@ -110,7 +111,8 @@ def record(
             if not _has_files(out / name):
                 say(_why_not(out / name, orders, code))
                 for folder in (out / name, out):
-                    with suppress(OSError):  # not empty: half of a file
+                    # a folder with half of a file is not empty, and stays
+                    with suppress(OSError):
                         folder.rmdir()
                 return code or 2
         if _has_files(out / name):
@@ -204,7 +206,7 @@ def _run(command: Sequence[str], out: Path, name: str, orders: Orders) -> int:
         return STOPPED
     except OSError as error:
         raise UsageError(f"{command[0]}: {error.strerror or error}") from error
-    return code if code >= 0 else 128 - code  # as a shell says of a signal
+    return code if code >= 0 else 128 - code  # as a shell reports a signal
 
 
 def _has_files(folder: Path) -> bool:

@@ -100,7 +100,7 @@ def compare(one: Side, other: Side) -> Comparison:
     comparison.rows = list(rows_of_sides(one, other, names, steps))
     left = other.run.left
     if 2 * len(left) > len(other.run.starts):
-        left = {}  # ranks divide the parameters among them, as ZeRO does
+        left = {}  # some ranks lack a parameter, as where ranks divide them (ZeRO)
     _decide(
         comparison, steps, {n: left[its] for n, its in names.items() if its in left}
     )
@@ -242,7 +242,7 @@ def _clipped(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
                 squares[step] += whole.square
         norms += [math.sqrt(square) for square in squares.values()]
     first = norms[0]
-    # written so that nan, of gradients that are still to be summed, is no norm
+    # written so that nan is no norm: gradients that are yet to be summed have none
     alike = all(abs(norm - first) <= CLIPPED * first for norm in norms)
     if len(steps) > 1 and first > 0 and alike:
         yield (
@@ -375,7 +375,7 @@ def _where(one: Side, other: Side, step: int, factor: str) -> tuple[list[Row], s
     wrong = [row for row in backward if row.differs]
     rows = forward + backward
     if not wrong:
-        if factor:  # gradients of outputs are compared up to one
+        if factor:  # gradients of outputs are compared up to one common factor
             return rows, (
                 f"{same}So are the gradients of outputs, up to one factor. Each "
                 f"gradient of a parameter {factor}: the loss has another factor, or "

@@ -51,7 +51,7 @@ class Row:
     @property
     def differs(self) -> bool:
         """True if the distance is above its bound."""
-        # written so that nan differs
+        # written so that a distance of nan differs
         return not self.distance <= self.bound
 
     @property

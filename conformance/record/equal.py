@@ -32,7 +32,7 @@ SAME_START = (
 SKIPPED = ". If a scaler skips steps on one side alone, that is what differs"
 FREE = frozenset(
     {"foreach", "fused", "capturable", "differentiable", "initial_lr"}
-    | {"is_expert_parallel"}  # of Megatron: which ranks hold the group
+    | {"is_expert_parallel"}  # Megatron: tells which ranks hold the group
 )
 """Settings that choose an implementation or a layout and do not change the result."""
 
@@ -57,7 +57,7 @@ def proved_names(one: Run, other: Run) -> tuple[dict[str, str], str]:
                 proved[name], rounded = name, rounded + 1
             elif AGAIN in name or (
                 {step, step_there} != first and len(first) == 1
-            ):  # another optimizer may have moved it before
+            ):  # another optimizer may have moved the parameter before
                 proved[name], late = name, late + 1
             else:
                 differ.append(name)
@@ -229,7 +229,7 @@ def equal_inputs(
     pairs = [[*_settings(one, other, names, step)] for step in steps]
     same = [all(_equal(*each[2:]) for each in of_step) for of_step in pairs if of_step]
     settings = f"settings: equal at {sum(same)} of {len(steps)} steps"
-    # the recording has the settings of one rank, which may equal the other side's
+    # a recording keeps the settings of one rank, which may equal the other side's
     ranks_differ = any(any(_settings_on_ranks(side)) for side in (first, second))
     if all(same) and not ranks_differ:
         yield settings if same else "settings: not recorded"
@@ -273,7 +273,7 @@ def _computed_alike(one: Run, other: Run, step: int) -> bool:
     free = np.array([theirs[row] for row in apart[1]], dtype=float)
     size = free[:, 0] + np.finfo(float).tiny
     near = [(np.abs(free - row).max(1) <= NEAR * size) for row in rows]
-    # each has a partner on the other side; nan has none
+    # each value has a partner on the other side; nan equals nothing
     return all(n.any() for n in near) and bool(np.logical_or.reduce(near).all())
 
 
@@ -303,7 +303,8 @@ def lacking(
 ) -> Iterator[str]:
     """Yield replicas that differ, and tensors that only one side has."""
     for side in (one, other):
-        first_by_name = dict[str, int]()  # step at which its gradient differs
+        # first step at which the gradient differs, by name
+        first_by_name = dict[str, int]()
         for step, kind, name in sorted(side.run.replicas):
             if kind == "gradient":
                 first_by_name.setdefault(name, step)
@@ -312,7 +313,7 @@ def lacking(
             for name, step in first_by_name.items()
         }
         weights = [key for key in side.run.replicas if key[1] == "weight"]
-        # the cause first: a norm that differs moves the gradients of all tensors
+        # the most different first: a wrong norm moves the gradients of all tensors
         weights.sort(key=lambda key: (key[0], -distances.get(key[2], 0.0)))
         for key in weights:
             step, _, name = key
@@ -334,7 +335,7 @@ def lacking(
         (other, one, partners, names),
     ):
         stepped, theirs = has.run.starts, lacks.run.starts.keys()
-        # then no tensor there can be the partner of one without a partner
+        # a tensor without a partner can then match nothing on the other side
         all_paired = theirs == its_paired.keys() and not lacks.run.unnamed
         alone = [
             name

@@ -59,7 +59,7 @@ _ORDER = {OUTPUT: 1, GRADIENT: 2, "gradient": 3}
 
 
 def _is_exact(key: tuple[int, str, str]) -> bool:
-    return key[1] != "update"  # it has no digest
+    return key[1] != "update"  # an update has no digest
 
 
 def _called(kind: str) -> str:

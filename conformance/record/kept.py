@@ -232,7 +232,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _digest(values: Tensor, words: Tensor) -> Tensor:
     bits = values.view(BITS[values.element_size()]).to(torch.int64)
-    # at half the time: no product is written to memory; CUDA has none of integers
+    # a dot product takes half the time; CUDA has none for integers
     return bits @ words if bits.is_cpu else (bits * words).sum(-1)
 
 
@@ -291,7 +291,7 @@ def keep_values(
             keys = keys_of(box, start, device)
         else:
             keys = _keys_of_rows(box, start, start + len(values), rows)
-        # in their own dtype, which changes no digit, as signs are 1 and -1
+        # in the values' own dtype: a sign of 1 or -1 changes no digit
         doubles = (values * keys.signs).to(torch.float64)
         if sizes is not None:
             doubles *= sizes[start : start + chunks.step].abs()
@@ -301,7 +301,7 @@ def keep_values(
             low, high = torch.aminmax(values)
             top = torch.maximum(-low, high).to(torch.float64)
             largest = torch.maximum(largest, top)
-            # elsewhere a look at the largest would wait for the device
+            # on other devices, reading the largest value would wait for the device
             if device.type != "cpu" or not math.isfinite(top):
                 bad = bad + (~torch.isfinite(values)).sum()
         sketch.scatter_add_(0, keys.slots, doubles)
@@ -410,7 +410,7 @@ def kernel_on(device: torch.device) -> Any:
         return None
     kernel = importlib.import_module(".kernel", __package__)
     alone = Wanted(torch.zeros(1, device=device), Box((1,), (0,), (1,)))
-    try:  # it needs a compiler for C, which a container may lack
+    try:  # Triton needs a compiler for C, which a container may lack
         kernel.batch_of([alone], [kernel.rows_of(alone)])
     except Exception as error:
         text = f"Triton does not run here, so recorded steps take longer: {error}"

@@ -53,7 +53,7 @@ def _mix(x):  # type: ignore[no-untyped-def]  # compiled by Triton
 
 @triton.jit
 def _bits_of_bf16(x):  # type: ignore[no-untyped-def]  # compiled by Triton
-    # To the nearest, ties to even, as on a CPU; a device has other bits for nan.
+    # Round to nearest, ties to even, as on a CPU; a device has other bits for nan.
     bits = x.to(tl.uint32, bitcast=True)
     half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     half = tl.where(x != x, 0x7FC0, half)
@@ -92,7 +92,7 @@ def _keep(  # type: ignore[no-untyped-def]  # compiled by Triton
     is_rounded, is_whole = (flags & 4) != 0, (flags & 8) != 0
     is_vector = (flags & 16) != 0
 
-    # The rectangle of this tile that the piece has.
+    # Bounds of the rectangle of this tile that the piece has.
     tile = number % (GRID * GRID)
     over, down = tl.where(is_vector, GRID * GRID, GRID), tl.where(is_vector, 1, GRID)
     i, j = tile // over, tile % over
@@ -163,12 +163,12 @@ def batch_of(parts: Sequence[Wanted], rows: Sequence[NDArray[np.int64]]) -> Batc
     """
     first = parts[0]
     device, dtype = first.part.device, first.part.dtype
-    # the kernel goes over rows that follow each other
+    # the kernel reads rows that follow each other in memory
     values = [each.part.contiguous() for each in parts]
     weights = [each.weight.contiguous() for each in parts if each.weight is not None]
     table, programs = _table(rows, values, weights)
     size = len(programs)
-    # One copy to the device for all of them.
+    # One copy to the device brings all numbers.
     numbers = torch.from_numpy(
         np.concatenate([table.ravel(), programs, table[programs, OUTPUT]])
     )
@@ -233,7 +233,7 @@ def rows_of(each: Wanted) -> NDArray[np.int64] | None:
     return _rows_of(each.box, each.weight is not None, each.only_bits, each.rounded)
 
 
-@lru_cache(maxsize=100_000)  # each step asks for the same seven times
+@lru_cache(maxsize=100_000)  # each step asks seven times with equal arguments
 def _rows_of(
     box: Box, has_weight: bool, only_bits: bool, is_rounded: bool
 ) -> NDArray[np.int64] | None:

@@ -64,7 +64,7 @@ class Landing:
         stream.wait_stream(module.current_stream(device))
         with module.stream(stream):
             for work in self._works:
-                work.wait()  # the stream does, and not the host
+                work.wait()  # the stream waits, and not the host
             for at, tensor in enumerate(self._tensors):
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
                 self._tensors[at] = host.copy_(tensor, non_blocking=True)

@@ -335,11 +335,12 @@ def read_merged(*folders: Path) -> Run:
         before, after = (whole.get((s, "weight", of)) for s in (at, at + 1))
         if what != "gradient" or before is None or after is None:
             continue
-        # a step that moved nothing shows nothing of its gradients
+        # a step that moved nothing does not show how gradients are summed
         if not after.unlike and before.digest != after.digest:
             whole[which] = merge(parts[which], averages=True)
-            whole.pop((at, "update", of), None)  # weighted by other gradients
-    # nothing says how ranks hold a tensor that no module has, unless they begin equal
+            # its weights were gradients before the sum
+            whole.pop((at, "update", of), None)
+    # a tensor that no module has: unless ranks begin equal, their shares are unknown
     firsts = {k[2]: w for k, w in sorted(whole.items(), reverse=True) if _is_unnamed(k)}
     hidden = {name for name, first in firsts.items() if first.unlike}
     whole = {key: each for key, each in whole.items() if key[2] not in hidden}

@@ -57,7 +57,8 @@ def write_page(folder: Path, one: Side, other: Side, found: Comparison) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    rows = [*found.blocks, *found.rows]  # where it begins, before what follows from it
+    # where the difference begins comes before what follows from it
+    rows = [*found.blocks, *found.rows]
     kinds = list(dict.fromkeys(row.kind for row in rows))
     page = environment.get_template("comparison.html.j2").render(
         verdict=VERDICTS[found.code],

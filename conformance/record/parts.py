@@ -105,7 +105,7 @@ def place(tensor: Tensor) -> tuple[Tensor, Box]:
 
 
 def _place(tensor: Tensor) -> tuple[Tensor, Box]:
-    # without this module, whose import takes long, there is no DTensor
+    # a process that has not imported this slow module has no DTensor
     sharded = sys.modules.get("torch.distributed.tensor")
     if sharded is None or not isinstance(tensor, sharded.DTensor):
         return tensor.detach(), _whole(tuple(tensor.shape))
@@ -113,7 +113,7 @@ def _place(tensor: Tensor) -> tuple[Tensor, Box]:
         mesh, placements = tensor.device_mesh, tensor.placements
         local = tensor.to_local().detach()
         sums = [dim for dim, p in enumerate(placements) if p.is_partial()]
-        if sums:  # its offsets are those of the replicated tensor
+        if sums:  # offsets of the replicated tensor are offsets of the sum
             whole = sharded.Replicate()
             tensor = sharded.DTensor.from_local(
                 local,
@@ -141,7 +141,7 @@ def _place(tensor: Tensor) -> tuple[Tensor, Box]:
         )
 
 
-@lru_cache(maxsize=100_000)  # each step asks for the same seven times
+@lru_cache(maxsize=100_000)  # each step asks seven times with equal arguments
 def _whole(shape: tuple[int, ...]) -> Box:
     """Return the box of a tensor that is held whole."""
     return Box(shape, (0,) * len(shape), shape)
@@ -190,14 +190,15 @@ class Roots:
         if unknown.keys() <= self.searched.keys():
             return
         self.searched |= unknown
-        # not isinstance: a lazy proxy would be made
+        # isinstance would create the object behind a lazy proxy
         modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
         children = {
             id(child) for m in modules for child in m.__dict__["_modules"].values()
         }
         roots = [m for m in modules if id(m) not in children and trains(m)]
         self.modules = []
-        for module in sorted(roots, key=_count):  # the largest one names last
+        # the largest model comes last, so its names win
+        for module in sorted(roots, key=_count):
             self.add(module)
         self._distinguish()
 
@@ -229,7 +230,8 @@ class Roots:
             if pieces := pieces_of_megatron(module):
                 self.checkpointed |= pieces
                 self.distributed = _distributed_optimizers()
-        except Exception as error:  # its code, and not made for this
+        # the method is the job's code, and not made for this call
+        except Exception as error:
             text = f"sharded_state_dict: {type(error).__name__}: {error}"
             self.notes = [text[:400]]
 
@@ -370,7 +372,7 @@ def boxes_of_range(
         return [((start,) * len(shape), (end - start,) * len(shape))]
     row = math.prod(shape[1:])
     head, tail = -(-start // row), end // row
-    if head > tail:  # within one row
+    if head > tail:  # the fragment lies within one row
         return _boxes_in_row(shape, tail, start, end)
     boxes = _boxes_in_row(shape, head - 1, start, head * row)
     if head < tail:
@@ -400,7 +402,7 @@ def _of_deepspeed(own: Sequence[Any], roots: Roots) -> Iterator[Part]:
             name = roots.names[id(parameter)]
             fragment, box = range_of_parameter
             for flat in own:
-                # the fragment is a view of it
+                # the fragment is a view of the flat tensor
                 first = (fragment.data_ptr() - flat.data_ptr()) // flat.element_size()
                 if 0 <= first < flat.numel():
                     cut = partial(_range_of, first=first, box=box)
@@ -416,12 +418,12 @@ def fp32_range_of(parameter: Any) -> tuple[Tensor, Box] | None:
     elif (engine := getattr(parameter, "_z3_optimizer", None)) is not None:
         part = parameter.partition_numel()
         position = engine.grad_position.get(engine.get_param_id(parameter))
-        if position is None:  # it does not train
+        if position is None:  # a parameter that does not train has no position
             return None
         group, offset, _ = position
         shape = tuple(parameter.ds_shape)
         start = part * parameter.ds_process_group.rank()
-        size = min(part, max(0, math.prod(shape) - start))  # the last one is padded
+        size = min(part, max(0, math.prod(shape) - start))  # the last part is padded
         flat = engine.fp32_partitioned_groups_flat[group].detach()
         start, fragment = min(start, math.prod(shape)), flat.narrow(0, offset, size)
     else:
@@ -469,7 +471,7 @@ def _of_flat(flat: Any, roots: Roots) -> Iterator[Part]:
             yield Part(bare(f"{prefix}{name}"), cut(local)[0], box, flat, cut)
 
 
-# - Megatron: a model says itself how its checkpoints lay it out
+# - Megatron: the model describes its layout for its own checkpoints
 
 
 def pieces_of_megatron(module: nn.Module) -> dict[int, tuple[Any, list[Piece]]]:
@@ -513,14 +515,15 @@ def _shards(sharded: Any) -> list[Any]:
 
 
 def _piece_of(prefix: str, name: str, parameter: Tensor, shard: Any) -> Piece:
-    axes = shard.prepend_axis_num  # of layers and experts, one number each
+    axes = shard.prepend_axis_num  # axes of layers and experts, with one number each
     numbers, offsets = shard.global_offset[:axes], shard.global_offset[axes:]
     path = name.split(".")
     local = [place for place, word in enumerate(path) if word.isdigit()]
     if axes and len(local) == axes:
         for index, number in zip(local, numbers, strict=True):
             path[index] = str(number)
-    else:  # a tied weight of the last stage has the key of the first stage's
+    # a tied weight of the last stage has the key of the weight of the first stage
+    else:
         path = [shard.key, *map(str, numbers)]
     name = bare(f"{prefix}{'.'.join(path)}")
     first = shard.data.data_ptr() - parameter.data_ptr()
@@ -546,7 +549,8 @@ def copies_of_megatron(roots: Roots) -> list[tuple[Tensor, Any, int]]:
     copies: list[tuple[Tensor, Any, int]] = []
     for parameter, _ in roots.checkpointed.values():
         main = getattr(parameter, "main_param", None)
-        is_range = getattr(parameter, "main_param_sharded", False)  # in the lists below
+        # the optimizer has it in the lists below
+        is_range = getattr(parameter, "main_param_sharded", False)
         if isinstance(main, Tensor) and not is_range:
             copies.append((main, parameter, 0))
     for optimizer in roots.distributed:

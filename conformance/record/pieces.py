@@ -38,7 +38,8 @@ def pieces_of(
         return tuple(_of_range(offsets[0], size, columns)) if columns else ()
     inner = list(zip(shape[1:], offsets[1:], local[1:], strict=True))
     while inner and inner[-1][0] == inner[-1][2]:
-        inner.pop()  # held whole: its elements follow each other
+        # an inner dimension that is held whole: its elements follow each other
+        inner.pop()
     if any(each != 1 for *_, each in inner[:-1]):
         return None
     first = 0

@@ -91,7 +91,7 @@ class _Step:
         units = {p.key: torch.finfo(p.weight.dtype).eps for p in self.start.parts}
         after = {} if self.after is None else self.after.read()
         for part in (part for kind, part in after if kind == "again"):
-            # a kernel that divides gradients leaves others than it was given
+            # the digests differ if a kernel has divided the gradients in place
             if torch.equal(after["again", part].digest, kept["gradient", part].digest):
                 before = kept["before", part]
                 update = after["after", part].update(before, units[part])
@@ -180,7 +180,7 @@ class Recorder:
             if not torch.is_grad_enabled() or not trains(module):
                 return
             if any(map(is_lazy, module.parameters())):
-                return  # this call makes them
+                return  # this call makes the parameters
             ids = {id(each) for each in module.modules()}
             own = {id(each) for each in module.parameters()} | ids
             if self.declared and self.declared.isdisjoint(own):
@@ -196,7 +196,7 @@ class Recorder:
             if self.blocks is not None and len(self.roots.called) == 1:
                 with self.noting("--modules"):
                     self.blocks.hook(model)
-            if not is_wrapper:  # else the hook is called again
+            if not is_wrapper:  # DDP's hook calls this hook again for the module inside
                 self._enters(model, args)
 
     def _forget_parts(self, ids: set[int]) -> None:
@@ -247,7 +247,7 @@ class Recorder:
         if not torch.is_grad_enabled() or not self._records_next():
             return
         with self.noting("rows"):
-            # a second model may get what the first one has computed
+            # inputs of a second model may be outputs of the first one
             if module is self.roots.called[0]:
                 inputs = [*args, *_keywords_of_caller().values()]
                 if not all(_has_values(t) for each in inputs for t in tensors_in(each)):
@@ -289,10 +289,11 @@ class Recorder:
         The closure of a sharpness-aware optimizer moves them before it computes
         gradients.
         """
-        self.running.pop(id(optimizer), None)  # of a step that raised an error
+        # a step that raised an error may have left its entry
+        self.running.pop(id(optimizer), None)
         self.starts.pop(id(optimizer), None)
         if self.written or not self.roots.called:
-            return  # the closure calls the model for the first time
+            return  # the model is first called by the closure
         number = self._number(optimizer)
         if number is not None and self.calls[number] in self.steps:
             with self.noting("the weights"), torch.no_grad():
@@ -327,7 +328,7 @@ class Recorder:
                 self.preparing.add(id(optimizer))
                 return
         if id(optimizer) in self.running:
-            return  # a closure that runs again
+            return  # the closure runs again
         number = self._number(optimizer)
         if number is None:
             return
@@ -374,7 +375,7 @@ class Recorder:
         if self.declared:
             return self.trained <= stepped
         living = (o for ref in self.others or () if (o := ref()) is not None)
-        # one that has parameters of another one wraps it
+        # an optimizer that has parameters of another optimizer wraps it
         unlike = (own for o in living if (own := parameters_of(o)).isdisjoint(stepped))
         return not any(unlike)
 
@@ -393,7 +394,7 @@ class Recorder:
 
     def _number(self, optimizer: Any) -> int | None:
         """Return the number of an optimizer; None if it is not recorded."""
-        # by its parameters: a declared optimizer may wrap one of torch
+        # compared by parameters: a declared optimizer may wrap one of torch
         if self.declared and self.declared.isdisjoint(parameters_of(optimizer)):
             return None
         groups = optimizer.param_groups
@@ -479,7 +480,8 @@ class Recorder:
             with self.noting("writing"):
                 self._write_why_not()
             return
-        self.written = True  # hooks of steps stay: one of them may be the caller
+        # hooks of steps stay, because one of them may be the caller
+        self.written = True
         self._look_away()
         is_written = False
         with self.noting("writing"):
@@ -551,7 +553,7 @@ class Recorder:
         """Note an error of the recorder and let the job go on."""
         try:
             yield
-        except Exception as error:  # whatever it is, the job is not ours to end
+        except Exception as error:  # any error: recording must not end the job
             if len(self.recording.notes) < NOTES:
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 where = f"{Path(last.filename).name}:{last.lineno}"
@@ -586,7 +588,7 @@ def _generators(module: nn.Module) -> list[Tensor]:
 
 def _has_values(tensor: Tensor) -> bool:
     """Return False for a fake tensor, and inside ``vmap``."""
-    if type(tensor).__name__ == "FakeTensor":  # it would warn of what follows
+    if type(tensor).__name__ == "FakeTensor":  # reading a FakeTensor would warn
         return False
     try:
         tensor.data_ptr()

@@ -102,7 +102,7 @@ def unpadded_of(values: Iterable[Any]) -> list[Tensor]:
     for rows in _flat(values, False, MOST):
         length = rows.shape[1]
         places = torch.arange(length, device=rows.device)
-        # one of equal tokens stays: a row may have no others
+        # keep one of equal tokens: a row may consist of them alone
         last = torch.where(rows != rows[:, -1:], places, 0).amax(1, keepdim=True)
         first = torch.where(rows != rows[:, :1], places, length - 1).amin(1, True)
         ends = _digests(rows * (places <= last))
@@ -190,7 +190,7 @@ def _has_points(tensor: Tensor) -> bool:
 
 
 def _digests(rows: Tensor) -> Tensor:
-    # as in fp32, in which a batch is made: a copy in half precision has other bits
+    # in fp32, in which batches are made: a copy in half precision has other bits
     bits = rows.to(torch.float32).view(torch.int32).to(torch.int64)
     places = torch.arange(rows.shape[1], dtype=torch.int64, device=rows.device)
     return (bits * (mix(places + 1) | 1)).sum(1)

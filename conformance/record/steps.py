@@ -71,19 +71,20 @@ class StepHooks:
         if outer is not None and height > outer.height:
             outer.depth += 1
             return
-        if outer is not None:  # that step raised an error, which the job has caught
+        # the step before raised an error, which the job has caught
+        if outer is not None:
             outer.last.remove()
         if self.only_plain and self._is_part(optimizer, height):
             return
         self.begins(optimizer)
-        # the hooks of the job itself may wait for gradients: this one comes last
+        # hooks of the job may wait for gradients, so this hook runs last
         last = optimizer.register_step_pre_hook(self._uses)
         self._running[id(optimizer)] = _Running(optimizer, height, last)
 
     def _is_part(self, optimizer: Optimizer, height: int) -> bool:
         """Return True inside a step of an optimizer that has all these parameters."""
         outers = [each for each in self._running.values() if each.height < height]
-        if not outers:  # as in nearly every step of a job
+        if not outers:  # true for nearly every step of a job
             return False
         own = parameters_of(optimizer)
         return any(own <= parameters_of(outer.optimizer) for outer in outers)
@@ -94,7 +95,7 @@ class StepHooks:
             self.uses(optimizer)
             return None
 
-        def evaluated() -> Any:  # a trainer may make the gradients in it
+        def evaluated() -> Any:  # a trainer may compute gradients in the closure
             loss = closure()
             self.uses(optimizer)
             return loss

@@ -210,7 +210,7 @@ class Weights:
                 if rank in each.ranks:
                     self._moves(step, each, bits.own, each.name in trained)
                 if bits.ranks:
-                    # two that begin as zeros or ones look like replicas of one
+                    # different tensors that begin as zeros or ones look like replicas
                     yield (
                         f"{each.name} has other bits {bits.where}. If these are "
                         "different tensors, name them in apart="
@@ -327,7 +327,7 @@ class Clipped:
             works.append(dist.all_reduce(squares, group=self._group, async_op=True))
         sums = [squares]
         if isinstance(norm, Tensor) and norm.device.type != "cpu":
-            # read when it is there; the job may write it until then
+            # a copy, because the job may write into the norm before it is read
             sums.append(norm.detach().to(squares, copy=True))
         else:
             norm = float(norm)
@@ -337,7 +337,7 @@ class Clipped:
             square, *norms = map(float, landing.read())
             whole = norms[0] if norms else float(norm)
             after, due = math.sqrt(square), min(whole, limit)
-            if abs(after - due) > SLACK * due:  # False for nan
+            if abs(after - due) > SLACK * due:  # the comparison is False for nan
                 yield (
                     f"the gradients of all shards have the norm {after:.4g} after "
                     f"clipping; with a norm of {whole:.4g} before and a limit of "
@@ -384,12 +384,12 @@ class Data:
         """Read the rows of the model's inputs, as a forward pre-hook."""
         if not torch.is_grad_enabled():
             return
-        # a DTensor may be sharded: its rows are no rows of one rank
+        # a DTensor may hold a part of a row
         tensors = [*tensors_in([*args, *kwargs.values()])]
         inputs = [tensor for tensor in tensors if not hasattr(tensor, "device_mesh")]
         if len(inputs) < len(tensors):
             self._unseen = -1
-        # in a pipeline later stages are given numbers
+        # later stages of a pipeline get numbers that another stage computed
         for digests in rows_of(inputs):
             self._rows = _plus(self._rows, digests.sum())
             self._inputs = _plus(self._inputs, digests.sum())
@@ -430,7 +430,8 @@ class Data:
                 yield f"ranks {sets[0]} train on the same rows as ranks {sets[1]}"
             self._sees(step, any(answer.number is not None for answer in inputs))
             if _are_equal(draws) and not self._logged:
-                # many trainers seed all ranks alike: dropout is weaker then, not wrong
+                # only a warning: many trainers seed all ranks alike, which weakens
+                # dropout
                 self._logged = True
                 text = "ranks %s and ranks %s draw the same numbers, as in dropout"
                 _LOG.warning(f"step %d: {text}", step, *sets)
@@ -499,7 +500,7 @@ def _given(name: str, number: Callable[[], float | Tensor]) -> int | Tensor:
 
 def _bits(number: float | Tensor) -> int | Tensor:
     """Return the bits of a number in fp64, without waiting for a device."""
-    # -0 and 0 are one number, and so are all that are nan
+    # 0.0 turns -0 into 0; below, each nan gets the same bits
     if isinstance(number, Tensor):
         doubles = number.detach().reshape(1).double() + 0.0
         doubles = doubles.masked_fill(doubles.isnan(), math.nan)

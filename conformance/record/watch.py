@@ -113,7 +113,7 @@ class Watch:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.close()
-        else:  # the job's own error goes on, and nothing hides it
+        else:  # the job's own error must reach the user
             self._stop()
             self.act = _LOG.error
             self._read(len(self._sent), 0.0)
@@ -130,7 +130,7 @@ class Watch:
             text = "within join() ranks take other numbers of steps"
             _LOG.warning(f"step %d: the watch ends: {text}", self.step)
             return
-        # first, as reading may raise: no rank falls behind if the job goes on
+        # send before reading, which may raise: no rank falls behind if the job goes on
         self._send()
         self.step += 1
         self._read(UNREAD, self.patience)
@@ -152,7 +152,7 @@ class Watch:
                 message = self._sent.popleft()
                 try:
                     texts = [*message.read()]
-                except RuntimeError as error:  # of a process that has gone
+                except RuntimeError as error:  # raised if the other process has ended
                     self._end(message.step, str(error))
                     return
                 for text in texts:
@@ -188,7 +188,8 @@ class Watch:
         lacking = [not each.is_given for each in numbers]
         mine, absent = send([*values, *lacking], self.device).chunk(2)
         coded = ((mine * ODD) & -65536) | rank_here()
-        size = sum(topic.size for topic in self.topics)  # alike at all steps
+        # the same on all ranks and at all steps
+        size = sum(topic.size for topic in self.topics)
         both = torch.full((2, size), NONE, device=self.device)
         both[:, : len(numbers)] = torch.stack([coded, ~coded]).masked_fill(
             absent.bool(), NONE
@@ -356,7 +357,8 @@ class _Enters:
             self._rows.enters(module, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # takes any arguments, returns None, and needs nothing of ours to be loaded
+        # a call that accepts any arguments, returns None, and loads nothing of
+        # gradparity
         return partial, (sys.audit, "gradparity.watch")
 
 
@@ -379,7 +381,8 @@ def _named(
             raise ValueError(f"{name} is on the meta device: fill it before watch")
         name = bare(name)
         local, box = place(parameter)
-        # a frozen weight may be of a class that has no bits, such as a quantized one
+        # a class without plain storage, such as a quantized weight, has no bits to
+        # compare
         if (parameter.requires_grad or type(local) is Tensor) and not name.startswith(
             tuple(apart)
         ):

@@ -44,14 +44,15 @@ def _weights(module: nn.Module, roots: Roots) -> Iterator[tuple[str, Tensor, Box
     for stepped, whole, first in copies_of_megatron(roots):
         if stepped.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
             masters.setdefault(id(whole), []).append((stepped, first))
-    parameter: Any  # with what DeepSpeed adds
+    parameter: Any  # may have attributes that DeepSpeed adds
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
         master = fp32_range_of(parameter)
         if master is not None:
             yield bare(name), *master
-        if hasattr(parameter, "ds_tensor"):  # ZeRO 3 shows an empty parameter
+        # under ZeRO 3 the parameter itself is empty
+        if hasattr(parameter, "ds_tensor"):
             shape, part = tuple(parameter.ds_shape), parameter.ds_tensor
             start = master[1].offsets if master else (0,)
             part = part.detach().narrow(0, 0, master[1].size if master else 0)
@@ -86,7 +87,7 @@ def nudge(module: nn.Module, seed: int, roots: Roots) -> None:
             moved = torch.where(stays, part, moved)
         elif part.dtype == torch.float32:
             bits = part.view(torch.int32)
-            past = (bits & 0xFFFF) - 0x8000  # bf16 rounds up what is past 0
+            past = (bits & 0xFFFF) - 0x8000  # above 0, bf16 rounds up
             across = bits - past + torch.where(past > 0, -1, 1)
             near = (past.abs() <= NEAR) & ((words >> 10) & 1).bool().view(part.shape)
             moved = torch.where(near, across.to(torch.int32).view(part.dtype), moved)
@@ -140,7 +141,7 @@ def begin_from(folder: Path, number: int, module: nn.Module, roots: Roots) -> st
         except (SafetensorError, msgspec.DecodeError) as error:
             raise ValueError(f"{path}: holds no weights: {error}") from error
     whole_by_name = {
-        # stages of one model have numbers of their own, and each name once
+        # stages of one model number their tensors from 0, and have each name once
         name: _whole(parts.get(number) or [*itertools.chain(*parts.values())])
         for name, parts in parts_by_name.items()
     }
@@ -161,7 +162,8 @@ def begin_from(folder: Path, number: int, module: nn.Module, roots: Roots) -> st
 
 def _whole(parts: list[tuple[Tensor, Box]]) -> Tensor:
     """Assemble the whole tensor from parts; elements without a part are nan."""
-    parts.sort(key=lambda each: each[0].element_size())  # masters overwrite
+    # fp32 masters come last and overwrite copies in half precision
+    parts.sort(key=lambda each: each[0].element_size())
     last, box = parts[-1]
     whole = last.new_full(box.shape, torch.nan)
     for part, box in parts:
