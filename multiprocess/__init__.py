@@ -3,5 +3,6 @@
 import lazy_loader
 
 # The pytest plugin lives in this package and is loaded in every session of its
-# environment. Importing all that ``__init__.pyi`` names takes 50 ms: each when used.
+# environment. Importing all names of ``__init__.pyi`` takes 50 ms, so each is imported
+# when it is used.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -198,7 +198,7 @@ class Cluster(BaseCluster):
         payload = pickled_call(fn, args, kwargs)
         with self._lock:
             if options.isolation == "process":
-                # Beside the warm ranks, which stay for the next call.
+                # New ranks beside the warm ones, which stay for the next call.
                 ranks = _started(self.spec, current_context())
                 try:
                     outcomes = _call(ranks, payload, options, None)
@@ -207,13 +207,14 @@ class Cluster(BaseCluster):
                 finally:
                     ranks.kill()
             ranks = self._warm_ranks()
-            # The ranks follow the parent: folder and environment are those of now.
+            # Give the ranks the parent's current folder and environment.
             context = current_context()
             changed = None if context == self._sent else context
             self._sent = context
             try:
                 outcomes = _call(ranks, payload, options, changed)
-            except BaseException:  # also ctrl-C: the ranks are in the middle of it
+            # also Ctrl-C: the ranks are in the middle of the call
+            except BaseException:
                 self._release()
                 ranks.kill()
                 raise
@@ -228,8 +229,9 @@ class Cluster(BaseCluster):
         if self._ranks is None:
             self._sent = current_context()
             self._ranks = _started(self.spec, self._sent)
-            # For a cluster that was not closed; at exit the forkserver ends all ranks.
-            # A method of the ranks: one of the cluster would keep the cluster alive.
+            # Ends the ranks of a cluster that nobody closed; at exit the forkserver
+            # does. A method of the ranks, since one of the cluster would keep the
+            # cluster alive.
             self._finalizer = weakref.finalize(self, self._ranks.kill)
             self._finalizer.atexit = False
         return self._ranks
@@ -266,7 +268,7 @@ def _started(spec: WorldSpec, context: Context) -> RankProcesses:
         ranks.join(context)
         _outcomes(ranks, CallOptions(timeout_s=spec.start_timeout_s))
     except BaseException:
-        ranks.kill()  # also on ctrl-C: nothing else knows of them yet
+        ranks.kill()  # also on Ctrl-C: nothing else refers to these ranks yet
         raise
     return ranks
 

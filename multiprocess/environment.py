@@ -43,7 +43,7 @@ def unsupported() -> str:
 
 def cores() -> int:
     """Return the number of CPU cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
+    affinity = getattr(os, "sched_getaffinity", None)  # exists on Linux only
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 

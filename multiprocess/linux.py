@@ -40,7 +40,8 @@ sleep = time.sleep
 def flush_standard_streams() -> None:
     """Flush stdout and stderr, if they exist and can be written."""
     for stream in (sys.stdout, sys.stderr):
-        # None in a process without a terminal, such as a daemon; closed or full else.
+        # None in a process without a terminal, such as a daemon; it may also be closed
+        # or full.
         with suppress(AttributeError, ValueError, OSError):
             stream.flush()
 
@@ -71,7 +72,8 @@ def in_memory(content: bytes) -> Iterator[int]:
 def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Checked after the call: a parent that ended before it would not be noticed.
+    # Check after the call, because the kernel does not report a parent that ended
+    # before.
     if os.getppid() != parent:
         os._exit(1)
 
@@ -84,11 +86,11 @@ def adopt_orphans() -> None:
 def be_first_out_of_memory() -> None:
     """Ask the kernel to kill this process rather than the parent."""
     try:
-        # Counts as half of the machine's memory on top of what the process uses, so a
-        # rank comes before a parent that is larger.
+        # This counts as half of the machine's memory, so a rank is killed before its
+        # parent.
         Path("/proc/self/oom_score_adj").write_text("500")
     except OSError:
-        pass  # a wish, not a need
+        pass  # helpful, not needed
 
 
 def wait_for_turn() -> None:
@@ -102,7 +104,7 @@ def wait_for_turn() -> None:
     try:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     except (OSError, AttributeError):
-        pass  # a wish, not a need
+        pass  # helpful, not needed
 
 
 def children() -> list[int]:
@@ -120,7 +122,7 @@ def process_state(pid: int) -> str:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return ""
-    # After the last bracket: the name before it may contain spaces and brackets.
+    # Read after the last bracket, because the name may contain spaces and brackets.
     return stat.rpartition(")")[2].split()[0]
 
 
@@ -165,8 +167,8 @@ def kill_tree(pid: int) -> None:
     Use it only if no one else can wait for the process: otherwise its number may
     already belong to another one.
     """
-    # Both: a process that was forked just now does not lead a group yet, and an adopted
-    # daemon may be in another one.
+    # Signal both: a new process may not lead a group yet, and an adopted daemon may be
+    # in another group.
     for kill in (os.killpg, os.kill):
         try:
             kill(pid, signal.SIGKILL)
@@ -183,12 +185,12 @@ def signal_main_thread(pid: int, pidfd: int | None, number: int) -> None:
     Raises:
         ProcessLookupError: There is no such process.
     """
-    # There is no tgkill by pidfd before Linux 6.9: asking the pidfd first leaves the
-    # microseconds in between, in which the number would have to be used again.
+    # Before Linux 6.9 a pidfd cannot be used with tgkill. Signalling the pidfd first
+    # leaves only microseconds in which the number could be used again.
     signal_process(pid, pidfd, 0)
     try:
         failed = ctypes.CDLL(None, use_errno=True).tgkill(pid, pid, number)
-    except (OSError, AttributeError):  # not Linux, or a C library without it
+    except (OSError, AttributeError):  # not Linux, or a C library without tgkill
         signal_process(pid, pidfd, number)
         return
     if failed:
@@ -230,13 +232,13 @@ def give_up_silent(limit_s: float, except_for: frozenset[str]) -> None:
         if name in except_for:
             continue
         try:
-            # A copy, which the object may close: the descriptor itself is torch's.
+            # A copy, which the object may close: the descriptor belongs to torch.
             with socket.socket(fileno=os.dup(fd)) as copy:
                 if copy.family in (socket.AF_INET, socket.AF_INET6):
                     for option in options:
                         copy.setsockopt(*option)
         except OSError:
-            continue  # closed meanwhile
+            continue  # another thread has closed it
 
 
 def _open_sockets() -> Iterator[tuple[int, str]]:

@@ -130,7 +130,7 @@ def send(sock: socket.socket, message: object) -> None:
     """Send one message; block until the socket has accepted it."""
     payload = packed(message)
     sock.sendall(_LENGTH.pack(len(payload)))
-    sock.sendall(payload)  # apart: joined, a large one would be copied
+    sock.sendall(payload)  # sent apart, because joining them would copy a large payload
 
 
 def receive(sock: socket.socket) -> Any:
@@ -145,7 +145,7 @@ def receive(sock: socket.socket) -> Any:
 def _read(sock: socket.socket, count: int) -> bytearray | None:
     parts = bytearray()
     while len(parts) < count:
-        # In parts: recv allocates what it is asked for, before a byte has come.
+        # In parts, because recv allocates the whole buffer before a byte has come.
         part = sock.recv(min(_CHUNK, count - len(parts)))
         if not part:
             return None
@@ -178,7 +178,7 @@ class Outbox:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
-                self._parts.clear()  # its exit pipe tells why
+                self._parts.clear()  # the exit pipe tells why the rank ended
                 return
             self._parts[0] = self._parts[0][count:]
             if not self._parts[0]:
@@ -195,15 +195,15 @@ class Inbox:
 
     def poll(self) -> list[Any]:
         """Read available data; return the messages that are complete."""
-        # MSG_DONTWAIT and not a socket that never blocks: sending must block, up to the
-        # socket's own limit.
+        # With MSG_DONTWAIT, so that only this read does not block: sending must block,
+        # up to the socket's limit.
         while not self.closed:
             try:
                 part = self._sock.recv(_CHUNK, socket.MSG_DONTWAIT)
             except (BlockingIOError, InterruptedError):
                 break
             except ConnectionError:
-                # A rank that ended with messages unread resets the connection.
+                # The connection is reset if a rank ended with unread messages.
                 part = b""
             self.closed = not part
             self._buffer += part

@@ -24,7 +24,7 @@ _HEAD, _TAIL = 10, 40
 _WIDTH = 1000
 """Number of characters shown of a line."""
 
-# Differs from rank to rank: without it equal stacks are equal, and shown once.
+# Thread ids differ between ranks; without them equal stacks are shown once.
 _THREAD_ID = re.compile(r"(?<=hread )0x[0-9a-f]+ ")
 
 TWO_SIDED = frozenset({"send", "recv", "recv_anysource"})
@@ -45,7 +45,7 @@ def render_failure(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> str:
 
 def render_interrupted(outcomes: Sequence[RankOutcome]) -> str:
     """Describe where each rank was when its call was interrupted in the parent."""
-    # Without "hung": no limit has passed.
+    # Not "hung", since no limit has passed.
     running = [
         replace(o, state=RankState.VICTIM) if o.state is RankState.HUNG else o
         for o in outcomes
@@ -187,7 +187,8 @@ def find_odd_rank(records: Records) -> tuple[int, str] | None:
     if not calls:
         return None
     counts = Counter(_signature(call) for call in calls.values())
-    # The minority; of two halves the lowest rank, so that each run names the same.
+    # The minority, or of two halves the one with the lowest rank, so that each run
+    # names the same rank.
     rank = min(calls, key=lambda r: (counts[_signature(calls[r])], r))
     mine = calls.pop(rank)
     others = [r for r in calls if _signature(calls[r]) != _signature(mine)]

@@ -11,8 +11,8 @@ Isolation = Literal["pool", "group", "process"]
 
 ISOLATIONS: tuple[str, ...] = get_args(Isolation)
 
-# torch's answers for the two usual backends: asking torch means importing it, which
-# takes a second in a parent that needs it for nothing else.
+# torch's answers for the two usual backends. Asking torch takes a second, to import it
+# in a parent that needs it for nothing else.
 _USUAL = MappingProxyType({"gloo": ("cpu", "cuda"), "nccl": ("cuda",)})
 
 
@@ -148,7 +148,7 @@ def devices_of(backend: str) -> tuple[str, ...]:
     from torch.distributed import Backend, BackendConfig
 
     names = [name for name in Backend.backend_list if name != Backend.UNDEFINED]
-    # torch takes any name for that of a backend that is still to be registered.
+    # torch accepts any name, as of a backend that will be registered.
     if ":" not in backend and backend.lower() not in names:
         raise ValueError(
             f"backend must be one of {', '.join(names)}, or such as "

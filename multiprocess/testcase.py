@@ -35,7 +35,7 @@ _clusters: dict[WorldSpec, Cluster] = {}
 def _submit_to_own_ranks(
     spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
 ) -> tuple[RankOutcome, ...]:
-    # Not closed by any test: the forkserver ends the ranks with this process.
+    # No test closes it: the forkserver ends the ranks when this process ends.
     if spec not in _clusters:
         _clusters[spec] = Cluster.of(spec)
     with cpu_slots().hold(spec.world_size):
@@ -85,7 +85,7 @@ def run_on_ranks(spec: WorldSpec, fn: Callable[..., Any], *args: Any) -> None:
     results = [o.value for o in outcomes if isinstance(o.value, CaseResult)]
     for warning in dict.fromkeys(each for r in results for each in r.warnings):
         warnings.warn_explicit(*warning)
-    left = outcomes[0].value  # alike on all ranks
+    left = outcomes[0].value  # the same on all ranks
     if isinstance(left, Left) and left.kind == SKIP:
         raise unittest.SkipTest(left.reason)
     if isinstance(left, Left) and left.kind == XFAIL:
@@ -180,7 +180,7 @@ class TestCase(unittest.TestCase):
             if not self._sets(name):
                 setattr(self, name, value)
 
-    # What unittest calls around a test; IsolatedAsyncioTestCase overrides the same.
+    # unittest calls these three; IsolatedAsyncioTestCase overrides the same ones.
     def _callSetUp(self) -> None:
         if self.rank != self.MAIN_PROCESS_RANK:
             refuse_unrun("setUp", self.setUp())  # type: ignore[func-returns-value]  # a coroutine of a subclass
@@ -193,8 +193,8 @@ class TestCase(unittest.TestCase):
         try:
             run_on_ranks(self._spec(), run_case, CaseRef.of(self))
         except WorldError as failure:
-            # A test may expect that it fails itself, and its ranks say so; a failure of
-            # setUp or tearDown, or a crash, is none that it expects.
+            # A test may expect its own failure. It does not expect a failure of setUp
+            # or tearDown, or a crash.
             if not isinstance(failure.root.value, Left) and _expects_failure(self):
                 self._unexpected = failure
                 return

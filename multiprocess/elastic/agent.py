@@ -92,12 +92,13 @@ class Agent:
         else:
             self._heartbeat = Heartbeat(torchrun_store(name).raw, self.rank)
             self._heartbeat.start()
-        # After the first heartbeat: the leader, which waits for all records, then finds
-        # a heartbeat of each agent.
+        # After the first heartbeat, so that the leader, which waits for all records,
+        # finds a heartbeat of each agent.
         self._membership.join(gpus, local_size)
         env[AGENT_VARIABLE] = str(os.getpid())
         self._began = current_context()
-        # Ranks of the attempt before may still be there, and know no attempt.
+        # Ranks of an earlier attempt may still use the store, so keys contain the
+        # attempt.
         run = f"gradparity/{self.attempt}/{self.size}/{name}"
         self._own = LocalRanks(self.rank, local_size, self.hosts, run, self._began.env)
         forkserver()  # it imports torch while this process continues
@@ -113,12 +114,12 @@ class Agent:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-        # The process is about to end. torchrun ends all when the first has ended: not
-        # before our exit code is out.
+        # The process is about to end. torchrun ends all processes when the first has
+        # ended, so report the exit code before.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _on_sigterm(self, number: int, frame: object) -> None:
-        self._terminated = True  # raised where it is safe, by check()
+        self._terminated = True  # check() raises where that is safe
 
     @property
     def leads(self) -> bool:
@@ -192,8 +193,8 @@ class Agent:
             own = self._own.run(request, self._others("run"))
             limit_s = options.timeout_s + spec.grace_s + _REPORT_S
             return True, self._gather("fact", own, spec.world_size, limit_s)
-        except BaseException:  # also ctrl-C, or a timeout of pytest's
-            # Those that can still be reached leave this call for the next request.
+        except BaseException:  # also Ctrl-C, or the timeout of pytest-timeout
+            # Agents that can still be reached leave this call for the next request.
             with contextlib.suppress(HarnessError):  # the store itself may be gone
                 self._let_go(request.spec, False)
                 for phase in ("start", "run"):
@@ -216,8 +217,8 @@ class Agent:
         try:
             self._post(code)
         except Ended:
-            return  # before all had joined
-        # torchrun ends all when the first has failed, and would report -15 for these.
+            return  # the failure came before all had joined
+        # torchrun ends all processes when the first has failed, and then reports -15.
         until = linux.now_s() + ANSWER_S
         for rank in range(1, self.size):
             self._meeting.wait(f"bye/{rank}", max(0.0, until - linux.now_s()))
@@ -232,7 +233,7 @@ class Agent:
 
     def _gather(self, what: str, own: Fact, size: int, limit_s: float) -> list[Fact]:
         facts = [own]
-        until = linux.now_s() + limit_s  # for all ranks together
+        until = linux.now_s() + limit_s  # one limit for all ranks together
         for rank in range(1, size):
             packed_fact = self._store.take(
                 f"{what}/{rank}",
@@ -252,8 +253,8 @@ class Agent:
     def _check_rank(self, rank: int, since_s: float) -> None:
         """Raise if waiting for ``rank`` is useless, because its agent is gone."""
         self.check()
-        # Whether its process is gone is read from the store and /proc: too much for
-        # each look at a rank that answers at once.
+        # The state of the process is in the store and in /proc, which is too slow to
+        # read for a rank that answers at once.
         late = linux.now_s() - since_s > _LATENESS_S
         if late and self._membership.is_gone(rank):
             raise HarnessError(f"rank {rank}: {self._membership.state(rank)}")
@@ -282,7 +283,7 @@ class Agent:
                 if self.rank < message.spec.world_size:
                     self._serve(message)
         except Exception as error:
-            # For the leader to report.
+            # The leader reports it.
             text = f"its process raised {type(error).__name__}: {error}"
             self._membership.report_error(text)
             raise
@@ -299,7 +300,7 @@ class Agent:
     def wait_for_the_end(self) -> int:
         """Wait until the leader or its replacement has reported; return exit code 3."""
         self._meeting.wait("reported", ANSWER_S + _REPORT_S)
-        return 3  # what the command line returns for a run that was not completed
+        return 3  # the command line's exit code of a run that did not complete
 
     def _next_message(self) -> Message:
         self._calls += 1
@@ -307,7 +308,7 @@ class Agent:
             try:
                 message = self._read_message(MEET_S, self.check)
             except Ended:
-                # The leader's last message may have come just before SIGTERM did.
+                # The last message of the leader may have come just before SIGTERM.
                 message = self._read_message(0.0)
                 if not isinstance(message, int):
                     raise
@@ -328,8 +329,8 @@ class Agent:
     def _serve(self, request: CallRequest) -> None:
         ready = self._own.start(request, self._others("start"))
         self._store.put_message(f"start/{self.rank}", self._calls, pack(ready))
-        # Longer than the leader waits for any rank: it says no before this agent gives
-        # up.
+        # Longer than the leader waits for any rank, so the leader refuses before this
+        # agent gives up.
         limit_s = request.spec.start_timeout_s + 2 * _REPORT_S
         others = request.spec.world_size - 1
         answer = self._store.take(
@@ -387,7 +388,7 @@ class AgentCluster(BaseCluster):
         warm = self._world > 0 and options.isolation != "process"
         try:
             ready, facts = self._attempt(options, payload, new=not warm)
-            if warm and not ready:  # lost between two calls: no call caused it
+            if warm and not ready:  # lost between two calls, so no call is its cause
                 _, facts = self._attempt(options, payload, new=True)
         except BaseException:
             self._world = 0

@@ -123,7 +123,7 @@ class LocalRanks:
         spec = request.spec
         world = self._worlds.pop(spec, None)
         if world is not None and world.number == request.world:
-            self._worlds[spec] = world  # last in order: latest used
+            self._worlds[spec] = world  # order: least recently used first
             if world.processes.intact():
                 ready = Reply(kind=Kind.READY, ended_at_s=linux.now_s())
                 return Fact(rank=self._rank, reply=ready)
@@ -131,8 +131,8 @@ class LocalRanks:
             return Fact(rank=self._rank, exit_code=code or LOST)
         if world is not None:
             world.processes.kill()
-        # The leader does not know. If it asks for one of them again it hears that the
-        # rank is lost, and has all agents make a new one.
+        # The leader is not told. If it asks for one of these ranks, it learns that the
+        # rank is lost, and all agents make a new one.
         while len(self._worlds) >= _MAX_WORLDS:
             self.end(next(iter(self._worlds)))
         processes = RankProcesses(spec, (self._rank,))

@@ -44,7 +44,7 @@ MEET_S = 600.0
 ANSWER_S = 2.0
 """Seconds in which an agent must answer that it is still present."""
 
-# As `worker.ACKNOWLEDGED_S`: both sides of a cut link end at about the same time.
+# As `worker.ACKNOWLEDGED_S`, so that both sides of a cut link end at the same time.
 SILENCE_S = 15.0
 """Seconds without a heartbeat after which an agent counts as lost."""
 
@@ -99,7 +99,7 @@ class Membership:
             host=f"{node} ({socket.gethostname()})",
             nonce=secrets.token_hex(16),
         )
-        # Not read again: it makes this run the latest.
+        # The record makes this run the latest one, so it is not read again.
         self._member_by_rank[self._rank] = member
         self._store.put(f"member/{self._rank}", pack(member))
 
@@ -148,8 +148,8 @@ class Membership:
         ]
         if not silent:
             return "ended by torchrun (SIGTERM) on all ranks"
-        # Agents known to be gone come first: a silent one may be on a host that gets
-        # SIGTERM later.
+        # First the agents that are known to have ended: a silent one may be on a host
+        # that gets SIGTERM later.
         gone_first = sorted(silent, key=lambda rank: not self.is_gone(rank))
         causes = [f"rank {rank}: {self.state(rank)}" for rank in gone_first]
         return f"{'; '.join(causes[:4])} (torchrun then ended the others)"
@@ -160,7 +160,7 @@ class Membership:
 
     def report_error(self, cause: str) -> None:
         """Store the reason why this agent ends."""
-        # Those that have not joined by now do not wait for this one.
+        # Other agents, if they have not joined by now, do not wait for this one.
         self._meet_until = min(self._meet_until, linux.now_s() + ANSWER_S)
         with suppress(HarnessError):
             store = self.run_store(lambda: None)
@@ -190,7 +190,7 @@ class Membership:
         """
         member = self._member(rank, 0.0)
         if member is None or member.place != _place():
-            return False  # on another machine: not visible from here
+            return False  # a process on another machine cannot be seen from here
         return linux.process_state(member.pid) in ("", "Z")
 
     def describe_silent(self, silent: Sequence[int]) -> str:
@@ -224,8 +224,7 @@ class Membership:
 
 
 def _place() -> str:
-    # The same kernel and the same numbers of processes: containers of one machine
-    # differ in the second.
+    # Containers of one machine have the same kernel, and other namespaces of processes.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
@@ -242,7 +241,7 @@ class Heartbeat(threading.Thread):
         self._store = store
         self._over = threading.Event()
         with answering():
-            self._store.set(self._key, "0")  # before the leader looks
+            self._store.set(self._key, "0")  # before the leader looks for it
 
     def run(self) -> None:
         """Send heartbeats until stopped, or until the store is gone."""
@@ -252,12 +251,12 @@ class Heartbeat(threading.Thread):
             try:
                 self._store.set(self._key, str(number))
             except dist.DistError:
-                return  # the main thread finds out by itself
+                return  # the main thread notices the end by itself
 
     def stop(self) -> None:
         """Stop sending heartbeats."""
         self._over.set()
-        # One that comes back from native code while Python ends aborts the process.
+        # A thread that returns from native code while Python ends aborts the process.
         self.join(ANSWER_S)
 
 
@@ -280,13 +279,13 @@ class HeartbeatMonitor:
         """
         since = linux.now_s() - self._looked
         if self._keys and since >= _INTERVAL_S and self._store.check(self._keys):
-            # Asked often, looked once a second: a look is a request to the store.
+            # A look is a request to the store, so look once a second, however often
+            # this is called.
             self._looked += since
             since = min(since, _MAX_BETWEEN_POLLS_S)
             before, self._heard = self._heard, self._store.multi_get(self._keys)
             for index, count in enumerate(self._heard):
-                # Whether the count has changed, and not when it was sent: hosts differ
-                # in time.
+                # Compare counts, since clocks of hosts differ.
                 same = bool(before) and before[index] == count
                 self._silent_s[index] = self._silent_s[index] + since if same else 0.0
         silent = [q for q in self._silent_s if q > SILENCE_S - _TOGETHER_S]

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Half of what a connection takes at once.
+# Half of what one connection takes at once.
 _CHUNK = 4 << 20
 
 SECRET_VARIABLE = "GRADPARITY_SECRET"
@@ -73,10 +73,10 @@ def torchrun_store(name: str) -> SignedStore:
     """Return torchrun's store with a prefix of ``name`` and the attempt."""
     env = os.environ
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # A restart, which may come with another world size, begins with no keys.
+    # A restart, possibly with another world size, begins without keys.
     prefix = f"gradparity/{attempt}/{env['WORLD_SIZE']}/{name}"
-    # As torch's own rendezvous: the store is torchrun's where it says so, else rank 0
-    # holds it.
+    # As in torch's own rendezvous, the environment says if torchrun serves the store;
+    # if not, rank 0 does.
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = env["RANK"] == "0" and not agent
     port = int(env["MASTER_PORT"])
@@ -115,7 +115,7 @@ class SignedStore:
         """Store a signed value; who sees the key can read all of the value."""
         parts = [value[at : at + _CHUNK] for at in range(0, len(value), _CHUNK)]
         head = f"{max(0, len(parts) - 1)} {self._signature(self.rank, key, value)} "
-        # The further parts first: a reader that finds the key finds all of them.
+        # Further parts first, so that a reader who finds the key finds all parts.
         for number, part in enumerate(parts[1:]):
             self._set(f"{key}/{number}", part)
         self._set(key, head.encode() + b"".join(parts[:1]))
@@ -229,7 +229,7 @@ class SignedStore:
             return None
         head = self.raw.get(key).split(b" ", 2)
         count, signature, value = (*head, b"", b"")[:3]
-        # Four digits are 40 GB; the signature shows whether the count is true.
+        # Four digits allow 40 GB; the signature covers the count.
         n_parts = int(count) if count.isdigit() and len(count) <= 4 else 0
         parts = [f"{key}/{number}" for number in range(n_parts)]
         value += b"".join(self.raw.get(part) for part in parts)
@@ -283,8 +283,8 @@ def _secret() -> bytes:
     try:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Written aside and linked, so nobody reads half of it, and the first of
-            # several ranks that make one wins. The file is its owner's alone.
+            # Written to another file and linked: nobody reads half of it, and the first
+            # of several ranks wins. Only the owner can read the file.
             with tempfile.NamedTemporaryFile(dir=path.parent) as file:
                 file.write(secrets.token_bytes(32))
                 file.flush()

@@ -29,8 +29,8 @@ from ..rank.worker import COSTLY, PRELOAD
 _LONGEST = 30_000
 """Longest variable for a new process, in characters; the kernel's limit is 128 KiB."""
 
-# The import path comes first: the parent may find this package by it alone. It comes in
-# memory, because it may be longer than an argument.
+# The import path first, since the package may be found only by it. In memory, since it
+# may be longer than an argument.
 _BOOT = """
 import json, sys
 path_fd, fd = map(int, sys.argv[1:])
@@ -41,7 +41,7 @@ from {module} import main
 main(fd)
 """
 
-# Longer than the 3 s in which the server ends its ranks.
+# Longer than the 3 s that the server takes to end its ranks.
 _END_S = 5.0
 _MAX_ERRORS = 64 * 1024
 """Number of characters shown of the end of the server's output."""
@@ -55,23 +55,26 @@ def import_path() -> list[str]:
 def _started(fd: int, errors_fd: int, *, fork: bool) -> subprocess.Popen[bytes]:
     """Start a server at the other end of socket ``fd``; its stderr is ``errors_fd``."""
     boot = _BOOT.format(module=server.__name__)
-    linux.flush_standard_streams()  # a fork would have what is left in the buffer
-    # One thread while preloading: a server with threads cannot be forked safely.
+    linux.flush_standard_streams()  # a fork would copy what is left in the buffers
+    # One thread while preloading, because a server with threads cannot be forked
+    # safely.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with linux.in_memory(json.dumps(import_path()).encode()) as path_fd:
         return subprocess.Popen(
-            # -P: the current folder must not hide installed packages from the server.
+            # -P: files in the current folder must not hide installed packages.
             [sys.executable, "-P", "-c", boot, str(path_fd), str(fd)],
             pass_fds=(path_fd, fd),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors_fd,
-            # The ranks get all variables, by a message.
+            # The ranks get all variables, later by a message.
             env={n: v for n, v in env.items() if len(n) + len(v) < _LONGEST},
-            start_new_session=True,  # ctrl-C is for the parent alone
-            # Never returns, so there is no exec: the child is a fork of this process.
+            start_new_session=True,  # Ctrl-C reaches only the parent
+            # This function never returns, so there is no exec: the child is a fork of
+            # this process.
             preexec_fn=partial(_serve_in_fork, fd) if fork else None,
-            restore_signals=not fork,  # Python ignores SIGPIPE, and would not again
+            # Python ignores SIGPIPE, and restoring would change that
+            restore_signals=not fork,
         )
 
 
@@ -79,10 +82,11 @@ def _serve_in_fork(fd: int) -> NoReturn:
     """Run the forkserver in this new fork of the parent; never returns."""
     global _client, _client_lock
     try:
-        # Popen's own pipe among them: the parent waits until it is closed.
+        # Popen's own pipe is one of these: the parent waits until it is closed.
         for number in map(int, os.listdir("/proc/self/fd")):
             if number > 2 and number != fd:
-                with contextlib.suppress(OSError):  # the one that listed them
+                # the descriptor of the listing itself
+                with contextlib.suppress(OSError):
                     os.close(number)
         gc.enable()  # Popen has switched it off
         sys.argv[:] = ["gradparity-rank"]
@@ -104,7 +108,7 @@ class ForkserverClient:
         self._imported: set[str] = set()
         self._serial = 0
         self._pending: tuple[int, list[str]] | None = None
-        # Memory and not a pipe: it is read only if the server fails, and a writer to a
+        # In memory, since nobody reads it unless the server fails, and a writer to a
         # full pipe would wait.
         self._errors_fd = os.memfd_create("gradparity-errors", os.MFD_CLOEXEC)
         with contextlib.ExitStack() as undo:
@@ -124,8 +128,8 @@ class ForkserverClient:
     @property
     def usable(self) -> bool:
         """True if the server belongs to this process and is running."""
-        # A fork of the parent has the socket, too: two clients would take each other's
-        # answers.
+        # A fork of the parent has the socket, too, and two clients would take each
+        # other's answers.
         return self.owner == os.getpid() and self._process.poll() is None
 
     def preload(self, modules: Iterable[str], limit_s: float) -> None:
@@ -142,8 +146,8 @@ class ForkserverClient:
             wanted = dict.fromkeys((*modules, *_costly_here()))
             missing = [name for name in wanted if name not in self._imported]
             if missing:
-                # Its answer is read first: `_answer` drops one with another number, and
-                # an error of that import would be lost.
+                # Read the answer first: `_answer` drops one with another number, and
+                # the import's error would be lost.
                 self._await_import(limit_s)
                 self._send_import(missing)
 
@@ -170,7 +174,7 @@ class ForkserverClient:
 
     def close(self) -> None:
         """End the server and with it every rank."""
-        # End of file is the order to end.
+        # End of file orders the server to end.
         self._sock.close()
         if self.owner == os.getpid():  # a forked copy of the parent owns nothing
             self._wait()
@@ -194,17 +198,17 @@ class ForkserverClient:
         request = json.dumps({"path": import_path(), "modules": names}).encode()
         with linux.in_memory(request) as fd:  # longer than a message may be
             self._pending = self._send("import", [fd]), names
-        # Counted from the request on, so that no module is asked for twice; a failed
-        # import takes them back.
+        # Counted from the request on, so that no module is requested twice; a failed
+        # import is removed again.
         self._imported.update(names)
 
     def _await_import(self, limit_s: float) -> None:
-        # Awaited as late as possible: the parent works while the server imports.
+        # Wait as late as possible, since the parent works while the server imports.
         if self._pending is None:
             return
         serial, names = self._pending
         answer, _ = self._answer(serial, limit_s, f"importing {', '.join(names)}")
-        self._pending = None  # answered: it must not be awaited again
+        self._pending = None  # the answer has come, so nobody waits for it again
         if "error" in answer:
             self._imported.difference_update(names)
             raise ForkserverError(answer["error"])
@@ -227,8 +231,8 @@ class ForkserverClient:
         arrival = select.poll()
         arrival.register(self._sock, select.POLLIN)
         while True:
-            # Not the socket's own limit: a handler of the caller's may raise the same
-            # TimeoutError, which says nothing about the server.
+            # Not by the socket's limit: a handler of the caller may raise the same
+            # TimeoutError.
             if not arrival.poll(max(0.0, deadline - linux.now_s()) * 1000):
                 raise self._late(limit_s, doing)
             try:
@@ -240,7 +244,7 @@ class ForkserverClient:
             answer: dict[str, Any] = json.loads(message)
             if answer["serial"] == serial:
                 return answer, fds
-            # It belongs to a call that ctrl-C or a timeout cut short.
+            # An answer to a call that Ctrl-C or a timeout has cut short.
             for fd in fds:
                 os.close(fd)
 

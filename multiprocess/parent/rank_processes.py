@@ -29,7 +29,7 @@ from .forkserver_client import ForkserverClient, forkserver, import_path
 LOST = 255
 """Exit code of a rank whose forkserver ended before it could report one."""
 
-_STOP_S = 5.0  # one that is measured by coverage.py saves its data first
+_STOP_S = 5.0  # under coverage.py a rank saves its data before it ends
 _KILL_S = 5.0
 _CHUNK = 1 << 16
 
@@ -199,7 +199,7 @@ class RankProcess:
             try:
                 send(self.pid, self.pidfd, number)
             except ProcessLookupError:
-                pass  # its status is on the way
+                pass  # the exit status is on its way
 
     def close(self) -> None:
         """Close the parent's descriptors."""
@@ -233,7 +233,7 @@ class RankProcesses:
         self.runs = 0
         self.reusable = True
         self.ranks: list[RankProcess] = []
-        # One for all ranks: another one has not imported what these are to have.
+        # One forkserver for all ranks, because another one would lack the imports.
         self._shared: list[int] = []
         try:
             server = forkserver()
@@ -313,14 +313,15 @@ class RankProcesses:
         if self.owner != os.getpid():
             return False
         self._collect_exits(0.0)
-        # The status of one that has just ended may still be on its way.
+        # The exit status of a process that has just ended may still be on its way.
         return all(r.alive and not linux.has_ended(r.pidfd) for r in self.ranks)
 
     def stop(self) -> None:
         """Let the ranks end by themselves; kill those that do not."""
-        if self.owner == os.getpid():  # else they are the parent's, whose fork we are
+        # in a fork of the parent, the ranks belong to the parent
+        if self.owner == os.getpid():
             for rank in self.ranks:
-                # End of file is the order to end; the rank can still answer.
+                # End of file orders the rank to end, and the rank can still answer.
                 rank.sock.shutdown(socket.SHUT_WR)
             self._collect_exits(_STOP_S)
         self.kill()
@@ -329,12 +330,12 @@ class RankProcesses:
         """Kill every rank and release the parent's resources; may be called again."""
         if self.owner == os.getpid():  # a forked copy of the parent has no ranks
             for rank in self.ranks:
-                # The forkserver kills what is left of its process group, when it sees
-                # the rank end and before the number can be used again.
+                # The forkserver kills the rest of the rank's process group. It does so
+                # when it sees the rank end, before the number can be used again.
                 rank.signal(signal.SIGKILL)
             self._collect_exits(_KILL_S)
-        # Popped, not looped over: a second kill must not close numbers that have been
-        # given to other descriptors meanwhile.
+        # Removed one by one, so that a second kill closes no descriptor that has been
+        # given to something else.
         while self.ranks:
             self.ranks.pop().close()
         while self._shared:
@@ -343,9 +344,9 @@ class RankProcesses:
     def dump_stacks(self, ranks: list[RankProcess], limit_s: float = 0.4) -> None:
         """Make ranks, even stopped ones, write their stacks into their captures."""
         for rank in ranks:
-            # The handler is faulthandler's, in C: it runs although the interpreter is
-            # stuck in native code. A stopped process handles signals only once it is
-            # continued, and then the one that came first.
+            # faulthandler handles this signal in C, so it runs although the interpreter
+            # is stuck in native code. A stopped process handles signals when it is
+            # continued, in the order of their arrival.
             rank.signal(linux.STACKS_SIGNAL, linux.signal_main_thread)
             rank.signal(signal.SIGCONT)
         silent = {rank.rank for rank in ranks}
@@ -354,7 +355,7 @@ class RankProcesses:
             for rank in ranks:
                 selector.register(rank.stacks.fd, selectors.EVENT_READ, rank)
             while (left := deadline - linux.now_s()) > 0:
-                # All have begun to write: a short silence means that they have
+                # All ranks have begun to write, so a short silence means that they have
                 # finished.
                 events = selector.select(left if silent else min(left, 0.03))
                 if not events and not silent:

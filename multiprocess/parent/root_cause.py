@@ -93,7 +93,8 @@ def _waiting(outcomes: Sequence[RankOutcome]) -> frozenset[int]:
     """Return the ranks that hang and wait for others."""
     hung = [o for o in outcomes if o.state is RankState.HUNG and not _stopped(o)]
     # On a GPU a collective returns when it is queued, and any later line may wait for
-    # it: a rank in its body waits if another there has not issued what it has.
+    # it. So a rank in its body waits if another rank there has not issued the same
+    # collectives.
     in_body = {o.rank: o.collectives for o in hung if not o.place.waits}
     ahead = {
         rank
@@ -163,7 +164,7 @@ def _answered(blank: RankOutcome, reply: Reply) -> RankOutcome:
     if reply.kind is Kind.RAISED:
         exception = None
         if reply.exception is not None:
-            # Its type, text and traceback have come as text.
+            # The type, text and traceback have come as text.
             with suppress(Exception, SystemExit):
                 exception = pickle.loads(reply.exception)
         value = None
@@ -217,7 +218,7 @@ def _root(
         [o for o in hung if o.rank not in waiting],
         # 5. hangs in a collective: `outcomes_of` looks for the odd one by the records;
         [o for o in hung if o.place is not Place.DONE],
-        # 6. is done with its test, and waits for the others to be.
+        # 6. is done with its test, and waits for the other ranks.
         hung,
     )
     for group in groups:

@@ -66,7 +66,7 @@ class SlotPool:
         Raises:
             HarnessError: Others held them for too long, or no lock file can be made.
         """
-        # More than there are: a larger world takes all of them, and so runs alone.
+        # A world larger than the number of slots takes all of them, and so runs alone.
         count = min(wanted, len(self.names))
         if WORLD_VARIABLE in os.environ:
             # The outer world waits for this one, so its slots would never be free.
@@ -87,8 +87,8 @@ class SlotPool:
         deadline = linux.now_s() + limit_s
         taken: list[str] = []
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Held while waiting, too: two worlds that each hold half of the slots and wait
-        # for the rest would wait for ever.
+        # Held while waiting: two worlds that each hold half of the slots would wait for
+        # each other.
         gate = FileLock(self.folder / "gate.lock")
         try:
             gated = gate.acquire(timeout=limit_s, poll_interval=_POLL_S)
@@ -100,7 +100,7 @@ class SlotPool:
                     if name in taken or len(taken) == count:
                         continue
                     lock = FileLock(self.folder / f"{self.kind}{name}.lock")
-                    with contextlib.suppress(Timeout):  # another world has it
+                    with contextlib.suppress(Timeout):  # another world has this slot
                         locks.enter_context(lock.acquire(timeout=0))
                         taken.append(name)
                 if len(taken) == count:

@@ -87,8 +87,8 @@ class Watch:
             rank.output.show(f"rank {rank.rank}: " if options.live else None)
             writes = selectors.EVENT_WRITE if rank.outbox.pending else 0
             self._selector.register(rank.sock, selectors.EVENT_READ | writes, rank)
-            # Output, too: a rank that has filled its pipe waits for a reader, and looks
-            # hung.
+            # Output, too, because a rank with a full pipe waits for a reader and seems
+            # to hang.
             for fd in (rank.exit_fd, rank.output.fd):
                 self._selector.register(fd, selectors.EVENT_READ, rank)
 
@@ -103,19 +103,19 @@ class Watch:
                 self._wait()
             except BaseException as error:
                 now = [observed(fact) for fact in self._look(self._unfinished())]
-                if self._live:  # their output has been shown
+                if self._live:  # without live ranks, the output has been shown
                     now = [replace(outcome, output="") for outcome in now]
                 error.add_note(render_interrupted(now))
                 raise
         left = self._unfinished()
         facts = self._look(left)
-        if left and self._processes.runs:  # else they are still joining
+        if left and self._processes.runs:  # ranks that do not run yet are still joining
             # Under torchrun connections to ranks elsewhere last until the call is
             # judged: a rank that waits for those would wait in vain.
             able = self._others is None
             left = [r for r in left if able or not self._places[r.rank].waits]
             self._processes.end_call(left, self._grace_s)
-            # What is known stays; only what teardown wrote is added.
+            # Keep the facts, and add what teardown wrote.
             facts = [
                 replace(fact, output=fact.output + self._output(rank))
                 for rank, fact in zip(self._processes.ranks, facts, strict=True)
@@ -126,7 +126,7 @@ class Watch:
         ranks = self._processes.ranks
         self._places = {r.rank: self._processes.place(r.rank) for r in ranks}
         if left:
-            # Looked at before the stacks are asked for: that continues a stopped rank.
+            # Look before asking for stacks, which continues a stopped rank.
             self._stopped = {rank.rank for rank in left if _is_stopped(rank)}
             self._processes.dump_stacks(left)
         return [self._fact(rank) for rank in ranks]
@@ -149,14 +149,15 @@ class Watch:
             if self._failing:
                 left_s = min(left_s, _LOOK_S)
                 self._look_for_waits_in_teardown()
-            if self._others is not None:  # no descriptor becomes ready for their faults
+            # no descriptor becomes ready for faults of other hosts
+            if self._others is not None:
                 left_s = min(left_s, _POLL_S)
             for key, events in self._selector.select(left_s):
                 if events & selectors.EVENT_WRITE:
                     self._send(key)
                 if events & selectors.EVENT_READ:
                     self._take(key)
-            # A fault elsewhere gives our ranks the same grace as one here.
+            # A fault on another host gives our ranks the same grace as one here.
             if self._others is not None and self._others.failed():
                 self._end_by(self._grace_s)
 
@@ -169,14 +170,15 @@ class Watch:
     def _take(self, key: selectors.SelectorKey) -> None:
         rank: RankProcess = key.data
         if key.fd == rank.exit_fd:
-            self._read_reply(rank)  # it may have answered before it ended
+            self._read_reply(rank)  # the rank may have answered before it ended
             rank.read_exit()
             self._selector.unregister(rank.exit_fd)
             # A rank may end after its answer without harm to this call.
             if rank.rank not in self._replies:
                 self._fault(min(_CRASH_GRACE_S, self._grace_s))
         elif key.fd == rank.output.fd:
-            if not rank.output.drain():  # closed by the rank: it would stay ready
+            # the rank has closed it, so it would stay ready
+            if not rank.output.drain():
                 self._selector.unregister(key.fd)
         elif not self._read_reply(rank):
             self._selector.unregister(key.fd)
@@ -256,7 +258,7 @@ class Watch:
 
     @staticmethod
     def _output(rank: RankProcess) -> str:
-        # Also what came after the last read, or while no process read the pipe.
+        # Also read what came after the last read, or while no process read the pipe.
         rank.output.drain()
         return rank.output.take()
 

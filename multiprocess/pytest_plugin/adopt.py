@@ -57,8 +57,8 @@ class Adoption:
         self, collector: pytest.Module | pytest.Class, name: str, obj: object
     ) -> None:
         """Patch torch's classes before a test class is instantiated."""
-        # Its module has just been imported. An instance keeps the method that waits
-        # for its processes: made earlier, it would wait for none, and so pass.
+        # Its module has just been imported. Replace the methods before an instance is
+        # made: an older instance would wait for no process, and so pass.
         if not self._replaced and (bases := _torch_bases()):
             self._replace(*bases)
 
@@ -84,7 +84,7 @@ class Adoption:
         def set_up(self: Any) -> None:
             process_set_up(self)
             if os.path.exists(self.file_name):
-                os.remove(self.file_name)  # no other code would
+                os.remove(self.file_name)  # no other code removes it
             self.file_name = new_file()
 
         def join(self: Any, fn: Any) -> None:
@@ -117,7 +117,8 @@ class Adoption:
 
         def spawn_for_class(cls: Any, world_size: int) -> None:
             cls.task_queues = []
-            # No empty list: torch's own method would find nothing to wait for.
+            # Not an empty list, with which torch's own method would find nothing to
+            # wait for.
             cls.processes, cls.completion_queues = [], None
             cls.rdvz_file = new_file()
 
@@ -149,7 +150,7 @@ class Adoption:
         # -- threads of this process
 
         def spawn_no_threads(self: Any) -> None:
-            self.threads = None  # as above
+            self.threads = None  # None, since no thread is to be waited for
 
         def run_on_a_rank(self: Any, fn: Callable[[], None]) -> Any:
             @functools.wraps(fn)
@@ -166,7 +167,7 @@ class Adoption:
 
     def _put(self, owner: type[Any], **methods: Any) -> None:
         for name, method in methods.items():
-            # As it is in the class: getattr would bind a classmethod.
+            # From the class's dict, since getattr would bind a classmethod.
             self._replaced.append((owner, name, vars(owner)[name]))
             setattr(owner, name, method)
 
@@ -182,7 +183,7 @@ class Adoption:
         __tracebackhide__ = True
         spec = WorldSpec(
             world_size=size,
-            # A process of torch's classes begins without one, and makes its own.
+            # A process of torch's classes begins without a group, and makes its own.
             default_group=False,
             timeout_s=float(limit_s),
         )

@@ -41,9 +41,9 @@ _OWN_OF_A_RANK: Mapping[str, Any] = {
     "basetemp": None,
     "cacheclear": False,
     "cacheshow": None,
-    "capture": "no",  # output goes through the rank's pipe, also of one that is killed
+    "capture": "no",  # output goes through the rank's pipe, even if the rank is killed
     "collectonly": False,
-    "cov_source": [],  # coverage.py itself measures ranks
+    "cov_source": [],  # coverage.py measures ranks by itself
     "debug": None,
     "deselect": None,
     "dist": "no",
@@ -109,7 +109,7 @@ def take_over(
         _allow_fixtures(test)
     run = ItemRun(item, spec, runner, following)
     item.stash[_RUN] = run
-    # Of the instance: plugins that look at the item find the test's own class.
+    # On the instance, since plugins that look at the item expect the test's own class.
     for name in ("setup", "runtest", "teardown"):
         setattr(item, name, getattr(run, name))
 
@@ -162,7 +162,8 @@ class ItemRun:
         except WorldError as failure:
             self.failure = failure
             self._outcomes = failure.outcomes
-        except (Exception, pytest.fail.Exception) as error:  # as of pytest-timeout
+        # pytest-timeout raises such an error
+        except (Exception, pytest.fail.Exception) as error:
             self._ended["call"] = error
             return
         self._merge()
@@ -172,7 +173,7 @@ class ItemRun:
         """End as the call ended on the ranks."""
         __tracebackhide__ = True
         if self.failure is None and not self._runner.live:
-            # Into pytest's own capture, as the output of a test in one process.
+            # Printed into pytest's capture, like the output of a test in one process.
             print(render_output(self._outcomes), end="")
         self._enter("call")
 
@@ -195,7 +196,7 @@ class ItemRun:
             following=following
             if following is None
             else (str(following.path), following.nodeid),
-            # Not the test's seed: other examples in each session find more.
+            # Not the test's seed: new examples in each session find more.
             draw_seed=random.Random(os.urandom(8)).getrandbits(64),
         )
         options = CallOptions(
@@ -226,7 +227,7 @@ class ItemRun:
         for when in ("setup", "call", "teardown"):
             phases = [(o, p) for o, r in results if (p := r.phase(when)) is not None]
             kinds = {phase.kind for _, phase in phases}
-            # A rank without a result has died or hangs: it did not end as the others.
+            # A rank without a result has died or hangs, so ranks ended differently.
             all_ended = len(results) == len(self._outcomes)
             if self.failure is not None and when == self.failed_in:
                 self._ended[when] = _for_pytest(self._item, self.failure)
@@ -245,7 +246,7 @@ class ItemRun:
                 self._ended[when] = pytest.fail.Exception(text, pytrace=False)
             elif all_ended and kinds & {SKIP, XFAIL}:
                 phase = phases[0][1]
-                # Not by pytest.xfail(), which --runxfail makes do nothing.
+                # Raised here, because --runxfail disables pytest.xfail().
                 kind = pytest.skip if phase.kind == SKIP else pytest.xfail
                 self._ended[when] = kind.Exception(phase.reason)
 
@@ -319,7 +320,7 @@ class ItemRun:
             report.longrepr = ranks[0][1].longrepr or report.longrepr
         raised = self._ended.get(call.when)
         if call.excinfo is None or call.excinfo.value is not raised:
-            return  # of another plugin
+            return  # a subtest of another plugin
         if report.failed and self.failure is not None and call.when == self.failed_in:
             notes = list(getattr(raised, "__notes__", []))
             title = _disagreement(self.failure.outcomes)
@@ -385,14 +386,14 @@ def _for_pytest(item: pytest.Item, failure: WorldError) -> BaseException:
     if disagreement:
         return pytest.fail.Exception(disagreement, pytrace=False)
     error = failure.root.exception
-    # pytest.exit on one rank would hide what the others did.
+    # pytest.exit on one rank would hide what the other ranks did.
     exits = [isinstance(o.exception, pytest.exit.Exception) for o in failure.outcomes]
     if not isinstance(error, Exception | pytest.fail.Exception) or (
         early_end(error) is not None or (any(exits) and not all(exits))
     ):
         return failure
-    # The own exception of a rank, so that xfail(raises=...) knows it; of several ranks
-    # that fail on their own, one that the mark does not accept.
+    # The exception of a rank, so that xfail(raises=...) can compare it. If several
+    # ranks fail on their own, one that the mark does not accept.
     followed = (RankState.OK, RankState.VICTIM)
     own = [o.exception or failure for o in failure.outcomes if o.state not in followed]
     return next((e for e in [error, *own] if not internals.accepts(item, e)), error)
@@ -445,14 +446,14 @@ def _as_only_worker() -> Mapping[str, Any]:
 def _options(config: pytest.Config) -> Iterator[tuple[str, Any]]:
     for name, value in vars(config.option).items():
         if name == "file_or_dir":
-            continue  # the arguments travel apart
+            continue  # arguments are sent apart
         if name in _OWN_OF_A_RANK:
             yield name, _OWN_OF_A_RANK[name]
         elif _is_plain(value):
             yield name, value
     yield "rootdir", str(config.rootpath)
     yield "inifilename", config.inipath and str(config.inipath)
-    # The forkserver has imported plugins before any session.
+    # The forkserver has imported the plugins before any session.
     ignored = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
     yield "pythonwarnings", [*(config.option.pythonwarnings or ()), ignored]
     yield "plugins", [*config.option.plugins, "no:terminal"]
@@ -462,6 +463,7 @@ def _options(config: pytest.Config) -> Iterator[tuple[str, Any]]:
 def _is_plain(value: object) -> bool:
     try:
         pickle.dumps(value)
-    except Exception:  # any class may refuse in its own way: the option stays here
+    # any class may refuse in its own way, and the option then stays here
+    except Exception:
         return False
     return True

@@ -85,19 +85,19 @@ def in_step(test: Any, seed: int) -> Iterator[None]:
     settings = getattr(owner, SETTINGS, None) or hypothesis.settings()
     adapted = hypothesis.settings(
         settings,
-        # An example may fail on one rank by what it waits for, not by its own time.
+        # An example may be slow because its rank waits for another rank.
         deadline=None,
-        # Ranks that read other examples, or other clocks, would part.
+        # Ranks that read other examples, or other clocks, would disagree.
         database=None,
         suppress_health_check=list(hypothesis.HealthCheck),
-        # It would explain which lines of the harness ran.
+        # This phase would explain which lines of the harness ran.
         phases=[p for p in settings.phases if p is not hypothesis.Phase.explain],
         report_multiple_bugs=False,
     )
     setattr(owner, SETTINGS, adapted)
     if getattr(owner, _SEED, None) is None:
         hypothesis.seed(seed)(owner)
-    # Hypothesis's own hook for other test runners.
+    # Hypothesis offers this hook for other test runners.
     handle.inner_test = step
     own: BaseException | None = None
     try:
@@ -174,7 +174,7 @@ class _Steps:
 
     def _all_there(self, limit_s: float | None) -> bool:
         keys = [self._key(rank) for rank in range(self._world.world_size)]
-        # Not by the store's own wait, which looks every 10 ms.
+        # The store's own wait looks only every 10 ms.
         began = linux.now_s()
         with placed(Place.DONE):
             while not self._world.store.check(keys):
@@ -192,7 +192,7 @@ class _Steps:
 def _how(error: BaseException | None) -> str:
     if error is None:
         return _OK
-    # A draw that hypothesis ends early is alike on all ranks.
+    # If Hypothesis ends a draw early, it does so on all ranks.
     return _REJECT if isinstance(error, UnsatisfiedAssumption | StopTest) else _FAIL
 
 

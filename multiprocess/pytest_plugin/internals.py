@@ -60,7 +60,7 @@ def accepts(item: pytest.Item, error: BaseException) -> bool:
         return True
     if isinstance(raises, type | tuple):
         return isinstance(error, raises)
-    return bool(raises.matches(error))  # pytest.RaisesExc, of pytest 8.4
+    return bool(raises.matches(error))  # pytest.RaisesExc exists since pytest 8.4
 
 
 def temporary_folder(config: pytest.Config) -> str | None:
@@ -68,7 +68,7 @@ def temporary_folder(config: pytest.Config) -> str | None:
     factory = getattr(config, "_tmp_path_factory", None)
     try:
         return None if factory is None else str(factory.getbasetemp())
-    except OSError:  # a full disk matters to tests that use it, and those say so
+    except OSError:  # a full disk matters only to tests that use it, and they say so
         return None
 
 

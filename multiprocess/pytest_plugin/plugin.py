@@ -82,9 +82,9 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Under xdist, run the largest worlds first."""
-    # A world waits until enough slots are free. A large one that comes last would do so
-    # while the other workers have nothing left to do.
-    # Not by the environment, which a session inside of a test inherits.
+    # A world waits until enough slots are free. If a large one came last, the other
+    # workers would have nothing left to do. The worker's config decides, since a
+    # session inside a test inherits the environment.
     if hasattr(config, "workerinput") and not _on_rank(config):
         items.sort(key=_size_or_0, reverse=True)
 
@@ -112,7 +112,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     except (TypeError, ValueError) as error:
         raise pytest.fail.Exception(f"{name}: {error}", pytrace=False) from None
     if "world" not in metafunc.fixturenames:
-        # A test need not take it: its size is a parameter of the test either way.
+        # The test need not have this argument: its size is a parameter in any case.
         metafunc.fixturenames.append("world")
     ids: list[Any] = [f"world{n}" for n in sizes]
     if len(sizes) == 1 and hasattr(pytest, "HIDDEN_PARAM"):  # since pytest 8.4
@@ -165,12 +165,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     item.config.stash[_LATEST] = item
     if not _on_ranks(item):
         return (yield)
-    with contextlib.suppress(TypeError, ValueError):  # of a marker: its setup says so
+    # a wrong marker is reported in the test's setup
+    with contextlib.suppress(TypeError, ValueError):
         spec = _spec(item)
         from .controller import take_over
 
         take_over(item, spec, _runner(item.config), _following(item))
-    # A failure is debugged on its rank: here are only frames of this plugin.
+    # A failure is debugged on its rank, because frames here are only those of this
+    # plugin.
     plugins = item.config.pluginmanager
     debugs = plugins.get_plugin(_PDB)
     if debugs is not None:
@@ -191,7 +193,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         refuse(item)
         try:
             too_small = _wanted(item).too_small
-        except (TypeError, ValueError) as error:  # of a marker added after collection
+        # a wrong marker that was added after collection
+        except (TypeError, ValueError) as error:
             pytest.fail(f"{item.nodeid}: {error}", pytrace=False)
         if too_small:
             pytest.skip(too_small)
@@ -229,7 +232,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if _AGENT in config.stash:
         from .runner import finish
 
-        # As late as can be: torchrun ends this process when another has ended.
+        # Last of all, because torchrun ends this process when another one has ended.
         finish(config.stash[_AGENT], config.stash.get(_EXIT_CODE, 0))
         del config.stash[_AGENT]
 
@@ -243,7 +246,7 @@ def _lead_or_follow(config: pytest.Config) -> None:
         return
     code = follow()
     linux.flush_standard_streams()
-    os._exit(code)  # no hook of this process ends a session: reports are rank 0's
+    os._exit(code)  # no hook ends this session: rank 0 reports
 
 
 def _has_classes(session: pytest.Session) -> bool:
@@ -319,7 +322,7 @@ def _size(item: pytest.Item, marker: pytest.Mark) -> Any:
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     if _MARK in parameters:
         return parameters[_MARK]
-    # The marker was added after collection, as by a conftest.
+    # A conftest may add the marker after collection.
     sizes = sizes_of(marker.args, marker.kwargs)
     if len(sizes) > 1:
         raise ValueError(
@@ -334,7 +337,7 @@ def _size_or_0(item: pytest.Item) -> int:
         marked = item.get_closest_marker(_MARK) is not None
         return _spec(item).world_size if marked else 0
     except (TypeError, ValueError):
-        return 0  # its setup will say what is wrong with the marker
+        return 0  # the setup will say what is wrong with the marker
 
 
 def _spec(item: pytest.Item) -> WorldSpec:

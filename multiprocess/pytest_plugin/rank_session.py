@@ -182,7 +182,7 @@ class RankSession:
         plugin = self.plugin
         plugin.begin()
         if self._expected is not None and self._expected is not item:
-            # The parent has promised another test, and then left it out.
+            # The parent announced another test, and then left it out.
             internals.tear_down_to(self.session, item)
         self._expected = following
         properties = len(item.user_properties)
@@ -211,21 +211,22 @@ class RankSession:
     def end(self) -> None:
         """Tear down all fixtures, and end session and plugins."""
         internals.tear_down_to(self.session, None)
-        code = self.session.exitstatus = pytest.ExitCode.OK  # plugins read it there
+        # plugins read the exit status there
+        code = self.session.exitstatus = pytest.ExitCode.OK
         self.config.hook.pytest_sessionfinish(session=self.session, exitstatus=code)
         internals.unconfigure(self.config)
 
 
 def _failed(error: BaseException, report: Any, result: ItemResult | None) -> Failed:
     followed = getattr(error, "_gradparity_followed", False)
-    # The failure of another rank has its traceback there.
+    # A failure of another rank has its traceback on that rank.
     text = str(error) if followed else report.longreprtext
     return Failed(error, result, traceback=text, followed=followed)
 
 
 def serialised(config: pytest.Config, report: Any) -> Mapping[str, Any]:
     """Return a report as pytest serialises it, with values that can be pickled."""
-    report.user_properties = []  # they travel apart
+    report.user_properties = []  # properties are sent apart
     data = config.hook.pytest_report_to_serializable(config=config, report=report)
     return {key: _travelling(value) for key, value in data.items()}
 
@@ -233,7 +234,7 @@ def serialised(config: pytest.Config, report: Any) -> Mapping[str, Any]:
 def _travelling(value: Any) -> Any:
     try:
         pickle.loads(messages.pickled(value))
-    except Exception:  # any class may refuse in its own way: its text goes instead
+    except Exception:  # any class may refuse in its own way: send the text instead
         return repr(value)
     return value
 
@@ -264,7 +265,7 @@ def _debug(terminal: str, error: BaseException | None, text: str) -> None:
         open(terminal) as keys,
         open(terminal, "w") as screen,
     ):
-        fcntl.flock(keys, fcntl.LOCK_EX)  # one rank after the other
+        fcntl.flock(keys, fcntl.LOCK_EX)  # one rank at a time may read the keys
         world = current_world()
         title = f"pdb on rank {world.rank} of {world.world_size}"
         screen.write(f"\n{text}\n>>>>>> {title} >>>>>>\n")
@@ -284,7 +285,7 @@ class _RankPlugin:
         self.warnings: list[Mapping[str, Any]] = []
         self.collect_errors: list[str] = []
         self.collected: list[pytest.Item] = []
-        # The reports, too: a new one could have the id of one that is gone.
+        # Keep the reports, too, so that no new one gets the id of an old one.
         self._errors: dict[int, tuple[object, BaseException]] = {}
         self._latest: tuple[object, BaseException] | None = None
         """Report and exception of the last phase; None if it passed."""
@@ -302,7 +303,7 @@ class _RankPlugin:
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> bool:
         """Run the test once; reruns are made by the parent."""
-        # Wrappers of this hook, such as of warnings and asserts, are pytest's own.
+        # pytest's own wrappers of this hook, as for warnings and asserts, stay.
         self.reports = internals.protocol(item, nextitem)
         return True
 
@@ -349,8 +350,8 @@ class _RankPlugin:
     ) -> None:
         """Keep a warning for the parent's summary."""
         if when != "runtest":
-            return  # the parent has imported the same modules
-        # Its source, a file for example, cannot travel.
+            return  # the parent has imported the same modules, and warned
+        # The source of a warning, such as a file, cannot be sent.
         plain = type(warning_message)(
             message=_travelling(warning_message.message),
             category=_travelling(warning_message.category),
@@ -366,7 +367,8 @@ class _RankPlugin:
         self, items: list[pytest.Item]
     ) -> Generator[None, object, object]:
         """Keep all tests of a file, even those that other plugins deselect."""
-        # The parent has selected among all files, and hooks may have counted them.
+        # The parent has selected the tests, so hooks that select on this rank change
+        # nothing.
         before = list(items)
         result = yield
         self.collected = [*before, *(item for item in items if item not in before)]
@@ -395,7 +397,7 @@ class _RankPlugin:
     ) -> Generator[None, object, object]:
         """Fail a test that returns code which has not run, such as a coroutine."""
         fn = pyfuncitem.obj
-        if hasattr(fn, "hypothesis"):  # each example is checked
+        if hasattr(fn, "hypothesis"):  # Hypothesis tests are checked example by example
             return (yield)
 
         @functools.wraps(fn)
@@ -440,12 +442,12 @@ class _RankPlugin:
 
     def phase(self, config: pytest.Config, report: pytest.TestReport) -> Phase:
         """Return a report's phase (setup, call or teardown) and how it ended."""
-        # Not by the report's outcome: a mark that expects a failure counts for all
-        # ranks together, and the parent applies it.
+        # Not by the report's outcome: a mark that expects a failure is about all ranks
+        # together, and the parent applies it.
         _, error = self._errors.get(id(report), (None, None))
         kind = name = reason = ""
         if error is None and report.failed and "xfail" not in report.keywords:
-            kind = FAIL  # a hook of the rank says so
+            kind = FAIL  # a hook of the rank has changed the report
         elif error is not None:
             left = early_end(error)
             kind = FAIL if left is None else left.kind

@@ -22,7 +22,7 @@ from ..spec import CallOptions, WorldSpec
 if TYPE_CHECKING:
     from ..elastic.agent import Agent, AgentCluster
 
-# Each keeps 5 to 13 MiB that it does not share (docs/harness-inside.md).
+# Each idle rank keeps 5 to 13 MiB that it does not share (docs/harness-inside.md).
 _MAX_IDLE_RANKS = 16
 
 
@@ -66,7 +66,7 @@ class AgentRunner:
             self._clusters[kind] = AgentCluster(self._agent, kind)
         try:
             return self._clusters[kind].submit(options, fn, *args)
-        except (Ended, HarnessError) as error:  # no world can be had any more
+        except (Ended, HarnessError) as error:  # no world can be started any more
             pytest.exit(f"{error}", returncode=3)
 
     def expect(self) -> None:
@@ -106,7 +106,7 @@ class PoolRunner:
 
     def expect(self) -> None:
         """Start the forkserver, which imports torch while the session goes on."""
-        if not unsupported():  # else each test says so
+        if not unsupported():  # otherwise each test reports it
             forkserver()
 
     def close(self) -> None:
@@ -117,8 +117,8 @@ class PoolRunner:
 
     def _cluster(self, kind: WorldSpec) -> Cluster:
         cluster = self._clusters.pop(kind, None) or Cluster.of(kind)
-        # Warm ranks take memory: those of the kinds used longest ago are ended.
-        self._clusters[kind] = cluster  # last in order: latest used
+        # Warm ranks take memory, so end those that were used longest ago.
+        self._clusters[kind] = cluster  # order: least recently used first
         idle = sum(len(c.pids) for c in self._clusters.values() if c is not cluster)
         for other in list(self._clusters.values()):
             if other is not cluster and idle + kind.world_size > _MAX_IDLE_RANKS:
@@ -150,7 +150,8 @@ def _end_session(cluster: BaseCluster, live: bool, report: Report) -> None:
 def _gpus(
     spec: WorldSpec, warm: tuple[str, ...]
 ) -> AbstractContextManager[tuple[str, ...]]:
-    # Those with warm ranks first, or each tuple of devices gets ranks of its own.
+    # Devices with warm ranks first, so that not each tuple of devices gets ranks of its
+    # own.
     usable = spec.visible_devices or visible_gpus()
     visible = sorted(usable, key=lambda name: name not in warm)
     wanted = 1 if spec.share_devices else spec.world_size

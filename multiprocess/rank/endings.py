@@ -96,7 +96,7 @@ def refuse_unrun(name: str, value: object) -> None:
     """
     if isinstance(value, Awaitable | AsyncIterator):
         if isinstance(value, CoroutineType):
-            value.close()  # no warning that it was never awaited
+            value.close()  # avoids the warning that it was never awaited
         what = f"{_kind(value)}, which nothing awaits"
     elif isinstance(value, Iterator):
         what = f"{_kind(value)}, over which nothing iterates"

@@ -78,7 +78,7 @@ _QUIET = (
 )
 """Files of code that calls collectives on behalf of the test."""
 
-# A record stays cheap where only torch's frames are on a deep stack.
+# Limits the cost of a record on a deep stack that has only torch's frames.
 _MAX_FRAMES = 80
 
 
@@ -94,12 +94,11 @@ def install(writer: RecordWriter) -> None:
     """Record every later collective of this process in ``writer``."""
     global _writer
     _writer = writer
-    # By what the collective gave back to wait for: a Work, or a tensor.
-    # Weak, since much is never waited for; by identity, since tensors compare by
-    # element.
+    # Key: the Work or tensor that a collective returned. Weak, since many are never
+    # waited for; by identity, since tensors compare by element.
     pending = WeakIdKeyDictionary()
     group = dist.ProcessGroup
-    _wrap_place(group, "monitored_barrier", Place.COLLECTIVE)  # waits in the call
+    _wrap_place(group, "monitored_barrier", Place.COLLECTIVE)  # waits inside the call
     for name in METHODS:
         _wrap(group, name, _group_of_method, pending)
     for name in _FUNCTIONS:
@@ -152,8 +151,8 @@ def left_a_wait(error: BaseException | None) -> bool:
         innermost = None
         for frame, _ in traceback.walk_tb(error.__traceback__):
             innermost = frame.f_code
-        # torch's own types are for communication. DDP waits below the engine, in C++:
-        # an error of Python code there would have a frame of that.
+        # torch's own error types are for communication. DDP waits in C++, so an error
+        # of Python code would have another innermost frame.
         if innermost in _WAITS or isinstance(error, dist.DistError):
             return True
         error = error.__cause__ or error.__context__
@@ -173,14 +172,14 @@ def unwaited() -> list[tuple[str, str]]:
 def _forget_unwaited(record: tuple[int, int] | None, storage: int) -> None:
     if record is not None:
         _unwaited.pop(record, None)
-    # A view of what a functional collective gave is waited for in its place.
+    # Waiting for a view of a functional collective's output counts for the output.
     for other in [r for r, (*_, s) in _unwaited.items() if storage and s == storage]:
         del _unwaited[other]
 
 
 def _storage(pends: Any) -> int:
     if isinstance(pends, torch.Tensor):
-        with suppress(Exception):  # a tensor without memory, as a fake one
+        with suppress(Exception):  # a fake tensor, for example, has no memory
             return pends.untyped_storage().data_ptr()
     return 0
 
@@ -198,15 +197,15 @@ def _wrap(
     group_of: Callable[[tuple[Any, ...], dict[str, Any]], Any],
     pending: WeakIdKeyDictionary,
 ) -> None:
-    # The class's own methods only: an inherited one is wrapped in the base, once.
+    # Only the class's own methods: an inherited one is wrapped once, in its base.
     wrapped = getattr(owner, name) if name in vars(owner) else None
-    if wrapped is None:  # another version of torch
+    if wrapped is None:  # another version of torch has no such method
         return
 
     @functools.wraps(wrapped)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        # One method of a group may call another: the outer one is what was issued. A
-        # compiler that traces through here must not see a write to memory.
+        # One method of a group may call another, and only the outer one is recorded. A
+        # compiler that traces this function must not see a write to memory.
         writer = _writer
         if writer is None or _thread.inside or torch.compiler.is_compiling():
             return wrapped(*args, **kwargs)
@@ -214,7 +213,7 @@ def _wrap(
         before = None
         try:
             group = _resolved(group_of(args, kwargs))
-            # Before the call, which may never return: then it is the last record.
+            # Recorded before the call: one that never returns is then the last record.
             caller = _caller(sys._getframe(1))
             record = writer.record(
                 _name(group), name, _tensors(args), caller, _ranks(group)
@@ -267,7 +266,7 @@ def _wrap_place(owner: Any, name: str, place: Place) -> None:
     @functools.wraps(wrapped)
     def there(*args: Any, **kwargs: Any) -> Any:
         writer = _writer
-        # A store's keys are waited for in the making of a group, too: that says more.
+        # Making a group also waits for keys of a store, and "making a group" says more.
         if writer is None or writer.waits or torch.compiler.is_compiling():
             return wrapped(*args, **kwargs)
         before = writer.enter(place)
@@ -278,7 +277,8 @@ def _wrap_place(owner: Any, name: str, place: Place) -> None:
 
     _put(owner, name, there)
     _WAITS.add(_code_of(there))
-    if inspect.isfunction(wrapped):  # it calls what waits, in native code
+    # a Python function calls the native function that waits
+    if inspect.isfunction(wrapped):
         _WAITS.add(_code_of(wrapped))
 
 
@@ -292,16 +292,17 @@ _WAITS: set[CodeType] = {BACKWARD}
 
 
 def _put(owner: Any, name: str, wrapper: Any) -> None:
-    # Put back later as it is in the class, not as getattr returns it, bound.
+    # Restored later as it is in the class; getattr would return it bound.
     _wrapped.append((owner, name, vars(owner)[name]))
     setattr(owner, name, wrapper)
 
 
 def _what_pends(result: Any, waited: bool) -> Any:
     """Return the object to wait for, or None if the call has already waited."""
-    if isinstance(result, list | tuple):  # all of one collective: any says when
+    # parts of one collective are complete together
+    if isinstance(result, list | tuple):
         result = result[-1] if result else None
-    # It calls wait_tensor with the tensor inside, not with itself.
+    # Waiting passes the tensor inside, not this wrapper.
     if isinstance(result, functional.AsyncCollectiveTensor):
         return None if result.completed else result.elem
     return None if waited and isinstance(result, torch.Tensor) else result
@@ -314,7 +315,7 @@ def _group_of_method(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _group_of_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if "group" in kwargs:
         return kwargs["group"]
-    # Their groups differ in position, but none of the other arguments looks like one.
+    # The position of the group differs, but no other argument looks like one.
     for argument in args[1:]:
         if isinstance(argument, dist.ProcessGroup | DeviceMesh | tuple):
             return argument
@@ -343,7 +344,7 @@ def _ranks(group: Any) -> list[int]:
         return []
     if group is dist.group.WORLD:
         return list(range(group.size()))
-    with suppress(KeyError):  # made by a test itself: torch does not know it
+    with suppress(KeyError):  # torch does not know a group that a test makes by itself
         return dist.get_process_group_ranks(group)
     return []
 
@@ -366,8 +367,8 @@ def _flat(value: Any) -> list[torch.Tensor]:
 
 def _caller(frame: FrameType | None) -> str:
     nearest = frame
-    # The nearest frame outside of torch and of this package: the line that the test's
-    # author can change.
+    # The nearest frame outside of torch and of this package is the line that the author
+    # of the test can change.
     for _ in range(_MAX_FRAMES):
         if frame is None:
             break

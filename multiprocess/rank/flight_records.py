@@ -35,7 +35,7 @@ def create(size: int) -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     fd = os.memfd_create("gradparity-flight-records", flags)
     os.ftruncate(fd, size * REGION)
-    # A test that truncates what it finds open would take it from all ranks.
+    # Without the seals, a test that truncates open files would take it from all ranks.
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     return fd
 
@@ -115,11 +115,11 @@ class RecordWriter:
         number = self._numbers[counted] = self._numbers.get(counted, 0) + 1
         fields = (group[:48], number, op[:40], tensors[:48], where[-80:])
         text = json.dumps((*fields, _as_range(ranks))).encode()
-        if len(text) > _SLOT:  # the ranks of a large group without a pattern
+        if len(text) > _SLOT:  # ranks of a large group without a pattern do not fit
             text = json.dumps((*fields, [])).encode()
         at = self._start + _HEAD + self._count % SLOTS * _SLOT
         self._memory[at : at + _SLOT] = text.ljust(_SLOT)
-        # The count last: a reader that comes between finds the records before this one.
+        # The count last, so that a reader that comes between finds all earlier records.
         self._count += 1
         _COUNT.pack_into(self._memory, self._start, self._count)
         return self._calls, self._count - 1
@@ -127,7 +127,7 @@ class RecordWriter:
 
 def read(fd: int, rank: int) -> tuple[Collective, ...]:
     """Return a rank's last collectives, oldest first."""
-    # A copy: a rank that is alive goes on writing.
+    # Work on a copy, because a live rank goes on writing.
     region = os.pread(fd, REGION, rank * REGION)
     (count,) = _COUNT.unpack_from(region)
     collectives = []
@@ -136,7 +136,7 @@ def read(fd: int, rank: int) -> tuple[Collective, ...]:
         try:
             collectives.append(_collective(region[at : at + _SLOT], index))
         except (ValueError, TypeError):
-            continue  # the rank is writing just now
+            continue  # the rank is writing this record
     return tuple(collectives)
 
 
@@ -169,8 +169,8 @@ def _collective(slot: bytes, position: int) -> Collective:
 
 def _as_range(ranks: Sequence[int]) -> Sequence[object]:
     """Return (start, stop, step) of evenly spaced ranks, else [list of ranks]."""
-    # Most groups are ranks in a row: three numbers fit the slot where a list of a
-    # thousand does not.
+    # Most groups are regular: three numbers fit the slot where a list of a thousand
+    # does not.
     if len(ranks) < 2:
         return [list(ranks)] if ranks else []
     step = ranks[1] - ranks[0]

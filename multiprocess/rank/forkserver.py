@@ -33,12 +33,12 @@ store, flight records."""
 EXIT_STATUS = struct.Struct("!i")
 """Content of an exit pipe: exit code, or minus the signal."""
 
-# The socket keeps messages apart and cuts one that is longer than the buffer: what may
-# be long comes in memory, and an error is cut.
+# The socket keeps messages apart, and cuts one that is longer than the buffer. So long
+# requests come in memory, and errors are cut.
 _LARGEST_REQUEST = 1 << 10
 _LONGEST_ERROR = 1 << 15
 
-# For the rare client whose end the socket does not show; see `serve`.
+# Needed if the socket does not show the client's end; see `serve`.
 _CLIENT_CHECK_S = 2.0
 _END_S = 3.0
 
@@ -74,8 +74,8 @@ class ForkServer:
             os.set_blocking(fd, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the client's to handle
-        # From a client whose wait timed out: the stack shows where this process is.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the client
+        # Sent by a client whose wait timed out: the stack shows where this process is.
         faulthandler.register(signal.SIGTERM, chain=True)
         # A daemon that a rank leaves behind becomes our child, so it can be found.
         linux.adopt_orphans()
@@ -90,7 +90,8 @@ class ForkServer:
                 if key.fileobj is self._sock:
                     self._request()
                 else:
-                    # Emptied before looking: a rank that ends meanwhile writes again.
+                    # Empty the pipe before looking: a rank that ends meanwhile writes
+                    # again.
                     os.read(self._wake_r, 1 << 16)
                     self._reap()
         self._end()
@@ -132,7 +133,8 @@ class ForkServer:
             trace = traceback.format_exc()[-_LONGEST_ERROR:]
             return {"error": f"cannot preload {name}\n{trace}"}
         finally:
-            gc.freeze()  # shared by all ranks: leave its pages alone
+            # ranks share these objects: garbage collection must not touch their pages
+            gc.freeze()
             gc.enable()
         return {}
 
@@ -149,25 +151,26 @@ class ForkServer:
         if pid == 0:
             self._become_rank(exit_w, rank_fds)
         _close(rank_fds)
-        # Kept open: an end without a status says that the server itself is gone.
+        # Kept open, so that an end without a status means the end of the server.
         self._exit_fds[pid] = exit_w
         return {"pid": pid}
 
     def _become_rank(self, exit_w: int, rank_fds: list[int]) -> NoReturn:
         code = 1
         try:
-            # First of all: a signal of this process must not wake the server.
+            # At once: a signal of this process must not wake the server.
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             faulthandler.unregister(signal.SIGTERM)
             server = os.getppid()
-            os.setsid()  # a group of its own: it can be killed with its children
+            # a group of its own, so that it can be killed with its children
+            os.setsid()
             linux.die_with_parent(server)
             linux.be_first_out_of_memory()
             linux.wait_for_turn()
-            # What is the server's. A copy of another rank's exit pipe would keep that
-            # open after the server has closed its own.
+            # Close what belongs to the server. A copy of another rank's exit pipe would
+            # keep it open after the server has closed its own.
             self._selector.close()
             self._sock.close()
             _close([exit_w, self._wake_r, self._wake_w, *self._exit_fds.values()])
@@ -179,8 +182,7 @@ class ForkServer:
             os._exit(code)
 
     def _reap(self) -> None:
-        # All that have ended: signals of a kind do not queue, so one SIGCHLD may stand
-        # for several ends.
+        # Wait for all that have ended: one SIGCHLD may stand for several ends.
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -188,18 +190,18 @@ class ForkServer:
                 return
             if ended is None:
                 return
-            # Still a zombie (WNOWAIT): its number cannot belong to another process or
-            # group yet, so what is left of its group is killed before it is waited for.
+            # With WNOWAIT it stays a zombie, so its number belongs to no other process
+            # or group. What is left of its group is killed first.
             linux.kill_tree(ended.si_pid)
             _, status = os.waitpid(ended.si_pid, 0)
             fd = self._exit_fds.pop(ended.si_pid, None)
-            if fd is not None:  # else an orphan that we have adopted
+            if fd is not None:  # None for an orphan that the server has adopted
                 try:
                     os.write(fd, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
                 except BrokenPipeError:
-                    pass  # the client lost interest
+                    pass  # the client no longer reads
                 os.close(fd)
-            # No sooner: a daemon may belong to any rank that still runs.
+            # Not before the last rank has ended: a daemon may belong to any rank.
             if not self._exit_fds:
                 _kill_strays()
 
@@ -220,7 +222,7 @@ class ForkServer:
 
 
 def _kill_strays() -> None:
-    # No rank is left: each child that we still have was orphaned by one.
+    # No rank is left, so each remaining child was left by one.
     for pid in linux.children():
         linux.kill_tree(pid)
 

@@ -81,7 +81,7 @@ _CUDA = torch.backends.cuda
 _CUDNN: Any = torch.backends.cudnn
 _MKLDNN: Any = torch.backends.mkldnn
 _PRODUCTS: tuple[Any, ...] = (
-    torch.backends,  # before those that inherit from it
+    torch.backends,  # first, since others inherit from it
     torch.backends.cuda.matmul,
     *(_CUDNN, _CUDNN.conv, _CUDNN.rnn),
     *(_MKLDNN, _MKLDNN.matmul, _MKLDNN.conv, _MKLDNN.rnn),
@@ -90,7 +90,7 @@ _PRODUCTS: tuple[Any, ...] = (
 
 
 def _flushes_denormals() -> bool:
-    # torch has no getter; the CPU shows it
+    # torch has no getter, but this product shows the setting
     return not torch.full((), 1e-40).mul(1.0).item()
 
 
@@ -106,21 +106,22 @@ def _set_handlers(handlers: list[Any]) -> None:
 def _folder() -> str:
     try:
         return os.getcwd()
-    except FileNotFoundError:  # the call has removed it
+    except FileNotFoundError:  # the call has removed the folder
         return ""
 
 
 def _set_folder(folder: str) -> None:
     try:
         os.chdir(folder)
-    except FileNotFoundError:  # the folder of before, too: nowhere else is ours
+    # the earlier folder is gone, too, and no other place is known
+    except FileNotFoundError:
         os.chdir("/")
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals whose handlers are restored; reading the handlers of all 64 costs 10 us."""
 
-# Typed loosely: each setter takes what its getter gave.
+# Typed loosely, because each setter takes what its getter returned.
 _SETTINGS: tuple[tuple[Callable[[], object], Callable[..., object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -185,10 +186,10 @@ def seed_everything(seed: int) -> None:
     """Seed the generators of Python, NumPy and torch."""
     random.seed(seed)
     torch.manual_seed(seed)
-    # Not imported for this: a rank that does not use NumPy draws nothing from it.
+    # Not imported for this: a rank without NumPy draws nothing from it.
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        # NumPy takes no larger seed.
+        # NumPy accepts no larger seed.
         numpy.random.seed(seed % 2**32)
 
 

@@ -52,7 +52,7 @@ def describe() -> str:
     for _ in range(_LOOKS):
         if not left:
             break
-        threading.Event().wait(_LOOK_S)  # it may be about to end
+        threading.Event().wait(_LOOK_S)  # the thread may be about to end
         left = _threads_left()
     left += [
         f"an asynchronous collective that it never waited for ({op}, {where})"
@@ -73,7 +73,7 @@ def _threads_left() -> list[str]:
 def _issues_nothing(frame: FrameType) -> bool:
     files = [each.f_code.co_filename for each in _outwards(frame)]
     owner = next((f for f in reversed(files) if f != threading.__file__), "")
-    if owner == _POOL:  # waiting for work, and not at work
+    if owner == _POOL:  # a pool's thread that waits for work
         return files[0] == _POOL and frame.f_code.co_name == "_worker"
     is_harmless = any(each in owner for each in _KEPT)
     return is_harmless and not owner.startswith(_DISTRIBUTED)

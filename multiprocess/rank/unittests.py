@@ -58,11 +58,11 @@ class CaseRef:
         """Return a reference to the test of a test-case instance."""
         kind = type(test)
         home = vars(sys.modules[kind.__module__])
-        # Classes are also made by functions: what counts is where the module has them.
+        # A class may be made by a function, so use the name that its module has for it.
         names = [kind.__qualname__, *(n for n, v in home.items() if v is kind)]
         name = next((n for n in names if home.get(n) is kind), None)
         if kind.__module__ == "__main__":
-            name = None  # the ranks have another
+            name = None  # the name is that of another class on the ranks
         passed_on = () if on_torchrun() else (*_OF_RANKS, *_OF_TORCHRUN)
         return cls(
             module=kind.__module__,
@@ -90,8 +90,8 @@ class CaseResult(Left):
 
 def run_case(case: CaseRef) -> CaseResult:
     """Run a test with its setUp, tearDown and cleanups, as unittest does."""
-    # An instance of this rank: the parent's holds what pytest put there, and is not
-    # sent.
+    # An instance of this rank: the parent's instance has attributes of pytest, and is
+    # not sent.
     cls = case.find()
     with (
         _runs(cls, case.method),
@@ -279,7 +279,7 @@ class _Result(unittest.TestResult):
         self._keep(test, err)
         error = err[1]
         if isinstance(error, Exception) and self.early(error) is None:
-            # Now: tearDown may wait for ranks that do not come any more.
+            # At once, because tearDown may wait for ranks that no longer come.
             current_world()._fail(Failed(error, None))  # noqa: SLF001  # its own world
 
     def _keep(self, test: unittest.TestCase, err: ExcInfo) -> None:
@@ -308,7 +308,7 @@ def _leave_process(run: Callable[[], object]) -> Left | None:
             raise
         if not error.code:
             return EXIT_0
-        # The others are to see what they would see of a process that is gone.
+        # Other ranks must see what they would see of a process that has ended.
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
         linux.flush_standard_streams()
@@ -331,13 +331,14 @@ def _forget() -> None:
     import torch
     import torch.distributed as dist
 
-    # It imports torch, and the plugin imports this module before the session does.
+    # This module imports torch, and the plugin imports the module before the session
+    # does.
     from .torch_internals import forget_meshes
 
     global _prepared
     _prepared = None
     if dist.is_initialized():
-        with suppress(Exception):  # what a test has broken may not end in order
+        with suppress(Exception):  # after a failed test, ending may fail, too
             dist.destroy_process_group()
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

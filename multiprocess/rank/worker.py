@@ -89,9 +89,9 @@ _OUR_FILES = (
 _OF_PYTEST = re.compile(r"/(_pytest|pluggy|multiprocess/pytest_plugin)/[\w/]+\.py$")
 """Files whose code calls the tests on a rank."""
 
-# Of the torchrun that runs the parent: a function that reads MASTER_ADDR
-# (`init_method="env://"`) would join the parent's job and not this world.
-# Nor does a rank sign anything: what it returns goes through a store that others read.
+# Variables of the torchrun that runs the parent. A function that reads MASTER_ADDR
+# (`init_method="env://"`) would join the parent's job and not this world. A rank has no
+# secret either, since its results go through a store that others read.
 _FOREIGN_ENVIRONMENT = (
     "TORCHELASTIC_",
     "MASTER_",
@@ -105,8 +105,8 @@ def main(
     sock_fd: int, output_fd: int, stacks_fd: int, store_fd: int, records_fd: int
 ) -> int:
     """Run the main loop of a rank; return the exit code."""
-    # The numbers themselves, and not sys.stdout alone: gloo and torch's C++ write their
-    # warnings straight to descriptor 2.
+    # Replace the descriptors and not sys.stdout alone: gloo and torch's C++ write
+    # warnings to descriptor 2.
     os.dup2(output_fd, 1)
     os.dup2(output_fd, 2)
     os.close(output_fd)
@@ -114,8 +114,8 @@ def main(
         os.set_inheritable(fd, True)  # children of the rank write there, too
     sys.stdout = _text_stream(1)
     sys.stderr = _text_stream(2)
-    # Both write the stacks from C, without the interpreter's lock: of a crash, and on a
-    # signal of the parent, also where native code holds the lock.
+    # Both write stacks from C, without the interpreter's lock: after a crash, and on a
+    # signal of the parent.
     trace_crashes = partial(faulthandler.enable, file=stacks_fd)
     trace_crashes()
     faulthandler.register(linux.STACKS_SIGNAL, file=stacks_fd, chain=False)
@@ -146,8 +146,8 @@ def connect(host: str, port: int, prefix: str, *, serves: bool = False) -> Store
     from torch.distributed import PrefixStore, TCPStore
 
     limit = datetime.timedelta(seconds=_CONNECT_S)
-    # torch does not show the socket of a store: the store's are those that were not
-    # there before.
+    # torch does not show the socket of a store, so compare the sockets before and
+    # after.
     before = linux.sockets()
     store = TCPStore(host, port, is_master=serves, timeout=limit)
     linux.give_up_silent(ACKNOWLEDGED_S, except_for=before)
@@ -241,7 +241,7 @@ class _Rank:
         if before is None:
             os.environ.clear()
             changed = env
-        else:  # what a session on this rank has set itself stays
+        else:  # an environment that a session on this rank has set stays
             changed = {k: v for k, v in env.items() if before.env.get(k) != v}
             for name in before.env.keys() - env.keys():
                 os.environ.pop(name, None)
@@ -255,7 +255,7 @@ class _Rank:
             return connect(meet.host, meet.port, f"{meet.prefix}/{prefix}")
         from torch.distributed import FileStore, PrefixStore
 
-        # A file without a name: nothing to remove, whoever dies.
+        # A file without a name needs no removal, whatever ends first.
         store = FileStore(f"/proc/self/fd/{self._store_fd}", self._spec.world_size)
         return PrefixStore(prefix, store)
 
@@ -267,8 +267,8 @@ class _Rank:
         if dist.is_initialized():
             dist.destroy_process_group()
             forget_meshes()
-        # Keys of an earlier group in the same store would be taken for this one's, so
-        # each has a prefix of its own. Meshes hold groups: they go, too.
+        # Each group has its own prefix, because keys of an earlier group in the store
+        # would be mistaken for its own. Meshes hold groups, so forget them, too.
         self._world._new_group()  # noqa: SLF001  # its own world
         if not self._spec.default_group:
             return
@@ -279,8 +279,8 @@ class _Rank:
             rank=self._rank,
             world_size=self._spec.world_size,
             timeout=_GROUP_TIMEOUT,
-            # With its device known, NCCL forms the communicator now: a rank that cannot
-            # take part fails while it joins, and not in the first call.
+            # With its device known, NCCL connects now. A rank that cannot take part
+            # then fails while it joins, and not in the first call.
             device_id=self._world.device if self._connects_by_device() else None,
             pg_options=_called(self._spec.pg_options),
         )
@@ -300,8 +300,7 @@ class _Rank:
         from .global_state import restored_settings, seed_everything
         from .torch_internals import process_groups
 
-        # Before a fresh group is made: gloo and NCCL read their variables at that
-        # moment.
+        # Before a new group is made, since gloo and NCCL then read their variables.
         if message.context is not None:
             self._take(message.context)
         if message.fresh_group:
@@ -315,26 +314,28 @@ class _Rank:
             seed_everything(self._spec.seed)
             try:
                 fn, args, kwargs = pickle.loads(message.payload)
-                left_behind.allow_present()  # of modules that are imported now
+                left_behind.allow_present()  # threads of modules that were imported now
                 self._in_call = True
                 value = fn(*args, **kwargs)
                 if not isinstance(value, Failed):
                     flight_recorder.wait_for_devices()
                 reply = _returned(value)
             except BaseException as error:
-                # SystemExit, too: the reply has its traceback, an exit code would not.
+                # SystemExit, too, since the reply has its traceback, and an exit code
+                # would not.
                 reply = raised(error, reusable=True)
             finally:
                 self._in_call = False
         if os.getpid() != self._pid:
             _end_child()
-        # A call that failed ends with its ranks, which may wait for a collective still.
+        # After a call that failed the ranks end, and one may still wait for a
+        # collective.
         looks = message.leaves_nothing and reply.kind is Kind.OK
         left = left_behind.describe() if looks else ""
         if left:
             text = f"gradparity: the test has left {left}: new ranks take over\n"
             os.write(2, text.encode())  # the function may have closed sys.stderr
-        # A call may destroy the group, or replace it: the next one must not find that.
+        # A call may destroy or replace the group, which the next call needs.
         reusable = not left and (
             not self._spec.default_group
             or (
@@ -349,7 +350,7 @@ class _Rank:
         from . import left_behind
         from .global_state import keep_settings, seed_everything
 
-        seed_everything(self._spec.seed)  # imports may have drawn
+        seed_everything(self._spec.seed)  # imports may have drawn random numbers
         keep_settings()
         left_behind.allow_present()
         self._records.begin(self._runs)
@@ -429,8 +430,8 @@ def raised(error: BaseException, reusable: bool) -> Reply:
     exception: bytes | None
     try:
         exception = messages.pickled(error)
-        pickle.loads(exception)  # many exceptions pickle but do not come back
-    except (Exception, SystemExit):  # type, text and traceback go as text
+        pickle.loads(exception)  # many exceptions can be pickled, and not unpickled
+    except (Exception, SystemExit):  # type, text and traceback are sent as text
         exception = None
     try:
         text = str(error)
@@ -469,13 +470,13 @@ def _of_a_harness(frame: FrameType) -> bool:
 
 def _traceback(error: BaseException) -> str:
     frames = error.__traceback__
-    # The outermost frames only: a frame of ours between two of the test's is part of
-    # what the test did.
+    # Only the outermost frames, because a frame of ours between two of the test's is
+    # part of what the test did.
     while frames is not None and _of_a_harness(frames.tb_frame):
         frames = frames.tb_next
     try:
         return "".join(traceback.format_exception(type(error), error, frames))
-    except (Exception, SystemExit):  # its own text raises: the frames are left
+    except (Exception, SystemExit):  # str() of it raises, so the frames are left
         return "".join(traceback.format_tb(frames))
 
 
@@ -495,12 +496,13 @@ def _rank_environment(
     if spec.visible_devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(spec.visible_devices)
     if spec.share_devices:
-        env["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # since 2.31; else NCCL refuses
-    # With several hosts gloo must listen on an address that the others reach.
+        # NCCL 2.31 and later; earlier ones refuse
+        env["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    # With several hosts gloo must listen on an address that the other hosts reach.
     if rendezvous is None or rendezvous.one_host:
         loopback = any(name == "lo" for _, name in socket.if_nameindex())
         if loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
-            env["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
+            env["GLOO_SOCKET_IFNAME"] = "lo"  # the name of the host need not resolve
     return env
 
 

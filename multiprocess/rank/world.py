@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from ..messages import pickled
 from ..outcomes import Failed, Place
 
-if TYPE_CHECKING:  # the parent must not pay for torch
+if TYPE_CHECKING:  # importing torch would slow the parent down
     import torch
     from torch.distributed import Store
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,7 +57,7 @@ class World:
         return f"World(rank={self.rank}, world_size={self.world_size})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))  # hypothesis would show all fields
+        printer.text(repr(self))  # else Hypothesis would show all fields
 
     @property
     def store(self) -> Store:
@@ -82,7 +82,7 @@ class World:
         key = f"once/{self._onces}"
         self._onces += 1
         if self.rank == 0:
-            store: Any = self.store  # takes bytes, which its stub does not say
+            store: Any = self.store  # accepts bytes, unlike its stub
             try:
                 value = make()
                 store.set(key, pickled((True, value)))
@@ -92,7 +92,7 @@ class World:
             return value
         is_made, value = pickle.loads(self.store.get(key))
         if not is_made:
-            from torch.distributed import DistError  # the fault of another rank
+            from torch.distributed import DistError  # the error of another rank
 
             raise DistError(f"rank 0 could not make the value: {value}")
         return cast("T", value)
@@ -123,7 +123,8 @@ class World:
         from .flight_recorder import placed
 
         self.store.set(f"done/{self.rank}", "")
-        with placed(Place.DONE), contextlib.suppress(RuntimeError):  # over the limit
+        # over the time limit
+        with placed(Place.DONE), contextlib.suppress(RuntimeError):
             self.store.wait(
                 [f"done/{rank}" for rank in range(self.world_size)],
                 timedelta(seconds=limit_s),
