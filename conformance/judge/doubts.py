@@ -75,9 +75,9 @@ def _chose(steps: Sequence[Seen]) -> Iterator[Doubt]:
     for seen in steps:
         if any(at.unclear_choices for _, at in seen):
             text = (
-                "two rows of the reference have the same router scores, up to "
-                "rounding, and choose differently, so a rank's choice has no known "
-                "partner: take another seed, or rows that differ more"
+                "a learned router gives two rows of the reference scores that are "
+                "equal up to rounding, and other choices, so a rank's choice has no "
+                "known partner: take another seed, or rows that differ more"
             )
             yield Doubt(since_step=seen[0][1].step, text=text)
             return

@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..outcomes import Place
 from .flight_records import RecordWriter
-from .torch_internals import BACKWARD, NEW_GROUP, functional
+from .torch_internals import BACKWARD, CONNECTS, NEW_GROUP, functional
 
 METHODS = (
     "_allgather_base",
@@ -287,7 +287,7 @@ def _code_of(wrapper: Any) -> CodeType:
     return code
 
 
-_WAITS: set[CodeType] = {BACKWARD}
+_WAITS: set[CodeType] = {BACKWARD, *CONNECTS}
 """Functions that wait for other ranks in native code."""
 
 

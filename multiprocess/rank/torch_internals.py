@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 
 __all__ = [
     "BACKWARD",
+    "CONNECTS",
     "NEW_GROUP",
     "forget_meshes",
     "functional",
@@ -27,6 +28,14 @@ BACKWARD: CodeType = _engine_run_backward.__code__
 
 NEW_GROUP: tuple[Any, str] = distributed_c10d, "_new_process_group_helper"
 """Function that creates every kind of process group."""
+
+CONNECTS: tuple[CodeType, ...] = tuple(
+    function.__code__
+    for backend in ("gloo", "nccl", "nccl2", "nccl_lazy", "ucc", "xccl")
+    if (function := getattr(distributed_c10d, f"_create_{backend}_process_group", None))
+)
+"""Functions that connect the ranks of a new group, since torch 2.14; before, the
+function above did."""
 
 
 def process_groups() -> int:

@@ -97,7 +97,7 @@ class SumsAndHalves(SumsInFp16):
 @pytest.mark.parametrize(
     ("stack", "told"),
     [
-        (f"{HERE}:SumsInFp16", "promise it with reduce_dtype"),
+        (f"{HERE}:SumsInFp16", "declare it by reduce_dtype"),
         (f"{HERE}:SumsAndHalves", ""),
         (
             "gradparity.fixtures.faulty.steps:ForgetsTheOptimizer,recipe=resume",

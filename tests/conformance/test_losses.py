@@ -189,4 +189,4 @@ def test_the_loss_of_a_second_turn_of_frozen_weights_is_not_a_fault(
     case = judged(runner, ClipsInTurns, where, "frozen")
     told = verdict(case)
     assert case.status == told.status == "inconclusive", case.problem
-    assert "a forward after an optimizer has moved weights" in told.message
+    assert "train_step moves weights, runs a forward, and then steps" in told.message
