@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import InvalidSettingError
 from .grads import Number
-from .torch_internals import device_types
+from .torch_internals import device_types, groups_named
 
 SyncOver = Literal["world", "local"] | dist.ProcessGroup | DeviceMesh
 """Ranks that sync; see `GradScaler`."""
@@ -132,12 +132,14 @@ class GroupState:
         is_gloo: True if it exchanges CPU messages by gloo.
         scalers: number of scalers that any rank has synced over it.
         numbers: numbers of this rank's scalers, by the count at which they were made.
+        parts: for the whole world, groups that scalers have made, by their ranks.
     """
 
     turn: Any = field(default_factory=threading.RLock)
     is_gloo: bool = False
     scalers: int = 0
     numbers: dict[int, int] = field(default_factory=dict)
+    parts: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
 
 
 _states: weakref.WeakKeyDictionary[Any, GroupState] = weakref.WeakKeyDictionary()
@@ -195,33 +197,37 @@ def _ranks_in(group: dist.ProcessGroup) -> tuple[int, ...]:
         return ()  # not one that torch registered, or of a world that was torn down
 
 
-# Groups made here, by their ranks.
-_made: dict[tuple[int, ...], Any] = {}
-
-
 def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     if len(ranks) == dist.get_world_size():
         return _if_shared(dist.group.WORLD)
     if dist.get_rank() not in ranks or len(ranks) < 2:
         return None
-    if ranks not in _made or not _ranks_in(_made[ranks]):
-        _made[ranks] = _new_group_of_members(ranks)
-    return _if_shared(_made[ranks])
+    world: Any = dist.group.WORLD
+    parts = state_of(world).parts.setdefault(ranks, [])
+    if not parts or not _ranks_in(parts[-1]):  # else somebody has destroyed the last
+        parts.append(_new_group_of_members(ranks, len(parts)))
+    return _if_shared(parts[-1])
 
 
-def _new_group_of_members(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def _new_group_of_members(ranks: tuple[int, ...], number: int) -> dist.ProcessGroup:
     """Create a group of these ranks without a call on other ranks.
 
     The other ranks may be busy with another model.
+
+    Args:
+        ranks: members of the group.
+        number: number of groups of these ranks that scalers made before.
     """
+    name = "_".join(map(str, ("gradparity", *ranks, number)))
     # torch splits the communicator of a world that is bound to a device
     # (`init_process_group(device_id=...)`), and all ranks of the world must take part.
     world: Any = dist.group.WORLD
     device, world.bound_device_id = world.bound_device_id, None
     try:
-        group: dist.ProcessGroup = dist.new_group(
-            list(ranks), use_local_synchronization=True
-        )
+        with groups_named(name):
+            group: dist.ProcessGroup = dist.new_group(
+                list(ranks), use_local_synchronization=True
+            )
     finally:
         world.bound_device_id = device
     return group

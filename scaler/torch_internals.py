@@ -7,10 +7,13 @@ signature, so a change in torch fails there and not in a norm.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+from torch.distributed import distributed_c10d
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -86,3 +89,26 @@ def specs(gradients: Iterable[Any]) -> list[Any]:
 def device_types(group: torch.distributed.ProcessGroup) -> list[str]:
     """Return the device types for which a process group has a backend."""
     return [device.type for device in group._device_types]
+
+
+@contextmanager
+def groups_named(name: str) -> Iterator[None]:
+    """Give process groups that this thread makes a name.
+
+    torch names a group that only its members make by what other groups a rank has: up
+    to 2.13 by their number, which may differ between members. From 2.14 on torch counts
+    such a group, other ranks do not, and their later groups have different names. Ranks
+    then wait for each other for ever, or connect to a rank of another group.
+    """
+    module, thread = distributed_c10d, threading.get_ident()
+    own = module._process_group_name
+
+    def given(*args: Any, **kwargs: Any) -> Any:
+        mine = threading.get_ident() == thread
+        return name if mine else own(*args, **kwargs)
+
+    module._process_group_name = given
+    try:
+        yield
+    finally:
+        module._process_group_name = own

@@ -188,3 +188,30 @@ def test_b11d_copies_and_pickles_with_a_process_group(
         return scales
 
     assert four.run(step) == [[2.0] * 3, [4.0] * 3] * 2
+
+
+def test_a_group_that_a_scaler_makes_is_not_named_by_other_groups(
+    four: Cluster,
+) -> None:
+    def step() -> tuple[float, float]:
+        import pickle
+
+        # regression: torch up to 2.13 names by the number of a rank's other groups, and
+        # 2.14 counts the group on its members alone, so that later ones mix
+        dist.new_group([0])
+        pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        rank = dist.get_rank()
+        original = scaled(GradScaler, sync_over=pairs[rank % 2])
+        scaler = pickle.loads(pickle.dumps(original))
+        if rank in (0, 2):  # the others are busy
+            scaler.scale(torch.ones(()))
+            p = parameter(torch.ones(2))
+            give_gradient(p, INF if rank == 2 else 4.0)
+            scaler.step(sgd([p]))
+            scaler.update()
+        later = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        total = torch.tensor(float(rank))
+        dist.all_reduce(total, group=later[rank // 2])
+        return scaler.get_scale(), total.item()
+
+    assert four.run(step) == [(2.0, 1.0), (4.0, 1.0), (2.0, 5.0), (4.0, 5.0)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import sharded_grad_scaler
 from torch.distributed.tensor import DTensor, Shard
@@ -42,6 +43,10 @@ SIGNATURES: dict[str, tuple[Callable[..., Any], list[str]]] = {
         ["self", "found_inf"],
     ),
     "_is_supported_device": (sharded_grad_scaler._is_supported_device, ["tensor"]),
+    "_process_group_name": (
+        distributed_c10d._process_group_name,
+        ["ranks", "use_hashed_name"],
+    ),
 }
 
 
