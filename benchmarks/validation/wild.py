@@ -74,7 +74,7 @@ PACKAGES = {
 """Name in the registry, the first part of a finding's name -> what one imports."""
 BESIDE = {"peft": ("transformers",), "trl": ("transformers",)}
 """Package -> packages that it requires, which its script may import."""
-SURVEYED = "transformers"
+SURVEYED = "transformers-tp-"
 """Findings whose script, page and record the survey writes: see ``survey/``."""
 PRINTED = ("parameter", "relative error", "reference", "verdict")
 """Keys that each script prints as ``key: value``, besides other lines."""

@@ -60,13 +60,8 @@ def tell(bug: bool, package: str, **lines: str) -> NoReturn:
 sys.excepthook = crashed
 # - The finding
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 ROWS, RANKS, HEAD = 8, 2, "score.weight"
 # ranks, micro-batches of a step on each, average_tokens_across_devices
@@ -102,25 +97,16 @@ class Keeps(TrainerCallback):
 
 def rank_main(_: int, ranks: int, parts: int, averages: bool) -> Tensor | None:
     """The gradient of one step over all rows, as the optimizer gets it."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # asked for, not used
     model, rows = problem(torch.float32)
-    keeps = Keeps()
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }  # asked for, not used
+    keeps, rows_of_part = Keeps(), ROWS // ranks // parts
+    quiet = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no"}
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=ROWS // ranks // parts,
-            gradient_accumulation_steps=parts,
-            average_tokens_across_devices=averages,
-            max_steps=1,
-            max_grad_norm=0.0,
-            report_to=[],
-            save_strategy="no",
-            use_cpu=True,
-            disable_tqdm=True,
-        )
+            folder, use_cpu=True, max_steps=1, max_grad_norm=0.0, save_strategy="no",
+            per_device_train_batch_size=rows_of_part, gradient_accumulation_steps=parts,
+            average_tokens_across_devices=averages, **quiet,
+        )  # fmt: skip
         Trainer(model, arguments, train_dataset=rows, callbacks=[keeps]).train()
     return keeps.gradient
 
