@@ -121,7 +121,8 @@ class Boundaries:
         references = OnOneRank if one_rank else OnOneProcess
         self.references = references(scenario, schedule, step)
         self.coupled = not one_rank and self._coupled(scenario)
-        # declared micro-batches say that ranks are to give the result of the whole
+        # with declared micro-batches, ranks together must give the result of the whole
+        # batch
         declared = scenario.workload.micro_batches is not None
         if declared and self.coupled and isinstance(self.references, OnOneProcess):
             shares = [each.batches for each in watched]
@@ -243,7 +244,7 @@ class Boundaries:
                 for r, start in zip(at, starts, strict=True)
                 if start
             }
-            if states != {"right"}:  # no multiple of the right gradient
+            if states != {"right"}:  # then the gradient is no multiple of the right one
                 continue
             if self.one_factor and high - low > UNEVEN * abs(high):
                 listed = ", ".join(f"{f:.3g} on rank {r}" for r, f in at.items())
@@ -274,7 +275,7 @@ class Boundaries:
             return False
         if state == "wrong":
             return True
-        # a partial sum: it may be reduced before it is used
+        # a partial sum may be reduced before it is used
         if states and states[0] == "wrong":
             return False
         return not any(
@@ -383,8 +384,8 @@ class Boundaries:
         best = self._best(rank, boundary, expected, factor)
         if best is None or best.state == "right":
             return best
-        # A plain tensor does not say whether it is a partial sum. Sums are tried only
-        # for one that is wrong: a sum of right replicas is a multiple of the truth.
+        # A plain tensor does not say whether it is a partial sum. Try sums only if the
+        # tensor is wrong, since a sum of right replicas is a multiple of the truth.
         for group in self.groups:
             if rank in group:
                 summed = self._best(rank, boundary, expected, factor, group)
@@ -445,9 +446,9 @@ class Boundaries:
             list(_cuts(*sizes, coordinate, self.axes, any_=self.of_whole and dim == 0))
             for dim, sizes in enumerate(shapes)
         ]
-        # Features may be interleaved, as query, key and value in one projection: the
-        # elements of the module's own parameters say which these are, the mesh
-        # coordinate only suggests equal cuts.
+        # Features may be interleaved, as query, key and value in one projection. The
+        # module's own parameters show which features these are; the mesh coordinate
+        # only suggests equal cuts.
         if cuts and mine.values.shape[-1] < truth.shape[-1]:
             own = self._features(rank, boundary, mine.values.shape[-1], truth.shape[-1])
             cuts[-1] = cuts[-1] if own is None else [own]
@@ -488,7 +489,7 @@ class Boundaries:
                         own[at], self.starts[at] = factor, boundary
         wholes = {
             (each.rows, batch): own[rank, batch]
-            # reversed, so that the lowest of the ranks with the same rows decides
+            # reversed, so that of ranks with the same rows the lowest counts
             for rank, each in reversed(self.ranks.items())
             for batch in {b.micro_batch for b in self.order}
             if (rank, batch) in own
@@ -550,7 +551,7 @@ def _cuts(
             for axis in axes_of_cut:
                 parts *= axes[axis]
                 at = at * axes[axis] + coordinate[axis]
-            step = -(-whole // parts)  # as torch.chunk cuts
+            step = -(-whole // parts)  # torch.chunk cuts in this way
             for cut in (
                 places[at * step : (at + 1) * step],
                 _zigzag(places, at, parts),
@@ -559,7 +560,7 @@ def _cuts(
                 if len(cut) == size:
                     divides = True
                     yield cut
-    # no mesh axis gives this size: try every equal part
+    # no mesh axis has this size, so try every equal part
     if (any_ or not divides) and whole % size == 0:
         yield from np.split(places, whole // size)
 

@@ -209,7 +209,7 @@ def _unit(dtype: str) -> float:
     return float(torch.finfo(getattr(torch, dtype)).eps) / 2
 
 
-# kept, since most topologies and scalers of a scenario share references
+# cached, because most topologies and scalers of a scenario share references
 @partial(Kept, least=1)
 def _derived(
     truth: Reference,
@@ -222,7 +222,7 @@ def _derived(
     loss_roundoff: float,
 ) -> ParityBounds:
     """Derive the bounds from these references."""
-    always = (frozenset[str](),) * len(skipped)  # a loss is computed at every step
+    always = (frozenset[str](),) * len(skipped)  # every step computes a loss
     no_norm = [frozenset({"norm"}) if names else frozenset[str]() for names in skipped]
     every = [*runs, *sides]
 
@@ -275,7 +275,7 @@ def expected_choices(
     """
     truth = train_reference(scenario, schedule, TRUTH)
     runs = _noisy_runs(scenario, schedule, truth)
-    # scores that are moved are no noise of scores
+    # noise of scores comes only from runs that do not move them
     sides = _sides(scenario, schedule, truth, runs, inputs=False)
     worst: dict[str, float] = {}
     expected = []
@@ -283,7 +283,7 @@ def expected_choices(
         for kind, expected_choice in choices.items():
             errors = [run.errors[step].get(kind, 0.0) for run in runs]
             errors += [HALF * side.errors[step].get(kind, 0.0) for side in sides]
-            # scores near 0 have the rounding of the sums that they are made of
+            # scores near 0 have the rounding of the sums of which they consist
             scored = expected_choice.scores > MASKED
             largest = float(
                 np.abs(expected_choice.scores).max(initial=0.0, where=scored)
@@ -432,16 +432,16 @@ def _weights(
         due = gradients.keys() - skipped[step] - matrices
         for n in due if adaptive else ():
             size = np.abs(gradients[n])
-            # written so that a nan bound counts as too large
+            # written so that a bound of nan counts as too large
             size[~(size > bounds[step][n][1])] = 0.0
             others = sum(np.abs(run.gradients[step].get(n, 0.0)) for run in runs)
             exact = (gradients[n] == 0.0) & (others == 0.0)
-            # a gradient that is rounding alone may be zero in all runs by chance
+            # a gradient that consists of rounding may be zero in all runs by chance
             if exact.all() or sizes(gradients[n])[0] > bounds[step][n][0]:
                 size[exact] = np.inf
             smallest[n] = np.minimum(smallest.get(n, np.inf), size)
-        # relative to the largest, so that an update's weight is at most 1; infinite
-        # where there was no gradient yet
+        # relative to the largest, so that weights of updates are at most 1; infinite
+        # before a parameter's first gradient
         largest = {
             n: s.max(initial=0.0, where=np.isfinite(s)) or 1.0
             for n, s in smallest.items()
@@ -454,7 +454,7 @@ def _weights(
 def _weighted(
     steps: Sequence[Tensors], weights: Sequence[Tensors]
 ) -> tuple[Tensors, ...]:
-    if not steps:  # a workload need not give averages
+    if not steps:  # a workload need not report averages
         return ()
     return tuple(
         {n: t * weight[n] for n, t in tensors.items()}
@@ -476,12 +476,12 @@ def _bound(
     bounds: list[dict[str, Pair]] = []
     for step, tensors in enumerate(truth):
         for name, tensor in tensors.items():
-            # a gradient that is not used need not be finite
+            # gradients that are not used may be infinite
             if name not in skipped[step]:
-                # a router may choose otherwise in one run: an expert then has no
-                # gradient there
+                # in one run a router may choose otherwise, and an expert have no
+                # gradient
                 values = [run[step].get(name, 0.0 * tensor) for run in runs]
-                # a reference that overflowed by itself does not measure noise
+                # a reference that itself overflowed does not measure noise
                 values = [v for v in values if np.isfinite(v).all()]
                 effects = [
                     sizes(side[step][name] - runs[0][step][name])

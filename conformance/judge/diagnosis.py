@@ -44,7 +44,7 @@ def causes_of(factor: float, off: float, facts: Facts) -> str:
     texts = {
         words: None
         for expected, words in _known(facts)
-        # a cause whose factor is 1 explains no departure
+        # a cause whose factor is 1 explains no difference
         if abs(expected - 1) > 2 * off and abs(factor - expected) <= off * expected
     }
     return ", or ".join(texts)

@@ -38,7 +38,7 @@ def doubts_of(
         ", though every dropout that the judge knows of was off: set the probability "
         "to 0 where it is kept out of the modules' attributes"
     )
-    # the two together are refused
+    # a workload cannot declare both
     line = REFERENCE_LINE + " in place of scheduler" * bool(scenario.workload.scheduler)
     doubts = [*_drawn(steps, text), *_chose(steps), *_stepped_late(steps, line)]
     if _cuts_rows(scenario) and not rows_apart(scenario.model):

@@ -93,12 +93,12 @@ class Evidence:
         for number, decision in enumerate(at.decisions):
             names = [n for owned in trace.owned[number : number + 1] for n in owned]
             used = [at.gradients[n] for n in names if n in at.gradients]
-            # zeros move nothing: whether others were due is a matter of parity
+            # gradients of zero move nothing, and parity judges whether they are right
             still = bool(used) and not any(gradient.any() for gradient in used)
             still |= at.own_skip
             if self.parity is not None:
                 still |= (at.step, trace.rank, number) in self.parity.still
-            # a warm-up that begins at 0
+            # a warm-up begins at 0
             stepped = [at.settings[name] for name in names if name in at.settings]
             still |= {settings.get("lr") for settings in stepped} == {0.0}
             if still and decision.parameters_changed is False:
@@ -192,17 +192,18 @@ def _over_parts(law: Law, evidence: Evidence) -> Finding:
     finding = _finding(law, evidence)
     if evidence.before is None:
         return finding
-    if law.chapter == "parity":  # measured over both phases together
+    if law.chapter == "parity":  # parity is measured over both phases together
         return finding
     earlier = _finding(law, evidence.before)
-    if earlier == finding and not finding.compared:  # not due in either
+    # the check was due in neither phase
+    if earlier == finding and not finding.compared:
         return finding
     compared = earlier.compared + finding.compared
     missed = earlier.not_compared + finding.not_compared
-    # the last phase is what the scenario names, so its finding needs no place
+    # the scenario names the last phase, so its finding needs no place
     if worst_of([earlier.status, finding.status]) != earlier.status:
         return replace(finding, compared=compared, not_compared=missed)
-    # the first phase is worse, or as bad, and then it is the cause
+    # the first phase is as bad or worse, so it is the cause
     first = evidence.scenario.phases[0]
     message = f"{earlier.message} ({first.topology}/{first.world_size}, where it began)"
     if finding.status == earlier.status == Status.PASS:
@@ -268,7 +269,7 @@ def of_buffer(name: str) -> str:
 def _unjoined(evidence: Evidence) -> str:
     """Return why it is unknown which optimizers must skip together; else empty."""
     counts = evidence.ranks[0].unjoined if evidence.scaler else ()
-    # without a bad gradient every optimizer is to step
+    # without a bad gradient every optimizer must step
     if not counts or not any(bad_gradient(evidence, s) for _, s in evidence.steps()):
         return ""
     return (

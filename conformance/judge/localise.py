@@ -49,7 +49,7 @@ def first_bad_step(parity: Parity) -> int | None:
     return min((row.step for row in parity.first_bad.values()), default=None)
 
 
-@np.errstate(over="ignore", invalid="ignore")  # masks are made of huge numbers
+@np.errstate(over="ignore", invalid="ignore")  # values in masks are huge
 def locate(
     scenario: Scenario,
     phases: Sequence[Sequence[RankTrace]],
@@ -71,7 +71,8 @@ def locate(
     boundaries = Boundaries(scenario, schedule, step, watched)
     gradients = _Gradients(scenario, phases, schedule, step, parity, boundaries)
     parts = sorted({0, *boundaries.after.values()})
-    if first_bad_step(parity) is None:  # tensors inside modules decide nothing
+    # differences inside modules alone do not fail a check
+    if first_bad_step(parity) is None:
         ways = ((way, after) for after in parts for way in (FORWARD, BACKWARD))
         inside = (boundaries.first_departure(*each) for each in ways)
         inner = next(filter(None, inside), None)
@@ -85,8 +86,8 @@ def locate(
             compared=boundaries.compared,
             not_compared=boundaries.not_compared,
         )
-    # forward, loss, backward, gradients, update: the order in which a fault spreads. A
-    # step of an optimizer inside of this one carries it to the passes after it
+    # The order in which a fault spreads: forward, loss, backward, gradients, update. A
+    # step of an inner optimizer carries it to the passes that follow.
     for after in parts:
         location = boundaries.first_departure(FORWARD, after)
         if location is None and after == parts[-1]:
@@ -150,7 +151,7 @@ class _Gradients:
         )
         self.step = step
         self.setting = parity.other_setting(step)
-        # proportional up to rounding
+        # largest rest that rounding explains, for proportional tensors
         self.rest = max(
             PROPORTIONAL, SAFETY_FACTOR * scenario.parsed_precision.roundoff
         )
@@ -165,7 +166,7 @@ class _Gradients:
             if at.step == step
         ]
         rows = self.departed["gradient"] or self.departed["update"]
-        # those that differ most come first
+        # the largest differences come first
         rows = sorted(rows, key=lambda row: row.ratio, reverse=True)
         self.names = list(dict.fromkeys(row.parameter for row in rows))
         wrong = bool(self.departed["gradient"])
@@ -184,7 +185,7 @@ class _Gradients:
     def loss(self) -> Location:
         row = self.departed["loss"][0]
         mean = mean_loss(at for _, at in self.seen)
-        assert mean is not None  # one differs
+        assert mean is not None  # at least one loss differs
         factor = mean / (self.truth_loss or 1.0)
         finite = bool(np.isfinite(factor))
         size = _times(factor) if finite else "not finite"
@@ -287,19 +288,21 @@ class _Gradients:
         "one rank"``: that line would hide a fault that also occurs on one rank.
         """
         workload = self.scenario.workload
-        may = not (workload.one_rank or workload.scheduler)  # refused beside it
+        # a workload cannot declare these beside it
+        may = not (workload.one_rank or workload.scheduler)
         is_explained = self.setting or self.kept or self.of_ranks
         if workload.train_step is None or not may or is_explained:
             return ""
         rows = self.departed["gradient"] or self.departed["update"]
         if found.where in ("gradient", "update"):
             holders = {t.rank for t, _ in self.seen if {*self.names} & t.index.keys()}
-            odd = holders != {row.rank for row in rows}  # a fault of some ranks
+            # true if only some ranks are wrong
+            odd = holders != {row.rank for row in rows}
             missing = found.where == "gradient" and not self.departed["gradient"]
             reduced = not self._unreduced(rows[0].parameter) if rows else True
             explained = odd or missing or not reduced
         else:
-            # A second forward at other weights (SAM) differs under a right loss.
+            # A second forward at other weights (SAM) differs though the loss is right.
             explained = found.where != "forward" or bool(self.departed["loss"])
         if explained or found.factor is not None or not rows:
             return ""
@@ -324,7 +327,7 @@ class _Gradients:
             if self.facts.clip_norm is not None:
                 more += ", as if clipped by a norm that contains it"
             text = f"{text}; {more}"
-        elif everything:  # no single parameter is at fault
+        elif everything:  # all gradients differ, so no single parameter is the cause
             ranks, module = tuple(sorted({row.rank for row in rows})), ""
         if not (everything and (self.kept or self.factor is not None)):
             text = (
@@ -457,7 +460,7 @@ class _Gradients:
         """Name the only micro-batch that the differing gradients contain, or ""."""
         values = [v for name in self.names for v in self._values(name, self.truth)]
         if sum(mine.size for _, mine, _ in values) < 2:
-            return ""  # one number is a multiple of any other
+            return ""  # of single numbers any is a multiple of any other
         for number, alone in enumerate(boundaries.gradients_of_passes(), start=1):
             if self._factor(alone) is not None:
                 last = number == self.facts.passes
@@ -474,7 +477,7 @@ class _Gradients:
         factors = {
             rank: _common((multiple_of(*pair) for pair in of), self.rest)
             for rank, of in pairs.items()
-            if sum(whole.size for _, whole in of) > 1  # else any is a multiple
+            if sum(whole.size for _, whole in of) > 1  # else each is a multiple
         }
         factor_by_rank = {rank: f for rank, f in factors.items() if f is not None}
         if len(factor_by_rank) < max(2, len(pairs)):
@@ -525,8 +528,8 @@ class _Gradients:
             for group in replicas.values()
             for _, mine, _ in group
         )
-        # equal replicas: something has reduced them; also if each is a multiple of the
-        # truth, which the rows of one rank do not give
+        # Equal replicas were reduced by something. So were multiples of the truth,
+        # since rows of one rank do not give these.
         multiples = [
             multiple_of(mine, whole)[1] <= self.rest and mine.size > 1
             for group in replicas.values()
@@ -545,7 +548,7 @@ def _common(found: Iterable[tuple[float, float]], most: float) -> float | None:
     """Return the factor that all (factor, rest) pairs share, if each rest is small."""
     factors = []
     for factor, rest in found:
-        if not rest <= most:  # nan, too: what is not finite is no multiple
+        if not rest <= most:  # written so that nan is no multiple
             return None
         factors.append(factor)
     middle = median(factors or [0.0])
@@ -565,7 +568,8 @@ def _times(factor: float) -> str:
         return f"{factor:.{digits}f} x the truth"
     if 0 < abs(factor) < 0.01:
         whole = round(1 / factor)
-        # a scale: any number is near the reciprocal of a whole one
+        # for a power of two, a scale, demand more: any factor is near the reciprocal of
+        # some whole number
         power = whole > 0 and whole & (whole - 1) == 0
         near = power and abs(factor * whole - 1) <= PROPORTIONAL
         part = f"1/{whole}" if near else ""

@@ -115,7 +115,7 @@ def one_rank_references(scenario: Scenario, schedule: Schedule) -> OneRank:
     Raises:
         WorkloadError: if ``train_step`` fails on one rank.
     """
-    # settings of the scaler and faults are in the schedule
+    # settings of the scaler and faults come with the schedule
     alike = replace(scenario, faults="none", init_scale=1.0, growth_interval=1)
     return _references(alike, schedule.skipped, schedule.scales)
 
@@ -167,7 +167,7 @@ def _references(
     plain = trained(PLAIN)
     in_fp64 = Alone(variation=TRUTH, skipped=skipped, scales=scales)
     truth = _in_fp64(scenario, in_fp64, scenario.steps)
-    # without fp64 nothing shows whether a variation changes more than the rounding
+    # only a run in fp64 shows whether a variation changes more than rounding
     first = None if truth is None else _first_steps(scenario, TRUTH)
     draws_idly = bool(plain.drew) and _changes_nothing(
         scenario, first, replace(TRUTH, redrawn=1)
@@ -186,7 +186,7 @@ def _references(
             "nothing from one stack to the next"
         )
     variations = list(NOISY)
-    if draws_idly:  # all but the plain one
+    if draws_idly:  # all runs except the plain one
         variations = [replace(v, redrawn=n) for n, v in enumerate(NOISY)]
     if not _changes_nothing(scenario, first, replace(TRUTH, permuted=True)):
         variations = [replace(v, permuted=False) for v in variations]
@@ -197,7 +197,7 @@ def _references(
     words = dict.fromkeys(word for v in variations for word in v.words)
     if scenario.reduced_in is not None:
         words["gradients changed by a unit roundoff of what they are reduced in"] = None
-    # without fp64 all runs are in order
+    # without fp64 any two runs show the sides
     other_sides = sides_of((truth or noisy[1]).inputs, plain.inputs)
     sides = [trained(PLAIN, each) for each in other_sides]
     where = "in fp64" if truth is not None else f"in {scenario.precision} (no fp64)"
@@ -216,7 +216,7 @@ def _in_fp64(
         wide = replace(alone, variation=variation)
         try:
             return _train(scenario, wide, steps, torch.float64, watched)
-        # what is raised without fp64, too, was raised by the plain run
+        # errors that fp32 raises, too, were raised by the plain run
         except (WorkloadError, CannotError):
             continue
     return None
@@ -228,9 +228,9 @@ def _changes_nothing(
     """Return True if a variation leaves the gradients of the first steps unchanged."""
     varied = first and _first_steps(scenario, variation)
     if not (first and varied):
-        return False  # e.g. the stack takes one micro-batch alone
+        return False  # for example if the stack accepts only one micro-batch
     if variation.redrawn and {*first.generators} & {*varied.generators}:
-        return False  # the stack seeds them itself
+        return False  # the stack seeds the generators itself
     steps = zip(first.gradients, varied.gradients, strict=True)
     return all(equal_but_for_rounding(one, other) for one, other in steps)
 
@@ -240,7 +240,7 @@ def _first_steps(scenario: Scenario, variation: Variation) -> Reference | None:
     steps = min(TRIED, scenario.steps)
     alone = Alone(
         variation=variation,
-        # the scenario's skips need not be those of so few steps
+        # so few steps need not have the scenario's skips
         skipped=(frozenset[str](),) * steps,
         scales=(1.0,) * steps,
     )
@@ -265,7 +265,7 @@ def _train(
         watched: receives the tensors at module boundaries in the last step.
         sides: how to move inputs of functions whose derivative jumps.
     """
-    # imported where it runs: judging needs none of what makes a run
+    # imported here, because judging needs no code that makes a run
     from ..rank.watched_step import watched_step
     from ..rank.worker import observe_rank
 
@@ -287,9 +287,9 @@ def _train(
         inputs.append(jumps.inputs)
         generators.append(digest(torch.get_rng_state()))
 
-    # the generators stand where those of the ranks stood
+    # begin with the generators' states of the ranks
     seed_everything(0)
-    # Compiled code is what is judged, and not with what it is compared.
+    # The reference runs eagerly: compiled code is what is judged.
     with torch.compiler.set_stance("force_eager"):
         try:
             seen = observe_rank(

@@ -58,7 +58,7 @@ def demanded_schedule(*phases: Sequence[RankTrace]) -> Schedule:
 def _steps(phases: Iterable[Sequence[RankTrace]]) -> Iterator[Seen]:
     """Yield each step that all ranks of its world completed."""
     for traces in phases:
-        # not strict: a rank that stopped early has fewer steps
+        # not strict, because a rank that stopped early has fewer steps
         for seen in zip(*(t.steps for t in traces), strict=False):
             yield list(zip(traces, seen, strict=True))
 
@@ -93,7 +93,7 @@ def followed_schedule(scenario: Scenario, *phases: Sequence[RankTrace]) -> Sched
     if OfWorkload.JUDGED in scenario.workload.has:
         idle = tuple(_idle(seen) for seen in _steps(phases))
         schedule = replace(schedule, idle=idle)
-    # who declares its optimizers steps copies, of which nobody sees the shards
+    # declared owners mean that optimizers step copies, whose shards nobody sees
     if scenario.workload.rounds_state and scenario.workload.owners is None:
         schedule = replace(schedule, shards=_shards(phases))
     return schedule
@@ -115,12 +115,12 @@ def _shards(phases: Sequence[Sequence[RankTrace]]) -> Shards:
     ranks = [trace for traces in phases for trace in traces]
     events = [e for trace in ranks for seen in trace.steps for e in seen.events]
     if any(event.groups and not event.names for event in events):
-        return ()  # one of copies: it may step these parameters, too
+        return ()  # an optimizer of copies may step these parameters, too
     stepped = {name for event in events for name in event.names}
     parts_by_name: dict[str, dict[bytes, None]] = {}
     for trace in ranks:
         for name, places in trace.index.items():
-            if name in stepped and len(places):  # an empty shard is none
+            if name in stepped and len(places):  # an empty shard is no shard
                 parts_by_name.setdefault(name, {})[
                     places.astype(np.int64).tobytes()
                 ] = None
@@ -154,14 +154,14 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
     steps = [*_steps(phases)]
     moved_by_stack = _schedule_of(scenario, steps, parity_bounds.truth)
     alone = scenario.workload.one_rank
-    # of draws that have an effect nothing would be decided
+    # if draws have an effect, nothing could be decided
     draws_idly = bool(parity_bounds.truth.drew) and not parity_bounds.undecided
     parity = Parity(
         per_step=[0.0] * scenario.steps,
         reference_loss=list(parity_bounds.truth.losses),
         reference_norm=list(parity_bounds.truth.norms),
         norm_bound=[step["norm"][0] for step in parity_bounds.norm],
-        # one rank clips by itself: what comes of it is compared
+        # the reference on one rank clips by itself, and the result is compared
         clip_norm=None
         if alone
         else clip_norm_of(scenario.workload, scenario.parsed_recipe.training),
@@ -203,7 +203,8 @@ def _schedule_of(
     whose = "optimizer" if workload.scheduler is None else "scheduler"
     whose = "on one rank" if alone else f"by the workload's {whose}"
     others = [moved.differs, other_than_reference(steps, truth.settings, whose)]
-    if alone or _gives_settings(workload):  # the reference follows nothing
+    # then the reference follows no settings of the ranks
+    if alone or _gives_settings(workload):
         moved = StackSchedule()
         others.reverse()
     first = min(filter(None, others), key=lambda each: each[0], default=None)
@@ -268,7 +269,7 @@ def _check_counts(
         for trace, at in seen:
             if not (at.counts and whole) or counts_equal(at.counts, whole):
                 continue
-            # a sum of weights may be rounded there; fp32 has the same parts
+            # a sum of weights may be rounded in half precision; fp32 has the same parts
             rounded = any(count != int(count) for count in whole)
             if not scenario.parsed_precision.is_full and rounded:
                 continue
@@ -306,7 +307,7 @@ def _measured(
     ):
         yield from _loss(step, seen, parity_bounds)
         for trace, at in seen:
-            if is_full:  # a count that rounding changes by one may turn a sign
+            if is_full:  # if rounding changes a count by one, a sign may change
                 yield from _buffers(step, trace, at, parity_bounds)
             for name, index in trace.index.items():
                 if name not in skipped:
@@ -340,7 +341,7 @@ def _buffers(
     """Yield comparisons of the changes of buffers that training moves."""
     truth = parity_bounds.truth
     for name, values in at.buffers.items():
-        # in the last step, too: others are caches
+        # also nonzero in the last step; other buffers are caches
         if name not in truth.updates[-1] or not truth.updates[-1][name].any():
             continue
         places = np.arange(len(values))
@@ -350,7 +351,7 @@ def _buffers(
             (truth.updates[step][name], places),
             parity_bounds.update[step][name],
         )
-        # beside the parameters, of which a share must be compared
+        # without buffers, because a share of the parameters must be compared
         n_compared = len(values) * any(r.compares for r in rows)
         yield _Measured("update", step, rows, n_compared)
 
@@ -373,7 +374,7 @@ def _gradient(
     places = trace.places(at, name)
     bound = (0.0, 0.0) if true is None else parity_bounds.gradient[step][name]
     whole = np.zeros(len(parity_bounds.weights[step][name])) if true is None else true
-    # a gradient of zeros may also be None
+    # a gradient of zeros may be None
     values: NDArray[np.floating] | None = None
     if not whole.any():
         values = np.zeros(len(places))
@@ -401,13 +402,13 @@ def _clip_rows(
     noisy, worst = parity_bounds.noisy, least
     for step, (seen, due, skipped) in enumerate(steps):
         rows = []
-        # with a bad gradient the ranks clip by a norm that is not finite
+        # after a bad gradient, ranks clip by a norm that is not finite
         for trace, at in seen if not skipped and np.isfinite(due) else ():
             for name, true in parity_bounds.truth.gradients[step].items():
                 if name not in at.gradients:
                     continue
                 places = trace.places(at, name)
-                # the reference records clipped gradients: this undoes its factor
+                # undoes the clipping of the reference's recorded gradients
                 whole = true[places] / due
                 size = sizes(whole)[0]
                 noise, _ = parity_bounds.gradient[step][name]
@@ -416,7 +417,7 @@ def _clip_rows(
                 values = gradient_of(seen, trace, at, name).astype(np.float64)
                 factor, share = multiple_of(values, whole)
                 rest = share * sizes(values)[0]
-                # a gradient that is not larger than its noise has no direction
+                # a gradient no larger than its noise has no direction
                 if noise < size * due:
                     runs = [run.gradients[step].get(name) for run in noisy]
                     worst = max(worst, _factor_noise(runs, places, true[places]))
@@ -428,7 +429,7 @@ def _clip_rows(
                         factor=factor,
                         due=due,
                         bound=noise / size,
-                        # clipping scales the noise of a gradient, too
+                        # clipping also scales the noise of a gradient
                         above_noise=rest <= noise * max(1.0, abs(factor) / due),
                     )
                 )
@@ -451,7 +452,7 @@ def _decided(row: ClipRow, worst: float) -> ClipRow:
     error of correct runs so far, in any parameter.
     """
     bound = min(row.bound, worst * row.due)
-    # with a larger bound even half the due factor would pass
+    # with a larger bound, even half the due factor would pass
     above = row.above_noise and row.bound < row.due and bound < row.due / 2
     return replace(row, bound=bound, above_noise=above)
 
@@ -466,7 +467,7 @@ def mean_loss(seen: Iterable[StepTrace]) -> float | None:
         for at in seen
         if at.loss is not None
     ]
-    # the mean of a rank without tokens is 0 / 0
+    # a rank without tokens has a mean of 0 / 0
     weighted_losses = [(loss, weight) for loss, weight in weighted if weight]
     total = sum(weight for _, weight in weighted_losses)
     return (
@@ -492,7 +493,7 @@ def _loss(step: int, seen: Seen, parity_bounds: ParityBounds) -> Iterator[_Measu
             (np.array([parity_bounds.truth.losses[step]]), np.array([0])),
             parity_bounds.loss[step]["loss"],
         )
-        # with other weights the mean may be right, unless all ranks have one loss
+        # with unknown weights the mean may be right, unless all ranks have one loss
         lost = [at for _, at in seen if at.loss is not None and at.weight is None]
         unknown = bool(lost) and len({at.loss for _, at in seen} - {None}) > 1
         departs = any(row.ratio > 1 for row in rows)

@@ -256,8 +256,8 @@ def _train(
         run.buffers = {n: s for n, s in run.buffers.items() if n not in lost}
     if chooses_in_forward(key.model) and variant != TRUTH:
         ones = (1.0,) * key.steps
-        # noisy runs choose as the truth does: another expert is another model, not
-        # noise
+        # noisy runs choose as the truth does, since another expert is another model and
+        # no noise
         truth = _train(key, "fp32", skipped, ones, idle, settings, TRUTH)
         run.replayed = truth.choices
     for step in range(key.steps):
@@ -303,7 +303,7 @@ class ReferenceRun:
         if self.precision.convert is not None and not variant.double:
             model = self.precision.convert(model)
         names = [*judged_parameters(model)]
-        # not .to(dtype), which also casts complex buffers to real
+        # .to(dtype) would also cast complex buffers to real
         self.model = model.double() if dtype == torch.float64 else model.float()
         self.parameters = {n: self.model.get_parameter(n) for n in names}
         seen = dict(key.shards)
@@ -311,9 +311,9 @@ class ReferenceRun:
         self.sharded = {
             name: InShards(parameter, seen.get(name, ()), even)
             for name, parameter in self.parameters.items()
-            if parameter.requires_grad  # an optimizer may leave frozen ones out
+            if parameter.requires_grad  # an optimizer may leave out frozen parameters
         }
-        # one a parameter: the schedule distinguishes parameters, not optimizers
+        # one for each parameter, because the schedule distinguishes parameters
         self.optimizers = {
             name: self.workload.optimizers[key.optimizer]([(name, p) for p in of.parts])
             for name, of in self.sharded.items()
@@ -354,7 +354,7 @@ class ReferenceRun:
         self._zero_grad()
         parts = self._parts(batch)
         log = ChoiceLog(self.replayed[step] if self.replayed else None)
-        # in backward a forward may run again
+        # backward may run a forward again
         chooses = chooses_in_forward(self.key.model)
         notes = JumpLog() if self.variant in (TRUTH, PLAIN) else None
         with ExitStack() as contexts:
@@ -367,7 +367,7 @@ class ReferenceRun:
         self.inputs.append(notes.inputs if notes else ())
         self.choices.append(log.choices)
         moved = any(each.moves_scores for each in self.variant.noise)
-        # scores that were moved are no noise of scores
+        # noise of scores comes only from runs that do not move them
         self.errors.append({} if moved else log.errors)
         self._unscale(scale)
         self.norms.append(self._norm())
@@ -383,13 +383,13 @@ class ReferenceRun:
         self.gradients.append(
             self._flat({n: p.grad for n, p in named.items() if p.grad is not None})
         )
-        # after recording: the gradients of this step are compared as they are
+        # after recording, so that this step's gradients are compared unchanged
         for each in self.variant.noise:
             each.gradients(self, step)
         if self.planned is not None:
             settings = self.planned.settings()
         for name, key, setting in settings:
-            # a parameter that the recipe froze has no optimizer
+            # a parameter that the recipe has frozen has no optimizer
             optimizer = self.optimizers.get(name)
             for group in optimizer.param_groups if optimizer is not None else ():
                 if key in group:
@@ -404,7 +404,7 @@ class ReferenceRun:
                     contexts.enter_context(self.sharded[name].stepped())
                     optimizer.step()
                 self.steps_made[name] += 1
-            if self.key.training.decay:  # as ExponentialLR, also after a skip
+            if self.key.training.decay:  # also after a skip, as in ExponentialLR
                 for group in optimizer.param_groups:
                     group["lr"] *= LR_DECAY
         if self.planned is not None and not skipped.issuperset(self.optimizers):
@@ -467,7 +467,8 @@ class ReferenceRun:
         for name in idle.zeros | idle.absent:
             gradient = named[name].grad
             if not named[name].requires_grad:
-                continue  # with zeros an optimizer would move it: decay, momentum
+                # with zeros, weight decay and momentum would move the parameter
+                continue
             if gradient is None or not gradient.any():
                 zeros = torch.zeros_like(named[name])
                 named[name].grad = zeros if name in idle.zeros else None
@@ -475,8 +476,8 @@ class ReferenceRun:
     def _norm(self) -> float:
         every = self.parameters.values()
         gradients = [p.grad.reshape(-1) for p in every if p.grad is not None]
-        # In the dtype of the run, over all at once: of 10**6 elements torch's norm is
-        # off by 1e-5 in fp32, which is noise that a right stack may have, too.
+        # In the dtype of the run, over all elements at once. For 10**6 elements torch's
+        # norm in fp32 is off by 1e-5, noise that a right stack may have, too.
         return float(torch.cat(gradients).norm()) if gradients else 0.0
 
     def _clip(self) -> None:
@@ -530,7 +531,7 @@ class ReferenceRun:
         self._zero_grad()
         counted = facts_of(self.key.model).counted
         for part in parts:
-            # a loss with a count is a sum over elements, any other loss is a mean
+            # a loss with a count is a sum over elements, and any other a mean
             self.one_pass(part, 1.0 if counted else part.elements)
         named = self.parameters.items()
         gradients = self._flat({n: p.grad for n, p in named if p.grad is not None})
@@ -608,7 +609,7 @@ def _weighted(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 def _in_the_form_of(held: Any, value: Setting) -> Any:
     """Convert a setting to the type of the param group's entry: number or tensor."""
-    # a new tensor: the workload may give all its optimizers one and the same
+    # a new tensor, because the workload may give all optimizers the same one
     return torch.full_like(held, value) if isinstance(held, Tensor) else value  # type: ignore[arg-type]  # no tensor of betas
 
 
@@ -639,12 +640,13 @@ def rows_apart(model: str) -> bool:
     losses, gradients, starts = [], [], []
     workload = resolve_workload(model)
     if workload.rounds_to is not None and workload.micro_batches is None:
-        return True  # declared: scales alone join the rows, and are noise
+        # the workload declares that only scales join rows, and these are noise
+        return True
     for variant in (TRUTH, CUT):
         try:
-            # else the run would ask this function
+            # given, because the run would call this function
             run = _first_step(model, variant, rows_apart=True)
-        # the model or the loss refuses such parts: they are not to be cut
+        # the model or the loss refuses such parts, so rows must not be cut
         except (ValueError, RuntimeError, IndexError):
             return False
         losses.append(run.losses[0])

@@ -149,7 +149,7 @@ class Planned:
     def advance(self) -> None:
         """Advance the scheduler after a step that was taken."""
         with self.workload.calling("optimizer"):
-            self.optimizer.step()  # torch's schedulers warn where it was not called
+            self.optimizer.step()  # torch's schedulers warn if no optimizer has stepped
         with self.workload.calling("scheduler"):
             self.scheduler.step()
 
@@ -190,7 +190,7 @@ def other_than_reference(
 
 
 def _equal(value: Setting, want: Setting) -> bool:
-    # other classes have betas in other numbers
+    # other classes have another number of betas
     if np.shape(value) != np.shape(want):
         return False
     return np.allclose(value, want, rtol=_ROUNDING, atol=0.0, equal_nan=True)
@@ -215,7 +215,8 @@ def other_setting(at: StepTrace, whole: StepTrace) -> tuple[int, str]:
 
 
 def _stepped_with(at: StepTrace) -> dict[tuple[str, str], Setting]:
-    # nothing says which copy is whose: their groups are taken in order of their values
+    # nothing shows which copy belongs to which parameter, so compare groups by their
+    # values
     copies = sorted(at.copies, key=repr)
     groups = {
         f"group {number} of copies": settings for number, settings in enumerate(copies)
@@ -285,7 +286,7 @@ def _told(led: Mapping[int, Setting], before: Collection[Setting]) -> str:
     first: dict[Setting, str] = {}
     for step, value in led.items():
         first.setdefault(value, f"at step {step}")
-    if len(first) == 1:  # it has moved before the run
+    if len(first) == 1:  # one value: the setting changed before the run
         first = dict.fromkeys(before, "where the schedule began") | first
     return ", ".join(f"{_plain(v)} {where}" for v, where in [*first.items()][:2])
 

@@ -44,7 +44,7 @@ class InShards:
             places = [*numbers.chunk(even)]
         self.whole = parameter
         self.places = places if len(places) > 1 else []
-        # copies: a view of a parameter is no parameter
+        # copies, because a view of a parameter cannot be a parameter
         self.parts = [
             nn.Parameter(parameter.detach().take(each)) for each in self.places
         ] or [parameter]

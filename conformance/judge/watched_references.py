@@ -83,7 +83,7 @@ class OnOneProcess:
             truth = self._watched(self.truth, batches)
         with JumpLog() as had:
             noisy = [self._watched(self.plain, batches)]
-        # a second noisy run: rounding of the weights stands for another order of sums
+        # a second noisy run, in which rounded weights stand for another order of sums
         generator = torch.Generator().manual_seed(0)
         with jittered(self.plain.parameters.values(), self.roundoff, generator):
             noisy.append(self._watched(self.plain, batches))
@@ -107,7 +107,7 @@ class OnOneProcess:
     def _watched(self, run: ReferenceRun, batches: Sequence[Batch]) -> ModuleLog:
         names = {module: name for name, module in run.model.named_modules()}
         scale = 1.0 if run.variant.double else self.scale
-        run.weights_of_heads()  # runs a forward, which must come before the watch
+        run.weights_of_heads()  # runs a forward, so it must come before the watch
         with watch_modules([run.model], names) as log:
             for batch in batches:
                 run.one_pass(batch, scale)
@@ -160,7 +160,8 @@ def _bounded(
             spread = replace(spread, effect=effect)
         spreads[boundary] = spread
     expected = {}
-    # activations and gradients are rounded differently: a median noise for each
+    # activations and gradients round differently, so each group has its own median
+    # noise
     for kinds in ((INPUT, OUTPUT), (INPUT_GRADIENT, OUTPUT_GRADIENT)):
         group = {b: spreads[b] for b in values if b.kind in kinds}
         own = {b: sizes(values[b]) for b in group}

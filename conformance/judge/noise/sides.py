@@ -108,7 +108,8 @@ class Sides(Perturbation):
         for name, limit in self.signs[step] if self.signs else ():
             gradient = run.parameters[name].grad
             if gradient is not None:
-                # alike in both runs, so that each element is flipped in one of them
+                # the same order in both runs, so that each element is flipped in one of
+                # them
                 order = torch.Generator().manual_seed(step)
                 part = torch.randint(len(BOTH), gradient.shape, generator=order)
                 here = part == BOTH.index(self.side)
@@ -128,7 +129,7 @@ class JumpLog(TorchFunctionMode):
         self._distances = sides.distances[step] if sides.distances else ()
         self._side = sides.side
         self._inputs: list[NDArray[np.float64]] = []
-        # alike in both runs
+        # the same numbers in both runs
         self._generator = torch.Generator().manual_seed(0)
 
     @property
@@ -145,7 +146,7 @@ class JumpLog(TorchFunctionMode):
     ) -> Any:
         """Run ``func``; move its inputs first if its derivative jumps."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        # what writes its result elsewhere has no derivative
+        # with out=, the result has no derivative
         if name.strip("_") not in _JUMPS or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         arguments = [*args, *kwargs.values()]
@@ -177,7 +178,7 @@ class JumpLog(TorchFunctionMode):
         try:
             elements = _some_of(value)
         except RuntimeError:
-            return None  # without values, as inside torch.func or on the meta device
+            return None  # no values, as inside torch.func or on the meta device
         self._inputs.append(elements)
         is_noted = number < len(self._distances)
         distance, zeros = self._distances[number] if is_noted else (0.0, False)
@@ -203,7 +204,7 @@ def _some_of(value: Tensor) -> NDArray[np.float64]:
     """Return a sample of this rank's elements of a tensor: at most ``2 * SAMPLE``."""
     flat = local(value.detach()).reshape(-1)
     elements = flat[:: max(1, len(flat) // SAMPLE)].double().cpu().numpy()
-    return elements.copy()  # the function may write into it
+    return elements.copy()  # a copy, because the function may write into it
 
 
 def _as_part_of(value: Tensor, part: Tensor) -> Tensor:
@@ -224,7 +225,7 @@ def _derivative(value: Tensor, called: Callable[[Tensor], Any]) -> Tensor:
     """Return the derivative of the summed result, or the result of a comparison."""
     with torch.enable_grad():
         leaf = value.clone().requires_grad_()
-        result = called(leaf * 1)  # what works in place must not get a leaf
+        result = called(leaf * 1)  # a function that works in place must not get a leaf
         first: Tensor = result if isinstance(result, Tensor) else result[0]
         if first.requires_grad:
             (derivative,) = torch.autograd.grad(
@@ -247,7 +248,7 @@ def sides_of(
     """
     distances: Distances = tuple(map(_distances, truth, plain))
     if not any(distance for step in distances for distance, _ in step):
-        distances = ()  # no run has an error there
+        distances = ()  # no run differs there
     if not (distances or signs):
         return ()
     return [Sides(side=side, distances=distances, signs=signs) for side in BOTH]
@@ -256,11 +257,11 @@ def sides_of(
 def _distances(truth: Inputs, plain: Inputs) -> tuple[tuple[float, bool], ...]:
     distances = []
     for true, mine in zip(truth, plain, strict=False):
-        if true.shape != mine.shape:  # other calls: nothing says which belong together
+        if true.shape != mine.shape:  # the calls do not correspond
             break
         unmasked = (np.abs(true) < -MASKED) & (np.abs(mine) < -MASKED)
         largest = np.abs(true - mine).max(initial=0.0, where=unmasked)
-        # where the truth has zeros, such as what another ReLU cut off, they are no
-        # chance and are zeros in all runs
+        # Zeros of the truth, such as what another ReLU set to zero, are zeros in all
+        # runs.
         distances.append((FURTHER * float(largest), bool(true.all())))
     return tuple(distances)

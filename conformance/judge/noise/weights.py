@@ -48,7 +48,7 @@ class RoundedWeights(Perturbation):
         rounds_to = run.workload.rounds_to
         if rounds_to is None and self.only_ties:
             return 0.0
-        # weights are stored in fp32, where nothing smaller would move them
+        # weights are stored in fp32, where a smaller move would change nothing
         size = max(MOVED * run.precision.roundoff, FP32_UNIT)
         if rounds_to is None:
             return size
