@@ -83,7 +83,7 @@ def _hung(failure: WorldError) -> set[int]:
 
 def _how(outcome: RankOutcome) -> str:
     """Describe how a rank hangs: since when, and in which function."""
-    # of a victim: "...; killed because rank 0 failed", but this one is the cause
+    # without "; killed because rank 0 failed", since this failure is the cause
     since = (outcome.message or "no answer").partition("; killed")[0]
     place = waiting_place(outcome)
     return f"{since}, in {place}" if place else since
@@ -92,7 +92,8 @@ def _how(outcome: RankOutcome) -> str:
 def ran_out_of_time(traces: Sequence[RankTrace]) -> str:
     """Return the call that exceeded its time limit, as text; else ""."""
     if any(trace.problem is not None for trace in traces):
-        return ""  # a rank raised: the others were late only because they waited for it
+        # other ranks were late only because they waited for the rank that raised
+        return ""
     for trace in traces:
         if trace.hung:
             return f"rank {trace.rank}: {trace.hung}"
@@ -108,7 +109,7 @@ def _trace_of(outcome: RankOutcome, *, hung: bool) -> RankTrace:
     if isinstance(outcome.exception, JudgedError):
         trace = outcome.exception.trace
         if outcome.state is RankState.VICTIM:
-            trace.problem = None  # what it raised after its peer had failed
+            trace.problem = None  # the rank raised this after another rank had failed
         return trace
     if isinstance(outcome.value, RankTrace):
         return outcome.value
@@ -154,8 +155,8 @@ def why_not_run(
     if not isinstance(error, WorkloadError):
         return ""
     laid_out = error.call == "parallelize" and (unasked or frozen)
-    # a stack's own autograd (torch.func) may not support checkpointing; torch's error
-    # is the finding of the recipe
+    # a stack's own autograd (torch.func) may not support checkpointing; torch's own
+    # error is a result of the recipe
     unknown = recipe.recompute and own_step and error.raised != CheckpointError.__name__
     tried = frozen or (narrowed and own_step) or unknown
     trained = error.call == "train_step" and tried and bool(error.raised)

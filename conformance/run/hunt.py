@@ -40,7 +40,7 @@ from .runner import Case, Runner
 
 __all__ = ["HuntSettings", "hunt", "scenarios"]
 
-# the first is what a scenario shrinks to; the last is no power of two
+# a scenario shrinks to the first; the last is no power of two
 SCALES = (1024.0, 1.0, 2.0**16, OVERFLOWING_SCALE, 3.0)
 MAX_STEPS = 12
 ROUND = 10
@@ -106,11 +106,11 @@ def scenarios(draw: st.DrawFn, selection: Selection) -> Scenario:
     """Draw any scenario that torch itself can train."""
     row: dict[str, str] = {"when": "never"}  # faults are drawn more freely below
     for column, values in columns(selection).items():
-        # pairwise consistent choices can always be completed: default values fit all
+        # choices that fit pairwise can always be completed by default values
         open_ = [v for v in values if fits(row | {column: v}, selection.workload)]
         if column not in row:
             row[column] = draw(st.sampled_from(open_))
-    fewest = 2 if RECIPES[row["recipe"]].resharded else 1  # one on each world
+    fewest = 2 if RECIPES[row["recipe"]].resharded else 1  # one step on each world
     steps = draw(st.integers(fewest, MAX_STEPS))
     scenario = to_scenario(
         row,
@@ -139,9 +139,9 @@ def hunt(settings_: HuntSettings, console: Console) -> int:
         search = _search(settings_, runner, finding)
         try:
             while time.monotonic() < end:
-                search()  # one round: hypothesis has no time budget
+                search()  # one round, because hypothesis has no time budget
         except _Violation:
-            pass  # the violation is in ``found``, shrunk
+            pass  # ``found`` has the violation, shrunk
     return _print_found(settings_, finding, console)
 
 
@@ -165,7 +165,7 @@ def _search(
     def search(scenario: Scenario) -> None:
         if scenario not in status_by_scenario:
             if time.monotonic() > end:
-                # out of time: unknown scenarios count as passing, which ends shrinking
+                # when time is out, new scenarios count as passing, which ends shrinking
                 return
             case = runner.run(settings_.scaler, scenario)
             found.tried += 1

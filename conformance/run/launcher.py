@@ -85,7 +85,7 @@ class Place:
     def files(self) -> str:
         """Folder for checkpoints of ranks; removed when the place is closed."""
         folder = tempfile.mkdtemp(prefix="gradparity-")
-        # also where nobody closes the place
+        # also removed if nobody closes the place
         self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         return folder
 
@@ -127,7 +127,7 @@ class Place:
         try:
             (names,) = self.ranks(1).run(device_names)
         except WorldError:
-            return []  # every case will say why
+            return []  # each case will say why
         return list(names)
 
     @property
@@ -221,7 +221,7 @@ class Torchrun(Place):
         )
 
     def _make(self, world: int) -> BaseCluster:
-        # here, because most sessions have no torchrun
+        # imported here, because most sessions have no torchrun
         from ...multiprocess.elastic.agent import AgentCluster
 
         spec = self.devices.spec(world, self.timeout_s)
@@ -265,12 +265,12 @@ def _waiting_places(failure: WorldError) -> str:
 def root_cause(failure: WorldError) -> str:
     """Describe in one line why a world failed: rank, call, error, last output."""
     root = failure.root
-    # its own text names rank and call; the headline would add our class before it
+    # a WorkloadError already names rank and call
     own = isinstance(root.exception, WorkloadError)
     text = shortened(str(root.exception) if own else root.headline, 600)
     if root.state is RankState.HUNG:
         text += _waiting_places(failure)
-    # a library that aborts says why: gloo, that ranks send unequal sizes
+    # a library that aborts says why, as gloo does for ranks that send unequal sizes
     last = root.output.split("\n") if root.state in LOST else []
     last_words = [" ".join(line.split()) for line in last if line.strip()]
     if not last_words:

@@ -39,8 +39,7 @@ from .runner import Case
 __all__ = ["Recorder", "case_record", "command_line", "make_header", "replay_command"]
 
 _LOGGER = logging.getLogger(__name__)
-# those that change numbers or transports: a report is not to hold a whole environment,
-# which may have secrets
+# variables that change numbers or transports: others may be secrets
 _RELEVANT = (
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_VISIBLE_DEVICES",
@@ -162,14 +161,15 @@ class Recorder:
         """Return the record of a case."""
         record = case_record(case, self.place.devices)
         broken = {(case.scaler, v.law) for v in case.verdicts if v.status == "fail"}
-        # empty where nothing is broken
+        # the empty set if no check is broken
         if broken <= self._shown:
             return record
         try:
             script = self.place.alone(standalone_script, case.scenario, case.scaler)
         except (UsageError, AloneError):  # not every scenario has a script
             return record
-        except Exception:  # a fault of ours: a verdict without a script is one, too
+        # an error of gradparity: a verdict without a script is still a verdict
+        except Exception:
             _LOGGER.exception("no script could be made for %s", case.scenario.id)
             return record
         self._shown |= broken

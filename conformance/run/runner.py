@@ -143,7 +143,7 @@ class _Seen:
         """Turn an exception into this case's problem, so that the run continues."""
         try:
             yield
-        # a fault that shows only in the reference, or on all ranks together
+        # an error that shows only in the reference, or on all ranks together
         except (WorkloadError, AloneError) as error:
             self.problem, self.error = str(error), error
         except WorldError as failure:
@@ -156,7 +156,7 @@ class _Seen:
                 not_run = _not_run(self.spec, self.scenario, cannot, status)
                 self.case = replace(not_run, skipped=not undecided)
             self.problem, self.error = root_cause(failure), failure
-        # a fault of the judge: reported, and the run continues
+        # an error of gradparity is reported, and the run continues
         except Exception as error:
             _LOGGER.exception("gradparity itself failed in %s", self.scenario.id)
             self.problem = f"gradparity itself failed: {type(error).__name__}: {error}"[
@@ -235,8 +235,8 @@ class Runner:
         """
         pairs = [*pairs]
         with ThreadPoolExecutor(1, "judge") as judge:
-            # before the first references: a case would wait for them with free ranks;
-            # an error is that of the case that asks again
+            # Before the first references, for which a case would wait while ranks are
+            # free. A case that asks again gets the error.
             for model in dict.fromkeys(scenario.model for _, scenario in pairs):
                 judge.submit(self.runs.facts, model)
             steps = self._judge, self._is_localised, self._localised_where_due
@@ -250,8 +250,8 @@ class Runner:
                     if waiting.catch_up(max(BEHIND, traces)):
                         return
                 waiting.catch_up(0)
-            except BaseException:  # Ctrl-C, too
-                # the cases whose ranks have ended are judged before it goes on
+            except BaseException:  # also Ctrl-C
+                # first judge the cases whose ranks have ended
                 waiting.end_all()
                 raise
 
@@ -269,15 +269,15 @@ class Runner:
                 return seen
             seen.phases = self.runs.run(spec, scenario)
             if late := ran_out_of_time(seen.phases[-1]):
-                # Time alone proves nothing: the machine may have been busy. The world
-                # that failed was ended, so the second try has ranks of its own.
+                # A slow run proves nothing, because the machine may have been busy. The
+                # failed world was ended, so the second try has new ranks.
                 seen.phases, seen.first_try = self.runs.run(spec, scenario), late
-            # bitwise laws need fp32, where scaling is exact, and a run whose control
+            # bitwise laws need fp32, where scaling is exact, and a control run that
             # cannot skip
             compared = spec != NO_SCALER and scenario.faults == "none"
             if seen.complete and compared and scenario.parsed_precision.is_full:
                 seen.control = self.runs.control(scenario)
-                # A second control is needed only after a difference: it may be the
+                # A second control is made only after a difference, which may be the
                 # control's.
                 if first_difference(seen.control, seen.phases):
                     seen.control_differs = self.runs.control_differs(scenario)
@@ -330,7 +330,7 @@ class Runner:
             watched = self.runs.watched(case.scaler, scenario, step)
             evidence_there = phases, evidence.parity, step, watched
             location = self.runs.beside_references(locate, scenario, *evidence_there)
-        # the verdict does not depend on localisation
+        # the verdict does not depend on the location
         except Exception as error:
             _LOGGER.info("not localised: %s", scenario.id, exc_info=True)
             why = " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -72,7 +72,7 @@ class Runs:
         if spec != NO_SCALER:
             return self.traces(spec, scenario)
         try:
-            # without a scaler the judged run is the control: it trains once
+            # without a scaler the judged run is the control, and trains once
             return self.control(scenario)
         except WorldError as failure:
             return (traces_of(failure, judged=False),)
@@ -127,7 +127,7 @@ class Runs:
         The reference trains first, as if no step were skipped. If the run then skips
         steps, it runs again with the choices of a reference that skips the same steps.
         """
-        # with random layers on, scores are random, too: no choice to make again
+        # with random layers scores are random, so no choice is made again
         random = scenario.parsed_recipe.training.random
         own = random or scenario.workload.one_rank
         if own or not self.facts(scenario.model)[1]:
@@ -145,7 +145,7 @@ class Runs:
             followed = followed_schedule(scenario, *phases)
             if replace(followed, scales=schedule.scales) == schedule:
                 break
-            # with other choices it may skip other steps, so it is compared again
+            # with other choices a step may be skipped, so compare again
             schedule = followed
         return phases
 
@@ -205,7 +205,7 @@ class Runs:
         scenario.
         """
         topology = scenario.parsed_topology
-        if topology.narrowed:  # of a mesh that the workload has declared
+        if topology.narrowed:  # a narrowed form of a mesh that the workload declares
             layouts = scenario.workload.topologies.values()
             topology = next(t for t in layouts if t.parallel and not t.narrowed)
         key = scenario.model, topology.name
@@ -229,7 +229,7 @@ class Runs:
         return self.place.alone(compare, scenario, *args, in_group=one_rank)
 
     def _files(self, scenario: Scenario) -> str | None:
-        # a killed process leaves its folder: none is made where nothing is saved
+        # a killed process leaves its folder, so make none if nothing is saved
         saves = scenario.workload.save_checkpoint is not None
         return self.place.files if saves else None
 

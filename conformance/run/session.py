@@ -127,16 +127,16 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
     with place_of(settings.devices, settings.timeout_s, agent) as place:
         scenarios = settings.chosen(place)
         for spec in scalers:
-            # before any world starts: a wrong name is bad usage, exit code 2
+            # before any world starts, because a wrong name is bad usage, exit code 2
             load_scaler(spec, folder)
         pairs = [(spec, scenario) for scenario in scenarios for spec in scalers]
         # Place.not_runnable skips a scenario whose first phase needs a larger world
         place.check([scenario.world_size for scenario in scenarios])
-        # before the report is opened: a refused scaler must not replace an earlier
+        # before the report is opened, since a refused scaler must not replace an older
         # report
         for spec in scalers if settings.refuse_unfit else ():
             refuse_unfit(place.ranks(1), spec, folder, settings.devices.device)
-        # for the agent that ends the report if this process dies
+        # the agent ends the report if this process dies
         if agent is not None:
             agent.note(REPORT_NOTE, str(path.absolute()))
         earlier = _earlier_attempt(
@@ -172,7 +172,7 @@ def _judge(
 ) -> int:
     start = time.monotonic()
     records = list(earlier.kept)
-    # into the new report at once, so that a second restart keeps them, too
+    # copied at once, so that a second restart keeps these cases, too
     for record in records:
         writer.case(record)
     done = {record.key for record in records}
@@ -195,7 +195,7 @@ def _judge(
         except (HarnessError, Ended) as error:
             broken = f"stopped after {len(records)} of {len(pairs)} cases: {error}"
             code = EXIT_CODES["error"]
-        except KeyboardInterrupt:  # finished cases are reported, as in any run
+        except KeyboardInterrupt:  # as in any run, report the finished cases
             broken = f"interrupted after {len(records)} of {len(pairs)} cases"
             code = INTERRUPTED
     if raised.twice and not broken and len(records) < len(pairs):
@@ -222,7 +222,7 @@ class _Raised:
         if case.hangs:
             alike, what = (model, "", ""), "your workload hung"
         elif error is not None and error.raised:
-            # Sizes in a message differ by mesh.
+            # Sizes in a message differ between meshes.
             alike = model, error.call, _NUMBER.sub("0", error.text)
             what = f"your {error.call} raised the same {error.raised}"
         else:
@@ -269,7 +269,7 @@ def _show(settings: RunSettings, console: Console) -> None:
         print_report(console, report)
     lines = [plain(text) for text in report.header.launcher.restarts]
     has_page = settings.report is None or settings.out is not None
-    # a pass of what was tried must not look like a pass of everything
+    # a pass of all that was tried must not look like a pass of everything
     match not_tried_lines(report):
         case [reason]:
             lines.append(plain(f"not tried: {reason}"))
@@ -324,7 +324,7 @@ def _earlier_attempt(path: Path, launcher: Launcher, command: str) -> _Earlier:
     if (before.run, report.header.command) != (launcher.run, command):
         text = f"{this}: nothing taken over: {path} is the report of another run"
         return _Earlier(restarts=(text,))
-    # a case with evidence has curves
+    # only a case with evidence has curves
     cases_to_keep = tuple(case for case in report.cases if case.curves is not None)
     text = _restart_text(this, report, cases_to_keep)
     return _Earlier(kept=cases_to_keep, restarts=(*before.restarts, text))

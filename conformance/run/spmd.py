@@ -41,15 +41,16 @@ def _lead(agent: Agent, arguments: Sequence[str], command: Command) -> int:
     code = _BROKEN
     try:
         code = command(arguments, agent)
-    except SystemExit as error:  # argparse: bad usage, or --help
+    except SystemExit as error:  # argparse exits for bad usage, and for --help
         code = error.code if isinstance(error.code, int) else 2
     finally:
         try:
-            # the others wait for this flag, whatever the command came to
+            # other processes wait for this flag, whatever the result is
             agent.reported()
             agent.finish(code)
         except HarnessError:
-            pass  # torchrun's agent is gone: the other agents detect that themselves
+            # torchrun's agent is gone, which the other agents notice by themselves
+            pass
     return code
 
 

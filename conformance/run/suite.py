@@ -66,7 +66,8 @@ class Suite:
         self.scalers = list(dict.fromkeys(self.settings.scalers))
         for spec in self.scalers:
             load_scaler(spec, os.getcwd())
-        # under xdist only the controller writes; its workers have a workerinput
+        # under xdist only the controller writes; its workers have the attribute
+        # workerinput
         self.writes = not hasattr(config, "workerinput")
         self.summary: list[str] = []
         self._runner = Runner(
@@ -76,7 +77,7 @@ class Suite:
         self._recorder = Recorder(self.place)
         self._seen: set[tuple[str, str]] = set()
         self._start = time.monotonic()
-        if self.writes:  # once, not in every worker of xdist
+        if self.writes:  # once, and not in every worker of xdist
             self._refuse_unfit()
 
     def headline(self) -> str:
@@ -105,7 +106,7 @@ class Suite:
 
     def plan(self, ids: Sequence[str]) -> None:
         """Begin the report, once the items to run are known."""
-        # by id: on xdist's controller there are no items; and -k leaves some out
+        # counted by id, since xdist's controller has no items, and -k leaves some out
         planned = sum(name.startswith(f"{_ROOT}::") for name in ids)
         if not self.writes or self._writer is not None or not planned:
             return
@@ -122,7 +123,7 @@ class Suite:
         try:
             self._writer = ReportWriter(self._path(), header)
         except UsageError as error:
-            # inside of pytest its own type gives one line and exit code 4
+            # pytest shows its own type of error in one line, and ends with exit code 4
             raise pytest.UsageError(f"gradparity: {error}") from None
 
     def attach(self, item: pytest.Item, report: pytest.TestReport) -> None:

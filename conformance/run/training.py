@@ -48,5 +48,5 @@ def train(id: str, spec: str, place: Place) -> int:
 
 def _on_rank(scenario: Scenario, spec: str, folder: str) -> None:
     observe_rank(scenario, spec, folder)
-    if recorder.recorder is not None:  # ranks do not end as a program does
+    if recorder.recorder is not None:  # ranks do not exit as a program does
         recorder.recorder.write()

@@ -82,7 +82,7 @@ class Waiting(Generic[S, C]):
                 break
             self._end_next(self._complete)
         with self._lock:
-            # none is being judged where none waits, so none is overtaken
+            # no case waits, so none is overtaken
             self._keeps = self._keeps and bool(self._cases)
         return self._stopped
 

@@ -89,14 +89,14 @@ LONG = 200
 """Number of steps in a long run: bad ones bring any scale to its floor, good ones to
 2^110."""
 LIMITS: dict[str, tuple[str, dict[str, float]]] = {
-    # after one growth to 2^127 a second would leave fp32; the fault is planted, because
+    # after one growth to 2^127 a second one would leave fp32; a planted fault, since
     # large gradients of a user's workload may overflow at this scale in every step
     "highest": ("once", {"init_scale": 2.0**126, "growth_interval": 1}),
     # the rule gives 2^-152 at the fourth step, which fp32 rounds to 0
     "lowest": ("always", {"init_scale": 2.0**-100, "backoff_factor": 2.0**-13}),
-    # the smallest at which the unscaled gradients are exact down to 2^-100
+    # the smallest scale at which unscaled gradients are exact down to 2^-100
     "small": ("never", {"init_scale": 2.0**-24}),
-    # reciprocals of 1000, 750 and 1125 are rounded, in half precision by a lot
+    # reciprocals of 1000, 750 and 1125 are rounded, in half precision by a large amount
     "no power of two": (
         "once",
         {"init_scale": 1000.0, "growth_factor": 1.5, "backoff_factor": 0.75},
@@ -161,7 +161,8 @@ def _three_runs(
         optimizer=optimizers[0],
         **OVERFLOWS_OF_ITSELF[bool(selection.workload)],
     )
-    # a parameter that the topology splits: only the ranks that hold it see the fault
+    # a parameter that the topology splits, so that only the ranks that hold it see the
+    # fault
     target = split_parameter(model)
     holder = 0 if topology.pipelined else last_holder(topology, world_size, model)
     yield run(
@@ -218,7 +219,7 @@ def last_holder(topology: Topology, world_size: int, model: str) -> int:
     rows = MODELS[model].make().get_parameter(split_parameter(model)).shape[0]
     shape = topology.mesh_shape(world_size)
     shards = math.prod(n for axis, n in shape.items() if axis != "replicate")
-    # as torch.chunk: shards of one size, then a smaller one, then empty ones
+    # torch.chunk makes shards of one size, then a smaller one, then empty ones
     size = math.ceil(rows / shards)
     return world_size - shards + math.ceil(rows / size) - 1
 
@@ -235,7 +236,7 @@ def columns(selection: Selection) -> dict[str, list[str]]:
             for name, recipe in RECIPES.items()
             if (name in CONTROL_RECIPES or not selection.no_scaler)
             and (own or OfWorkload.JUDGED not in recipe.needs)
-            and name != SIX_PASSES  # once a workload, see _longer
+            and name != SIX_PASSES  # one run for each workload, see _longer
         ],
         "when": list(WHEN),
         "precision": list(selection.precisions or PRECISIONS),
@@ -243,14 +244,14 @@ def columns(selection: Selection) -> dict[str, list[str]]:
         "target": [NOTHING, *(t for t in TARGETS if not own or t != "split")],
         "ranks": [NOTHING, *RANKS],
         "kind": [NOTHING, *KINDS],
-        # the learning rate of a user's workload is unknown: with a small factor its
-        # updates may be no larger than rounding
+        # a user's learning rate is unknown, and with a small factor updates may be no
+        # larger than rounding
         "loss_factor": ["usual"] if own else list(LOSS_FACTORS),
         "param_order": list(PARAM_ORDERS),
     }
     if not selection.no_scaler:
         return chosen
-    # without a scaler fp16 fails by itself: only on request
+    # without a scaler fp16 fails by itself, so it is tried only on request
     if not selection.precisions:
         wide = [p.name for p in PRECISIONS.values() if not p.overflows]
         chosen["precision"] = wide
@@ -271,7 +272,7 @@ def fits(row: Row, workload: str = "") -> bool:
     )
 
 
-@cache  # cached: the search asks a hundred thousand times for a few hundred pairs
+@cache  # the search asks a hundred thousand times for a few hundred pairs
 def _go_together(pair: tuple[str, str], a: str, b: str, workload: str) -> bool:
     sensible, resolved = (
         _SENSIBLE.get(pair),
@@ -293,7 +294,7 @@ def _where_planted(when: str, value: str) -> bool:
 _PLANTED = tuple(when for when, steps in WHEN.items() if steps)
 _SENSIBLE: dict[tuple[str, str], Callable[[str, str], bool]] = {
     ("precision", "when"): lambda p, w: w != "natural" or PRECISIONS[p].overflows,
-    # a disabled scaler has no answer to bad gradients
+    # a disabled scaler does not handle bad gradients
     ("recipe", "when"): lambda r, when: RECIPES[r].enabled or when == "never",
     # the columns of a planted fault apply only if one is planted
     ("when", "target"): _where_planted,
@@ -305,9 +306,9 @@ _SENSIBLE: dict[tuple[str, str], Callable[[str, str], bool]] = {
     ("topology", "ranks"): lambda t, r: t != "single" or r in (NOTHING, "0"),
     # in a user's workload no parameter is known to be split
     ("topology", "target"): lambda t, x: x != "split" or TOPOLOGIES[t].spreads,
-    # a rank may hold nothing of the half that trains
+    # a rank may hold nothing of the half of the model that trains
     ("recipe", "ranks"): lambda r, x: r != "frozen" or x in (NOTHING, "*"),
-    # half precision loses tiny gradients, and plain SGD takes steps of their size
+    # small gradients are lost in half precision, and make small steps in plain SGD
     ("loss_factor", "precision"): lambda m, p: m == "usual" or PRECISIONS[p].is_full,
     ("optimizer", "loss_factor"): lambda o, m: m == "usual" or o in ADAPTIVE,
 }

@@ -68,7 +68,7 @@ def _topology_recipe(workload: ResolvedWorkload, topology: str, recipe: str) -> 
     chosen = RECIPES[recipe]
     needs = chosen.needs_of_topology
     text = _why_not_on(workload, topology, f"recipe {recipe!r}", needs)
-    # with shard, only a rank knows how many rows it has
+    # with shard, the number of rows is known only on a rank
     own = workload.shard or workload.micro_batches
     if text or chosen.parts == 1 or own or OfWorkload.JUDGED not in workload.has:
         return text

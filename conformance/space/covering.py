@@ -58,7 +58,7 @@ def cover(
                 dict(zip(columns, seed, strict=True)), choices, fits, missing, used
             )
             if row is None:
-                del missing[columns][seed]  # it cannot occur
+                del missing[columns][seed]  # no scenario can contain this combination
                 continue
             rows.append(row)
             used.update(row.items())
@@ -124,8 +124,8 @@ def most_new_first(
     ordered: list[Item] = []
     while heap:
         index = heapq.heappop(heap)[-1]
-        # Gains only decrease, so old gains are upper bounds: an item whose new gain
-        # exceeds all other old gains is next.
+        # Gains only decrease, so old gains are upper bounds. An item whose new gain
+        # exceeds all other old gains comes next.
         gain = len(pairs[index] - seen) / costs[index]
         entry = (-gain, costs[index], index)
         if heap and entry > heap[0]:

@@ -194,7 +194,7 @@ def clip_norm_of(workload: ResolvedWorkload, training: Training) -> float | None
     """
     if training.clip != "norm":
         return None if training.clip else workload.clip_norm
-    # of one rank only train_step knows its gradients
+    # with a reference on one rank, only train_step knows its gradients
     if OfWorkload.LOOP in workload.has or workload.one_rank:
         return CLIP_NORM
     return min(CLIP_NORM, facts_of(workload.name).exceeded)
@@ -244,7 +244,7 @@ class NewTensorsInFp64(TorchFunctionMode):
             mixed = {torch.float32, torch.float64} <= {
                 t.dtype for t in arguments.tensors
             }
-            # what writes into a tensor would write into the copy
+            # such a function would write into the copy
             if not mixed or writes(func, kwargs):
                 raise
             args, kwargs = arguments.map(_widened).pair
@@ -271,7 +271,7 @@ _CREATE = {
     *(torch.arange, torch.linspace, torch.logspace),
 }
 
-# - The single questions; each makes its own model, since a pass may leave a state in it
+# - The single questions. Each makes its own model, since a pass may leave a state in it
 
 
 def _first_calls(workload: ResolvedWorkload) -> tuple[bool, int]:
@@ -284,7 +284,7 @@ def _first_calls(workload: ResolvedWorkload) -> tuple[bool, int]:
         with workload.calling("forward"):
             first = model(batch.inputs)
             draws = not torch.equal(before, torch.get_rng_state())
-            # a generator of the model's own leaves torch's as it is
+            # drawing from a generator of the model leaves torch's generator unchanged
             draws = draws or not equal_outputs(first, model(batch.inputs))
         counts = len(workload.objective(first, batch.targets)[1])
     return draws, counts
@@ -335,7 +335,7 @@ def _why_not_parted(workload: ResolvedWorkload) -> str:
     trains = {
         n: p.requires_grad for n, p in judged_parameters(workload.model()).items()
     }
-    # an optimizer may be given nothing but frozen parameters, and then takes none
+    # an optimizer that gets only frozen parameters need not exist
     if all(any(trains[n] for n in part) for part in split_names(trains)):
         return ""
     return OfWorkload.TWO_KINDS.value

@@ -32,15 +32,16 @@ def turn_off_random_layers(stack: object) -> None:
     Args:
         stack: a module, or an object that holds modules.
     """
-    # an engine or a trainer has its module as an attribute
+    # an engine or a trainer keeps its module in an attribute
     objects = [stack, *getattr(stack, "__dict__", {}).values()]
     for root in [h for h in objects if isinstance(h, nn.Module)]:
         for module in root.modules():
             if isinstance(module, _DROPOUTS):
                 module.p = 0.0
-            # the class's attributes too: as the module's own they hide those
+            # with the class's attributes: one set here on the module hides that of the
+            # class
             for name, value in _attributes(module).items():
-                # a float from 0 to 1: not a module, a flag or a number of layers
+                # a probability, and not a module, a flag or a number of layers
                 is_number = isinstance(value, float) and 0.0 < value <= 1.0
                 if is_number and any(word in name for word in _PROBABILITIES):
                     setattr(module, name, 0.0)
@@ -49,7 +50,7 @@ def turn_off_random_layers(stack: object) -> None:
 def _attributes(module: nn.Module) -> dict[str, object]:
     attributes: dict[str, object] = {}
     for kind in reversed(type(module).__mro__):
-        if kind is not nn.Module:  # which has a hundred
+        if kind is not nn.Module:  # nn.Module itself has a hundred attributes
             attributes |= vars(kind)
     return attributes | vars(module)
 

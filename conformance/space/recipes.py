@@ -120,7 +120,7 @@ class Recipe:
         sizes = [least + 1] * more + [least] * (self.parts - more)
         if self.uneven:
             sizes = [first, rows - first - last, last]
-        # few rows may make unequal parts equal, and the recipe would test nothing
+        # few rows may make unequal parts equal, so that the recipe would test nothing
         other = not self.nearly_equal and self.uneven == (len({*sizes}) == 1)
         if min(sizes) < 1 or other:
             kind = "unequal" if self.uneven else "equal"
@@ -149,7 +149,7 @@ class Recipe:
             OfWorkload.COMPILED: self.compile,
             OfWorkload.OTHER_WORLDS: self.resharded,
             OfWorkload.JUDGED: self.of_stacks,
-            # a train_step that clips by the norm unscales as it likes
+            # a train_step that clips by the norm may unscale as it likes
             OfWorkload.UNSCALES: self.unscale and not training.clip,
             OfWorkload.CLIPS_VALUES: training.clip == "value",
             OfWorkload.CLIPS_AND_STEPS: self.clips_and_steps,
@@ -162,7 +162,8 @@ class Recipe:
             OfWorkload.OWN_CHECKPOINTS: self.resume and training.random,
             OfWorkload.RANDOM_LAYERS: training.random,
             OfWorkload.RECOMPUTED: self.recompute,
-            # cut, even where they are not reduced in each pass, by micro_batches
+            # rows that micro_batches cuts, even if gradients are not reduced in each
+            # pass
             OfWorkload.ROWS: self.parts > 1 and not self.defer_sync,
             OfWorkload.TWO_KINDS: self.optimizers > 1,
         }
@@ -275,7 +276,7 @@ CONTROL_RECIPES = tuple(
     if recipe.enabled
     and recipe.new_scale is None
     and not recipe.primed
-    # without a scaler a recipe with unscale_ is the one without it, once more
+    # without a scaler a recipe with unscale_ equals the recipe without it
     and (recipe.training.clip or not recipe.unscale)
     and not recipe.clips_and_steps
 )

@@ -38,7 +38,8 @@ class Recomputed:
 
     def add(self, name: str, part: nn.Module) -> None:
         """Make one part drop its activations and recompute them in backward."""
-        if "forward" not in vars(part):  # else the method is another library's wrapper
+        # any other method is the wrapper of another library
+        if "forward" not in vars(part):
             self.parts[name] = part
             part.forward = MethodType(_checkpointed(type(part), self), part)
 
@@ -65,7 +66,7 @@ def recompute_in_backward(model: nn.Module) -> Recomputed:
 
 
 def _checkpointed(kind: type[nn.Module], counted: Recomputed) -> Any:
-    # A method: a deep copy binds it to the copy. It reads the class when called,
+    # A method, which a deep copy binds to the copy. It reads the class in each call,
     # because fully_shard replaces the class.
     @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +101,7 @@ def _are_others(part: nn.Module, weights: Sequence[tuple[Tensor, Tensor]]) -> bo
     A parameter that was written since the forward was not replaced: writing it is a
     fault of the user's code.
     """
-    # not strict: a layout may hold the parameters in another form then
+    # not strict, because a layout may then hold the parameters in another form
     for now, (was, value) in zip(part.parameters(), weights, strict=False):
         here = local(now).detach()
         same_form = (here.shape, here.dtype) == (value.shape, value.dtype)

@@ -39,7 +39,7 @@ __all__ = ["Scenario"]
 
 _LIMITS = {
     "loss_factor": (0.0, math.inf),
-    # scalers hold it in fp32
+    # scalers keep the scale in fp32
     "init_scale": (0.0, torch.finfo(torch.float32).max),
     "growth_factor": (1.0, math.inf),
     "backoff_factor": (0.0, 1.0),
@@ -108,11 +108,11 @@ class Scenario:
             raise UsageError(reason)
         if self.steps < 1:
             raise UsageError(f"a scenario takes at least 1 step, got {self.steps}")
-        if self.seed < 0:  # which numpy refuses, on each rank
+        if self.seed < 0:  # numpy refuses negative seeds, on each rank
             raise UsageError(f"seed is 0 or more, got {self.seed}")
         for name, (least, most) in _LIMITS.items():
             value = getattr(self, name)
-            if not least < value < most:  # a nan is neither
+            if not least < value < most:  # written so that nan is refused
                 raise UsageError(
                     f"{name} must be above {least:g} and below {most:g}, got {value:g}"
                 )
@@ -120,7 +120,7 @@ class Scenario:
             raise UsageError(
                 f"recipe {self.recipe!r} trains on two worlds: choose at least 2 steps"
             )
-        assert self.phases  # the first phase must be a valid scenario, too
+        assert self.phases  # raises if the first phase is no valid scenario
 
     @property
     def workload(self) -> ResolvedWorkload:
@@ -146,7 +146,7 @@ class Scenario:
     def promised_dtype(self) -> torch.dtype | None:
         """Dtype in which the workload promises to reduce gradients, or None."""
         usual = self.workload.reduce_dtype
-        # fully_shard takes the policy of the precision, with its own reduce_dtype
+        # fully_shard gets the policy of the precision, which has its own reduce_dtype
         takes_policy = self.parsed_topology.fully_shards
         policy = self.parsed_precision.reduce_dtype if takes_policy else None
         return usual and (policy or usual)
@@ -194,7 +194,7 @@ class Scenario:
         """
         parts = id_parts(text)
         extra = _parse_settings(parts[5]) if len(parts) == 6 else {}
-        with as_usage(ValueError):  # too many digits
+        with as_usage(ValueError):  # int() raises for too many digits
             world_size = int(parts[1])
         return cls(
             topology=parts[0],
@@ -270,7 +270,7 @@ def _faults_before(faults: tuple[Fault, ...], resume_step: int, world_size: int)
 
 
 def _plain(value: object) -> str:
-    # 1024 for 1024.0: an id has one form
+    # write 1024.0 as 1024, so that equal scenarios have equal ids
     is_whole = isinstance(value, float) and value.is_integer()
     return str(int(value)) if is_whole else str(value)  # type: ignore[call-overload]  # a whole float
 
@@ -304,7 +304,7 @@ def _parse_settings(text: str) -> dict[str, Any]:
 def _check_faults(faults: tuple[Fault, ...], scenario: Scenario) -> None:
     for fault in faults:
         names = (*PLACES, LOSS)
-        # the model is made only for a fault that names a parameter
+        # make the model only if a fault names a parameter
         if fault.parameter not in names:
             names += _parameters(scenario.model)
         if fault.parameter not in names:
@@ -326,6 +326,6 @@ def _check_faults(faults: tuple[Fault, ...], scenario: Scenario) -> None:
 
 @lru_cache
 def _parameters(model: str) -> tuple[str, ...]:
-    # a model draws its weights from the global generator, which others use
+    # a model draws its weights from the global generator, which other code also uses
     with torch.random.fork_rng(devices=[]):
         return (*judged_parameters(resolve_workload(model).model()),)

@@ -92,7 +92,7 @@ class Selection:
         if self.topologies:
             return list(self.topologies)
         layouts = self.resolved.topologies
-        # narrowed meshes come with their own runs, see ``catalogue._narrowed``
+        # narrowed meshes have runs of their own, see ``catalogue._narrowed``
         usual = [name for name in usual if not layouts[name].narrowed]
         if self.world_size is None:
             return usual

@@ -79,16 +79,17 @@ def check_workload(spec: str) -> None:
     """
     workload = resolve_workload(spec)
     model, batch = _model(workload), _batch(workload)
-    if workload.one_rank:  # the rest is what the plain reference rests on
+    if workload.one_rank:  # the other checks are about what the plain reference needs
         return
-    _check_loss(workload, model, batch)  # its backward gives the gradients below
+    # its backward makes the gradients that are checked below
+    _check_loss(workload, model, batch)
     _check_gradients(workload, model)
     _check_mean(workload, model, batch)
     _check_optimizer(workload, model)
 
 
 def _model(workload: ResolvedWorkload) -> nn.Module:
-    # made twice: ranks and references make it separately and must get the same values
+    # made twice, because ranks and references make it separately and need equal values
     model, again = (seeded_model(workload) for _ in range(2))
     if not isinstance(model, nn.Module):
         raise workload.refuse(
@@ -246,7 +247,7 @@ def _check_mean(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> N
                 f"elements of the targets, the batch has {whole.elements}; where "
                 "some are padding, let the loss be (sum, count)",
             )
-        # else the objective is that of these parts, whatever it is
+        # otherwise the loss is defined by these parts, whatever it is
         if not _same_parts(workload, whole, parts):
             _check_made_up(workload, model, whole, parts, "micro_batches")
     else:
@@ -295,7 +296,7 @@ def _check_made_up(
             "make new tensors in the dtype of the inputs or of the parameters",
         ) from error
     largest = max(abs(value.item()), abs(joined.item()))
-    # logits.float() before the cross entropy: the loss is then a mean within fp32
+    # with logits.float() before the cross entropy, the loss is a mean up to fp32
     rounding = ROUNDING if value.dtype == torch.float64 else FP32_INSIDE
     if workload.rounds_to is not None:
         rounding = max(rounding, coarseness(workload.rounds_to))
@@ -367,7 +368,7 @@ def listed(counts: Counts) -> str:
 
 def _check_optimizer(workload: ResolvedWorkload, model: nn.Module) -> None:
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    # with all parameters and with one, as the reference makes one optimizer for each
+    # with all parameters and with one, as the reference makes an optimizer for each
     for pairs in (named, named[:1]):
         for make in workload.optimizers.values():
             optimizer = (
@@ -448,11 +449,11 @@ def _check_alone(
         chosen = {
             n: nn.Parameter(torch.ones(sizes[n], dtype=torch.float64)) for n in names
         }
-        eager = torch.compiler.set_stance("force_eager")  # as references run
+        eager = torch.compiler.set_stance("force_eager")  # references run eagerly, too
         with workload.calling("optimizer"), eager, torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             optimizer = workload.optimizers[OWN]([*chosen.items()])
-            with suppress(AttributeError):  # no torch optimizer made it
+            with suppress(AttributeError):  # the optimizer may not be one of torch
                 optimizer.register_step_pre_hook(see)
             for gradients in steps:
                 for name, parameter in chosen.items():

@@ -71,7 +71,7 @@ def _first_split(
 def _split(
     step: int, what: str, groups: dict[object, list[int]], cause: str
 ) -> Finding:
-    # the smaller group departs from the larger one
+    # the smaller group is named as the one that departs
     minority = min(groups.values(), key=len)
     parts = [f"{rank_list(r)} {_words(what, v)}" for v, r in groups.items()]
     return Finding(
@@ -115,7 +115,7 @@ def growth(evidence: Evidence) -> Finding:
     "At every step either all ranks step or all ranks skip.",
     DRIFT,
     of_stack=True,
-    # a warm-up begins at a rate of 0: such a decision moves nothing on any rank
+    # such a decision moves nothing on any rank, as when a warm-up begins at a rate of 0
     least=ANY_SHARE,
     decides=True,
 )
@@ -181,7 +181,7 @@ def _replica_sets(evidence: Evidence) -> dict[tuple[str, str], list[int]]:
     sets: dict[tuple[str, str], list[int]] = defaultdict(list)
     for position, trace in enumerate(evidence.ranks):
         for name, shard in trace.shards.items():
-            # empty shards have equal digests and are no replicas
+            # empty shards have equal digests, and are no replicas
             if len(trace.index[name]):
                 sets[name, shard].append(position)
     return {key: ranks for key, ranks in sets.items() if len(ranks) > 1}

@@ -34,7 +34,7 @@ def same_sequence(evidence: Evidence) -> Finding:
         for place, (s, trace) in enumerate(pairs):
             compared += 1
             for other, peer in pairs[:place]:
-                # only groups of both: ranks of other groups may differ legally
+                # compare only collectives that include both ranks; others may differ
                 mine = [c for c in s.collectives if peer.rank in c.ranks]
                 theirs = [c for c in other.collectives if trace.rank in c.ranks]
                 if mine != theirs:

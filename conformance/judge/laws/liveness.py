@@ -31,7 +31,7 @@ def _completes(evidence: Evidence) -> Finding:
         return _hang(evidence, done)
     if not problems:
         return count_or_inconclusive(done, "rank-steps completed", evidence.unseen)
-    # a rank that raised explains one that hung: that one waited for it
+    # a rank that raised explains a rank that hung waiting for it
     first = min((p for p, _ in problems), key=lambda p: p.step)
     ranks = [
         rank for p, rank in problems if (p.step, p.call) == (first.step, first.call)
@@ -61,7 +61,7 @@ def _hang(evidence: Evidence, done: int) -> Finding:
         status=Status.FAIL,
         message=text,
         ranks=tuple(hung),
-        # no step: the trace of a hung rank is lost with its process
+        # no step is given, because the trace of a hung rank is lost with its process
         cause="a rank hangs",
         compared=done,
     )

@@ -57,13 +57,13 @@ def reported(evidence: Evidence) -> Finding:
     compared, missed = 0, 0
     for step, seen in evidence.steps():
         if any(s.non_finite for s in seen):
-            continue  # the step is to be skipped: its norm is not finite
+            continue  # in a step to be skipped the norm is not finite
         due, bound = parity.reference_norm[step], parity.norm_bound[step]
         reported = _reports(evidence, seen)
-        # weights that have departed have another gradient, and a right norm of it
-        # "not <=" instead of ">": a nan norm is wrong, too
+        # "not <=" instead of ">", so that a norm of nan is wrong, too. A rank whose
+        # weights differ has another gradient, and may report the right norm of it.
         wrong = {r: n for r, n in reported.items() if not abs(n - due) <= bound}
-        # with a bound as large as the norm, a norm of 0 would pass
+        # if the bound is as large as the norm, a norm of 0 would pass
         blind = not wrong and not bound < (due or math.inf)
         if _has_departed(parity, step) or not math.isfinite(bound) or blind:
             missed += len(report)
@@ -154,7 +154,7 @@ def _used_norm(evidence: Evidence, seen: Sequence[StepTrace]) -> float:
         for name in at.gradients:
             places = trace.places(at, name)
             before = counted_places.get(name, places[:0])
-            # what an earlier rank holds, too, is a replica
+            # elements that an earlier rank also holds are replicas
             values = gradient_of(at_ranks, trace, at, name)[~np.isin(places, before)]
             square += float(np.square(values, dtype=np.float64).sum())
             counted_places[name] = np.union1d(before, places)
@@ -257,7 +257,8 @@ def _is_clipping(
     step, due = rows[0].step, rows[0].due
     slack = _slack(parity, step) * parity.clip_norm
     excess = _used_norm(evidence, seen) - parity.clip_norm
-    # it ends at clip_norm, or there was nothing to clip: only the gradient is wrong
+    # after clipping the norm is clip_norm, or nothing was to be clipped: only the
+    # gradient is wrong
     if abs(excess) <= slack or due == 1.0:
         return False
     if _is_of_its_gradients(evidence, step, seen, _reports(evidence, seen)):

@@ -57,7 +57,8 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
             text = f"{finding.message}; {of_buffer(first.parameter)}"
             finding = replace(finding, message=text)
         if parity.reference:
-            # the words of the law's text: what the plain reference is
+            # the law's words for the plain reference do not fit the reference on one
+            # rank
             text = finding.message.replace("the fp64 truth", "the same train_step")
             finding = replace(finding, message=text)
     if kind == "loss" and parity.narrow_loss:
@@ -65,10 +66,10 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
         finding = replace(finding, message=text)
     schedule = parity.stack_schedule
     if first is not None:
-        # a loss and a gradient come before the step that the settings are of
+        # the settings of a step act after its loss and gradient
         until = first.step - (kind in ("loss", "gradient"))
         other = parity.other_setting(until)
-    else:  # updates that agree so closely show nothing
+    else:  # no update is off by so much that a setting shows
         other = schedule.differs[1] if schedule.differs and kind == "update" else ""
     if other:
         finding = replace(finding, message=f"{finding.message}; {other}")
@@ -104,7 +105,7 @@ def _departed(row: ParityRow) -> Finding:
         message=f"step {row.step}: {_subject(row)} differs from the fp64 truth: "
         + _by_how_much(row),
         step=row.step,
-        # the loss that is compared is the mean of all ranks
+        # the mean over all ranks is compared, so no rank is named
         ranks=() if row.kind == "loss" else (row.rank,),
         parameter=row.parameter,
         numbers={"error": row.error, "bound": row.bound},
@@ -117,7 +118,7 @@ def _by_how_much(row: ParityRow) -> str:
             f"relative {row.measure} of the error {row.error:.3g}, bound "
             f"{row.bound:.3g}"
         )
-    # a bias before a normalisation: an error relative to 0 would say nothing
+    # a gradient of 0, as of a bias before a normalisation, has no relative error
     return (
         f"its true value is 0 but for rounding ({row.measure} {row.size:.2g}), and "
         f"here it is off by {row.absolute:.3g}, bound {row.bound * row.size:.2g}"

@@ -20,8 +20,8 @@ from ..law import (
     skipped,
 )
 
-# The least share of replicas and data: by the plan a draw may have no partner, and each
-# pair that is compared shows how its layer is seeded.
+# The least share that is compared of replicas and of data. A draw may have no partner
+# by design, and one compared pair shows how its layer is seeded.
 
 
 Check = Callable[[Evidence], Finding]
@@ -132,7 +132,7 @@ def replicas(evidence: Evidence) -> Finding:
         else:
             missed += rows.count(mine) > 1
     for (step, *_), by_rank in by_activation.items():
-        # with the first rank: equality is transitive
+        # compare each rank with the first one, since equality is transitive
         (first, theirs), *others = by_rank.items()
         for rank, draws in others:
             # different numbers of draws cannot be paired
@@ -175,7 +175,7 @@ def data(evidence: Evidence) -> Finding:
             missed += 1
             continue
         compared += 1
-        # over all steps: a rank must not repeat its numbers either
+        # compare with all steps, because a rank must not repeat its own numbers either
         alike = places_by_draw[draw.module, draw.state]
         for before, other, theirs in alike:
             if theirs.applied == draw.applied or not _apart(evidence, trace, other):
@@ -277,7 +277,7 @@ def recompute(evidence: Evidence) -> Finding:
 
 def _first_runs(draw: Draw, seen: StepTrace) -> list[Draw]:
     """Return the draws of the first forward that ``draw`` may repeat."""
-    # a layer may be called twice; the activation, if known, says which call it was
+    # a layer may be called twice; the activation, if known, shows which call it was
     alike = [d for d in _drawn(seen) if d.module == draw.module]
     same = [d for d in alike if draw.applied and d.applied == draw.applied]
     return same or alike

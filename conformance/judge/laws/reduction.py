@@ -30,7 +30,8 @@ def reduction(evidence: Evidence) -> Finding:
         for s, trace in zip(seen, evidence.ranks, strict=True):
             for each in s.reductions:
                 parameters = _parameters(trace, sizes, each)
-                # smaller than any parameter and than their number: a norm or a count
+                # a tensor smaller than any parameter and than their number is a norm or
+                # a count
                 if not parameters and each.elements <= len(trace.index):
                     continue
                 compared += 1

@@ -54,7 +54,7 @@ def _permitted(
         return [(seen.scale_before, growth)]
     if recipe.new_scale is not None and seen.step == MANUAL_STEP:
         return [(recipe.new_scale, growth)]
-    # unknown: it may or may not be the step that completes the interval
+    # if the tracker is unknown, this step may or may not complete the interval
     trackers = (0, scenario.growth_interval - 1) if growth is None else (growth,)
     return [expected_update(scenario, seen.scale_before, g, bad=bad) for g in trackers]
 
@@ -63,7 +63,7 @@ def _is_kept(
     seen: StepTrace, permitted: list[tuple[float, int | None]], *, bad: bool
 ) -> bool:
     scale, growth = seen.scale_after, seen.growth_after
-    if bad and permitted[0][0] < SMALLEST:  # a scaler may have its own floor
+    if bad and permitted[0][0] < SMALLEST:  # a scaler may have a floor of its own
         return scale <= seen.scale_before and growth in (None, 0)
     return any(
         scale == want and growth in (None, tracker) for want, tracker in permitted
@@ -88,8 +88,8 @@ def _times(scale: float, factor: float) -> float:
 def rule(evidence: Evidence) -> Finding:
     """Compare every update on every rank with the rule."""
     scenario, compared = evidence.scenario, 0
-    # Where state_dict has no tracker, it is counted here. A load may have
-    # lost such a count: then it is unknown until the scale changes.
+    # Counted here if state_dict has no tracker. A load may have lost the count, which
+    # is then unknown until the scale changes.
     counts: dict[int, int | None] = dict.fromkeys(
         (t.rank for t in evidence.ranks), None if evidence.before else 0
     )
@@ -167,7 +167,7 @@ def continuity(evidence: Evidence) -> Finding:
     """Compare the state after each step with the state at the next backward."""
     compared = 0
     for trace in evidence.ranks:
-        # a rank of another world goes on from what the first rank there has saved
+        # a rank of another world continues with what the first rank of that world saved
         saved = evidence.before.ranks[0].steps[-1:] if evidence.before else []
         steps = [*saved, *trace.steps[: trace.completed]]
         for before, after in itertools.pairwise(steps):

@@ -50,7 +50,7 @@ def all_ranks_step(evidence: Evidence) -> Finding:
         if _is_bad(seen):
             continue
         good = True
-        # None: nothing was due to move, so a skip would not show
+        # None: nothing was to move, so a skip would not show
         compared += sum(s.parameters_changed is not None for s in seen)
         still = _ranks(evidence, seen, lambda s: s.parameters_changed is False)
         if still:
@@ -120,7 +120,7 @@ def _still_at_bad_steps(
         if not _is_bad(seen):
             continue
         bad = True
-        # None: nothing was due to move, so a step would not show
+        # None: nothing was to move, so a step would not show
         compared += sum(moved(s) is not None for s in seen)
         ranks = _ranks(evidence, seen, lambda s: moved(s) is True)
         if ranks:
@@ -133,8 +133,8 @@ def _still_at_bad_steps(
                 parameter=next(s.non_finite[0] for s in seen if s.non_finite),
                 compared=compared,
             )
-    # only after the steps: a violation that was seen stands, even if another planted
-    # fault was injected nowhere
+    # checked last: a violation counts even if another planted fault was injected
+    # nowhere
     missed = _not_struck(evidence)
     if missed:
         step, fault = missed[0]

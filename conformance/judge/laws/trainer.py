@@ -60,7 +60,7 @@ def _beside(evidence: Evidence, what: str) -> Iterator[_Beside]:
     """
     for step, seen in evidence.steps():
         bad = any(s.non_finite for s in seen)
-        # None: a rank on which nothing of an optimizer trains
+        # None: nothing of an optimizer trains on this rank
         changed = {d.parameters_changed for s in seen for d in s.decisions} - {None}
         if changed != {not bad}:
             continue
@@ -94,7 +94,7 @@ class _Loads:
             what += f", with {self.compared} loads from a checkpoint"
         total, missed = self.compared + others, self.missed + unseen
         finding = count_or_inconclusive(total, what, missed)
-        # the law is on steps and on a load: steps alone are half of it
+        # the law is about steps and a load, and steps alone are half of it
         if total and self.stopped and not self.compared:
             text = f"{finding.message}: the run stopped before one"
             return replace(finding, status=Status.INCONCLUSIVE, message=text)
@@ -105,14 +105,14 @@ def _loads(evidence: Evidence, what: str, subject: str) -> _Loads:
     """Compare ``what`` before and after the workload loads its own checkpoint."""
     scenario, loads = evidence.scenario, _Loads()
     recipe = scenario.parsed_recipe
-    # on another world the judge carries the state over, and no checkpoint is loaded
+    # for another world the judge moves the state, and no checkpoint is loaded
     if not recipe.resume or recipe.resharded:
         return loads
     for trace in evidence.ranks:
         at = {s.step: getattr(s, what) for s in trace.steps}
         at = {step: around for step, around in at.items() if around and any(around)}
         if not at:
-            continue  # this rank keeps none
+            continue  # this rank keeps no average
         saved, loaded = at.get(scenario.resume_step - 1), at.get(scenario.resume_step)
         if saved is None or loaded is None:
             loads.missed += 1
@@ -129,7 +129,7 @@ def _loads(evidence: Evidence, what: str, subject: str) -> _Loads:
                 compared=loads.compared + 1,
             )
             return loads
-        # a stack that saves nothing would have this value, too
+        # a stack that saves nothing would have the same value
         elif saved[1] == next(iter(at.values()))[0]:
             loads.missed += 1
         else:
@@ -293,7 +293,8 @@ def _distance(one: Floats, other: Floats) -> float:
 def _is_narrow(values: Floats) -> bool:
     """Return True if an average is kept in 16 bits: then ties may round either way."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return not (bits & 0x1FFF).any()  # of fp16 and of bf16
+    # all numbers of fp16 and bf16 have these bits at zero
+    return not (bits & 0x1FFF).any()
 
 
 def _torn(evidence: Evidence) -> tuple[int, Finding | None]:
@@ -441,7 +442,7 @@ def settings(evidence: Evidence) -> Finding:
     loaded, compared, missed = evidence.scenario.resume_step, 0, 0
     whole = dataclasses.replace(evidence, ranks=evidence.uninterrupted)
     for (step, seen), (_, other) in zip(evidence.steps(), whole.steps(), strict=False):
-        # after other skips a schedule may rightly have come to another value
+        # after other skips a schedule may have another value and be right
         if missed or [s.non_finite for s in seen] != [s.non_finite for s in other]:
             missed += len(seen)
             continue

@@ -46,8 +46,7 @@ NO_STEP = "the first step had a bad gradient, or the run without a scaler is mis
 def _pairs(evidence: Evidence) -> Iterator[tuple[int, StepTrace, StepTrace]]:
     """Yield (rank, step, same step without a scaler), up to the first bad gradient."""
     for number, (_, seen) in enumerate(evidence.steps()):
-        # the control has no scaler that skips such a step: its weights differ
-        # afterwards
+        # the control run skips no such step, so its weights differ afterwards
         if evidence.control is None or any(s.non_finite for s in seen):
             return
         for position, s in enumerate(seen):
