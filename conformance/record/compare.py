@@ -26,6 +26,7 @@ from .equal import (
     other_on_ranks,
     proved_names,
     unmoved,
+    unplaced,
 )
 from .merge import Run, Side
 from .modules import GRADIENT, OUTPUT
@@ -167,6 +168,8 @@ def _obstacles(
     if not steps:
         yield NOT_COMPARABLE, NO_STEP
         return
+    for text in unplaced(one, other):
+        yield NOT_COMPARABLE, text
     if not names:
         yield NOT_COMPARABLE, _no_names(one.run, other.run)
         return

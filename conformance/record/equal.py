@@ -24,10 +24,15 @@ __all__ = [
     "other_on_ranks",
     "proved_names",
     "unmoved",
+    "unplaced",
 ]
 
 SAME_START = (
     "Begin both from the same weights: the same seed, a checkpoint, or record --start"
+)
+PLACES = (
+    "declare them: gradparity.record(model, optimizer, places=...), see "
+    "docs/record-details.md"
 )
 SKIPPED = ". If a scaler skips steps on one side alone, that is what differs"
 FREE = frozenset(
@@ -298,6 +303,23 @@ def _equal(mine: Any, its: Any) -> bool:
     return bool(mine == its)
 
 
+def unplaced(one: Side, other: Side) -> Iterator[str]:
+    """Yield tensors that look like replicas, and are parts by the other side's shape.
+
+    A rank's expert or shard in a plain tensor has the name of the whole.
+    """
+    for side, its in ((one, other), (other, one)):
+        theirs = its.run.starts
+        for name, (step, here) in side.run.starts.items():
+            differs = (step, "weight", name) in side.run.replicas
+            if differs and name in theirs and theirs[name][1].shape != here.shape:
+                yield (
+                    f"{name} has shape {[*theirs[name][1].shape]} in {its.name}, and "
+                    f"{[*here.shape]} with other values on each rank of {side.name}. "
+                    f"If these are parts of one tensor, {PLACES}"
+                )
+
+
 def lacking(
     one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
 ) -> Iterator[str]:
@@ -323,7 +345,7 @@ def lacking(
                 size = distances[name]
                 end += f", by {size:.2g} of its size" if size else ""
             elif step == min(steps):
-                end = ". If these are different tensors, give them different names"
+                end = f". If these are different tensors, {PLACES}"
             yield (
                 f"step {step}: replicas of {name} differ: rank "
                 f"{listed(side.run.replicas[key])} of {side.name} has other bits than "

@@ -288,7 +288,11 @@ def test_a_step_that_only_makes_states_is_no_step_of_training(
     [
         ("", 0, "start: 21 of 21 tensors have equal bits"),
         ("scale", 1, "is 4.000 x the first side"),
-        ("names", 1, "If these are different tensors, give them different names"),
+        (
+            "names",
+            1,
+            "If these are different tensors, declare them: gradparity.record(",
+        ),
         ("names-declared", 0, "start: 21 of 21 tensors have equal bits"),
     ],
 )

@@ -262,7 +262,16 @@ def all_other() -> Run:
         (
             replace(run(4), replicas={(0, "weight", "c"): (2,)}),
             DIFFERENT,
-            "than the first rank with it. If these are different tensors, give them",
+            "first rank with it. If these are different tensors, declare them",
+        ),
+        (
+            changed(
+                replace(run(4), replicas={(0, "weight", "c"): (2,)}),
+                (0, "weight", "c"),
+                shape=(SIZE // 2,),
+            ),
+            NOT_COMPARABLE,
+            "c has shape [16] in one, and [8] with other values on each rank of mesh",
         ),
         (
             replace(
@@ -292,6 +301,7 @@ def all_other() -> Run:
         "none",
         "replicas",
         "replicas-at-the-start",
+        "parts-of-one-tensor",
         "replicas-of-gradients",
         "steps",
         "all",
