@@ -290,6 +290,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="part of a path")
     options = parser.parse_args(arguments)
+    if options.out is not None:  # now, and not after minutes
+        options.out.mkdir(parents=True, exist_ok=True)
+        options.out = options.out.resolve()
     os.chdir(ROOT)
     import hypothesis  # noqa: F401  # what the children share
     import pytest  # noqa: F401
