@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .kept import Box
+from .torch_internals import children_of
 
 __all__ = [
     "UNNAMED",
@@ -192,9 +193,7 @@ class Roots:
         self.searched |= unknown
         # isinstance would create the object behind a lazy proxy
         modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
-        children = {
-            id(child) for m in modules for child in m.__dict__["_modules"].values()
-        }
+        children = {id(child) for m in modules for child in children_of(m)}
         roots = [m for m in modules if id(m) not in children and trains(m)]
         self.modules = []
         # the largest model comes last, so its names win

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -49,6 +48,7 @@ from .topics import (
     rank_here,
     weights_of,
 )
+from .torch_internals import in_join, joinable
 
 __all__ = ["RanksDifferError", "Watch", "watch"]
 
@@ -63,7 +63,6 @@ LAST_S = 5.0
 """Seconds to wait for the last messages."""
 UNREAD = 16
 """Number of unread messages; a rank waits before it sends more."""
-_JOINS = attrgetter("_join_config.enable")
 _LOG = logging.getLogger("gradparity.watch")
 
 
@@ -125,7 +124,7 @@ class Watch:
 
     def stepped(self, *_: Any) -> None:
         """Send this step's numbers and read messages that arrived; a step hook."""
-        if any(map(_JOINS, self.joinable)):
+        if in_join(self.joinable):
             self._stop()
             text = "within join() ranks take other numbers of steps"
             _LOG.warning(f"step %d: the watch ends: {text}", self.step)
@@ -298,7 +297,7 @@ def watch(
         act,
         device,
         group,
-        [m for m in (*model.modules(), *optimizers) if hasattr(m, "_join_config")],
+        joinable([*model.modules(), *optimizers]),
     )
     handles.append(optimizers[-1].register_step_post_hook(watching.stepped))
     watching.handles = handles

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from gradparity.conformance.rank import torch_internals as internals
+from gradparity.conformance.record import torch_internals as of_recording
 from gradparity.multiprocess import Cluster
 
 
@@ -117,3 +118,19 @@ def test_ranks_of_a_group(two: Cluster) -> None:
         return [*seen, internals.ranks_of(group)]
 
     assert two.run(ranks) == [[(0, 1)] * 3] * 2
+
+
+def test_private_names_of_recording_work() -> None:
+    outer = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    assert list(of_recording.children_of(outer)) == [outer[0]]
+
+    def body() -> list[bool]:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        seen = [of_recording.in_join([model])]
+        with model.join():
+            seen.append(of_recording.in_join(of_recording.joinable([model, outer])))
+            model(torch.ones(1, 2)).sum().backward()
+        return seen
+
+    with Cluster(world_size=2) as cluster:
+        assert cluster.run(body) == [[False, True]] * 2
