@@ -536,7 +536,7 @@ class ScalerCore(_TorchGradScaler):
         error = RuntimeError(message)
         is_told = self._tell(error, self._sync.exchanges, part, method, call)
         if is_told and not self._sync.is_void:
-            self._iteration.is_unusual = True
+            self._sync.is_unusual = True
         return error
 
     def _tell(
