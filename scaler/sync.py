@@ -334,6 +334,7 @@ class OverflowSync:
         self._made = next(_made)
         self._unread: list[SyncResult] = []  # several around a captured graph
         self.exchanges = self.told = 0
+        self._has_gradients = False  # any rank, in this iteration, as far as read
         self.restart()
 
     def restart(self) -> None:
@@ -350,7 +351,6 @@ class OverflowSync:
         self.sent = 0
         self.is_unusual = False
         self._most = -1  # largest count of any iteration; -1: none is over yet
-        self._has_gradients = False  # any rank, in this iteration, as far as read
 
     def settle(self) -> None:
         """Read the rows of the next iterations at once; all ranks must call it."""
@@ -385,6 +385,8 @@ class OverflowSync:
         with (of_group := state_of(group)).turn:
             self.told = 0
             late = self._late_error() if self._unread else None
+            if row.call == LOAD:
+                late = None  # a load ends what an error has begun
             row = self._numbered(row, of_group, record, failed=late is not None)
             device = torch.device("cpu")
             if self._cpu_group is not group:
@@ -529,7 +531,7 @@ class OverflowSync:
         # Not the group of the last sync: it may have been destroyed since.
         group = self.group.find()
         if group is None or self.is_void:
-            self.is_unusual = False
+            self.is_unusual = self._has_gradients = False
             return
         count = self.sent
         if count != self._most:

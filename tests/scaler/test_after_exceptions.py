@@ -265,6 +265,47 @@ def test_a_step_that_raised_on_one_rank_is_heard_of(
     assert first[2] == second[2] == (1024.0, 1)
 
 
+@FUSED
+@pytest.mark.parametrize("how", ["cpu", "settled"])
+def test_a_load_follows_an_error_that_others_have_not_read(
+    two: Cluster, fused: bool, how: str
+) -> None:
+    def run() -> Any:
+        train = Training(fused=fused)
+        state = train.scaler.state_dict()
+        for iteration in range(4):
+            train.backward()
+            if iteration == 1 and dist.get_rank() == 1:
+                train.scaler._unscale_grads_ = None
+            with suppress(TypeError, RuntimeError):
+                train.scaler.step(train.first)
+                train.scaler.update()
+            train.scaler.__dict__.pop("_unscale_grads_", None)
+            if iteration == 1:
+                train.scaler.load_state_dict(state)
+                for p in train.params:
+                    p.detach().fill_(1.0)
+        return train.state()
+
+    assert trained(two, acting(how, run)) == [([2.0, 0.0], 1024.0, 2)] * 2
+
+
+@pytest.mark.parametrize("how", ["cpu", "settling", "settled"])
+def test_a_load_before_update_keeps_what_was_checked(two: Cluster, how: str) -> None:
+    def run() -> Any:
+        train = Training()
+        state = train.scaler.state_dict()
+        for iteration in range(4):
+            train.backward()
+            train.scaler.step(train.first)
+            if iteration == 1:
+                train.scaler.load_state_dict(state)
+            train.scaler.update()
+        return train.state()
+
+    assert trained(two, acting(how, run)) == [([4.0, 0.0], 1024.0, 3)] * 2
+
+
 @pytest.mark.parametrize("how", ["cpu", "settled"])
 def test_training_goes_on_after_the_checkpoint(two: Cluster, how: str) -> None:
     """Also on the rank whose iteration has not ended since its step raised."""
