@@ -47,7 +47,7 @@ from .iteration import (
     State,
     _refresh_per_optimizer_state,
 )
-from .policy import HIGHEST_SCALE, FP16Gradients, Policy, check_clip
+from .policy import HIGHEST_SCALE, FP16Gradients, Policy, check_number
 from .replicas import entries_told_apart
 from .sync import FIELDS, OverflowSync, Row, Rows, SyncResult
 from .sync_group import SyncGroup, state_of
@@ -255,7 +255,8 @@ class ScalerCore(_TorchGradScaler):
         is_divided = part.stage is OptState.UNSCALED
         infs: FoundInf = {**part.found} if is_divided else {}  # of an earlier unscale_
         grads = GradsByMesh()
-        max_norm, norm_type = check_clip(max_norm, norm_type)
+        max_norm = check_number("max_norm", max_norm)
+        norm_type = check_number("norm_type", norm_type)
         if part.record is not None:
             # Gradients grow when a scale below one divides them: an overflow shows
             # only afterwards.
@@ -536,7 +537,7 @@ class ScalerCore(_TorchGradScaler):
         error = RuntimeError(message)
         is_told = self._tell(error, self._sync.exchanges, part, method, call)
         if is_told and not self._sync.is_void:
-            self._iteration.is_unusual = True
+            self._sync.is_unusual = True
         return error
 
     def _tell(

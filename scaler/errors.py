@@ -72,7 +72,7 @@ class TooManySkipsError(ScalerError):
 
     Attributes:
         skips: number of skipped iterations in a row.
-        scales: scales of the last iterations, oldest first, as far as the host knows.
+        scales: scales of the last iterations, oldest first.
     """
 
     skips: int

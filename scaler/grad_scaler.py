@@ -17,7 +17,8 @@ scale again, and findings of the call are dropped. An optimizer that has stepped
 step again, on new gradient tensors. To recover, catch the error, drop the batch and go
 on: training continues as if the batch had not existed. Calling `update` first is
 allowed, and moves nothing unless other optimizers have stepped. Errors of wrong call
-order are raised before anything is changed, and are also sent to the other ranks.
+order are raised before anything is changed, and are also sent to the other ranks:
+after them `update` ends the iteration, as in torch.
 """
 
 from __future__ import annotations
@@ -457,7 +458,6 @@ class GradScaler(ScalerCore):
             self._sync.end_iteration(
                 self._row,
                 "update",
-                is_usual=not iteration.is_unusual,
                 # Without any flag it is raised below, and no second time at a sync.
                 must_have_gradients=bool(flags)
                 and not (
@@ -481,7 +481,7 @@ class GradScaler(ScalerCore):
         if most is None or not flags:
             return
         if (skips := self.counters.consecutive_skips) >= most:
-            scales = tuple(self._history.scales)
+            scales = tuple(map(float, self._history.scales))
             raise TooManySkipsError(
                 f"update: {skips} iterations in a row were skipped, the policy allows "
                 f"fewer than {most}. Scales so far: {list(scales)}; last: "

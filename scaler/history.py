@@ -108,7 +108,7 @@ class History:
 
     def __init__(self) -> None:
         self.last_overflow: Overflow | None = None
-        self.scales: deque[float] = deque(maxlen=16)
+        self.scales: deque[Number] = deque(maxlen=16)  # of the last iterations
         self._counts = [0] * len(Counters._fields)
         self._on_device: torch.Tensor | None = None  # (5,), int64
 
@@ -129,6 +129,7 @@ class History:
         ``found_inf`` is 1 if any optimizer was skipped. ``by_rule`` is True if the
         scale followed the rule, and False if the caller set it.
         """
+        self.scales.append(before)
         if isinstance(before, torch.Tensor):
             was_skipped = found_inf > 0
             moved = after if by_rule else before
@@ -147,7 +148,6 @@ class History:
             self._on_device[2].mul_(was_skipped)
             return
         skipped, counts = number_in(found_inf), self._counts
-        self.scales.append(before)
         if skipped:
             counts[1:3] = counts[1] + 1, counts[2] + 1
         else:

@@ -94,8 +94,9 @@ class Part:
         """Record that the optimizer stepped, or was skipped."""
         assert self.record is not None
         self.state["stage"] = OptState.STEPPED
-        # All devices hold the same once the ranks have synced.
-        self.record.found_inf = next(iter(self.found.values()), None)
+        # All devices hold the same once the ranks have synced; none without gradients.
+        flags = iter(self.found.values())
+        self.record.found_inf = next(flags, torch.zeros((), device="cpu"))
 
     def begin_anew(self, scale: torch.Tensor) -> None:
         """Multiply divided gradients by the scale again, and allow another step."""
@@ -123,7 +124,6 @@ class Iteration:
         lacked: parts of optimizers that this rank lacks, between their first sync and
             their step on other ranks.
         has_failed: True if a call raised.
-        is_unusual: True if its number of syncs may differ from other iterations.
         has_new: True if an optimizer was seen for the first time.
     """
 
@@ -132,7 +132,6 @@ class Iteration:
         "_by_record",
         "has_failed",
         "has_new",
-        "is_unusual",
         "lacked",
         "parts",
     )
@@ -140,7 +139,7 @@ class Iteration:
     def __init__(self) -> None:
         self.parts: dict[int, Part] = {}
         self.lacked: list[Part] = []
-        self.has_failed = self.is_unusual = self.has_new = False
+        self.has_failed = self.has_new = False
         self._by_record: dict[int, Part] = {}
         # The id of a dead optimizer may be given to a new one.
         self._alive: list[Any] = []
@@ -200,7 +199,7 @@ class Iteration:
         self.lacked.clear()
         is_empty = isinstance(error, AssertionError) and not part.found
         if not (is_empty or sync.is_void):  # else all ranks count anew
-            self.is_unusual = True
+            sync.is_unusual = True
         if sync.sent and not (is_told or is_empty):
             sync.failures += 1
         part.found = {}

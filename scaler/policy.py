@@ -231,11 +231,6 @@ def check_number(name: str, value: SupportsFloat) -> float:
     return number
 
 
-def check_clip(max_norm: float, norm_type: float) -> tuple[float, float]:
-    """Return bound and order of a clip as floats; raise like `check_number`."""
-    return check_number("max_norm", max_norm), check_number("norm_type", norm_type)
-
-
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise InvalidSettingError unless the value is one of the choices."""
     if value not in choices:

@@ -309,6 +309,8 @@ class OverflowSync:
         sent: number of rows sent in this iteration.
         exchanges: number of rows sent so far.
         is_void: True if every rank knows that a call raised, and no row was sent since.
+        is_unusual: True if a call raised in this iteration, so that its number of rows
+            may differ from other iterations.
         failures: number of this rank's calls that raised after their sync, unknown to
             other ranks.
         told: id of the error that the last row reported; 0 for none.
@@ -317,6 +319,7 @@ class OverflowSync:
     settles = SETTLES
     sent: int
     is_void: bool
+    is_unusual: bool
 
     def __init__(
         self,
@@ -331,6 +334,7 @@ class OverflowSync:
         self._made = next(_made)
         self._unread: list[SyncResult] = []  # several around a captured graph
         self.exchanges = self.told = 0
+        self._has_gradients = False  # any rank, in this iteration, as far as read
         self.restart()
 
     def restart(self) -> None:
@@ -345,8 +349,8 @@ class OverflowSync:
         self._iteration = 0
         self._settled = self.settles
         self.sent = 0
+        self.is_unusual = False
         self._most = -1  # largest count of any iteration; -1: none is over yet
-        self._has_gradients = False  # any rank, in this iteration, as far as read
 
     def settle(self) -> None:
         """Read the rows of the next iterations at once; all ranks must call it."""
@@ -381,6 +385,8 @@ class OverflowSync:
         with (of_group := state_of(group)).turn:
             self.told = 0
             late = self._late_error() if self._unread else None
+            if row.call == LOAD:
+                late = None  # a load ends what an error has begun
             row = self._numbered(row, of_group, record, failed=late is not None)
             device = torch.device("cpu")
             if self._cpu_group is not group:
@@ -509,7 +515,6 @@ class OverflowSync:
         state: Callable[[], Row],
         method: str,
         *,
-        is_usual: bool,
         must_have_gradients: bool,
     ) -> None:
         """End the iteration. See [Note: Closing an iteration].
@@ -517,7 +522,6 @@ class OverflowSync:
         Args:
             state: returns the row; called only if a row is sent.
             method: name of the calling method, for messages.
-            is_usual: true if no call raised, so that later iterations will be alike.
             must_have_gradients: true to raise if no rank had a gradient, if that was
                 not checked yet.
 
@@ -527,6 +531,7 @@ class OverflowSync:
         # Not the group of the last sync: it may have been destroyed since.
         group = self.group.find()
         if group is None or self.is_void:
+            self.is_unusual = self._has_gradients = False
             return
         count = self.sent
         if count != self._most:
@@ -535,9 +540,9 @@ class OverflowSync:
             self._unread[-1].ends = must_have_gradients
         else:
             self._has_gradients = False
-        if is_usual:
+        if not self.is_unusual:
             self._most = max(self._most, count)
-        self.sent = 0
+        self.sent, self.is_unusual = 0, False
         self._iteration += 1
 
     def __getstate__(self) -> dict[str, Any]:

@@ -213,6 +213,8 @@ def test_an_optimizer_without_gradients_on_any_rank(
             except AssertionError as error:
                 seen.append(str(error))
             train.scaler.update()
+            if fused and not is_lacking:
+                assert not train.scaler.step_was_skipped(train.second)
         return seen, train.state()
 
     message = "No inf checks were recorded for this optimizer."
@@ -261,6 +263,74 @@ def test_a_step_that_raised_on_one_rank_is_heard_of(
     assert [first[0], second[0]] == [0, 1]
     assert first[1] == second[1] == (3 if ends == "second" else 2)
     assert first[2] == second[2] == (1024.0, 1)
+
+
+@FUSED
+@pytest.mark.parametrize("how", ["cpu", "settled"])
+def test_a_load_follows_an_error_that_others_have_not_read(
+    two: Cluster, fused: bool, how: str
+) -> None:
+    def run() -> Any:
+        train = Training(fused=fused)
+        state = train.scaler.state_dict()
+        for iteration in range(4):
+            train.backward()
+            if iteration == 1 and dist.get_rank() == 1:
+                train.scaler._unscale_grads_ = None
+            with suppress(TypeError, RuntimeError):
+                train.scaler.step(train.first)
+                train.scaler.update()
+            train.scaler.__dict__.pop("_unscale_grads_", None)
+            if iteration == 1:
+                train.scaler.load_state_dict(state)
+                for p in train.params:
+                    p.detach().fill_(1.0)
+        return train.state()
+
+    assert trained(two, acting(how, run)) == [([2.0, 0.0], 1024.0, 2)] * 2
+
+
+@pytest.mark.parametrize("how", ["cpu", "settling", "settled"])
+def test_a_load_before_update_keeps_what_was_checked(two: Cluster, how: str) -> None:
+    def run() -> Any:
+        train = Training()
+        state = train.scaler.state_dict()
+        for iteration in range(4):
+            train.backward()
+            train.scaler.step(train.first)
+            if iteration == 1:
+                train.scaler.load_state_dict(state)
+            train.scaler.update()
+        return train.state()
+
+    assert trained(two, acting(how, run)) == [([4.0, 0.0], 1024.0, 3)] * 2
+
+
+@pytest.mark.parametrize("how", ["cpu", "settled"])
+def test_training_goes_on_after_the_checkpoint(two: Cluster, how: str) -> None:
+    """Also on the rank whose iteration has not ended since its step raised."""
+
+    def run() -> tuple[str, Any]:
+        train, raised = Training(), "none"
+        state = train.scaler.state_dict()
+        for iteration in range(14):  # what is read late is heard of later
+            train.backward()
+            if iteration == 1 and dist.get_rank() == 1:
+                train.raises_once(train.first)
+            try:
+                train.scaler.step(train.first)
+                train.scaler.update()
+            except (Planted, RanksDisagreeError) as error:
+                raised = type(error).__name__
+            if iteration == 3:
+                train.scaler.load_state_dict(state)
+                for p in train.params:
+                    p.detach().fill_(1.0)
+                assert raised == "RanksDisagreeError"
+                raised = "none"
+        return raised, train.state()
+
+    assert trained(two, acting(how, run)) == [("none", ([10.0, 0.0], 1024.0, 10))] * 2
 
 
 # regression: T5

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gradparity.scaler import GradScaler, InvalidSettingError, Policy, TooManySkipsError
+from gradparity.tests.stepping import exchanged
 
 BAD, GOOD = math.inf, 1.0
 
@@ -113,14 +114,17 @@ def test_hysteresis_resumes_and_reads_torchs_state() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_too_many_skips(fused: bool) -> None:
-    scaler = scaler_with(max_consecutive_skips=3)
-    assert len(scales([BAD, BAD, GOOD, BAD, BAD], scaler, fused)) == 5
-    with pytest.raises(TooManySkipsError, match="3 iterations in a row") as caught:
-        scales([BAD], scaler, fused)
+@pytest.mark.parametrize("how", ["cpu", "settled"])
+def test_too_many_skips(fused: bool, how: str) -> None:
+    with exchanged(how):
+        scaler = scaler_with(max_consecutive_skips=3)
+        assert len(scales([BAD, BAD, GOOD, BAD, BAD], scaler, fused)) == 5
+        with pytest.raises(TooManySkipsError, match="3 iterations in a row") as caught:
+            scales([BAD], scaler, fused)
     assert caught.value.skips == 3
     assert caught.value.scales == (8.0, 4.0, 2.0, 2.0, 1.0, 0.5)
-    assert "inf in parameter 0 on rank 0" in str(caught.value)
+    if how == "cpu":
+        assert "inf in parameter 0 on rank 0" in str(caught.value)
 
 
 @pytest.mark.parametrize(
