@@ -9,11 +9,14 @@ value.
 from __future__ import annotations
 
 import enum
+import io
+import marshal
 import pickle
 import socket
 import struct
 from collections import deque
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # it ships no types
@@ -116,9 +119,24 @@ class Reply:
     """True if the next call may use the process with its current process group."""
 
 
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it ships no types
+    """cloudpickle's pickler, except that code keeps the name of its file.
+
+    Since 3.1.3 cloudpickle drops the name, and errors of ranks would show no lines.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how to pickle code; leave all else to cloudpickle."""
+        if isinstance(obj, CodeType):
+            return marshal.loads, (marshal.dumps(obj),)
+        return super().reducer_override(obj)
+
+
 def pickled(value: object) -> bytes:
     """Pickle a value by cloudpickle, which supports lambdas and closures."""
-    return bytes(cloudpickle.dumps(value))
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
 
 
 def packed(message: object) -> bytes:
