@@ -95,8 +95,8 @@ class Part:
         assert self.record is not None
         self.state["stage"] = OptState.STEPPED
         # All devices hold the same once the ranks have synced; none without gradients.
-        flags = iter(self.found.values())
-        self.record.found_inf = next(flags, torch.zeros((), device="cpu"))
+        flag = next(iter(self.found.values()), None)
+        self.record.found_inf = torch.zeros((), device="cpu") if flag is None else flag
 
     def begin_anew(self, scale: torch.Tensor) -> None:
         """Multiply divided gradients by the scale again, and allow another step."""

@@ -216,7 +216,7 @@ def _in_fp64(
         wide = replace(alone, variation=variation)
         try:
             return _train(scenario, wide, steps, torch.float64, watched)
-        # errors that fp32 raises, too, were raised by the plain run
+        # if fp32 raises the same error, the plain run has already raised it
         except (WorkloadError, CannotError):
             continue
     return None

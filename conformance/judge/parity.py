@@ -115,7 +115,7 @@ def _shards(phases: Sequence[Sequence[RankTrace]]) -> Shards:
     ranks = [trace for traces in phases for trace in traces]
     events = [e for trace in ranks for seen in trace.steps for e in seen.events]
     if any(event.groups and not event.names for event in events):
-        return ()  # an optimizer of copies may step these parameters, too
+        return ()  # an optimizer of copies may also step these parameters
     stepped = {name for event in events for name in event.names}
     parts_by_name: dict[str, dict[bytes, None]] = {}
     for trace in ranks:

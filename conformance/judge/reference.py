@@ -476,8 +476,9 @@ class ReferenceRun:
     def _norm(self) -> float:
         every = self.parameters.values()
         gradients = [p.grad.reshape(-1) for p in every if p.grad is not None]
-        # In the dtype of the run, over all elements at once. For 10**6 elements torch's
-        # norm in fp32 is off by 1e-5, noise that a right stack may have, too.
+        # In the dtype of the run, over all elements at once. For 10**6 elements,
+        # torch's norm in fp32 has an error of 1e-5, and a right stack may have the same
+        # error.
         return float(torch.cat(gradients).norm()) if gradients else 0.0
 
     def _clip(self) -> None:

@@ -200,7 +200,7 @@ def test_a_stack_that_breaks_is_an_error_and_no_verdict(
         (stacks.RandomBatch, "batch: gave other numbers for the same step and seed"),
         (stacks.UnevenBatch, "batch: raised ValueError: a batch needs tensors with"),
         (stacks.OneTensor, "batch: returned Tensor, expected (inputs, targets)"),
-        (stacks.WrongShapes, "mat1 and mat2"),
+        (stacks.WrongShapes, "forward: raised RuntimeError: mat1 and mat2"),
         (stacks.LossPerRow, "loss: returned a tensor of shape [16]"),
         (stacks.SummedLoss, "the loss must be a mean over them"),
         (stacks.BatchNorm, "the loss must be a mean over them"),

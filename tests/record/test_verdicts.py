@@ -262,7 +262,8 @@ def all_other() -> Run:
         (
             replace(run(4), replicas={(0, "weight", "c"): (2,)}),
             DIFFERENT,
-            "first rank with it. If these are different tensors, declare them",
+            "than the first rank with it. If these are different tensors, declare "
+            "them: gradparity.record(model, optimizer, places=...)",
         ),
         (
             changed(

@@ -60,8 +60,8 @@ def reported(evidence: Evidence) -> Finding:
             continue  # in a step to be skipped the norm is not finite
         due, bound = parity.reference_norm[step], parity.norm_bound[step]
         reported = _reports(evidence, seen)
-        # "not <=" instead of ">", so that a norm of nan is wrong, too. A rank whose
-        # weights differ has another gradient, and may report the right norm of it.
+        # "not <=" also catches a norm of nan. A rank whose weights differ has another
+        # gradient, and may report the right norm of it.
         wrong = {r: n for r, n in reported.items() if not abs(n - due) <= bound}
         # if the bound is as large as the norm, a norm of 0 would pass
         blind = not wrong and not bound < (due or math.inf)

@@ -63,7 +63,7 @@ def _is_kept(
     seen: StepTrace, permitted: list[tuple[float, int | None]], *, bad: bool
 ) -> bool:
     scale, growth = seen.scale_after, seen.growth_after
-    if bad and permitted[0][0] < SMALLEST:  # a scaler may have a floor of its own
+    if bad and permitted[0][0] < SMALLEST:  # a scaler may define a floor
         return scale <= seen.scale_before and growth in (None, 0)
     return any(
         scale == want and growth in (None, tracker) for want, tracker in permitted
