@@ -16,7 +16,7 @@ __all__ = ["SPEED", "VALIDATION", "main"]
 
 SPEED = {
     "scaler": "the scaler beside torch's in the same run: docs/scaler-speed.md",
-    "gpu_scaler": "the scaler on a GPU: docs/gpu.md",
+    "gpu_scaler": "the scaler on a GPU: docs/gpu-results.md",
     "scale": "a step of the scaler as the world grows: docs/scale.md",
     "harness": "the harness beside torch's test classes: docs/harness-inside.md",
     "loops": "a step of other people's trainers: docs/integrations/cost.md",
@@ -28,7 +28,7 @@ SPEED = {
 
 VALIDATION = {
     "specimens": "known faults beside their right twins: docs/specimens.md",
-    "right_stacks": "right training setups, of which none may fail: docs/stacks.md",
+    "right_stacks": "right setups, of which none may fail: docs/first-verdicts.md",
     "mutants": "faulty scalers against the checks: docs/mutants.md",
     "judge_mutants": "mutated checks against their tests: docs/mutants.md",
     "histories": "call histories of the scaler for MINUTES: docs/mutants.md",
@@ -44,7 +44,7 @@ VALIDATION = {
     "torch_versions": "one baseline over versions of torch: docs/gate-tests.md",
     "torchrun_faults": "faults of a rank under torchrun: docs/decisions/harness.md",
     "adopted": "torch's own distributed tests on our ranks: docs/adopted.md",
-    "gpu": "reports of runs on a GPU: docs/gpu.md",
+    "gpu": "reports of runs on a GPU: docs/gpu-results.md",
     "baseline": "the baseline of make gate: two runs, the second for the noise",
     "planted": "the gate on five copies of this tree with a regression each",
     "under_load": "make test beside four busy loops, RUNS times",

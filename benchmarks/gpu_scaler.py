@@ -6,7 +6,7 @@ One process has plain tensors; then two ranks, which share the GPU over NCCL, ha
 DTensors. Both scalers alternate; a time is the median of calls, each from one device
 synchronisation to the next. An iteration of the scaler ends each call, not timed. A
 kernel is one that the profiler saw on the device, a wait one that it saw on the host.
-The record becomes ``results/gpu_scaler.json``, and its table stands in docs/gpu.md.
+The record becomes ``results/gpu_scaler.json``, with its table in docs/gpu-results.md.
 """
 
 from __future__ import annotations

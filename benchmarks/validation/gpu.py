@@ -1,4 +1,4 @@
-"""Results of runs on a GPU: verdicts and margins of their reports, for docs/gpu.md.
+"""Verdicts and margins of reports of runs on a GPU, for docs/gpu-results.md.
 
     gradparity run --quick --device cuda --share-gpus --scaler ... --out DIR
     gradparity bench gpu --commit ID --nccl 2.32.3 DIR/report.jsonl ...
@@ -25,7 +25,7 @@ from gradparity.conformance.report.records import CaseRecord, Report, read_repor
 RESULTS = Path(__file__).parents[1] / "results" / "gpu.json"
 SCALER = RESULTS.with_name("gpu_scaler.json")
 """Record of ``gpu_scaler.py``."""
-PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+PAGE = Path(__file__).parents[2] / "docs" / "gpu-results.md"
 
 
 def largest(case: CaseRecord) -> float | None:

@@ -37,7 +37,7 @@ from gradparity.fixtures.faulty import RIGHT
 from gradparity.fixtures.specimens import ONE_RANK, SPECIMENS
 
 RESULTS = Path(__file__).parents[1] / "results" / "right_stacks.json"
-PAGE = Path(__file__).parents[2] / "docs" / "stacks.md"
+PAGE = Path(__file__).parents[2] / "docs" / "first-verdicts.md"
 SEEDS = 5
 
 EXAMPLES = (
