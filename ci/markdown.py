@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from ..conformance.report.records import CaseRecord, Report
 from ..conformance.report.table import escape, row
-from ..conformance.report.terminal import cell, facts, scaler_name
+from ..conformance.report.terminal import cell, facts, headings
 from ..conformance.status import RANKING, RESULTS, Verdict
 from .checks import place
 from .reasons import BEGINS, Reason, at, causes_of
@@ -122,7 +122,7 @@ def _left_out(count: int) -> str:
 def _matrix(report: Report) -> Iterator[str]:
     if not report.cases:
         return
-    yield row(["topology", *(escape(scaler_name(s)) for s in report.scalers)])
+    yield row(["topology", *map(escape, headings(report).values())])
     yield row(["---"] * (1 + len(report.scalers)))
     for topology in report.topologies:
         cells = [cell(report.of(topology, scaler)) for scaler in report.scalers]

@@ -22,10 +22,10 @@ from .terminal import (
     cell,
     coverage,
     facts,
+    headings,
     not_tried_lines,
     places,
     plain,
-    scaler_name,
     verdict_of,
     worst_status,
 )
@@ -86,7 +86,7 @@ def render_page(report: Report) -> str:
         verdict={scaler: verdict_of(report, scaler) for scaler in report.scalers},
         filters=_filters(stories),
         undrawn=sum(story.undrawn for story in stories),
-        named=scaler_name,
+        headings=headings(report),
         groups=_groups(stories),
     )
 

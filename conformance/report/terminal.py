@@ -44,12 +44,12 @@ __all__ = [
     "cell",
     "coverage",
     "facts",
+    "headings",
     "not_tried_lines",
     "places",
     "plain",
     "print_report",
     "progress",
-    "scaler_name",
     "verdict_of",
     "worst_status",
 ]
@@ -170,9 +170,10 @@ def worst_status(records: Sequence[CaseRecord]) -> str:
     return worst_of(r.status for r in records)
 
 
-def scaler_name(spec: str) -> str:
-    """Return a scaler's name for readers: "no scaler" for ``none``."""
-    return "no scaler" if spec == "none" else spec
+def headings(report: Report) -> dict[str, str]:
+    """Return the heading of each scaler's column: "verdict" if all runs have none."""
+    without = "no scaler" if len(report.scalers) > 1 else "verdict"
+    return {spec: without if spec == "none" else spec for spec in report.scalers}
 
 
 def cell(records: Sequence[CaseRecord]) -> str:
@@ -339,8 +340,8 @@ def places(report: Report) -> list[list[CaseRecord]]:
 def _matrix(report: Report) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
     table.add_column("topology", no_wrap=True)
-    for scaler in report.scalers:
-        table.add_column(Text(plain(scaler_name(scaler))), overflow="fold", ratio=1)
+    for heading in headings(report).values():
+        table.add_column(Text(plain(heading)), overflow="fold", ratio=1)
     for topology in report.topologies:
         cells = [report.of(topology, scaler) for scaler in report.scalers]
         table.add_row(

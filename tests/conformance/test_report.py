@@ -322,7 +322,13 @@ def test_a_page_shows_what_is_wrong_first() -> None:
     stories = re.findall(r'data-verdict="(\w+)"', page)
     assert stories == ["fail", "pass", "pass"]
     assert re.findall(r'<span class="soft why">(.*?)</span>', page) == ["ratio = 7"]
-    assert "<code>no scaler</code>" in page and "<code>none</code>" not in page
+
+
+def test_runs_without_a_scaler_have_a_column_of_verdicts() -> None:
+    alone = render_page(report_of(case("none")))
+    assert "<code>verdict</code>" in alone and "no scaler" not in alone
+    beside = render_page(report_of(case("none"), case("a:S")))
+    assert "<code>no scaler</code>" in beside and "<code>none</code>" not in beside
 
 
 def test_the_page_of_an_incomplete_report_says_so() -> None:
