@@ -27,7 +27,7 @@ def render(report: Report) -> str:
     lines = [_whole(report.incomplete)] if report.incomplete else []
     lines += map(_violation, _groups(report))
     if len(lines) > SHOWN:
-        # one of the lines that GitHub shows is this one
+        # GitHub shows a limited number of lines, and this line is one of them.
         more = len(lines) - SHOWN + 1
         lines[SHOWN - 1 :] = [_whole(f"{more} more failed checks are in the report")]
     return "".join(f"{line}\n" for line in lines)
@@ -66,7 +66,7 @@ def _command(title: str, text: str) -> str:
 
 def _data(text: str) -> str:
     """Return the text of a workflow command, escaped so that it starts no other one."""
-    # other runners look for their commands inside of lines, too
+    # Other runners look for their commands anywhere in a line.
     return harmless(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 

@@ -164,7 +164,8 @@ def _provenance(header: Header, runs: int, cases: int) -> Provenance:
 def _case(runs: Sequence[CaseRecord], without: Sequence[str]) -> BaselineCase:
     first = runs[0]
     exact = _exact(first, without)
-    # exact fields that differ between runs of one code would fail the gate at random
+    # Exact fields that differ between runs of the same code would fail the gate at
+    # random.
     for number, run in enumerate(runs[1:], 2):
         if _exact(run, without) != exact:
             raise BaselineError(
@@ -180,7 +181,7 @@ def _case(runs: Sequence[CaseRecord], without: Sequence[str]) -> BaselineCase:
 
 
 def _exact(case: CaseRecord, without: Sequence[str]) -> Exact:
-    # How much a law compared before it failed depends on where it failed.
+    # The number of comparisons before a failure depends on the place of the failure.
     passes = [v for v in case.verdicts if v.status == "pass"]
     return Exact(
         status=case.status,
@@ -201,7 +202,8 @@ def _measured(runs: Sequence[CaseRecord]) -> Measured:
         parameters={
             name: spread_of([worst([c.parameters[name]]) for c in curves])
             for name in names
-            # One that a run lacks has no spread, and would later be missed.
+            # A parameter that one run lacks has no spread, and later runs would miss
+            # it.
             if all(name in c.parameters for c in curves)
         },
     )
@@ -245,7 +247,7 @@ def _line(path: Path, number: int, line: bytes) -> Line:
 def _check(
     path: Path, head: Provenance, cases: Sequence[BaselineCase], lines: int
 ) -> None:
-    # cut files and merge conflicts show as a wrong count or as doubled cases
+    # Cut files and merge conflicts have a wrong count or doubled cases.
     distinct: Mapping[tuple[str, str], BaselineCase] = {c.key: c for c in cases}
     if not head.cases == lines == len(distinct):
         raise BaselineError(

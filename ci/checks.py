@@ -131,7 +131,7 @@ def _step(verdict: Verdict) -> str:
 
 def _numbers(case: CaseRecord, old: BaselineCase) -> Iterator[Checked]:
     """Check sequences, counts and ratios of cases that passed in the baseline."""
-    # numbers of a failing run depend on where it failed
+    # Numbers of a failing run depend on the place of the failure.
     if old.exact.status != "pass":
         return
     for law, (kind, check) in _NUMBERS.items():
@@ -178,10 +178,11 @@ def _counts(case: CaseRecord, old: BaselineCase) -> str:
         verdict = case.verdict(law)
         if verdict is None or verdict.status != "pass":
             continue  # reported under its own law
-        # More is no weaker promise, and so no reason; the next baseline takes it over.
+        # More comparisons promise no less, so they are no reason; the next baseline
+        # records them.
         if verdict.compared < before:
             return f"{law} rests on {verdict.compared} comparisons, was {before}"
-        # a baseline of an earlier version lacks this number: then nothing is demanded
+        # A baseline of an earlier version lacks this number: then nothing is demanded.
         missed = old.exact.not_compared.get(law, verdict.not_compared)
         if verdict.not_compared > missed:
             text = f"could not make {verdict.not_compared} comparisons"
@@ -202,7 +203,7 @@ def _ratio(case: CaseRecord, old: BaselineCase) -> str:
 
 def _grown(series: dict[str, tuple[Spread, list[Number]]]) -> str:
     """Describe the ratio furthest beyond its limit; else ""."""
-    # first: a ratio that is no longer measured cannot exceed its limit
+    # This comes first: a ratio that is no longer measured cannot exceed its limit.
     gone = [name for name, (_, values) in series.items() if not values]
     if gone:
         return f"{gone[0]} error / bound is no longer measured"
@@ -271,7 +272,7 @@ def check_whole(
     if not decided:
         text = f"nothing was compared: {len(report.cases)} cases, no check decided"
         yield Reason(kind="nothing", text=text)
-    # a case that is no skip has its own reason
+    # A case that is no skip has a reason of its own.
     ran = {c.scaler for c in report.cases if c.status != Status.SKIPPED}
     for scaler in report.scalers if decided else ():
         if scaler not in ran:

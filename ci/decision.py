@@ -76,7 +76,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 def decide(report: Report, terms: Terms) -> Decision:
     """Check a report against the terms; order, dates and timings do not matter."""
-    # First, and alone: of a report that contradicts itself no number is worth a reason.
+    # If a report contradicts itself, no other reason counts.
     broken = [Reason(kind="invalid", text=text) for text in contradictions(report)]
     if broken:
         return _decision(report, broken, [], 0)
@@ -86,7 +86,7 @@ def decide(report: Report, terms: Terms) -> Decision:
         for e in terms.expectations
         if e.applies(report.header) and not e.expired(terms.today)
     ]
-    # sorted, because of several equal notes the first is printed
+    # Sort, because the first of several equal notes is printed.
     checked.sort(key=lambda c: (at(c.case), c.verdict.law))
     reasons, notes = _excuse(checked, live)
     notes += folded(_better(c) for c in checked if c.better)
@@ -99,7 +99,8 @@ def decide(report: Report, terms: Terms) -> Decision:
         notes += left
     notes += _unexpected(live, checked)
     if terms.baseline is not None:
-        # After the expectations: what is not in the report has no verdict to excuse.
+        # This follows the expectations: a case that is missing in the report has no
+        # verdict to excuse.
         reasons += check_vanished(report, terms.baseline)
         notes += _unknown(report, terms.baseline)
     reasons += check_whole(
@@ -119,7 +120,7 @@ def _decision(
     known_failures: int = 0,
 ) -> Decision:
     """Return the decision, sorted independently of the order of the cases."""
-    order = list(KINDS)  # worst first
+    order = list(KINDS)  # from worst to best
     ordered = sorted(reasons, key=lambda r: (order.index(r.kind), r.line))
     return Decision(
         outcome=outcome_of(reasons),

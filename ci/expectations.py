@@ -90,7 +90,8 @@ class Expectation(
             (verdict.law, self.law),
         )
         return (not sizes or case.world_size in sizes) and all(
-            # equality first: ids contain [ and *, which a pattern would interpret
+            # Equality comes first: ids contain [ and *, which a pattern would
+            # interpret.
             text == pattern or fnmatchcase(text, pattern)
             for text, pattern in texts
         )
@@ -114,7 +115,7 @@ def _check(entry: Expectation) -> None:
                 f"status {word!r} cannot be expected: choose one of "
                 f"{', '.join(RANKING[1:])}"
             )
-    SpecifierSet(entry.torch)  # raises a ValueError for what is none
+    SpecifierSet(entry.torch)  # raises ValueError for bad input
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -143,5 +144,5 @@ def version_holds(condition: str, version: str) -> bool:
     """
     try:
         return Version(version).base_version in SpecifierSet(condition)
-    except InvalidVersion:  # a report may say anything
+    except InvalidVersion:  # a report may have any text here
         return False

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _update(parsed) if parsed.update_baseline else _gate(parsed)
     except Refused as error:
         return _fail(error, error.code)
-    except ReportError as error:  # of a repeated report; that of REPORT is a reason
+    except ReportError as error:  # of a repeated report; an error in REPORT is a reason
         return _fail(error, Outcome.INVALID.value)
     except UsageError as error:
         return _fail(error, USAGE)
@@ -133,7 +133,8 @@ def _check(parsed: argparse.Namespace) -> None:
 
 
 def _gate(parsed: argparse.Namespace) -> int:
-    # what the caller owns is read first: its faults are usage, whatever the report is
+    # Read the caller's own files first: their faults are usage errors, whatever the
+    # report is.
     terms = Terms(
         today=date.today(),
         baseline=read_baseline(parsed.baseline) if parsed.baseline else None,
@@ -145,8 +146,8 @@ def _gate(parsed: argparse.Namespace) -> int:
     try:
         decision = decide(read_report(parsed.report), terms)
     except ReportError as error:
-        # a reason of the gate and no usage error: CI must see an invalid report as exit
-        # 3
+        # A reason of the gate, not a usage error: CI must get exit code 3 for an
+        # invalid report.
         decision = _unreadable(error)
     decision = _with_the_way_out(decision, parsed)
     if parsed.json is not None:

@@ -113,7 +113,7 @@ def _init(parsed: argparse.Namespace) -> int:
     if job is None or parsed.out is not None:
         _refuse_existing(out, "choose another name with --out")
     check_spec(spec)
-    # only now: what can be wrong without torch has been said
+    # Import this late: all errors that need no torch are reported by now.
     from ..conformance.draft.source import find_source, load, names_workload
 
     if job is not None and names_workload(load(spec)):

@@ -42,7 +42,7 @@ def _one_verdict_a_law(case: CaseRecord) -> Iterator[str]:
 def _status_follows(case: CaseRecord) -> Iterator[str]:
     statuses = {v.status for v in case.findings}
     expected = case_status(statuses)
-    # a stack that cannot run a scenario: every law is skipped, with the reason
+    # A workload that cannot run a scenario: every check is skipped, with the reason.
     not_run = case.status == Status.SKIPPED and statuses <= {Status.SKIPPED}
     if case.status != expected and not not_run:
         yield f"the case has the status {case.status}, its verdicts give {expected}"
@@ -51,8 +51,7 @@ def _status_follows(case: CaseRecord) -> Iterator[str]:
 def _id_agrees(case: CaseRecord) -> Iterator[str]:
     """Check that the scenario's id agrees with the other fields of the case."""
     seen = f"{case.topology}/{case.world_size}/{case.precision}"
-    # With the slash, so that fsdp/2/fp16 is not taken for the start of
-    # fsdp/2/fp16-params.
+    # Compare with the slash, so that fsdp/2/fp16 does not match fsdp/2/fp16-params.
     if not f"{case.scenario}/".startswith(f"{seen}/"):
         yield f"the case says {seen}, but its scenario id begins otherwise"
 

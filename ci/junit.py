@@ -19,7 +19,7 @@ from .reasons import BEGINS
 
 __all__ = ["render", "xml_text"]
 
-# ElementTree writes such characters unescaped, and no parser reads the file then
+# ElementTree writes such characters unescaped; then no parser reads the file.
 _INVALID = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _ELEMENTS = {
     "fail": "failure",
@@ -47,7 +47,7 @@ def render(report: Report) -> str:
     verdicts = [v for c in report.cases for v in c.findings]
     _set_counts(root, verdicts, extra_errors=bool(report.incomplete))
     ET.indent(root)
-    # the same characters to a reader of XML
+    # An XML reader gets the same characters.
     text = harmless(ET.tostring(root, encoding="unicode"), lambda c: f"&#{ord(c)};")
     text = text.replace("\r", "&#13;")
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
@@ -91,7 +91,7 @@ def _set_counts(
 
 
 def _test(case: CaseRecord, verdict: Verdict) -> ET.Element:
-    # the run is timed as a whole: laws only look at what it left behind
+    # The time of a run is measured as a whole: checks read its trace afterwards.
     test = _element("testcase", classname=case.scenario, name=verdict.law, time="0")
     _add_properties(test, _facts(verdict))
     tag = _ELEMENTS.get(verdict.status)

@@ -104,7 +104,7 @@ def _story(
 def _fitting(stories: Sequence[str], room: int) -> str:
     """Return as many paragraphs as fit, and a line that counts the others."""
     shown: list[str] = []
-    # reserved first: the line that counts what is left out must always fit
+    # Reserve this first: the line that counts the rest must always fit.
     spare = room - len(_left_out(len(stories)))
     for story in stories:
         spare -= len(story.encode()) + 1

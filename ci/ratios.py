@@ -48,6 +48,6 @@ def limit(spread: Spread) -> float:
     low, high = float(spread.low), float(spread.high)
     if high == float("inf"):  # inf - inf is nan
         return high
-    # A baseline of one run has no spread: the margin then stands for it. The largest of
-    # the three counts: a gate that fails by chance is soon switched off.
+    # A baseline of one run has no spread, so use the margin. Take the largest of the
+    # three: people switch off a gate that fails by chance.
     return max(LUCK, high * _MARGIN, high + _SPREADS * (high - low))

@@ -44,8 +44,8 @@ class Outcome(Enum):
 BEGINS = "where it begins"
 """Words before the location of a fault, in every format."""
 
-# The order is that of importance: reasons are sorted by it, and of the reasons of one
-# case the first kind is taken for the cause.
+# The order is by importance. Reasons are sorted by it, and the first kind of a case is
+# its cause.
 KINDS = {
     "invalid": Outcome.INVALID,
     "worse": Outcome.FAIL,
@@ -61,8 +61,8 @@ KINDS = {
 }
 """Kind of reason -> outcome of the gate."""
 
-# A report that contradicts itself shows neither a violation nor a pass, so invalid
-# comes first; a violation that was seen is one whatever else was not compared.
+# A report that contradicts itself shows neither a failure nor a pass, so "invalid"
+# comes first. A failure counts, whatever was not compared.
 _FIRST = (Outcome.INVALID, Outcome.FAIL, Outcome.INCONCLUSIVE)
 
 
@@ -147,20 +147,20 @@ def causes_of(reasons: Sequence[Reason], laws: Iterable[str] = ()) -> tuple[Caus
 
     def precedence(reason: Reason) -> tuple[object, ...]:
         place = places.get(reason.law, len(places))
-        # without a step (counts, ratios) it is the consequence of one with a step
+        # A reason without a step (counts, ratios) follows from one with a step.
         step = float("inf") if reason.step is None else reason.step
         return list(KINDS).index(reason.kind), step, place, reason.law, reason.line
 
     cases: dict[tuple[object, ...], list[Reason]] = {}
     for number, reason in enumerate(reasons):
-        # a reason without a case is its own group
+        # A reason without a case is a group of its own.
         key = (reason.scaler, reason.scenario) if reason.scenario else (number,)
         cases.setdefault(key, []).append(reason)
     alike: dict[tuple[str, ...], list[tuple[Reason, int]]] = {}
     for group in cases.values():
         root = min(group, key=precedence)
         what = (root.kind, root.scaler, root.law, root.before, root.now, root.cause)
-        # reasons without a case have only their text to distinguish them
+        # Reasons without a case differ by their text only.
         same = what if root.scenario else (*what, root.text)
         alike.setdefault(same, []).append((root, len(group) - 1))
     causes = [_cause(reasons_of_one) for reasons_of_one in alike.values()]

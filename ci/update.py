@@ -61,13 +61,15 @@ def update(
             unless ``accept_failures``, has failures that are not expected.
         UsageError: if ``path`` is not a baseline, or the reports do not agree.
     """
-    # Before anything is shown or asked: such a baseline would pass what it never saw.
+    # Check before showing or asking: such a baseline would pass runs that it never
+    # contained.
     for report in reports:
         _check(report)
     if not accept_failures:
         _refuse_failures(reports[0], expectations)
     new = make_baseline(reports, without=() if accept_failures else FAILURES)
-    # read although it will be replaced: a file that is no baseline is kept
+    # Read the old file, although it will be replaced: a file that is no baseline is
+    # kept.
     old = read_baseline(path) if path.exists() else None
     terms = Terms(today=date.today(), baseline=old, expectations=expectations)
     decision = decide(reports[0], terms)

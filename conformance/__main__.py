@@ -108,7 +108,7 @@ def _command(arguments: Sequence[str], agent: Agent | None, is_program: bool) ->
             "gradparity bench survey (the models of transformers) or "
             "gradparity bench survey-scalers"
         )
-    # before parse, which does not know the options of these commands
+    # This precedes `parse`, which does not know the options of these commands.
     plugged = entry_points_of(GROUP).select(name=arguments[0]) if arguments else ()
     for entry in plugged:  # it parses its own options, --help among them
         return int(entry.load()(list(arguments[1:])))
@@ -155,7 +155,8 @@ def _run(parsed: argparse.Namespace) -> int:
     from .run.session import RunSettings, run
 
     replayed = parsed.command == "replay"
-    # first: a scenario without a script is bad usage, found before any rank starts
+    # This comes first: a scenario without a script is bad usage, found before any rank
+    # starts.
     if replayed and parsed.script is not None:
         _script(parsed)
     settings = RunSettings(
@@ -164,7 +165,7 @@ def _run(parsed: argparse.Namespace) -> int:
         preset=getattr(parsed, "preset", "default"),
         scenarios=parsed.scenario,
         require=getattr(parsed, "require", ()),
-        # in another folder, so that the report of the run stays in its place
+        # Use another folder, so that the report of the run stays in its place.
         out=parsed.out or (Path("parity-replay") if replayed else None),
         report=parsed.report,
         fail_fast=getattr(parsed, "fail_fast", False),
@@ -212,7 +213,7 @@ def _localise(parsed: argparse.Namespace) -> int:
     if location is None:
         why = case.problem or "the run did not end"
         say(plain(f"nothing was compared: {why}"))
-        # a pass is 0, but nothing was compared
+        # A pass would be 0, but nothing was compared.
         return EXIT_CODES[case.status] or EXIT_CODES["inconclusive"]
     say(plain(location.text))
     for name in location.parameters:
@@ -220,7 +221,7 @@ def _localise(parsed: argparse.Namespace) -> int:
     say(f"run {case.seconds:.1f} s, second run {location.seconds:.1f} s")
     if location.where == "unknown":
         return EXIT_CODES["error"]
-    # only the verdict decides the exit code
+    # Only the verdict decides the exit code.
     parity = [v.status for v in case.verdicts if v.law.startswith("parity.")]
     return EXIT_CODES[case_status(parity)]
 
@@ -358,7 +359,7 @@ def _record(parsed: argparse.Namespace) -> int:
 
 def _compare(parsed: argparse.Namespace) -> int:
     both = (parsed.before, parsed.after)
-    # recordings are folders, and reports files
+    # Recordings are folders, and reports are files.
     if not any(path.is_file() for path in both):
         from .record.command import compare as compare_recordings
 

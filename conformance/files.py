@@ -42,7 +42,7 @@ def read_whole(path: Path) -> bytes:
     try:
         _refuse_kind(path, os.lstat(path).st_mode)
         with open(os.open(path, flags), "rb") as file:
-            # checked again on the open file: the path may have been replaced
+            # Check again on the open file: the path may have been replaced.
             status = os.fstat(file.fileno())
             _refuse_kind(path, status.st_mode)
             if status.st_size > MOST_BYTES:
@@ -113,7 +113,7 @@ def refuse_odd(path: Path) -> None:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from error
     _refuse_kind(path, status.st_mode)
-    # root may: in a container it often works in another user's checkout
+    # Root may write: in a container root often works in another user's checkout.
     if os.geteuid() not in (0, status.st_uid):
         raise UsageError(
             f"{path}: belongs to user {status.st_uid}: move it away, or choose another "

@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of ``gradparity run``, with a prefix."""
     group = parser.getgroup("gradparity", "the conformance catalogue as tests")
     for name, settings in SUITE.items():
-        # xdist sends options as plain values: a path stays text
+        # xdist sends options as plain values, so a path becomes text.
         plain = {k: v for k, v in settings.items() if v not in PATHS}
         dest = plain.pop("dest", name)  # --quick is short for a --preset
         group.addoption(f"--gradparity-{name}", dest=_dest(dest), **plain)

@@ -96,7 +96,7 @@ class ScalerCore(_TorchGradScaler):
 
     _steps_without_gradients = False
 
-    # Made by scale(), or by the first sync on ranks that never scale.
+    # scale() makes both, or the first sync on ranks that never scale.
     _scale: torch.Tensor | None
     _growth_tracker: torch.Tensor | None
     _hysteresis_left: torch.Tensor | None
@@ -137,8 +137,9 @@ class ScalerCore(_TorchGradScaler):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._scale is not None and self._growth_tracker is not None:
             return self._scale, self._growth_tracker
-        # Ranks of a pipeline that never see a loss get their scale here; so does a run
-        # that resumes. Alone and without either, the gradients cannot have been scaled.
+        # Ranks of a pipeline that never have a loss get their scale here, and so does a
+        # run that resumes. A single process without either cannot have scaled its
+        # gradients.
         if self._scale is None and self._growth_tracker is None:
             if self._was_scaled or self._sync.group.is_distributed:
                 self._lazy_init_scale_growth_tracker(torch.device(self._device))
@@ -157,7 +158,7 @@ class ScalerCore(_TorchGradScaler):
             )
 
     def _scale_or_one(self) -> torch.Tensor:
-        # One where there is none yet, or never (disabled).
+        # Return a tensor also before the first scale(), and in a disabled scaler.
         if self._scale is not None:
             return self._scale
         has_device = self._device != "cuda" or torch.cuda.is_available()
@@ -167,12 +168,13 @@ class ScalerCore(_TorchGradScaler):
     # - The iteration
 
     def _check_lacks(self) -> None:
-        # A rank on its own lacks no optimizer: None is a mistake, raised as by torch.
+        # A single process cannot lack an optimizer: None is a mistake, and raises as in
+        # torch.
         if not self._sync.group.is_distributed:
             raise AttributeError("'NoneType' object has no attribute 'param_groups'")
 
     def _part_of(self, optimizer: Any) -> Part:
-        # A new one for each None: this rank may lack several.
+        # Each None gets a new state: this rank may lack several optimizers.
         states = self._per_optimizer_states
         if optimizer is None:
             self._check_lacks()
@@ -249,7 +251,7 @@ class ScalerCore(_TorchGradScaler):
         *,
         refuses: bool,
     ) -> _Measured:
-        # The global norm. Gradients are only read, unless they must be divided first.
+        # The global norm only reads gradients, unless they must be divided first.
         scale, group = self._scale_or_one(), self._find_group(part)
         carried = number_in(scale)
         is_divided = part.stage is OptState.UNSCALED
@@ -290,18 +292,18 @@ class ScalerCore(_TorchGradScaler):
         # The factor of torch.nn.utils.clip_grad_norm_, in fp64.
         factor = max_norm / (norm + 1e-6)
         if isinstance(factor, torch.Tensor):
-            # The host cannot see an overflow, and counts gradients as divided: a factor
-            # of zero would leave none to an optimizer that shares one.
+            # The host does not know of the overflow, and counts gradients as divided. A
+            # factor of zero would leave no gradient to an optimizer that shares one.
             factor = torch.where(found_inf > 0.0, 1.0, factor.clamp(max=1.0))
         else:
             factor = min(factor, 1.0)  # of nan and 1 it is nan
         is_finite = not is_true(found_inf)
         if is_refused := refuses and not math.isfinite(norm):
-            # As after an overflow, also where only the norm is not finite.
+            # Treat a norm that is not finite like an overflow.
             infs, is_finite = {scale.device: torch.ones_like(scale)}, False
             part.result = None
         part.found = infs
-        # fp32, but for a norm that only fp64 holds, as far as the host sees.
+        # The norm is fp32, unless the host knows that only fp64 can represent it.
         is_large = isinstance(norm, float) and HIGHEST_SCALE < norm < math.inf
         dtype = torch.float64 if is_large else torch.float32
         norm_tensor = torch.as_tensor(norm, dtype=dtype, device=scale.device)
@@ -312,7 +314,7 @@ class ScalerCore(_TorchGradScaler):
     def _norm_over(
         self, result: SyncResult, part: Part, norm_type: float, carried: Number
     ) -> Number:
-        # From the rows of all ranks, which all call this.
+        # All ranks compute the norm from the rows of all ranks.
         if result.host_rows is None:
             return global_norm(result.rows[:, FIELDS:], norm_type)
         norm = norm_on_host(result.host_rows.norms(), norm_type)
@@ -353,24 +355,25 @@ class ScalerCore(_TorchGradScaler):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        # Unless the host sees that the kernel would skip.
+        # Call the optimizer, unless the host knows that the kernel would skip.
         optimizer, record = part.optimizer, part.record
         assert record is not None
         own = getattr(optimizer, "grad_scale", None)  # torch's: the user's own
-        # What an interrupted step has left there is not the user's.
+        # A value that an interrupted step left there does not belong to the user.
         if own is not None and own is not record.grad_scale:
             grad_scale = own if grad_scale is None else grad_scale * own
-        # An object of its own: the user may set one tensor before each step.
+        # Copy the reference: the user may set one tensor before each step.
         if isinstance(grad_scale, torch.Tensor):
             grad_scale = grad_scale.detach()
         flags = part.found.values()
-        # The int 0, as torch's sum, where nothing was checked: a kernel that finds
-        # gradients made since raises, where a tensor would let it step on scaled ones.
+        # If nothing was checked, pass the int 0, which torch's sum gives as well. A
+        # kernel that finds later gradients then raises; with a tensor it would step on
+        # scaled ones.
         found_inf: Any = any_of(flags, self._scale_or_one().device) if flags else 0
         record.grad_scale = grad_scale
         try:
             optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
-            # bool synchronises, until an SGD with momentum has taken its first step.
+            # bool() synchronises, until an SGD with momentum has taken its first step.
             if flags and (
                 is_true(found_inf) or (_makes_momentum(optimizer) and bool(found_inf))
             ):
@@ -431,7 +434,7 @@ class ScalerCore(_TorchGradScaler):
         return self._sync.group.find() if part.result is None else part.result.group
 
     def _row(self) -> Row:
-        # The state that must be equal on all ranks.
+        # These fields must be equal on all ranks.
         tracker, left = self._growth_tracker, self._hysteresis_left
         return self._policy_row._replace(
             scale=number_in(self._scale_or_one()),
@@ -452,7 +455,7 @@ class ScalerCore(_TorchGradScaler):
         norms: list[Number] | None = None,
         **fields: float,
     ) -> tuple[FoundInf, SyncResult]:
-        # What any rank found, in place of what this one did.
+        # The findings of all ranks replace those of this rank.
         scale, record = self._scale_or_one(), part.record
         if record is not None and record.number is None:
             record.taken = self._records.numbers()
@@ -498,7 +501,7 @@ class ScalerCore(_TorchGradScaler):
             )
 
     def _remember_overflow(self, part: Part, found: FoundInf) -> None:
-        # On a rank on its own, where the host sees it.
+        # A single process logs the overflow here, if the host knows of it.
         if part.optimizer is not None and any(map(is_true, found.values())):
             self._note_overflow(part.optimizer, 0)
 
@@ -509,7 +512,8 @@ class ScalerCore(_TorchGradScaler):
         if is_readable(scale):
             self._history.overflowed(overflow)
             return
-        # Looked at after a clip, which makes nan of inf; the rows have been logged.
+        # The gradients are read after a clip, which makes nan of inf; the rows are
+        # already logged.
         overflow = overflow._replace(kind=INF_OR_NAN)
         is_logged = self._sync.group.find() is not None
         self._history.overflowed(overflow, None if is_logged else float(scale))
@@ -548,8 +552,8 @@ class ScalerCore(_TorchGradScaler):
         method: str,
         call: float = CHECK,
     ) -> bool:
-        # The other ranks hear of an error before the sync of a call, which has not made
-        # one of the ``exchanges`` yet. Returns whether they do, or have.
+        # Tell the other ranks of an error before the sync of a call, which is not among
+        # ``exchanges``. Returns True if they know of it.
         if not isinstance(error, Exception) or exchanges != self._sync.exchanges:
             is_heard = isinstance(error, (PeerFailedError, RanksDisagreeError))
             return is_heard or self._sync.is_void or self._sync.told == id(error)

@@ -131,7 +131,7 @@ def ranks_disagree(
         here: values of this rank, by field.
         columns: values of all ranks, by differing field.
     """
-    # A row of another call has another position, too: the first one is told.
+    # The row of another call has another position as well; report the call first.
     first, way_out = next(
         (each for each in _WAYS_OUT if each[0] & columns.keys()),
         (columns.keys(), _OTHER_WAY_OUT),

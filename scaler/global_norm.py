@@ -106,7 +106,8 @@ _FAMILY = 2**26  # kinds of one family have their highest bits in common
 
 @lru_cache(maxsize=65536)
 def _kind_of(family: str, detail: str) -> float:
-    # A kind of mesh as a number: a family, and what tells meshes of it from others.
+    # Encode a kind of mesh as a number: its family, and what distinguishes meshes of
+    # the family.
     return hashed(family) // _FAMILY * _FAMILY + hashed(detail) % _FAMILY
 
 
@@ -174,7 +175,7 @@ def grads_by_mesh(
             gradients, locals_ = _one_by_one(optimizer, layouts_now)
             layouts_now = specs(gradients)
         places = _places(layouts_now, locals_)
-        # Neither the rank of a plain tensor nor its size follows from a spec.
+        # A spec tells neither the rank of a plain tensor nor its size.
         is_plain = any(spec is None for spec in layouts_now)
         record.places = None if is_plain else places
     if holders is not None:
@@ -202,8 +203,8 @@ def with_gradients(optimizer: Any) -> list[Any]:
 def _told_apart(
     places: Places, locals_: list[torch.Tensor], sets: list[float | None]
 ) -> Places:
-    # Gradients of one mesh, by the set of meshes that hold them; the others, of which
-    # that is not known, as before.
+    # Group gradients of one mesh by the set of meshes that hold them. Gradients without
+    # a known set stay as before.
     members: dict[Layout, list[int]] = {}
     kinds: dict[float, float] = {}
     for layout, indices in places.members.items():
@@ -296,7 +297,7 @@ def local_norms(
     if not parts:
         return [0.0] * (3 * MESHES), None
     values: list[Any]
-    # If the scale is on the host, norms are read from an accelerator. Those of fake
+    # If the scale is on the host, norms are read from an accelerator. Norms of fake
     # tensors cannot be read.
     tensors_here = [x for x in chain(*parts.values()) if isinstance(x, torch.Tensor)]
     device = next((x.device for x in tensors_here if x.is_cpu), None)
@@ -323,7 +324,7 @@ def local_norms(
 
 
 def _joined(each: Norms, norm_type: float) -> Number:
-    # The norm of what these are the norms of, without leaving the range of fp64.
+    # The norm of these norms, without leaving the range of fp64.
     if isinstance(each, torch.Tensor):
         return scaled_norm(each, norm_type)
     if norm_type == 2.0 and math.isfinite(norm := math.hypot(*each)):
@@ -338,7 +339,7 @@ def _joined(each: Norms, norm_type: float) -> Number:
 
 
 def _largest(norms: Sequence[float]) -> float:
-    # As amax: nan is higher than any.
+    # Like amax: nan is higher than any number.
     return math.nan if any(map(math.isnan, norms)) else max(norms, default=0.0)
 
 
@@ -395,7 +396,7 @@ def norm_on_host(
 def _is_unclear(
     totals: Mapping[float, float], kinds: Mapping[float, float], norm_type: float
 ) -> bool:
-    # Whether meshes may hold some parameters together and others alone.
+    # Find out if meshes may hold some parameters together and others alone.
     families: dict[float, list[float]] = defaultdict(list)
     for mesh, kind in kinds.items():
         families[kind // _FAMILY].append(mesh)

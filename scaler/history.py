@@ -108,7 +108,7 @@ class History:
 
     def __init__(self) -> None:
         self.last_overflow: Overflow | None = None
-        self.scales: deque[Number] = deque(maxlen=16)  # of the last iterations
+        self.scales: deque[Number] = deque(maxlen=16)  # of the latest iterations
         self._counts = [0] * len(Counters._fields)
         self._on_device: torch.Tensor | None = None  # (5,), int64
 

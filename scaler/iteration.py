@@ -94,13 +94,14 @@ class Part:
         """Record that the optimizer stepped, or was skipped."""
         assert self.record is not None
         self.state["stage"] = OptState.STEPPED
-        # All devices hold the same once the ranks have synced; none without gradients.
+        # After a sync all devices have the same value; without gradients there is none.
         flag = next(iter(self.found.values()), None)
         self.record.found_inf = torch.zeros((), device="cpu") if flag is None else flag
 
     def begin_anew(self, scale: torch.Tensor) -> None:
         """Multiply divided gradients by the scale again, and allow another step."""
-        # On other tensors: a backward may have added to those it has stepped on.
+        # Compare with other tensors: a backward may have added to those of the last
+        # step.
         stage = self.stage
         if self.optimizer is None or stage is OptState.READY:
             return
@@ -274,7 +275,7 @@ class OptimizerRecords:
     """
 
     def __init__(self) -> None:
-        # An optimizer that dies leaves them before another one can have its id.
+        # Records of a dead optimizer go before another optimizer can have its id.
         self._records: dict[int, OptimizerRecord] = {}
         self._by_groups: dict[int, OptimizerRecord] = {}
 
@@ -316,7 +317,7 @@ class OptimizerRecords:
 
     def numbers(self) -> frozenset[int]:
         """Return the numbers of all living optimizers."""
-        # A list first: an optimizer that dies meanwhile leaves the dictionary.
+        # Copy to a list first: an optimizer that dies meanwhile leaves the dictionary.
         numbers = [record.number for record in list(self._records.values())]
         return frozenset(number for number in numbers if number is not None)
 
@@ -342,7 +343,7 @@ def _key_of(groups: Any) -> int:
 
 
 def _are_same(groups: Any, others: Any) -> bool:
-    # Optimizers that were built from one dictionary share it, and yet they are two.
+    # Two optimizers that were built from one dictionary share it, but are two.
     if groups is others:
         return True
     try:

@@ -53,7 +53,7 @@ class Policy:
     """True to keep the scale; overflows still skip the step."""
 
     def __post_init__(self) -> None:
-        # Policies that mean the same are equal, on all ranks: 1 is 1.0.
+        # Policies with equal meaning are equal, on all ranks: 1 becomes 1.0.
         keep = partial(object.__setattr__, self)  # a frozen dataclass
         keep("min_scale", check_number("min_scale", self.min_scale))
         keep("max_scale", check_number("max_scale", self.max_scale))
@@ -120,19 +120,19 @@ def advance(
         return number_in(scale)
     any_found = found_inf
     if hysteresis_left is not None:
-        # Back off at the last one only. The kernel sets the tracker to 0 then, and adds
-        # one to that of a tolerated overflow, which must start from -1.
+        # Back off at the last overflow only. The kernel then sets the tracker to 0, and
+        # adds one to the tracker of a tolerated overflow, which must start from -1.
         hysteresis_left.sub_(found_inf.int()).clamp_(min=0)
         growth_tracker.masked_fill_(found_inf > 0, -1)
         found_inf = found_inf * (hysteresis_left == 0)
     amp_update_scale_(scale, growth_tracker, found_inf, *rule)
-    # The kernel never grows past fp32, but backs off to zero. Whether it did is known
-    # at no cost only where the host's memory holds the scale.
+    # The kernel never grows past fp32, but backs off to zero. The host can check this
+    # at no cost only if the scale is in its memory.
     value: Any = scale.tolist() if is_readable(scale) else -1.0
     if not policy.min_scale <= value <= policy.max_scale:
         value = number_in(scale.clamp_(policy.min_scale, policy.max_scale))
     if hysteresis_left is not None:
-        # The kernel's growth shows in the tracker, also where a limit undoes it.
+        # The tracker shows a growth of the kernel, also if a limit undoes it.
         is_good = any_found == 0
         if policy.refill == "growth":
             is_good &= growth_tracker == 0
@@ -159,7 +159,7 @@ def checked_scale(
             )
         number = number_in(new_scale)
         if isinstance(number, torch.Tensor):
-            # Looking would synchronise: a value out of range is clamped.
+            # A check would synchronise, so a value out of range is clamped.
             value = number.reshape(()).nan_to_num(nan=policy.min_scale)
             return value.clamp(policy.min_scale, policy.max_scale)
         new_scale = number
@@ -204,11 +204,11 @@ _SCALE = (
 )
 _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "The growth factor": (lambda x: 1.0 < x < math.inf, "> 1.0 and finite"),
-    # As torch, which asks for more in the constructor only: 1 ends the growth.
+    # Torch demands more in its constructor only: 1 ends the growth.
     "growth_factor": (lambda x: 1.0 <= x < math.inf, ">= 1.0 and finite"),
     "The backoff factor": (lambda x: 0.0 < x < 1.0, "< 1.0 and > 0.0"),
-    # A negative bound would turn gradients round; what torch computes for the other
-    # orders is no norm. Either may be infinite.
+    # A negative bound would reverse gradients, and other orders are no norms. Either
+    # may be infinite.
     "max_norm": (lambda x: x >= 0.0, "at least 0"),
     "norm_type": (lambda x: x > 0.0, "above 0"),
 }

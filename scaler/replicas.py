@@ -124,7 +124,7 @@ COLUMNS = 4
 
 
 def _table(optimizer: Any) -> torch.Tensor:
-    # Of this rank: (number of gradients, COLUMNS), int64, on the CPU.
+    # Table of this rank: (number of gradients, COLUMNS), int64, on the CPU.
     mine = [] if optimizer is None else with_gradients(optimizer)
     rows: list[list[int]] = []
     with torch.no_grad():
@@ -143,7 +143,7 @@ def _table(optimizer: Any) -> torch.Tensor:
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> int:
-    # The elements as integers, added in 64 bits: no order changes the sum.
+    # Add the elements as 64-bit integers: no order changes the sum.
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()])
@@ -154,10 +154,10 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _sets_of_meshes(tables: Sequence[torch.Tensor]) -> list[list[float]]:
-    # For each rank and gradient a number that stands for its set of meshes; the same on
-    # every rank, since it follows from the tables of all ranks.
+    # Give each set of meshes a number, for each rank and gradient. It follows from the
+    # tables of all ranks, so it is the same on every rank.
     listed = [table.tolist() for table in tables]
-    # The parts of a parameter on all ranks of its mesh are added up.
+    # Add up the parts of a parameter on all ranks of its mesh.
     bits: dict[tuple[int, int], int] = defaultdict(int)
     what: dict[tuple[int, int], tuple[int, int]] = {}
     for rows in listed:
@@ -179,7 +179,7 @@ def _sets_of_meshes(tables: Sequence[torch.Tensor]) -> list[list[float]]:
 
 
 def _numbered(rows: list[list[int]]) -> Iterable[tuple[tuple[int, int], list[int]]]:
-    # Each row with its mesh, and its position among the rows of that.
+    # Pair each row with its mesh, and with its position among the rows of that mesh.
     count: dict[int, int] = Counter()
     for row in rows:
         count[row[0]] += 1

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import sharded_grad_scaler as _torch
 from .grad_scaler import GradScaler
 from .grad_scaler import _refresh_per_optimizer_state as _refresh_per_optimizer_state
 
-# Where torch has them, for callers that import them from there.
+# Callers import these two from here, where torch has them.
 _is_supported_device = _torch._is_supported_device
 _GeneralMultiDeviceReplicator = _torch._GeneralMultiDeviceReplicator
 

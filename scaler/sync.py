@@ -245,7 +245,7 @@ class SyncResult:
     @property
     def found_inf(self) -> torch.Tensor:
         """Flag of a skip: (), fp32, 0 or 1; the host may not know it yet."""
-        # A rank that raises skips for all ranks.
+        # A rank that raises makes all ranks skip.
         return self.rows[:, : _PLACE["failed"] + 1].amax().float()
 
     def read(self) -> Rows:
@@ -398,13 +398,13 @@ class OverflowSync:
                 rows = exchange(group, method, mine)
                 self.sent, self.exchanges = sent, self.exchanges + 1
             except RuntimeError:
-                # Over a broken group, which raises this, nothing can follow. Any other
-                # row that was not sent does not count: that of a failure may follow.
+                # A broken group raises this, and no call can follow. Any other row that
+                # was not sent does not count: the row of a failure may follow.
                 self.sent, self.exchanges = sent, self.exchanges + 1
                 raise
             result = SyncResult(group, method, row, rows, self._on_read, record)
             self.is_void = self.is_void and bool(row.failed)
-            # The same on all ranks. See [Note: When the host reads].
+            # All ranks decide alike. See [Note: When the host reads].
             is_early = self._iteration < self._settled and not _is_captured(rows)
             is_read = is_early or (rows.is_cpu and Host.reads_cpu)
             if row.failed:
@@ -432,14 +432,14 @@ class OverflowSync:
         if number is not None:
             fields["scaler"] = number
         else:
-            # A scaler that was made again on this rank alone has the old number.
+            # A scaler that this rank alone made again has the old number.
             numbers = of_group.numbers.items()
             fields["made_after"] = len({n for made, n in numbers if made < self._made})
         if record is not None and record.number is not None:
             fields["optimizer"] = record.number
         elif record is not None and len(record.taken) == self._optimizers:
-            # A rank that has all optimizers so far knows the number of a new one. If
-            # the others step an old one, all of them see that it is another.
+            # If this rank has stepped all optimizers, it knows the number of a new one.
+            # If other ranks step an old one, all ranks find that it is another.
             fields["optimizer"] = self._optimizers + 1
         if row.call != LOAD:  # a rank may have iterated alone, and load to join
             fields["iteration"], fields["position"] = self._iteration, self.sent + 1
@@ -469,7 +469,7 @@ class OverflowSync:
         return None
 
     def _learn(self, result: SyncResult, rows: Rows, of_group: GroupState) -> None:
-        # On all ranks alike, those without an optimizer too.
+        # All ranks do this, also those without an optimizer.
         if self._made not in of_group.numbers:
             number = rows.value("scaler")
             of_group.scalers += number is None
@@ -528,7 +528,7 @@ class OverflowSync:
         Raises:
             RanksDisagreeError: the ranks had different numbers of syncs.
         """
-        # Not the group of the last sync: it may have been destroyed since.
+        # The group of the last sync may be destroyed, so find it again.
         group = self.group.find()
         if group is None or self.is_void:
             self.is_unusual = self._has_gradients = False
@@ -557,8 +557,8 @@ def _is_captured(rows: torch.Tensor) -> bool:
 
 
 def _on_its_way(result: SyncResult) -> SyncResult:
-    # Its rows are copied to the host meanwhile. A graph writes them anew in each
-    # replay: those are read as they are then.
+    # The rows are copied to the host meanwhile. A graph writes new rows in each replay,
+    # which are read later.
     result.is_late = True
     if result.rows.is_cuda and not _is_captured(result.rows):
         host = torch.empty_like(result.rows, device="cpu", pin_memory=True)

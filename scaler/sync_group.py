@@ -75,7 +75,7 @@ class SyncGroup:
         return self.find() is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process group cannot leave its process: its ranks can.
+        # A process group cannot leave its process, but its list of ranks can.
         if isinstance(self.over, str | tuple):
             return {"over": self.over}
         ranks = _ranks_in(self.over)
@@ -84,7 +84,7 @@ class SyncGroup:
         return {"over": ranks if is_part else "world"}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncGroup:
-        # Inside one process the copy shares the group instead of losing it.
+        # A copy in the same process shares the group instead of losing it.
         twin = SyncGroup()
         twin.over = self.over
         return twin
@@ -118,7 +118,7 @@ def message_device(
     return torch.device(kind)
 
 
-# Its name before torch 2.13.
+# The function's name before torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 

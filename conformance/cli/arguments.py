@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
-        # what is handed on to another program is required by none
+        # No command requires the arguments that it hands on to another program.
         raise UsageError(message.removesuffix(", ..."))
 
     def check_options(self, arguments: Sequence[str]) -> None:
@@ -149,7 +149,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             )
         parsed.topology, parsed.preset = layouts, "layouts"
     check_values(parsed)
-    # a misspelt --require would let every scaler pass
+    # A misspelt --require would let every scaler pass.
     judged = getattr(parsed, "scaler", None) or [DEFAULT_SCALER]
     for spec in getattr(parsed, "require", ()):
         if spec not in judged:
@@ -186,7 +186,7 @@ def _parsers() -> tuple[Parser, Commands]:
     _add_train(commands)
     _add_small(commands)
     _add_tools(commands)
-    # listed here; the tool parses its own options
+    # List the tools here; each parses its own options.
     for entry in entry_points_of(COMMANDS):
         if entry.name in commands.choices:
             continue
@@ -417,7 +417,7 @@ def _natural(text: str) -> int:
 
 def _add_tools(commands: Commands) -> None:
     """Add tools for work on gradparity itself; those without help are not listed."""
-    # an installed wheel has no benchmarks/: it lists no command that it cannot run
+    # An installed wheel has no benchmarks/ and lists no command that it cannot run.
     shown = _TOOLS_HELP if TOOLS_FOLDER.is_dir() else {}
     for name in ("bench", *TOOLS):
         tool = (
@@ -444,7 +444,7 @@ def add_options(parser: argparse.ArgumentParser, *tables: Options) -> None:
 def folder(text: str) -> Path:
     """Return a folder that exists or can be created."""
     path = Path(text)
-    # found now and not after a run of minutes
+    # Refuse this now, not after a run of minutes.
     for place in (path, *path.parents):
         if place.is_dir():
             return path

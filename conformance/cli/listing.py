@@ -95,7 +95,7 @@ def explain(what: str) -> str:
         UsageError: if ``what`` is none of them. Names of checks were checked before
             (``values.check_values``).
     """
-    # checks before scenarios: only an id has a slash
+    # Look for checks first: only the id of a scenario has a slash.
     laws = [law for law in law_texts() if what in (law.id, law.id.partition(".")[0])]
     if laws:
         return "\n\n".join(f"{x.id}\n\n{x.text}\n\nWhy: {x.reason}" for x in laws)

@@ -64,7 +64,8 @@ def _check_law(name: str) -> None:
 
 def _check_id(text: str) -> None:
     parts = id_parts(text)
-    # a model with a colon is a workload, which defines topologies and optimizers itself
+    # A model with a colon is a workload, which defines topologies and optimizers
+    # itself.
     if ":" not in "".join(parts[5:]):
         topology, _, precision, optimizer, *_ = parts
         _check("topology", [topology])
@@ -89,7 +90,7 @@ def check_spec(spec: str) -> None:
         return
     source = Path(module_spec.origin).read_text(encoding="utf-8", errors="replace")
     words = set(re.findall(r"\w+", source))
-    # a module may define names dynamically
+    # A module may define names dynamically.
     if attribute in words or words & _DYNAMIC or "import *" in source:
         return
     raise UsageError(
@@ -110,7 +111,7 @@ def _find(module: str) -> ModuleSpec | None:
     for part in inner:
         if module_spec is None or module_spec.submodule_search_locations is None:
             return None
-        # by its last name alone: with its whole name, a namespace package would be
-        # looked up in sys.modules, where it is not yet
+        # Use the last part of the name: for its whole name a namespace package would be
+        # looked up in sys.modules, which lacks it.
         module_spec = PathFinder.find_spec(part, module_spec.submodule_search_locations)
     return module_spec

@@ -109,7 +109,7 @@ def find_source(spec: str) -> Source:
     for kind in _configurations(target, needed):
         settings = _small(kind)
         name = kind.__qualname__
-        # the configuration may be an attribute of the model's class
+        # The configuration may be an attribute of the model's class.
         inside = (kind.__module__, name.partition(".")[0]) == (
             getattr(target, "__module__", ""),
             imported[1],
@@ -123,7 +123,7 @@ def find_source(spec: str) -> Source:
             settings=settings,
             make=partial(_configured, target, kind, settings),
         )
-        # first without memory: a default may have billions of elements
+        # Build it without memory first: a default may have billions of elements.
         with torch.device("meta"):
             problem = _problem(source)
         problem = problem or _problem(source)

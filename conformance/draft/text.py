@@ -61,7 +61,7 @@ def refusal(text: str) -> str:
     the optimizer.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # a name of its own: the file may be called as a module of the user's
+        # Choose a new name: the file may have the name of a user's module.
         name = f"gradparity_draft_{os.path.basename(folder)}"
         Path(folder, f"{name}.py").write_text(text, encoding="utf-8")
         sys.path.append(folder)
@@ -119,7 +119,7 @@ def _imports(source: Source, found: Found) -> str:
 
 def _from(names: dict[str, list[str]]) -> Iterable[str]:
     for module in sorted(names):
-        # constants, classes, functions, as isort has them
+        # Order names as isort does: constants, classes, functions.
         ordered = sorted(set(names[module]), key=lambda n: (not n[0].isupper(), n))
         line = f"from {module} import {', '.join(ordered)}"
         if len(line) > _WIDTH:

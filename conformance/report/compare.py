@@ -63,7 +63,7 @@ def _verdicts(old: CaseRecord, new: CaseRecord) -> list[Change]:
     ]
     for law in before.keys() & after.keys():
         was, now = before[law], after[law]
-        # the status first: with another status the message differs anyway
+        # Compare statuses first: if they differ, so do the messages.
         if was.status != now.status:
             kind = "regression" if is_worse(now.status, was.status) else "fix"
             text = f"{kind}: {law} {was.status} -> {now.status} in {where}: "

@@ -50,7 +50,8 @@ def write_page(report: Report, folder: Path) -> Path:
 
 def render_page(report: Report) -> str:
     """Return the page as text; texts from models and exceptions are escaped."""
-    # StrictUndefined: a misspelt name in the template fails here and not at the reader
+    # StrictUndefined: a misspelt name in the template fails here, not on a reader's
+    # page.
     environment = Environment(
         loader=PackageLoader("gradparity.conformance.report"),
         autoescape=True,
@@ -202,7 +203,7 @@ def _rows(report: Report, chapters: Sequence[str]) -> list[Row]:
     cells: dict[tuple[str, str, str], list[CaseRecord]] = {}
     for case in report.cases:
         cells.setdefault((case.topology, case.precision, case.scaler), []).append(case)
-    # the rows of a topology stand together, in whatever order its cases ran
+    # Keep the rows of a topology together, in whatever order its cases ran.
     order = report.topologies
     return [
         Row(
@@ -222,7 +223,7 @@ def _mark(chapter: str, records: Sequence[CaseRecord]) -> Mark:
         (v.status, record)
         for record in records
         for v in record.findings
-        # a case that broke has no verdicts: every chapter is marked
+        # A case that broke has no verdicts: mark every group of checks.
         if record.problem or v.law.partition(".")[0] == chapter
     ]
     status = worst_of(s for s, _ in findings)
@@ -266,7 +267,8 @@ def _stories(report: Report) -> list[Story]:
 def _capped(stories: Sequence[Story]) -> list[Story]:
     """Remove plots and scripts beyond the size limits; keep the order of stories."""
     plot_bytes, script_bytes, story_by_id = MAX_PLOT_BYTES, MAX_SCRIPT_BYTES, {}
-    # failing stories first, so that they keep their plots when the caps are reached
+    # Failing stories come first, so that they keep their plots when the limit is
+    # reached.
     for story in sorted(stories, key=lambda s: s.status == "pass"):
         own = [plot for _, plots in story.records for plot in plots]
         plot_bytes -= sum(map(len, [*story.plots, *own]))

@@ -106,10 +106,10 @@ def line_chart(title: str, series: Sequence[Series]) -> Markup:
         return Markup("")
     finite = [v for s in drawn for v in s.values if math.isfinite(v)]
     low, high = min(finite), max(finite)
-    # a constant curve has no range: it is drawn in the middle of some height
+    # A constant curve has no range: give it some height.
     pad = (high - low) * 0.06 or abs(high) * 0.01 or 1.0
     frame = _Frame(low - pad, high + pad, max(len(s.values) for s in drawn))
-    # only the extremes are labelled, once if they are equal
+    # Label the extremes only, once if they are equal.
     body = [frame.axis(v) for v in dict.fromkeys((low, high))]
     body += [frame.steps(), *(frame.line(s) for s in drawn)]
     legend, height = _legend(drawn)
@@ -181,9 +181,10 @@ def skip_strip(record: CaseRecord, curves: Curves) -> Markup:
     steps = max((len(row) for row in curves.stepped), default=0)
     if all(stepped is None for row in curves.stepped for stepped in row):
         return Markup("")
-    # narrower squares for long runs: the strip never gets wider than a phone
+    # Long runs have narrower squares: the strip never gets wider than a phone.
     size = min(16.0, (WIDTH - LEFT) / steps)
-    # one path for each kind of square: an element for each would make the page huge
+    # Draw one path for each kind of square: one element for each square would make a
+    # huge page.
     paths: dict[str, list[str]] = {"on": [], "off": [], "unknown": [], "cross": []}
     body = []
     for rank, row in enumerate(curves.stepped):
@@ -227,7 +228,7 @@ def error_bars(record: CaseRecord, curves: Curves, most: int = 8) -> Markup:
     if not worst:
         return Markup("")
     left, length = 190, 116
-    # decades: a factor of 40 and one of a million are both beyond the bound
+    # Use a scale of decades: factors of 40 and of a million are both beyond the bound.
     largest = max((r for _, r in worst if math.isfinite(r)), default=1.0)
     decades = LEAST_DECADE, max(1, math.ceil(math.log10(max(largest, 1.0))))
     body = []

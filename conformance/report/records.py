@@ -388,7 +388,8 @@ class ReportWriter:
         self._lock = FileLock(path.with_name(f".{path.name}.lock"))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # before the rename: an earlier report moves only if no run still writes it
+            # Lock before the rename: an earlier report moves only if no run still
+            # writes it.
             self._lock.acquire(blocking=False)
             if path.exists():
                 path.rename(_free_name(path))
@@ -447,7 +448,7 @@ class ReportWriter:
     def _write(self, line: Line) -> None:
         with writing(self.path):
             self._file.write(_ENCODER.encode(line) + b"\n")
-            # so that a killed run leaves every finished case
+            # Flush, so that a killed run leaves every finished case.
             self._file.flush()
 
 
@@ -474,7 +475,7 @@ def append_footer(path: Path, reason: str) -> None:
         seconds=round(sum(case.seconds for case in report.cases), 3),
         reason=reason,
     )
-    # cut off a line that the writer did not finish
+    # Cut off a line that the writer did not finish.
     complete_lines = whole[: whole.rfind(b"\n") + 1]
     write_whole(path, complete_lines + _ENCODER.encode(footer) + b"\n")
 
@@ -511,9 +512,9 @@ def _read_lines(path: Path) -> list[Line]:
         raw = read_whole(path)
     except UsageError as error:
         raise ReportError(str(error)) from error
-    # bytes after the last newline are an unfinished line of a killed run
+    # Bytes after the last newline are an unfinished line of a killed run.
     lines = raw.split(b"\n")[:-1] or [b""]
-    # the version first: another version may have other fields
+    # Read the version first: another version may have other fields.
     version = _decoded(path, 1, lines[0], _VERSION).schema
     if version != SCHEMA_VERSION:
         raise ReportError(
@@ -541,7 +542,7 @@ def _wrong_shape(case: CaseRecord) -> str:
     for name, rows in tables.items():
         if len(rows) != case.world_size:
             return f"{name} has {len(rows)} rows for {case.world_size} ranks"
-    # Where a run stopped early its ranks may have completed different steps.
+    # If a run stopped early, ranks may have completed different steps.
     for name, rows in tables.items():
         for rank, (row, scales) in enumerate(zip(rows, curves.scale, strict=True)):
             if len(row) != len(scales):

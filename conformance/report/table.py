@@ -17,15 +17,15 @@ __all__ = ["MAX_LINES", "escape", "legible", "render", "row"]
 
 MAX_LINES = 40
 """Largest number of lines; code hosts fold longer comments."""
-# rows, failures and the lines around them make at most MAX_LINES together
+# Rows, failures and the other lines make at most MAX_LINES together.
 _MAX_ROWS = 26
 _MAX_STORIES = 5
-# characters: a wider cell makes code hosts scroll the table
+# Unit: characters. Code hosts scroll a table with a wider cell.
 _CELL = 90
 _STORY = 1000  # list items wrap; an exception may print a whole tensor
 _SPECIAL = re.compile(
     r"[^\w ,/=()+;.:'\"%?-]"
-    # emphasis starts at a word boundary, an emoji or an address after a colon
+    # Emphasis starts at a word boundary, an emoji or an address after a colon.
     r"|(?<![^\W_])_|_(?![^\W_])|:(?!\s|$)|(?<=www)\."
 )
 _HEAD = (
@@ -104,10 +104,10 @@ def _shown(groups: Sequence[list[CaseRecord]]) -> list[list[CaseRecord]]:
     """Return the rows that fit; if not all do, those that did not pass come first."""
     if len(groups) <= _MAX_ROWS:
         return list(groups)
-    # not RANKING: a pass is worth more here than a layout that was not run
+    # This is not RANKING: a pass is worth more here than a layout that did not run.
     order = ("error", "fail", "inconclusive", "pass", "skipped")
     ranked = sorted(groups, key=lambda cases: order.index(_status(cases)))
-    # by identity: the rows stay in the order of the report
+    # Compare by identity: rows stay in the order of the report.
     shown = [id(cases) for cases in ranked[:_MAX_ROWS]]
     return [cases for cases in groups if id(cases) in shown]
 

@@ -196,7 +196,7 @@ def cell(records: Sequence[CaseRecord]) -> str:
         f"{records_of[0][0].model}: {clipped(records_of[0][1], LONGEST)}"
         for (kind, _), records_of in causes.items()
     ]
-    # Whole causes: the end of a message often has what explains it.
+    # Show whole causes: the end of a message often explains it.
     fitting = words[:1]
     for each in words[1:]:
         if len("; ".join([*fitting, each])) > CELL:
@@ -288,7 +288,8 @@ def not_tried_lines(report: Report) -> list[str]:
     for case in report.cases:
         if case.status == "skipped":
             why = case.verdicts[0].message
-            # one exception of the user's code comes from many ranks, calls and meshes
+            # One exception of the user's code can come from many ranks, calls and
+            # meshes.
             cause = why.partition(": raised ")[2] or why
             cases_by_cause.setdefault(cause, []).append(case)
     skipped = [

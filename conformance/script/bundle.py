@@ -101,7 +101,7 @@ class Bundle:
         """
         if isinstance(value, Code):
             first = re.split("[.(]", value.name)[0]
-            # a definition of ours may have the same name
+            # Another definition may have the same name.
             alias = first + "_" * (first in self._sources)
             self._here |= value.late
             if value.module:

@@ -65,7 +65,7 @@ def moved(model: Any) -> Any:
     for p in model.parameters():
         if p.is_floating_point():
             signs = torch.randint(2, p.shape, generator=source) * 2.0 - 1.0
-            # 1 + 2**-24 is 1 in fp32
+            # 1 + 2**-24 is 1 in fp32, so multiply in fp64.
             p.data.copy_(p.data.double() * (1.0 + 2.0**-24 * signs.double()))
     return model
 
@@ -135,7 +135,7 @@ def train_alone(rank: int, path: Path, run: Run, work: Any) -> None:
             hooks = training.watch()
             runs.append([training.values(step) for step in range(run.steps)])
         except Exception as error:
-            # the run in fp32 reports what it raises, too
+            # If the run in fp32 raises, report it as well.
             if change is not wide:
                 print(f"one rank raised {type(error).__name__}: {error}", flush=True)
                 sys.exit(1)

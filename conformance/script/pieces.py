@@ -130,7 +130,7 @@ def micro_batches(
         with nullcontext() if index == len(parts) - 1 else unsynced(module):
             with training.autocast():
                 loss = work.loss(module(x), y)
-            # gradients are averaged over the ranks that see different rows
+            # Gradients are averaged over the ranks that have different rows.
             weight = run.loss_factor * training.shares / total
             loss = loss[0] * weight if counted else loss * (weight * count)
             start(loss, index, len(parts)).backward()
@@ -169,7 +169,7 @@ def placed(
         if isinstance(value, tuple | list):
             value, at = value
             at = (at,) if isinstance(at, slice) else tuple(at)
-            # one slice may be of the flat tensor
+            # One slice may be of the flat tensor.
             if len(at) > 1 or numbers[at].numel() != value.numel():
                 numbers = numbers.view(shapes[name])
             numbers = numbers[at].flatten()

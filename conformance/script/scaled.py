@@ -134,7 +134,7 @@ class Scaled:
                 wrong.append(f"rank {rank}: {text}")
             if not 0 < row["after"][0] < float("inf"):
                 wrong.append(f"rank {rank}: scale {row['after'][0]}")
-            # below the smallest normal number there may be a floor
+            # Below the smallest normal number a scaler may have a floor.
             elif scale >= 2.0**-126 and row["after"] not in (
                 (scale, good),
                 (scale, None),

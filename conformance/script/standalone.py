@@ -65,7 +65,7 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
     }
     if scaler_spec != NO_SCALER:
         values["SCALED"] = _scaled(scenario, scaler_spec)
-    # twice: a name that is imported must not be one of a definition
+    # Do this twice: an imported name must not be the name of a definition.
     for _ in range(2):
         lines = [f"{key} = {bundle.expression(each)}" for key, each in values.items()]
     specs = [s for s in (scaler_spec, scenario.model) if ":" in s]
@@ -80,7 +80,7 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
         values="\n".join(lines),
         names=", ".join(values),
     )
-    # a text that is no Python fails here and not at the reader
+    # A text that is no Python fails here, not for a reader.
     compile(text, "standalone", "exec")
     return text
 
@@ -192,9 +192,9 @@ def _run(scenario: Scenario) -> Run:
         "placed": pieces.placed if workload.weights or workload.gradients else None,
         "clip_norm": CLIP_NORM if recipe.training.clip else None,
         "one_rank": OneRank if workload.one_rank else None,
-        # on one rank the judge trains the bare model
+        # On one rank gradparity trains the bare model.
         "parallel": False if judged and topology.name == "single" else None,
-        # what correct runs in half precision stay below
+        # Errors of correct runs in half precision stay below this limit.
         "limit": 0.1 if scenario.in_half else None,
     }
     return Run(

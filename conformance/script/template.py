@@ -222,8 +222,8 @@ class Training:
         grads = {n: p.grad for n, p in self.params.items() if p.grad is not None}
         results = self.placed("gradient", grads)
         results["norm", "all gradients"] = flat(norm), slice(None)
-        # other optimizers divide by what may be only rounding; a train_step may have
-        # a schedule
+        # Other optimizers divide by values that may be only rounding; a train_step may
+        # have a schedule.
         if type(self.optimizer) is torch.optim.SGD and not self.own:
             results |= self.placed("weight", self.params)
         return {key: (values, 0.0) for key, (values, _) in results.items()}
@@ -240,7 +240,7 @@ def departures(run: Run, rows: list[Values], expected: Expected) -> Iterator[str
     """Yield a line for each value that differs from the reference."""
     for key, (true, noise) in expected.items():
         size = float(true.norm()) or 1.0
-        # one that is small beside the others may be only rounding
+        # A gradient that is small beside the others may be only rounding.
         alike = [float(t.norm()) for k, (t, _) in expected.items() if k[0] == key[0]]
         limit = max(run.limit * max(size, max(alike) / 10), 8 * noise)
         for rank, row in enumerate(rows):
