@@ -69,15 +69,19 @@ def console(*, error: bool = False) -> Console:
 _NAMES = {True: "standard output", False: "standard error"}
 
 
-class _Stream(io.TextIOBase):
-    """Output stream that accepts any text and breaks CI commands in it."""
+class _Stream:
+    """Output stream that accepts any text and breaks CI commands in it.
+
+    It is no subclass of `io.IOBase`, whose finalizer flushes: the stream below may be
+    closed by then, and from Python 3.13 on that error is printed.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._name = _NAMES[stream is sys.stdout]
 
     @property
-    def encoding(self) -> str:  # type: ignore[override]  # rich asks for it
+    def encoding(self) -> str:
         """Encoding of the terminal or file."""
         return self._stream.encoding or "utf-8"
 

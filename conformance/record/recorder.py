@@ -375,9 +375,8 @@ class Recorder:
         if self.declared:
             return self.trained <= stepped
         living = (o for ref in self.others or () if (o := ref()) is not None)
-        # an optimizer that has parameters of another optimizer wraps it
-        unlike = (own for o in living if (own := parameters_of(o)).isdisjoint(stepped))
-        return not any(unlike)
+        # an optimizer of the same parameters wraps one that was called
+        return all(parameters_of(each) <= stepped for each in living)
 
     def watch(self, optimizer: Any) -> None:
         """Record the ``step`` of an optimizer that is not a subclass of torch's."""

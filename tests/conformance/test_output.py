@@ -168,3 +168,22 @@ def test_a_line_goes_to_the_stream_of_the_moment(
     say("::a")
     console().print("##[b]", markup=False)
     assert stream.getvalue() == ": :a\n# #[b]\n"
+
+
+def test_a_stream_that_is_closed_before_its_console_is_no_error() -> None:
+    """Development mode reports errors of finalizers, as Python 3.13 always does."""
+    script = (
+        "import io, sys\n"
+        "from gradparity.conformance.output import console\n"
+        "sys.stdout = io.TextIOWrapper(io.BytesIO())\n"
+        "shown = console()\n"
+        "sys.stdout.close()\n"
+        "sys.stdout = sys.__stdout__\n"
+        "del shown\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,6 +1,7 @@
 """Training loops of this process, recorded."""
 
 import copy
+import gc
 import pickle
 from collections import UserDict
 from collections.abc import Iterable, Iterator
@@ -28,6 +29,7 @@ Losses = Iterator[Tensor]
 
 def record(folder: Path, losses: Losses, **orders: Any) -> None:
     """Record while losses are asked for; each is propagated back before the next."""
+    gc.collect()  # models of other tests would count, as those of one job
     recorder = Recorder(Orders(out=str(folder), **orders))
     recorder.install()
     try:
