@@ -161,7 +161,10 @@ class Roots:
         self.called: list[nn.Module] = []
         """Outermost modules, in the order of their first forward."""
         self.names: dict[int, str] = {}
-        """id of a parameter -> its name, without those of wrappers."""
+        """id of a parameter -> its name in its model, without those of wrappers."""
+        self.owners: dict[str, list[int]] = {}
+        """Name -> ids of the parameters of several models that have it, in the order of
+        :meth:`name_of`."""
         self.kept: list[nn.Parameter] = []
         """The parameters, kept alive so that their ids stay valid."""
         self.places: Places | None = None
@@ -199,29 +202,26 @@ class Roots:
         # the largest model comes last, so its names win
         for module in sorted(roots, key=_count):
             self.add(module)
-        self._distinguish()
-
-    def _distinguish(self) -> None:
-        """Make names of several models unique, in the order of their first calls.
-
-        An optimizer may step two critics, which are objects of one class.
-        """
-        called = {id(module): at for at, module in enumerate(self.called)}
-
-        def first_call(root: nn.Module) -> int:
-            at = (called.get(id(each), len(called)) for each in root.modules())
-            return min(at)
-
-        owners: dict[str, list[int]] = {}
-        for module in sorted(self.modules, key=first_call):
+        for module in self.called:
             for parameter in module.parameters():
-                key = id(parameter)
-                ids = owners.setdefault(self.names[key], [])
-                if key not in ids:
-                    ids.append(key)
-        for name, ids in owners.items():
-            for number, key in enumerate(ids[1:], 2):
-                self.names[key] = f"{name} (model {number})"
+                self.name_of(parameter)
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """Return the name of a parameter in the job, or None if no module has it.
+
+        An optimizer may step two critics, which are objects of one class. So models are
+        numbered where they share a name: called ones in the order of their first calls,
+        then others as they are asked for. Models that nobody trains have no number.
+        """
+        key = id(parameter)
+        name = self.names.get(key)
+        if name is None:
+            return None
+        ids = self.owners.setdefault(name, [])
+        if key not in ids:
+            ids.append(key)
+        number = ids.index(key) + 1
+        return name if number == 1 else f"{name} (model {number})"
 
     def learn(self, module: nn.Module) -> None:
         """Read the layout of a module, if it is one of Megatron."""
@@ -263,8 +263,8 @@ class Roots:
             if not called or not called.isdisjoint(map(id, root.modules()))
         ]
         every = (p for module in models for p in module.parameters())
-        named = ((self.names[id(p)], p) for p in every if p.requires_grad)
-        trained = ((name, p, place(p)[1]) for name, p in named)
+        named = ((self.name_of(p), p) for p in every if p.requires_grad)
+        trained = ((name, p, place(p)[1]) for name, p in named if name is not None)
         names = {piece.name for each in trained for piece in self.pieces(*each)}
         return sorted(names.difference(stepped))
 
@@ -296,7 +296,7 @@ def parts_of(optimizer: Any, roots: Roots) -> Iterator[Part]:
     wholes = {id(s): (p, first) for s, p, first in copies_of_megatron(roots)}
     for position, stepped in enumerate(own):
         parameter, first = wholes.get(id(stepped), (stepped, 0))
-        name = roots.names.get(id(parameter), f"{UNNAMED}{position}")
+        name = roots.name_of(parameter) or f"{UNNAMED}{position}"
         local, whole = place(stepped)
         for piece in roots.pieces(name, parameter, whole):
             for cut, box in cuts(local, first, piece):
@@ -396,9 +396,8 @@ def _of_deepspeed(own: Sequence[Any], roots: Roots) -> Iterator[Part]:
     for module in roots.modules:
         for parameter in module.parameters():
             range_of_parameter = fp32_range_of(parameter)
-            if range_of_parameter is None:
+            if range_of_parameter is None or (name := roots.name_of(parameter)) is None:
                 continue
-            name = roots.names[id(parameter)]
             fragment, box = range_of_parameter
             for flat in own:
                 # the fragment is a view of the flat tensor
@@ -447,7 +446,7 @@ def _of_fsdp1(own: Sequence[Any], roots: Roots) -> Iterator[Part]:
         ):
             infos[id(parameter)] = info, tuple(shape)
     for parameter in own if infos else ():
-        name = roots.names.get(id(parameter))
+        name = roots.name_of(parameter)
         if name is None or id(parameter) not in infos:
             continue
         info, shape = infos[id(parameter)]

@@ -193,8 +193,17 @@ def test_models_of_one_class_have_names_of_their_own() -> None:
     both = [*critics[0].parameters(), *critics[1].parameters()]
     names = [part.name for part in parts_of(torch.optim.Adam(both), roots)]
     assert names == ["weight (model 2)", "bias (model 2)", "weight", "bias"]
-    assert roots.names[id(critics[2].weight)] in roots.unstepped(names)
+    assert roots.name_of(critics[2].weight) in roots.unstepped(names)
     assert not {*names} & {*roots.unstepped(names)}
+
+
+def test_a_model_that_nobody_trains_changes_no_name() -> None:
+    """A teacher, or garbage of an earlier model, may be there on one side only."""
+    teacher, model = nn.Linear(3, 2), nn.Linear(3, 2)
+    roots = Roots()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    assert [part.name for part in parts_of(optimizer, roots)] == ["weight", "bias"]
+    assert id(teacher.weight) in roots.names
 
 
 def test_models_of_one_class_begin_each_from_its_own_weights(tmp_path: Path) -> None:
