@@ -33,7 +33,7 @@ the gradients of ranks with different rows must add up to the truth.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any, Literal
@@ -57,6 +57,7 @@ from ..space.facts import facts_of
 from ..space.scenario import Scenario
 from ..status import rank_list
 from .compare import Doubles, compare, multiple_of, sizes
+from .cuts import cuts
 from .reference import Schedule, rows_apart
 from .watched_references import Expected, OnOneProcess, OnOneRank, parts_of
 
@@ -482,19 +483,35 @@ class Boundaries:
             return
         coordinate = self.ranks[rank].coordinate
         shapes = zip(mine.values.shape, truth.shape, strict=True)
-        cuts = [
-            list(_cuts(*sizes, coordinate, self.axes, any_=self.of_whole and dim == 0))
-            for dim, sizes in enumerate(shapes)
-        ]
+        ranges = []
+        for dim, (size, whole) in enumerate(shapes):
+            rows = self.of_whole and dim == 0
+            starts = self._row_starts(rank, boundary, size, whole) if rows else ()
+            ranges.append([*cuts(size, whole, coordinate, self.axes, starts)])
         # Features may be interleaved, as query, key and value in one projection. The
         # module's own parameters show which features these are; the mesh coordinate
         # only suggests equal cuts.
-        if cuts and mine.values.shape[-1] < truth.shape[-1]:
+        if ranges and mine.values.shape[-1] < truth.shape[-1]:
             own = self._features(rank, boundary, mine.values.shape[-1], truth.shape[-1])
-            cuts[-1] = cuts[-1] if own is None else [own]
-        for count, cut in enumerate(product(*cuts)):
+            ranges[-1] = ranges[-1] if own is None else [own]
+        for count, cut in enumerate(product(*ranges)):
             if count < MAX_PARTS:
                 yield truth[np.ix_(*cut)] if cut else truth
+
+    def _row_starts(
+        self, rank: int, boundary: Boundary, size: int, whole: int
+    ) -> list[int]:
+        """Return where the rows of a rank's micro-batch may begin in a whole batch.
+
+        They come after the rows of earlier micro-batches, in one of the equal shares.
+        On one rank a call has the corresponding rows of all ranks, in equal parts.
+        """
+        rows = [len(batch.tensors[0]) for batch in self.ranks[rank].batches]
+        starts = [*range(0, whole, size)] if whole % size == 0 else []
+        share, before = sum(rows), sum(rows[: boundary.micro_batch])
+        if isinstance(self.references, OnOneProcess) and share > 0:
+            starts += range(before, whole - size + 1, share)
+        return starts
 
     def _features(
         self, rank: int, boundary: Boundary, size: int, whole: int
@@ -567,53 +584,6 @@ def _compared(
     worst = max(both, key=lambda found: found.ratio)
     state: State = "right" if worst.ratio <= 1 else "wrong"
     return _Found(state=state, error=worst.error, bound=worst.bound)
-
-
-def _cuts(
-    size: int,
-    whole: int,
-    coordinate: Mapping[str, int],
-    axes: Mapping[str, int],
-    *,
-    any_: bool,
-) -> Iterator[NDArray[np.int64]]:
-    """Yield index ranges of ``size`` along one dim that this rank may hold.
-
-    The mesh coordinate of the rank gives the ranges. With ``any_``, or if no mesh axis
-    gives this size, every equal part is yielded as well.
-    """
-    places = np.arange(whole)
-    if size >= whole:
-        if size == whole:
-            yield places
-        return
-    divides = False
-    for count in range(1, len(axes) + 1):
-        for axes_of_cut in combinations(axes, count):
-            parts, at = 1, 0
-            for axis in axes_of_cut:
-                parts *= axes[axis]
-                at = at * axes[axis] + coordinate[axis]
-            step = -(-whole // parts)  # torch.chunk cuts in this way
-            for cut in (
-                places[at * step : (at + 1) * step],
-                _zigzag(places, at, parts),
-                places[at::parts] if parts > 1 else places[:0],
-            ):
-                if len(cut) == size:
-                    divides = True
-                    yield cut
-    # no mesh axis has this size, so try every equal part
-    if (any_ or not divides) and whole % size == 0:
-        yield from np.split(places, whole // size)
-
-
-def _zigzag(places: NDArray[np.int64], at: int, parts: int) -> NDArray[np.int64]:
-    """Return one chunk from each end, as context parallelism divides a sequence."""
-    if parts < 2 or len(places) % (2 * parts):
-        return places[:0]
-    chunks = np.split(places, 2 * parts)
-    return np.concatenate([chunks[at], chunks[-1 - at]])
 
 
 def _groups(

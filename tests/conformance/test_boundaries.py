@@ -10,6 +10,7 @@ from torch.distributed.nn.functional import all_gather
 
 from gradparity.conformance import Runner, Scenario
 from gradparity.examples.gan import Gan
+from gradparity.tests.workloads.misplaced import RightContext
 
 
 class Towers(nn.Module):
@@ -78,9 +79,17 @@ class KeepsItsTemperature(Contrasts):
         stack.temperature.grad = own
 
 
-def located(runner: Runner, stack: type, more: str) -> Any:
+class SixRows(RightContext):
+    """No fault: micro-batches of three, two and one row, and two divides six."""
+
+    def batch(self, step: int, seed: int) -> tuple[Tensor, Tensor]:
+        x, y = super().batch(step, seed)
+        return x[:6], y[:6]
+
+
+def located(runner: Runner, stack: type, more: str, place: str = "dp2/2") -> Any:
     model = f"{stack.__module__}:{stack.__name__}"
-    id = f"dp2/2/fp32/own/none/model={model},{more}"
+    id = f"{place}/fp32/own/none/model={model},{more}"
     found = runner.localise(runner.run("none", Scenario.parse(id)))
     assert found is not None
     return found
@@ -103,5 +112,14 @@ def test_a_score_of_one_row_is_compared_with_the_score_of_that_row(
 ) -> None:
     # some micro-batches are one row, and any score is a multiple of any other
     found = located(runner, Gan, "steps=1,recipe=accumulate-six")
+    assert found.where == "nowhere", found.text
+    assert "all agree" in found.text, found.text
+
+
+def test_unequal_micro_batches_of_a_sequence_are_compared_with_their_rows(
+    runner: Runner,
+) -> None:
+    # the rank's part of a row cannot run alone, so the reference has all rows
+    found = located(runner, SixRows, "steps=1,recipe=accumulate-uneven", "cp2/2")
     assert found.where == "nowhere", found.text
     assert "all agree" in found.text, found.text
