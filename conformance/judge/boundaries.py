@@ -4,8 +4,9 @@
 The placements of a DTensor say which part of the whole it is, and over which ranks it
 is a partial sum. A plain tensor has no placements. If it is smaller than the whole, it
 is compared with the parts that the rank's mesh coordinate suggests, and the best match
-counts. Rows need no such search, because the reference runs on the rank's own rows. If
-no part has the tensor's shape, the tensor is not compared.
+counts. A gradient is compared with the part that its own tensor has. Rows need no such
+search, because the reference runs on the rank's own rows. If no part has the tensor's
+shape, the tensor is not compared.
 
 [Note: Whose fault]
 The first tensor that differs decides, in the order of the reference and over all ranks,
@@ -20,12 +21,19 @@ parameters, or the optimizer.
 [Note: Factors]
 An objective may be normalised in many ways, and a scaler scales it. So gradients of
 activations are compared up to one factor for each rank and micro-batch, taken from the
-first gradient. A wrong factor shows in the gradients of all parameters.
+first gradient. If the reference runs on the whole batch, that is the first gradient of
+which the rank has a part; see [Note: What all rows share]. A wrong factor shows in the
+gradients of all parameters.
+
+[Note: What all rows share]
+An output may have no rows, such as the temperature of a contrastive loss. On each rank
+its gradient comes from the rank's own rows. If the reference runs on the whole batch,
+the gradients of ranks with different rows must add up to the truth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any, Literal
@@ -49,12 +57,15 @@ from ..space.facts import facts_of
 from ..space.scenario import Scenario
 from ..status import rank_list
 from .compare import Doubles, compare, multiple_of, sizes
+from .cuts import cuts
 from .reference import Schedule, rows_apart
 from .watched_references import Expected, OnOneProcess, OnOneRank, parts_of
 
 __all__ = ["BACKWARD", "FORWARD", "Boundaries", "Direction"]
 
 State = Literal["right", "partial", "wrong"]
+FORWARD_OF = {INPUT_GRADIENT: INPUT, OUTPUT_GRADIENT: OUTPUT}
+"""Kind of a gradient -> kind of the tensor whose gradient it is."""
 UNEVEN = 4 * 2.0**-8
 """Permitted relative difference of two ranks' factors. In bf16 (unit roundoff 2^-8)
 each rank rounds the gradient of an output twice: when it is computed and when it is
@@ -140,6 +151,7 @@ class Boundaries:
         for boundary in self.order:
             self.sides.setdefault((boundary.of, boundary.kind), []).append(boundary)
         self.groups = list(_groups(watched))
+        self.shares = list(_groups(watched, same_rows=False)) if self.of_whole else []
         self.one_factor = self.of_whole or facts_of(scenario.workload.name).counted
         """True if the reference's objective has the same factor on all ranks."""
         self.starts: dict[tuple[int, int], Boundary] = {}
@@ -186,7 +198,7 @@ class Boundaries:
     def _without_gradient(self) -> str:
         """Say where backward reached a module on some ranks only, or ""."""
         for boundary in self.order:
-            came = {INPUT_GRADIENT: INPUT, OUTPUT_GRADIENT: OUTPUT}.get(boundary.kind)
+            came = FORWARD_OF.get(boundary.kind)
             if came is None:
                 continue
             forward = replace(boundary, kind=came)
@@ -379,7 +391,7 @@ class Boundaries:
         if expected is None or not np.isfinite(expected.bound).all():
             return None
         factor = 1.0
-        if boundary.kind in (OUTPUT_GRADIENT, INPUT_GRADIENT):
+        if boundary.kind in FORWARD_OF:
             factor = self.factors[rank, boundary.micro_batch]
         best = self._best(rank, boundary, expected, factor)
         if best is None or best.state == "right":
@@ -391,6 +403,13 @@ class Boundaries:
                 summed = self._best(rank, boundary, expected, factor, group)
                 if summed is not None and summed.state == "right":
                     return replace(best, state="partial")
+        if each.log.passed[boundary].values.shape != expected.truth.shape:
+            return best
+        for group in self.shares:  # see [Note: What all rows share]
+            if rank in group and boundary.kind in FORWARD_OF:
+                summed = self._best(rank, boundary, expected, factor, group)
+                if summed is not None and summed.state == "right":
+                    return summed
         return best
 
     def _best(
@@ -432,8 +451,30 @@ class Boundaries:
 
     def _parts(
         self, rank: int, boundary: Boundary, truth: Doubles
-    ) -> Iterator[Doubles]:
-        """Yield the parts of the truth that a rank's tensor may hold."""
+    ) -> Sequence[Doubles]:
+        """Return the parts of the truth that a rank's tensor may hold.
+
+        Several parts may be multiples of one gradient, so a gradient has the part of
+        its own tensor.
+        """
+        parts = list(self._cut(rank, boundary, truth))
+        forward = replace(boundary, kind=FORWARD_OF.get(boundary.kind, ""))
+        expected = self.expected[self.ranks[rank].rows].get(forward)
+        mine = self.ranks[rank].log.passed.get(forward)
+        if len(parts) < 2 or expected is None or mine is None:
+            return parts
+        of_tensor = [
+            _compared(mine.values.astype(np.float64), part, expected, 1.0).state
+            for part in self._cut(rank, forward, expected.truth)
+        ]
+        if len(of_tensor) != len(parts) or "right" not in of_tensor:
+            return parts
+        return [
+            p for p, state in zip(parts, of_tensor, strict=True) if state == "right"
+        ]
+
+    def _cut(self, rank: int, boundary: Boundary, truth: Doubles) -> Iterator[Doubles]:
+        """Yield the parts of the truth that have the shape of a rank's tensor."""
         mine = self.ranks[rank].log.passed[boundary]
         if mine.whole == truth.shape and mine.places is not None:
             yield truth.reshape(-1)[mine.places].reshape(mine.values.shape)
@@ -442,19 +483,35 @@ class Boundaries:
             return
         coordinate = self.ranks[rank].coordinate
         shapes = zip(mine.values.shape, truth.shape, strict=True)
-        cuts = [
-            list(_cuts(*sizes, coordinate, self.axes, any_=self.of_whole and dim == 0))
-            for dim, sizes in enumerate(shapes)
-        ]
+        ranges = []
+        for dim, (size, whole) in enumerate(shapes):
+            rows = self.of_whole and dim == 0
+            starts = self._row_starts(rank, boundary, size, whole) if rows else ()
+            ranges.append([*cuts(size, whole, coordinate, self.axes, starts)])
         # Features may be interleaved, as query, key and value in one projection. The
         # module's own parameters show which features these are; the mesh coordinate
         # only suggests equal cuts.
-        if cuts and mine.values.shape[-1] < truth.shape[-1]:
+        if ranges and mine.values.shape[-1] < truth.shape[-1]:
             own = self._features(rank, boundary, mine.values.shape[-1], truth.shape[-1])
-            cuts[-1] = cuts[-1] if own is None else [own]
-        for count, cut in enumerate(product(*cuts)):
+            ranges[-1] = ranges[-1] if own is None else [own]
+        for count, cut in enumerate(product(*ranges)):
             if count < MAX_PARTS:
                 yield truth[np.ix_(*cut)] if cut else truth
+
+    def _row_starts(
+        self, rank: int, boundary: Boundary, size: int, whole: int
+    ) -> list[int]:
+        """Return where the rows of a rank's micro-batch may begin in a whole batch.
+
+        They come after the rows of earlier micro-batches, in one of the equal shares.
+        On one rank a call has the corresponding rows of all ranks, in equal parts.
+        """
+        rows = [len(batch.tensors[0]) for batch in self.ranks[rank].batches]
+        starts = [*range(0, whole, size)] if whole % size == 0 else []
+        share, before = sum(rows), sum(rows[: boundary.micro_batch])
+        if isinstance(self.references, OnOneProcess) and share > 0:
+            starts += range(before, whole - size + 1, share)
+        return starts
 
     def _features(
         self, rank: int, boundary: Boundary, size: int, whole: int
@@ -480,13 +537,13 @@ class Boundaries:
     def _factors(self) -> dict[tuple[int, int], float]:
         """Return (rank, micro-batch) -> factor; see [Note: Factors]."""
         own: dict[tuple[int, int], float] = {}
-        for rank in self.ranks:
-            for boundary in self.order:
-                at = (rank, boundary.micro_batch)
-                if at not in own and boundary.kind == OUTPUT_GRADIENT:
-                    factor = self._factor(rank, boundary)
-                    if factor is not None and factor != 0.0:
-                        own[at], self.starts[at] = factor, boundary
+        rounds = (False, True) if self.of_whole else (True,)
+        for rank, whole_too, boundary in product(self.ranks, rounds, self.order):
+            at = (rank, boundary.micro_batch)
+            if at not in own and boundary.kind == OUTPUT_GRADIENT:
+                factor = self._factor(rank, boundary, whole_too=whole_too)
+                if factor is not None and factor != 0.0:
+                    own[at], self.starts[at] = factor, boundary
         wholes = {
             (each.rows, batch): own[rank, batch]
             # reversed, so that of ranks with the same rows the lowest counts
@@ -500,12 +557,15 @@ class Boundaries:
             for batch in {b.micro_batch for b in self.order}
         }
 
-    def _factor(self, rank: int, boundary: Boundary) -> float | None:
+    def _factor(
+        self, rank: int, boundary: Boundary, *, whole_too: bool
+    ) -> float | None:
+        """Return values / truth of a gradient, or None if it is no multiple."""
         expected = self.expected[self.ranks[rank].rows].get(boundary)
         if expected is None or boundary not in self.ranks[rank].log.passed:
             return None
         values = self._values(rank, boundary, ())
-        if values is None:
+        if values is None or (values.shape == expected.truth.shape and not whole_too):
             return None
         ratios = [
             multiple_of(values, part)
@@ -526,60 +586,25 @@ def _compared(
     return _Found(state=state, error=worst.error, bound=worst.bound)
 
 
-def _cuts(
-    size: int,
-    whole: int,
-    coordinate: Mapping[str, int],
-    axes: Mapping[str, int],
-    *,
-    any_: bool,
-) -> Iterator[NDArray[np.int64]]:
-    """Yield index ranges of ``size`` along one dim that this rank may hold.
+def _groups(
+    watched: Sequence[Watched], *, same_rows: bool = True
+) -> Iterator[list[int]]:
+    """Yield groups of ranks over which a tensor may be partial.
 
-    The mesh coordinate of the rank gives the ranges. With ``any_``, or if no mesh axis
-    gives this size, every equal part is yielded as well.
+    Args:
+        watched: records of all ranks.
+        same_rows: yield groups of ranks with equal rows, or of ranks that all have
+            different ones.
     """
-    places = np.arange(whole)
-    if size >= whole:
-        if size == whole:
-            yield places
-        return
-    divides = False
-    for count in range(1, len(axes) + 1):
-        for axes_of_cut in combinations(axes, count):
-            parts, at = 1, 0
-            for axis in axes_of_cut:
-                parts *= axes[axis]
-                at = at * axes[axis] + coordinate[axis]
-            step = -(-whole // parts)  # torch.chunk cuts in this way
-            for cut in (
-                places[at * step : (at + 1) * step],
-                _zigzag(places, at, parts),
-                places[at::parts] if parts > 1 else places[:0],
-            ):
-                if len(cut) == size:
-                    divides = True
-                    yield cut
-    # no mesh axis has this size, so try every equal part
-    if (any_ or not divides) and whole % size == 0:
-        yield from np.split(places, whole // size)
-
-
-def _zigzag(places: NDArray[np.int64], at: int, parts: int) -> NDArray[np.int64]:
-    """Return one chunk from each end, as context parallelism divides a sequence."""
-    if parts < 2 or len(places) % (2 * parts):
-        return places[:0]
-    chunks = np.split(places, 2 * parts)
-    return np.concatenate([chunks[at], chunks[-1 - at]])
-
-
-def _groups(watched: Sequence[Watched]) -> Iterator[list[int]]:
-    """Yield groups of ranks with equal rows, over which a tensor may be partial."""
     axes = list(watched[0].coordinate)
     for count in range(1, len(axes) + 1):
         for crossed in combinations(axes, count):
-            lines: dict[Any, list[int]] = {}
+            lines: dict[Any, list[Watched]] = {}
             for each in watched:
                 rest = [i for a, i in each.coordinate.items() if a not in crossed]
-                lines.setdefault((each.rows, *rest), []).append(each.rank)
-            yield from (line for line in lines.values() if len(line) > 1)
+                rows = [each.rows] if same_rows else []
+                lines.setdefault((*rows, *rest), []).append(each)
+            for line in lines.values():
+                n_rows = len({each.rows for each in line})
+                if len(line) > 1 and (same_rows or n_rows == len(line)):
+                    yield [each.rank for each in line]

@@ -252,7 +252,7 @@ class _Gradients:
         scenario, texts = self.scenario, []
         if scenario.parsed_recipe.resume and self.step == scenario.resume_step:
             texts.append("a checkpoint was loaded just before this step")
-        if where == "gradient" and not self.departed["loss"] and self._is_rounded():
+        if self._is_rounded(where):
             texts.append(
                 "the errors are as small as the rounding of sums in 16 bits: if "
                 "gradients are to be reduced in 16 bits, declare it by reduce_dtype"
@@ -264,18 +264,19 @@ class _Gradients:
             )
         return "".join(f"; {text}" for text in texts)
 
-    def _is_rounded(self) -> bool:
-        """Return True if the errors look like sums over ranks in 16 bits.
+    def _is_rounded(self, where: str) -> bool:
+        """Return True if gradients alone are wrong, by as much as sums in 16 bits are.
 
         Rounding goes in all directions, so a difference with a common factor is not
         rounding.
         """
         rows = self.departed["gradient"]
+        if where != "gradient" or self.departed["loss"]:
+            return False
         # largest error of a sum in bf16
         small = SAFETY_FACTOR * torch.finfo(torch.bfloat16).eps / 2
         promised = self.scenario.promised_dtype is not None
-        shared = math.prod(self.facts.axes.values()) > 1
-        if not (rows and shared) or promised or max(r.error for r in rows) > small:
+        if not rows or promised or max(r.error for r in rows) > small:
             return False
         pairs = (pair for name in self.names for pair in self._values(name, self.truth))
         factors = [multiple_of(mine, whole) for _, mine, whole in pairs if whole.any()]
@@ -290,7 +291,9 @@ class _Gradients:
         workload = self.scenario.workload
         # a workload cannot declare these beside it
         may = not (workload.one_rank or workload.scheduler)
-        is_explained = self.setting or self.kept or self.of_ranks
+        is_explained = (
+            self.setting or self.kept or self.of_ranks or self._is_rounded(found.where)
+        )
         if workload.train_step is None or not may or is_explained:
             return ""
         rows = self.departed["gradient"] or self.departed["update"]
@@ -334,6 +337,11 @@ class _Gradients:
                 f"the gradient of {first.parameter} itself differs on "
                 f"{rank_list(ranks)}, step {self.step}, by {first.error:.2g} (bound "
                 f"{first.bound:.1g}){self._unreduced(first.parameter)}; {text}"
+            )
+        if first.parameter not in self.truth:
+            text += (
+                f"; no gradient of {first.parameter} is due: the model freezes it, or "
+                "does not use it"
             )
         return Location(
             where="gradient",

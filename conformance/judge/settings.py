@@ -182,9 +182,10 @@ def other_than_reference(
             for trace, at in seen:
                 value = at.settings.get(name, {}).get(key, want)
                 if not _equal(value, want):
+                    mine, theirs = _apart(value, want)
                     return step, (
-                        f"{key} of {name} is {_plain(value)} on rank {trace.rank} at "
-                        f"step {step}, and {_plain(want)} {whose}"
+                        f"{key} of {name} is {mine} on rank {trace.rank} at step "
+                        f"{step}, and {theirs} {whose}"
                     )
     return None
 
@@ -209,7 +210,7 @@ def other_setting(at: StepTrace, whole: StepTrace) -> tuple[int, str]:
             continue
         want = settings_there[name, key]
         if not _equal(value, want):
-            return compared, f"{key} of {name} is {_plain(value)}, and {_plain(want)}"
+            return compared, f"{key} of {name} is {', and '.join(_apart(value, want))}"
         compared += 1
     return compared, ""
 
@@ -274,10 +275,11 @@ def _differences(
             first = min(at)
             other = next((rank for rank in sorted(at) if at[rank] != at[first]), None)
             if other is not None:
+                one, another = _apart(at[first], at[other])
                 yield (
                     step,
-                    f"{key} of {name} is {_plain(at[first])} on rank {first} and "
-                    f"{_plain(at[other])} on rank {other} at step {step}",
+                    f"{key} of {name} is {one} on rank {first} and {another} on rank "
+                    f"{other} at step {step}",
                 )
 
 
@@ -291,10 +293,16 @@ def _told(led: Mapping[int, Setting], before: Collection[Setting]) -> str:
     return ", ".join(f"{_plain(v)} {where}" for v, where in [*first.items()][:2])
 
 
-def _plain(value: Setting) -> str:
+def _apart(one: Setting, other: Setting) -> tuple[str, str]:
+    """Format two settings with as many digits as distinguish them."""
+    pairs = [(_plain(one, n), _plain(other, n)) for n in (6, 9, 12, 17)]
+    return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
+
+
+def _plain(value: Setting, digits: int = 6) -> str:
     if isinstance(value, tuple):
-        return f"({', '.join(f'{v:g}' for v in value)})"
-    return f"{value:g}"
+        return f"({', '.join(f'{v:.{digits}g}' for v in value)})"
+    return f"{value:.{digits}g}"
 
 
 def _finite(value: Setting) -> bool:

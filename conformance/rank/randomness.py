@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from ..space.random_layers import generators_of
 from ..space.recomputation import Recomputed
 from .modules import modules_in
 from .observe import digest, local_part
@@ -154,7 +155,7 @@ class DrawLog:
 
     def _meet(self, module: nn.Module) -> None:
         """Add the generators that a module created during its call."""
-        for generator in _held_by(module):
+        for generator in generators_of(module):
             if not any(generator is each for each in self._generators):
                 # the generator's state before the first number
                 fresh = torch.Generator(generator.device).manual_seed(
@@ -189,12 +190,8 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _held_by(module: nn.Module) -> list[torch.Generator]:
-    return [g for g in vars(module).values() if isinstance(g, torch.Generator)]
-
-
 def _generators(modules: Mapping[nn.Module, str]) -> list[torch.Generator]:
-    own = {id(g): g for module in modules for g in _held_by(module)}
+    own = {id(g): g for module in modules for g in generators_of(module)}
     # before CUDA is initialised, torch has no generators for GPUs
     cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return [torch.default_generator, *cuda, *own.values()]

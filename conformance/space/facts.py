@@ -31,7 +31,7 @@ from ...fixtures import (
     split_names,
 )
 from ..formulas import FP32_INSIDE
-from .random_layers import equal_outputs, turn_off_random_layers
+from .random_layers import equal_outputs, generators_of, turn_off_random_layers
 from .recipes import CLIP_NORM, CLIP_VALUE, Training
 from .recomputation import recompute_in_backward
 
@@ -278,16 +278,28 @@ def _first_calls(workload: ResolvedWorkload) -> tuple[bool, int]:
     """Return if a forward draws random numbers, and the loss's number of counts."""
     draws, counts = False, 0
     with suppress(WorkloadError):
-        torch.manual_seed(0)
-        model, batch = workload.model(), workload.batch(0, 0)
-        before = torch.get_rng_state()
+        model, again = _seeded(workload), _seeded(workload)
+        batch, before = workload.batch(0, 0), _states(model)
         with workload.calling("forward"):
             first = model(batch.inputs)
-            draws = not torch.equal(before, torch.get_rng_state())
-            # drawing from a generator of the model leaves torch's generator unchanged
-            draws = draws or not equal_outputs(first, model(batch.inputs))
+            after = _states(model)
+            draws = len(before) < len(after) or not all(map(torch.equal, before, after))
+            # A global generator shows in the outputs alone. A second forward of one
+            # model may differ without draws: the first one may have moved a buffer.
+            draws = draws or not equal_outputs(first, again(batch.inputs))
         counts = len(workload.objective(first, batch.targets)[1])
     return draws, counts
+
+
+def _seeded(workload: ResolvedWorkload) -> nn.Module:
+    torch.manual_seed(0)
+    return workload.model()
+
+
+def _states(model: nn.Module) -> list[Tensor]:
+    """Return the states of torch's generator and of those that modules have."""
+    own = (g for module in model.modules() for g in generators_of(module))
+    return [torch.get_rng_state(), *(generator.get_state() for generator in own)]
 
 
 def _widens(workload: ResolvedWorkload) -> bool:

@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["equal_outputs", "probabilities", "turn_off_random_layers"]
+__all__ = [
+    "equal_outputs",
+    "generators_of",
+    "probabilities",
+    "turn_off_random_layers",
+]
 
 _SCALED = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d
 """Dropouts that multiply the elements they keep by 1 / (1 - p)."""
@@ -20,6 +25,11 @@ def probabilities(model: nn.Module) -> dict[str, float]:
     """Return name -> probability of dropouts that scale the elements they keep."""
     modules = model.named_modules()
     return {n: float(m.p) for n, m in modules if isinstance(m, _SCALED)}
+
+
+def generators_of(module: nn.Module) -> list[torch.Generator]:
+    """Return the generators that a module has as attributes, without submodules."""
+    return [g for g in vars(module).values() if isinstance(g, torch.Generator)]
 
 
 def turn_off_random_layers(stack: object) -> None:

@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.rank.worker import observe_rank
@@ -18,10 +20,36 @@ from gradparity.fixtures import (
     OfWorkload,
     resolve_workload,
 )
+from gradparity.tests.workloads.stacks import Right
 
 RIGHT = "gradparity.tests.workloads.stacks:Right"
 STEPS = "gradparity.fixtures.faulty.own_steps:Steps"
+RANDOM = "gradparity.tests.workloads.random_stacks"
 COUNTED = "gradparity.tests.conformance.test_workload_parts:Counted"
+
+
+class Codebook(nn.Linear):
+    """A layer that reads a running mean before forward moves it."""
+
+    seen: Tensor
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("seen", torch.zeros(inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x - self.seen.clone())
+        self.seen.lerp_(x.detach().mean(0), 0.5)
+        return y
+
+
+class MovesABuffer(Right):
+    def model(self) -> nn.Module:
+        model = super().model()
+        assert isinstance(model, nn.Sequential)
+        assert isinstance(model[0], nn.Linear)
+        model[0] = Codebook(model[0].in_features, model[0].out_features)
+        return model
 
 
 def test_ranks_are_told_the_facts_and_find_out_nothing() -> None:
@@ -90,3 +118,16 @@ def test_every_need_is_had_somewhere_and_lacked_somewhere() -> None:
 )
 def test_the_reason_names_what_is_lacking(choices: dict[str, str], reason: str) -> None:
     assert reason in why_not(resolve_workload("digits"), choices)
+
+
+def test_a_forward_that_moves_a_buffer_draws_nothing() -> None:
+    # the second forward differs, but not by random numbers
+    workload = resolve_workload(f"{__name__}:MovesABuffer")
+    model, batch = workload.model(), workload.batch(0, 0)
+    assert not torch.equal(model(batch.inputs), model(batch.inputs))
+    assert not probe(workload).draws
+
+
+@pytest.mark.parametrize("stack", ["Dropout", "RestoresItsOwnGenerator"])
+def test_a_forward_that_draws_from_any_generator_is_found(stack: str) -> None:
+    assert probe(resolve_workload(f"{RANDOM}:{stack}")).draws

@@ -29,7 +29,7 @@ from gradparity.conformance.report.records import Location, read_report
 from gradparity.conformance.report.terminal import print_report
 from gradparity.conformance.run.session import RunSettings
 from gradparity.tests.workloads import misplaced
-from gradparity.tests.workloads.steps import Alone, Engine
+from gradparity.tests.workloads.steps import Alone, Engine, Trains
 
 MODULE = "gradparity.tests.workloads.misplaced"
 TWICE = "gradparity.fixtures.faulty:UnscalesTwice"
@@ -331,6 +331,47 @@ def test_errors_of_a_common_factor_are_no_rounding(runner: Runner) -> None:
     found = located(runner, own(misplaced.SlightlyTooMuch, "dp2/2/fp32"))
     assert found.where == "gradient" and "1.01000 x the truth" in found.text
     assert "reduce_dtype" not in found.text
+
+
+class RoundsGradients(Trains):
+    """Gradients are rounded to bf16 where ranks reduce them, also on one rank."""
+
+    def clip(self, stack: Engine) -> Tensor:
+        for parameter in stack.module.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.bfloat16().float()
+        return super().clip(stack)
+
+
+@pytest.mark.parametrize("place", ["dp1/1", "dp2/2"])
+def test_sums_in_16_bits_need_a_line_and_no_other_reference(
+    runner: Runner, place: str
+) -> None:
+    model = f"{__name__}:{RoundsGradients.__name__}"
+    found = located(runner, f"{place}/fp32/own/none/model={model},steps=1")
+    assert "declare it by reduce_dtype" in found.text
+    assert "one rank" not in found.text
+
+
+class Unfreezes(misplaced.Right):
+    """The model freezes a layer, and the layout trains it."""
+
+    meshes = ({"dp": 2},)
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.get_parameter("head.bias").requires_grad_(False)
+        return model
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        model.get_parameter("head.bias").requires_grad_(True)
+        return super().parallelize(model, mesh)
+
+
+def test_a_gradient_that_is_not_due_is_told(runner: Runner) -> None:
+    model = f"{__name__}:{Unfreezes.__name__}"
+    found = located(runner, f"dp2/2/fp32/own/none/model={model},steps=1")
+    assert "no gradient of head.bias is due: the model freezes it" in found.text
 
 
 def test_a_rank_that_clips_by_its_own_norm_is_told(runner: Runner) -> None:

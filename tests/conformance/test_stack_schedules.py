@@ -333,6 +333,13 @@ def test_what_never_moves_is_not_followed() -> None:
     assert (found.settings, found.followed, found.differs) == ((), "", None)
 
 
+def test_values_that_hardly_differ_are_given_with_all_digits_that_differ() -> None:
+    found = stack_schedule([seen(lr(0.009), lr(0.009000001))])
+    assert found.differs is not None
+    told = "lr of w is 0.009 on rank 0 and 0.009000001 on rank 1 at step 0"
+    assert found.differs[1] == told
+
+
 def test_a_skipped_step_leaves_no_setting() -> None:
     found = stack_schedule([seen(lr(0.1)), seen({}), seen(lr(0.2))])
     assert found.settings == ((("w", "lr", 0.1),), (), (("w", "lr", 0.2),))

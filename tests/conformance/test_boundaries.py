@@ -1,0 +1,125 @@
+"""Gradients at module boundaries whose reference runs on the whole batch."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.nn.functional import all_gather
+
+from gradparity.conformance import Runner, Scenario
+from gradparity.examples.gan import Gan
+from gradparity.tests.workloads.misplaced import RightContext
+
+
+class Towers(nn.Module):
+    """Two towers and a temperature, an output without rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(6, 4)
+        self.right = nn.Linear(6, 4)
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        left, right = x.chunk(2, -1)
+        return self.left(left), self.right(right), self.temperature.exp()
+
+
+class Contrasts:
+    """No fault: each row is compared with the rows of all ranks."""
+
+    meshes = ({"dp": 2},)
+    reference = "one rank"
+
+    def model(self) -> nn.Module:
+        return Towers()
+
+    def batch(self, step: int, seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(100 * seed + step)
+        x = torch.randn(8, 12, generator=generator)
+        return x, x[:, 0]
+
+    def micro_batches(self, batch: Any) -> list[Any]:
+        return [batch]
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        self.group = mesh.get_group("dp")
+        self.optimizer_of_all = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model
+
+    def train_step(self, stack: nn.Module, micro_batches: Any, scaler: Any) -> Tensor:
+        self.optimizer_of_all.zero_grad()
+        ((x, _),) = micro_batches
+        left, right, scale = stack(x)
+        everything = torch.cat(all_gather(right, group=self.group))
+        place = dist.get_rank(self.group) * len(x)
+        labels = torch.arange(place, place + len(x))
+        logits = scale * left @ everything.T
+        loss = nn.functional.cross_entropy(logits, labels)
+        loss.backward()
+        self.average(stack)
+        self.optimizer_of_all.step()
+        return loss.detach()
+
+    def average(self, stack: nn.Module) -> None:
+        for parameter in stack.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad, group=self.group)
+            parameter.grad /= dist.get_world_size(self.group)
+
+
+class KeepsItsTemperature(Contrasts):
+    """The gradient of the temperature is not averaged."""
+
+    def average(self, stack: nn.Module) -> None:
+        own = stack.temperature.grad.clone()  # type: ignore[union-attr, operator]
+        super().average(stack)
+        stack.temperature.grad = own
+
+
+class SixRows(RightContext):
+    """No fault: micro-batches of three, two and one row, and two divides six."""
+
+    def batch(self, step: int, seed: int) -> tuple[Tensor, Tensor]:
+        x, y = super().batch(step, seed)
+        return x[:6], y[:6]
+
+
+def located(runner: Runner, stack: type, more: str, place: str = "dp2/2") -> Any:
+    model = f"{stack.__module__}:{stack.__name__}"
+    id = f"{place}/fp32/own/none/model={model},{more}"
+    found = runner.localise(runner.run("none", Scenario.parse(id)))
+    assert found is not None
+    return found
+
+
+def test_a_gradient_of_what_all_rows_share_is_a_sum_over_ranks(runner: Runner) -> None:
+    found = located(runner, Contrasts, "steps=1")
+    assert found.where == "nowhere", found.text
+    assert "all agree" in found.text, found.text
+
+
+def test_a_temperature_that_is_not_averaged_is_named(runner: Runner) -> None:
+    found = located(runner, KeepsItsTemperature, "steps=1")
+    assert (found.where, found.parameters) == ("gradient", ("temperature",))
+    assert "nothing averages them" in found.text, found.text
+
+
+def test_a_score_of_one_row_is_compared_with_the_score_of_that_row(
+    runner: Runner,
+) -> None:
+    # some micro-batches are one row, and any score is a multiple of any other
+    found = located(runner, Gan, "steps=1,recipe=accumulate-six")
+    assert found.where == "nowhere", found.text
+    assert "all agree" in found.text, found.text
+
+
+def test_unequal_micro_batches_of_a_sequence_are_compared_with_their_rows(
+    runner: Runner,
+) -> None:
+    # the rank's part of a row cannot run alone, so the reference has all rows
+    found = located(runner, SixRows, "steps=1,recipe=accumulate-uneven", "cp2/2")
+    assert found.where == "nowhere", found.text
+    assert "all agree" in found.text, found.text
