@@ -36,6 +36,9 @@ def now_s() -> float:
 sleep = time.sleep
 """Python's own ``time.sleep``, even if a test replaces it."""
 
+getpid = os.getpid
+"""Python's own ``os.getpid``, even if a test replaces it."""
+
 
 def flush_standard_streams() -> None:
     """Flush stdout and stderr, if they exist and can be written."""
@@ -110,7 +113,7 @@ def wait_for_turn() -> None:
 def children() -> list[int]:
     """Return the pids of this process's children."""
     try:
-        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+        text = Path(f"/proc/self/task/{getpid()}/children").read_text()
     except OSError:
         return []
     return [int(word) for word in text.split()]

@@ -141,6 +141,8 @@ def _become(words: list[str], cwd: str, env: dict[str, str], ranks: bool) -> Non
     import traceback
     import types
 
+    # A program that ends by itself does not call os._exit, in which coverage.py saves.
+    end = os._exit
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
@@ -164,10 +166,10 @@ def _become(words: list[str], cwd: str, env: dict[str, str], ranks: bool) -> Non
                 _customize(os.path.dirname(os.path.abspath(words[0])))
                 _fork_forkserver(ranks)
                 runpy.run_path(words[0], run_name="__main__")
-        except SystemExit as end:
-            if isinstance(end.code, str):
-                print(end.code, file=sys.stderr)
-            code = end.code if isinstance(end.code, int) else int(bool(end.code))
+        except SystemExit as exit_:
+            if isinstance(exit_.code, str):
+                print(exit_.code, file=sys.stderr)
+            code = exit_.code if isinstance(exit_.code, int) else bool(exit_.code)
         except BaseException:
             traceback.print_exc()
             code = 1
@@ -176,7 +178,7 @@ def _become(words: list[str], cwd: str, env: dict[str, str], ranks: bool) -> Non
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        os._exit(code)
+        end(code)
 
 
 def _fork_forkserver(ranks: bool) -> None:

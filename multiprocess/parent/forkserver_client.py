@@ -103,7 +103,7 @@ class ForkserverClient:
     def __init__(self, *, fork: bool = False) -> None:
         """Start the server; with ``fork`` as a fork of this process."""
         linux.fill_standard_descriptors()
-        self.owner = os.getpid()
+        self.owner = linux.getpid()
         self._lock = threading.Lock()
         self._imported: set[str] = set()
         self._serial = 0
@@ -130,7 +130,7 @@ class ForkserverClient:
         """True if the server belongs to this process and is running."""
         # A fork of the parent has the socket, too, and two clients would take each
         # other's answers.
-        return self.owner == os.getpid() and self._process.poll() is None
+        return self.owner == linux.getpid() and self._process.poll() is None
 
     def preload(self, modules: Iterable[str], limit_s: float) -> None:
         """Import ``modules`` in the server, for ranks that are forked later.
@@ -176,7 +176,7 @@ class ForkserverClient:
         """End the server and with it every rank."""
         # End of file orders the server to end.
         self._sock.close()
-        if self.owner == os.getpid():  # a forked copy of the parent owns nothing
+        if self.owner == linux.getpid():  # a forked copy of the parent owns nothing
             self._wait()
         os.close(self._errors_fd)
 

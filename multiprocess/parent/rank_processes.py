@@ -229,7 +229,7 @@ class RankProcesses:
         if reason := unsupported():
             raise HarnessError(reason)
         self.spec = spec
-        self.owner = os.getpid()
+        self.owner = linux.getpid()
         self.runs = 0
         self.reusable = True
         self.ranks: list[RankProcess] = []
@@ -310,7 +310,7 @@ class RankProcesses:
 
     def intact(self) -> bool:
         """Return True if every rank is alive and belongs to this process."""
-        if self.owner != os.getpid():
+        if self.owner != linux.getpid():
             return False
         self._collect_exits(0.0)
         # The exit status of a process that has just ended may still be on its way.
@@ -319,7 +319,7 @@ class RankProcesses:
     def stop(self) -> None:
         """Let the ranks end by themselves; kill those that do not."""
         # in a fork of the parent, the ranks belong to the parent
-        if self.owner == os.getpid():
+        if self.owner == linux.getpid():
             for rank in self.ranks:
                 # End of file orders the rank to end, and the rank can still answer.
                 rank.sock.shutdown(socket.SHUT_WR)
@@ -328,7 +328,7 @@ class RankProcesses:
 
     def kill(self) -> None:
         """Kill every rank and release the parent's resources; may be called again."""
-        if self.owner == os.getpid():  # a forked copy of the parent has no ranks
+        if self.owner == linux.getpid():  # a forked copy of the parent has no ranks
             for rank in self.ranks:
                 # The forkserver kills the rest of the rank's process group. It does so
                 # when it sees the rank end, before the number can be used again.

@@ -13,6 +13,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,9 @@ from .runner import Runner, UnsuitableWorld
 
 _RUN: pytest.StashKey[ItemRun] = pytest.StashKey()
 _SESSION = pytest.StashKey[SessionOrder]()
+
+_CONFIGURE_NODE = "pytest_configure_node"
+"""Hook of pytest-xdist in which plugins configure a worker."""
 
 _OWN_OF_A_RANK: Mapping[str, Any] = {
     "basetemp": None,
@@ -217,6 +221,7 @@ class ItemRun:
         self._take_reports(results)
         self._take_subtests([(o.rank, r) for o, r in results])
         self._take_warnings([result for _, result in results])
+        self._take_expectation([result.expected for _, result in results])
         for _, result in results:
             properties = self._item.user_properties
             properties.extend(
@@ -299,6 +304,14 @@ class ItemRun:
                     self._item.ihook.pytest_warning_recorded.call_historic(
                         kwargs={**warning, "nodeid": self._item.nodeid}
                     )
+
+    def _take_expectation(self, expected: Sequence[Mapping[str, Any] | None]) -> None:
+        """Expect a failure if the ranks do: a test or fixture may add a mark."""
+        if len({each is None for each in expected}) > 1:
+            text = "only some ranks have marked the test xfail"
+            self._ended["call"] = pytest.fail.Exception(text, pytrace=False)
+        elif expected and expected[0] is not None:
+            internals.expect_failure(self._item, expected[0])
 
     def complete(self, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
         """Add the ranks' own reports to the report of one phase."""
@@ -414,7 +427,7 @@ def _session_order(config: pytest.Config) -> SessionOrder:
             folder=str(config.invocation_params.dir),
             terminal=_terminal(config),
             temporary=internals.temporary_folder(config),
-            worker=getattr(config, "workerinput", None) or _as_only_worker(),
+            worker=getattr(config, "workerinput", None) or _as_only_worker(config),
         )
     return config.stash[_SESSION]
 
@@ -434,13 +447,22 @@ def _terminal(config: pytest.Config) -> str | None:
             capture.resume_global_capture()
 
 
-def _as_only_worker() -> Mapping[str, Any]:
-    return {
+def _as_only_worker(config: pytest.Config) -> Mapping[str, Any]:
+    worker = {
         "workerid": "master",
         "workercount": 1,
         "testrunuid": uuid.uuid4().hex,
         "mainargv": list(sys.argv),
     }
+    # Plugins that know workers of pytest-xdist add what they need there. pytest-cov
+    # would add something only for workers: coverage.py measures ranks by itself.
+    plugins = config.pluginmanager
+    if hasattr(config.hook, _CONFIGURE_NODE):
+        configure = plugins.subset_hook_caller(
+            _CONFIGURE_NODE, [plugins.get_plugin("_cov")]
+        )
+        configure(node=SimpleNamespace(config=config, workerinput=worker))
+    return worker
 
 
 def _options(config: pytest.Config) -> Iterator[tuple[str, Any]]:

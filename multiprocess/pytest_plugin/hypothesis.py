@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
+from unittest import mock
 
 import hypothesis
 import pytest
+from hypothesis import stateful
 from hypothesis.errors import StopTest, UnsatisfiedAssumption
 
 from .. import linux
@@ -39,7 +41,6 @@ class Agreed(Exception):
     A single class, so that hypothesis sees a single failure.
     """
 
-    _gradparity_hidden = True
     own: BaseException | None = None
     """Failure of this rank, or None."""
 
@@ -49,8 +50,6 @@ class _Unshrunk(BaseException):
 
     Raised if other ranks do not finish the same example.
     """
-
-    _gradparity_hidden = True
 
     def __init__(self, own: BaseException) -> None:
         super().__init__()
@@ -63,74 +62,99 @@ class OtherRankFailed(Exception):
     _gradparity_followed = True
 
 
-@contextmanager
-def in_step(test: Any, seed: int) -> Iterator[None]:
-    """Make a test with ``@given`` run the same examples on all ranks.
+class Steps:
+    """Keeps the examples of one test in step with those of the other ranks."""
 
-    Args:
-        test: Function that pytest calls.
-        seed: Seed of the draws, unless the test or the command line sets one.
-    """
-    __tracebackhide__ = True
-    owner = getattr(test, "__func__", test)
-    handle = test.hypothesis
-    body, before = handle.inner_test, dict(vars(owner))
-    steps = _Steps(body)
+    def __init__(self, seed: int) -> None:
+        """Begin a test.
 
-    @functools.wraps(body)
-    def step(*args: Any, **kwargs: Any) -> None:
-        __tracebackhide__ = True
-        steps.run(args, kwargs)
-
-    settings = getattr(owner, SETTINGS, None) or hypothesis.settings()
-    adapted = hypothesis.settings(
-        settings,
-        # An example may be slow because its rank waits for another rank.
-        deadline=None,
-        # Ranks that read other examples, or other clocks, would disagree.
-        database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-        # This phase would explain which lines of the harness ran.
-        phases=[p for p in settings.phases if p is not hypothesis.Phase.explain],
-        report_multiple_bugs=False,
-    )
-    setattr(owner, SETTINGS, adapted)
-    if getattr(owner, _SEED, None) is None:
-        hypothesis.seed(seed)(owner)
-    # Hypothesis offers this hook for other test runners.
-    handle.inner_test = step
-    own: BaseException | None = None
-    try:
-        yield
-    except (Agreed, _Unshrunk) as error:
-        own = error.own or OtherRankFailed(str(error))
-        for note in getattr(error, "__notes__", []):
-            own.add_note(note)
-    finally:
-        handle.inner_test = body
-        for name in (SETTINGS, _SEED):
-            if name in before:
-                setattr(owner, name, before[name])
-            else:
-                vars(owner).pop(name, None)
-    if own is not None:
-        raise own
-
-
-class _Steps:
-    """Runs the body of a test for each example, in step with the other ranks."""
-
-    def __init__(self, body: Any) -> None:
-        self._body = body
+        Args:
+            seed: Seed of the draws, unless the test or the command line sets one.
+        """
+        self._seed = seed
         self._world = current_world()
         self._number = 0
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @contextmanager
+    def of_state_machines(self) -> Iterator[None]:
+        """Make state machines run the same steps on all ranks."""
+        make = stateful.get_state_machine_test
+
+        def made(*args: Any, **kwargs: Any) -> Callable[[], None]:
+            test = make(*args, **kwargs)
+
+            def run() -> None:
+                __tracebackhide__ = True
+                with self.of(test):
+                    test()
+
+            return run
+
+        # Each run of a machine makes its test, a function with `@given`, by this one.
+        with mock.patch.object(stateful, make.__name__, made):
+            yield
+
+    @contextmanager
+    def of(self, test: Any) -> Iterator[None]:
+        """Make a test with ``@given`` run the same examples on all ranks.
+
+        Args:
+            test: Function that pytest calls.
+        """
+        __tracebackhide__ = True
+        owner = getattr(test, "__func__", test)
+        handle = test.hypothesis
+        body, before = handle.inner_test, dict(vars(owner))
+
+        @functools.wraps(body)
+        def step(*args: Any, **kwargs: Any) -> None:
+            __tracebackhide__ = True
+            self._run(body, args, kwargs)
+
+        settings = getattr(owner, SETTINGS, None) or hypothesis.settings()
+        adapted = hypothesis.settings(
+            settings,
+            # An example may be slow because its rank waits for another rank.
+            deadline=None,
+            # Ranks that read other examples, or other clocks, would disagree.
+            database=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
+            # This phase would explain which lines of the harness ran.
+            phases=[p for p in settings.phases if p is not hypothesis.Phase.explain],
+            report_multiple_bugs=False,
+        )
+        setattr(owner, SETTINGS, adapted)
+        if getattr(owner, _SEED, None) is None:
+            hypothesis.seed(self._seed)(owner)
+        # Hypothesis offers this hook for other test runners.
+        handle.inner_test = step
+        own: BaseException | None = None
+        try:
+            yield
+        except (Agreed, _Unshrunk) as error:
+            own = error.own or OtherRankFailed(str(error))
+            for note in getattr(error, "__notes__", []):
+                own.add_note(note)
+        finally:
+            handle.inner_test = body
+            for name in (SETTINGS, _SEED):
+                if name in before:
+                    setattr(owner, name, before[name])
+                else:
+                    vars(owner).pop(name, None)
+        if own is not None:
+            context = own.__context__
+            try:
+                raise own
+            finally:  # an error that only ended the search is no cause of it
+                own.__context__ = context
+
+    def _run(self, body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run one example; raise the exception on which all ranks agree."""
         __tracebackhide__ = True
         own: BaseException | None = None
         try:
-            refuse_unrun("the test", self._body(*args, **kwargs))
+            refuse_unrun("the test", body(*args, **kwargs))
         except (Exception, StopTest, pytest.fail.Exception) as error:
             own = error
         except BaseException as error:

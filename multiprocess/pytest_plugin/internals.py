@@ -6,6 +6,7 @@ pytest-xdist's workers use the same ones; pytest has no public names for them.
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from _pytest._code.code import (
 )
 from _pytest._io import TerminalWriter
 from _pytest.runner import runtestprotocol
-from _pytest.skipping import xfailed_key
+from _pytest.skipping import Xfail, xfailed_key
 
 SETTINGS = "_hypothesis_internal_use_settings"
 """Attribute that holds a test's settings; hypothesis has no public name for it."""
@@ -52,6 +53,19 @@ def tear_down_to(session: pytest.Session, following: pytest.Item | None) -> None
     session._setupstate.teardown_exact(following)
 
 
+def expected_failure(item: pytest.Item) -> Mapping[str, Any] | None:
+    """Return the failure that the ``xfail`` marks of a test expect, or None."""
+    mark = item.stash.get(xfailed_key, None)
+    names = ("reason", "run", "strict", "raises")
+    return {name: getattr(mark, name) for name in names} if mark else None
+
+
+def expect_failure(item: pytest.Item, expected: Mapping[str, Any]) -> None:
+    """Make a test expect a failure, unless a mark of its own expects one."""
+    if item.stash.get(xfailed_key, None) is None:
+        item.stash[xfailed_key] = Xfail(**expected)
+
+
 def accepts(item: pytest.Item, error: BaseException) -> bool:
     """Return False if the ``xfail`` mark of a test names other exceptions."""
     mark = item.stash.get(xfailed_key, None)
@@ -60,7 +74,8 @@ def accepts(item: pytest.Item, error: BaseException) -> bool:
         return True
     if isinstance(raises, type | tuple):
         return isinstance(error, raises)
-    return bool(raises.matches(error))  # pytest.RaisesExc exists since pytest 8.4
+    # pytest.RaisesExc exists since pytest 8.4
+    return hasattr(raises, "matches") and bool(raises.matches(error))
 
 
 def temporary_folder(config: pytest.Config) -> str | None:

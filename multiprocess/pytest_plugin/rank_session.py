@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+import sys
 from collections.abc import Generator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +94,9 @@ class ItemResult(Left):
     properties: tuple[tuple[str, object], ...] = ()
     """Value of ``item.user_properties``."""
 
+    expected: Mapping[str, Any] | None = None
+    """Failure that the test's ``xfail`` marks expect, or None."""
+
     def phase(self, when: str) -> Phase | None:
         """Return one phase; None if the test did not reach it."""
         return next((p for p in self.phases if p.when == when), None)
@@ -142,7 +147,9 @@ class RankSession:
             self.config = pytest.Config.fromdictargs(options, list(order.args))
         finally:
             os.chdir(here)
-        self.config.workerinput = dict(order.worker)  # type: ignore[attr-defined]  # pytest-xdist's name
+        # pytest-randomly reads its option there, also without pytest-xdist.
+        worker = {**options, **order.worker}
+        self.config.workerinput = worker  # type: ignore[attr-defined]  # pytest-xdist's name
         self.config.workeroutput = {}  # type: ignore[attr-defined]  # as above
         self.plugin = _RankPlugin(order.terminal)
         self.config.pluginmanager.register(self.plugin, "gradparity-rank")
@@ -191,6 +198,7 @@ class RankSession:
         finally:
             added = item.user_properties[properties:]
             del item.user_properties[properties:]
+        expected = internals.expected_failure(item)
         phases = [plugin.phase(self.config, report) for report in plugin.reports]
         early = next((p for p in phases if p.kind not in ("", FAIL)), None)
         failed = next((p for p in phases if p.kind == FAIL), None)
@@ -202,6 +210,7 @@ class RankSession:
             tuple(serialised(self.config, report) for report in plugin.subtests),
             tuple(plugin.warnings),
             tuple((name, _travelling(value)) for name, value in added),
+            expected and {name: _travelling(value) for name, value in expected.items()},
         )
         if failed is None:
             return result
@@ -237,14 +246,6 @@ def _travelling(value: Any) -> Any:
     except Exception:  # any class may refuse in its own way: send the text instead
         return repr(value)
     return value
-
-
-def _without_hidden(error: BaseException | None) -> None:
-    """Remove causes of a failure that only ended hypothesis's search."""
-    while error is not None:
-        if getattr(error.__context__, "_gradparity_hidden", False):
-            error.__context__ = None
-        error = error.__context__
 
 
 def _debug(terminal: str, error: BaseException | None, text: str) -> None:
@@ -312,8 +313,6 @@ class _RankPlugin:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Keep the exception: the parent combines those of all ranks."""
-        if call.excinfo is not None:
-            _without_hidden(call.excinfo.value)
         report = yield
         self._latest = None
         if call.excinfo is not None:
@@ -383,12 +382,14 @@ class _RankPlugin:
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         """Keep the examples of hypothesis in step on all ranks."""
         __tracebackhide__ = True
-        test = getattr(item, "obj", None)
-        if not hasattr(test, "hypothesis"):
+        if "hypothesis" not in sys.modules:
             return (yield)
-        from .hypothesis import in_step
+        from .hypothesis import Steps
 
-        with in_step(test, self.draw_seed):
+        test = getattr(item, "obj", None)
+        steps = Steps(self.draw_seed)
+        drawn = steps.of(test) if hasattr(test, "hypothesis") else nullcontext()
+        with steps.of_state_machines(), drawn:
             return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -401,9 +402,11 @@ class _RankPlugin:
             return (yield)
 
         @functools.wraps(fn)
-        def checked(*args: Any, **kwargs: Any) -> None:
+        def checked(*args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
-            refuse_unrun("the test", fn(*args, **kwargs))
+            value = fn(*args, **kwargs)
+            refuse_unrun("the test", value)
+            return value
 
         pyfuncitem.obj = checked
         try:

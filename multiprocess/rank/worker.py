@@ -174,7 +174,7 @@ class _Rank:
         self._trace_crashes = trace_crashes
         self._store_fd = store_fd
         self._records_fd = records_fd
-        self._pid = os.getpid()
+        self._pid = linux.getpid()
         self._groups_made = 0
         self._runs = 0
         self._in_call = False
@@ -326,7 +326,7 @@ class _Rank:
                 reply = raised(error, reusable=True)
             finally:
                 self._in_call = False
-        if os.getpid() != self._pid:
+        if linux.getpid() != self._pid:
             _end_child()
         # After a call that failed the ranks end, and one may still wait for a
         # collective.
@@ -356,7 +356,7 @@ class _Rank:
         self._records.begin(self._runs)
 
     def _report_failure(self, failed: Failed) -> None:
-        if os.getpid() == self._pid:
+        if linux.getpid() == self._pid:
             reply = dataclasses.replace(_returned(failed), tears_down=True)
             messages.send(self._sock, reply)
 

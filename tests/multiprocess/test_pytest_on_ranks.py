@@ -193,6 +193,27 @@ def test_xfail_of_ranks_that_differ(world):
 def test_xfail_without_a_run():
     os._exit(1)
 
+@pytest.fixture
+def known(request):
+    request.applymarker(pytest.mark.xfail(raises=ValueError, strict=True))
+
+@pytest.mark.world(2)
+def test_xfail_of_a_fixture(known):
+    raise ValueError
+
+@pytest.fixture(scope="class")
+def another_number():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 1)
+        yield
+
+@pytest.mark.usefixtures("another_number")
+class TestOfAnotherNumber:
+    @pytest.mark.world(2)
+    @pytest.mark.parametrize("turn", [0, 1])
+    def test_number(self, turn):
+        assert os.getpid() == 1
+
 def setup_module(module):
     module.of_module = dist.get_rank() if dist.is_initialized() else None
 
@@ -234,12 +255,12 @@ class TestCase(unittest.TestCase):
         self.assertEqual(1, 2)
 """
 
-PASSED = 32
+PASSED = 34
 
 
 def test_features_that_pass(session: Session, pytester: pytest.Pytester) -> None:
     done = session(FEATURES, "--junitxml=out.xml")
-    says = f"{PASSED} passed, 3 skipped, 5 xfailed, 1 warning"
+    says = f"{PASSED} passed, 3 skipped, 6 xfailed, 1 warning"
     assert says in done.stdout, done.stdout
     assert "UserWarning: for the summary" in done.stdout
     assert re.search(r"SKIPPED \[1\] test_it.py:\d+: later", done.stdout)
@@ -297,6 +318,19 @@ def test_teardown(unclean):
 def test_unexpected():
     pass
 
+@pytest.mark.world(2)
+def test_unexpected_by_a_mark_of_its_own(request):
+    request.applymarker(pytest.mark.xfail(strict=True))
+
+@pytest.mark.world(2)
+def test_marked_by_one_rank(request, world):
+    if world.rank == 1:
+        request.applymarker(pytest.mark.xfail)
+
+@pytest.mark.world(2)
+def test_returns():
+    return 1
+
 class NoPickle(Exception):
     __reduce__ = None
 
@@ -322,7 +356,9 @@ def test_features_that_fail(session: Session) -> None:
     assert "PytestUnhandledThreadExceptionWarning" in out
     assert "ERROR at setup of test_setup" in out and "of the setup" in out
     assert "ERROR at teardown of test_teardown" in out and "of the teardown" in out
-    assert "[XPASS(strict)]" in out
+    assert out.count("\n[XPASS(strict)]") == 2
+    assert "only some ranks have marked the test xfail" in out
+    assert "PytestReturnNotNoneWarning" in out
     assert out.count("FAILED test_it.py::test_not_expected[") == 4
     assert "PASSED test_it.py::test_innocent" in out
     assert "SUBFAILED(i=2)" in out or "SUBFAIL" in out
@@ -395,6 +431,39 @@ def test_flaky(world, counted):
     assert "1 passed in" in done.stdout, done.stdout
 
 
+CONFIGURES = """
+import pytest
+
+def pytest_addoption(parser):
+    parser.addoption("--chosen", default="by default")
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["of node"] = node.config.option.chosen
+
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        config.seen = config.workerinput["chosen"], config.workerinput["of node"]
+"""
+
+
+@pytest.mark.parametrize("xdist", [True, False])
+def test_a_plugin_configures_ranks_as_workers_of_xdist(
+    session: Session, pytester: pytest.Pytester, xdist: bool
+) -> None:
+    pytester.makeconftest(CONFIGURES)
+    done = session(
+        """
+@pytest.mark.world(2)
+def test_it(pytestconfig):
+    print("the rank has", *pytestconfig.seen)
+""",
+        "--chosen=mine",
+        *([] if xdist else ["-p", "no:xdist"]),
+    )
+    assert done.stdout.count("the rank has mine mine") == 2, done.stdout
+
+
 @pytest.mark.parametrize("option", ["-s", "--capture=tee-sys"])
 def test_output_that_is_not_captured_has_the_rank_in_front(
     session: Session, option: str
@@ -443,6 +512,8 @@ def test_each_feature_of_the_page_has_a_test() -> None:
 
 DRAWN = """
 from hypothesis import HealthCheck, given, note, settings, target, strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine, invariant, rule, run_state_machine_as_test)
 
 seen = []
 
@@ -488,6 +559,35 @@ def test_kinds_of_failure(world, n):
         raise KeyError("high")
     if world.rank == 0 and n > 50:
         raise ValueError("low")
+
+class Sums(RuleBasedStateMachine):
+    total = 0
+
+    @rule(n=st.integers(0, 100))
+    def add(self, n):
+        value = torch.tensor([n])
+        dist.all_reduce(value)
+        assert value.item() == 2 * n
+        self.total += n
+
+    @rule()
+    def wait(self):
+        dist.barrier()
+
+@pytest.mark.world(2)
+class TestSums(Sums.TestCase):
+    pass
+
+@pytest.mark.world(2)
+def test_sums_below(world):
+    class Below(Sums):
+        @invariant()
+        def below(self):
+            assert self.total < 130
+
+    with pytest.raises(AssertionError) as caught:
+        run_state_machine_as_test(Below)
+    assert "state.add(n=" in str(caught.value.__notes__)
 """
 
 
@@ -495,7 +595,7 @@ def test_kinds_of_failure(world, n):
 def test_examples_stay_in_step(session: Session) -> None:
     done = session(DRAWN)
     out = done.stdout
-    assert "4 failed, 2 passed" in out, out
+    assert "4 failed, 4 passed" in out, out
     assert "n=70," in out and "Agreed" not in out
     assert re.search(r"not shrunk since other ranks wait: .*n=\d+", out)
     assert "the ranks do not agree on the outcome" in out
