@@ -262,6 +262,18 @@ def test_what_a_trainer_says_of_itself_is_checked(call: str, words: str) -> None
         (["--workload", f"{MODULE}:Right", "--precision", "fp16-params"], "leaves no"),
         (["--scaler", "none", "--scaler", OURS], "give no other"),
         (
+            ["--workload", f"{MODULE}:Right", "--workload", f"{MODULE}:Nested"],
+            f"a run has one workload: got {MODULE}:Right and {MODULE}:Nested",
+        ),
+        (
+            ["--workload", f"{MODULE}:Right", "--scenario", "ddp/2/fp32/sgd/none"],
+            "give no --workload beside --scenario",
+        ),
+        (
+            ["--precision", "fp32", "--scenario", "ddp/2/bf16-autocast/sgd/none"],
+            "give no --precision beside --scenario",
+        ),
+        (
             ["--scaler", "none", "--scenario", "ddp/2/fp32/sgd/inf@r0s0:first"],
             "cannot be trained without a scaler",
         ),
