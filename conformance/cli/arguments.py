@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ... import __version__
 from ..status import USAGE, UsageError, did_you_mean, unknown
-from .values import check_values
+from .values import Once, check_alone, check_values, workload_spec
 
 if TYPE_CHECKING:  # the class is private and generic only for type checkers
     Commands = argparse._SubParsersAction[Any]  # noqa: SLF001  # for type checkers alone
@@ -148,6 +148,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
                 "preset beside it"
             )
         parsed.topology, parsed.preset = layouts, "layouts"
+    if parsed.command == "run" and parsed.scenario:
+        check_alone(parsed, {**NARROWING, "workload": _SELECTION["workload"]})
     check_values(parsed)
     # A misspelt --require would let every scaler pass.
     judged = getattr(parsed, "scaler", None) or [DEFAULT_SCALER]
@@ -511,15 +513,6 @@ def _specs(text: str) -> list[str]:
     return specs
 
 
-def _workload(text: str) -> str:
-    """Check the form of a workload, ``module:attribute`` or empty."""
-    if text and not all(text.partition(":")):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not module:attribute, such as mypackage.stack:Workload"
-        )
-    return text
-
-
 def repeated(
     metavar: str, text: str, names: Callable[[str], list[str]] = _names
 ) -> dict[str, Any]:
@@ -562,8 +555,9 @@ _SELECTION: Options = {
         "help": "short for --preset full",
     },
     "workload": {
+        "action": Once,
         "default": "",
-        "type": _workload,
+        "type": workload_spec,
         "metavar": "SPEC",
         "help": "module:attribute of your workload (docs/workload.md)",
     },

@@ -8,20 +8,65 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from ..status import UsageError, did_you_mean, id_parts, unknown
 from .tables import law_texts, names_of
 
-__all__ = ["check_spec", "check_values"]
+__all__ = ["Once", "check_alone", "check_spec", "check_values", "workload_spec"]
 
 _OPTIONS = ("topology", "model", "precision", "optimizer", "preset")
 """Options whose values are names of a table."""
 _OF_A_WORKLOAD = ("topology", "optimizer")
 """Options whose values come from the workload, if one is given."""
+
+
+class Once(argparse.Action):
+    """Store a value, and refuse a second one, which would hide the first."""
+
+    def __call__(
+        self, parser: Any, parsed: Any, value: Any, option: Any = None
+    ) -> None:
+        """Store ``value``, or raise if there is another one."""
+        before = getattr(parsed, self.dest)
+        if before not in (self.default, value):
+            text = f"a run has one workload: got {before} and {value}"
+            raise argparse.ArgumentError(self, text)
+        setattr(parsed, self.dest, value)
+
+
+def workload_spec(text: str) -> str:
+    """Check the form of a workload, ``module:attribute`` or empty."""
+    if text and not all(text.partition(":")):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not module:attribute, such as mypackage.stack:Workload"
+        )
+    return text
+
+
+def check_alone(
+    parsed: argparse.Namespace, options: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Raise if ``--scenario`` stands beside an option that it would override.
+
+    Args:
+        parsed: parsed command line of ``run``.
+        options: these options, with their settings.
+
+    Raises:
+        UsageError: names the option.
+    """
+    for name, how in options.items():
+        if getattr(parsed, name.replace("-", "_")) != how.get("default"):
+            raise UsageError(
+                "the id of a scenario names its model, topology and all else: give no "
+                f"--{name} beside --scenario"
+            )
 
 
 def check_values(parsed: argparse.Namespace) -> None:

@@ -124,8 +124,18 @@ def _model(workload: ResolvedWorkload) -> nn.Module:
     return model
 
 
+def _batch_after(workload: ResolvedWorkload, seed: int) -> Batch:
+    """Return the first batch, made after ``seed`` of torch's generator.
+
+    Ranks and references call ``batch`` with other states of the generator.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return workload.batch(0, 0)
+
+
 def _batch(workload: ResolvedWorkload) -> Batch:
-    batch, again = (workload.batch(0, 0) for _ in range(2))
+    batch, again = (_batch_after(workload, state) for state in range(2))
     if not all(map(_same_bits, batch.tensors, again.tensors)):
         raise workload.refuse(
             "batch",

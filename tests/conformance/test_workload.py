@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,6 +23,14 @@ HERE = Path(__file__).parents[1]
 OURS = "gradparity.scaler:GradScaler"
 MODULE = "gradparity.tests.workloads.stacks"
 NEVER = "gradparity.fixtures.faulty:NeverAgrees"
+
+
+class DrawsUnseeded(stacks.Right):
+    """Draws from torch's own generator as the caller left it."""
+
+    def batch(self, step: int, seed: int) -> stacks.Batch:
+        x = torch.randn(16, 8)
+        return x, x.abs()[:, :4]
 
 
 def case(
@@ -198,6 +207,7 @@ def test_a_stack_that_breaks_is_an_error_and_no_verdict(
         (stacks.ForwardRaises, "(stacks.py in forward, line"),
         (stacks.RandomModel, "model: 0.weight has other values when made again"),
         (stacks.RandomBatch, "batch: gave other numbers for the same step and seed"),
+        (DrawsUnseeded, "batch: gave other numbers for the same step and seed"),
         (stacks.UnevenBatch, "batch: raised ValueError: a batch needs tensors with"),
         (stacks.OneTensor, "batch: returned Tensor, expected (inputs, targets)"),
         (stacks.WrongShapes, "forward: raised RuntimeError: mat1 and mat2"),
@@ -251,6 +261,18 @@ def test_what_a_trainer_says_of_itself_is_checked(call: str, words: str) -> None
         (["--workload", f"{MODULE}:Right", "--optimizer", "sgd"], "unknown optimizer"),
         (["--workload", f"{MODULE}:Right", "--precision", "fp16-params"], "leaves no"),
         (["--scaler", "none", "--scaler", OURS], "give no other"),
+        (
+            ["--workload", f"{MODULE}:Right", "--workload", f"{MODULE}:Nested"],
+            f"a run has one workload: got {MODULE}:Right and {MODULE}:Nested",
+        ),
+        (
+            ["--workload", f"{MODULE}:Right", "--scenario", "ddp/2/fp32/sgd/none"],
+            "give no --workload beside --scenario",
+        ),
+        (
+            ["--precision", "fp32", "--scenario", "ddp/2/bf16-autocast/sgd/none"],
+            "give no --precision beside --scenario",
+        ),
         (
             ["--scaler", "none", "--scenario", "ddp/2/fp32/sgd/inf@r0s0:first"],
             "cannot be trained without a scaler",

@@ -22,7 +22,7 @@ import torch
 from gradparity.benchmarks.__main__ import PAGES as TOOLS_OF_PAGES
 from gradparity.benchmarks.__main__ import SPEED, VALIDATION
 from gradparity.conformance.__main__ import main
-from gradparity.conformance.cli.arguments import LISTS
+from gradparity.conformance.cli.arguments import LISTS, NARROWING, parse
 from gradparity.fixtures.peers import PEERS
 from gradparity.tests.docs_blocks import PAGES, ROOT, Block, blocks, inline_commands
 from gradparity.tests.extras import needs
@@ -118,6 +118,8 @@ def run_ours(words: list[str]) -> None:
         return check_options(words)
     argv = [PLACEHOLDERS.get(word, word) for word in words[1:]]
     asks = argv[0] != "gate" or "--update-baseline" in argv
+    if argv[0] == "run":
+        argv = without_selection(argv)
     with warnings.catch_warnings():
         warnings.simplefilter("default")  # as outside of pytest
         try:
@@ -126,6 +128,18 @@ def run_ours(words: list[str]) -> None:
             status = int(done.code or 0)
     assert status in (0, 1), f"{shlex.join(words)} gives {status}"
     return None
+
+
+def without_selection(argv: list[str]) -> list[str]:
+    """Parse a line as it is written; drop what no line has beside ``--scenario``."""
+    parse(argv)
+    named = {f"--{name}" for name in (*NARROWING, "workload")}
+    pairs = zip(["", *argv], argv, strict=False)
+    return [
+        word
+        for before, word in pairs
+        if before not in named and word.partition("=")[0] not in named
+    ]
 
 
 def check_options(words: list[str]) -> None:
