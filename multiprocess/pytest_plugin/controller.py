@@ -227,6 +227,8 @@ class ItemRun:
             properties.extend(
                 each for each in result.properties if each not in properties
             )
+            for name, reason in result.stops:
+                setattr(self._item.session, name, reason)
         if self.failure is not None:
             self.failed_in = self._place_of_failure()
         for when in ("setup", "call", "teardown"):

@@ -10,6 +10,7 @@ import functools
 import os
 import pickle
 import sys
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -97,6 +98,9 @@ class ItemResult(Left):
     expected: Mapping[str, Any] | None = None
     """Failure that the test's ``xfail`` marks expect, or None."""
 
+    stops: tuple[tuple[str, object], ...] = ()
+    """Attributes of the session by which a test or hook has ended it."""
+
     def phase(self, when: str) -> Phase | None:
         """Return one phase; None if the test did not reach it."""
         return next((p for p in self.phases if p.when == when), None)
@@ -106,6 +110,8 @@ class ItemResult(Left):
         """Name of the first phase that failed, or None."""
         return next((p.when for p in self.phases if p.kind == FAIL), None)
 
+
+_STOPS = ("shouldstop", "shouldfail")
 
 _session: RankSession | None = None
 
@@ -155,6 +161,8 @@ class RankSession:
         self.config.pluginmanager.register(self.plugin, "gradparity-rank")
         internals.write_nowhere(self.config)
         internals.configure(self.config)
+        # In force until this call ends; `end` runs in another call.
+        self._filters = warnings.filters
         current_world()._trace_crashes()  # noqa: SLF001  # its own world; pytest's faulthandler has taken them
         self.session = pytest.Session.from_config(self.config)
         self.config.hook.pytest_sessionstart(session=self.session)
@@ -199,6 +207,7 @@ class RankSession:
             added = item.user_properties[properties:]
             del item.user_properties[properties:]
         expected = internals.expected_failure(item)
+        stops = [(each, getattr(self.session, each)) for each in _STOPS]
         phases = [plugin.phase(self.config, report) for report in plugin.reports]
         early = next((p for p in phases if p.kind not in ("", FAIL)), None)
         failed = next((p for p in phases if p.kind == FAIL), None)
@@ -211,6 +220,7 @@ class RankSession:
             tuple(plugin.warnings),
             tuple((name, _travelling(value)) for name, value in added),
             expected and {name: _travelling(value) for name, value in expected.items()},
+            tuple((name, reason) for name, reason in stops if reason),
         )
         if failed is None:
             return result
@@ -219,6 +229,7 @@ class RankSession:
 
     def end(self) -> None:
         """Tear down all fixtures, and end session and plugins."""
+        warnings.filters = self._filters
         internals.tear_down_to(self.session, None)
         # plugins read the exit status there
         code = self.session.exitstatus = pytest.ExitCode.OK
