@@ -206,9 +206,8 @@ class ItemRun:
         options = CallOptions(
             timeout_s=self._spec.timeout_s,
             isolation=self._spec.isolation,
-            leaves_nothing=True,
+            is_test=True,
             live=self._runner.live,
-            prepares=True,
         )
         return self._runner.run(self._spec, options, run_item, order)
 
