@@ -28,6 +28,8 @@ from . import internals
 FAIL = "fail"
 """Kind of a phase that failed; others are the kinds of ``Left``, and "" if passed."""
 
+_FAILED, _PASSED = Left(FAIL, "", ""), Left("", "", "")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOrder:
@@ -66,17 +68,10 @@ class ItemOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
-    """Setup, call or teardown of a test on one rank."""
+class Phase(Left):
+    """Setup, call or teardown of a test on one rank, and how it ended."""
 
     when: str
-    kind: str
-    name: str
-    """Qualified name of the exception's type."""
-
-    reason: str
-    """Text of the exception."""
-
     report: Mapping[str, Any]
     """Report of pytest, serialised by pytest."""
 
@@ -211,10 +206,11 @@ class RankSession:
         phases = [plugin.phase(self.config, report) for report in plugin.reports]
         early = next((p for p in phases if p.kind not in ("", FAIL)), None)
         failed = next((p for p in phases if p.kind == FAIL), None)
+        left = _PASSED if early is None or failed is not None else early
         result = ItemResult(
-            "" if early is None or failed is not None else early.kind,
-            "" if early is None else early.name,
-            "" if early is None else early.reason,
+            left.kind,
+            left.name,
+            left.reason,
             tuple(phases),
             tuple(serialised(self.config, report) for report in plugin.subtests),
             tuple(plugin.warnings),
@@ -459,18 +455,10 @@ class _RankPlugin:
         # Not by the report's outcome: a mark that expects a failure is about all ranks
         # together, and the parent applies it.
         _, error = self._errors.get(id(report), (None, None))
-        kind = name = reason = ""
-        if error is None and report.failed and "xfail" not in report.keywords:
-            kind = FAIL  # a hook of the rank has changed the report
-        elif error is not None:
-            left = early_end(error)
-            kind = FAIL if left is None else left.kind
-            name = "" if left is None else left.name
-            reason = "" if left is None else left.reason
-        return Phase(
-            when=report.when,
-            kind=kind,
-            name=name,
-            reason=reason,
-            report=serialised(config, report),
-        )
+        left = _PASSED
+        if error is not None:
+            left = early_end(error) or _FAILED
+        elif report.failed and "xfail" not in report.keywords:
+            left = _FAILED  # a hook of the rank has changed the report
+        sent = serialised(config, report)
+        return Phase(**vars(left), when=report.when, report=sent)
