@@ -83,9 +83,8 @@ class Run:
     context: Context | None
     """Settings of the parent, if they changed since the last message."""
 
-    leaves_nothing: bool = False
-    prepares: bool = False
-    """``leaves_nothing`` and ``prepares`` are options of ``CallOptions``."""
+    is_test: bool = False
+    """Option of ``CallOptions``."""
 
 
 class Kind(enum.Enum):

@@ -119,17 +119,14 @@ class CallOptions:
     isolation: Isolation = "pool"
     """Processes and state that the call shares with earlier ones: see ``WorldSpec``."""
 
-    leaves_nothing: bool = False
-    """True to replace the ranks if the call leaves a thread running, or a collective
-    that was not waited for. Meant for tests, which must not affect the next one."""
-
     live: bool = False
     """True to show the ranks' output while they run, each line with its rank."""
 
-    prepares: bool = False
-    """True if the function prepares first, such as by imports. The time limit then
-    starts when all ranks have called ``World._begin``; ``start_timeout_s`` limits the
-    time before."""
+    is_test: bool = False
+    """True for a test. It is imported first: its time limit starts when all ranks have
+    called ``World._begin``, and ``start_timeout_s`` limits the time before. It must not
+    affect the next test: if it leaves a thread running, or a collective that was not
+    waited for, the ranks are replaced."""
 
     def __post_init__(self) -> None:
         check_isolation(self.isolation)

@@ -78,8 +78,7 @@ def run_on_ranks(spec: WorldSpec, fn: Callable[..., Any], *args: Any) -> None:
     options = CallOptions(
         timeout_s=spec.timeout_s,
         isolation=spec.isolation,
-        leaves_nothing=True,
-        prepares=True,  # `CaseRef.find` imports the test
+        is_test=True,
     )
     outcomes = _submit(spec, options, fn, *args)
     results = [o.value for o in outcomes if isinstance(o.value, CaseResult)]

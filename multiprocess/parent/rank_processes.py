@@ -285,8 +285,7 @@ class RankProcesses:
             number=self.runs,
             fresh_group=fresh_group,
             context=context,
-            leaves_nothing=options.leaves_nothing,
-            prepares=options.prepares,
+            is_test=options.is_test,
         )
         packed = messages.packed(run)
         for rank in self.ranks:

@@ -69,7 +69,7 @@ class Watch:
         self._processes = processes
         self._others = others
         self._limit_s = options.timeout_s
-        self._prepares = options.prepares
+        self._prepares = options.is_test
         self._live = options.live
         self._began = linux.now_s()
         self._until = self._began + (

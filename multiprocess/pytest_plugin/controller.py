@@ -44,38 +44,25 @@ _CONFIGURE_NODE = "pytest_configure_node"
 _OWN_OF_A_RANK: Mapping[str, Any] = {
     "basetemp": None,
     "cacheclear": False,
-    "cacheshow": None,
     "capture": "no",  # output goes through the rank's pipe, even if the rank is killed
-    "collectonly": False,
     "cov_source": [],  # coverage.py measures ranks by itself
-    "debug": None,
-    "deselect": None,
     "dist": "no",
-    "durations": None,
-    "failedfirst": False,
     "gradparity_adopt": False,
-    "keyword": "",
     "lf": False,
     "log_file": None,
-    "looponfail": False,
-    "markexpr": "",
     "maxfail": 0,
-    "newfirst": False,
-    "no_cov": True,
     "numprocesses": None,
-    "pastebin": None,
     "pyargs": False,
-    "setuponly": False,
-    "setupplan": False,
     "setupshow": False,
     "stepwise": False,
     "stepwise_skip": False,
     "trace": False,
-    "tx": [],
     "usepdb": False,
-    "xmlpath": None,
 }
-"""Options with fixed values on ranks, because only the parent selects and reports."""
+"""Options with fixed values on ranks, because only the parent selects and reports.
+
+Others have no effect there: plugins know workers of pytest-xdist, and a rank keeps the
+tests that they deselect."""
 
 
 def refuse(item: pytest.Item) -> None:
@@ -206,9 +193,8 @@ class ItemRun:
         options = CallOptions(
             timeout_s=self._spec.timeout_s,
             isolation=self._spec.isolation,
-            leaves_nothing=True,
+            is_test=True,
             live=self._runner.live,
-            prepares=True,
         )
         return self._runner.run(self._spec, options, run_item, order)
 
@@ -227,6 +213,8 @@ class ItemRun:
             properties.extend(
                 each for each in result.properties if each not in properties
             )
+            for name, reason in result.stops:
+                setattr(self._item.session, name, reason)
         if self.failure is not None:
             self.failed_in = self._place_of_failure()
         for when in ("setup", "call", "teardown"):

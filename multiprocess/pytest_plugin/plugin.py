@@ -156,7 +156,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         preload_session(config)
         if needs_agent():
             _lead_or_follow(config)
-        _runner(config).expect()
+        _runner(config)  # starts what runs the tests
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

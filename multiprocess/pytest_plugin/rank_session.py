@@ -10,6 +10,7 @@ import functools
 import os
 import pickle
 import sys
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from . import internals
 
 FAIL = "fail"
 """Kind of a phase that failed; others are the kinds of ``Left``, and "" if passed."""
+
+_FAILED, _PASSED = Left(FAIL, "", ""), Left("", "", "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +68,10 @@ class ItemOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
-    """Setup, call or teardown of a test on one rank."""
+class Phase(Left):
+    """Setup, call or teardown of a test on one rank, and how it ended."""
 
     when: str
-    kind: str
-    name: str
-    """Qualified name of the exception's type."""
-
-    reason: str
-    """Text of the exception."""
-
     report: Mapping[str, Any]
     """Report of pytest, serialised by pytest."""
 
@@ -97,6 +93,9 @@ class ItemResult(Left):
     expected: Mapping[str, Any] | None = None
     """Failure that the test's ``xfail`` marks expect, or None."""
 
+    stops: tuple[tuple[str, object], ...] = ()
+    """Attributes of the session by which a test or hook has ended it."""
+
     def phase(self, when: str) -> Phase | None:
         """Return one phase; None if the test did not reach it."""
         return next((p for p in self.phases if p.when == when), None)
@@ -106,6 +105,8 @@ class ItemResult(Left):
         """Name of the first phase that failed, or None."""
         return next((p.when for p in self.phases if p.kind == FAIL), None)
 
+
+_STOPS = ("shouldstop", "shouldfail")
 
 _session: RankSession | None = None
 
@@ -155,6 +156,8 @@ class RankSession:
         self.config.pluginmanager.register(self.plugin, "gradparity-rank")
         internals.write_nowhere(self.config)
         internals.configure(self.config)
+        # In force until this call ends; `end` runs in another call.
+        self._filters = warnings.filters
         current_world()._trace_crashes()  # noqa: SLF001  # its own world; pytest's faulthandler has taken them
         self.session = pytest.Session.from_config(self.config)
         self.config.hook.pytest_sessionstart(session=self.session)
@@ -199,18 +202,21 @@ class RankSession:
             added = item.user_properties[properties:]
             del item.user_properties[properties:]
         expected = internals.expected_failure(item)
+        stops = [(each, getattr(self.session, each)) for each in _STOPS]
         phases = [plugin.phase(self.config, report) for report in plugin.reports]
         early = next((p for p in phases if p.kind not in ("", FAIL)), None)
         failed = next((p for p in phases if p.kind == FAIL), None)
+        left = _PASSED if early is None or failed is not None else early
         result = ItemResult(
-            "" if early is None or failed is not None else early.kind,
-            "" if early is None else early.name,
-            "" if early is None else early.reason,
+            left.kind,
+            left.name,
+            left.reason,
             tuple(phases),
             tuple(serialised(self.config, report) for report in plugin.subtests),
             tuple(plugin.warnings),
             tuple((name, _travelling(value)) for name, value in added),
             expected and {name: _travelling(value) for name, value in expected.items()},
+            tuple((name, reason) for name, reason in stops if reason),
         )
         if failed is None:
             return result
@@ -219,6 +225,7 @@ class RankSession:
 
     def end(self) -> None:
         """Tear down all fixtures, and end session and plugins."""
+        warnings.filters = self._filters
         internals.tear_down_to(self.session, None)
         # plugins read the exit status there
         code = self.session.exitstatus = pytest.ExitCode.OK
@@ -448,18 +455,10 @@ class _RankPlugin:
         # Not by the report's outcome: a mark that expects a failure is about all ranks
         # together, and the parent applies it.
         _, error = self._errors.get(id(report), (None, None))
-        kind = name = reason = ""
-        if error is None and report.failed and "xfail" not in report.keywords:
-            kind = FAIL  # a hook of the rank has changed the report
-        elif error is not None:
-            left = early_end(error)
-            kind = FAIL if left is None else left.kind
-            name = "" if left is None else left.name
-            reason = "" if left is None else left.reason
-        return Phase(
-            when=report.when,
-            kind=kind,
-            name=name,
-            reason=reason,
-            report=serialised(config, report),
-        )
+        left = _PASSED
+        if error is not None:
+            left = early_end(error) or _FAILED
+        elif report.failed and "xfail" not in report.keywords:
+            left = _FAILED  # a hook of the rank has changed the report
+        sent = serialised(config, report)
+        return Phase(**vars(left), when=report.when, report=sent)

@@ -69,9 +69,6 @@ class AgentRunner:
         except (Ended, HarnessError) as error:  # no world can be started any more
             pytest.exit(f"{error}", returncode=3)
 
-    def expect(self) -> None:
-        """Do nothing: the agents have started already."""
-
     def close(self) -> None:
         """End the pytest sessions of the ranks; the ranks end with their agents."""
         with contextlib.suppress(Exception):
@@ -86,6 +83,8 @@ class PoolRunner:
         self.live = live
         self._report = report
         self._clusters: dict[WorldSpec, Cluster] = {}
+        if not unsupported():  # otherwise each test reports it
+            forkserver()  # it imports torch while the session goes on
 
     def run(
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
@@ -103,11 +102,6 @@ class PoolRunner:
         seen = (other.visible_devices for other in reversed(self._clusters))
         like = (n for n in seen if replace(kind, visible_devices=n) in self._clusters)
         return next(like, ())
-
-    def expect(self) -> None:
-        """Start the forkserver, which imports torch while the session goes on."""
-        if not unsupported():  # otherwise each test reports it
-            forkserver()
 
     def close(self) -> None:
         """End the ranks of all clusters."""

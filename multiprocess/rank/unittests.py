@@ -245,12 +245,14 @@ class _Result(unittest.TestResult):
         self._expected: BaseException | None = None
 
     def addError(self, test: unittest.TestCase, err: ExcInfo) -> None:
-        """Keep the exception of an error."""
-        self._keep_failure(test, err)
+        """Keep the exception of an error or a failure, and report it."""
+        self._keep(test, err)
+        error = err[1]
+        if isinstance(error, Exception) and self.early(error) is None:
+            # At once, because tearDown may wait for ranks that no longer come.
+            current_world()._fail(Failed(error, None))  # noqa: SLF001  # its own world
 
-    def addFailure(self, test: unittest.TestCase, err: ExcInfo) -> None:
-        """Keep the exception of a failure."""
-        self._keep_failure(test, err)
+    addFailure = addError
 
     def addSubTest(
         self, test: unittest.TestCase, subtest: unittest.TestCase, err: ExcInfo | None
@@ -274,13 +276,6 @@ class _Result(unittest.TestResult):
         if error is self._expected:
             return Left(XFAIL, type(error).__name__, str(error))
         return _early_end(error)
-
-    def _keep_failure(self, test: unittest.TestCase, err: ExcInfo) -> None:
-        self._keep(test, err)
-        error = err[1]
-        if isinstance(error, Exception) and self.early(error) is None:
-            # At once, because tearDown may wait for ranks that no longer come.
-            current_world()._fail(Failed(error, None))  # noqa: SLF001  # its own world
 
     def _keep(self, test: unittest.TestCase, err: ExcInfo) -> None:
         if err[1] is not None:

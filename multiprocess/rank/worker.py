@@ -330,7 +330,7 @@ class _Rank:
             _end_child()
         # After a call that failed the ranks end, and one may still wait for a
         # collective.
-        looks = message.leaves_nothing and reply.kind is Kind.OK
+        looks = message.is_test and reply.kind is Kind.OK
         left = left_behind.describe() if looks else ""
         if left:
             text = f"gradparity: the test has left {left}: new ranks take over\n"

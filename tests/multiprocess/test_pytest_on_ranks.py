@@ -431,6 +431,33 @@ def test_flaky(world, counted):
     assert "1 passed in" in done.stdout, done.stdout
 
 
+def test_the_end_of_a_session_is_that_of_its_ranks(session: Session) -> None:
+    done = session(
+        """
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        raise ValueError("in the end")
+
+@pytest.mark.world(2)
+def test_stops(request, world):
+    Cycle()
+    if world.rank == 1:
+        request.session.shouldstop = "enough"
+
+@pytest.mark.world(2)
+def test_is_not_run():
+    pass
+""",
+        "-Werror",
+    )
+    assert "1 passed, 1 error in" in done.stdout, done.stdout
+    assert "Interrupted: enough" in done.stdout and done.returncode == 2
+    assert "in the end" in done.stdout
+
+
 CONFIGURES = """
 import pytest
 
