@@ -418,11 +418,16 @@ def _narrowed_meshes(selection: Selection) -> list[str]:
 
 
 def _accumulating(selection: Selection) -> Iterator[Scenario]:
-    """Yield runs of ``WITH_EVERY_MESH`` on each declared mesh of several ranks."""
+    """Yield runs of ``WITH_EVERY_MESH`` on each declared mesh of several ranks.
+
+    A running average is compared in fp32 alone, so its checkpoint needs a run in fp32.
+    """
     if selection.workload:
-        for name in selection.layouts(selection.resolved.topologies):
-            for recipe in WITH_EVERY_MESH:
-                if selection.resolved.topologies[name].parallel:
+        workload = selection.resolved
+        of_average = ["resume"] if workload.ema else []
+        for name in selection.layouts(workload.topologies):
+            for recipe in (*WITH_EVERY_MESH, *of_average):
+                if workload.topologies[name].parallel:
                     yield from _plain_runs(selection, topology=name, recipe=recipe)
 
 

@@ -631,3 +631,19 @@ def test_an_average_is_that_of_plain_steps(
     assert [*told] == ["trainer.average"] * caught
     if caught:
         assert f"the same steps without recipe={recipe}" in told["trainer.average"]
+
+
+class HidesItsAverage(Averages):
+    """The same without `ema`."""
+
+    ema = None  # type: ignore[assignment]  # as if it were not declared
+
+
+def test_quick_resumes_a_running_average_in_fp32() -> None:
+    """In half precision no running average is compared."""
+    resumed: dict[type, set[tuple[str, str]]] = {}
+    for stack in (HidesItsAverage, Averages):
+        chosen = Selection(workload=f"{__name__}:{stack.__name__}", no_scaler=False)
+        runs = [s for s in select("quick", chosen) if s.recipe == "resume"]
+        resumed[stack] = {(s.topology, s.precision) for s in runs}
+    assert resumed[Averages] - resumed[HidesItsAverage] == {("dp2", "fp32")}
