@@ -48,10 +48,6 @@ class Adoption:
         self._numbers = itertools.count()
         self._replaced: list[tuple[type[Any], str, Any]] = []
 
-    def adopts(self, items: Iterable[pytest.Item]) -> bool:
-        """Return True if any test is of one of torch's multi-process classes."""
-        return any(_is_of(item, _torch_bases()) for item in items)
-
     @pytest.hookimpl(tryfirst=True)
     def pytest_pycollect_makeitem(
         self, collector: pytest.Module | pytest.Class, name: str, obj: object
@@ -236,9 +232,10 @@ def _is_of(item: pytest.Item, bases: tuple[type[Any], ...]) -> bool:
     return cls is not None and issubclass(cls, bases)
 
 
-def uses_our_class(items: Iterable[pytest.Item]) -> bool:
-    """Return True if a test is one of gradparity's ``TestCase``."""
-    return any(_is_of(item, (TestCase,)) for item in items)
+def has_classes(items: Iterable[pytest.Item], adopts: bool) -> bool:
+    """Return True if a test is of a class whose tests run on ranks."""
+    torchs = _torch_bases() if adopts else ()
+    return any(_is_of(item, (TestCase, *torchs)) for item in items)
 
 
 def explain(

@@ -30,7 +30,6 @@ from .settings import (
 if TYPE_CHECKING:
     from ..elastic.agent import Agent
     from ..errors import WorldError
-    from .adopt import Adoption
     from .runner import Runner
 
 _MARK = "world"
@@ -46,7 +45,6 @@ _LATEST = pytest.StashKey[pytest.Item]()
 
 _EXIT_CODE = pytest.StashKey[int]()
 _AFTER = pytest.StashKey[dict[pytest.Item, pytest.Item]]()
-_ADOPTION: pytest.StashKey[Adoption] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -71,11 +69,9 @@ def pytest_configure(config: pytest.Config) -> None:
             "tests in workers of its own"
         )
     if config.option.gradparity_adopt:
-        from . import adopt
+        from .adopt import Adoption
 
-        adoption = adopt.Adoption()
-        config.stash[_ADOPTION] = adoption
-        config.pluginmanager.register(adoption)
+        config.pluginmanager.register(Adoption())
 
 
 def pytest_collection_modifyitems(
@@ -251,14 +247,12 @@ def _lead_or_follow(config: pytest.Config) -> None:
 
 def _has_classes(session: pytest.Session) -> bool:
     """Return True if there are unittest classes whose tests run on ranks."""
-    has_classes = False
-    if _ADOPTION in session.config.stash:
-        has_classes = session.config.stash[_ADOPTION].adopts(session.items)
-    if "gradparity.multiprocess.testcase" in sys.modules:
-        from .adopt import uses_our_class
+    adopts = session.config.option.gradparity_adopt
+    if not adopts and "gradparity.multiprocess.testcase" not in sys.modules:
+        return False
+    from .adopt import has_classes
 
-        has_classes = uses_our_class(session.items) or has_classes
-    return has_classes
+    return has_classes(session.items, adopts)
 
 
 def _close_runner(config: pytest.Config) -> None:
