@@ -640,7 +640,7 @@ class HidesItsAverage(Averages):
 
 
 def test_quick_resumes_a_running_average_in_fp32() -> None:
-    """In half precision no running average is compared."""
+    """A running average is not compared in half precision."""
     resumed: dict[type, set[tuple[str, str]]] = {}
     for stack in (HidesItsAverage, Averages):
         chosen = Selection(workload=f"{__name__}:{stack.__name__}", no_scaler=False)
