@@ -207,7 +207,10 @@ class ItemRun:
         self._take_reports(results)
         self._take_subtests([(o.rank, r) for o, r in results])
         self._take_warnings([result for _, result in results])
-        self._take_expectation([result.expected for _, result in results])
+        # A rank without a result has died or hangs, so ranks ended differently.
+        all_ended = len(results) == len(self._outcomes)
+        if all_ended:
+            self._take_expectation([result.expected for _, result in results])
         for _, result in results:
             properties = self._item.user_properties
             properties.extend(
@@ -220,8 +223,6 @@ class ItemRun:
         for when in ("setup", "call", "teardown"):
             phases = [(o, p) for o, r in results if (p := r.phase(when)) is not None]
             kinds = {phase.kind for _, phase in phases}
-            # A rank without a result has died or hangs, so ranks ended differently.
-            all_ended = len(results) == len(self._outcomes)
             if self.failure is not None and when == self.failed_in:
                 self._ended[when] = _for_pytest(self._item, self.failure)
             elif FAIL in kinds:
@@ -294,7 +295,7 @@ class ItemRun:
                     )
 
     def _take_expectation(self, expected: Sequence[Mapping[str, Any] | None]) -> None:
-        """Expect a failure if the ranks do: a test or fixture may add a mark."""
+        """Expect a failure if all ranks do: a test or fixture may add a mark."""
         if len({each is None for each in expected}) > 1:
             text = "only some ranks have marked the test xfail"
             self._ended["call"] = pytest.fail.Exception(text, pytrace=False)

@@ -271,7 +271,7 @@ def test_features_that_pass(session: Session, pytester: pytest.Pytester) -> None
 
 # regression: M7
 FAILURES = """
-import logging, threading
+import logging, os, threading
 
 @pytest.mark.world(2)
 def test_assert(world):
@@ -328,6 +328,12 @@ def test_marked_by_one_rank(request, world):
         request.applymarker(pytest.mark.xfail)
 
 @pytest.mark.world(2)
+def test_dies_before_its_mark(request, world):
+    if world.rank == 1:
+        os._exit(3)
+    request.applymarker(pytest.mark.xfail)
+
+@pytest.mark.world(2)
 def test_returns():
     return 1
 
@@ -358,6 +364,7 @@ def test_features_that_fail(session: Session) -> None:
     assert "ERROR at teardown of test_teardown" in out and "of the teardown" in out
     assert out.count("\n[XPASS(strict)]") == 2
     assert "only some ranks have marked the test xfail" in out
+    assert "FAILED test_it.py::test_dies_before_its_mark" in out
     assert "PytestReturnNotNoneWarning" in out
     assert out.count("FAILED test_it.py::test_not_expected[") == 4
     assert "PASSED test_it.py::test_innocent" in out
