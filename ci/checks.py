@@ -272,7 +272,7 @@ def check_whole(
     if not decided:
         text = f"nothing was compared: {len(report.cases)} cases, no check decided"
         yield Reason(kind="nothing", text=text)
-    # A case that is no skip has a reason of its own.
+    # Cases that ran have their own reasons.
     ran = {c.scaler for c in report.cases if c.status != Status.SKIPPED}
     for scaler in report.scalers if decided else ():
         if scaler not in ran:

@@ -153,7 +153,7 @@ def causes_of(reasons: Sequence[Reason], laws: Iterable[str] = ()) -> tuple[Caus
 
     cases: dict[tuple[object, ...], list[Reason]] = {}
     for number, reason in enumerate(reasons):
-        # A reason without a case is a group of its own.
+        # Each reason without a case forms its own group.
         key = (reason.scaler, reason.scenario) if reason.scenario else (number,)
         cases.setdefault(key, []).append(reason)
     alike: dict[tuple[str, ...], list[tuple[Reason, int]]] = {}

@@ -77,5 +77,5 @@ def equal_but_for_rounding(
     shares = [off[n] / size for n, size in own.items() if size]
     inside_fp32 = bool(shares) and median(shares) > INSIDE_FP64
     floor = (FP32_INSIDE if inside_fp32 else INSIDE_FP64) * largest
-    # Written so that nan is no rounding.
+    # A comparison with nan is false, so nan never counts as rounding.
     return all(off[n] <= max(FP32_INSIDE * own[n], floor) for n in own)

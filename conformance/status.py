@@ -158,7 +158,7 @@ INTERRUPTED = 130
 def worst_of(statuses: Iterable[str]) -> str:
     """Return the worst status; ``skipped`` only if there is no other."""
     present = set(statuses) - {Status.SKIPPED}
-    # Test membership, since `index` raises for a word that is no status.
+    # Test membership: `index` would raise an error for an unknown status.
     return next((s for s in reversed(RANKING) if s in present), Status.SKIPPED.value)
 
 

@@ -560,7 +560,7 @@ class Boundaries:
     def _factor(
         self, rank: int, boundary: Boundary, *, whole_too: bool
     ) -> float | None:
-        """Return values / truth of a gradient, or None if it is no multiple."""
+        """Return the factor of a gradient, or None if no factor gives the truth."""
         expected = self.expected[self.ranks[rank].rows].get(boundary)
         if expected is None or boundary not in self.ranks[rank].log.passed:
             return None

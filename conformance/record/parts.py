@@ -161,10 +161,10 @@ class Roots:
         self.called: list[nn.Module] = []
         """Outermost modules, in the order of their first forward."""
         self.names: dict[int, str] = {}
-        """id of a parameter -> its name in its model, without those of wrappers."""
+        """id of a parameter -> its name in its model, without the names of wrappers."""
         self.owners: dict[str, list[int]] = {}
-        """Name -> ids of the parameters of several models that have it, in the order of
-        :meth:`name_of`."""
+        """Name -> ids of the parameters with this name, in the order in which
+        :meth:`name_of` numbers them."""
         self.kept: list[nn.Parameter] = []
         """The parameters, kept alive so that their ids stay valid."""
         self.places: Places | None = None

@@ -363,7 +363,7 @@ def _quick(selection: Selection) -> Iterable[Scenario]:
     """Return every topology with every fault time, and each other choice once."""
     wanted = [("topology", "when"), *subsets(columns(selection), 1)]
     limits = _limits(selection, QUICK_LIMIT_TOPOLOGIES)
-    own = [*_narrowed(selection), *_accumulating(selection), *_random_runs(selection)]
+    own = [*_narrowed(selection), *_on_each_mesh(selection), *_random_runs(selection)]
     return _in_order(selection, [*_covering(selection, wanted), *limits, *own])
 
 
@@ -417,7 +417,7 @@ def _narrowed_meshes(selection: Selection) -> list[str]:
     ]
 
 
-def _accumulating(selection: Selection) -> Iterator[Scenario]:
+def _on_each_mesh(selection: Selection) -> Iterator[Scenario]:
     """Yield runs of ``WITH_EVERY_MESH`` on each declared mesh of several ranks.
 
     A running average is compared in fp32 alone, so its checkpoint needs a run in fp32.
