@@ -212,22 +212,35 @@ class Boundaries:
                 )
         return ""
 
-    def gradients_of_passes(self) -> Iterator[dict[str, Doubles]]:
-        """Yield the true gradients of each micro-batch over all ranks, up to a factor.
+    def gradients_of_parts(self) -> Iterator[tuple[str, dict[str, Doubles]]]:
+        """Yield parts of the step's rows, with the true gradients of each part alone.
 
-        Yields nothing if a rank has one micro-batch, or if the reference cannot run on
-        the rows of one rank.
+        The parts are the micro-batches, each with the rows of all ranks, and the rows
+        of each rank. The gradients are right up to a factor. Yields nothing if the
+        reference cannot run on the rows of one rank.
         """
         if not isinstance(self.references, OnOneProcess):
             return
-        shares = list(
-            {each.rows: each.batches for each in self.ranks.values()}.values()
-        )
-        count = len(shares[0])
-        if self.of_whole or self.coupled or {count} != {len(s) for s in shares}:
+        if self.of_whole or self.coupled:
             return
-        for number in range(count if count > 1 else 0):
-            yield self.references.truth.gradients_of([s[number] for s in shares])
+        ranks: dict[str, list[int]] = {}
+        for rank, each in self.ranks.items():
+            ranks.setdefault(each.rows, []).append(rank)
+        shares = {rows: self.ranks[r[0]].batches for rows, r in ranks.items()}
+        counts = {len(batches) for batches in shares.values()}
+        gradients_of = self.references.truth.gradients_of
+        if len(counts) == 1 and counts != {1}:
+            for number in range(count := counts.pop()):
+                last = number == count - 1
+                yield (
+                    f"{'the last micro-batch' if last else f'micro-batch {number}'} "
+                    f"alone, of the {count} micro-batches of this step",
+                    gradients_of([batches[number] for batches in shares.values()]),
+                )
+        if len(shares) > 1:
+            for rows, batches in shares.items():
+                whose = rank_list(ranks[rows])
+                yield f"the rows of {whose} alone", gradients_of(batches)
 
     def first_departure(self, way: Direction, after: int = 0) -> Location | None:
         """Return the first faulty module; see [Note: Whose fault].

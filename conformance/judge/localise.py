@@ -171,7 +171,9 @@ class _Gradients:
         self.names = list(dict.fromkeys(row.parameter for row in rows))
         wrong = bool(self.departed["gradient"])
         self.factor = self._factor(self.truth) if wrong else None
-        self.kept = wrong and self.factor is None and self._pass_kept(boundaries)
+        self.kept = ""
+        if wrong and self.factor is None:
+            self.kept = self._part_kept(boundaries)
         alike = self.factor is not None or self.kept
         self.of_ranks = self._of_ranks() if wrong and not alike else ""
 
@@ -436,8 +438,7 @@ class _Gradients:
         which = f"all {of} gradients" if count == of else f"{count} of {of} gradients"
         listed = "" if count == of else f" ({_some(self.names)})"
         if self.kept:
-            of_all = f"of the {self.facts.passes} micro-batches of this step"
-            return f"{which}{listed} are those of {self.kept} alone, {of_all}"
+            return f"{which}{listed} are those of {self.kept}"
         if self.factor is None:
             return f"{which}{listed} differ{self.of_ranks}"
         causes = causes_of(self.factor, self.rest, self.facts)
@@ -464,16 +465,13 @@ class _Gradients:
         )
         return _common(factors, self.rest)
 
-    def _pass_kept(self, boundaries: Boundaries) -> str:
-        """Name the only micro-batch that the differing gradients contain, or ""."""
+    def _part_kept(self, boundaries: Boundaries) -> str:
+        """Name the only rows that the differing gradients contain, or ""."""
         values = [v for name in self.names for v in self._values(name, self.truth)]
         if sum(mine.size for _, mine, _ in values) < 2:
             return ""  # of single numbers any is a multiple of any other
-        for number, alone in enumerate(boundaries.gradients_of_passes(), start=1):
-            if self._factor(alone) is not None:
-                last = number == self.facts.passes
-                return "the last micro-batch" if last else f"micro-batch {number - 1}"
-        return ""
+        parts = boundaries.gradients_of_parts()
+        return next((part for part, of in parts if self._factor(of) is not None), "")
 
     def _of_ranks(self) -> str:
         """Say that each rank is off by its own factor; else return ""."""

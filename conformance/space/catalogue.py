@@ -573,5 +573,21 @@ def select(preset: str, selection: Selection) -> list[Scenario]:
             check_workload(selection.workload)
     scenarios = [s for s in PRESETS[preset](selection) if selection.keeps(s)]
     if not scenarios:
-        raise UsageError(f"the selection leaves no scenario of preset {preset!r}")
+        text = f"the selection leaves no scenario of preset {preset!r}"
+        raise UsageError(f"{text}: {_why_none(selection)}")
     return list(dict.fromkeys(scenarios))
+
+
+def _why_none(selection: Selection) -> str:
+    """Return why no scenario matches the selection."""
+    resolved, choices = selection.resolved, columns(selection)
+    if not choices["topology"]:
+        all_ = resolved.topologies.values()
+        takes = ", ".join(f"{each.name} {each.default_world_size}" for each in all_)
+        return f"no topology is for {selection.world_size} ranks ({takes})"
+    for pair in PAIRS:
+        both = itertools.product(*(choices[column] for column in pair))
+        reasons = [why_not(resolved, dict(zip(pair, two, strict=True))) for two in both]
+        if all(reasons):
+            return next(iter(reasons), f"no {' and '.join(pair)} are left")
+    return "its options exclude each other"

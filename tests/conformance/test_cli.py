@@ -30,6 +30,7 @@ from gradparity.tests.conformance.test_report import case, header, write
 PROGRAM = [sys.executable, "-m", "gradparity.conformance"]
 PLAIN = "gradparity.fixtures.faulty:PlainScaler"
 DRIFTING = "gradparity.fixtures.faulty:NeverAgrees"
+OF_A_WORKLOAD = ["run", "--workload", "gradparity.examples.workload:Stack"]
 FAULTY_CASE = "fsdp/2/fp32/sgd/inf@r1s1:up.weight/steps=3"
 
 
@@ -48,7 +49,11 @@ FAULTY_CASE = "fsdp/2/fp32/sgd/inf@r1s1:up.weight/steps=3"
         (["run", "--precision", "fp8"], "unknown precision 'fp8'"),
         (
             ["run", "--topology", "tp", "--precision", "fp16-params"],
-            "leaves no scenario",
+            "leaves no scenario of preset 'default': precision 'fp16-params' with",
+        ),
+        (
+            [*OF_A_WORKLOAD, "--world-size", "3"],
+            "no topology is for 3 ranks (single 1, dp2 2, dp2-tp2 4, dp1 1, ",
         ),
         (["run", "--topology", "fsdp", "--world-size", "1"], "cannot be built on 1"),
         (["run", "--topology", "hsdp", "--world-size", "7"], "cannot be built on 7"),

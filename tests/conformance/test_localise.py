@@ -497,6 +497,12 @@ def test_that_only_the_last_pass_was_kept_is_told(runner: Runner, recipe: str) -
     assert "alone" not in wrong.text
 
 
+def test_that_the_rows_of_one_rank_alone_count_is_told(runner: Runner) -> None:
+    found = located(runner, own(misplaced.TakesOneRanksGradients, "dp2/2/fp32"))
+    told = "all 36 gradients are those of the rows of rank 1 alone; "
+    assert found.where == "gradient" and found.text.startswith(told)
+
+
 def test_a_model_with_frozen_parts_is_no_first_case(runner: Runner) -> None:
     told = "judge the scenario without recipe=frozen first"
     more = "steps=2,recipe=frozen"

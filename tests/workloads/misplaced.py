@@ -459,6 +459,16 @@ class NeverAveraged(Right):
             super().average(name, group, parameter)
 
 
+class TakesOneRanksGradients(Right):
+    """All ranks get the gradients of rank 1, and its rows alone count."""
+
+    meshes = ({"dp": 2},)
+
+    def average(self, name: str, group: Group, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        dist.broadcast(parameter.grad, group=group, group_src=1)
+
+
 class LossOfBothRanks(Right):
     """The loss is multiplied by the number of ranks."""
 
