@@ -25,10 +25,7 @@ __all__ = [
     "BuiltIn",
     "halves",
     "micro_batches",
-    "pipeline",
     "placed",
-    "share",
-    "three_unequal",
 ]
 
 
@@ -78,17 +75,6 @@ def share(rows: Tensor, number: int, of: int) -> Tensor:
     return rows.chunk(of)[number]
 
 
-def three_unequal(batch: Any) -> list[Any]:
-    """Cut a batch into three micro-batches of unequal sizes."""
-    return [mapped(batch, partial(_third, number=n)) for n in range(3)]
-
-
-def _third(rows: Tensor, number: int) -> Tensor:
-    first, last = (len(rows) + 1) // 2, max(1, len(rows) // 6)
-    rows_of_third: Tensor = rows.split([first, len(rows) - first - last, last])[number]
-    return rows_of_third
-
-
 def elements(pair: Any) -> float:
     """Return the number of targets, or else of inputs, over which a mean is taken."""
     counts: list[int] = []
@@ -134,28 +120,6 @@ def micro_batches(
             weight = run.loss_factor * training.shares / total
             loss = loss[0] * weight if counted else loss * (weight * count)
             start(loss, index, len(parts)).backward()
-
-
-def pipeline(training: Training, step: int, start: Callable[..., Any]) -> None:
-    """Run GPipe with two micro-batches, after one call that infers the shapes."""
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
-    if not training.mesh:
-        micro_batches(training, step, start)
-        return
-    run, pp, calls = training.run, training.mesh["pp"], [-1]
-
-    def loss(output: Tensor, y: Tensor) -> Any:
-        value = training.work.loss(output, y) * run.loss_factor
-        calls.append(calls[-1] + 1)
-        return start(value, calls[-2], 2)
-
-    rank, cpu, group = pp.get_local_rank(), torch.device("cpu"), pp.get_group()
-    stage = PipelineStage(training.module, rank, pp.size(), cpu, group=group)
-    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss)
-    ((x, y),) = training.micro_batches(step)
-    with training.autocast():
-        schedule.step(*([x] if rank == 0 else []), target=y)
 
 
 def placed(

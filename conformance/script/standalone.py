@@ -37,7 +37,6 @@ from ..space.scenario import Scenario
 from ..status import UsageError
 from . import pieces
 from .bundle import Bundle, Code
-from .one_rank import OneRank
 from .scaled import Scaled
 from .template import Run, main
 
@@ -116,22 +115,37 @@ def write_standalone(path: Path, scenario: Scenario, scaler_spec: str) -> None:
     write_whole(path, standalone_script(scenario, scaler_spec))
 
 
-_OF_A_STEP = ("train_step", "weights", "gradients")
-"""Methods of workloads that only scripts without a scaler call."""
-
-
 def _refusal(scenario: Scenario, spec: str) -> str:
     """Return the part of a scenario that scripts do not support; else ""."""
-    if spec != NO_SCALER and not re.fullmatch(r"[\w.]+:[\w.]+", spec):
-        return f"scaler {spec!r}"
-    if scenario.parsed_precision.convert is not None:
-        return f"precision {scenario.precision!r}, which converts the model"
-    if spec == NO_SCALER and scenario.faults != "none":
-        return "planted faults without a scaler"
-    recipe = scenario.parsed_recipe
-    if not _is_simple(recipe) or (recipe.training.clip and spec == NO_SCALER):
-        return f"recipe {scenario.recipe!r}, which needs gradparity's own loop"
-    return _refusal_of_own(scenario, spec)
+    recipe, precision = scenario.parsed_recipe, scenario.parsed_precision
+    workload, facts = scenario.workload, facts_of(scenario.model)
+    bare = spec == NO_SCALER
+    needs = "needs gradparity's own loop: give its replay command"
+    refused = {
+        f"scaler {spec!r}": not (bare or re.fullmatch(r"[\w.]+:[\w.]+", spec)),
+        f"precision {scenario.precision!r}, which converts the model": (
+            precision.convert is not None
+        ),
+        "planted faults without a scaler": bare and scenario.faults != "none",
+        f"recipe {scenario.recipe!r}, which {needs}": (
+            not _is_simple(recipe) or (recipe.training.clip and bare)
+        ),
+        f"topology {scenario.topology!r}: a pipeline {needs}": (
+            scenario.parsed_topology.pipelined
+        ),
+        f"{scenario.model}: it has random layers, which the judge turns off, or its "
+        "second forward of a batch gives other outputs than the first": facts.draws,
+        f"{scenario.model}: its forward makes new tensors without a dtype, and the "
+        "script trains in fp64, too: make them in the dtype of the inputs": (
+            facts.widens
+        ),
+        f"{scenario.model}: a loss with several counts {needs}": facts.counts > 1,
+        f'{scenario.model}: reference = "one rank" {needs}': workload.one_rank,
+        f"{scenario.model}: its train_step {needs}, but with --scaler none, in fp32": (
+            workload.train_step and not (bare and precision.is_full)
+        ),
+    }
+    return next((text for text, applies in refused.items() if applies), "")
 
 
 def _is_simple(recipe: Recipe) -> bool:
@@ -140,7 +154,6 @@ def _is_simple(recipe: Recipe) -> bool:
         recipe,
         text="",
         parts=1,
-        uneven=False,
         defer_sync=False,
         unscale=False,
         primed=False,
@@ -149,49 +162,21 @@ def _is_simple(recipe: Recipe) -> bool:
     return plain in (Recipe(text=""), Recipe(text="", training=Training(clip="norm")))
 
 
-def _refusal_of_own(scenario: Scenario, spec: str) -> str:
-    if facts_of(scenario.model).draws:
-        return (
-            f"{scenario.model}: it has random layers, which the judge turns off, or "
-            "its second forward of a batch gives other outputs than the first"
-        )
-    if facts_of(scenario.model).widens:
-        return (
-            f"{scenario.model}: its forward makes new tensors without a dtype, and the "
-            "script trains in fp64, too: make them in the dtype of the inputs"
-        )
-    if facts_of(scenario.model).counts > 1:
-        return (
-            f"{scenario.model}: its loss has several counts, which needs gradparity's "
-            "own loop; give its replay command"
-        )
-    methods = [n for n in _OF_A_STEP if getattr(scenario.workload, n) is not None]
-    if methods and not (spec == NO_SCALER and scenario.parsed_precision.is_full):
-        return (
-            f"{scenario.model}: {', '.join(methods)} needs gradparity's own loop, but "
-            "with --scaler none, in fp32; give its replay command"
-        )
-    return ""
-
-
 def _run(scenario: Scenario) -> Run:
     recipe, workload = scenario.parsed_recipe, scenario.workload
     precision, topology = scenario.parsed_precision, scenario.parsed_topology
     mesh = topology.mesh_shape(scenario.world_size)
-    judged = OfWorkload.JUDGED in workload.has
+    judged, own_parts = OfWorkload.JUDGED in workload.has, workload.micro_batches
     takes_policy = topology.fully_shards or not judged
     passes: Callable[..., None] = pieces.micro_batches
-    if topology.pipelined:
-        passes = pieces.pipeline
     if recipe.defer_sync:
         passes = partial(passes, unsynced=without_gradient_sync)
     if facts_of(workload.name).counted:
         passes = partial(passes, counted=True)
     options: dict[str, Any] = {
-        "parts": _PARTS[recipe.parts] if not workload.micro_batches else None,
         "placed": pieces.placed if workload.weights or workload.gradients else None,
+        "parts": pieces.halves if recipe.parts > 1 and not own_parts else None,
         "clip_norm": CLIP_NORM if recipe.training.clip else None,
-        "one_rank": OneRank if workload.one_rank else None,
         # On one rank gradparity trains the bare model.
         "parallel": False if judged and topology.name == "single" else None,
         # Errors of correct runs in half precision stay below this limit.
@@ -209,10 +194,6 @@ def _run(scenario: Scenario) -> Run:
         order=PARAM_ORDERS[scenario.param_order],
         **{name: value for name, value in options.items() if value is not None},
     )
-
-
-_PARTS = {1: None, 2: pieces.halves, 3: pieces.three_unequal}
-"""Micro-batches of a recipe -> function that cuts them."""
 
 
 def _own(spec: str) -> Code:

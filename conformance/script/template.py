@@ -33,10 +33,11 @@ from torch.optim.optimizer import (
 from ...fixtures import mapped
 from ..rank.local_parts import full_name
 
+REFERENCE = "one process in fp64"
 LIMIT = timedelta(seconds=120)  # for which ranks wait for each other
 Key = tuple[str, str]  # ("gradient", name of the parameter)
 Values = dict[Key, tuple[Tensor, Any]]  # elements and their places in the tensor
-Expected = dict[Key, tuple[Tensor, float]]  # all elements, and their noise if known
+Expected = dict[Key, Tensor]  # all elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,6 @@ class Run:
     placed: Callable[..., Any] | None = None  # reads weights() and gradients()
     clip_norm: float = math.inf
     order: Callable[[Any], Any] = list  # of an optimizer's parameters
-    one_rank: Callable[..., Any] | None = None  # the reference, which trains first
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -101,17 +101,15 @@ class Training:
     def build(self, numbered: bool = False) -> Any:
         """Return the model, laid out; if numbered, with element numbers as values."""
         torch.manual_seed(self.run.seed)
-        model = self.begun(self.work.model())
+        model = self.work.model()
+        if not self.mesh:
+            model = model.double()
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
         for p in model.parameters() if numbered else ():
             p.data.copy_(torch.arange(float(p.numel())).view_as(p))
         if not (self.mesh and self.run.parallel):
             return model
         return self.work.parallelize(model, self.mesh, *self.run.policy)
-
-    def begun(self, model: Any) -> Any:
-        """Return the model before it is laid out."""
-        return model if self.mesh else model.double()
 
     def named(self, module: Any) -> dict[str, Any]:
         """Return a module's parameters by their names in the model."""
@@ -202,15 +200,12 @@ class Training:
                 self.steps[-1].append(name)
 
     def made(self, norm: Any) -> Values:
-        """Return the results of a step, with those of train_step and ema()."""
+        """Return the results of a step, with the norm that train_step returned."""
         self.find()
         results = self.placed("gradient", self.handed)
         if norm is not None:
             norm = torch.as_tensor(norm, dtype=torch.float64)
             results["norm", "all gradients"] = flat(norm), slice(None)
-        running = self.work.ema(self.module) if hasattr(self.work, "ema") else {}
-        averages = {full_name(n, self.shapes): t for n, t in running.items()}
-        results |= self.placed("average", averages)
         return results | self.placed("weight", self.params)
 
     def expected(self, number: int, weights: list[Values]) -> Expected:
@@ -226,7 +221,7 @@ class Training:
         # have a schedule.
         if type(self.optimizer) is torch.optim.SGD and not self.own:
             results |= self.placed("weight", self.params)
-        return {key: (values, 0.0) for key, (values, _) in results.items()}
+        return {key: values for key, (values, _) in results.items()}
 
 
 def gathered(value: Any) -> list[Any]:
@@ -238,11 +233,11 @@ def gathered(value: Any) -> list[Any]:
 
 def departures(run: Run, rows: list[Values], expected: Expected) -> Iterator[str]:
     """Yield a line for each value that differs from the reference."""
-    for key, (true, noise) in expected.items():
+    for key, true in expected.items():
         size = float(true.norm()) or 1.0
         # A gradient that is small beside the others may be only rounding.
-        alike = [float(t.norm()) for k, (t, _) in expected.items() if k[0] == key[0]]
-        limit = max(run.limit * max(size, max(alike) / 10), 8 * noise)
+        alike = [float(t.norm()) for k, t in expected.items() if k[0] == key[0]]
+        limit = run.limit * max(size, max(alike) / 10)
         for rank, row in enumerate(rows):
             values, places = row.get(key, (true, slice(None)))
             error = float((values - true[places]).norm())
@@ -251,12 +246,12 @@ def departures(run: Run, rows: list[Values], expected: Expected) -> Iterator[str
                 yield f"{text} {error / size:.2g}"
 
 
-def train(run: Run, work: Any, scaled: Any, one_rank: Any) -> list[str]:
+def train(run: Run, work: Any, scaled: Any) -> list[str]:
     """Train; return the differences of the first step that has any."""
     axes, sizes = zip(*run.mesh.items(), strict=True)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
     training, compared = Training(run, work, mesh), 0
-    alone = one_rank or Training(run, work, None)
+    alone = Training(run, work, None)
     training.watch()
     for step in range(run.steps):
         training.handed.clear()
@@ -275,24 +270,20 @@ def train(run: Run, work: Any, scaled: Any, one_rank: Any) -> list[str]:
         compared += sum(kind == "gradient" for kind, _ in results)
         expected = alone.expected(step, gathered(before))
         if wrong := [*departures(run, gathered(results), expected)]:
-            reference = "one rank" if one_rank else "one process in fp64"
-            return [f"step {step}: {text}; reference: {reference}" for text in wrong]
+            return [f"step {step}: {text}; reference: {REFERENCE}" for text in wrong]
     return [] if compared else sys.exit(3)  # no verdict
 
 
-def begin(rank: int, world: int, store: str) -> None:
-    """Join a process group, like ranks of torchrun."""
+def on_rank(rank: int, folder: str, run: Run, work: Any, scaled: Any) -> None:
+    """Train on one rank; exit with 1 if a value differs or an error is raised."""
     warnings.simplefilter("ignore")  # fully_shard warns of views
+    world = math.prod(run.mesh.values())
+    # a process group like that of torchrun's ranks
     os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
     os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world))
-    dist.init_process_group("gloo", f"file://{store}", LIMIT, world, rank)
-
-
-def on_rank(rank: int, folder: str, run: Run, work: Any, *others: Any) -> None:
-    """Train on one rank; exit with 1 if a value differs or an error is raised."""
-    begin(rank, math.prod(run.mesh.values()), f"{folder}/store")
+    dist.init_process_group("gloo", f"file://{folder}/store", LIMIT, world, rank)
     try:
-        lines = train(run, work, *others)
+        lines = train(run, work, scaled)
         if rank == 0:
             print("\n".join(lines) or "no violation", flush=True)
         dist.barrier()  # the first rank that ends with 1 has the others ended
@@ -309,8 +300,7 @@ def main(run: Run, work: Any, scaled: Any = lambda: None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         logging.disable(logging.WARNING)
         try:
-            one_rank = run.one_rank(folder, run, work) if run.one_rank else None
-            arguments = folder, run, work, scaled(), one_rank
+            arguments = folder, run, work, scaled()
             mp.start_processes(on_rank, arguments, world, start_method="fork")  # type: ignore[attr-defined,no-untyped-call]
         except mp.ProcessExitedException as end:  # type: ignore[attr-defined]
             nothing = end.exit_code == 3

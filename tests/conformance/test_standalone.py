@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import runpy
 import sys
 import warnings
@@ -37,7 +38,6 @@ EXPERTS = f"fsdp+ep-local/4/fp32/adamw-groups/{BAD_EXPERT}"
     [
         (TORCH, f"fsdp+tp/4/fp32/sgd/{BAD}/steps=3", "step 1: ranks disagree on"),
         (OURS, "tp+sp/2/fp32/sgd/none/model=text,steps=2", "no violation\n"),
-        (OURS, "pp/2/fp32/adamw/none/steps=4", "no violation\n"),
     ],
 )
 def test_a_script_needs_nothing_of_the_tests(
@@ -52,10 +52,9 @@ def test_a_script_needs_nothing_of_the_tests(
     ("scaler", "scenario", "words"),
     [
         (TORCH, "tp/2/fp32/sgd/none/steps=2", "got mixed torch.Tensor"),
-        (TORCH, "pp/2/fp32/sgd/none/steps=2", "_scale is None"),
         (
-            TORCH,
-            "pp/2/fp32/sgd/inf@r0s1:first/steps=3,recipe=primed",
+            f"{FAULTY}:NeverAgrees",
+            "fsdp/2/fp32/sgd/inf@r0s1:first/steps=3,recipe=primed",
             "ranks disagree",
         ),
         (f"{FAULTY}:NeverAgrees", f"fsdp/2/fp32/sgd/{BAD}/steps=3", "ranks disagree"),
@@ -78,7 +77,7 @@ def test_a_script_needs_nothing_of_the_tests(
         ),
         (
             f"{FAULTY}:NeverSkips",
-            "pp/2/fp32/adagrad/nan@r1s1:loss[last]/model=digits-uneven,steps=3",
+            "ddp/2/fp32/adagrad/nan@r1s1:loss[last]/model=digits-uneven,steps=3",
             "each rank stepped or not: {0: True, 1: True}",
         ),
         (
@@ -107,10 +106,8 @@ def test_a_failure_is_shown(
     [
         f"fsdp+tp/4/fp32/sgd/{BAD}/steps=4",
         f"tp/2/fp32/adamw/{BAD}/steps=3",
-        "pp/2/fp32/sgd/nan@r0s1:last/steps=3",
         "hsdp/4/fp16-params/adamw-fused/none/steps=3,scale=67108864",
         "ddp/2/fp16-autocast/sgd/nan@r0s1:last/recipe=accumulate,steps=3",
-        "pp+fsdp/4/fp32/sgd/none/steps=2",
         "fsdp1/2/fp16-params/adagrad/none/steps=12,scale=67108864,interval=2,"
         "recipe=accumulate-no-sync",
         "fsdp+ep/4/fp32/adam/inf@r3s1:loss/model=digits-experts,steps=3,recipe=clip-norm",
@@ -178,7 +175,7 @@ def test_a_script_holds_what_it_needs_and_no_more() -> None:
     }
     assert {"ddp", "micro_batches", "train", "DigitsMLP"} <= made
     assert made <= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-    assert not made & {"pipeline", "placed", "halves", "fsdp", "TransformerLM"}
+    assert not made & {"placed", "halves", "fsdp", "TransformerLM"}
 
 
 @pytest.mark.parametrize(
@@ -200,11 +197,10 @@ def test_every_failure_of_the_parity_preset_is_shown(
 
     Every second scenario: a script takes two seconds of a core.
     """
+    parity = select("parity", Selection())
+    chosen = [s for s in parity if not s.parsed_topology.pipelined][::2]
     with Runner(folder=str(tmp_path)) as runner:
-        statuses = {
-            scenario.id: runner.run(TORCH, scenario).status
-            for scenario in select("parity", Selection())[::2]
-        }
+        statuses = {each.id: runner.run(TORCH, each).status for each in chosen}
     failed = {text for text, status in statuses.items() if status == "fail"}
     assert len(failed) >= 5 and len(failed) < len(statuses)
     wrong = {
@@ -245,7 +241,7 @@ def test_every_scenario_has_a_script_or_a_recipe_that_has_none() -> None:
         try:
             made += scenario.id in standalone_script(scenario, TORCH)
         except UsageError as error:
-            assert f"recipe {scenario.recipe!r}" in str(error)
+            assert re.search("recipe|a pipeline needs", str(error))
     assert made > 100
 
 

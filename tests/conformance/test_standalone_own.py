@@ -4,11 +4,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,8 +17,6 @@ from gradparity.fixtures import specimens
 from gradparity.tests.extras import needs
 from gradparity.tests.scripts import LIMIT_S, Scripts, alone
 from gradparity.tests.workloads import stacks
-from gradparity.tests.workloads.misplaced import StepsTwice
-from gradparity.tests.workloads.steps import Alone
 
 MODULE = "gradparity.tests.workloads.stacks"
 ALONE = "gradparity.tests.conformance.test_one_rank"
@@ -142,7 +138,7 @@ def test_a_script_of_a_workload_with_train_step_is_refused(
     text = f"dp2/2/{precision}/own/none/model={STEPS}:Trains"
     with pytest.raises(UsageError, match=r"needs gradparity's own loop") as told:
         standalone_script(Scenario.parse(text), scaler)
-    assert f"{STEPS}:Trains: train_step, weights needs" in str(told.value)
+    assert f"{STEPS}:Trains: its train_step needs" in str(told.value)
 
 
 SPECIMENS = {
@@ -151,58 +147,43 @@ SPECIMENS = {
     "W15": ("tp2/2/fp32/own/none/steps=2", "norm of all gradients: relative error"),
     "W08": ("cp2/2/fp32/own/none/steps=2", "gradient of "),
     "U01": ("dp2/2/fp32/own/none/steps=2", "gradient of "),
-    "R01": (
-        "dp2/2/fp32/own/none/steps=2,recipe=accumulate-uneven",
-        "weight of critic.",
-    ),
-    "R03": ("dp2/2/fp32/own/none/steps=2", "weight of "),
-    "R05": ("dp2/2/fp32/own/none/steps=3,recipe=accumulate", "weight of "),
-    "R08": ("dp2/2/fp32/own/none/steps=2", "average of "),
 }
-"""Micro-batches, a ``train_step`` with hidden gradients, a norm, tokens, counts; beside
-one rank: turns in each micro-batch, SAM, clipping of shards, a running average."""
-LONG = ("R03", "R05")
+"""Micro-batches, a ``train_step`` with hidden gradients, a norm, tokens, counts."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in SPECIMENS],
-)
+@pytest.mark.parametrize("name", SPECIMENS)
 def test_the_script_of_a_specimen_distinguishes_the_twins(
     scripts: Scripts, name: str
 ) -> None:
     place, words = SPECIMENS[name]
-    pair = (specimens.SPECIMENS | specimens.ONE_RANK)[name]
-    told = "one rank" if name in specimens.ONE_RANK else "one process in fp64"
+    pair = specimens.SPECIMENS[name]
     code, output = scripts("none", f"{place},model={pair.broken}")
     assert (code, words in output) == (1, True), output
-    assert output.count(f"reference: {told}\n") == len(output.splitlines())
+    told = "reference: one process in fp64\n"
+    assert output.count(told) == len(output.splitlines())
     assert scripts("none", f"{place},model={pair.fixed}") == (0, "no violation\n")
 
 
-def test_one_rank_without_fp64_is_in_fp32(scripts: Scripts) -> None:
-    place = f"dp2/2/fp32/own/none/steps=2,model={ALONE}"
-    assert scripts("none", f"{place}:InFp32") == (0, "no violation\n")
-    code, output = scripts("none", f"{place}:InFp32Local")
-    assert (code, "gradient of 0.bias: rel" in output) == (1, True), output
-
-
-def test_what_rounding_alone_moves_on_one_rank_is_no_departure(
-    scripts: Scripts,
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (f"dp2/2/fp32/own/none/model={ALONE}:InFp32", 'reference = "one rank" needs'),
+        (
+            f"dp2/2/fp32/own/none/model={MODULE}:Right,recipe=accumulate-uneven",
+            "recipe 'accumulate-uneven', which needs",
+        ),
+        (
+            f"dp2/2/fp32/own/none/model={MODULE}:Right,recipe=accumulate-six",
+            "recipe 'accumulate-six', which needs",
+        ),
+        ("pp/2/fp32/sgd/none", "topology 'pp': a pipeline needs"),
+    ],
+)
+def test_what_needs_more_than_two_forms_of_a_script_is_refused(
+    place: str, words: str
 ) -> None:
-    """Attention does not depend on the bias of its keys, but Adam steps it."""
-    place = f"tp2/2/fp32/own/none/steps=2,model={HERE}"
-    assert scripts("none", f"{place}:UnderAdam") == (0, "no violation\n")
-
-
-class UnderAdam(StepsTwice):
-    """Gradients over their own size."""
-
-    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        stack = super().parallelize(model, mesh)
-        optimizer = torch.optim.Adam(stack.parameters(), lr=0.01)
-        stack.optimizer = optimizer  # type: ignore[assignment]  # no module
-        return stack
+    with pytest.raises(UsageError, match=re.escape(words)):
+        standalone_script(Scenario.parse(place), "none")
 
 
 STACKS = "gradparity.examples.stacks"
@@ -233,20 +214,6 @@ def test_the_script_of_a_right_stack_finds_no_violation(
     text = f"{place}/fp32/own/none/steps=2,model={STACKS}.{spec}"
     code, output = scripts("none", text)
     assert (code, output.splitlines()[-1]) == (0, "no violation"), output
-
-
-def test_a_step_that_fails_on_one_rank_is_told(scripts: Scripts) -> None:
-    code, output = scripts("none", f"dp2/2/fp32/own/none/model={HERE}:OnlyOnTwo")
-    assert (code, output) == (1, "one rank raised RuntimeError: two ranks, please\n")
-
-
-class OnlyOnTwo(Alone):
-    """Refuses a mesh of one rank."""
-
-    def train_step(self, *given: Any) -> Any:
-        if dist.get_world_size() == 1:
-            raise RuntimeError("two ranks, please")
-        return super().train_step(*given)
 
 
 @pytest.mark.slow
