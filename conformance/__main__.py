@@ -206,7 +206,7 @@ def _localise(parsed: argparse.Namespace) -> int:
     with place_of(_devices(parsed), parsed.timeout_s, parsed.agent) as place:
         (scenario,) = settings.chosen(place)
         load_scaler(spec, os.getcwd())
-        place.check([phase.world_size for phase in scenario.phases])
+        place.check([scenario.most_ranks])
         runner = Runner(folder=os.getcwd(), place=place)
         case = runner.run(spec, scenario)
         location = runner.localise(case)

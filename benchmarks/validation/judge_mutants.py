@@ -41,12 +41,10 @@ TARGETS = [*LAWS, PARITY]
 TESTS = (
     "tests/conformance/test_laws.py",
     "tests/conformance/test_findings.py",
-    "tests/conformance/test_phases.py",
 )
 TESTS_OF_PARITY = (
     "tests/conformance/test_findings.py",
     "tests/conformance/test_parity_rows.py",
-    "tests/conformance/test_phases.py",
     "tests/conformance/test_parity.py",
 )
 """Quick ones first; those of the laws see no number of ``parity.py``."""

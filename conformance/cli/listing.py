@@ -120,7 +120,7 @@ def _explain_scenario(text: str) -> str:
             f"model:     {s.model}, {s.steps} steps, seed {s.seed}",
             f"optimizer: {s.optimizer}, parameters in {s.param_order} order",
             f"recipe:    {s.parsed_recipe.text}",
-            *(f"begins as: {phase.id}" for phase in s.phases[:-1]),
+            *([f"loads:     what {s.saved_by.id} saved"] if s.saved_by else []),
             f"scale:     {s.init_scale:g}, x {s.growth_factor:g} after "
             f"{s.growth_interval} good steps, x {s.backoff_factor:g} after a bad one",
             f"faults:    {s.faults}",

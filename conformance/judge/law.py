@@ -14,7 +14,7 @@ from msgspec.structs import asdict, replace
 
 from ..rank.trace import Decision, RankTrace, StepTrace
 from ..space.scenario import Scenario
-from ..status import Finding, Status, Verdict, as_number, rank_list, worst_of
+from ..status import Finding, Status, Verdict, as_number, rank_list
 from .measured import ORDER, Parity
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Everything observed in one run, or in one phase of it if its world changed."""
+    """Everything observed in one run."""
 
     scenario: Scenario
     ranks: tuple[RankTrace, ...]
@@ -53,19 +53,11 @@ class Evidence:
     weights."""
     scaler: bool = True
     """True if a scaler is checked; else only the training setup."""
-    before: Evidence | None = None
-    """Earlier phase, in another world size, whose saved state this phase loaded."""
-
-    @property
-    def phase(self) -> Scenario:
-        """Scenario of this phase: the whole scenario or a part of it."""
-        return self.scenario.phases[0 if self.before is None else -1]
 
     @property
     def unseen(self) -> int:
         """Number of planned rank-steps that were not completed."""
-        start = self.before.phase.steps if self.before else 0
-        due = self.phase.steps - start - sum(1 for _ in self.steps())
+        due = self.scenario.steps - sum(1 for _ in self.steps())
         return max(due, 0) * len(self.ranks)
 
     def steps(self) -> Iterator[tuple[int, Sequence[StepTrace]]]:
@@ -179,36 +171,12 @@ def law(
 
 def judge(evidence: Evidence) -> list[Verdict]:
     """Apply every law to the evidence."""
-    return [_named(each.id, _over_parts(each, evidence)) for each in LAWS.values()]
+    return [_named(each.id, _finding(each, evidence)) for each in LAWS.values()]
 
 
 def _named(law: str, finding: Finding) -> Verdict:
     numbers = {name: as_number(float(x)) for name, x in finding.numbers.items()}
     return Verdict(law=law, **asdict(finding) | {"numbers": numbers})
-
-
-def _over_parts(law: Law, evidence: Evidence) -> Finding:
-    """Apply a law to every phase of a run; return the first of the worst findings."""
-    finding = _finding(law, evidence)
-    if evidence.before is None:
-        return finding
-    if law.chapter == "parity":  # parity is measured over both phases together
-        return finding
-    earlier = _finding(law, evidence.before)
-    # the check was due in neither phase
-    if earlier == finding and not finding.compared:
-        return finding
-    compared = earlier.compared + finding.compared
-    missed = earlier.not_compared + finding.not_compared
-    # the scenario names the last phase, so its finding needs no place
-    if worst_of([earlier.status, finding.status]) != earlier.status:
-        return replace(finding, compared=compared, not_compared=missed)
-    # the first phase is as bad or worse, so it is the cause
-    first = evidence.scenario.phases[0]
-    message = f"{earlier.message} ({first.topology}/{first.world_size}, where it began)"
-    if finding.status == earlier.status == Status.PASS:
-        message += f", then {finding.message}"
-    return replace(earlier, message=message, compared=compared, not_compared=missed)
 
 
 _REFERENCE = ("parity", "norm")

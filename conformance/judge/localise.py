@@ -52,7 +52,7 @@ def first_bad_step(parity: Parity) -> int | None:
 @np.errstate(over="ignore", invalid="ignore")  # values in masks are huge
 def locate(
     scenario: Scenario,
-    phases: Sequence[Sequence[RankTrace]],
+    traces: Sequence[RankTrace],
     parity: Parity,
     step: int,
     watched: Sequence[Watched],
@@ -61,15 +61,15 @@ def locate(
 
     Args:
         scenario: scenario that the ranks trained.
-        phases: traces of the first run, by world.
+        traces: traces of the first run.
         parity: comparison of that run with the reference.
         step: first bad step, or any step if there is none.
         watched: for each rank, the tensors at module boundaries in this step of a
             second run.
     """
-    schedule = followed_schedule(scenario, *phases)
+    schedule = followed_schedule(scenario, traces)
     boundaries = Boundaries(scenario, schedule, step, watched)
-    gradients = _Gradients(scenario, phases, schedule, step, parity, boundaries)
+    gradients = _Gradients(scenario, traces, schedule, step, parity, boundaries)
     parts = sorted({0, *boundaries.after.values()})
     # differences inside modules alone do not fail a check
     if first_bad_step(parity) is None:
@@ -126,7 +126,7 @@ class _Gradients:
     def __init__(
         self,
         scenario: Scenario,
-        phases: Sequence[Sequence[RankTrace]],
+        traces: Sequence[RankTrace],
         schedule: Schedule,
         step: int,
         parity: Parity,
@@ -141,9 +141,8 @@ class _Gradients:
             truth = one_rank_references(scenario, schedule).truth
         else:
             truth = train_reference(scenario, schedule, TRUTH)
-        phase = next(p for p in scenario.phases if step < p.steps)
         self.facts = Facts(
-            axes=phase.parsed_topology.mesh_shape(phase.world_size),
+            axes=scenario.parsed_topology.mesh_shape(scenario.world_size),
             passes=max(len(each.batches) for each in boundaries.ranks.values()),
             scales=schedule.scales[step::-1][:2],
             clip_norm=parity.clip_norm,
@@ -159,11 +158,7 @@ class _Gradients:
         self.truth_loss = truth.losses[step]
         self.truth, self.updates = truth.gradients[step], truth.updates
         self.seen = [
-            (trace, at)
-            for phase in phases
-            for trace in phase
-            for at in trace.steps
-            if at.step == step
+            (trace, at) for trace in traces for at in trace.steps if at.step == step
         ]
         rows = self.departed["gradient"] or self.departed["update"]
         # the largest differences come first

@@ -39,15 +39,12 @@ __all__ = [
 ]
 
 
-def demanded_schedule(*phases: Sequence[RankTrace]) -> Schedule:
+def demanded_schedule(traces: Sequence[RankTrace]) -> Schedule:
     """Return the skips that the rule demands, the scales, and changed settings.
 
     The scales are those of the first rank; the agreement laws check the other ranks.
-
-    Args:
-        phases: traces of all ranks, for each world of the run, in order.
     """
-    steps = list(_steps(phases))
+    steps = list(_steps(traces))
     return Schedule(
         skipped=tuple(_held_still(seen) for seen in steps),
         scales=tuple(seen[0][1].scale_before for seen in steps),
@@ -55,12 +52,11 @@ def demanded_schedule(*phases: Sequence[RankTrace]) -> Schedule:
     )
 
 
-def _steps(phases: Iterable[Sequence[RankTrace]]) -> Iterator[Seen]:
-    """Yield each step that all ranks of its world completed."""
-    for traces in phases:
-        # not strict, because a rank that stopped early has fewer steps
-        for seen in zip(*(t.steps for t in traces), strict=False):
-            yield list(zip(traces, seen, strict=True))
+def _steps(traces: Sequence[RankTrace]) -> Iterator[Seen]:
+    """Yield each step that all ranks completed."""
+    # not strict, because a rank that stopped early has fewer steps
+    for seen in zip(*(t.steps for t in traces), strict=False):
+        yield list(zip(traces, seen, strict=True))
 
 
 def _held_still(seen: Seen) -> frozenset[str]:
@@ -80,22 +76,17 @@ def _held_still(seen: Seen) -> frozenset[str]:
     )
 
 
-def followed_schedule(scenario: Scenario, *phases: Sequence[RankTrace]) -> Schedule:
-    """Return the demanded schedule, with the gradients that a workload left out.
-
-    Args:
-        scenario: scenario that the ranks trained.
-        phases: traces of all ranks, for each world of the run, in order.
-    """
-    schedule = demanded_schedule(*phases)
+def followed_schedule(scenario: Scenario, traces: Sequence[RankTrace]) -> Schedule:
+    """Return the demanded schedule, with the gradients that a workload left out."""
+    schedule = demanded_schedule(traces)
     if _gives_settings(scenario.workload):
         schedule = replace(schedule, settings=())
     if OfWorkload.JUDGED in scenario.workload.has:
-        idle = tuple(_idle(seen) for seen in _steps(phases))
+        idle = tuple(_idle(seen) for seen in _steps(traces))
         schedule = replace(schedule, idle=idle)
     # declared owners mean that optimizers step copies, whose shards nobody sees
     if scenario.workload.rounds_state and scenario.workload.owners is None:
-        schedule = replace(schedule, shards=_shards(phases))
+        schedule = replace(schedule, shards=_shards(traces))
     return schedule
 
 
@@ -107,12 +98,11 @@ def _gives_settings(workload: ResolvedWorkload) -> bool:
     return OfWorkload.LOOP in workload.has or workload.scheduler is not None
 
 
-def _shards(phases: Sequence[Sequence[RankTrace]]) -> Shards:
+def _shards(ranks: Sequence[RankTrace]) -> Shards:
     """Return the shards in which optimizers hold parameters, if they are known.
 
     A rank that does not step its shard still has one.
     """
-    ranks = [trace for traces in phases for trace in traces]
     events = [e for trace in ranks for seen in trace.steps for e in seen.events]
     if any(event.groups and not event.names for event in events):
         return ()  # an optimizer of copies may also step these parameters
@@ -137,21 +127,21 @@ def _apart(parts: Iterable[bytes]) -> bool:
     return distinct(places) == len(places)
 
 
-def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
+def measure_parity(scenario: Scenario, traces: Sequence[RankTrace]) -> Parity:
     """Compare every rank and every step with the truth.
 
     Args:
         scenario: scenario that the ranks trained.
-        phases: complete traces of all ranks, for each world of the run, in order.
+        traces: complete traces of all ranks.
     """
-    schedule = followed_schedule(scenario, *phases)
-    returned = {at.loss_dtype for traces in phases for t in traces for at in t.steps}
+    schedule = followed_schedule(scenario, traces)
+    returned = {at.loss_dtype for t in traces for at in t.steps}
     parity_bounds = make_parity_bounds(scenario, schedule, frozenset(returned - {""}))
-    starts = [t.initial for traces in phases for t in traces if t.initial]
+    starts = [t.initial for t in traces if t.initial]
     initial = parity_bounds.truth.initial
     check_equal_start(scenario.model, "a rank and the reference", initial, starts)
-    _check_counts(scenario, phases, parity_bounds.truth)
-    steps = [*_steps(phases)]
+    _check_counts(scenario, traces, parity_bounds.truth)
+    steps = [*_steps(traces)]
     moved_by_stack = _schedule_of(scenario, steps, parity_bounds.truth)
     alone = scenario.workload.one_rank
     # if draws have an effect, nothing could be decided
@@ -173,7 +163,7 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
             moved_by_stack.unclear,
             draws_idly=draws_idly,
         ),
-        still=frozenset(_still(schedule, phases, parity_bounds)),
+        still=frozenset(_still(schedule, traces, parity_bounds)),
         narrow_loss=_narrow_loss(parity_bounds.noisy, returned),
         stack_schedule=moved_by_stack,
     )
@@ -182,9 +172,9 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
             clip_factor(norm, parity.clip_norm) for norm in parity_bounds.truth.norms
         ]
         least = scenario.parsed_precision.roundoff
-        parity.clipped += _clip_rows(factors, schedule, phases, parity_bounds, least)
+        parity.clipped += _clip_rows(factors, schedule, traces, parity_bounds, least)
     is_full = scenario.parsed_precision.is_full
-    for each in _measured(schedule, phases, parity_bounds, is_full=is_full):
+    for each in _measured(schedule, traces, parity_bounds, is_full=is_full):
         is_compared = parity.add(each.kind, each.rows, each.elements)
         if each.elements and not is_compared:
             why = each.lack or (Lack.NOISE if each.rows else Lack.NOT_FINITE)
@@ -222,7 +212,7 @@ def _narrow_loss(runs: Sequence[Reference], returned: set[str]) -> str:
 
 def _still(
     schedule: Schedule,
-    phases: Iterable[Sequence[RankTrace]],
+    traces: Sequence[RankTrace],
     parity_bounds: ParityBounds,
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (step, rank, optimizer) of steps that correctly move no parameter.
@@ -231,7 +221,7 @@ def _still(
     embedding without tokens. Or the optimizer only prepares in its first step.
     """
     for seen, skipped, moves in zip(
-        _steps(phases), schedule.skipped, parity_bounds.moves, strict=False
+        _steps(traces), schedule.skipped, parity_bounds.moves, strict=False
     ):
         for trace, at in seen:
             for number, names in enumerate(trace.owned[: len(at.decisions)]):
@@ -258,14 +248,14 @@ def _idle(seen: Seen) -> Idle:
 
 
 def _check_counts(
-    scenario: Scenario, phases: Iterable[Sequence[RankTrace]], truth: Reference
+    scenario: Scenario, traces: Sequence[RankTrace], truth: Reference
 ) -> None:
     """Check that the counts of all ranks add up to that of the whole batch.
 
     Raises:
         WorkloadError: if rows or tokens were left out or counted twice.
     """
-    for seen, whole in zip(_steps(phases), truth.counts, strict=False):
+    for seen, whole in zip(_steps(traces), truth.counts, strict=False):
         for trace, at in seen:
             if not (at.counts and whole) or counts_equal(at.counts, whole):
                 continue
@@ -296,14 +286,14 @@ class _Measured(NamedTuple):
 
 def _measured(
     schedule: Schedule,
-    phases: Iterable[Sequence[RankTrace]],
+    traces: Sequence[RankTrace],
     parity_bounds: ParityBounds,
     *,
     is_full: bool,
 ) -> Iterator[_Measured]:
     truth = parity_bounds.truth
     for step, (seen, skipped) in enumerate(
-        zip(_steps(phases), schedule.skipped, strict=True)
+        zip(_steps(traces), schedule.skipped, strict=True)
     ):
         yield from _loss(step, seen, parity_bounds)
         for trace, at in seen:
@@ -390,7 +380,7 @@ def _gradient(
 def _clip_rows(
     factors: Sequence[float],
     schedule: Schedule,
-    phases: Iterable[Sequence[RankTrace]],
+    traces: Sequence[RankTrace],
     parity_bounds: ParityBounds,
     least: float,
 ) -> Iterator[ClipRow]:
@@ -398,7 +388,7 @@ def _clip_rows(
 
     The noise of factors is at least ``least``, because the noise of runs may be 0.
     """
-    steps = zip(_steps(phases), factors, schedule.skipped, strict=True)
+    steps = zip(_steps(traces), factors, schedule.skipped, strict=True)
     noisy, worst = parity_bounds.noisy, least
     for step, (seen, due, skipped) in enumerate(steps):
         rows = []

@@ -17,7 +17,6 @@ from .engine import Engine
 from .layout import remake_optimizers
 from .observe import digest
 from .recording import digests_of, local_gradients, next_batch
-from .reshard import optimizer_states, restore
 from .scaler_spec import growth_tracker
 from .trace import Misuse, Problem, RankTrace, Saved
 
@@ -72,36 +71,27 @@ class Judged:
         if self.recipe.primed:
             self.scale([torch.zeros((), device=self.engine.device)])
 
-    def saved(self) -> Saved:
-        """Return this rank's state of scaler and optimizers."""
-        states = optimizer_states(self.engine)
-        return Saved(scaler=self._saved_scaler(), optimizers=states)
-
-    def resume(self, saved: Saved | None) -> None:
-        """Resume from ``saved``, or with new objects that load the current states."""
-        if saved is not None:
-            restore(self.engine, saved)
-            self._load_scaler(saved.scaler)
-            return
+    def resume(self) -> None:
+        """Replace optimizers and scaler by new ones that load the current states."""
         remake_optimizers(self.engine)
         if self.scaler is not None:
-            state = self._saved_scaler()
+            saved = self.saved()
             self.construct(self.factory)
-            self._load_scaler(state)
+            self.load(saved)
 
-    def _saved_scaler(self) -> bytes:
+    def saved(self) -> Saved:
+        """Return the state of the scaler."""
         file = io.BytesIO()
-        if self.scaler is not None:
-            with self.watch("state_dict"):
-                torch.save(self.scaler.state_dict(), file)
-        return file.getvalue()
+        with self.watch("state_dict"):
+            torch.save(self.scaler.state_dict(), file)
+        return Saved(scaler=file.getvalue(), state=self.state())
 
-    def _load_scaler(self, state: bytes) -> None:
-        if self.scaler is not None:
-            with self.watch("torch.load of its state_dict"):
-                loaded = torch.load(io.BytesIO(state), weights_only=True)
-            with self.watch("load_state_dict"):
-                self.scaler.load_state_dict(loaded)
+    def load(self, saved: Saved) -> None:
+        """Load a state of a scaler."""
+        with self.watch("torch.load of its state_dict"):
+            loaded = torch.load(io.BytesIO(saved.scaler), weights_only=True)
+        with self.watch("load_state_dict"):
+            self.scaler.load_state_dict(loaded)
 
     @contextmanager
     def watch(self, call: str) -> Iterator[None]:

@@ -313,15 +313,12 @@ class Restored:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """State of a training, from which another world resumes."""
+    """State of a scaler, with which a scaler on another number of ranks begins."""
 
     scaler: bytes
-    """The scaler's state dict as ``torch.save`` writes it; empty without a scaler."""
-    optimizers: dict[str, dict[str, Any]]
-    """Parameter -> key -> its optimizer's state. A flat array has one value for each
-    element; a 0-d array or anything else is one value for the whole parameter."""
-    parameters: dict[str, Floats] = field(default_factory=dict)
-    """Parameter -> flat elements. Empty on a rank, whose last step holds them."""
+    """The state dict as ``torch.save`` writes it."""
+    state: tuple[float, int | None]
+    """Scale and growth tracker."""
 
 
 @dataclass(kw_only=True)
@@ -377,7 +374,11 @@ class RankTrace:
     load."""
 
     saved: Saved | None = None
-    """State after the last step, if another world resumes from it."""
+    """State of the scaler after the last step, if another world begins with it."""
+
+    loaded_state: tuple[float, int | None] | None = None
+    """Scale and growth tracker of the state with which the scaler began; None without a
+    load."""
 
     @property
     def completed(self) -> int:

@@ -33,7 +33,7 @@ def observe_modules(
         scenario: scenario to train.
         spec: name of the tested scaler, or ``none``.
         folder: import path of the scaler and of the workload.
-        saved: state of another world from which to resume, if any.
+        saved: state of a scaler on another world, with which this one begins.
         step: last step, which is recorded.
         facts: facts of the workload.
         files: folder for checkpoints.

@@ -88,8 +88,8 @@ def observe_rank(
         scenario: scenario to train.
         spec: name of the tested scaler, or ``none``.
         folder: import path of the scaler and of the workload.
-        saved: state of the first phase, to resume from.
-        keep: true to keep the state after the last step, for :func:`restore`.
+        saved: state of a scaler on another world, with which this one begins.
+        keep: true to keep the state of the scaler after the last step.
         choices: for each step, the choices of learned routers.
         around: (engine, step) -> context in which the step runs.
         last: last step; then no wrong calls are made after it. None for all steps.
@@ -139,6 +139,9 @@ def observe_rank(
         faults = _resolved_faults(engine, trace)
         if factory is not None:
             judged.construct(factory)
+            if saved is not None:
+                judged.load(saved)
+                trace.loaded_state = saved.state
         if alone is not None and alone.scaled:
             judged.scaler = SameSkips(
                 alone,
@@ -146,13 +149,11 @@ def observe_rank(
                 lambda o: {n for group in groups_of(engine, o) for n in group.names},
             )
         steps = scenario.steps if last is None else last + 1
-        for step in range(scenario.resume_step if saved else 0, steps):
+        for step in range(steps):
             trace.steps.append(StepTrace(step=step))
             if scenario.parsed_recipe.resume and step == scenario.resume_step:
-                # also the first step of a second world, which loads what the first one
-                # saved
                 if own is None:
-                    judged.resume(saved)
+                    judged.resume()
                 else:
                     trace.loaded = own.resume()
             with nullcontext() if around is None else around(engine, step):

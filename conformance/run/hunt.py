@@ -32,7 +32,6 @@ from ..space.catalogue import (
     split_parameter,
     to_scenario,
 )
-from ..space.recipes import RECIPES
 from ..space.scenario import Scenario
 from ..status import Status, UsageError
 from .recorder import replay_command
@@ -110,8 +109,7 @@ def scenarios(draw: st.DrawFn, selection: Selection) -> Scenario:
         open_ = [v for v in values if fits(row | {column: v}, selection.workload)]
         if column not in row:
             row[column] = draw(st.sampled_from(open_))
-    fewest = 2 if RECIPES[row["recipe"]].resharded else 1  # one step on each world
-    steps = draw(st.integers(fewest, MAX_STEPS))
+    steps = draw(st.integers(1, MAX_STEPS))
     scenario = to_scenario(
         row,
         selection,

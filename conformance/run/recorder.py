@@ -227,9 +227,8 @@ def _worst(evidence: Evidence | None) -> tuple[Comparison, ...]:
 
 def _curves(evidence: Evidence) -> Curves:
     parity = evidence.parity
-    parts = [evidence.before, evidence] if evidence.before else [evidence]
-    steps = [seen for part in parts for _, seen in part.steps()]
-    rows = _rows(parts, evidence.scenario.world_size)
+    steps = [seen for _, seen in evidence.steps()]
+    rows = [trace.steps for trace in evidence.ranks]
     return Curves(
         loss=[_loss(seen) for seen in steps],
         reference_loss=[as_number(x) for x in parity.reference_loss] if parity else [],
@@ -242,17 +241,6 @@ def _curves(evidence: Evidence) -> Curves:
             {n: as_number(x) for n, x in parity.per_parameter.items()} if parity else {}
         ),
     )
-
-
-def _rows(parts: Sequence[Evidence], world_size: int) -> list[list[StepTrace]]:
-    """Return the steps of each rank.
-
-    In a phase on fewer ranks the rank numbers wrap around.
-    """
-    return [
-        [seen for part in parts for seen in part.ranks[rank % len(part.ranks)].steps]
-        for rank in range(world_size)
-    ]
 
 
 def _loss(seen: Sequence[StepTrace]) -> Number | None:

@@ -35,7 +35,7 @@ from ..space.scenario import Scenario
 from ..status import Status, Verdict, case_status
 from .failures import ran_out_of_time, why_not_run
 from .launcher import AloneError, Place, Pool, root_cause
-from .runs import Phases, Runs, is_of_parallelize, without_scaler
+from .runs import Runs, Traces, is_of_parallelize, without_scaler
 from .waiting import Waiting
 
 __all__ = ["Case", "Runner"]
@@ -100,9 +100,9 @@ class _Seen:
 
     spec: str
     scenario: Scenario
-    phases: Phases = ()
+    traces: Traces = ()
     first_try: str = ""
-    control: Phases | None = None
+    control: Traces | None = None
     control_differs: str = ""
     uninterrupted: tuple[RankTrace, ...] | None = None
     plain: tuple[RankTrace, ...] | None = None
@@ -116,15 +116,15 @@ class _Seen:
     def complete(self) -> bool:
         """True if all ranks completed the last step."""
         last = self.scenario.steps - 1
-        return all(trace.reached(last) for trace in self.phases[-1])
+        return all(trace.reached(last) for trace in self.traces)
 
     @property
     def may_lose_settings(self) -> bool:
         """True if a workload that changes settings loaded its own checkpoint."""
         recipe, workload = self.scenario.parsed_recipe, self.scenario.workload
-        if not recipe.resume or recipe.resharded or OfWorkload.LOOP in workload.has:
+        if not recipe.resume or OfWorkload.LOOP in workload.has:
             return False
-        return self.complete and bool(demanded_schedule(*self.phases).settings)
+        return self.complete and bool(demanded_schedule(self.traces).settings)
 
     @property
     def averages_otherwise(self) -> bool:
@@ -133,7 +133,7 @@ class _Seen:
         It does so if it cuts rows, or loads a checkpoint.
         """
         scenario, recipe = self.scenario, self.scenario.parsed_recipe
-        if scenario.workload.ema is None or recipe.resharded or recipe.training.random:
+        if scenario.workload.ema is None or recipe.training.random:
             return False
         planned = scenario.faults != "none" or not scenario.parsed_precision.is_full
         return self.complete and not planned and (recipe.parts > 1 or recipe.resume)
@@ -245,9 +245,9 @@ class Runner:
                 for spec, scenario in pairs:
                     begin(spec, scenario.id)
                     seen = self._observe(spec, scenario)
-                    traces = sum(map(len, seen.phases)) or 1
-                    waiting.add(seen, traces)
-                    if waiting.catch_up(max(BEHIND, traces)):
+                    n_traces = len(seen.traces) or 1
+                    waiting.add(seen, n_traces)
+                    if waiting.catch_up(max(BEHIND, n_traces)):
                         return
                 waiting.catch_up(0)
             except BaseException:  # also Ctrl-C
@@ -258,8 +258,7 @@ class Runner:
     def _observe(self, spec: str, scenario: Scenario) -> _Seen:
         """Train a scenario on ranks; repeat the control run if results differ."""
         seen, start = _Seen(spec=spec, scenario=scenario), time.monotonic()
-        ranks = max(phase.world_size for phase in scenario.phases)
-        if reason := self.place.not_runnable(ranks):
+        if reason := self.place.not_runnable(scenario.most_ranks):
             seen.case = _not_run(spec, scenario, reason)
             return seen
         with seen.broken(self.runs):
@@ -267,11 +266,11 @@ class Runner:
             if (stack := self._stack_fault(spec, scenario)) is not None:
                 seen.case = replace(stack, scaler=spec, scenario=scenario)
                 return seen
-            seen.phases = self.runs.run(spec, scenario)
-            if late := ran_out_of_time(seen.phases[-1]):
+            seen.traces = self.runs.run(spec, scenario)
+            if late := ran_out_of_time(seen.traces):
                 # A slow run proves nothing, because the machine may have been busy. The
                 # failed world was ended, so the second try has new ranks.
-                seen.phases, seen.first_try = self.runs.run(spec, scenario), late
+                seen.traces, seen.first_try = self.runs.run(spec, scenario), late
             # bitwise laws need fp32, where scaling is exact, and a control run that
             # cannot skip
             compared = spec != NO_SCALER and scenario.faults == "none"
@@ -279,11 +278,11 @@ class Runner:
                 seen.control = self.runs.control(scenario)
                 # A second control is made only after a difference, which may be the
                 # control's.
-                if first_difference(seen.control, seen.phases):
+                if first_difference(seen.control, seen.traces):
                     seen.control_differs = self.runs.control_differs(scenario)
             if seen.may_lose_settings or seen.averages_otherwise:
                 whole = replace(scenario, recipe="plain")
-                traces = self.runs.run(spec, whole)[-1]
+                traces = self.runs.run(spec, whole)
                 seen.uninterrupted = traces if seen.may_lose_settings else None
                 seen.plain = traces if seen.averages_otherwise else None
         seen.seconds = time.monotonic() - start
@@ -324,11 +323,9 @@ class Runner:
             return None
         start = time.monotonic()
         step = first_bad_step(evidence.parity) or 0
-        before = [evidence.before.ranks] if evidence.before else []
-        phases = [*before, evidence.ranks]
         try:
             watched = self.runs.watched(case.scaler, scenario, step)
-            evidence_there = phases, evidence.parity, step, watched
+            evidence_there = evidence.ranks, evidence.parity, step, watched
             location = self.runs.beside_references(locate, scenario, *evidence_there)
         # the verdict does not depend on the location
         except Exception as error:
@@ -353,26 +350,21 @@ class Runner:
         return replace(case, location=self.localise(case))
 
     def _evidence(self, seen: _Seen, measured: bool) -> Evidence:
-        scenario, phases = seen.scenario, seen.phases
+        scenario, traces = seen.scenario, seen.traces
         random = scenario.parsed_recipe.training.random
         due = seen.complete and measured and not random
-        parity = self.runs.beside_references(_on_one_process, scenario, phases, due)
-        evidence: Evidence | None = None
-        for number, traces in enumerate(phases):
-            evidence = Evidence(
-                scenario=scenario,
-                ranks=traces,
-                control=None if seen.control is None else seen.control[number],
-                control_differs=seen.control_differs,
-                first_try=seen.first_try,
-                uninterrupted=seen.uninterrupted,
-                plain=seen.plain,
-                parity=parity,
-                scaler=seen.spec != NO_SCALER,
-                before=evidence,
-            )
-        assert evidence is not None
-        return evidence
+        parity = self.runs.beside_references(_on_one_process, scenario, traces, due)
+        return Evidence(
+            scenario=scenario,
+            ranks=traces,
+            control=seen.control,
+            control_differs=seen.control_differs,
+            first_try=seen.first_try,
+            uninterrupted=seen.uninterrupted,
+            plain=seen.plain,
+            parity=parity,
+            scaler=seen.spec != NO_SCALER,
+        )
 
     def _stack_fault(self, spec: str, scenario: Scenario) -> Case | None:
         """Return the case to report if a workload is wrong without a scaler, or None.
@@ -387,14 +379,14 @@ class Runner:
         return self._stacks[alone]
 
 
-def _on_one_process(scenario: Scenario, phases: Phases, due: bool) -> Parity | None:
+def _on_one_process(scenario: Scenario, traces: Traces, due: bool) -> Parity | None:
     """Compare a run with its references; return None if ``due`` is false.
 
     Raises:
         WorkloadError: if some element of the model is on no rank.
     """
-    check_whole(scenario.workload, phases[-1])
-    return measure_parity(scenario, *phases) if due else None
+    check_whole(scenario.workload, traces)
+    return measure_parity(scenario, traces) if due else None
 
 
 def _unjudged(stack: Case) -> Case | None:

@@ -5,7 +5,7 @@ Facts of a workload, and the last runs without a scaler, are computed once and c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -17,7 +17,6 @@ from ..judge.parity import followed_schedule
 from ..judge.reference import Idle, Schedule
 from ..rank.fold import fold
 from ..rank.modules import Watched
-from ..rank.reshard import gathered
 from ..rank.routing import Choices, chooses_in_forward
 from ..rank.scaler_spec import NO_SCALER
 from ..rank.trace import RankTrace, Saved
@@ -28,7 +27,7 @@ from ..space.scenario import Scenario
 from .failures import traces_of
 from .launcher import Place
 
-__all__ = ["Phases", "Runs", "is_of_parallelize", "without_scaler"]
+__all__ = ["Runs", "Traces", "is_of_parallelize", "without_scaler"]
 
 T = TypeVar("T")
 CONTROLS = 4
@@ -38,15 +37,15 @@ TRIES = 3
 """Largest number of runs until the reference's choices fit: with choices for no skips,
 for the run's skips, and once more if these choices change the skips. If the skips still
 change, the last run is compared."""
-Phases = tuple[tuple[RankTrace, ...], ...]
-"""Traces of all ranks, for each world of a run."""
+Traces = tuple[RankTrace, ...]
+"""Traces of all ranks."""
 
 
 @dataclass(kw_only=True)
 class _Control:
     """A run without a scaler."""
 
-    phases: Phases
+    traces: Traces
     differs: str | None = None
     """First bitwise difference of a second such run; empty: none; None: not yet run."""
 
@@ -67,18 +66,18 @@ class Runs:
         self._facts: dict[str, tuple[WorkloadFacts, bool]] = {}
         self._never_laid_out: dict[tuple[str, str], bool] = {}
 
-    def run(self, spec: str, scenario: Scenario) -> Phases:
-        """Return the traces of each phase, up to the first that failed."""
+    def run(self, spec: str, scenario: Scenario) -> Traces:
+        """Return the traces of a run; of one that failed, up to its failure."""
         if spec != NO_SCALER:
             return self.traces(spec, scenario)
         try:
             # without a scaler the judged run is the control, and trains once
             return self.control(scenario)
         except WorldError as failure:
-            return (traces_of(failure, judged=False),)
+            return traces_of(failure, judged=False)
 
-    def traces(self, spec: str, scenario: Scenario) -> Phases:
-        """Train again, and return the traces of each phase up to the first that failed.
+    def traces(self, spec: str, scenario: Scenario) -> Traces:
+        """Train again, and return the traces; of a failed run, up to its failure.
 
         Args:
             spec: ``module:attribute`` of the scaler, or ``none``.
@@ -87,21 +86,19 @@ class Runs:
         Raises:
             WorldError: if the scaler did not cause the failure.
         """
-        seen: list[tuple[RankTrace, ...]] = []
         try:
-            seen.extend(self._followed(spec, scenario))
+            return self._followed(spec, scenario)
         except WorldError as failure:
-            seen.append(traces_of(failure, judged=spec != NO_SCALER))
-        return tuple(seen)
+            return traces_of(failure, judged=spec != NO_SCALER)
 
-    def control(self, scenario: Scenario) -> Phases:
+    def control(self, scenario: Scenario) -> Traces:
         """Return the traces of the scenario without a scaler."""
-        return self._control(scenario).phases
+        return self._control(scenario).traces
 
     def _control(self, scenario: Scenario) -> _Control:
         key = without_scaler(scenario)
         if key not in self._controls:
-            control = _Control(phases=tuple(self._followed(NO_SCALER, key)))
+            control = _Control(traces=self._followed(NO_SCALER, key))
             while len(self._controls) >= CONTROLS:
                 self._controls.pop(next(iter(self._controls)))
             self._controls[key] = control
@@ -115,14 +112,12 @@ class Runs:
         """
         control = self._control(scenario)
         if control.differs is None:
-            again = tuple(self._followed(NO_SCALER, without_scaler(scenario)))
-            control.differs = first_difference(control.phases, again)
+            again = self._followed(NO_SCALER, without_scaler(scenario))
+            control.differs = first_difference(control.traces, again)
         return control.differs
 
-    def _followed(
-        self, spec: str, scenario: Scenario
-    ) -> Iterable[tuple[RankTrace, ...]]:
-        """Yield the traces of each phase, with the reference's choices in routers.
+    def _followed(self, spec: str, scenario: Scenario) -> Traces:
+        """Return the traces, with the reference's choices in routers.
 
         The reference trains first, as if no step were skipped. If the run then skips
         steps, it runs again with the choices of a reference that skips the same steps.
@@ -131,7 +126,7 @@ class Runs:
         random = scenario.parsed_recipe.training.random
         own = random or scenario.workload.one_rank
         if own or not self.facts(scenario.model)[1]:
-            return self._phases(spec, scenario)
+            return self._trained(spec, scenario)
         scale = 1.0 if spec == NO_SCALER else scenario.init_scale
         steps = scenario.steps
         schedule = Schedule(
@@ -141,52 +136,60 @@ class Runs:
         )
         for _ in range(TRIES):
             choices = self.place.alone(expected_choices, scenario, schedule)
-            phases = tuple(self._phases(spec, scenario, choices))
-            followed = followed_schedule(scenario, *phases)
+            traces = self._trained(spec, scenario, choices)
+            followed = followed_schedule(scenario, traces)
             if replace(followed, scales=schedule.scales) == schedule:
                 break
             # with other choices a step may be skipped, so compare again
             schedule = followed
-        return phases
+        return traces
 
-    def _phases(
+    def _trained(
         self,
         spec: str,
         scenario: Scenario,
         choices: tuple[dict[str, Choices], ...] = (),
-    ) -> Iterator[tuple[RankTrace, ...]]:
-        saved: Saved | None = None
-        for phase in scenario.phases:
-            more = phase != scenario
-            results = self.place.ranks(phase.world_size).run(
-                observe_rank,
-                phase,
-                spec,
-                self._folder,
-                saved,
-                more,
-                choices,
-                facts=self.facts(phase.model)[0],
-                files=self._files(phase),
-            )
-            saved = gathered(results) if more else None
-            yield fold(results)
+    ) -> Traces:
+        """Return the traces of all ranks."""
+        results = self.place.ranks(scenario.world_size).run(
+            observe_rank,
+            scenario,
+            spec,
+            self._folder,
+            self._saved(spec, scenario),
+            choices=choices,
+            facts=self.facts(scenario.model)[0],
+            files=self._files(scenario),
+        )
+        return fold(results)
+
+    def _saved(self, spec: str, scenario: Scenario) -> Saved | None:
+        """Return the state with which the scaler begins, or None."""
+        other = scenario.saved_by
+        if other is None or spec == NO_SCALER:
+            return None
+        traces = self.place.ranks(other.world_size).run(
+            observe_rank,
+            other,
+            spec,
+            self._folder,
+            keep=True,
+            facts=self.facts(other.model)[0],
+        )
+        return traces[0].saved
 
     def watched(self, spec: str, scenario: Scenario, step: int) -> list[Watched]:
-        """Return for each rank the record of its modules in one step.
-
-        The ranks are those of the world that trained this step.
-        """
-        saved: Saved | None = None
-        facts, _ = self.facts(scenario.model)
-        for phase in scenario.phases:
-            ranks = self.place.ranks(phase.world_size)
-            arguments = phase, spec, self._folder, saved
-            if step < phase.steps:
-                files = self._files(phase)
-                return ranks.run(observe_modules, *arguments, step, facts, files)
-            saved = gathered(ranks.run(observe_rank, *arguments, True, facts=facts))
-        raise AssertionError(f"no phase makes step {step}")
+        """Return for each rank the record of its modules in one step."""
+        return self.place.ranks(scenario.world_size).run(
+            observe_modules,
+            scenario,
+            spec,
+            self._folder,
+            self._saved(spec, scenario),
+            step,
+            self.facts(scenario.model)[0],
+            self._files(scenario),
+        )
 
     def facts(self, model: str) -> tuple[WorkloadFacts, bool]:
         """Return the facts of a workload, and True if its routers choose in forward.
@@ -216,7 +219,7 @@ class Runs:
             self._never_laid_out[key] = False
             if not self.place.not_runnable(size):
                 try:
-                    list(self._phases(NO_SCALER, plain))
+                    self._trained(NO_SCALER, plain)
                 except WorldError as failure:
                     self._never_laid_out[key] = is_of_parallelize(failure)
         return self._never_laid_out[key]

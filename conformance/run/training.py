@@ -31,11 +31,11 @@ def train(id: str, spec: str, place: Place) -> int:
         The number of steps.
 
     Raises:
-        UsageError: if the scenario does not exist or has several phases.
+        UsageError: if the scenario does not exist or needs a second world.
         TrainingError: if a rank failed.
     """
     scenario = Scenario.parse(id)
-    if len(scenario.phases) > 1:
+    if scenario.saved_by is not None:
         raise UsageError(f"{id}: is two jobs, which a checkpoint joins: train each")
     load_scaler(spec, os.getcwd())
     place.check([scenario.world_size])

@@ -544,8 +544,9 @@ def _cost(scenario: Scenario) -> float:
     model = MODELS[scenario.model].cost if scenario.model in MODELS else 1
     compiles = 6 if scenario.parsed_recipe.compile else 1
     return sum(
-        phase.world_size * (phase.steps + 5) * model * compiles
-        for phase in scenario.phases
+        each.world_size * (each.steps + 5) * model * compiles
+        for each in (scenario, scenario.saved_by)
+        if each is not None
     )
 
 

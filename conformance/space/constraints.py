@@ -93,7 +93,7 @@ def _recipe_model(_: ResolvedWorkload, recipe: str, model: str) -> str:
 
 
 def resharded_world(topology: str, world_size: int) -> tuple[str, int]:
-    """Return the first world of a training that resumes on the given one.
+    """Return a world whose scaler saves a state for the given one.
 
     It has the same layout on half or on twice as many ranks, up to 4. If neither fits,
     it has another layout that supports all models and precisions of this one.

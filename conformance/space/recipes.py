@@ -96,7 +96,8 @@ class Recipe:
     resume: bool = False
     """True if a new scaler and new optimizers load the saved states half-way."""
     resharded: bool = False
-    """True to run the first half on another world, see ``resharded_world``."""
+    """True if the scaler begins with a state that another world saved, see
+    ``resharded_world``."""
     primed: bool = False
     """True if every rank calls ``scale`` once on zero before the first step."""
     compile: bool = False
@@ -220,9 +221,7 @@ RECIPES: dict[str, Recipe] = {
         resume=True,
     ),
     "resume-resharded": Recipe(
-        text="begun on another world; half-way model, optimizers and scaler are saved "
-        "there and loaded here",
-        resume=True,
+        text="the scaler begins with a state that one on another number of ranks saved",
         resharded=True,
     ),
     "primed": Recipe(

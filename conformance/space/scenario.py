@@ -116,11 +116,7 @@ class Scenario:
                 raise UsageError(
                     f"{name} must be above {least:g} and below {most:g}, got {value:g}"
                 )
-        if self.parsed_recipe.resharded and self.steps < 2:
-            raise UsageError(
-                f"recipe {self.recipe!r} trains on two worlds: choose at least 2 steps"
-            )
-        assert self.phases  # raises if the first phase is no valid scenario
+        assert self.most_ranks  # raises if ``saved_by`` is no valid scenario
 
     @property
     def workload(self) -> ResolvedWorkload:
@@ -220,22 +216,24 @@ class Scenario:
         return min((self.steps + 1) // 2, self.steps - 1)
 
     @property
-    def phases(self) -> tuple[Scenario, ...]:
-        """Runs of the scenario, each on its own world; the last one is ``self``."""
+    def saved_by(self) -> Scenario | None:
+        """Scenario on another world whose scaler saves the state to begin with."""
         if not self.parsed_recipe.resharded:
-            return (self,)
+            return None
         topology, world_size = resharded_world(self.topology, self.world_size)
-        first = replace(
+        return replace(
             self,
             topology=topology,
             world_size=world_size,
             recipe="plain",
-            steps=self.resume_step,
-            faults=_faults_before(
-                parse_faults(self.faults), self.resume_step, world_size
-            ),
+            steps=max(self.resume_step, 1),
+            faults="none",
         )
-        return first, self
+
+    @property
+    def most_ranks(self) -> int:
+        """Number of ranks of the largest world that the scenario needs."""
+        return max(s.world_size for s in (self, self.saved_by) if s is not None)
 
     @property
     def trains_alone(self) -> bool:
@@ -257,16 +255,6 @@ class Scenario:
             "param_order": PARAM_ORDERS,
             "recipe": RECIPES,
         }
-
-
-def _faults_before(faults: tuple[Fault, ...], resume_step: int, world_size: int) -> str:
-    """Return the faults of the first phase, as text.
-
-    Rank numbers wrap around if that phase has fewer ranks.
-    """
-    due = [f for f in faults if f.step is None or f.step < resume_step]
-    wrapped = [replace(f, rank=f.rank and f.rank % world_size) for f in due]
-    return ";".join(map(str, wrapped)) or "none"
 
 
 def _plain(value: object) -> str:

@@ -50,7 +50,7 @@ def _completes(evidence: Evidence) -> Finding:
 def _hang(evidence: Evidence, done: int) -> Finding:
     hung = [t.rank for t in evidence.ranks if t.hung]
     how = next(t.hung for t in evidence.ranks if t.hung)
-    last = evidence.phase.steps - 1
+    last = evidence.scenario.steps - 1
     waiting = [t.rank for t in evidence.ranks if not t.hung and not t.reached(last)]
     verbs = ("hangs" if len(hung) == 1 else "hang", "it" if len(hung) == 1 else "them")
     text = f"{rank_list(hung)} {verbs[0]}: {how}"

@@ -35,7 +35,7 @@ def _where_drawn(check: Check) -> Check:
 
     @wraps(check)
     def decide(evidence: Evidence) -> Finding:
-        if not evidence.phase.parsed_recipe.training.random:
+        if not evidence.scenario.parsed_recipe.training.random:
             return skipped("random layers, where there are any, are off: recipe=random")
         steps = [s for _, seen in evidence.steps() for s in seen]
         if steps and not any(s.draws or s.drawn_outside for s in steps):
@@ -69,7 +69,7 @@ def _rows(evidence: Evidence, trace: RankTrace) -> tuple[int, ...]:
 
     Ranks with the same coordinate have the same rows.
     """
-    data_axes = evidence.phase.parsed_topology.data_axes
+    data_axes = evidence.scenario.parsed_topology.data_axes
     return tuple(at for axis, at in trace.coordinate.items() if axis in data_axes)
 
 
@@ -218,7 +218,7 @@ def _apart(evidence: Evidence, trace: RankTrace, other: RankTrace) -> bool:
 @_where_drawn
 def size(evidence: Evidence) -> Finding:
     """Compare the factor by which each dropout multiplies the kept elements."""
-    off = 8 * evidence.phase.parsed_precision.roundoff
+    off = 8 * evidence.scenario.parsed_precision.roundoff
     compared = missed = 0
     for step, trace, draw in _draws(evidence):
         probability = trace.dropouts.get(draw.module)

@@ -37,8 +37,8 @@ def reduction(evidence: Evidence) -> Finding:
                 compared += 1
                 if not _holds(each.dtype, trace.reduce_dtype):
                     return _narrower(step, trace, each, parameters, compared)
-    topology = evidence.phase.parsed_topology
-    mesh = topology.mesh_shape(evidence.phase.world_size)
+    topology = evidence.scenario.parsed_topology
+    mesh = topology.mesh_shape(evidence.scenario.world_size)
     if not compared and all(mesh.get(axis, 1) == 1 for axis in topology.data_axes):
         return skipped("every rank sees all data: no gradient is reduced over it")
     return count_or_inconclusive(

@@ -12,7 +12,6 @@ from the scales.
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -90,9 +89,7 @@ def rule(evidence: Evidence) -> Finding:
     scenario, compared = evidence.scenario, 0
     # Counted here if state_dict has no tracker. A load may have lost the count, which
     # is then unknown until the scale changes.
-    counts: dict[int, int | None] = dict.fromkeys(
-        (t.rank for t in evidence.ranks), None if evidence.before else 0
-    )
+    counts = {t.rank: 0 if t.loaded_state is None else None for t in evidence.ranks}
     for step, seen in evidence.steps():
         bad = any(s.non_finite for s in seen)
         for s, trace in zip(seen, evidence.ranks, strict=True):
@@ -167,18 +164,23 @@ def continuity(evidence: Evidence) -> Finding:
     """Compare the state after each step with the state at the next backward."""
     compared = 0
     for trace in evidence.ranks:
-        # a rank of another world continues with what the first rank of that world saved
-        saved = evidence.before.ranks[0].steps[-1:] if evidence.before else []
-        steps = [*saved, *trace.steps[: trace.completed]]
-        for before, after in itertools.pairwise(steps):
-            left = (before.scale_after, before.growth_after)
+        steps = trace.steps[: trace.completed]
+        left_by_step = [(s.scale_after, s.growth_after) for s in steps[:-1]]
+        if trace.loaded_state is None:  # nothing was left before the first step
+            steps = steps[1:]
+        else:
+            left_by_step = [trace.loaded_state, *left_by_step]
+        for left, after in zip(left_by_step, steps, strict=True):
             start = (after.scale_before, after.growth_before)
             compared += 1
             if start != left:
+                whence = f"left step {after.step - 1} with"
+                if not after.step:
+                    whence = "loaded, from another number of ranks,"
                 return Finding(
                     status=Status.FAIL,
-                    message=f"step {after.step}: rank {trace.rank} left step "
-                    f"{before.step} with scale {left[0]:g}, tracker {_text(left[1])}, "
+                    message=f"step {after.step}: rank {trace.rank} {whence} scale "
+                    f"{left[0]:g}, tracker {_text(left[1])}, "
                     f"and starts with {start[0]:g}, {_text(start[1])}",
                     step=after.step,
                     ranks=(trace.rank,),

@@ -156,7 +156,7 @@ def _not_struck(evidence: Evidence) -> list[tuple[int, Fault]]:
     return [
         (step, fault)
         for step, seen in evidence.steps()
-        for fault in parse_faults(evidence.phase.faults)
+        for fault in parse_faults(evidence.scenario.faults)
         if fault.step in (None, step)
         and not any(text.startswith(f"{fault}=") for s in seen for text in s.faults)
     ]

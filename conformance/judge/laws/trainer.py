@@ -104,9 +104,7 @@ class _Loads:
 def _loads(evidence: Evidence, what: str, subject: str) -> _Loads:
     """Compare ``what`` before and after the workload loads its own checkpoint."""
     scenario, loads = evidence.scenario, _Loads()
-    recipe = scenario.parsed_recipe
-    # for another world the judge moves the state, and no checkpoint is loaded
-    if not recipe.resume or recipe.resharded:
+    if not scenario.parsed_recipe.resume:
         return loads
     for trace in evidence.ranks:
         at = {s.step: getattr(s, what) for s in trace.steps}

@@ -57,26 +57,18 @@ def _pairs(evidence: Evidence) -> Iterator[tuple[int, StepTrace, StepTrace]]:
             )
 
 
-def first_difference(
-    once: Sequence[Sequence[RankTrace]], again: Sequence[Sequence[RankTrace]]
-) -> str:
-    """Describe the first bitwise difference of two runs of a scenario; else "".
-
-    Args:
-        once: traces of all ranks, for each world of the run.
-        again: the same for the other run.
-    """
-    for phase, other in zip(once, again, strict=True):
-        for trace, twin in zip(phase, other, strict=True):
-            for s, t in zip(trace.steps, twin.steps, strict=True):
-                where = f"on rank {trace.rank} at step {s.step}"
-                for name, values in s.gradients.items():
-                    theirs = t.gradients.get(name)
-                    if theirs is None or values.tobytes() != theirs.tobytes():
-                        return f"the gradient of {name} {where}"
-                for name, digest in s.digests.items():
-                    if digest != t.digests.get(name):
-                        return f"{name} {where}"
+def first_difference(once: Sequence[RankTrace], again: Sequence[RankTrace]) -> str:
+    """Describe the first bitwise difference of two runs of a scenario; else ""."""
+    for trace, twin in zip(once, again, strict=True):
+        for s, t in zip(trace.steps, twin.steps, strict=True):
+            where = f"on rank {trace.rank} at step {s.step}"
+            for name, values in s.gradients.items():
+                theirs = t.gradients.get(name)
+                if theirs is None or values.tobytes() != theirs.tobytes():
+                    return f"the gradient of {name} {where}"
+            for name, digest in s.digests.items():
+                if digest != t.digests.get(name):
+                    return f"{name} {where}"
     return ""
 
 
