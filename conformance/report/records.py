@@ -286,12 +286,15 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
         """True if ``location`` shows the cause, and not a consequence."""
         if self.location is None or not self.failures:
             return self.location is not None
-        return self.failures[0].law.partition(".")[0] in _OF_VALUES
+        first, step = self.failures[0], self.location.step
+        if first.step is not None and step is not None and first.step < step:
+            return False
+        return first.law.startswith(_OF_VALUES)
 
 
-_OF_VALUES = ("parity", "transparency")
-"""Chapters of checks that compare values: the first difference of values is the place
-of the cause."""
+_OF_VALUES = ("parity.", "transparency.", "agreement.replicas")
+"""Checks that compare values: the first difference of values from the reference is the
+place of the cause, unless values differ among ranks at an earlier step."""
 
 
 def _precedence(verdict: Verdict) -> tuple[bool, float]:

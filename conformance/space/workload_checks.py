@@ -8,7 +8,7 @@ over rows, or a sum with its count. The optimizer must accept all parameters.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -448,9 +448,10 @@ def _check_alone(
     ]
 
     drew, seen = False, 0
+    settings: dict[str, dict[str, Any]] = {}  # of the last optimizer, by name
 
     def moved(names: Iterable[str]) -> dict[str, Tensor]:
-        nonlocal drew, seen
+        nonlocal drew, seen, settings
 
         def see(*_: Any) -> None:
             nonlocal seen
@@ -465,6 +466,7 @@ def _check_alone(
             optimizer = workload.optimizers[OWN]([*chosen.items()])
             with suppress(AttributeError):  # the optimizer may not be one of torch
                 optimizer.register_step_pre_hook(see)
+            settings = _settings(optimizer, chosen)
             for gradients in steps:
                 for name, parameter in chosen.items():
                     parameter.grad = gradients[name].clone()
@@ -473,7 +475,9 @@ def _check_alone(
                 drew |= not torch.equal(state, torch.get_rng_state())
         return {name: p.detach() - 1 for name, p in chosen.items()}
 
-    for name, beside in moved(sizes).items():
+    updates = moved(sizes)
+    beside_others = settings
+    for name, beside in updates.items():
         if not seen and OfWorkload.LOOP in workload.has:
             raise workload.refuse(
                 "optimizer",
@@ -490,6 +494,19 @@ def _check_alone(
             )
         off = float((moved([name])[name] - beside).norm())
         if off > ROUNDING * float(beside.norm()):
+            others = beside_others[name]
+            other_settings = [
+                f"{key} {others[key]:g} beside other parameters and {value:g} alone"
+                for key, value in settings[name].items()
+                if others.get(key, value) != value
+            ]
+            if other_settings:
+                raise workload.refuse(
+                    "optimizer",
+                    f"gives {name} {', '.join(other_settings)}. The reference has an "
+                    "optimizer for each parameter: choose settings by the name of a "
+                    "parameter, not by its place or by the number of parameters",
+                )
             raise workload.refuse(
                 "optimizer",
                 f"moves {name} differently when it has other parameters, too, by "
@@ -498,6 +515,21 @@ def _check_alone(
                 "from all of them (a common norm, an estimate of the step). Let a "
                 f"train_step step it; {REFERENCE_LINE}",
             )
+
+
+def _settings(
+    optimizer: Any, chosen: Mapping[str, nn.Parameter]
+) -> dict[str, dict[str, Any]]:
+    """Return the numbers and flags of each parameter's group, by name."""
+    names = {parameter: name for name, parameter in chosen.items()}
+    settings: dict[str, dict[str, Any]] = {name: {} for name in chosen}
+    if isinstance(optimizer, torch.optim.Optimizer):  # else of an unknown form
+        for group in optimizer.param_groups:
+            plain = {k: v for k, v in group.items() if isinstance(v, int | float)}
+            for parameter in group["params"]:
+                if parameter in names:
+                    settings[names[parameter]] = plain
+    return settings
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

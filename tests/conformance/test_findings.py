@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gradparity.conformance import LAWS, Evidence, Scenario, Status
-from gradparity.conformance.judge.law import judge
+from gradparity.conformance.judge.law import Finding, judge
 from gradparity.conformance.judge.laws.scale import SMALLEST
 from gradparity.conformance.judge.laws.transparency import SUBNORMAL
 from gradparity.conformance.judge.measured import Lack, Parity
@@ -472,7 +472,7 @@ def test_a_bound_itself_is_kept_and_no_error_is_worst_of_none() -> None:
 
 def one_step(
     settings: str, before: tuple[float, int], after: tuple[float, int], *, bad: bool
-) -> str:
+) -> Finding:
     """Finding of the rule for one step: MANUAL_STEP of a run of two ranks."""
     of = evidence(scenario=Scenario.parse(f"ddp/2/fp32/sgd/none/steps=1,{settings}"))
     for trace in of.ranks:
@@ -481,7 +481,7 @@ def one_step(
         seen.scale_before, seen.growth_before = before
         seen.scale_after, seen.growth_after = after
         seen.decisions[0].non_finite = ["w"] * bad
-    return finding(of, "scale.rule").status
+    return finding(of, "scale.rule")
 
 
 LAST = 2.0**127
@@ -529,7 +529,7 @@ def test_one_update_follows_the_rule(
     right: bool,
 ) -> None:
     expected = Status.PASS if right else Status.FAIL
-    assert one_step(settings, before, after, bad=bad) is expected
+    assert one_step(settings, before, after, bad=bad).status is expected
 
 
 def untold(of: Evidence) -> Evidence:
@@ -601,6 +601,14 @@ def test_a_scale_is_set_by_hand_at_one_step_only() -> None:
     of.ranks[0].steps[0].scale_after = 64.0
     of.ranks[0].steps[0].growth_after = 0
     assert finding(of, "scale.rule").step == 0
+
+
+def test_a_scale_set_by_hand_is_named_as_such() -> None:
+    found = one_step(MANUAL, (8.0, 2), (64.0, 0), bad=True)
+    assert found.message == (
+        "step 2: after update(64) rank 0 went from scale 8, tracker 2 to 64, 0; the "
+        "rule says 64, 2"
+    )
 
 
 def test_any_scale_above_zero_is_positive() -> None:

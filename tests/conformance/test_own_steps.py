@@ -425,6 +425,14 @@ class NeedsAClosure(OneProcess):
         return torch.optim.LBFGS([p for _, p in parameters])
 
 
+class ChoosesByPlace(OneProcess):
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        groups = [
+            {"params": [p], "lr": 0.5**place} for place, (_, p) in enumerate(parameters)
+        ]
+        return torch.optim.SGD(groups)
+
+
 class Wrapper(torch.optim.Optimizer):
     """Shares the groups of another one and never calls torch's ``__init__``."""
 
@@ -448,6 +456,11 @@ class HidesItsSteps(OneProcess):
         (
             CouplesParameters,
             "optimizer: moves first.weight differently when it has other",
+        ),
+        (
+            ChoosesByPlace,
+            r"optimizer: gives \S+ lr 0.5 beside other parameters and 1 alone. .*: "
+            "choose settings by the name",
         ),
         (NeedsAClosure, r"optimizer: LBFGS.step\(\) needs 'closure': an optimizer"),
         (HasASparseGradient, r"rows.weight gets a gradient of layout torch.sparse_coo"),

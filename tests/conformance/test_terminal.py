@@ -196,6 +196,23 @@ def test_a_place_is_shown_only_if_it_is_that_of_the_cause() -> None:
     assert text in file.getvalue()
 
 
+@pytest.mark.parametrize(("step", "is_cause"), [(0, True), (2, True), (3, False)])
+def test_a_place_is_shown_if_replicas_differ_no_earlier(
+    step: int, is_cause: bool
+) -> None:
+    wrong = case("a:B", "fail")
+    (law,) = wrong.verdicts
+    text = "the gradient of w differs: each rank has a part of the sum"
+    located = replace(
+        wrong,
+        verdicts=(replace(law, law="agreement.replicas", step=2),),
+        location=Location(where="gradient", module="w", text=text, step=step),
+    )
+    made, file = console(terminal=False)
+    print_report(made, report_of(located))
+    assert (text in file.getvalue()) is is_cause
+
+
 def test_the_result_is_said_in_words() -> None:
     right, wrong = case("a:B"), case("c:D", "fail")
     report = report_of(right, wrong)

@@ -48,14 +48,17 @@ def _permitted(
         growth: tracker before the step; None if it is unknown.
         bad: true if a gradient on any rank was non-finite.
     """
-    recipe = scenario.parsed_recipe
-    if not recipe.enabled:
+    if not scenario.parsed_recipe.enabled:
         return [(seen.scale_before, growth)]
-    if recipe.new_scale is not None and seen.step == MANUAL_STEP:
-        return [(recipe.new_scale, growth)]
+    if (chosen := _chosen(scenario, seen.step)) is not None:
+        return [(chosen, growth)]
     # if the tracker is unknown, this step may or may not complete the interval
     trackers = (0, scenario.growth_interval - 1) if growth is None else (growth,)
     return [expected_update(scenario, seen.scale_before, g, bad=bad) for g in trackers]
+
+
+def _chosen(scenario: Scenario, step: int) -> float | None:
+    return scenario.parsed_recipe.new_scale if step == MANUAL_STEP else None
 
 
 def _is_kept(
@@ -100,7 +103,7 @@ def rule(evidence: Evidence) -> Finding:
             permitted = _permitted(scenario, s, growth, bad=bad)
             compared += 1
             if not _is_kept(s, permitted, bad=bad):
-                finding = _broken(trace.rank, s, permitted[0], bad)
+                finding = _broken(scenario, trace.rank, s, permitted[0], bad=bad)
                 return replace(finding, compared=compared)
             # growth and backoff both reset the count, so a new scale makes it known
             # again
@@ -110,12 +113,19 @@ def rule(evidence: Evidence) -> Finding:
 
 
 def _broken(
-    rank: int, seen: StepTrace, want: tuple[float, int | None], bad: bool
+    scenario: Scenario,
+    rank: int,
+    seen: StepTrace,
+    want: tuple[float, int | None],
+    *,
+    bad: bool,
 ) -> Finding:
-    kind = "bad" if bad else "good"
+    event = "a bad step" if bad else "a good step"
+    if (chosen := _chosen(scenario, seen.step)) is not None:
+        event = f"update({chosen:g})"
     return Finding(
         status=Status.FAIL,
-        message=f"step {seen.step}: after a {kind} step rank {rank} went from scale "
+        message=f"step {seen.step}: after {event} rank {rank} went from scale "
         f"{seen.scale_before:g}, tracker {_text(seen.growth_before)} to "
         f"{seen.scale_after:g}, {_text(seen.growth_after)}; the rule says "
         f"{want[0]:g}, {_text(want[1])}",
