@@ -80,8 +80,6 @@ class Launcher(_Part, frozen=True, kw_only=True):
     """torchrun's id of the run."""
     attempt: Count = 0
     """Number of restarts by torchrun before this report began."""
-    restarts: tuple[str, ...] = ()
-    """One line for each restart: the kept cases, and why the earlier attempt ended."""
 
 
 class LawText(_Part, frozen=True, kw_only=True):

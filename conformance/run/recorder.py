@@ -61,7 +61,6 @@ def make_header(
     arguments: Sequence[str],
     place: Place,
     data: Iterable[str] = (),
-    restarts: tuple[str, ...] = (),
     require: Sequence[str] = (),
     not_tried: Sequence[str] = (),
 ) -> Header:
@@ -76,7 +75,6 @@ def make_header(
         data: data sets that the run uses; their hashes are recorded. The hash of the
             text data depends on the Python version, so a run without it must not record
             it.
-        restarts: one line for each restart, on the cases kept from earlier attempts.
         require: scalers that decide the result of the report; empty means all.
         not_tried: meshes and recipes that the preset leaves out, with reasons.
     """
@@ -98,7 +96,7 @@ def make_header(
         planned=planned,
         data={name: _fingerprint(name) for name in data},
         environment={k: os.environ[k] for k in _RELEVANT if k in os.environ},
-        launcher=msgspec.structs.replace(place.launcher(), restarts=restarts),
+        launcher=place.launcher(),
         gpus=tuple(place.gpu_names()),
         laws={
             law.id: LawText(text=law.text, reason=law.reason) for law in LAWS.values()

@@ -19,9 +19,6 @@ from ..rank.scaler_spec import NO_SCALER, load_scaler, refuse_mixed, refuse_unfi
 from ..report.page import write_page
 from ..report.records import (
     CaseRecord,
-    Launcher,
-    Report,
-    ReportError,
     ReportWriter,
     read_report,
 )
@@ -32,7 +29,7 @@ from ..space.scenario import Scenario
 from ..space.workload_checks import check_workloads
 from ..status import EXIT_CODES, INTERRUPTED, UsageError, as_usage, case_status
 from .launcher import AloneError, Place, place_of
-from .recorder import Recorder, command_line, make_header
+from .recorder import Recorder, make_header
 from .runner import Case, Runner
 from .spmd import REPORT_NOTE
 
@@ -139,9 +136,6 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
         # the agent ends the report if this process dies
         if agent is not None:
             agent.note(REPORT_NOTE, str(path.absolute()))
-        earlier = _earlier_attempt(
-            path, place.launcher(), command_line(settings.arguments)
-        )
         header = make_header(
             planned=len(pairs),
             preset="ids" if settings.scenarios else settings.preset,
@@ -149,7 +143,6 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
             arguments=settings.arguments,
             place=place,
             data=[scenario.dataset for scenario in scenarios],
-            restarts=earlier.restarts,
             require=settings.require,
             not_tried=[]
             if settings.scenarios
@@ -157,7 +150,7 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
         )
         with ReportWriter(path, header) as writer:
             runner = Runner(folder=folder, place=place, localises=MAX_LOCALISED)
-            code = _judge(settings, pairs, earlier, writer, console, runner)
+            code = _judge(settings, pairs, writer, console, runner)
             _show(settings, console)
     return code
 
@@ -165,21 +158,15 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
 def _judge(
     settings: RunSettings,
     pairs: Sequence[tuple[str, Scenario]],
-    earlier: _Earlier,
     writer: ReportWriter,
     console: Console,
     runner: Runner,
 ) -> int:
     start = time.monotonic()
-    records = list(earlier.kept)
-    # copied at once, so that a second restart keeps these cases, too
-    for record in records:
-        writer.case(record)
-    done = {record.key for record in records}
-    left = [(spec, s) for spec, s in pairs if (spec, s.id) not in done]
+    records: list[CaseRecord] = []
     broken, code = "", None
     recorder, raised = Recorder(runner.place), _Raised()
-    with progress(console, len(left), quiet=settings.quiet) as ticker:
+    with progress(console, len(pairs), quiet=settings.quiet) as ticker:
 
         def end(case: Case) -> bool:
             record = recorder.record(case)
@@ -191,7 +178,7 @@ def _judge(
             return settings.fail_fast and record.status in ("fail", "error")
 
         try:
-            runner.run_all(left, ticker.begin, end)
+            runner.run_all(pairs, ticker.begin, end)
         except (HarnessError, Ended) as error:
             broken = f"stopped after {len(records)} of {len(pairs)} cases: {error}"
             code = EXIT_CODES["error"]
@@ -267,7 +254,7 @@ def _show(settings: RunSettings, console: Console) -> None:
     path, report = settings.path, read_report(settings.path)
     if not settings.quiet:
         print_report(console, report)
-    lines = [plain(text) for text in report.header.launcher.restarts]
+    lines = []
     has_page = settings.report is None or settings.out is not None
     # a pass of all that was tried must not look like a pass of everything
     match not_tried_lines(report):
@@ -286,54 +273,3 @@ def _show(settings: RunSettings, console: Console) -> None:
         lines.append(f"page:   {page}")
     if not settings.quiet:
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-
-
-# - After a restart by torchrun
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Earlier:
-    """Cases that are kept from an earlier attempt, after a restart by torchrun.
-
-    A case with evidence is kept, passed or not. A case without evidence (the harness
-    broke, or there were too few ranks) runs again. The header says how often and why
-    the run was restarted.
-    """
-
-    kept: tuple[CaseRecord, ...] = ()
-    restarts: tuple[str, ...] = ()
-    """One line for each restart, for the header."""
-
-
-def _earlier_attempt(path: Path, launcher: Launcher, command: str) -> _Earlier:
-    """Return the cases of an earlier report that this run keeps.
-
-    Args:
-        path: report of the earlier attempt.
-        launcher: launcher of the run that begins now.
-        command: its command line; cases of another command are not kept.
-    """
-    if launcher.attempt == 0:
-        return _Earlier()
-    this = f"restart {launcher.attempt}"
-    try:
-        report = read_report(path)
-    except ReportError as error:
-        return _Earlier(restarts=(f"{this}: nothing taken over: {error}",))
-    before = report.header.launcher
-    if (before.run, report.header.command) != (launcher.run, command):
-        text = f"{this}: nothing taken over: {path} is the report of another run"
-        return _Earlier(restarts=(text,))
-    # only a case with evidence has curves
-    cases_to_keep = tuple(case for case in report.cases if case.curves is not None)
-    text = _restart_text(this, report, cases_to_keep)
-    return _Earlier(kept=cases_to_keep, restarts=(*before.restarts, text))
-
-
-def _restart_text(this: str, report: Report, kept: tuple[CaseRecord, ...]) -> str:
-    again = [case.scenario for case in report.cases if case.curves is None]
-    text = (
-        f"{this}: {len(kept)} of {report.header.planned} cases kept from the attempt "
-        f"before, which ended: {report.incomplete or 'complete'}"
-    )
-    return f"{text}; run again: {', '.join(again)}" if again else text
