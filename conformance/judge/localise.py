@@ -27,7 +27,7 @@ from ..space.scenario import Scenario
 from ..status import rank_list
 from .boundaries import BACKWARD, FORWARD, Boundaries
 from .compare import SAFETY_FACTOR, multiple_of
-from .diagnosis import Facts, causes_of
+from .diagnosis import Facts, causes_of, is_sum_of
 from .measured import ORDER, Parity, gradient_of
 from .one_rank import one_rank_references
 from .parity import followed_schedule, mean_loss
@@ -513,15 +513,23 @@ class _Gradients:
         replicas: dict[str, list[tuple[RankTrace, Doubles, Doubles]]] = {}
         for trace, mine, whole in self._values(name, self.truth):
             replicas.setdefault(trace.shards[name], []).append((trace, mine, whole))
-        ratios = [
-            (
-                len(group),
-                *multiple_of(np.sum([g for _, g, _ in group], axis=0), group[0][2]),
-            )
+        groups = [
+            ([mine for _, mine, _ in group], group[0][2])
             for group in replicas.values()
             if len(group) > 1 and group[0][2].any()
         ]
-        if not ratios or max(rest for *_, rest in ratios) > self.rest:
+        ratios = [
+            (len(parts), *multiple_of(np.sum(parts, axis=0), whole))
+            for parts, whole in groups
+        ]
+        if not ratios:
+            return ""
+        # A clip by each rank's own norm gives the parts factors of their own.
+        is_clipped = self.facts.clip_norm is not None and all(
+            is_sum_of(*group, self.rest) for group in groups
+        )
+        is_multiple = max(rest for *_, rest in ratios) <= self.rest
+        if not (is_multiple or is_clipped):
             return ""
         lacking = {
             trace.rank
@@ -545,10 +553,21 @@ class _Gradients:
         ]
         if alike == 0.0 or all(multiples):
             return ""
-        if all(abs(ratio - 1) <= self.rest for _, ratio, _ in ratios):
-            return ": each rank has a part of the sum, nothing adds them up"
-        if all(abs(ratio - n) <= self.rest * n for n, ratio, _ in ratios):
-            return ": each rank has the one of its rows, nothing averages them"
+        inside = ""
+        if not self.departed["update"]:
+            inside = (
+                " before the optimizer's step; yet updates are right, so step does it: "
+                "do it in a hook (register_step_pre_hook), where clipping also sees it"
+            )
+        if is_multiple and all(abs(ratio - 1) <= self.rest for _, ratio, _ in ratios):
+            return f": each rank has a part of the sum, nothing adds them up{inside}"
+        if is_multiple and all(abs(r - n) <= self.rest * n for n, r, _ in ratios):
+            return f": each rank has the one of its rows, nothing averages them{inside}"
+        if is_clipped:
+            return (
+                ": each rank has its own part, clipped by its own norm; nothing "
+                "reduces them before the clip"
+            )
         return ""
 
 
