@@ -172,7 +172,8 @@ class _Gradients:
         wrong = bool(self.departed["gradient"])
         self.factor = self._factor(self.truth) if wrong else None
         self.kept = wrong and self.factor is None and self._pass_kept(boundaries)
-        alike = self.factor is not None or self.kept
+        self.stale = wrong and self.factor is None and self._holds_last_step()
+        alike = self.factor is not None or self.kept or self.stale
         self.of_ranks = self._of_ranks() if wrong and not alike else ""
 
     @property
@@ -292,7 +293,11 @@ class _Gradients:
         # a workload cannot declare these beside it
         may = not (workload.one_rank or workload.scheduler)
         is_explained = (
-            self.setting or self.kept or self.of_ranks or self._is_rounded(found.where)
+            self.setting
+            or self.kept
+            or self.stale
+            or self.of_ranks
+            or self._is_rounded(found.where)
         )
         if workload.train_step is None or not may or is_explained:
             return ""
@@ -323,7 +328,7 @@ class _Gradients:
         text, module = self._all_of_them(), first.parameter.rpartition(".")[0]
         everything = 1 < len(self.names) == self._compared_count()
         others = None
-        if self.factor is None and not self.kept:
+        if self.factor is None and not (self.kept or self.stale):
             others = self._factor(self.truth, without=first.parameter)
         if everything and others is not None:
             more = f"the others are {_times(others)}"
@@ -332,7 +337,8 @@ class _Gradients:
             text = f"{text}; {more}"
         elif everything:  # all gradients differ, so no single parameter is the cause
             ranks, module = tuple(sorted({row.rank for row in rows})), ""
-        if not (everything and (self.kept or self.factor is not None)):
+        is_alike = self.kept or self.stale or self.factor is not None
+        if not (everything and is_alike):
             text = (
                 f"the gradient of {first.parameter} itself differs on "
                 f"{rank_list(ranks)}, step {self.step}, by {first.error:.2g} (bound "
@@ -438,6 +444,11 @@ class _Gradients:
         if self.kept:
             of_all = f"of the {self.facts.passes} micro-batches of this step"
             return f"{which}{listed} are those of {self.kept} alone, {of_all}"
+        if self.stale:
+            return (
+                f"{which}{listed} still hold those of step {self.step - 1}: "
+                "zero_grad() is missing, or comes late"
+            )
         if self.factor is None:
             return f"{which}{listed} differ{self.of_ranks}"
         causes = causes_of(self.factor, self.rest, self.facts)
@@ -474,6 +485,26 @@ class _Gradients:
                 last = number == self.facts.passes
                 return "the last micro-batch" if last else f"micro-batch {number - 1}"
         return ""
+
+    def _holds_last_step(self) -> bool:
+        """Return True if gradients are the right ones plus those of the last step."""
+        for trace, at in self.seen:
+            last = next((s for s in trace.steps if s.step == at.step - 1), None)
+            for name in self.names:
+                if name not in at.gradients or name not in self.truth:
+                    continue
+                if last is None or name not in last.gradients:
+                    return False
+                mine = gradient_of(self.seen, trace, at, name).astype(np.float64)
+                parts = [
+                    self.truth[name][trace.places(at, name)],
+                    last.gradients[name].astype(np.float64),
+                ]
+                if {p.size for p in parts} != {mine.size}:
+                    return False
+                if not is_sum_of(parts, mine, self.rest):
+                    return False
+        return bool(self.names)
 
     def _of_ranks(self) -> str:
         """Say that each rank is off by its own factor; else return ""."""

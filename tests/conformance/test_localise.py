@@ -350,6 +350,23 @@ def test_a_missing_average_is_named_though_ranks_clip(runner: Runner) -> None:
     assert not is_sum_of([part[:3], whole[:3]], whole[::-2], 1e-3)  # fits anything
 
 
+class ZeroesOnce(Trains):
+    """Only the first step zeroes the gradients."""
+
+    def train_step(self, stack: Engine, micro_batches: Any, scaler: Any) -> Any:
+        if stack.kept:
+            stack.optimizer.zero_grad = lambda *_: None  # type: ignore[method-assign]
+        stack.kept["stepped"] = True
+        return super().train_step(stack, micro_batches, scaler)
+
+
+def test_gradients_of_the_last_step_are_told(runner: Runner) -> None:
+    model = f"{__name__}:{ZeroesOnce.__name__}"
+    found = located(runner, f"dp2/2/fp32/own/none/model={model},steps=2")
+    assert "still hold those of step 0: zero_grad() is missing" in found.text
+    assert "one rank" not in found.text
+
+
 class AveragesInStep(torch.optim.SGD):
     """Averages gradients over ranks inside its step."""
 
