@@ -10,9 +10,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..formulas import clip_factor
+import numpy as np
 
-__all__ = ["Facts", "causes_of"]
+from ..formulas import clip_factor
+from .compare import Doubles
+
+__all__ = ["Facts", "causes_of", "is_sum_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,3 +78,19 @@ def _known(facts: Facts) -> Iterator[tuple[float, str]]:
         early = clip_factor(facts.norm * scale, facts.clip_norm)
         yield early / due, f"clipped before they were divided by the scale {scale:g}"
         yield 1 / due, "not clipped"
+
+
+def is_sum_of(parts: Sequence[Doubles], whole: Doubles, most: float) -> bool:
+    """Return True if a sum of the parts, each times a positive factor, is ``whole``.
+
+    Args:
+        parts: gradient of each replica.
+        whole: right gradient.
+        most: largest relative residual.
+    """
+    columns = np.stack(parts, axis=1)
+    if whole.size <= len(parts) + 1:  # factors fit any few elements
+        return False
+    factors, *_ = np.linalg.lstsq(columns, whole)
+    rest = np.linalg.norm(columns @ factors - whole)
+    return bool(rest <= most * np.linalg.norm(whole) and factors.min() > 0.0)

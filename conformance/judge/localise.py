@@ -27,7 +27,7 @@ from ..space.scenario import Scenario
 from ..status import rank_list
 from .boundaries import BACKWARD, FORWARD, Boundaries
 from .compare import SAFETY_FACTOR, multiple_of
-from .diagnosis import Facts, causes_of
+from .diagnosis import Facts, causes_of, is_sum_of
 from .measured import ORDER, Parity, gradient_of
 from .one_rank import one_rank_references
 from .parity import followed_schedule, mean_loss
@@ -166,10 +166,10 @@ class _Gradients:
         self.names = list(dict.fromkeys(row.parameter for row in rows))
         wrong = bool(self.departed["gradient"])
         self.factor = self._factor(self.truth) if wrong else None
-        self.kept = ""
+        self.holds = ""
         if wrong and self.factor is None:
-            self.kept = self._part_kept(boundaries)
-        alike = self.factor is not None or self.kept
+            self.holds = self._holds(boundaries)
+        alike = self.factor is not None or self.holds
         self.of_ranks = self._of_ranks() if wrong and not alike else ""
 
     @property
@@ -289,7 +289,7 @@ class _Gradients:
         # a workload cannot declare these beside it
         may = not (workload.one_rank or workload.scheduler)
         is_explained = (
-            self.setting or self.kept or self.of_ranks or self._is_rounded(found.where)
+            self.setting or self.holds or self.of_ranks or self._is_rounded(found.where)
         )
         if workload.train_step is None or not may or is_explained:
             return ""
@@ -320,7 +320,7 @@ class _Gradients:
         text, module = self._all_of_them(), first.parameter.rpartition(".")[0]
         everything = 1 < len(self.names) == self._compared_count()
         others = None
-        if self.factor is None and not self.kept:
+        if self.factor is None and not self.holds:
             others = self._factor(self.truth, without=first.parameter)
         if everything and others is not None:
             more = f"the others are {_times(others)}"
@@ -329,7 +329,7 @@ class _Gradients:
             text = f"{text}; {more}"
         elif everything:  # all gradients differ, so no single parameter is the cause
             ranks, module = tuple(sorted({row.rank for row in rows})), ""
-        if not (everything and (self.kept or self.factor is not None)):
+        if not (everything and (self.holds or self.factor is not None)):
             text = (
                 f"the gradient of {first.parameter} itself differs on "
                 f"{rank_list(ranks)}, step {self.step}, by {first.error:.2g} (bound "
@@ -432,8 +432,8 @@ class _Gradients:
         count, of = len(self.names), self._compared_count()
         which = f"all {of} gradients" if count == of else f"{count} of {of} gradients"
         listed = "" if count == of else f" ({_some(self.names)})"
-        if self.kept:
-            return f"{which}{listed} are those of {self.kept}"
+        if self.holds:
+            return f"{which}{listed} {self.holds}"
         if self.factor is None:
             return f"{which}{listed} differ{self.of_ranks}"
         causes = causes_of(self.factor, self.rest, self.facts)
@@ -460,13 +460,40 @@ class _Gradients:
         )
         return _common(factors, self.rest)
 
-    def _part_kept(self, boundaries: Boundaries) -> str:
-        """Name the only rows that the differing gradients contain, or ""."""
+    def _holds(self, boundaries: Boundaries) -> str:
+        """Say which other gradients the differing ones are or contain; else ""."""
         values = [v for name in self.names for v in self._values(name, self.truth)]
         if sum(mine.size for _, mine, _ in values) < 2:
             return ""  # of single numbers any is a multiple of any other
-        parts = boundaries.gradients_of_parts()
-        return next((part for part, of in parts if self._factor(of) is not None), "")
+        if self._holds_last_step():
+            return (
+                f"still hold those of step {self.step - 1}: zero_grad() is missing, or "
+                "comes late"
+            )
+        for part, gradients in boundaries.gradients_of_parts():
+            if self._factor(gradients) is not None:
+                return f"are those of {part}"
+        return ""
+
+    def _holds_last_step(self) -> bool:
+        """Return True if gradients are the right ones plus those of the last step."""
+        for trace, at in self.seen:
+            last = next((s for s in trace.steps if s.step == at.step - 1), None)
+            for name in self.names:
+                if name not in at.gradients or name not in self.truth:
+                    continue
+                if last is None or name not in last.gradients:
+                    return False
+                mine = gradient_of(self.seen, trace, at, name).astype(np.float64)
+                parts = [
+                    self.truth[name][trace.places(at, name)],
+                    last.gradients[name].astype(np.float64),
+                ]
+                if {p.size for p in parts} != {mine.size}:
+                    return False
+                if not is_sum_of(parts, mine, self.rest):
+                    return False
+        return bool(self.names)
 
     def _of_ranks(self) -> str:
         """Say that each rank is off by its own factor; else return ""."""
@@ -506,15 +533,23 @@ class _Gradients:
         replicas: dict[str, list[tuple[RankTrace, Doubles, Doubles]]] = {}
         for trace, mine, whole in self._values(name, self.truth):
             replicas.setdefault(trace.shards[name], []).append((trace, mine, whole))
-        ratios = [
-            (
-                len(group),
-                *multiple_of(np.sum([g for _, g, _ in group], axis=0), group[0][2]),
-            )
+        groups = [
+            ([mine for _, mine, _ in group], group[0][2])
             for group in replicas.values()
             if len(group) > 1 and group[0][2].any()
         ]
-        if not ratios or max(rest for *_, rest in ratios) > self.rest:
+        ratios = [
+            (len(parts), *multiple_of(np.sum(parts, axis=0), whole))
+            for parts, whole in groups
+        ]
+        if not ratios:
+            return ""
+        # A clip by each rank's own norm gives the parts factors of their own.
+        is_clipped = self.facts.clip_norm is not None and all(
+            is_sum_of(*group, self.rest) for group in groups
+        )
+        is_multiple = max(rest for *_, rest in ratios) <= self.rest
+        if not (is_multiple or is_clipped):
             return ""
         lacking = {
             trace.rank
@@ -538,10 +573,21 @@ class _Gradients:
         ]
         if alike == 0.0 or all(multiples):
             return ""
-        if all(abs(ratio - 1) <= self.rest for _, ratio, _ in ratios):
-            return ": each rank has a part of the sum, nothing adds them up"
-        if all(abs(ratio - n) <= self.rest * n for n, ratio, _ in ratios):
-            return ": each rank has the one of its rows, nothing averages them"
+        inside = ""
+        if not self.departed["update"]:
+            inside = (
+                " before the optimizer's step; yet updates are right, so step does it: "
+                "do it in a hook (register_step_pre_hook), where clipping also sees it"
+            )
+        if is_multiple and all(abs(ratio - 1) <= self.rest for _, ratio, _ in ratios):
+            return f": each rank has a part of the sum, nothing adds them up{inside}"
+        if is_multiple and all(abs(r - n) <= self.rest * n for n, r, _ in ratios):
+            return f": each rank has the one of its rows, nothing averages them{inside}"
+        if is_clipped:
+            return (
+                ": each rank has its own part, clipped by its own norm; nothing "
+                "reduces them before the clip"
+            )
         return ""
 
 

@@ -385,10 +385,13 @@ def _check_optimizer(workload: ResolvedWorkload, model: nn.Module) -> None:
                 make(pairs) if pairs is named else _made_alone(workload, make, pairs)
             )
             if not isinstance(optimizer, torch.optim.Optimizer):
-                text = (
-                    f"returned {type(optimizer).__name__}, expected torch's Optimizer"
+                raise workload.refuse(
+                    "optimizer",
+                    f"returned {type(optimizer).__name__}, expected torch's Optimizer: "
+                    "let the class inherit torch.optim.Optimizer and call "
+                    "super().__init__(parameters, defaults), also if it wraps another "
+                    "optimizer",
                 )
-                raise workload.refuse("optimizer", text)
             _check_step(workload, optimizer)
             ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
             lost = [n for n, p in pairs if id(p) not in ids]

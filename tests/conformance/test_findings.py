@@ -362,7 +362,7 @@ def parity_of(of: Evidence, *rows: tuple[str, float]) -> Evidence:
 
 def test_a_parity_failure_names_parameter_rank_and_bound() -> None:
     of = parity_of(evidence(), ("gradient", 2.0), ("update", 3.0), ("loss", 4.0))
-    bound = "differs from the fp64 truth: relative norm of the error"
+    bound = "differs from the fp64 truth: its true value is 0, and here it is off by"
     for law, subject, error in (
         ("gradient", "the gradient of w on rank 1", 2),
         ("update", "the update of w on rank 1", 3),
@@ -371,6 +371,13 @@ def test_a_parity_failure_names_parameter_rank_and_bound() -> None:
         found = finding(of, f"parity.{law}")
         assert found.message == f"step 2: {subject} {bound} {error}, bound 1"
         assert found.ranks == (() if law == "loss" else (1,))
+    of = parity_of(evidence())
+    assert of.parity is not None
+    add(of.parity, replace(row("gradient", error=0.5), bound=0.25, size=2.0))
+    assert finding(of, "parity.gradient").message == (
+        "step 2: the gradient of w on rank 1 differs from the fp64 truth: relative "
+        "norm of the error 0.5, bound 0.25"
+    )
 
 
 def test_parity_of_gradients_is_skipped_if_all_steps_are_bad() -> None:
@@ -416,7 +423,8 @@ def test_a_departure_is_reported_even_after_few_comparisons() -> None:
     of = parity_of(evidence(), ("gradient", 2.0))
     assert of.parity is not None
     for _ in range(9):
-        add(of.parity, replace(row("gradient", np.nan), bound=np.inf))
+        assert of.parity is not None
+    add(of.parity, replace(row("gradient", np.nan), bound=np.inf))
     assert finding(of, "parity.gradient").status is Status.FAIL
 
 
@@ -669,6 +677,18 @@ def test_a_good_step_after_a_bad_one_is_looked_at() -> None:
     assert found.message == (
         "step 2: rank 0 did not step although all gradients are finite"
     )
+
+
+def test_a_step_without_gradients_is_told() -> None:
+    of = replace(evidence(), scaler=False)
+    for trace in of.ranks:
+        trace.steps[2].decisions[0].parameters_changed = False
+        trace.steps[2].gradients = {}
+    text = "step 2: ranks 0, 1 did not step because no parameter has a gradient"
+    assert finding(of, "skip.all-ranks-step").message == text
+    for trace in of.ranks:
+        trace.steps[2].gradients = {"w": np.ones(1)}
+    assert "all gradients are finite" in finding(of, "skip.all-ranks-step").message
 
 
 def test_parameters_that_are_not_stepped_beside_others_are_named() -> None:

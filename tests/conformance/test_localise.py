@@ -15,6 +15,7 @@ from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.judge.boundaries import Boundaries, _Found
 from gradparity.conformance.judge.compare import multiple_of
+from gradparity.conformance.judge.diagnosis import is_sum_of
 from gradparity.conformance.judge.localise import _common, _times
 from gradparity.conformance.rank.modules import (
     OUTPUT_GRADIENT,
@@ -325,6 +326,74 @@ def test_a_factor_on_one_rank_is_no_missing_average(runner: Runner) -> None:
     found = located(runner, own(misplaced.SlightlyMoreOnRank1, "dp2/2/fp32"))
     assert "head.bias itself differs on rank 1, step 0, by 0.001" in found.text
     assert "nothing averages them" not in found.text
+
+
+class NeverAverages(misplaced.Right):
+    """No rank's gradients reach another one."""
+
+    meshes = ({"dp": 2},)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return model
+
+
+def test_a_missing_average_is_named_though_ranks_clip(runner: Runner) -> None:
+    model = f"{__name__}:{NeverAverages.__name__}"
+    id = f"dp2/2/fp32/own/none/model={model},steps=1,recipe=clip-norm"
+    found = located(runner, id)
+    assert "each rank has its own part, clipped by its own norm" in found.text
+    whole = np.arange(1.0, 7.0)
+    part = whole**2
+    assert is_sum_of([0.1 * part, 3.0 * (whole - part)], whole, 1e-3)
+    assert not is_sum_of([part, 2.0 * part], whole, 1e-3)
+    assert not is_sum_of([0.1 * part, part - whole], whole, 1e-3)  # one is subtracted
+    assert not is_sum_of([part[:3], whole[:3]], whole[::-2], 1e-3)  # fits anything
+
+
+class ZeroesOnce(Trains):
+    """Only the first step zeroes the gradients."""
+
+    def train_step(self, stack: Engine, micro_batches: Any, scaler: Any) -> Any:
+        if stack.kept:
+            stack.optimizer.zero_grad = lambda *_: None  # type: ignore[method-assign]
+        stack.kept["stepped"] = True
+        return super().train_step(stack, micro_batches, scaler)
+
+
+def test_gradients_of_the_last_step_are_told(runner: Runner) -> None:
+    model = f"{__name__}:{ZeroesOnce.__name__}"
+    found = located(runner, f"dp2/2/fp32/own/none/model={model},steps=2")
+    assert "still hold those of step 0: zero_grad() is missing" in found.text
+    assert "one rank" not in found.text
+
+
+class AveragesInStep(torch.optim.SGD):
+    """Averages gradients over ranks inside its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        if dist.is_initialized():
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= dist.get_world_size()
+        return super().step(closure)
+
+
+class AveragesLate(NeverAverages):
+    """The optimizer averages, after gradparity has read the gradients."""
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return AveragesInStep([p for _, p in parameters], lr=0.1)
+
+
+def test_an_optimizer_that_averages_inside_its_step_is_told(runner: Runner) -> None:
+    model = f"{__name__}:{AveragesLate.__name__}"
+    found = located(runner, f"dp2/2/fp32/own/none/model={model},steps=1")
+    assert "updates are right, so step does it: do it in a hook" in found.text
+    model = f"{__name__}:{NeverAverages.__name__}"
+    found = located(runner, f"dp2/2/fp32/own/none/model={model},steps=1")
+    assert "nothing averages them" in found.text
+    assert "updates are right" not in found.text
 
 
 def test_errors_of_a_common_factor_are_no_rounding(runner: Runner) -> None:

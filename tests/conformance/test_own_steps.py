@@ -425,6 +425,11 @@ class NeedsAClosure(OneProcess):
         return torch.optim.LBFGS([p for _, p in parameters])
 
 
+class WrapsAnOptimizer(OneProcess):
+    def optimizer(self, parameters: Any) -> Any:
+        return [torch.optim.SGD([p for _, p in parameters], lr=0.1)]
+
+
 class ChoosesByPlace(OneProcess):
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         groups = [
@@ -456,6 +461,11 @@ class HidesItsSteps(OneProcess):
         (
             CouplesParameters,
             "optimizer: moves first.weight differently when it has other",
+        ),
+        (
+            WrapsAnOptimizer,
+            r"optimizer: returned list, expected .*: let the class inherit "
+            r"torch.optim.Optimizer and call super\(\).__init__",
         ),
         (
             ChoosesByPlace,

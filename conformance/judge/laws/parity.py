@@ -113,7 +113,12 @@ def _departed(row: ParityRow) -> Finding:
 
 
 def _by_how_much(row: ParityRow) -> str:
-    if row.bound < 1 or not row.size:
+    if not row.size:
+        return (
+            f"its true value is 0, and here it is off by {row.error:.3g}, bound "
+            f"{row.bound:.3g}"
+        )
+    if row.bound < 1:
         return (
             f"relative {row.measure} of the error {row.error:.3g}, bound "
             f"{row.bound:.3g}"

@@ -58,8 +58,8 @@ def all_ranks_step(evidence: Evidence) -> Finding:
             own = len(still) == len(seen) and not part and _steps_itself(evidence)
             return Finding(
                 status=Status.FAIL,
-                message=f"step {step}: {rank_list(still)} did not step {part}although "
-                f"all gradients are finite{OWN_SKIP if own else ''}",
+                message=f"step {step}: {rank_list(still)} did not step {part}"
+                f"{_reason(evidence, step)}{OWN_SKIP if own else ''}",
                 step=step,
                 ranks=tuple(still),
                 compared=compared,
@@ -72,6 +72,15 @@ def all_ranks_step(evidence: Evidence) -> Finding:
     return count_or_inconclusive(
         compared, "rank-steps with finite gradients", evidence.unseen
     )
+
+
+def _reason(evidence: Evidence, step: int) -> str:
+    # A scaler or a train_step that does not call its optimizer shows no gradients.
+    calls = not evidence.scaler and evidence.scenario.workload.train_step is None
+    steps = dict(evidence.steps())[step]
+    if calls and not any(at.gradients for at in steps):
+        return "because no parameter has a gradient"
+    return "although all gradients are finite"
 
 
 def _part(seen: Sequence[Decision]) -> str:
