@@ -2,7 +2,7 @@
 
 Sets of digests over all ranks show whether two runs trained on the same rows, on
 whichever rank or in whichever micro-batch. If ranks have parts of rows, or too many
-rows, bags show it: sums over tokens in any order. A batch is as long as its longest
+rows, bags show it: sums over elements in any order. A batch is as long as its longest
 row on that rank, so a row of tokens may be padded on either side. Floating-point rows
 may be computed by the job, such as by a generator: a few sums of each row distinguish
 rounding from different rows.
@@ -49,7 +49,7 @@ def keep_rows(out: Recording, step: int, inputs: Sequence[Any]) -> list[Tensor]:
         integer.
     """
     tokens, floats = rows_of(inputs), rows_of(inputs, floats=True)
-    if (bag := bag_of(inputs, floats)) is not None:
+    if (bag := bag_of(inputs)) is not None:
         out.bags.setdefault(step, []).append(bag)
     for rows_by_step, rows in (
         (out.rows, tokens),
@@ -63,16 +63,22 @@ def keep_rows(out: Recording, step: int, inputs: Sequence[Any]) -> list[Tensor]:
     return tokens or floats
 
 
-def bag_of(values: Iterable[Any], floats: Iterable[Tensor] = ()) -> Tensor | None:
-    """Return one int64 number for the values of the first integer input, in any order.
+def bag_of(values: Iterable[Any]) -> Tensor | None:
+    """Return one int64 number for the elements of the first input, in any order.
 
-    It adds up over rows and over parts of rows: context parallelism cuts rows. Without
-    an integer input it is the sum of the first of ``floats``, a result of `rows_of`.
+    It adds up over rows and over parts of rows: context parallelism cuts rows, and rows
+    may lie in another dim than the first. Integers come before floats.
+
+    Args:
+        values: arguments of the model; dicts, tuples and lists are searched.
     """
-    for tensor in _inputs(values, False):
-        words = mix(tensor.to(torch.int64) & 0xFFFFFFFF)
-        return (words * words).sum()
-    return next((digests.sum() for digests in floats), None)
+    values = list(values)
+    for is_float in (False, True):
+        for rows in _flat(values, is_float):
+            bits = _bits(rows) if is_float else rows.to(torch.int64)
+            words = mix(bits & 0xFFFFFFFF)
+            return (words * words).sum()
+    return None
 
 
 def rows_of(values: Iterable[Any], *, floats: bool = False) -> list[Tensor]:
@@ -190,7 +196,10 @@ def _has_points(tensor: Tensor) -> bool:
 
 
 def _digests(rows: Tensor) -> Tensor:
-    # in fp32, in which batches are made: a copy in half precision has other bits
-    bits = rows.to(torch.float32).view(torch.int32).to(torch.int64)
     places = torch.arange(rows.shape[1], dtype=torch.int64, device=rows.device)
-    return (bits * (mix(places + 1) | 1)).sum(1)
+    return (_bits(rows) * (mix(places + 1) | 1)).sum(1)
+
+
+def _bits(rows: Tensor) -> Tensor:
+    # in fp32, in which batches are made: a copy in half precision has other bits
+    return rows.to(torch.float32).view(torch.int32).to(torch.int64)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..status import rank_list
 from .kept import BITS, Box
 from .landing import Landing
 from .parts import place
@@ -427,7 +428,10 @@ class Data:
                     one, other = answer.ranks
                     yield f"rank {one} and rank {other} train on different rows"
             if _are_equal(inputs) and not any(answer.ranks for answer in rows):
-                yield f"ranks {sets[0]} train on the same rows as ranks {sets[1]}"
+                yield (
+                    f"{rank_list(sets[0])} and {rank_list(sets[1])} train on the same "
+                    "rows"
+                )
             self._sees(step, any(answer.number is not None for answer in inputs))
             if _are_equal(draws) and not self._logged:
                 # only a warning: many trainers seed all ranks alike, which weakens

@@ -271,6 +271,15 @@ def test_a_bag_of_tokens_adds_up_over_pieces_of_rows() -> None:
     assert int(bag_of([other]) or 0) != int(whole)
 
 
+def test_a_bag_of_floats_adds_up_wherever_the_rows_lie() -> None:
+    by_time = made((4, 6, 3))  # rows in dim 1, as of torch's recurrent layers
+    whole = bag_of([by_time, made((2, 6))])
+    parts = [bag_of([part.contiguous()]) for part in by_time.chunk(2, 1)]
+    assert whole is not None
+    assert int(whole) == sum(int(part) for part in parts if part is not None)
+    assert int(bag_of([by_time + 1]) or 0) != int(whole)
+
+
 def test_an_update_knows_a_unit_in_the_last_place_of_its_weights() -> None:
     weight, gradient = made((64, 40)), made((40, 64)).t()
     step = 1e-3 * gradient.sign()

@@ -30,7 +30,7 @@ FAULTS = {
     "drift": ("norm.weight has other bits on rank ", "on rank 1"),
     "rate": ("the settings for ", "on rank 1"),
     "rows": ("rank 0 and rank 1 train on different rows",),
-    "same": ("train on the same rows as ranks (",),
+    "same": (" train on the same rows",),
     "skips": ("rank 3",),
 }
 
@@ -395,8 +395,8 @@ JOBS = {
     "handle": ("", ""),
     "paused": ("", ""),
     "frozen": ("", ""),
-    "rows": ("ranks (0,) train on the same rows as ranks (1,)", ""),
-    "apart": ("ranks (0,) train on the same rows as ranks (2,)", ""),
+    "rows": ("rank 0 and rank 1 train on the same rows", ""),
+    "apart": ("rank 0 and rank 2 train on the same rows", ""),
     "frozen drifts": ("base.weight has other bits on rank ", ""),
     "joins": ("", "2 parameters joined an optimizer after watch was called"),
     "compiled": ("", "step 3: rows are not compared"),
