@@ -1,4 +1,4 @@
-"""Possible causes of a wrong factor, for messages only.
+"""Causes of wrong gradients, for messages only: wrong factors, missing reductions.
 
 Each cause predicts a factor. All causes that predict the observed factor are listed;
 the list may be empty. No status and no exit code depends on it.
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..formulas import clip_factor
-from .compare import Doubles
+from ..status import rank_list
+from .compare import Doubles, multiple_of
 
-__all__ = ["Facts", "causes_of", "is_sum_of"]
+__all__ = ["Facts", "Replica", "causes_of", "is_sum_of", "missing_reduction"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,82 @@ def _known(facts: Facts) -> Iterator[tuple[float, str]]:
         early = clip_factor(facts.norm * scale, facts.clip_norm)
         yield early / due, f"clipped before they were divided by the scale {scale:g}"
         yield 1 / due, "not clipped"
+
+
+Replica = tuple[int, Doubles, Doubles]
+"""Rank, its gradient, and the right gradient of the same elements."""
+
+
+def missing_reduction(
+    replicas: Sequence[Sequence[Replica]],
+    most: float,
+    *,
+    is_clipped: bool,
+    moves_rightly: bool,
+) -> str:
+    """Say that replicas hold parts that were not reduced; else return "".
+
+    Args:
+        replicas: replicas of each shard of a parameter.
+        most: largest relative residual that rounding explains.
+        is_clipped: true if gradients are clipped by a norm.
+        moves_rightly: true if updates were compared and are right.
+    """
+    groups = [
+        ([mine for _, mine, _ in group], group[0][2])
+        for group in replicas
+        if len(group) > 1 and group[0][2].any()
+    ]
+    ratios = [
+        (len(parts), *multiple_of(np.sum(parts, axis=0), whole))
+        for parts, whole in groups
+    ]
+    if not ratios:
+        return ""
+    # A clip by each rank's own norm gives the parts factors of their own.
+    is_clipped = is_clipped and all(is_sum_of(*group, most) for group in groups)
+    is_multiple = max(rest for *_, rest in ratios) <= most
+    if not (is_multiple or is_clipped):
+        return ""
+    lacking = {
+        rank
+        for group in replicas
+        for rank, mine, whole in group
+        if whole.any() and not mine.any()
+    }
+    if lacking:
+        return f": it is 0 on {rank_list(sorted(lacking))}"
+    alike = max(
+        float(np.abs(group[0][1] - mine).max(initial=0.0))
+        for group in replicas
+        for _, mine, _ in group
+    )
+    # Equal replicas were reduced by something. So were multiples of the truth, since
+    # rows of one rank do not give these.
+    multiples = [
+        multiple_of(mine, whole)[1] <= most and mine.size > 1
+        for group in replicas
+        for _, mine, whole in group
+    ]
+    if alike == 0.0 or all(multiples):
+        return ""
+    inside = ""
+    if moves_rightly:
+        inside = (
+            " before the optimizer's step; yet updates are right, so step does it, and "
+            "after any clip: do it in backward (a hook of the parameter), or in "
+            "train_step before the clip"
+        )
+    if is_multiple and all(abs(ratio - 1) <= most for _, ratio, _ in ratios):
+        return f": each rank has a part of the sum, nothing adds them up{inside}"
+    if is_multiple and all(abs(ratio - n) <= most * n for n, ratio, _ in ratios):
+        return f": each rank has the one of its rows, nothing averages them{inside}"
+    if is_clipped:
+        return (
+            ": each rank has its own part, clipped by its own norm; nothing reduces "
+            "them before the clip"
+        )
+    return ""
 
 
 def is_sum_of(parts: Sequence[Doubles], whole: Doubles, most: float) -> bool:

@@ -27,7 +27,7 @@ from ..space.scenario import Scenario
 from ..status import rank_list
 from .boundaries import BACKWARD, FORWARD, Boundaries
 from .compare import SAFETY_FACTOR, multiple_of
-from .diagnosis import Facts, causes_of, is_sum_of
+from .diagnosis import Facts, Replica, causes_of, is_sum_of, missing_reduction
 from .measured import ORDER, Parity, gradient_of
 from .one_rank import one_rank_references
 from .parity import followed_schedule, mean_loss
@@ -155,6 +155,7 @@ class _Gradients:
             PROPORTIONAL, SAFETY_FACTOR * scenario.parsed_precision.roundoff
         )
         self.missed = parity.not_compared["gradient"]
+        self.compares_updates = bool(parity.compared.get("update"))
         self.truth_loss = truth.losses[step]
         self.truth, self.updates = truth.gradients[step], truth.updates
         self.seen = [
@@ -530,65 +531,16 @@ class _Gradients:
 
     def _unreduced(self, name: str) -> str:
         """Say that replicas hold parts that were not reduced; else return ""."""
-        replicas: dict[str, list[tuple[RankTrace, Doubles, Doubles]]] = {}
+        replicas: dict[str, list[Replica]] = {}
         for trace, mine, whole in self._values(name, self.truth):
-            replicas.setdefault(trace.shards[name], []).append((trace, mine, whole))
-        groups = [
-            ([mine for _, mine, _ in group], group[0][2])
-            for group in replicas.values()
-            if len(group) > 1 and group[0][2].any()
-        ]
-        ratios = [
-            (len(parts), *multiple_of(np.sum(parts, axis=0), whole))
-            for parts, whole in groups
-        ]
-        if not ratios:
-            return ""
-        # A clip by each rank's own norm gives the parts factors of their own.
-        is_clipped = self.facts.clip_norm is not None and all(
-            is_sum_of(*group, self.rest) for group in groups
+            replica = trace.rank, mine, whole
+            replicas.setdefault(trace.shards[name], []).append(replica)
+        return missing_reduction(
+            [*replicas.values()],
+            self.rest,
+            is_clipped=self.facts.clip_norm is not None,
+            moves_rightly=self.compares_updates and not self.departed["update"],
         )
-        is_multiple = max(rest for *_, rest in ratios) <= self.rest
-        if not (is_multiple or is_clipped):
-            return ""
-        lacking = {
-            trace.rank
-            for group in replicas.values()
-            for trace, mine, whole in group
-            if whole.any() and not mine.any()
-        }
-        if lacking:
-            return f": it is 0 on {rank_list(sorted(lacking))}"
-        alike = max(
-            float(np.abs(group[0][1] - mine).max(initial=0.0))
-            for group in replicas.values()
-            for _, mine, _ in group
-        )
-        # Equal replicas were reduced by something. So were multiples of the truth,
-        # since rows of one rank do not give these.
-        multiples = [
-            multiple_of(mine, whole)[1] <= self.rest and mine.size > 1
-            for group in replicas.values()
-            for _, mine, whole in group
-        ]
-        if alike == 0.0 or all(multiples):
-            return ""
-        inside = ""
-        if not self.departed["update"]:
-            inside = (
-                " before the optimizer's step; yet updates are right, so step does it: "
-                "do it in a hook (register_step_pre_hook), where clipping also sees it"
-            )
-        if is_multiple and all(abs(ratio - 1) <= self.rest for _, ratio, _ in ratios):
-            return f": each rank has a part of the sum, nothing adds them up{inside}"
-        if is_multiple and all(abs(r - n) <= self.rest * n for n, r, _ in ratios):
-            return f": each rank has the one of its rows, nothing averages them{inside}"
-        if is_clipped:
-            return (
-                ": each rank has its own part, clipped by its own norm; nothing "
-                "reduces them before the clip"
-            )
-        return ""
 
 
 def _common(found: Iterable[tuple[float, float]], most: float) -> float | None:

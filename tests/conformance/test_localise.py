@@ -389,7 +389,7 @@ class AveragesLate(NeverAverages):
 def test_an_optimizer_that_averages_inside_its_step_is_told(runner: Runner) -> None:
     model = f"{__name__}:{AveragesLate.__name__}"
     found = located(runner, f"dp2/2/fp32/own/none/model={model},steps=1")
-    assert "updates are right, so step does it: do it in a hook" in found.text
+    assert "updates are right, so step does it, and after any clip" in found.text
     model = f"{__name__}:{NeverAverages.__name__}"
     found = located(runner, f"dp2/2/fp32/own/none/model={model},steps=1")
     assert "nothing averages them" in found.text
