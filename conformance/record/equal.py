@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from .merge import AGAIN, Run, Side
+from .parts import UNNAMED
 from .rows import NEAR
 
 __all__ = [
@@ -203,11 +204,17 @@ def unmoved(side: Side) -> str:
             if step == 0 and its is not None:
                 sizes[its.digest == mine.digest] += mine.size
         if sizes[True] > sizes[False]:
+            why = (
+                "the optimizer steps copies that are in no module. For the recordings, "
+                "let it step the weights of the model, in fp32"
+                if all(name.startswith(UNNAMED) for name in side.run.starts)
+                else "the model was compiled as a whole, its weights were loaded after "
+                "a first forward, or no module has some of them. Put the loop into "
+                "`with gradparity.record(model, optimizer):`"
+            )
             return (
                 f"nudged-{number} of {side.name} began with the weights of plain, so "
-                "there is no noise: the model was compiled as a whole, its weights "
-                "were loaded after a first forward, or no module has them. Put the "
-                "loop into `with gradparity.record(model, optimizer):`"
+                f"there is no noise: {why}"
             )
     return ""
 

@@ -37,6 +37,8 @@ SUMS = 4
 NEAR = 0.02
 """Largest difference of a sum between rows that differ by rounding, relative to the
 norm. A bf16 forward causes half of it; different rows differ by their norm."""
+PIECE = 1 << 18
+"""Number of elements that are mixed at once: their copies stay in the cache."""
 MOST = 4096
 """Number of rows of a tensor for which numbers are kept."""
 
@@ -75,9 +77,12 @@ def bag_of(values: Iterable[Any]) -> Tensor | None:
     values = list(values)
     for is_float in (False, True):
         for rows in _flat(values, is_float):
-            bits = _bits(rows) if is_float else rows.to(torch.int64)
-            words = mix(bits & 0xFFFFFFFF)
-            return (words * words).sum()
+            bag = torch.zeros((), dtype=torch.int64, device=rows.device)
+            for piece in rows.flatten().split(PIECE):
+                bits = _bits(piece) if is_float else piece.to(torch.int64)
+                words = mix(bits & 0xFFFFFFFF)
+                bag += (words * words).sum()
+            return bag
     return None
 
 

@@ -402,6 +402,15 @@ def test_runs_for_the_noise_whose_weights_were_not_moved_decide_nothing() -> Non
     assert found.code == UNDECIDED
     told = "nudged-2 of one began with the weights of plain, so there is no noise: "
     assert found.lines[0].startswith(told)
+    assert "gradparity.record(model, optimizer)" in found.lines[0]
+
+
+def test_copies_that_no_module_has_need_a_job_without_them() -> None:
+    names = [f"parameter {n}" for n in range(3)]
+    one = Side(name="one", run=run(names=names), noisy=(run(1, names), run(3, names)))
+    found = against(run(4, names), one)
+    assert found.code == UNDECIDED
+    assert "the optimizer steps copies that are in no module." in found.lines[0]
 
 
 @pytest.mark.parametrize(
