@@ -142,7 +142,7 @@ def _refusal(scenario: Scenario, spec: str) -> str:
         f"{scenario.model}: a loss with several counts {needs}": facts.counts > 1,
         f'{scenario.model}: reference = "one rank" {needs}': workload.one_rank,
         f"{scenario.model}: its train_step {needs}, but with --scaler none, in fp32": (
-            workload.train_step and not (bare and precision.is_full)
+            OfWorkload.LOOP not in workload.has and not (bare and precision.is_full)
         ),
     }
     return next((text for text, applies in refused.items() if applies), "")

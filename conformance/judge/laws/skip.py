@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ....fixtures import LOSS, PLACES, REFERENCE_LINE, Fault, parse_faults
+from ....fixtures import (
+    LOSS,
+    PLACES,
+    REFERENCE_LINE,
+    Fault,
+    OfWorkload,
+    parse_faults,
+)
 from ...rank.trace import Decision
 from ..law import (
     Evidence,
@@ -76,7 +83,7 @@ def all_ranks_step(evidence: Evidence) -> Finding:
 
 def _reason(evidence: Evidence, step: int) -> str:
     # A scaler or a train_step that does not call its optimizer shows no gradients.
-    calls = not evidence.scaler and evidence.scenario.workload.train_step is None
+    calls = not evidence.scaler and OfWorkload.LOOP in evidence.scenario.workload.has
     steps = dict(evidence.steps())[step]
     if calls and not any(at.gradients for at in steps):
         return "because no parameter has a gradient"
