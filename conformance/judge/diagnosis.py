@@ -1,7 +1,7 @@
 """Causes of wrong gradients, for messages only: wrong factors, missing reductions.
 
-Each cause predicts a factor. All causes that predict the observed factor are listed;
-the list may be empty. No status and no exit code depends on it.
+Each cause of a wrong factor predicts a factor. All causes that predict the observed one
+are listed; the list may be empty. No status and no exit code depends on any cause.
 """
 
 from __future__ import annotations
