@@ -232,7 +232,7 @@ def test_a_rank_without_a_checked_collective_hides_no_other() -> None:
 @pytest.mark.parametrize(
     ("steps", "words", "step", "ranks"),
     [
-        ((-1, -1), "in the constructor: step raised on ranks 0, 1: E: no", 0, (0, 1)),
+        ((-1, -1), "before step 0: step raised on ranks 0, 1: E: no", 0, (0, 1)),
         ((0, 2), "step 0: step raised on rank 0: E: no", 0, (0,)),
         ((2, 1), "step 1: step raised on rank 1: E: no", 1, (1,)),
     ],

@@ -127,8 +127,19 @@ def test_a_run_that_stops_in_the_world_that_saves_is_judged_there(
     case = runner.run(scaler, Scenario.parse(longer))
     assert case.status is Status.FAIL and case.evidence is not None
     assert len(case.evidence.ranks) == 2
+    (finding,) = [v for v in case.verdicts if v.law == "liveness.completes"]
+    assert finding.message.endswith(" (fsdp/2, which saves the state to load)")
     record = case_record(case)
     assert record.curves is not None and len(record.curves.scale) == 2
+
+
+def test_a_load_that_raises_is_told_with_its_call(runner: Runner) -> None:
+    scaler = "gradparity.fixtures.faulty:SavesATrackerForEachRank"
+    case = runner.run(scaler, MOVED)
+    (finding,) = [v for v in case.verdicts if v.law == "liveness.completes"]
+    told = "before step 0: load_state_dict raised on ranks 2, 3: IndexError"
+    assert finding.message.startswith(told)
+    assert "saves the state" not in finding.message
 
 
 def test_a_load_that_needs_too_many_ranks_is_not_run(

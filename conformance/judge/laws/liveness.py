@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from ..law import (
     Evidence,
     Finding,
@@ -21,7 +23,11 @@ from ..law import (
 )
 def completes(evidence: Evidence) -> Finding:
     """Check that no rank stopped early."""
-    return say_tried_again(_completes(evidence), evidence)
+    finding, other = _completes(evidence), evidence.scenario.saved_by
+    if other is not None and len(evidence.ranks) != evidence.scenario.world_size:
+        text = f"{finding.message} ({other.topology}/{other.world_size}, which saves "
+        finding = replace(finding, message=f"{text}the state to load)")
+    return say_tried_again(finding, evidence)
 
 
 def _completes(evidence: Evidence) -> Finding:
@@ -36,7 +42,7 @@ def _completes(evidence: Evidence) -> Finding:
     ranks = [
         rank for p, rank in problems if (p.step, p.call) == (first.step, first.call)
     ]
-    when = "in the constructor" if first.step < 0 else f"step {first.step}"
+    when = "before step 0" if first.step < 0 else f"step {first.step}"
     return Finding(
         status=Status.FAIL,
         message=f"{when}: {first.call} raised on {rank_list(ranks)}: {first.error}",
