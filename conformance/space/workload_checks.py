@@ -515,8 +515,9 @@ def _check_alone(
                 f"moves {name} differently when it has other parameters, too, by "
                 f"{off / float(beside.norm() or 1):.2g} of the update. The reference "
                 "has an optimizer for each parameter, so it lacks what one computes "
-                "from all of them (a common norm, an estimate of the step). Let a "
-                f"train_step step it; {REFERENCE_LINE}",
+                "from all of them (a common norm, an estimate of the step). First "
+                "check that parameters share no state by mistake, such as one counter. "
+                f"If they share none, let a train_step step it; {REFERENCE_LINE}",
             )
 
 

@@ -460,7 +460,8 @@ class HidesItsSteps(OneProcess):
         (HidesItsSteps, r"optimizer: calls no hooks in step.* super\(\).__init__"),
         (
             CouplesParameters,
-            "optimizer: moves first.weight differently when it has other",
+            "optimizer: moves first.weight differently when it has other.* First "
+            "check that parameters share no state by mistake",
         ),
         (
             WrapsAnOptimizer,
