@@ -203,9 +203,6 @@ STACKS = "gradparity.examples.stacks"
         ),
         ("dp2/2", "torch_ddp_hooks:Fp16"),  # gradients are summed in fp16
         ("single/1", "torch_ddp_hooks:Fp16"),  # nothing is laid out
-        pytest.param(  # needs the environment of ranks
-            *("dp2/2", "trl_grpo:Grpo"), marks=needs("trl")
-        ),
     ],
 )
 def test_the_script_of_a_right_stack_finds_no_violation(

@@ -155,8 +155,8 @@ def test_a_scenario(two: Cluster) -> None:
     with Runner(folder=os.getcwd()) as runner:
         ran = called(runner.run, OURS, scenario)
         other = replace(scenario, seed=1)  # whose references are not there yet
-        phases = runner.runs.traces(OURS, other)
-        alone = runner.place.alone(called, measure_parity, other, *phases)
+        traces = runner.runs.traces(OURS, other)
+        alone = runner.place.alone(called, measure_parity, other, traces)
     assert missed(walks()[1], ran) == []
     assert missed(walks()[2], alone) == []
 
