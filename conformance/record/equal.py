@@ -31,6 +31,7 @@ __all__ = [
 SAME_START = (
     "Begin both from the same weights: the same seed, a checkpoint, or record --start"
 )
+STEP_ITS_WEIGHTS = "For the recordings, let it step the weights of the model, in fp32"
 PLACES = (
     "declare them: gradparity.record(model, optimizer, places=...), see "
     "docs/record-details.md"
@@ -196,26 +197,43 @@ def other_again(side: Side, steps: Sequence[int]) -> Iterator[str]:
 
 
 def unmoved(side: Side) -> str:
-    """Return a sentence if a nudged run began with unmoved weights; else empty."""
+    """Return why nudged runs of a side measure no noise; empty if they do."""
+    first = min(side.run.steps)
+    digests = {
+        key: each.digest
+        for key, each in side.run.tensors.items()
+        if key[:2] == (first, "gradient") and each.is_summed
+        if each.is_finite and each.norm
+    }
     for number, run in enumerate(side.noisy[1:], 1):
         sizes = {True: 0, False: 0}
         for name, (step, mine) in side.run.starts.items():
             its = run.tensors.get((step, "weight", name))
             if step == 0 and its is not None:
                 sizes[its.digest == mine.digest] += mine.size
+        seen = digests.keys() & run.tensors.keys()
         if sizes[True] > sizes[False]:
+            what = "began with the weights of plain"
             why = (
-                "the optimizer steps copies that are in no module. For the recordings, "
-                "let it step the weights of the model, in fp32"
+                f"the optimizer steps copies that are in no module. {STEP_ITS_WEIGHTS}"
                 if all(name.startswith(UNNAMED) for name in side.run.starts)
                 else "the model was compiled as a whole, its weights were loaded after "
                 "a first forward, or no module has some of them. Put the loop into "
                 "`with gradparity.record(model, optimizer):`"
             )
-            return (
-                f"nudged-{number} of {side.name} began with the weights of plain, so "
-                f"there is no noise: {why}"
+        elif seen and all(run.tensors[key].digest == digests[key] for key in seen):
+            what = (
+                "began with other weights than plain and computed the same gradients "
+                f"at step {first}"
             )
+            why = (
+                "the model does not compute with the tensors that the optimizer steps. "
+                f"{STEP_ITS_WEIGHTS}"
+            )
+        else:
+            continue
+        name = f"nudged-{number} of {side.name}"
+        return f"{name} {what}, so there is no noise: {why}"
     return ""
 
 

@@ -310,7 +310,7 @@ def _moved(run: Run) -> dict[Any, Any]:
     return {
         key: replace(each, digest=1)
         for key, each in run.tensors.items()
-        if key[1] == "weight"
+        if key[1] in ("weight", "gradient")
     }
 
 

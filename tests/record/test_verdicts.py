@@ -413,6 +413,22 @@ def test_copies_that_no_module_has_need_a_job_without_them() -> None:
     assert "the optimizer steps copies that are in no module." in found.lines[0]
 
 
+def test_weights_on_which_no_gradient_depends_measure_no_noise() -> None:
+    """One gradient that moved is enough, unless it is zero."""
+    same = nudged(2)
+    for name in NAMES:
+        same = changed(same, (0, "gradient", name), digest=0)
+    found = against(run(4), replace(ONE, noisy=(run(1), same, nudged(3))))
+    assert found.code == UNDECIDED
+    assert found.lines[0].startswith("nudged-1 of one began with other weights than")
+    assert "does not compute with the tensors that the optimizer" in found.lines[0]
+    moved = changed(same, (0, "gradient", "b"), digest=2)
+    one = replace(ONE, noisy=(run(1), moved, nudged(3)))
+    assert against(run(4), one).code == SAME
+    zero = changed(run(), (0, "gradient", "b"), sketch=np.zeros(SIZE))
+    assert against(run(4), replace(one, run=zero)).code == UNDECIDED
+
+
 @pytest.mark.parametrize(
     ("factor", "code"), [(1 + 1e-4, SAME), (1.2, NOT_COMPARABLE), (math.nan, 2)]
 )
