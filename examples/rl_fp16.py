@@ -119,12 +119,17 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
         row = [off.mean(), off.max(), off.sum(1).mean(), kl.mean(), scaler.get_scale()]
         seen = torch.empty(dist.get_world_size(), len(row))
         dist.all_gather([*seen], torch.tensor([*map(float, row)]))
-        told.append({
-            "reward": float(reward.mean()), "kl": float(seen[:, 3].mean()),
-            "off": float(seen[:, 0].mean()), "off_max": float(seen[:, 1].max()),
-            "off_sequence": float(seen[:, 2].mean()),
-            "scales": seen[:, 4].tolist(), "apart": apart(actor, mesh),
-        })  # fmt: skip
+        told.append(
+            {
+                "reward": float(reward.mean()),
+                "kl": float(seen[:, 3].mean()),
+                "off": float(seen[:, 0].mean()),
+                "off_max": float(seen[:, 1].max()),
+                "off_sequence": float(seen[:, 2].mean()),
+                "scales": seen[:, 4].tolist(),
+                "apart": apart(actor, mesh),
+            }
+        )
     return told
 
 

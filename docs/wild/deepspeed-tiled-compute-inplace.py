@@ -89,9 +89,16 @@ class Model(nn.Module):
         if not tiles:
             return self.loss(x, y) + auxiliary
         tiled = sequence_tiled_compute(
-            self.loss, LENGTH, tiles, {"x": x, "y": y}, {}, "x", [self.head.weight],
-            output_unshard_dimension=0, output_reduction="mean",
-        )  # fmt: skip
+            self.loss,
+            LENGTH,
+            tiles,
+            {"x": x, "y": y},
+            {},
+            "x",
+            [self.head.weight],
+            output_unshard_dimension=0,
+            output_reduction="mean",
+        )
         return tiled + auxiliary
 
 

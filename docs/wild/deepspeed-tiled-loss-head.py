@@ -66,10 +66,12 @@ from torch.nn.functional import cross_entropy
 
 SIZE, WIDTH = 12, 8
 CONFIG = {
-    "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2,
-    "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
     "zero_optimization": {"stage": 1, "reduce_bucket_size": 10000},
-}  # fmt: skip
+}
 ROWS = torch.randint(SIZE, (4, 1, 8), generator=torch.manual_seed(1))
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
 

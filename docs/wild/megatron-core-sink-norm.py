@@ -81,9 +81,13 @@ def rank_main(rank: int) -> tuple[float, torch.Tensor]:
     """The norm that Megatron's optimizer reports for the gradients of the sinks."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     config = TransformerConfig(
-        num_layers=1, hidden_size=16, num_attention_heads=HEADS, attention_dropout=0.0,
-        tensor_model_parallel_size=2, softmax_type="learnable",
-    )  # fmt: skip
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=HEADS,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=2,
+        softmax_type="learnable",
+    )
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # dropout is off
     layer = DotProductAttention(config, 1, AttnMaskType.no_mask, "self")

@@ -68,9 +68,14 @@ from transformers.distributed import DistributedConfig
 
 NAMES = {n: f"{n}.modules_to_save.default.weight" for n in ("lm_head", "norm")}
 CONFIG = LlamaConfig(
-    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-    num_attention_heads=4, num_key_value_heads=2, attn_implementation="eager",
-)  # fmt: skip
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    attn_implementation="eager",
+)
 
 
 def trained(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor | None]:

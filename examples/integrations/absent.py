@@ -13,26 +13,23 @@ from types import ModuleType
 from typing import Any
 
 ABSENT = {
-    "fairseq2": ("fairseq2n",),
-    "lerobot": (
-        "lerobot.configs", "lerobot.datasets.backward_compatibility",
-        "lerobot.datasets.factory", "lerobot.datasets.sampler", "lerobot.envs",
-        "lerobot.optim.factory", "lerobot.policies", "lerobot.processor", "lerobot.rl",
-        "lerobot.scripts.lerobot_eval", "PIL", "datasets", "deepdiff", "draccus",
-        "imageio", "jsonlines", "pandas", "pyarrow", "termcolor", "torchvision",
-    ),
-    "rlinf": (
-        "rlinf.scheduler", "ray", "omegaconf", "hydra", "peft", "datasets", "pynvml",
-        "gymnasium", "vllm", "sglang", "torchvision", "imageio", "cv2", "PIL",
-        "matplotlib",
-    ),
-    "verl": (
-        "ray", "peft", "tensordict", "hydra", "omegaconf", "codetiming", "torchdata",
-        "datasets", "liger_kernel", "flash_attn", "cachetools", "pylatexenc", "pyvers",
-        "vllm", "sglang", "dill", "wandb", "uvicorn", "fastapi", "mathruler",
-        "torchvision", "qwen_vl_utils", "PIL", "pandas", "pyarrow", "orjson",
-    ),
-}  # fmt: skip
+    "fairseq2": "fairseq2n".split(),
+    "lerobot": """
+        lerobot.configs lerobot.datasets.backward_compatibility lerobot.datasets.factory
+        lerobot.datasets.sampler lerobot.envs lerobot.optim.factory lerobot.policies
+        lerobot.processor lerobot.rl lerobot.scripts.lerobot_eval PIL datasets deepdiff
+        draccus imageio jsonlines pandas pyarrow termcolor torchvision
+    """.split(),
+    "rlinf": """
+        rlinf.scheduler ray omegaconf hydra peft datasets pynvml gymnasium vllm sglang
+        torchvision imageio cv2 PIL matplotlib
+    """.split(),
+    "verl": """
+        ray peft tensordict hydra omegaconf codetiming torchdata datasets liger_kernel
+        flash_attn cachetools pylatexenc pyvers vllm sglang dill wandb uvicorn fastapi
+        mathruler torchvision qwen_vl_utils PIL pandas pyarrow orjson
+    """.split(),
+}
 """Package -> modules that it imports and that what we run of it does not use."""
 
 

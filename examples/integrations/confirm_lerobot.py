@@ -50,8 +50,15 @@ def main() -> None:
     accelerator.native_amp = True
 
     def update(factor: float) -> None:
-        update_policy(SimpleNamespace(), policy, factor, prepared[0], 1.0,
-                      accelerator, prepared[1])  # fmt: skip
+        update_policy(
+            SimpleNamespace(),
+            policy,
+            factor,
+            prepared[0],
+            1.0,
+            accelerator,
+            prepared[1],
+        )
 
     update(1.0)
     before = [p.detach().clone() for p in policy.parameters()]
@@ -62,8 +69,10 @@ def main() -> None:
         accelerator.optimizer_step_was_skipped,
         scheduler.last_epoch - moved,
     )
-    print(f"overflow: parameters unchanged {same}, skipped {skipped}, scale "
-          f"{scaler.get_scale():g}, schedule moved by {moved}")  # fmt: skip
+    print(
+        f"overflow: parameters unchanged {same}, skipped {skipped}, scale "
+        f"{scaler.get_scale():g}, schedule moved by {moved}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         save_training_state(Path(folder), 2, optimizer, scheduler)
         files = sorted(p.name for p in Path(folder).rglob("*") if p.is_file())

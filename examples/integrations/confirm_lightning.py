@@ -20,9 +20,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 QUIET: dict[str, Any] = dict(
-    logger=False, enable_checkpointing=False, enable_progress_bar=False,
-    enable_model_summary=False, accelerator="cpu",
-)  # fmt: skip
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+    accelerator="cpu",
+)
 
 
 class Module(LightningModule):  # type: ignore[misc]  # its types are not followed
@@ -55,8 +58,10 @@ class Watch(EMAWeightAveraging):  # type: ignore[misc]
         super().on_train_batch_end(trainer, module, *args)
         averaged = int(self._average_model.n_averaged)
         scale = trainer.precision_plugin.scaler.get_scale()
-        print(f"after a batch: scale {scale:g}, averaged {averaged} times, "
-              f"schedule at {module.scheduler.last_epoch}")  # fmt: skip
+        print(
+            f"after a batch: scale {scale:g}, averaged {averaged} times, "
+            f"schedule at {module.scheduler.last_epoch}"
+        )
 
 
 def main() -> None:

@@ -57,9 +57,11 @@ def main() -> None:
             dense.parameter.grad = torch.tensor([first])
             experts.parameter.grad = torch.tensor([scale])
             skipped = chain.prepare_grads()
-            print(f"step {step}: loss scaled by {scale:g}, skipped {skipped}, "
-                  f"gradients {dense.parameter.grad.item():g} and "
-                  f"{experts.parameter.grad.item():g}")  # fmt: skip
+            print(
+                f"step {step}: loss scaled by {scale:g}, skipped {skipped}, "
+                f"gradients {dense.parameter.grad.item():g} and "
+                f"{experts.parameter.grad.item():g}"
+            )
 
 
 if __name__ == "__main__":

@@ -56,10 +56,14 @@ def manager() -> Any:
         strategy, model
     )
     made: Any = SimpleNamespace(
-        model=model, _cfg=config, _strategy=strategy, optimizer_steps=0,
-        critic_warmup_steps=0, _logger=logging.getLogger(__name__),
+        model=model,
+        _cfg=config,
+        _strategy=strategy,
+        optimizer_steps=0,
+        critic_warmup_steps=0,
+        _logger=logging.getLogger(__name__),
         store_requires_grad_param_name=[],
-    )  # fmt: skip
+    )
     made.optimizer = FSDPModelManager.build_optimizer(made, model)
     made.lr_scheduler = torch.optim.lr_scheduler.StepLR(made.optimizer, 1)
     made.grad_scaler = FSDPModelManager.build_grad_scaler(
@@ -102,12 +106,17 @@ def main() -> None:
     same = torch.equal(local(parts), before)
     moved = parts.lr_scheduler.last_epoch - moved
     scale = parts.grad_scaler.get_scale()
-    tell(f"overflow: parameters unchanged {same}, scale {scale:g}, schedule moved by "
-         f"{moved}")  # fmt: skip
+    tell(
+        f"overflow: parameters unchanged {same}, scale {scale:g}, schedule moved by "
+        f"{moved}"
+    )
     state = Checkpoint(
-        parts.model, parts.optimizer, parts.lr_scheduler, StateDictOptions(),
+        parts.model,
+        parts.optimizer,
+        parts.lr_scheduler,
+        StateDictOptions(),
         FSDPVersion.FSDP2,
-    ).state_dict()  # fmt: skip
+    ).state_dict()
     tell(f"checkpoint: {', '.join(sorted(state))}")
     dist.destroy_process_group()
 

@@ -45,18 +45,25 @@ def engine(override: dict[str, Any] | None) -> Any:
     torch.manual_seed(0)
     module: Any = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-            num_attention_heads=1, use_cache=False,
+            vocab_size=16,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            use_cache=False,
         )
-    )  # fmt: skip
+    )
     fully_shard(module)
     config = FSDPOptimizerConfig(lr=0.1, override_optimizer_config=override)
     optimizer = build_optimizer(module.parameters(), config)
     return SimpleNamespace(
-        module=module, optimizer=optimizer, optimizer_config=config, _qat_enabled=False,
+        module=module,
+        optimizer=optimizer,
+        optimizer_config=config,
+        _qat_enabled=False,
         scaler=ShardedGradScaler("cpu", 1024.0, growth_interval=400),
         lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1),
-    )  # fmt: skip
+    )
 
 
 def step(parts: Any, bad: bool) -> None:
@@ -92,8 +99,10 @@ def main() -> None:
     step(parts, bad=True)
     same = torch.equal(local(parts), before)
     moved = parts.lr_scheduler.last_epoch - moved
-    tell(f"overflow: parameters unchanged {same}, scale {parts.scaler.get_scale():g}, "
-         f"schedule moved by {moved}")  # fmt: skip
+    tell(
+        f"overflow: parameters unchanged {same}, scale {parts.scaler.get_scale():g}, "
+        f"schedule moved by {moved}"
+    )
     try:
         step(engine({"fused": True}), bad=False)
         tell("fused: steps")

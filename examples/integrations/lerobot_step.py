@@ -74,9 +74,14 @@ class LeRobot(Ddp):
         ((inputs, targets, share),) = weighted(micro_batches)
         told = SimpleNamespace()
         update_policy(
-            told, stack, (inputs, targets, share), stack.optimizer, self.clip_norm,
-            stack.accelerator, stack.scheduler,
-        )  # fmt: skip
+            told,
+            stack,
+            (inputs, targets, share),
+            stack.optimizer,
+            self.clip_norm,
+            stack.accelerator,
+            stack.scheduler,
+        )
         stack.skipped += stack.accelerator.optimizer_step_was_skipped
         return told.loss, told.grad_norm
 

@@ -94,13 +94,19 @@ class Ddp(Stepped):
         module.losses = []
         strategy = ModelParallelStrategy(*module.sizes) if self.sharded else None
         trainer = Trainer(
-            strategy=strategy or DDPStrategy(), plugins=[module.plugin],
-            accelerator="cpu", devices=math.prod(module.sizes),
-            max_steps=1, accumulate_grad_batches=len(micro_batches) or 1,
-            gradient_clip_val=self.clip_norm, use_distributed_sampler=False,
-            logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            strategy=strategy or DDPStrategy(),
+            plugins=[module.plugin],
+            accelerator="cpu",
+            devices=math.prod(module.sizes),
+            max_steps=1,
+            accumulate_grad_batches=len(micro_batches) or 1,
+            gradient_clip_val=self.clip_norm,
+            use_distributed_sampler=False,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
             enable_model_summary=False,
-        )  # fmt: skip
+        )
         data: Any = weighted(micro_batches)
         trainer.fit(module, DataLoader(data, batch_size=None))
 

@@ -87,14 +87,20 @@ class ChainScaler:
     """A chain's scaling behind the calls that the judge knows."""
 
     def __init__(
-        self, device: str = "cpu", init_scale: float = 65536.0,
-        growth_factor: float = 2.0, backoff_factor: float = 0.5,
-        growth_interval: int = 2000, enabled: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        device: str = "cpu",
+        init_scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
         self.settings = dict(
-            init_scale=init_scale, growth_factor=growth_factor,
-            backoff_factor=backoff_factor, growth_interval=growth_interval,
-        )  # fmt: skip
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+        )
         self.chain: Any = None
 
     def scale(self, loss: Any) -> Any:
@@ -125,9 +131,13 @@ class Own(ChainScaler):
         with patch("torch.tensor", on_cpu):
             for part in chain.chained_optimizers:
                 part.grad_scaler = DynamicGradScaler(
-                    s["init_scale"], 1e-6, s["growth_factor"], s["backoff_factor"],
-                    int(s["growth_interval"]), 1,
-                )  # fmt: skip
+                    s["init_scale"],
+                    1e-6,
+                    s["growth_factor"],
+                    s["backoff_factor"],
+                    int(s["growth_interval"]),
+                    1,
+                )
 
     def get_scale(self) -> float:
         if self.chain is None:

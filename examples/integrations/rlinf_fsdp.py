@@ -43,10 +43,14 @@ class Fsdp2(Sharded):
             strategy, **args
         )
         manager = SimpleNamespace(
-            model=stack.module, optimizer=stack.optimizer, grad_scaler=stack.place,
-            optimizer_steps=0, critic_warmup_steps=0, _strategy=strategy,
+            model=stack.module,
+            optimizer=stack.optimizer,
+            grad_scaler=stack.place,
+            optimizer_steps=0,
+            critic_warmup_steps=0,
+            _strategy=strategy,
             _logger=logging.getLogger(__name__),
-        )  # fmt: skip
+        )
         stack.optimizer.zero_grad()
         loss = self.passes(stack, micro_batches, stack.place.scale)
         norm, _ = FSDPModelManager.optimizer_step(manager)

@@ -40,9 +40,11 @@ class Theirs(Stepped):
 
     checkpoint = "scaler"
     meshes = (
-        {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "dp_shard": 2},
+        {"dp_shard": 2},
+        {"dp_shard": 2, "tp": 2},
+        {"pp": 2, "dp_shard": 2},
         {"pp": 2, "dp_shard": 2, "tp": 2},
-    )  # fmt: skip
+    )
     data_axes = ("dp_shard",)
     model_axes = ("pp", "tp")
     implementation: Any = "for-loop"
@@ -75,20 +77,28 @@ class Theirs(Stepped):
         module = lay_out(model, mesh[rest])
         optimizers = self.container(module)
         stack = SimpleNamespace(
-            module=module, optimizers=optimizers, mesh=mesh, place=Place(),
+            module=module,
+            optimizers=optimizers,
+            mesh=mesh,
+            place=Place(),
             scheduler=self.scheduler(optimizers.optimizers[0]),
             pp=mesh["pp"] if stage is not None else None,
-        )  # fmt: skip
+        )
         if stack.pp is not None:
             assert stage is not None
             made = PipelineStage(
-                module, stage, stack.pp.size(), torch.device("cpu"),
+                module,
+                stage,
+                stack.pp.size(),
+                torch.device("cpu"),
                 group=stack.pp.get_group(),
-            )  # fmt: skip
+            )
             stack.schedule = ScheduleGPipe(
-                made, PARTS, loss_fn=lambda y, t: self.loss_of(stack, y, t),
+                made,
+                PARTS,
+                loss_fn=lambda y, t: self.loss_of(stack, y, t),
                 scale_grads=False,
-            )  # fmt: skip
+            )
         return stack
 
     def loss_of(self, stack: Any, output: Tensor, targets: Tensor) -> Tensor:

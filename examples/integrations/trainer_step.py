@@ -34,12 +34,19 @@ class Fsdp2(Stack):
 
     def arguments(self) -> Any:
         made = TrainingArguments(
-            use_cpu=True, fsdp=True,
+            use_cpu=True,
+            fsdp=True,
             fsdp_config={"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
-            max_steps=1, optim=self.optim, learning_rate=0.1,
-            lr_scheduler_type="constant", max_grad_norm=self.clip_norm,
-            logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
-        )  # fmt: skip
+            max_steps=1,
+            optim=self.optim,
+            learning_rate=0.1,
+            lr_scheduler_type="constant",
+            max_grad_norm=self.clip_norm,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
         accelerate_takes_fsdp()
         return made
 
@@ -96,7 +103,14 @@ class Ddp(Fsdp2):
         AcceleratorState._reset_state(reset_partial_state=True)
         PartialState(cpu=True)
         return TrainingArguments(
-            use_cpu=True, max_steps=1, optim=self.optim, learning_rate=0.1,
-            lr_scheduler_type="constant", max_grad_norm=self.clip_norm,
-            logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
-        )  # fmt: skip
+            use_cpu=True,
+            max_steps=1,
+            optim=self.optim,
+            learning_rate=0.1,
+            lr_scheduler_type="constant",
+            max_grad_norm=self.clip_norm,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )

@@ -33,10 +33,13 @@ class Fsdp2(Sharded):
     def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Any:
         stack.place.use(scaler)  # the schedule asks it
         engine = SimpleNamespace(
-            module=stack.module, optimizer=stack.optimizer, scaler=scaler,
-            lr_scheduler=stack.scheduler, _qat_enabled=False,
+            module=stack.module,
+            optimizer=stack.optimizer,
+            scaler=scaler,
+            lr_scheduler=stack.scheduler,
+            _qat_enabled=False,
             optimizer_config=SimpleNamespace(clip_grad=self.clip_norm),
-        )  # fmt: skip
+        )
         FSDPEngine.optimizer_zero_grad(engine)
         loss = self.passes(
             stack, micro_batches, scaler.scale if scaler else lambda x: x

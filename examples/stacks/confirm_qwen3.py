@@ -17,10 +17,16 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.distributed import DistributedConfig
 
 CONFIG = Qwen3Config(
-    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=8, use_cache=False,
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    use_cache=False,
     attn_implementation="eager",
-)  # fmt: skip
+)
 
 
 def gradients(model: Qwen3ForCausalLM, parts: int) -> dict[str, Tensor]:

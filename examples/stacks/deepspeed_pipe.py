@@ -32,9 +32,11 @@ class Stack(Regression):
         deepspeed_without_kernels()
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
         module = PipelineModule(
-            list(model), num_stages=mesh.size(), loss_fn=self.loss,
+            list(model),
+            num_stages=mesh.size(),
+            loss_fn=self.loss,
             partition_method="uniform",
-        )  # fmt: skip
+        )
         config = {
             # 24 rows in 4 micro-batches of 6, as micro_batches cuts them.
             "train_micro_batch_size_per_gpu": 6,

@@ -23,10 +23,15 @@ class Flux(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.flux = FluxTransformer2DModel(
-            in_channels=4, num_layers=1, num_single_layers=1, num_attention_heads=2,
-            attention_head_dim=16, axes_dims_rope=(4, 4, 8), joint_attention_dim=8,
+            in_channels=4,
+            num_layers=1,
+            num_single_layers=1,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            axes_dims_rope=(4, 4, 8),
+            joint_attention_dim=8,
             pooled_projection_dim=8,
-        )  # fmt: skip
+        )
 
     def forward(self, inputs: dict[str, Tensor]) -> Any:
         images, texts = torch.arange(24.0).view(8, 3), torch.zeros(4, 3)

@@ -17,11 +17,18 @@ from .on_cpu import accelerate_takes_fsdp
 from .shared import VOCABULARY, Pair, Tokens
 
 ARGUMENTS: dict[str, Any] = {
-    "use_cpu": True, "fsdp": True, "max_steps": 1, "save_strategy": "no",
+    "use_cpu": True,
+    "fsdp": True,
+    "max_steps": 1,
+    "save_strategy": "no",
     "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
-    "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant",
-    "logging_steps": 1, "report_to": [], "disable_tqdm": True,
-}  # fmt: skip
+    "optim": "sgd",
+    "learning_rate": 0.1,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "report_to": [],
+    "disable_tqdm": True,
+}
 
 
 def prepared(stack: Any) -> Any:
@@ -39,9 +46,13 @@ class Stack(Tokens):
 
     def model(self) -> Any:
         config = LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32,
-            num_hidden_layers=2, num_attention_heads=2, use_cache=False,
-        )  # fmt: skip
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            use_cache=False,
+        )
         return LlamaForCausalLM(config)
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:

@@ -53,8 +53,12 @@ class Stack(Regression):
         parts, mesh = weighted(micro_batches), self.module.mesh
         trainer = Trainer(
             strategy=strategies.ModelParallelStrategy(*mesh.shape),
-            accelerator="cpu", devices=mesh.size(), max_epochs=1, barebones=True,
-            gradient_clip_val=self.clip_norm, accumulate_grad_batches=len(parts) or 1,
-        )  # fmt: skip
+            accelerator="cpu",
+            devices=mesh.size(),
+            max_epochs=1,
+            barebones=True,
+            gradient_clip_val=self.clip_norm,
+            accumulate_grad_batches=len(parts) or 1,
+        )
         trainer.fit(self.module, iter(parts))
         return sum(self.losses)

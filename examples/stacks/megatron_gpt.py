@@ -24,15 +24,24 @@ class GPT(GPTModel):  # type: ignore[misc]  # its types are not followed
 
     def __init__(self, group: Any) -> None:
         config = TransformerConfig(
-            num_layers=2, hidden_size=16, num_attention_heads=4,
-            tensor_model_parallel_size=group.size(), use_cpu_initialization=True,
-            hidden_dropout=0.0, attention_dropout=0.0,
-        )  # fmt: skip
+            num_layers=2,
+            hidden_size=16,
+            num_attention_heads=4,
+            tensor_model_parallel_size=group.size(),
+            use_cpu_initialization=True,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
         groups = ProcessGroupCollection(tp=group, cp=Alone(), pp=Alone(), embd=None)
         super().__init__(
-            config, gpt_layer_specs.get_gpt_layer_local_spec(), VOCABULARY, 16,
-            position_embedding_type="rope", pg_collection=groups, parallel_output=False,
-        )  # fmt: skip
+            config,
+            gpt_layer_specs.get_gpt_layer_local_spec(),
+            VOCABULARY,
+            16,
+            position_embedding_type="rope",
+            pg_collection=groups,
+            parallel_output=False,
+        )
 
     def forward(self, tokens: torch.Tensor) -> Any:
         length = tokens.shape[1]

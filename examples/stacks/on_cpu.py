@@ -12,8 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 
 # torchtitan's kernels for experts need triton: a module of names takes their place.
 KERNELS = "torchtitan.distributed.minimal_async_ep"
-NAMES = ("combine_op dispatch_op init_buffer maybe_update_minimal_async_ep_config "
-         "MinimalAsyncEPDispatchMetadata").split()  # fmt: skip
+NAMES = (
+    "combine_op dispatch_op init_buffer maybe_update_minimal_async_ep_config "
+    "MinimalAsyncEPDispatchMetadata"
+).split()
 sys.modules[KERNELS] = ModuleType(KERNELS)
 vars(sys.modules[KERNELS]).update(dict.fromkeys(NAMES, object))
 

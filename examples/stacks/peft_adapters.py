@@ -28,10 +28,15 @@ class Lora(Tokens):
 
     def model(self) -> Any:
         config = LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32,
-            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            use_cache=False, attn_implementation="eager",
-        )  # fmt: skip
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            use_cache=False,
+            attn_implementation="eager",
+        )
         return get_peft_model(LlamaForCausalLM(config), deepcopy(self.config))
 
     def parallelize(self, model: Any, mesh: Any) -> Any:

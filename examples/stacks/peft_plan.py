@@ -38,9 +38,10 @@ class PlanLora(Lora):
                 deepcopy(model).unload().save_pretrained(f"{folder}/base")
             dist.broadcast_object_list(shared)  # the folder of rank 0
             base = LlamaForCausalLM.from_pretrained(
-                f"{shared[0]}/base", attn_implementation="eager",
+                f"{shared[0]}/base",
+                attn_implementation="eager",
                 distributed_config=DistributedConfig(tp_size=mesh.size()),
-            )  # fmt: skip
+            )
             base = base.double().float()  # PEFT copies modules; not as they are loaded
             made = PeftModel.from_pretrained(
                 base, f"{shared[0]}/adapter", is_trainable=True

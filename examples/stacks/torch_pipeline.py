@@ -25,9 +25,15 @@ class GPipe(Regression):
 
     def model(self) -> nn.Module:
         return nn.Sequential(
-            nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.LayerNorm(16),
-            nn.Linear(16, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 4),
-        )  # fmt: skip
+            nn.Linear(16, 32),
+            nn.Tanh(),
+            nn.Linear(32, 16),
+            nn.LayerNorm(16),
+            nn.Linear(16, 16),
+            nn.Tanh(),
+            nn.LayerNorm(16),
+            nn.Linear(16, 4),
+        )
 
     def micro_batches(self, batch: Pair) -> list[Pair]:
         return [batch]  # the schedule cuts it

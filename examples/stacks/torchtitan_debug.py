@@ -38,10 +38,14 @@ class Stack(Tokens):
         chosen.tensor_parallel_degree = mesh["tp"].size()
         dims = ParallelDims.from_config(chosen, mesh.size())
         stack = parallelize_llama(
-            model, parallel_dims=dims, parallelism=chosen, ac_config=None,
+            model,
+            parallel_dims=dims,
+            parallelism=chosen,
+            ac_config=None,
             training=TrainingConfig(mixed_precision_param="float32"),
-            compile_config=CompileConfig(enable=False), dump_folder="",
-        )  # fmt: skip
+            compile_config=CompileConfig(enable=False),
+            dump_folder="",
+        )
         torchtitan_sums(stack)
         stack.own = self.optimizer([*stack.named_parameters()])
         stack.batch_mesh = dims.get_optional_mesh("batch")

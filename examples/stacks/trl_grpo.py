@@ -31,10 +31,14 @@ class Grpo(hf_trainer.Stack):
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         args = GRPOConfig(
-            **hf_trainer.ARGUMENTS, bf16=False, gradient_checkpointing=False,
-            max_grad_norm=self.clip_norm, max_completion_length=self.most,
-            num_generations=24, per_device_train_batch_size=24 // mesh.size(),
-        )  # fmt: skip
+            **hf_trainer.ARGUMENTS,
+            bf16=False,
+            gradient_checkpointing=False,
+            max_grad_norm=self.clip_norm,
+            max_completion_length=self.most,
+            num_generations=24,
+            per_device_train_batch_size=24 // mesh.size(),
+        )
         accelerate_takes_fsdp()
         stack = GRPOTrainer(model, reward, args, ROWS, processing_class=tokenizer())
         return hf_trainer.prepared(stack)

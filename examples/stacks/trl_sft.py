@@ -26,9 +26,12 @@ class Sft(hf_trainer.Stack):
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         args = SFTConfig(
-            **hf_trainer.ARGUMENTS, bf16=False, gradient_checkpointing=False,
-            max_grad_norm=self.clip_norm, dataset_kwargs={"skip_prepare_dataset": 1},
-        )  # fmt: skip
+            **hf_trainer.ARGUMENTS,
+            bf16=False,
+            gradient_checkpointing=False,
+            max_grad_norm=self.clip_norm,
+            dataset_kwargs={"skip_prepare_dataset": 1},
+        )
         accelerate_takes_fsdp()
         words = tokenizer()
         stack = SFTTrainer(model, args, train_dataset=ROWS, processing_class=words)

@@ -24,9 +24,11 @@ class Net(nn.Module):
         super().__init__()
         self.encoder = nn.Linear(16, 4)
         self.quantizer = LFQ(
-            dim=4, entropy_loss_weight=1.0, diversity_gamma=gamma,
+            dim=4,
+            entropy_loss_weight=1.0,
+            diversity_gamma=gamma,
             force_quantization_f32=False,
-        )  # fmt: skip
+        )
 
     def forward(self, x: Tensor) -> Any:
         codes = self.encoder(x)[:, None]

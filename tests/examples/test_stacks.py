@@ -369,12 +369,6 @@ def still_there() -> tuple[bool, bool]:
     return given, isinstance(torch.cuda.Stream, type)
 
 
-def test_every_file_takes_at_most_sixty_lines() -> None:
-    lengths = {p.name: len(p.read_text().splitlines()) for p in STACKS.glob("*.py")}
-    assert lengths.keys() >= {f"{stack}.py" for stack in PACKAGES}
-    assert {name: n for name, n in lengths.items() if n > 60} == {}
-
-
 @pytest.mark.slow
 def test_what_torch_refuses_is_an_error(runner: Runner) -> None:
     stack = "torch_pipeline_dp:ReplicatedGPipe"
