@@ -468,12 +468,12 @@ class _Gradients:
             return ""  # of single numbers any is a multiple of any other
         if self._holds_last_step():
             return (
-                f"still hold those of step {self.step - 1}: zero_grad() is missing, or "
-                "comes late"
+                f"still contain the gradients of step {self.step - 1}: zero_grad() is "
+                "missing, or comes late"
             )
         for part, gradients in boundaries.gradients_of_parts():
             if self._factor(gradients) is not None:
-                return f"are those of {part}"
+                return f"come from {part}"
         return ""
 
     def _holds_last_step(self) -> bool:

@@ -363,7 +363,7 @@ class ZeroesOnce(Trains):
 def test_gradients_of_the_last_step_are_told(runner: Runner) -> None:
     model = f"{__name__}:{ZeroesOnce.__name__}"
     found = located(runner, f"dp2/2/fp32/own/none/model={model},steps=2")
-    assert "still hold those of step 0: zero_grad() is missing" in found.text
+    assert "still contain the gradients of step 0: zero_grad() is missing" in found.text
     assert "one rank" not in found.text
 
 
@@ -559,7 +559,7 @@ def test_that_only_the_last_pass_was_kept_is_told(runner: Runner, recipe: str) -
     more = f"steps=2,recipe={recipe}"
     found = located(runner, own(misplaced.KeepsTheLastPass, "dp2/2/fp32", more))
     assert found.where == "gradient"
-    told = "all 36 gradients are those of the last micro-batch alone, of the "
+    told = "all 36 gradients come from the last micro-batch alone, of the "
     assert found.text.startswith(told)
     assert found.module == ""
     wrong = located(runner, own(misplaced.NeverAveraged, "dp2/2/fp32", more))
@@ -568,7 +568,7 @@ def test_that_only_the_last_pass_was_kept_is_told(runner: Runner, recipe: str) -
 
 def test_that_the_rows_of_one_rank_alone_count_is_told(runner: Runner) -> None:
     found = located(runner, own(misplaced.TakesOneRanksGradients, "dp2/2/fp32"))
-    told = "all 36 gradients are those of the rows of rank 1 alone; "
+    told = "all 36 gradients come from the rows of rank 1 alone; "
     assert found.where == "gradient" and found.text.startswith(told)
 
 
