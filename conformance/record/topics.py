@@ -320,6 +320,7 @@ class Clipped:
         if step % self._period:
             return (), lambda _: iter(())
         norm, limit = self._clipped()
+        norm = _plain("clipped=", norm)
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for parameter in self._own:
             squares += _square_of(parameter)
@@ -489,7 +490,7 @@ def _given(name: str, number: Callable[[], float | Tensor]) -> int | Tensor:
     Raises:
         TypeError: if the function returned no number.
     """
-    value = number()
+    value = _plain(f"equal= has {name}, which", number())
     if isinstance(value, Tensor) and value.numel() != 1:
         got = f"a tensor of {value.numel()} elements"
     elif isinstance(value, Tensor) or hasattr(value, "__float__"):
@@ -499,6 +500,24 @@ def _given(name: str, number: Callable[[], float | Tensor]) -> int | Tensor:
     raise TypeError(
         f"equal= has {name}, whose function returned {got} on rank {rank_here()}: "
         "return a number, or a tensor of one element"
+    )
+
+
+def _plain(what: str, value: Any) -> Any:
+    """Return the local tensor of a replicated DTensor, such as FSDP2's norm.
+
+    On a device a DTensor cannot be put into one message with plain tensors.
+
+    Raises:
+        TypeError: if a rank holds a part of the DTensor.
+    """
+    if not hasattr(value, "placements"):
+        return value
+    if all(each.is_replicate() for each in value.placements):
+        return value.to_local()
+    raise TypeError(
+        f"{what} returned a DTensor with placements {value.placements}, of which a "
+        "rank holds a part: return its full_tensor()"
     )
 
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import gradparity
-from gradparity.conformance.record.topics import Weights
+from gradparity.conformance.record.topics import Clipped, Numbers, Weights
 from gradparity.multiprocess import Cluster, WorldError, current_world
 from gradparity.tests.record.megatron_stage import Stage
 
@@ -494,6 +494,36 @@ def test_a_rank_that_ends_early_is_named_and_hides_no_error(four: Cluster) -> No
     assert told[1] == ""
     assert "rank 0 lacks a message of another rank for step 2 (none within " in told[0]
     assert four.run(ends_early, True)[1] == "'of the job'"
+
+
+def sends_norms() -> tuple[bool, list[str]]:
+    """Return if a DTensor is sent as a plain tensor, and what is refused."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole, part = (
+        DTensor.from_local(torch.ones(()), mesh, [placement])
+        for placement in (Replicate(), Partial())
+    )
+    number = Numbers({"norm": lambda: whole}).give(0)[0][0].value
+    clipped = Clipped([], lambda: (part, 1.0), 1, None, torch.device("cpu"))
+    refused = []
+    for topic in (Numbers({"norm": lambda: part}), clipped):
+        with pytest.raises(TypeError) as error:
+            topic.give(0)
+        refused.append(str(error.value))
+    return type(number) is Tensor, refused
+
+
+def test_a_norm_of_fsdp2_is_sent_as_a_plain_tensor(two: Cluster) -> None:
+    """A device cannot put a DTensor and plain tensors into one message."""
+    for is_plain, refused in two.run(sends_norms):
+        assert is_plain
+        for what, text in zip(
+            ("equal= has norm, which", "clipped="), refused, strict=True
+        ):
+            assert text.startswith(
+                f"{what} returned a DTensor with placements (Partial"
+            )
+            assert text.endswith("holds a part: return its full_tensor()")
 
 
 def test_one_process_can_watch_and_bad_use_is_told() -> None:
