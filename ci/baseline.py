@@ -213,16 +213,17 @@ def read_baseline(path: Path) -> Baseline:
     """Read a baseline.
 
     Raises:
-        BaselineError: if the file is not a baseline of this version, or is truncated.
+        BaselineError: if there is no file, or it is not a baseline of this version, or
+            is truncated.
     """
+    how = f"To write one: gradparity gate REPORT --baseline {path} --update-baseline"
+    if not path.exists():
+        raise BaselineError(f"{path}: there is no such file. {how}")
     raw = read_whole(path).splitlines()
     lines = [_line(path, n, line) for n, line in enumerate(raw, 1)]
     head = lines[0] if lines else None
     if not isinstance(head, Provenance):
-        raise BaselineError(
-            f"{path}: line 1 is not the header of a baseline. To write one: gradparity "
-            f"gate REPORT --baseline {path} --update-baseline"
-        )
+        raise BaselineError(f"{path}: line 1 is not the header of a baseline. {how}")
     if head.schema != BASELINE_VERSION:
         raise BaselineError(
             f"{path}: version {head.schema}, this program reads {BASELINE_VERSION}: "

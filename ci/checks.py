@@ -279,7 +279,7 @@ def check_whole(
             text = f"nothing was compared with {scaler}: all its cases are skipped"
             yield Reason(kind="nothing", text=text, scaler=scaler)
     if len(decided) < min_cases:
-        text = f"{len(decided)} cases were judged, at least {min_cases} were promised"
+        text = f"{len(decided)} cases decided a check, and --min-cases is {min_cases}"
         yield Reason(kind="too-few", text=text)
     if baseline is not None:
         for name, text in _other_environment(report.header, baseline.provenance):

@@ -169,7 +169,7 @@ def _known(checked: Checked) -> tuple[object, str]:
 def _expired(terms: Terms, report: Report) -> Iterator[str]:
     for entry in terms.expectations:
         if entry.applies(report.header) and entry.expired(terms.today):
-            yield f"the expectation of {entry.name} expired on {entry.expires}"
+            yield f"the expectation {entry.name} expired on {entry.expires}"
 
 
 def _idle(live: Sequence[Expectation], checked: Sequence[Checked]) -> Iterator[str]:
@@ -177,10 +177,10 @@ def _idle(live: Sequence[Expectation], checked: Sequence[Checked]) -> Iterator[s
     for entry in live:
         matched = [c for c in checked if entry.matches(c.case, c.verdict)]
         if not matched:
-            yield f"the expectation of {entry.name} matches nothing"
+            yield f"the expectation {entry.name} matches nothing"
         elif not any(entry.expects(c.case, c.verdict) for c in matched):
             yield (
-                f"the expectation of {entry.name} is stale: none of {len(matched)} "
+                f"the expectation {entry.name} is stale: none of {len(matched)} "
                 f"verdicts has the status {' or '.join(entry.statuses)}"
             )
 

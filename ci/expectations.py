@@ -60,9 +60,14 @@ class Expectation(
 
     @property
     def name(self) -> str:
-        """Description of the entry."""
-        patterns = f"{self.law} in {self.scenario}  {self.scaler}"
-        return f"{patterns} ({self.reason})"
+        """Patterns of the entry as in the file, and its reason."""
+        patterns = {
+            "scaler": self.scaler,
+            "scenario": self.scenario,
+            "law": self.law,
+        }
+        given = [f'{key} = "{each}"' for key, each in patterns.items() if each != "*"]
+        return f"{', '.join(given)} ({self.reason})"
 
     @property
     def statuses(self) -> list[str]:

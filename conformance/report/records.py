@@ -367,6 +367,7 @@ class _Version(msgspec.Struct):
     """Version field of a header; read first, as it decides how to read the rest."""
 
     schema: int
+    kind: str = "header"
 
 
 _VERSION = Decoder(_Version)
@@ -516,10 +517,14 @@ def _read_lines(path: Path) -> list[Line]:
     # Bytes after the last newline are an unfinished line of a killed run.
     lines = raw.split(b"\n")[:-1] or [b""]
     # Read the version first: another version may have other fields.
-    version = _decoded(path, 1, lines[0], _VERSION).schema
-    if version != SCHEMA_VERSION:
+    first = _decoded(path, 1, lines[0], _VERSION)
+    if first.kind != "header":
+        kind = ": it is a baseline" if first.kind == "baseline" else ""
+        raise ReportError(f"{path}: line 1 is not a report header{kind}")
+    if first.schema != SCHEMA_VERSION:
         raise ReportError(
-            f"{path}: schema version {version}, this program reads {SCHEMA_VERSION}"
+            f"{path}: schema version {first.schema}, this program reads "
+            f"{SCHEMA_VERSION}"
         )
     return [_decoded(path, n, line, _DECODER) for n, line in enumerate(lines, 1)]
 

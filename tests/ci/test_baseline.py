@@ -217,6 +217,18 @@ def test_no_baseline_is_made_of_a_bad_report(
     assert not (tmp_path / "b.jsonl").exists()
 
 
+def test_a_baseline_that_is_not_there_is_told_how_to_be_made(
+    report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "b.jsonl"
+    assert main([str(report), "--baseline", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert told.endswith(
+        f"{path}: there is no such file. To write one: gradparity gate REPORT "
+        f"--baseline {path} --update-baseline\n"
+    )
+
+
 CUT: dict[str, Callable[[list[bytes]], list[bytes]]] = {
     "a case is gone": lambda lines: lines[:-1],
     "a case twice": lambda lines: [*lines[:-1], lines[1]],

@@ -107,7 +107,10 @@ def test_a_vanished_case_cannot_be_expected() -> None:
 
 
 IDLE: dict[str, tuple[Expectation, str]] = {
-    "matches nothing": (known(law="sclae.*"), "matches nothing"),
+    "matches nothing": (
+        known(law="sclae.*"),
+        'law = "sclae.*" (known) matches nothing',
+    ),
     "stale": (
         known(scenario="tp/*"),
         "is stale: none of 2 verdicts has the status fail",

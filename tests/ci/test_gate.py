@@ -478,7 +478,7 @@ def test_too_few_cases_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert gate(sample(), tmp_path, capsys, "--min-cases", "3")[0] == 0
     code, told = gate(sample(), tmp_path, capsys, "--min-cases", "4")
     assert code == 1
-    assert "too-few: 3 cases were judged, at least 4 were promised" in told
+    assert "too-few: 3 cases decided a check, and --min-cases is 4" in told
 
 
 def test_a_case_that_could_not_run_is_no_pass(

@@ -112,6 +112,10 @@ TAMPERING: dict[str, tuple[Lines, str]] = {
     "footer first": (lambda lines: [*lines[:1], lines[-1], *lines[1:-1]], "last line"),
     "no header": (lambda lines: lines[1:], "not a report header"),
     "empty": (lambda lines: [], "not a report header"),
+    "a baseline": (
+        lambda lines: [b'{"kind":"baseline","schema":1}\n', *lines[1:]],
+        "line 1 is not a report header: it is a baseline",
+    ),
     "no JSON": (lambda lines: [b"<html>\n", *lines], "line 1"),
     "not UTF-8": (lambda lines: [lines[0], b'"\xff"\n', *lines[1:]], "line 2"),
     "schema of tomorrow": (
