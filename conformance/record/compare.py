@@ -479,7 +479,8 @@ def _left_out(
         step, name = min(written)
         yield (
             f"not compared: {counted(len(written), 'update')}, because the optimizer "
-            f"writes into the gradient ({name}, step {step}, first)"
+            "writes into the gradient, or the gradient is laid out otherwise than the "
+            f"weight ({name}, step {step}, first)"
         )
     blind = [row for row in rows if row.bound >= 1 and not row.differs]
     if blind:

@@ -183,11 +183,14 @@ def _flat(
 def _inputs(values: Iterable[Any], is_float: bool) -> Iterator[Tensor]:
     """Yield each input of one kind that has rows in dim 0.
 
-    Each part of a nested tensor is one row. If no input has two dims, each sequence of
-    integers is one row: some jobs concatenate the tokens of all texts.
+    Each part of a nested tensor is one row. Of a DTensor only this rank's part is read.
+    If no input has two dims, each sequence of integers is one row: some jobs
+    concatenate the tokens of all texts.
     """
     inputs = list[Tensor]()
     for tensor in (t.detach() for value in values for t in tensors_in(value)):
+        # an operation on a DTensor may communicate
+        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         inputs += [t[None] for t in tensor.unbind()] if tensor.is_nested else [tensor]
     if not any(tensor.ndim > 1 for tensor in inputs):
         inputs = [t[None] for t in inputs if t.ndim and not _has_points(t)]

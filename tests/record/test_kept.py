@@ -17,6 +17,7 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
+from torch.distributed.tensor.debug import CommDebugMode
 
 from gradparity.conformance.record import kept
 from gradparity.conformance.record.files import Stored
@@ -278,6 +279,28 @@ def test_a_bag_of_floats_adds_up_wherever_the_rows_lie() -> None:
     assert whole is not None
     assert int(whole) == sum(int(part) for part in parts if part is not None)
     assert int(bag_of([by_time + 1]) or 0) != int(whole)
+
+
+def rows_of_dtensors() -> list[list[int]]:
+    """Return what is kept of this rank's half of some rows, without communication."""
+    mesh, rows = init_device_mesh("cpu", (2,)), made((4, 6))
+    kept_of = []
+    for dim in range(2):
+        tensor = distribute_tensor(rows, mesh, [Shard(dim)])
+        with CommDebugMode() as seen:
+            (digests,) = rows_of([tensor], floats=True)
+            bag = bag_of([tensor])
+        assert seen.get_total_counts() == 0 and bag is not None
+        kept_of += [digests.tolist(), [int(bag)]]
+    return kept_of
+
+
+def test_rows_of_a_dtensor_are_those_of_its_ranks(two: Cluster) -> None:
+    whole, bag = rows_of([made((4, 6))], floats=True)[0], bag_of([made((4, 6))])
+    (first, *bags), (second, *others) = two.run(rows_of_dtensors)
+    assert [*first, *second] == whole.tolist() and bag is not None
+    for at in (0, 2):  # of rows, and of columns
+        assert (bags[at][0] + others[at][0] - int(bag)) % 2**64 == 0
 
 
 def test_an_update_knows_a_unit_in_the_last_place_of_its_weights() -> None:
