@@ -7,9 +7,9 @@ by the first test that needs it; it ends with the session::
     python warm_python.py run SOCKET PROGRAM... as python PROGRAM...
     python warm_python.py ranks SOCKET PROGRAM... the same; its ranks are forks, too
 
-``run`` hands over its descriptors, folder, environment and words, passes on ctrl-C, and
-ends as the program does. A program is a path, ``-m`` with a module or ``-c`` with code;
-what it writes at its end, it must write through ``atexit``.
+``run`` hands over its descriptors, folder, environment and words, passes on ctrl-C and
+SIGTERM, and ends as the program does. A program is a path, ``-m`` with a module or
+``-c`` with code; what it writes at its end, it must write through ``atexit``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def run(path: str, words: list[str], ranks: bool) -> None:
         server.sendall(json.dumps(request).encode() + b"\n")
         answers = server.makefile()
         if pid := int(answers.readline() or 0):
-            signal.signal(signal.SIGINT, lambda *_: os.kill(pid, signal.SIGINT))
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda sent, _: os.kill(pid, sent))
         answer = answers.readline()
     code = int(answer or 1)
     if code < 0:

@@ -41,9 +41,12 @@ class Hangs(PlainScaler):
         super().update()
 
 class Slow(PlainScaler):
+    """Leaves a file that names the agent of its rank."""
     def update(self):
         super().update()
-        pathlib.Path(f"rank-{os.environ['RANK']}").touch()
+        path = pathlib.Path(f"rank-{os.environ['RANK']}")
+        path.with_suffix(".new").write_text(os.environ["GRADPARITY_AGENT"])
+        path.with_suffix(".new").rename(path)
         time.sleep(0.2)
 '''
 SAME = [
@@ -55,13 +58,15 @@ SAME = [
 LARGE = "hsdp/4/fp32/sgd/none/steps=3"
 
 
-def start(folder: Path, *arguments: str, restarts: int = 0) -> subprocess.Popen[str]:
+def start(
+    folder: Path, python: list[str], *arguments: str, restarts: int = 0
+) -> subprocess.Popen[str]:
     """torchrun on two ranks, in ``folder``, which holds ``mine.py``."""
     (folder / "mine.py").write_text(SCALERS)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc-per-node=2", f"--max-restarts={restarts}"]
+    launcher = [*python, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node=2", f"--max-restarts={restarts}", "--no-python"]
     return subprocess.Popen(
-        [*launcher, *RUN, *arguments],
+        [*launcher, *python, *RUN, *arguments],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -122,17 +127,9 @@ def wait_until_gone(pids: list[int]) -> None:
         time.sleep(0.1)
 
 
-def agent_of(process: subprocess.Popen[str], rank: int) -> int:
-    """The process that torchrun made for ``rank``."""
-    for child in descendants(process.pid):
-        try:
-            words = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            parent = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(parent[1]) == process.pid and f"RANK={rank}".encode() in words:
-            return child
-    raise AssertionError(f"no process of rank {rank}")
+def agent_of(folder: Path, rank: int) -> int:
+    """The process that starts the ranks of ``rank``, once one has written its file."""
+    return int((folder / f"rank-{rank}").read_text())
 
 
 @pytest.mark.slow
@@ -141,7 +138,7 @@ def test_the_same_report_as_on_the_pool(tmp_path: Path, warm_ranks: list[str]) -
     same = [*judged, *scenarios(*SAME)]
     before = pool(tmp_path, warm_ranks, *same)
     run = [*same, *scenarios(LARGE), "--out", "out"]
-    code, output = ended(start(tmp_path, *run))
+    code, output = ended(start(tmp_path, warm_ranks, *run))
     assert code == 1 and exit_codes(output) == {1}, output
     after = read_report(tmp_path / "out" / "report.jsonl")
     assert after.incomplete == ""
@@ -170,7 +167,7 @@ def test_a_rank_that_dies_or_hangs_is_a_verdict_as_on_the_pool(
     # beyond the 30 s after which the other rank once gave up, as if it were at fault
     run = [*judged, *scenarios(SAME[2]), "--timeout-s", "35"]
     before = pool(tmp_path, warm_ranks, *run)
-    process = start(tmp_path, *run, "--report", "r.jsonl")
+    process = start(tmp_path, warm_ranks, *run, "--report", "r.jsonl")
     code, output = ended(process)
     assert code == 1 and exit_codes(output) == {3}, output
     after = read_report(tmp_path / "r.jsonl")
@@ -197,15 +194,18 @@ def wait_for_the_first_case(process: subprocess.Popen[str], report: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_leader_is_killed_and_another_rank_says_so(tmp_path: Path) -> None:
+def test_the_leader_is_killed_and_another_rank_says_so(
+    tmp_path: Path, warm_ranks: list[str]
+) -> None:
     long = ["fsdp/2/fp32/sgd/none/steps=2", "fsdp/2/fp32/sgd/none/steps=60"]
     run = ["--scaler", "mine:Slow", *scenarios(*long), "--report", "r.jsonl"]
-    process = start(tmp_path, *run)
+    process = start(tmp_path, warm_ranks, *run)
     wait_for_the_first_case(process, tmp_path / "r.jsonl")
     (tmp_path / "rank-1").unlink()
     wait_for(process, tmp_path / "rank-1", "step of the second scenario")
-    family = descendants(process.pid)
-    os.kill(agent_of(process, 0), signal.SIGKILL)
+    agents = [agent_of(tmp_path, rank) for rank in range(2)]
+    family = [*agents, *(each for agent in agents for each in descendants(agent))]
+    os.kill(agents[0], signal.SIGKILL)
     code, output = ended(process)
     assert code == 1 and exit_codes(output) == {-9, 3}, output
     report = read_report(tmp_path / "r.jsonl")
@@ -219,7 +219,7 @@ def test_the_leader_is_killed_and_another_rank_says_so(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_without_torchruns_agent_nothing_goes_on(tmp_path: Path) -> None:
     run = ["--scaler", "mine:Slow", "--scenario", "fsdp/2/fp32/sgd/none/steps=60"]
-    process = start(tmp_path, *run, "--report", "r.jsonl")
+    process = start(tmp_path, [sys.executable], *run, "--report", "r.jsonl")
     wait_for(process, tmp_path / "rank-1", "step")
     family = descendants(process.pid)
     process.kill()
@@ -229,14 +229,16 @@ def test_without_torchruns_agent_nothing_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_restart_begins_anew_and_keeps_the_older_report(tmp_path: Path) -> None:
+def test_a_restart_begins_anew_and_keeps_the_older_report(
+    tmp_path: Path, warm_ranks: list[str]
+) -> None:
     long = ["fsdp/2/fp32/sgd/none/steps=2", "fsdp/2/fp32/sgd/none/steps=12"]
     run = ["--scaler", "mine:Slow", *scenarios(*long), "--report", "r.jsonl"]
-    process = start(tmp_path, *run, restarts=1)
+    process = start(tmp_path, warm_ranks, *run, restarts=1)
     report = tmp_path / "r.jsonl"
     wait_for_the_first_case(process, report)
     first = report.read_text().splitlines()[1]
-    os.kill(agent_of(process, 1), signal.SIGKILL)
+    os.kill(agent_of(tmp_path, 1), signal.SIGKILL)
     code, output = ended(process)
     assert code == 0, output
     after = read_report(report)
@@ -249,8 +251,8 @@ def test_a_restart_begins_anew_and_keeps_the_older_report(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_bad_usage_is_reported_once(tmp_path: Path) -> None:
-    code, output = ended(start(tmp_path, "--topology", "ring"))
+def test_bad_usage_is_reported_once(tmp_path: Path, warm_ranks: list[str]) -> None:
+    code, output = ended(start(tmp_path, warm_ranks, "--topology", "ring"))
     assert code == 1 and exit_codes(output) == {2}, output
     assert output.count("unknown topology 'ring'") == 1
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != "") == ["mine.py"]

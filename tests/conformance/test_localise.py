@@ -113,11 +113,6 @@ def test_a_module_that_backward_does_not_reach_on_one_rank_is_told(
         (misplaced.MaskOnRank1, "dp2/2", "forward", "blocks.0.attention", (1,)),
         (misplaced.NoSumInBackward, "tp2/2", "backward", "blocks.1.feed.up", (0, 1)),
         (misplaced.Multiplied, "tp2/2", "backward", "blocks.1.attention", (0, 1)),
-        pytest.param(
-            *(misplaced.Multiplied, "dp2/2", "backward", "blocks.1.attention"),
-            (0, 1),
-            marks=pytest.mark.slow,  # as under tp
-        ),
         (misplaced.StageOff, "stages2/2", "forward", "blocks.1.norm_2", (1,)),
         (misplaced.OwnKeys, "cp2/2", "forward", "blocks.0.attention", (1,)),
         (misplaced.NormForgetsBackward, "dp2/2", "backward", "1", (0, 1)),
@@ -126,18 +121,8 @@ def test_a_module_that_backward_does_not_reach_on_one_rank_is_told(
         (misplaced.NeverAveraged, "dp2/2", "gradient", "head", (0, 1)),
         (misplaced.SteppedTwice, "dp2/2", "update", "head", (0, 1)),
         (misplaced.EmbedIsOutOfReach, "dp2/2", "gradient", "embed", (0, 1)),
-        # of stacks that step twice, one of each direction is not slow
+        # of stacks that step twice, one of each direction
         (misplaced.MaskOnRank1Twice, "dp2/2", "forward", "blocks.0.attention", (1,)),
-        pytest.param(
-            *(misplaced.NoGatherTwice, "tp2/2", "forward", "blocks.0.feed.down"),
-            (0, 1),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *(misplaced.NoSumTwice, "tp2/2", "forward", "blocks.1.attention.out"),
-            (0, 1),
-            marks=pytest.mark.slow,
-        ),
         (
             misplaced.NoSumInBackwardTwice,
             "tp2/2",

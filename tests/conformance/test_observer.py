@@ -1,6 +1,7 @@
 """The observer's own law: what is judged trains as without the judge, to the bit."""
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from gradparity.conformance.rank.worker import observe_rank
 from gradparity.fixtures import resolve_workload
 from gradparity.fixtures.specimens import SPECIMENS
 from gradparity.multiprocess import Cluster, current_world
-from gradparity.tests.products import in_turn
 
 STEPS = 2
 COMPILED = "gradparity.tests.workloads.compiled_stacks"
@@ -79,12 +79,10 @@ PLACES = (
 
 
 @pytest.mark.parametrize(
-    ("place", "recipe"), in_turn(PLACES, ("plain", "accumulate", "recompute"), each=1)
+    ("place", "recipe"), [*zip(PLACES, cycle(("plain", "accumulate", "recompute")))]
 )
 @pytest.mark.few(3)
 def test_models_of_ours(ranks: dict[int, Cluster], place: str, recipe: str) -> None:
-    if recipe == "accumulate" and place.startswith("pp"):
-        recipe = "frozen"
     agree(ranks, f"{place}/none/steps={STEPS},recipe={recipe}")
 
 
@@ -106,15 +104,11 @@ def test_the_layout_that_shows_the_map_draws_nothing(two: Cluster) -> None:
         assert drawn == first
 
 
-# Compiling takes most of the time. The slow ones differ from one that is not in what is
-# laid out, and tests of compiled stacks judge them.
-@pytest.mark.parametrize(
-    "place",
-    ["ddp/2/fp32/sgd", pytest.param("fsdp/2/fp32/sgd", marks=pytest.mark.slow)],
-)
+# Compiling takes most of the time: a stack that differs from one of these only in what
+# is laid out is judged in the tests of compiled stacks.
 @pytest.mark.slow
-def test_the_compiled_recipe(ranks: dict[int, Cluster], place: str) -> None:
-    agree(ranks, f"{place}/none/steps={STEPS},recipe=compiled")
+def test_the_compiled_recipe(ranks: dict[int, Cluster]) -> None:
+    agree(ranks, f"ddp/2/fp32/sgd/none/steps={STEPS},recipe=compiled")
 
 
 def one_of_each_module() -> list[str]:
@@ -122,8 +116,9 @@ def one_of_each_module() -> list[str]:
     return sorted(first.values())
 
 
-@pytest.mark.parametrize("name", one_of_each_module())
-@pytest.mark.parametrize("recipe", ["plain", "random"])
+@pytest.mark.parametrize(
+    ("name", "recipe"), [*zip(one_of_each_module(), cycle(("plain", "random")))]
+)
 @pytest.mark.few(8)
 def test_specimens(ranks: dict[int, Cluster], name: str, recipe: str) -> None:
     workload = resolve_workload(SPECIMENS[name].fixed)
@@ -138,15 +133,11 @@ def test_specimens(ranks: dict[int, Cluster], name: str, recipe: str) -> None:
 @pytest.mark.parametrize(
     ("stack", "recipe"),
     [
-        pytest.param("Compiled", "plain", marks=pytest.mark.slow),
-        pytest.param("Blocks", "recompute", marks=pytest.mark.slow),
+        ("Blocks", "recompute"),
         ("FullyShard", "accumulate"),
-        pytest.param("Ddp", "accumulate-no-sync", marks=pytest.mark.slow),
-        pytest.param("OwnStep", "plain", marks=pytest.mark.slow),
-        pytest.param("InTurns", "plain", marks=pytest.mark.slow),
+        ("OwnStep", "plain"),
         ("CompiledOptimizer", "plain"),
         ("Dropping", "random"),
-        pytest.param("WrongFullyShard", "plain", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def scenario(eight_bits: str, seed: int = 0) -> Scenario:
     return Scenario.parse(f"ddp/2/{eight_bits}/sgd/none/steps=2,seed={seed}")
 
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -16,7 +16,6 @@ from gradparity.conformance.rank.watched import WatchedScaler
 from gradparity.examples.gan import Gan
 from gradparity.fixtures.faulty.agreement import NeverAgrees
 from gradparity.fixtures.faulty.plain import ClippingScaler, PlainScaler
-from gradparity.tests.products import in_turn
 from gradparity.tests.workloads.stacks import rank
 from gradparity.tests.workloads.steps import Engine, MicroBatches, Trains
 
@@ -238,7 +237,14 @@ def failed(case: Case) -> dict[str, str]:
     return {v.law: v.message for v in case.verdicts if v.status not in right}
 
 
-@pytest.mark.parametrize(("stack", "faults"), in_turn([*RIGHT], FAULTS, each=1))
+@pytest.mark.parametrize(
+    ("stack", "faults"),
+    [  # two faults for each stack, each beside every way to call a scaler
+        (stack, FAULTS[(number + more) % 4])
+        for more in (0, 2)
+        for number, stack in enumerate(RIGHT)
+    ],
+)
 @pytest.mark.few(2)
 def test_a_right_step_breaks_no_law(runner: Runner, stack: type, faults: str) -> None:
     found = judged(runner, stack, faults)
@@ -249,10 +255,7 @@ FEW = (ClipsAndStepsFused, ClipsByTheScaler, ScaledGan, SharesNoOptimizer)
 """One for each way to call a scaler."""
 
 
-@pytest.mark.parametrize(
-    "stack",
-    [pytest.param(s, marks=[pytest.mark.slow] * (s not in FEW)) for s in RIGHT],
-)
+@pytest.mark.parametrize("stack", FEW)
 @pytest.mark.few(1)
 def test_a_right_step_that_overflows_breaks_no_law(runner: Runner, stack: type) -> None:
     found = judged(runner, stack, "none", f",{OVERFLOWS}")

@@ -32,7 +32,7 @@ SPECIAL = [
     "ddp/2/fp32/adamw/none/steps=3,loss-factor=9.313225746154785e-10",
 ]
 LONG = [
-    "ddp/2/fp32/sgd/nan@r0s*:first/steps=150",
+    "ddp/2/fp32/sgd/nan@r0s*:first/steps=30,scale=7.888609052210118e-31",
     "fsdp+tp/4/fp16-reduce/adagrad/none/model=text,steps=12,param-order=reversed,"
     "scale=67108864,interval=2",
 ]

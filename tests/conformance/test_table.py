@@ -147,18 +147,9 @@ def test_bad_layouts_are_one_line(
 def test_a_run_prints_the_table_and_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = [
-        "--scaler",
-        "none",
-        "--model",
-        "digits",
-        "--topology",
-        "single",
-        "--topology",
-        "ddp",
-        "--quick",
-        "--table",
-    ]
+    places = "single/1", "ddp/2"
+    options = [f"--scenario={at}/fp32/sgd/none/steps=1" for at in places]
+    options += ["--scaler=none", "--table"]
     assert main(["run", *options, "--out", str(tmp_path)]) == 0
     report = read_report(tmp_path / "report.jsonl")
     assert capsys.readouterr().out == render(report)

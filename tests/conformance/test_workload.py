@@ -183,14 +183,21 @@ def test_a_nondeterministic_stack_is_not_held_against_a_scaler(runner: Runner) -
         (stacks.LeavesOnRank1, "rank 1, parallelize: raised SystemExit: no GPU"),
     ],
 )
-@pytest.mark.parametrize("scaler", ["none", OURS])
 @pytest.mark.few(11)
 def test_a_stack_that_breaks_is_an_error_and_no_verdict(
-    runner: Runner, stack: type, words: str, scaler: str
+    runner: Runner, stack: type, words: str
 ) -> None:
-    found = case(runner, stack, scaler)
+    found = case(runner, stack)
     assert found.status == "error"
     assert words in found.problem
+    assert found.verdicts == ()
+
+
+def test_a_stack_that_breaks_is_an_error_with_any_scaler(runner: Runner) -> None:
+    alone, found = (case(runner, stacks.RaisesOnRank1, of) for of in ("none", OURS))
+    assert found.status == "error"
+    assert "the stack is wrong without any scaler" in found.problem
+    assert found.problem.endswith(alone.problem)
     assert found.verdicts == ()
 
 
@@ -302,7 +309,7 @@ def command(
 
 @pytest.mark.slow
 def test_the_example_runs_and_replays(tmp_path: Path, warm_ranks: list[str]) -> None:
-    words = ["-m", "gradparity.conformance", "run", "--scaler=none", "--quick"]
+    words = ["-m", "gradparity.conformance", "run", "--scaler=none", "--preset=parity"]
     words += [
         "--workload=examples.workload:Stack",
         "--world-size=2",
@@ -329,12 +336,12 @@ def test_a_hunt_finds_a_fault_in_a_stack(tmp_path: Path, warm_ranks: list[str]) 
 
 @pytest.mark.slow
 def test_under_torchrun_the_ranks_find_the_workload(
-    tmp_path: Path, warm_python: list[str]
+    tmp_path: Path, warm_ranks: list[str]
 ) -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words += [
         "--no-python",
-        *warm_python,
+        *warm_ranks,
         "-m",
         "gradparity.conformance",
         "run",
@@ -342,7 +349,7 @@ def test_under_torchrun_the_ranks_find_the_workload(
     ]
     words += ["--preset=parity", "--topology=dp2", "--out=out"]
     (tmp_path / "stacks.py").write_text((HERE / "workloads" / "stacks.py").read_text())
-    done = command(tmp_path, warm_python, *words)
+    done = command(tmp_path, warm_ranks, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(read_report(tmp_path / "out" / "report.jsonl").cases) == 3
 
@@ -357,6 +364,7 @@ def test_the_pytest_plugin_takes_a_workload(
         "--gradparity-workload=stacks:ForgetsOneBias",
         "--gradparity-quick",
         "--gradparity-topology=dp2",
+        "-x",
     ]
     done = command(tmp_path, warm_ranks, "-m", "pytest", "-q", *options)
     assert done.returncode == 1, done.stdout

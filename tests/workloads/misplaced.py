@@ -676,15 +676,7 @@ class SequenceStepsTwice(StepsTwice, RightSequence):
     """No fault: the same, each rank with its own tokens between the blocks."""
 
 
-class NoGatherTwice(StepsTwice, NoGather):
-    """The fault of its second base class."""
-
-
 class MaskOnRank1Twice(StepsTwice, MaskOnRank1):
-    """The fault of its second base class."""
-
-
-class NoSumTwice(StepsTwice, NoSum):
     """The fault of its second base class."""
 
 
