@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import gradparity
 from gradparity.ci import job
 from gradparity.ci.init import main as init
 from gradparity.ci.job import Address, address_of_gradparity, job_text, parse_address
+from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.report.records import read_report
 from gradparity.tests.ci.test_templates import SCHEMAS
@@ -148,7 +149,22 @@ def is_clean(file: Path) -> bool:
 
 
 QUICK = ["run", "--quick", "--scaler", "none", "--workload"]
-NARROW = ["--topology", "dp2", "--precision", "fp32"]
+NARROW = ["--topology", "dp2", "--precision", "fp32", "--fail-fast"]
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the drafts of all models."""
+    folder = tmp_path_factory.mktemp("drafts")
+    (folder / "zoo.py").write_text(MODELS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runner(drafts: Path) -> Iterator[Runner]:
+    """A judge of drafts, whose ranks import a package once for all of its models."""
+    with Runner(folder=str(drafts), timeout_s=200) as made:
+        yield made
 
 
 @pytest.mark.slow
@@ -156,7 +172,6 @@ NARROW = ["--topology", "dp2", "--precision", "fp32"]
 @pytest.mark.parametrize(
     ("spec", "blocks"),
     [
-        ("zoo:plain", None),
         ("zoo:Two", None),
         pytest.param("zoo:gpt2", "transformer.h", marks=HF),
         pytest.param("zoo:resnet", "resnet.encoder.stages", marks=HF),
@@ -169,20 +184,36 @@ NARROW = ["--topology", "dp2", "--precision", "fp32"]
     ],
 )
 def test_a_draft_runs_as_it_is_written(
-    spec: str, blocks: str | None, folder: Path
+    spec: str,
+    blocks: str | None,
+    drafts: Path,
+    runner: Runner,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(drafts)
+    monkeypatch.syspath_prepend(str(drafts))
     name = f"drafted_{spec.partition(':')[2].lower()}"  # a module is imported once
-    file = folder / f"{name}.py"
+    file = drafts / f"{name}.py"
     assert main(["init", spec, "--out", file.name]) == 0
     text = file.read_text()
     assert is_clean(file) and "TODO" not in text.partition('"""\n\n')[2]
     assert len(text.splitlines()) < 90
     if blocks is not None:
         assert f'{blocks}"' in text
-    run = [*QUICK, f"{name}:Workload"]
-    if blocks is not None:  # the other scenarios are those of the small models
-        run = [*(word for word in run if word != "--quick"), "--layouts", "dp2"]
-    assert main(run) == 0
+    for recipe in ("plain", "accumulate"):  # those of --layouts
+        settings = f"model={name}:Workload,recipe={recipe},steps=3"
+        found = runner.run("none", Scenario.parse(f"dp2/2/fp32/own/none/{settings}"))
+        assert found.status == "pass", (found.problem, found.verdicts)
+        (gradient,) = (v for v in found.verdicts if v.law == "parity.gradient")
+        assert gradient.status == "pass" and gradient.compared
+
+
+@pytest.mark.slow
+def test_a_draft_is_judged_and_a_fault_in_it_is_found(folder: Path) -> None:
+    assert main(["init", "zoo:plain", "--out", "first_draft.py"]) == 0
+    file = folder / "first_draft.py"
+    assert is_clean(file)
+    assert main([*QUICK, "first_draft:Workload"]) == 0
     report = read_report(folder / "parity-report" / "report.jsonl")
     gradients = [
         v
@@ -192,21 +223,13 @@ def test_a_draft_runs_as_it_is_written(
         if v.law == "parity.gradient" and v.status == "pass"
     ]
     assert gradients and all(v.compared for v in gradients)
-
-
-@pytest.mark.slow
-def test_a_draft_is_judged_and_a_fault_in_it_is_found(folder: Path) -> None:
-    assert init(["zoo:plain", "--out", "first_draft.py"]) == 0
-    file = folder / "first_draft.py"
-    assert is_clean(file)
-    assert main([*QUICK, "first_draft:Workload", *NARROW]) == 0
     text = file.read_text()
     shard = "        fully_shard(model, mesh=mesh, mp_policy=policy)\n"
     assert shard in text
     (folder / "broken_draft.py").write_text(
         text.replace(shard, "        if mesh.size() < 2:\n    " + shard)
     )
-    assert main([*QUICK, "broken_draft:Workload", "--fail-fast", *NARROW]) == 1
+    assert main([*QUICK, "broken_draft:Workload", *NARROW]) == 1
 
 
 @pytest.mark.parametrize(

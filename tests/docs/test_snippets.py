@@ -13,6 +13,7 @@ import sys
 import tomllib
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,9 @@ def project(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return scratch
 
 
+Runs = Callable[[list[str]], None]
+
+
 def test_blocks_are_found_and_few_are_left_out() -> None:
     assert len(SHELL) >= 8 and len(PYTHON) >= 3 and len(TESTS) >= 2
     assert all(
@@ -104,10 +108,11 @@ def parameter(block: Block) -> Any:
 
 @pytest.mark.parametrize("block", [parameter(b) for b in runnable(SHELL)])
 @pytest.mark.few(12)
-def test_commands(block: Block, project: Path) -> None:
+def test_commands(block: Block, project: Path, warm_ranks: list[str]) -> None:
+    runners: dict[str, Runs] = {**RUNNERS, "pytest": partial(run_pytest, warm_ranks)}
     for command in block.commands:
         words = shlex.split(command)
-        run = RUNNERS.get(words[0])
+        run = runners.get(words[0])
         assert run is not None, f"{command!r}: mark the block, or teach RUNNERS"
         run(words)
 
@@ -184,7 +189,7 @@ def run_pip(words: list[str]) -> None:
         assert set(named) <= extras, word
 
 
-def run_pytest(words: list[str]) -> None:
+def run_pytest(python: list[str], words: list[str]) -> None:
     """The catalogue as tests, on one small scenario; or a folder of tests."""
     assert any(word.startswith("--gradparity-") for word in words), words
     folder = Path("tests")
@@ -194,7 +199,7 @@ def run_pytest(words: list[str]) -> None:
     else:
         words = [*words, "--gradparity-scenario", SCENARIO]
     done = subprocess.run(
-        [sys.executable, "-m", *words],
+        [*python, "-m", *words],
         capture_output=True,
         text=True,
     )
@@ -202,8 +207,7 @@ def run_pytest(words: list[str]) -> None:
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-4000:]
 
 
-RUNNERS: dict[str, Callable[[list[str]], None]] = {
-    "pytest": run_pytest,
+RUNNERS: dict[str, Runs] = {
     "gradparity": run_ours,
     "make": run_make,
     "pip": run_pip,

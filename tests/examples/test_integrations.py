@@ -9,7 +9,6 @@ import importlib.util
 import json
 import pickle
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,12 @@ HERE = "examples.integrations"
 SAVES_NO_SCALER = ("lerobot", "rlinf", "verl")
 # packages warn while they are imported, about themselves
 pytestmark = pytest.mark.filterwarnings("ignore")
-LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+def on_ranks(python: list[str], ranks: int) -> list[str]:
+    """How a command line begins that runs a program on ranks under torchrun."""
+    launch = [*python, "-m", "torch.distributed.run", "--standalone"]
+    return [*launch, f"--nproc-per-node={ranks}", "--no-python", *python]
 
 
 def row(package: str, *others: str, slow: bool = False) -> Any:
@@ -159,10 +163,7 @@ def test_a_chain_of_megatron_agrees_with_one_scaler_only(runner: Runner) -> None
 
 
 def said(*command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *command],
-        capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -203,19 +204,24 @@ SCRIPTS = {"pytorch_lightning": "lightning"}
 
 
 @pytest.mark.parametrize("package", [row(each, slow=True) for each in CONFIRMED])
-def test_a_script_confirms_each_finding_without_gradparity(package: str) -> None:
+def test_a_script_confirms_each_finding_without_gradparity(
+    package: str, warm_python: list[str]
+) -> None:
     name = SCRIPTS.get(package, package)
     script = str(ROOT / HERE.replace(".", "/") / f"confirm_{name}.py")
     assert "import gradparity" not in Path(script).read_text()
-    told = said(*[*LAUNCH, "2"] * (package in ON_TWO_RANKS), script)
+    two = package in ON_TWO_RANKS
+    told = said(*(on_ranks(warm_python, 2) if two else warm_python), script)
     for line in CONFIRMED[package]:
         assert line in told, told
 
 
 @pytest.mark.slow
-def test_a_policy_gradient_keeps_its_ranks_together(tmp_path: Path) -> None:
+def test_a_policy_gradient_keeps_its_ranks_together(
+    tmp_path: Path, warm_python: list[str]
+) -> None:
     script, out = str(ROOT / "examples" / "rl_fp16.py"), tmp_path / "rl.json"
-    said(*LAUNCH, "4", script, "--steps", "3", "--out", str(out))
+    said(*on_ranks(warm_python, 4), script, "--steps", "3", "--out", str(out))
     steps = json.loads(out.read_text())
     assert [len(set(step["scales"])) for step in steps] == [1, 1, 1]
     assert all(step["apart"] == 0 and step["off_max"] < 0.05 for step in steps)

@@ -6,8 +6,9 @@ that needs only that package; where one no longer fails, the package has cured i
 
 import importlib
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,23 +77,29 @@ def row(stack: str, *others: object, slow: bool = False) -> Any:
     return pytest.param(stack, *others, marks=marks)
 
 
+# DeepSpeed leaves groups in its modules and its own linear in torch.nn.functional, its
+# pipeline a topology; the last one hides a package
+APART = ("deepspeed_pipe", "deepspeed", "megatron_fsdp")
+Judge = Callable[[str, str, str], Case]
+
+
 @pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    with pytest.MonkeyPatch.context() as patch:
+def judged() -> Iterator[Judge]:
+    """Judge a stack at a place by a recipe, on ranks that stay warm."""
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as runners:
         patch.syspath_prepend(str(ROOT))
-        with Runner(folder=str(ROOT), timeout_s=200) as made:
-            yield made
 
+        @cache
+        def runner(_: str) -> Runner:
+            return runners.enter_context(Runner(folder=str(ROOT), timeout_s=600))
 
-def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
-    settings = f"model=examples.stacks.{stack},recipe={recipe},steps=3"
-    scenario = Scenario.parse(f"{place}/own/none/{settings}")
-    # DeepSpeed leaves groups in its modules and its own linear in torch.nn.functional,
-    # the other hides a package
-    if stack.startswith(("deepspeed", "megatron_fsdp")):
-        with Runner(folder=str(ROOT), timeout_s=200) as alone:
-            return alone.run("none", scenario)
-    return runner.run("none", scenario)
+        def judge(stack: str, place: str, recipe: str) -> Case:
+            settings = f"model=examples.stacks.{stack},recipe={recipe},steps=3"
+            scenario = Scenario.parse(f"{place}/own/none/{settings}")
+            apart = next(filter(stack.startswith, APART), "")
+            return runner(apart).run("none", scenario)
+
+        yield judge
 
 
 @pytest.mark.parametrize(
@@ -183,9 +190,9 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
 )
 @pytest.mark.few(2)
 def test_a_right_stack_passes(
-    runner: Runner, stack: str, place: str, recipe: str
+    judged: Judge, stack: str, place: str, recipe: str
 ) -> None:
-    found = judged(runner, stack, place, recipe)
+    found = judged(stack, place, recipe)
     assert found.status == "pass", (found.problem, found.verdicts)
     assert {v.law for v in found.verdicts if v.status == "pass"} >= COMPARED
 
@@ -193,10 +200,8 @@ def test_a_right_stack_passes(
 @pytest.mark.parametrize(
     "stack", [row("deepspeed_zero:Zero1"), row("deepspeed_stages:Zero2")]
 )
-def test_earlier_backwards_that_zero_drops_are_found(
-    runner: Runner, stack: str
-) -> None:
-    found = judged(runner, stack, "dp2/2/fp32", "accumulate")
+def test_earlier_backwards_that_zero_drops_are_found(judged: Judge, stack: str) -> None:
+    found = judged(stack, "dp2/2/fp32", "accumulate")
     assert found.status == "fail", found.problem
     told = {v.law for v in found.verdicts if v.status == "fail"}
     assert told >= {"parity.gradient", "parity.update"}
@@ -235,9 +240,9 @@ def test_earlier_backwards_that_zero_drops_are_found(
     ],
 )
 def test_a_finding_of_docs_wild_is_one_for_the_judge(
-    runner: Runner, stack: str, place: str, recipe: str, laws: set[str]
+    judged: Judge, stack: str, place: str, recipe: str, laws: set[str]
 ) -> None:
-    found = judged(runner, stack, place, recipe)
+    found = judged(stack, place, recipe)
     assert found.status == "fail", found.problem
     assert {v.law for v in found.verdicts if v.status == "fail"} == laws
 
@@ -254,9 +259,9 @@ def test_a_finding_of_docs_wild_is_one_for_the_judge(
     ],
 )
 def test_a_part_that_is_not_trained_is_found(
-    runner: Runner, stack: str, place: str, parameter: str
+    judged: Judge, stack: str, place: str, parameter: str
 ) -> None:
-    found = judged(runner, stack, place, "plain")
+    found = judged(stack, place, "plain")
     assert found.status == "fail", found.problem
     told = {v.law: v for v in found.verdicts if v.status == "fail"}
     assert told["parity.update"].parameter == parameter
@@ -264,25 +269,23 @@ def test_a_part_that_is_not_trained_is_found(
 
 
 @pytest.mark.extras("olmo_core")
-def test_a_loss_by_the_counts_of_each_rank_is_found(runner: Runner) -> None:
-    found = judged(runner, "olmo_core_axes:Masked", "dp2/2/fp32", "plain")
+def test_a_loss_by_the_counts_of_each_rank_is_found(judged: Judge) -> None:
+    found = judged("olmo_core_axes:Masked", "dp2/2/fp32", "plain")
     told = {v.law for v in found.verdicts if v.status == "fail"}
     assert (found.status, told) == ("fail", COMPARED), found.problem
 
 
 def confirmed(*command: str) -> str:
     """Output of a script that knows nothing of gradparity."""
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, cwd=ROOT
-    )
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.extras("deepspeed")
-def test_deepspeed_alone_drops_earlier_backwards() -> None:
-    told = confirmed(str(STACKS / "confirm_deepspeed.py"))
+def test_deepspeed_alone_drops_earlier_backwards(warm_python: list[str]) -> None:
+    told = confirmed(*warm_python, str(STACKS / "confirm_deepspeed.py"))
     for stage, managed, kept in [
         (1, True, "the last"),
         (2, True, "the last"),
@@ -296,9 +299,12 @@ def test_deepspeed_alone_drops_earlier_backwards() -> None:
 
 @pytest.mark.slow
 @pytest.mark.extras("transformers")
-def test_transformers_alone_multiplies_what_was_accumulated() -> None:
+def test_transformers_alone_multiplies_what_was_accumulated(
+    warm_python: list[str],
+) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    told = confirmed(*launch, str(STACKS / "confirm_qwen3.py"))
+    ranks = ("--no-python", *warm_python, str(STACKS / "confirm_qwen3.py"))
+    told = confirmed(*warm_python, *launch, *ranks)
     off = {
         line.partition(":")[0]: float(line.partition("differs by ")[2].split()[0])
         for line in told.splitlines()
@@ -370,8 +376,8 @@ def still_there() -> tuple[bool, bool]:
 
 
 @pytest.mark.slow
-def test_what_torch_refuses_is_an_error(runner: Runner) -> None:
+def test_what_torch_refuses_is_an_error(judged: Judge) -> None:
     stack = "torch_pipeline_dp:ReplicatedGPipe"
-    found = judged(runner, stack, "dp2-pp2/4/fp32", "plain")
+    found = judged(stack, "dp2-pp2/4/fp32", "plain")
     assert found.status == "error"
     assert "train_step: raised RuntimeError" in found.problem

@@ -42,12 +42,14 @@ SWAP = re.compile(r"# swap: (.+?)\n(.*?)# end of swap", re.DOTALL)
 Curve = list[tuple[int, float, float]]
 
 
-def train_under_torchrun(name: str, folder: Path, *runs: list[str]) -> None:
+def train_under_torchrun(
+    python: list[str], name: str, folder: Path, *runs: list[str]
+) -> None:
     """Run an example several times in one job: packages are imported once."""
     driver = folder / "driver.py"
     driver.write_text(DRIVER)
-    launch = [sys.executable, "-m", "torch.distributed.run"]
-    launch += ["--standalone", "--nproc-per-node", str(RANKS)]
+    launch = [*python, "-m", "torch.distributed.run", "--standalone"]
+    launch += ["--nproc-per-node", str(RANKS), "--no-python", *python]
     script = str(EXAMPLES / f"{name}.py")
     done = subprocess.run(
         [*launch, str(driver), script, json.dumps(runs)],
@@ -73,9 +75,12 @@ def curve(folder: Path, rank: int) -> Curve:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=needs(p)) for n, p in TRAINERS.items()]
 )
-def test_same_curve_as_with_torch_also_when_resumed(name: str, tmp_path: Path) -> None:
+def test_same_curve_as_with_torch_also_when_resumed(
+    name: str, tmp_path: Path, warm_python: list[str]
+) -> None:
     folders = {x: tmp_path / x for x in ("torch", "ours", "resumed", "taken-over")}
     train_under_torchrun(
+        warm_python,
         name,
         tmp_path,
         options(folders["torch"], TORCH, STEPS),

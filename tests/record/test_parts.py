@@ -31,6 +31,7 @@ from gradparity.tests.record.megatron_stage import (
     LAYERS,
     Stage,
 )
+from gradparity.tests.record.test_jobs import TORCHRUN
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (2, 3, 4), (2, 1, 2, 3)])
@@ -262,11 +263,13 @@ def test_uneven_shards_hide_their_layout_unless_they_say_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.extras("megatron")
-def test_megatrons_own_loop_is_compared(tmp_path: Path) -> None:
-    job = "megatron-bf16"
-    foreign.record(tmp_path, "one", "--noise", "1", of=foreign.command(job, 1))
-    for side, fault in (("right", ""), ("wrong", "half")):
-        of = foreign.command(job, 4, fault)
+def test_megatrons_own_loop_is_compared(tmp_path: Path, warm_python: list[str]) -> None:
+    script = str(Path(foreign.__file__).with_name("megatron_jobs.py"))
+    alone = [*warm_python, script, "megatron-bf16"]
+    foreign.record(tmp_path, "one", "--noise", "1", of=alone)
+    for side, ranks, fault in (("right", 4, []), ("wrong", 2, ["half"])):
+        launch = [*warm_python, *TORCHRUN, f"--nproc-per-node={ranks}", "--no-python"]
+        of = [*launch, *alone, *fault]
         foreign.record(tmp_path, side, "--noise", "0", of=of)
         code, lines = foreign.compare(tmp_path, side)
         assert code == bool(fault), lines
