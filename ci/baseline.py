@@ -213,14 +213,15 @@ def read_baseline(path: Path) -> Baseline:
     """Read a baseline.
 
     Raises:
-        BaselineError: if there is no file, or it is not a baseline of this version, or
+        BaselineError: if the file cannot be read, is not a baseline of this version, or
             is truncated.
     """
     how = f"To write one: gradparity gate REPORT --baseline {path} --update-baseline"
-    if not path.exists():
-        raise BaselineError(f"{path}: there is no such file. {how}")
-    raw = read_whole(path).splitlines()
-    lines = [_line(path, n, line) for n, line in enumerate(raw, 1)]
+    try:
+        raw = read_whole(path)
+    except UsageError as error:
+        raise BaselineError(f"{error}. {how}") from error
+    lines = [_line(path, n, line) for n, line in enumerate(raw.splitlines(), 1)]
     head = lines[0] if lines else None
     if not isinstance(head, Provenance):
         raise BaselineError(f"{path}: line 1 is not the header of a baseline. {how}")

@@ -224,7 +224,7 @@ def test_a_baseline_that_is_not_there_is_told_how_to_be_made(
     assert main([str(report), "--baseline", str(path)]) == 2
     told = capsys.readouterr().err
     assert told.endswith(
-        f"{path}: there is no such file. To write one: gradparity gate REPORT "
+        f"{path}: No such file or directory. To write one: gradparity gate REPORT "
         f"--baseline {path} --update-baseline\n"
     )
 
