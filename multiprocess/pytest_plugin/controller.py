@@ -30,6 +30,7 @@ from .rank_session import (
     FAIL,
     ItemOrder,
     ItemResult,
+    Phase,
     SessionOrder,
     run_item,
 )
@@ -236,7 +237,7 @@ class ItemRun:
                     )
                     self._ended[when] = pytest.fail.Exception(text, pytrace=False)
             elif all_ended and len(kinds) > 1:
-                text = _disagreement(self._outcomes)
+                text = _disagreement(self._outcomes) or _different_ends(when, phases)
                 self._ended[when] = pytest.fail.Exception(text, pytrace=False)
             elif all_ended and kinds & {SKIP, XFAIL}:
                 phase = phases[0][1]
@@ -406,6 +407,15 @@ def _disagreement(outcomes: tuple[RankOutcome, ...]) -> str:
         return ""
     lines = [f"  {outcome.headline}" for outcome in outcomes]
     return "\n".join(["the ranks do not agree on the outcome:", *lines, ""])
+
+
+def _different_ends(when: str, phases: Sequence[tuple[RankOutcome, Phase]]) -> str:
+    """Say how each rank ended a phase, where another phase has decided the test."""
+    lines = [
+        f"  rank {outcome.rank}: {phase.kind or 'passed'} {phase.reason}".rstrip()
+        for outcome, phase in phases
+    ]
+    return "\n".join([f"the ranks do not agree on the {when}:", *lines])
 
 
 def _session_order(config: pytest.Config) -> SessionOrder:

@@ -322,7 +322,6 @@ def test_a_checkpoint_of_another_kind_is_refused() -> None:
         here(OfTheOptimizer, "plain")
 
 
-@pytest.mark.slow
 class LearnsToLearn(Trains):
     """No fault: its loss is that of weights which are one step away (MAML)."""
 

@@ -206,24 +206,24 @@ def hiding(world):
     except ValueError:
         pass
 
-@pytest.mark.world(world_size=2)
+@pytest.mark.world(world_size=2, grace_s=20)
 @pytest.mark.parametrize("torn_down", FEW, indirect=True)
 def test_teardown_skips(inner, world):
     if world.rank == 0:
         fail()
 
-@pytest.mark.world(world_size=2)
+@pytest.mark.world(world_size=2, grace_s=20)
 @pytest.mark.parametrize("torn_down", [fail], indirect=True)
 @pytest.mark.parametrize("end", FEW)
 def test_teardown_fails(inner, end):
     end()
 
-@pytest.mark.world(world_size=2)
+@pytest.mark.world(world_size=2, grace_s=20)
 @pytest.mark.parametrize("torn_down", FEW, indirect=True)
 def test_teardown_skips_on_one_rank(inner):
     pass
 
-@pytest.mark.world(world_size=2)
+@pytest.mark.world(world_size=2, grace_s=20)
 def test_no_fixture_swallows_it(hiding):
     fail()
 """
@@ -232,6 +232,9 @@ def test_no_fixture_swallows_it(hiding):
     says = "4 failed, 3 passed, 2 skipped, 1 xfailed, 9 errors"
     assert says in done.stdout, done.stdout
     assert done.stdout.count("ValueError: the failure") >= 7
+    for kind in ("skip", "skip", "xfail"):
+        ends = f"on the teardown:\n  rank 0: {kind} away\n  rank 1: passed\n"
+        assert ends in done.stdout, done.stdout
     assert done.stdout.count("still torn down") >= 9
 
 
