@@ -243,9 +243,9 @@ def watch(
             ``{"scale": scaler.get_scale, "norm": lambda: norm}``. Called after each
             step of the last optimizer. A result on the device is not waited for.
         clipped: function that returns the norm before clipping, as a number or tensor,
-            and the limit: ``lambda: (norm, 1.0)``. The norm of the clipped
-            gradients over all shards must be the smaller of both. One step in
-            ``period`` is checked, by a message of 8 bytes.
+            and the limit: ``lambda: (norm, 1.0)``. The norm of the clipped gradients
+            over all shards must be the smaller of both. One step in ``period`` is
+            checked, by a message of 8 bytes.
 
     Returns:
         The watch. Use it as a context manager, or call ``close``.

@@ -200,7 +200,7 @@ def test_a_draft_runs_as_it_is_written(
     assert len(text.splitlines()) < 90
     if blocks is not None:
         assert f'{blocks}"' in text
-    for recipe in ("plain", "accumulate"):  # those of --layouts
+    for recipe in ("plain", "accumulate"):  # the recipes that --layouts runs
         settings = f"model={name}:Workload,recipe={recipe},steps=3"
         found = runner.run("none", Scenario.parse(f"dp2/2/fp32/own/none/{settings}"))
         assert found.status == "pass", (found.problem, found.verdicts)

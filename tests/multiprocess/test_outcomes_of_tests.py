@@ -232,9 +232,9 @@ def test_no_fixture_swallows_it(hiding):
     says = "4 failed, 3 passed, 2 skipped, 1 xfailed, 9 errors"
     assert says in done.stdout, done.stdout
     assert done.stdout.count("ValueError: the failure") >= 7
-    for kind in ("skip", "skip", "xfail"):
+    for kind, count in (("skip", 2), ("xfail", 1)):
         ends = f"on the teardown:\n  rank 0: {kind} away\n  rank 1: passed\n"
-        assert ends in done.stdout, done.stdout
+        assert done.stdout.count(ends) >= count, done.stdout
     assert done.stdout.count("still torn down") >= 9
 
 
