@@ -66,14 +66,21 @@ def address_of_gradparity() -> Address:
     """Return the repository that the installed gradparity comes from.
 
     pip stores the origin of a package with its metadata (PEP 610). If the origin is a
-    checkout, the address is that of its git remote ``origin``.
+    checkout, the address is that of its git remote ``origin``. A package from an index
+    has no origin: a release names its repository among its project URLs.
     """
     try:
-        origin = json.loads(
-            distribution("gradparity").read_text("direct_url.json") or ""
-        )
-    except (PackageNotFoundError, ValueError):
+        installed = distribution("gradparity")
+    except PackageNotFoundError:
         return UNKNOWN
+    try:
+        origin = json.loads(installed.read_text("direct_url.json") or "")
+    except ValueError:
+        urls = dict(
+            line.split(", ", 1)
+            for line in installed.metadata.get_all("Project-URL") or ()
+        )
+        return parse_address(urls.get("Repository", "")) or UNKNOWN
     url, vcs = origin["url"], origin.get("vcs_info")
     if vcs:
         revision = vcs.get("requested_revision") or vcs["commit_id"]

@@ -3,7 +3,8 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -414,19 +415,29 @@ def test_the_address_is_that_of_the_installation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Installed:
-        def __init__(self, origin: object) -> None:
+        def __init__(self, origin: object, urls: dict[str, str]) -> None:
             self.origin = origin
+            self.metadata = Message()
+            for name, url in urls.items():
+                self.metadata["Project-URL"] = f"{name}, {url}"
 
         def read_text(self, name: str) -> str | None:
             assert name == "direct_url.json"
             return json.dumps(self.origin) if self.origin else None
 
-    def found(origin: object) -> Address:
-        installed: Callable[[str], Installed] = lambda _: Installed(origin)  # noqa: E731
+    def found(origin: object, **urls: str) -> Address:
+        def installed(name: str) -> Installed:
+            return Installed(origin, urls)
+
         monkeypatch.setattr(job, "distribution", installed)
         return address_of_gradparity()
 
-    assert found(None) == job.UNKNOWN  # from an index or a wheel
+    assert found(None) == job.UNKNOWN  # from a wheel that was built by hand
+    released = {
+        "Changelog": "https://github.com/me/gradparity/blob/v1/CHANGELOG.md",
+        "Repository": "https://github.com/me/gradparity",
+    }
+    assert found(None, **released) == Address(host="github.com", path="me/gradparity")
     vcs = {"vcs": "git", "commit_id": "abc", "requested_revision": "v3"}
     url = "https://github.com/me/gradparity.git"
     expected = Address(host="github.com", path="me/gradparity", revision="v3")

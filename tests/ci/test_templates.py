@@ -124,6 +124,7 @@ def test_templates_keep_the_schema_of_their_system(name: str, tmp_path: Path) ->
     ("file", "schema"),
     [
         (".github/workflows/ci.yml", "vendor.github-workflows"),
+        (".github/workflows/release.yml", "vendor.github-workflows"),
         (".github/dependabot.yml", "vendor.dependabot"),
     ],
 )
