@@ -85,9 +85,10 @@ def accelerate_loop(arm: str, batches: Batches, *, sharded: bool) -> Any:
     if sharded:  # it gives ranks of a CPU DDP whatever is asked for
         PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["Block"],
-        )  # fmt: skip
+        )
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=plugin)
     scaler, model = _use(accelerator, arm), Text()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
@@ -110,10 +111,16 @@ def transformers_loop(arm: str, batches: Batches) -> Any:
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(
-        use_cpu=True, bf16=True, max_steps=len(batches), learning_rate=RATE,
-        max_grad_norm=CLIP, logging_strategy="no", save_strategy="no", report_to=[],
+        use_cpu=True,
+        bf16=True,
+        max_steps=len(batches),
+        learning_rate=RATE,
+        max_grad_norm=CLIP,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
         disable_tqdm=True,
-    )  # fmt: skip
+    )
 
     class Own(Trainer):  # type: ignore[misc]  # its types are not followed
         def get_train_dataloader(self) -> Any:
@@ -159,11 +166,18 @@ def lightning_loop(arm: str, batches: Batches) -> Any:
         plugin = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
     plugin.precision = "bf16-mixed"  # of autocast alone
     trainer = Trainer(
-        strategy=ModelParallelStrategy(2, 1), plugins=[plugin], accelerator="cpu",
-        devices=2, max_steps=len(batches), gradient_clip_val=CLIP, logger=False,
-        use_distributed_sampler=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        strategy=ModelParallelStrategy(2, 1),
+        plugins=[plugin],
+        accelerator="cpu",
+        devices=2,
+        max_steps=len(batches),
+        gradient_clip_val=CLIP,
+        logger=False,
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(Module(), batches)
     return scaler
 
@@ -218,8 +232,10 @@ LOOPS: dict[str, tuple[str, str, Callable[[str, Batches], Any]]] = {
     "accelerate, FSDP2": ("accelerate", "accelerate", accelerate_fsdp2),
     "transformers Trainer, DDP": ("transformers", "transformers", transformers_loop),
     "pytorch-lightning, ModelParallelStrategy, FSDP2": (
-        "pytorch-lightning", "pytorch_lightning", lightning_loop,
+        "pytorch-lightning",
+        "pytorch_lightning",
+        lightning_loop,
     ),
     "torchtitan's step, FSDP2, fused": ("torchtitan", "torchtitan", torchtitan_loop),
-}  # fmt: skip
+}
 """Name -> distribution, module, trainer."""

@@ -228,22 +228,37 @@ def tables(record: Mapping[str, Any]) -> dict[str, str]:
     """The table of the page and how it was made."""
     made = record["provenance"]
     lines = [
-        row("trainer", "no scaler, ms", "torch's adds, ms", "ours adds, ms",
-            "ours over torch's", "95 % of the median", "half of all rounds",
-            f"at most {GOAL:g}", "of CPU time"),
+        row(
+            "trainer",
+            "no scaler, ms",
+            "torch's adds, ms",
+            "ours adds, ms",
+            "ours over torch's",
+            "95 % of the median",
+            "half of all rounds",
+            f"at most {GOAL:g}",
+            "of CPU time",
+        ),
         row(*["---"] * 9),
-    ]  # fmt: skip
+    ]
     for name, each in record["loops"].items():
         adds = (each["scaler_ms"][arm] for arm in ("torch", "ours"))
         within = (
             f"{a:.3f} to {b:.3f}" for a, b in (each["interval"], each["quartiles"])
         )
-        lines.append(row(
-            name, f"{each['ms']['none']:.1f}", *(f"{ms:.2f}" for ms in adds),
-            f"{each['ratio']:.3f}", *within, each["goal"],
-            "{:.3f} ({:.3f} to {:.3f})".format(
-                each["cpu"]["ratio"], *each["cpu"]["interval"]),
-        ))  # fmt: skip
+        lines.append(
+            row(
+                name,
+                f"{each['ms']['none']:.1f}",
+                *(f"{ms:.2f}" for ms in adds),
+                f"{each['ratio']:.3f}",
+                *within,
+                each["goal"],
+                "{:.3f} ({:.3f} to {:.3f})".format(
+                    each["cpu"]["ratio"], *each["cpu"]["interval"]
+                ),
+            )
+        )
     versions = ", ".join(f"{n} {v}" for n, v in made["versions"].items())
     absent = ", ".join(made["absent"])
     where = (
@@ -260,11 +275,18 @@ def tables(record: Mapping[str, Any]) -> dict[str, str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, record and write the page."""
     parser = argparse.ArgumentParser(
-        prog="gradparity bench loops", description=__doc__,
+        prog="gradparity bench loops",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--only", nargs="+", choices=[*LOOPS], default=[*LOOPS],
-                        metavar="TRAINER", help="; ".join(LOOPS))  # fmt: skip
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[*LOOPS],
+        default=[*LOOPS],
+        metavar="TRAINER",
+        help="; ".join(LOOPS),
+    )
     parser.add_argument("--worlds", type=int, default=WORLDS)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="in each world")
     parser.add_argument("--json", type=Path, default=RESULT)

@@ -162,29 +162,42 @@ def main(name: str, fault: str = "") -> None:
         }
     half = job.dtype == torch.bfloat16
     config = TransformerConfig(
-        num_layers=4, hidden_size=32, ffn_hidden_size=64,
-        num_attention_heads=8, num_query_groups=4,
+        num_layers=4,
+        hidden_size=32,
+        ffn_hidden_size=64,
+        num_attention_heads=8,
+        num_query_groups=4,
         gated_linear_unit=job.gated,
         activation_func=nn.functional.silu if job.gated else nn.functional.gelu,
-        add_bias_linear=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
-        hidden_dropout=0.0, attention_dropout=0.0,
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+        add_bias_linear=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
         sequence_parallel=job.sequence_parallel and tp > 1,
-        bf16=half, params_dtype=job.dtype, pipeline_dtype=job.dtype,
-        use_cpu_initialization=True, gradient_accumulation_fusion=False,
+        bf16=half,
+        params_dtype=job.dtype,
+        pipeline_dtype=job.dtype,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
         finalize_model_grads_func=finalize_model_grads,
         **experts,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     model = GPTModel(
-        config, gpt_layer_specs.get_gpt_layer_local_spec(
+        config,
+        gpt_layer_specs.get_gpt_layer_local_spec(
             num_experts=experts.get("num_moe_experts")
-        ), WORDS, LENGTH,
+        ),
+        WORDS,
+        LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
         share_embeddings_and_output_weights=job.pipeline,
-    )  # fmt: skip
+    )
     hurt(model, fault)
     ddp = DistributedDataParallel(
         config,
@@ -195,9 +208,13 @@ def main(name: str, fault: str = "") -> None:
         Float16Module(config, model) if half else model,
     )
     settings = OptimizerConfig(
-        optimizer="adam", lr=1e-3, clip_grad=1.0, bf16=half, params_dtype=job.dtype,
+        optimizer="adam",
+        lr=1e-3,
+        clip_grad=1.0,
+        bf16=half,
+        params_dtype=job.dtype,
         use_distributed_optimizer=job.distributed_optimizer,
-    )  # fmt: skip
+    )
     optimizer = get_megatron_optimizer(settings, [ddp])
 
     ranks = parallel_state.get_data_parallel_world_size()

@@ -62,22 +62,34 @@ def tables(record: Mapping[str, Any]) -> dict[str, str]:
         row("run", "mean", "largest", "a completion", "last KL", "last reward"),
         row(*["---"] * 6),
     ]
-    ranks = [row("run", "steps with one scale on all ranks", "with equal replicas",
-                 "scales at the end"), row(*["---"] * 4)]  # fmt: skip
+    ranks = [
+        row(
+            "run",
+            "steps with one scale on all ranks",
+            "with equal replicas",
+            "scales at the end",
+        ),
+        row(*["---"] * 4),
+    ]
     for name, run in runs.items():
         steps = run["steps"]
-        mismatch.append(row(
-            name, f"{fmean(s['off'] for s in steps):.1e}",
-            f"{max(s['off_max'] for s in steps):.1e}",
-            f"{fmean(s['off_sequence'] for s in steps):.1e}",
-            f"{steps[-1]['kl']:.2f}", f"{steps[-1]['reward']:.2f}",
-        ))  # fmt: skip
+        mismatch.append(
+            row(
+                name,
+                f"{fmean(s['off'] for s in steps):.1e}",
+                f"{max(s['off_max'] for s in steps):.1e}",
+                f"{fmean(s['off_sequence'] for s in steps):.1e}",
+                f"{steps[-1]['kl']:.2f}",
+                f"{steps[-1]['reward']:.2f}",
+            )
+        )
         if name.startswith("fp16"):
             same = sum(len(set(s["scales"])) == 1 for s in steps)
             equal = sum(s["apart"] == 0 for s in steps)
             last = ", ".join(f"{s:g}" for s in steps[-1]["scales"])
-            ranks.append(row(name, f"{same} of {len(steps)}",
-                             f"{equal} of {len(steps)}", last))  # fmt: skip
+            ranks.append(
+                row(name, f"{same} of {len(steps)}", f"{equal} of {len(steps)}", last)
+            )
     seconds = ", ".join(f"{name} {run['seconds']} s" for name, run in runs.items())
     where = (
         f"`{made['command']}`, {made['machine']}, torch {made['torch']}, Python "
@@ -90,18 +102,23 @@ def plots(record: Mapping[str, Any]) -> None:
     """Two files beside the page."""
     runs = record["runs"]
     off = [
-        Series(label=name, values=[torch.tensor(s["off"]).log10().item()
-                                   for s in run["steps"]], style=f"s{number}")
+        Series(
+            label=name,
+            values=[torch.tensor(s["off"]).log10().item() for s in run["steps"]],
+            style=f"s{number}",
+        )
         for number, (name, run) in enumerate(runs.items())
-    ]  # fmt: skip
+    ]
     fp16 = [(n, r["steps"]) for n, r in runs.items() if n.startswith("fp16")]
     scale = [
-        Series(label=f"{name}, rank {rank}",
-               values=[torch.tensor(s["scales"][rank]).log2().item() for s in steps],
-               style=f"s{number * 2 + rank}")
+        Series(
+            label=f"{name}, rank {rank}",
+            values=[torch.tensor(s["scales"][rank]).log2().item() for s in steps],
+            style=f"s{number * 2 + rank}",
+        )
         for number, (name, steps) in enumerate(fp16)
         for rank in (0, 1)
-    ]  # fmt: skip
+    ]
     for file, title, series in (
         ("rl-mismatch", "log10 of the mean mismatch", off),
         ("rl-scale", "log2 of the scale", scale),
@@ -121,12 +138,14 @@ def main(argv: Sequence[str] = ()) -> None:
         record = {
             "provenance": {
                 "command": "gradparity bench rl",
-                "torch": torch.__version__, "python": platform.python_version(),
-                "machine": f"{os.cpu_count()} cores, CPU, gloo", "load": load,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "machine": f"{os.cpu_count()} cores, CPU, gloo",
+                "load": load,
                 "date": time.strftime("%Y-%m-%d", time.gmtime()),
             },
             "runs": {name: run_one(*how) for name, how in RUNS.items()},
-        }  # fmt: skip
+        }
         draft = RESULT.with_suffix(".new")
         draft.write_text(json.dumps(record, indent=1) + "\n")
         draft.replace(RESULT)

@@ -53,8 +53,11 @@ class MseLoss(Rows):
         """Columns, rows, and columns of the last layer as a DTensor."""
         axis = mesh["tp"]
         last = tp.ColwiseParallel(use_local_output=False)
-        tp.parallelize_module(model, axis, {"0": tp.ColwiseParallel(
-            output_layouts=Replicate()), "2": last})  # fmt: skip
+        tp.parallelize_module(
+            model,
+            axis,
+            {"0": tp.ColwiseParallel(output_layouts=Replicate()), "2": last},
+        )
         return model
 
     def loss(self, output: Any, targets: Any) -> Any:
@@ -194,9 +197,15 @@ class Tiled(nn.Module):
             apply = tiles.TiledFusedLogitsLoss.apply
             return apply(loss, self, x, y, None, 4, weights, "mean"), extra
         found = tiles.sequence_tiled_compute(
-            lambda x, y: loss(None, x, y), 8, 4, {"x": x, "y": y}, {}, "x", weights,
+            lambda x, y: loss(None, x, y),
+            8,
+            4,
+            {"x": x, "y": y},
+            {},
+            "x",
+            weights,
             output_unshard_dimension=0,
-        )  # fmt: skip
+        )
         return found, extra
 
 

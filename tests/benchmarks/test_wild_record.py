@@ -30,9 +30,19 @@ OWN = [script for script in SCRIPTS if not script.stem.startswith(SURVEYED)]
 LINES = 80
 """Lines of a script at most, beside the frame that all have."""
 KEYS = {
-    "id", "package", "version", "what", "parameter", "relative_error", "reference",
-    "where", "thread", "script", "date", "command",
-}  # fmt: skip
+    "id",
+    "package",
+    "version",
+    "what",
+    "parameter",
+    "relative_error",
+    "reference",
+    "where",
+    "thread",
+    "script",
+    "date",
+    "command",
+}
 
 
 def named(paths: list[Path]) -> list[str]:

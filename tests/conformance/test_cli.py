@@ -394,10 +394,21 @@ def test_a_killed_rank_gives_exit_3_and_an_incomplete_report(tmp_path: Path) -> 
         "        time.sleep(0.5)\n"
     )
     process = subprocess.Popen(
-        [*PROGRAM, "run", "--scenario", "fsdp/2/fp32/sgd/none/steps=30", "--scaler",
-         "slow:Slow", "--out", "out"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [
+            *PROGRAM,
+            "run",
+            "--scenario",
+            "fsdp/2/fp32/sgd/none/steps=30",
+            "--scaler",
+            "slow:Slow",
+            "--out",
+            "out",
+        ],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     while len(ranks := list(tmp_path.glob("rank-*"))) < 2:
         assert process.poll() is None
         time.sleep(0.1)

@@ -329,9 +329,15 @@ def test_any_report_that_is_read_has_a_page(here: Path) -> None:
     assert made.curves is not None
     empty = msgspec.structs.replace(
         made.curves,
-        loss=[], reference_loss=[], scale=[[], []], growth=[[], []],
-        stepped=[[], []], bad=[[], []], parity=[], parameters={},
-    )  # fmt: skip
+        loss=[],
+        reference_loss=[],
+        scale=[[], []],
+        growth=[[], []],
+        stepped=[[], []],
+        bad=[[], []],
+        parity=[],
+        parameters={},
+    )
     large = msgspec.structs.replace(
         made.curves,
         loss=[1e308, -1e308, 5e-324],

@@ -276,8 +276,10 @@ def test_a_large_value_goes_through_the_store(
     launcher = [*warm_python, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*launcher, "--nproc-per-node=2", "--no-python", *warm_python, "program.py"],
-        cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[0] == str([20 << 20] * 2)
 

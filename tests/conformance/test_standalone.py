@@ -180,9 +180,20 @@ def test_a_script_holds_what_it_needs_and_no_more() -> None:
 
 @pytest.mark.parametrize(
     "recipe",
-    ["resume", "resume-resharded", "two-losses", "two-optimizers", "manual-scale",
-     "disabled", "frozen", "scheduler", "compiled", "recompute", "clip-value"],
-)  # fmt: skip
+    [
+        "resume",
+        "resume-resharded",
+        "two-losses",
+        "two-optimizers",
+        "manual-scale",
+        "disabled",
+        "frozen",
+        "scheduler",
+        "compiled",
+        "recompute",
+        "clip-value",
+    ],
+)
 def test_a_recipe_with_a_loop_of_its_own_has_no_script(recipe: str) -> None:
     scenario = Scenario.parse(f"single/1/fp32/sgd/none/steps=4,recipe={recipe}")
     with pytest.raises(ValueError, match=f"for recipe '{recipe}', which needs"):
@@ -279,10 +290,22 @@ def test_each_scaler_is_hunted(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code = main(
-        ["hunt", "--budget", "12s", "--topology", "single", "--precision", "fp32",
-         "--model", "digits", "--scaler", f"{FAULTY}:PlainScaler",
-         "--scaler", f"{FAULTY}:ForgetsToUnscale"]
-    )  # fmt: skip
+        [
+            "hunt",
+            "--budget",
+            "12s",
+            "--topology",
+            "single",
+            "--precision",
+            "fp32",
+            "--model",
+            "digits",
+            "--scaler",
+            f"{FAULTY}:PlainScaler",
+            "--scaler",
+            f"{FAULTY}:ForgetsToUnscale",
+        ]
+    )
     output = capsys.readouterr().out
     assert code == 1, output
     assert "tried with gradparity.fixtures.faulty:PlainScaler" in output

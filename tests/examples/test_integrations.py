@@ -74,7 +74,7 @@ def judged(runner: Runner, package: str, scaler: str, workload: str, at: str) ->
         row("rlinf", "rlinf_fsdp:Fsdp2FusedOurs", "fsdp2/2", slow=True),
         row("lerobot", "lerobot_step:LeRobotOurs", "ddp2/2", slow=True),
     ],
-)  # fmt: skip
+)
 def test_with_our_scaler_no_law_is_broken(
     runner: Runner, package: str, workload: str, at: str
 ) -> None:

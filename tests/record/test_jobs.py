@@ -16,8 +16,14 @@ from gradparity.conformance.record.orders import VERSION
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 JOBS = str(Path(__file__).with_name("jobs.py"))
-TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend", "c10d",
-            "--rdzv-endpoint", "127.0.0.1:0")  # fmt: skip
+TORCHRUN = (
+    "-m",
+    "torch.distributed.run",
+    "--rdzv-backend",
+    "c10d",
+    "--rdzv-endpoint",
+    "127.0.0.1:0",
+)
 
 
 class Command(Protocol):
@@ -218,13 +224,21 @@ def test_a_fault_is_told_and_what_cannot_be_compared_is_no_fault(
 @pytest.mark.parametrize(
     ("job", "fault", "words"),
     [
-        ("plain", "backward", "In backward through blocks.1: the gradient of the output"
-         " of blocks.0 is the first that differs"),
+        (
+            "plain",
+            "backward",
+            "In backward through blocks.1: the gradient of the output"
+            " of blocks.0 is the first that differs",
+        ),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("fsdp-tp", "forward", "in forward. blocks.1 is the first of 4 of 4 "
-                 "blocks whose output differs, after blocks.0: by 0.01 of its size"),
+                (
+                    "fsdp-tp",
+                    "forward",
+                    "in forward. blocks.1 is the first of 4 of 4 "
+                    "blocks whose output differs, after blocks.0: by 0.01 of its size",
+                ),
                 ("ddp", "backward", "In backward through blocks.1"),
                 ("fsdp", "loss", "In backward, in the loss or after head"),
                 ("fsdp", "one", "So are the gradients of outputs"),
@@ -233,7 +247,7 @@ def test_a_fault_is_told_and_what_cannot_be_compared_is_no_fault(
             )
         ),
     ],
-)  # fmt: skip
+)
 def test_outputs_of_blocks_tell_where_a_difference_begins(
     against: Against, tmp_path: Path, job: str, fault: str, words: str
 ) -> None:

@@ -58,9 +58,13 @@ class DistributedOptimizer:
     """Ranges of parameters, in order; fp32 copies of them if these are in bf16."""
 
     def __init__(self, model: nn.Module, ranks: int, rank: int) -> None:
-        names = ("model_float16_groups", "shard_float16_groups",
-                 "shard_fp32_from_float16_groups", "model_fp32_groups",
-                 "shard_fp32_groups")  # fmt: skip
+        names = (
+            "model_float16_groups",
+            "shard_float16_groups",
+            "shard_fp32_from_float16_groups",
+            "model_fp32_groups",
+            "shard_fp32_groups",
+        )
         for name in names:
             setattr(self, name, [[]])
         parameters = [*model.parameters()]
