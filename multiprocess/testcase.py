@@ -132,6 +132,9 @@ class TestCase(unittest.TestCase):
     timeout_s = 60.0
     """Time limit of one test."""
 
+    grace_s = 0.7
+    """After the first fault: seconds for other ranks to end: see ``WorldSpec``."""
+
     rank = MAIN_PROCESS_RANK
     _unexpected: WorldError | None = None
 
@@ -162,6 +165,7 @@ class TestCase(unittest.TestCase):
             "default_group": self.default_group,
             "isolation": self.isolation,
             "timeout_s": self.timeout_s,
+            "grace_s": self.grace_s,
         }
         settings.update((n, v) for n, v in _defaults.items() if not self._sets(n))
         return WorldSpec(**settings)

@@ -316,28 +316,43 @@ def test_the_plans_of_a_model_are_judged_in_turn(tmp_path: Path) -> None:
 
 @needs_transformers
 @pytest.mark.slow
-def test_the_survey_passes_a_right_and_fails_a_wrong_model(
-    tmp_path: Path, capsys: object
-) -> None:
-    """Judged by the command; what is judged already is not judged again."""
+def test_the_survey_passes_a_right_and_fails_wrong_models(tmp_path: Path) -> None:
+    """Judged by the command; what is judged already is not judged again.
+
+    The checkpoint of ``hrm_text`` has projections fused, which are loaded wrong. Each
+    script of a finding was run, and shows it.
+    """
     out = tmp_path / "out"
-    command = ["--plan", "tp", "--out", str(out)]
-    command += ["--no-scripts", "--limit", "300", "--quiet"]
-    assert main([*command, "--model", "qwen2", "qwen3"]) == 1
+    command = ["--plan", "tp", "--out", str(out), "--limit", "300", "--quiet"]
+    command += ["--model", "qwen2", "qwen3", "hrm_text"]
+    assert main(command) == 1
     whole = read_survey(out / "survey.jsonl")
     # they are judged beside each other
-    assert {m.model: m.verdict for m in whole.models} == {
+    models = {m.model: m for m in whole.models}
+    assert {name: m.verdict for name, m in models.items()} == {
         "qwen2": "right",
         "qwen3": "wrong",
+        "hrm_text": "wrong",
     }
-    assert main([*command, "--model", "qwen2", "qwen3"]) == 1
+    assert [run.name for run in models["hrm_text"].runs] == [LOADED]
+    assert len(models["hrm_text"].runs[0].departed) == 24
+    assert "`qwen3` | wrong |  | pass | fail | fail |" in render(whole)
+    accumulating, misloading = sorted(families(whole), key=lambda f: f.misloads)
+    assert misloading.misloads and accumulating.accumulates
+    assert accumulating.rule.style == "replicated_with_grad_allreduce"
+    assert {(s.model, s.shows) for s in whole.scripts} == {
+        ("qwen3", True),
+        ("hrm_text", True),
+    }
+    scripts = [*(out / "findings").glob("*.py")]
+    assert len(scripts) == 2
+    for each in scripts:
+        is_short_and_needs_nothing_of_ours(each.read_text())
+    assert main(command) == 1
     assert len(read_survey(out / "survey.jsonl").headers) == 1
-    (family,) = families(whole)
-    assert family.accumulates
-    assert family.rule.style == "replicated_with_grad_allreduce"
-    assert "`qwen3` | wrong | pass | fail | fail |" in render(whole)
-    # the script of what was found is short, whole, and needs nothing of ours
-    text = script(family.first, "A title", whole.headers[-1])
+
+
+def is_short_and_needs_nothing_of_ours(text: str) -> None:
     assert len(text.replace(frame(), "").splitlines()) <= 80
     assert max(map(len, text.splitlines())) <= 88
     packages = {
@@ -354,42 +369,17 @@ def test_the_survey_passes_a_right_and_fails_a_wrong_model(
 
 @needs_transformers
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "shows"), [("qwen3", True), ("qwen2", False)], ids=str
-)
-def test_a_script_shows_what_is_there_and_nothing_else(
-    name: str, shows: bool, tmp_path: Path
-) -> None:
-    parameter = Q_NORM if shows else "model.layers.0.self_attn.q_proj.weight"
-    failed = record(name, wrong("2 equal micro-batches", **{parameter: 0.8}))
-    failed = ModelRecord(
-        **{
-            **{f: getattr(failed, f) for f in failed.__struct_fields__},
-            "rules": {parameter.replace(".0.", ".*."): HOOK},
-        }
-    )
+def test_a_script_shows_nothing_where_nothing_is(tmp_path: Path) -> None:
+    parameter = "model.layers.0.self_attn.q_proj.weight"
+    failed = record("qwen2", wrong("2 equal micro-batches", **{parameter: 0.8}))
+    rules = {parameter.replace(".0.", ".*."): HOOK}
+    failed = msgspec.structs.replace(failed, rules=rules)
     (family,) = families(Survey(headers=(HEADER,), models=(failed,)))
     file = tmp_path / "finding.py"
     file.write_text(script(family.first, "A title", HEADER))
-    found, text = confirmed(file)
-    assert found is shows, text
+    shows, text = confirmed(file)
+    assert not shows, text
     assert text.count("off by") == 2
-
-
-@needs_transformers
-@pytest.mark.slow
-def test_a_model_with_wrongly_loaded_weights_is_reported(tmp_path: Path) -> None:
-    """Its checkpoint has projections fused; the script needs nothing of ours."""
-    out = tmp_path / "out"
-    command = ["--plan", "tp", "--model", "hrm_text"]
-    assert main([*command, "--out", str(out), "--limit", "300", "--quiet"]) == 1
-    (model,) = read_survey(out / "survey.jsonl").models
-    assert [run.name for run in model.runs] == [LOADED]
-    assert len(model.runs[0].departed) == 24
-    (text,) = (out / "findings").glob("*.py")
-    source = text.read_text()
-    assert len(source.replace(frame(), "").splitlines()) <= 80
-    assert max(map(len, source.splitlines())) <= 88
 
 
 @needs_transformers

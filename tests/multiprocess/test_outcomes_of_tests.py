@@ -440,13 +440,15 @@ def torn_down(world):
     yield
     print("teardown of the fixture on", world.rank)
 
-@pytest.mark.world(world_size=2)
+@pytest.mark.world(world_size=2, grace_s=2)
 def test_it(world, torn_down):
     if world.rank == 1:
         raise ValueError("the failure")
     total(world)
 
 class TestOurs(TestCase):
+    grace_s = 2.0
+
     def tearDown(self):
         print("tearDown on", self.rank)
 
