@@ -201,6 +201,13 @@ def test_a_stack_that_breaks_is_an_error_with_any_scaler(runner: Runner) -> None
     assert found.verdicts == ()
 
 
+def shapes_of_torch() -> str:
+    """Text of torch's error for the shapes of ``WrongShapes``."""
+    with pytest.raises(RuntimeError) as raised:
+        nn.Linear(8, 8)(torch.ones(16, 9))
+    return str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("stack", "words"),
     [
@@ -217,7 +224,7 @@ def test_a_stack_that_breaks_is_an_error_with_any_scaler(runner: Runner) -> None
         (DrawsUnseeded, "batch: gave other numbers for the same step and seed"),
         (stacks.UnevenBatch, "batch: raised ValueError: a batch needs tensors with"),
         (stacks.OneTensor, "batch: returned Tensor, expected (inputs, targets)"),
-        (stacks.WrongShapes, "forward: raised RuntimeError: mat1 and mat2"),
+        (stacks.WrongShapes, f"forward: raised RuntimeError: {shapes_of_torch()}"),
         (stacks.LossPerRow, "loss: returned a tensor of shape [16]"),
         (stacks.SummedLoss, "the loss must be a mean over them"),
         (stacks.BatchNorm, "the loss must be a mean over them"),

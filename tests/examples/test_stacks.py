@@ -218,7 +218,7 @@ def test_earlier_backwards_that_zero_drops_are_found(judged: Judge, stack: str) 
         ),
         row(
             *("torch_hsdp_all_reduce:Branch", "dp_replicate2-dp_shard1/2/fp32"),
-            *("accumulate", COMPARED),
+            *("accumulate", set() if torch.__version__ >= "2.15" else COMPARED),
         ),
         row("fairscale_sharded:OptimizerClears", "dp2/2/fp32", "plain", COMPARED),
         row(
@@ -242,8 +242,9 @@ def test_earlier_backwards_that_zero_drops_are_found(judged: Judge, stack: str) 
 def test_a_finding_of_docs_wild_is_one_for_the_judge(
     judged: Judge, stack: str, place: str, recipe: str, laws: set[str]
 ) -> None:
+    """Versions of a package that have no fault break no law."""
     found = judged(stack, place, recipe)
-    assert found.status == "fail", found.problem
+    assert found.status == ("fail" if laws else "pass"), found.problem
     assert {v.law for v in found.verdicts if v.status == "fail"} == laws
 
 

@@ -14,9 +14,9 @@ from ..law import Evidence, Finding, Status, count_or_inconclusive, law, skipped
     "(reduce_dtype), or in a wider one.",
     "A sum over many ranks in bf16 loses precision; on few ranks the error stays "
     "within the noise. Check compression hooks, the engine's settings and tensor "
-    "parallelism, which sums partial gradients in the compute dtype before "
-    "fully_shard casts them (pytorch#190626). There sum them yourself in "
-    "reduce_dtype, or use a wider param_dtype.",
+    "parallelism: before torch 2.15 it sums partial gradients in the compute dtype, "
+    "and fully_shard casts them afterwards (pytorch#190626). There sum them yourself "
+    "in reduce_dtype, or use a wider param_dtype.",
     of_stack=True,
     hidden="the workload promises reduce_dtype, and no collective of torch was seen to "
     "reduce a gradient, between the begin of backward and the step",
