@@ -1,4 +1,4 @@
-"""The survey of somebody else's models: judged, continued, and told."""
+"""Survey of the models of transformers: runs, continuation, and reports."""
 
 import ast
 import importlib.util
@@ -132,7 +132,7 @@ def test_a_survey_that_was_killed_in_a_line_goes_on(tmp_path: Path) -> None:
 
 
 def test_weights_loaded_wrong_are_one_failure() -> None:
-    """All that follows from them is no finding of its own."""
+    """Wrong gradients that follow from wrong weights are not reported again."""
     gate = "model.layers.0.mlp.gate_proj.weight"
     loaded = wrong(LOADED, **{Q_NORM: 1.4, gate: 1.0})
     loaded = msgspec.structs.replace(loaded, law=WEIGHTS)
@@ -305,7 +305,7 @@ def test_the_catalogue_is_that_of_the_package() -> None:
 
 @needs_transformers
 def test_the_plans_of_a_model_are_judged_in_turn(tmp_path: Path) -> None:
-    """They share references, of which few are kept."""
+    """Plans of one model share references, and only few references are kept."""
     settings = survey.SurveySettings(
         plans=("tp", "ep", "fsdp+tp"), names=("qwen3_moe", "mixtral"), out=tmp_path
     )
@@ -319,7 +319,7 @@ def test_the_plans_of_a_model_are_judged_in_turn(tmp_path: Path) -> None:
 def test_the_survey_passes_a_right_and_fails_a_wrong_model(
     tmp_path: Path, capsys: object
 ) -> None:
-    """Judged by the command; what is judged already is not judged again."""
+    """A second run of the command skips models that have a record."""
     out = tmp_path / "out"
     command = ["--plan", "tp", "--out", str(out)]
     command += ["--no-scripts", "--limit", "300", "--quiet"]
@@ -379,7 +379,7 @@ def test_a_script_shows_what_is_there_and_nothing_else(
 @needs_transformers
 @pytest.mark.slow
 def test_a_model_with_wrongly_loaded_weights_is_reported(tmp_path: Path) -> None:
-    """Its checkpoint has projections fused; the script needs nothing of ours."""
+    """The model's checkpoint fuses projections; the script runs without gradparity."""
     out = tmp_path / "out"
     command = ["--plan", "tp", "--model", "hrm_text"]
     assert main([*command, "--out", str(out), "--limit", "300", "--quiet"]) == 1

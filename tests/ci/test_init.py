@@ -162,7 +162,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runner(drafts: Path) -> Iterator[Runner]:
-    """A judge of drafts, whose ranks import a package once for all of its models."""
+    """Runner for drafts; its ranks import a package once for all of its models."""
     with Runner(folder=str(drafts), timeout_s=200) as made:
         yield made
 

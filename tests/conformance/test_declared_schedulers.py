@@ -1,4 +1,4 @@
-"""``scheduler(optimizer)``: the reference steps it, so a stack's rates are judged."""
+"""``scheduler(optimizer)``: the reference steps it, so learning rates are checked."""
 
 from typing import Any
 
@@ -96,7 +96,7 @@ class DeclaredOfCopies(Declares, OfCopiesInTwoGroups):
 
 
 class DeclaredInEachPass(Declares, MovesInEachPass):
-    """It moves once a micro-batch."""
+    """The schedule moves once a micro-batch."""
 
 
 class WarmsUpTwiceAsLong(WarmsUp):
@@ -107,7 +107,7 @@ class WarmsUpTwiceAsLong(WarmsUp):
 
 
 class MovesOnSkips(Declares, Cosine):
-    """It moves, whether the step was taken or not."""
+    """The schedule also moves in skipped steps."""
 
     def train_step(
         self, stack: Engine, micro_batches: MicroBatches, scaler: Any

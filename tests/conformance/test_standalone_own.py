@@ -89,7 +89,7 @@ def test_scripts_of_right_runs_find_no_violation(
 
 
 class Keeps(stacks.Right):
-    """No optimizer gets a gradient."""
+    """Gradients are kept from all optimizers."""
 
     def reduce(self, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
         parameter.grad = None
