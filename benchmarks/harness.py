@@ -191,7 +191,7 @@ ADOPTED = (
 """Torch's classes, and how many of them run one after the other."""
 COMMON = "torch.testing._internal.common_distributed"
 SLOW_S = 1.5e-3
-"""No collective of two ranks on one machine takes this long."""
+"""Seconds, longer than any collective of two ranks on one machine."""
 RESULTS = Path(__file__).parent / "results" / "harness.json"
 
 
@@ -240,7 +240,7 @@ def sessions(size: int, tests: int) -> dict[str, Any]:
 
 
 def calls(size: int, repeats: int) -> dict[str, float]:
-    """Median milliseconds of one warm call above what its function takes itself."""
+    """Return the median milliseconds of a warm call, minus those of its function."""
     found = {}
     with Cluster(size) as cluster:
         cluster.run(timed_all_reduce)
@@ -295,7 +295,7 @@ def detection_s(cluster: Cluster, fault: Fault) -> float:
 
 
 def turns(repeats: int) -> dict[str, float]:
-    """Milliseconds of a collective after work, by what a woken thread may do."""
+    """Return milliseconds of a collective after work, for each wake-up setting."""
     found: dict[str, float] = {"slow_above_ms": SLOW_S * 1e3}
     policies = {"preempt": os.SCHED_OTHER, "wait": os.SCHED_BATCH}
     with Cluster(2) as cluster:
@@ -451,7 +451,7 @@ def start(size: int, repeats: int) -> dict[str, float]:
 
 
 def cost(tests: int, large_size: int) -> dict[str, Any]:
-    """Measure what the harness costs, and what it saves where it adopts tests."""
+    """Measure the cost of the harness, and the savings for adopted tests."""
     return {
         "provenance": provenance(),
         "memory": memory(large_size),
@@ -462,7 +462,7 @@ def cost(tests: int, large_size: int) -> dict[str, Any]:
 
 
 def concurrent(runs: int, size: int, tests: int) -> dict[str, float]:
-    """Run one generated test file so many times at once; all must pass."""
+    """Run several copies of a generated test file at once; all must pass."""
     before, began = _cpu_s(), time.monotonic()
     with ThreadPoolExecutor(runs) as pool:
         list(pool.map(lambda _: session(OURS, size, tests), range(runs)))
@@ -516,7 +516,7 @@ def _record(found: dict[str, Any], file: Path) -> int:
 
 
 def provenance() -> dict[str, Any]:
-    """Say what was measured on what."""
+    """Return the versions and the machine of the measurement."""
     root = Path(__file__).parent.parent
     commit = subprocess.run(
         ["git", "rev-parse", "--short=12", "HEAD"],

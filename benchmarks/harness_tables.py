@@ -14,7 +14,7 @@ _GOALS_MS = {"pool": "5, 10", "group": "80 at 4", "process": "250 at 4"}
 _GOALS = {"MultiProcContinuousTest": 4, "MultiProcessTestCase": 50}
 
 _NOISE_S = 0.2
-"""Two sessions without ranks differ by as much: less is no measure of a harness."""
+"""Difference of two sessions without ranks; smaller differences do not count."""
 _ADOPTED_GOALS = {"MultiProcContinuousTest": "1/10", "MultiProcessTestCase": "1/50"}
 
 
@@ -34,7 +34,7 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
 
 
 def write_tables(record: dict[str, Any], page: Path = PAGE) -> None:
-    """Put the tables of a record in the place of those on the page."""
+    """Replace the tables on the page by the tables of a record."""
     write_between(page, tables(record))
 
 

@@ -107,7 +107,7 @@ class Arm(threading.Thread):
         self.check()
 
     def check(self) -> None:
-        """Raise what the trainer raised."""
+        """Raise the exception of the trainer."""
         if self.error is not None:
             raise RuntimeError(f"the trainer of arm {self.arm!r} stopped") from (
                 self.error

@@ -40,7 +40,7 @@ GROWTH = 0.05
 
 
 def scenarios(count: int) -> Iterator[tuple[str, Scenario]]:
-    """Scaler and scenario, each with a seed of its own."""
+    """Return pairs of scaler and scenario, each with a new seed."""
     for seed, place in enumerate(islice(cycle(PLACES), count)):
         yield SCALER, replace(Scenario.parse(place), seed=seed)
 
@@ -55,7 +55,7 @@ def proportional_mib(pid: int | str) -> float:
 
 
 def started_by(pid: int) -> Iterator[int]:
-    """All processes that descend from one."""
+    """Return all descendants of a process."""
     children = Path(f"/proc/{pid}/task").glob("*/children")
     for child in {int(c) for path in children for c in path.read_text().split()}:
         yield child

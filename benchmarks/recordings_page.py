@@ -1,4 +1,4 @@
-"""Write the tables of ``docs/recordings.md`` from what was recorded.
+"""Write the tables of ``docs/recordings.md`` from the records.
 
     gradparity bench recordings-page
 

@@ -1,4 +1,4 @@
-"""How long ``gradparity report --html`` takes for 500 scenarios, and how large it is.
+"""Time and size of ``gradparity report --html`` for 500 scenarios.
 
     python benchmarks/report.py parity-report/report.jsonl
 
@@ -31,7 +31,7 @@ SCENARIOS = 500
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print seconds, bytes and what was rendered."""
+    """Print seconds, bytes and the number of scenarios."""
     report = read_report(Path(arguments[0]))
     cases = _repeated(report)
     with tempfile.TemporaryDirectory() as folder:

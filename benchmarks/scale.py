@@ -1,4 +1,4 @@
-"""Many ranks: what a step of the scaler costs as the world grows.
+"""Cost of a step of the scaler as the number of ranks grows.
 
     python benchmarks/scale.py [--quick] [--json FILE]
     python benchmarks/scale.py --tables FILE
@@ -122,7 +122,7 @@ def _medians(work: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Any]
 
 
 def training(steps: int) -> dict[str, Any]:
-    """Train with FSDP2 on this rank; what a step takes and what of it is the scaler.
+    """Train with FSDP2 on this rank; measure a step and the scaler's part of it.
 
     Returns:
         ``step`` and ``scaler``: median seconds; ``calls`` and ``scaler_calls``: number
@@ -196,7 +196,7 @@ def real(size: int, repeats: int) -> dict[str, Any]:
 
 
 def scenario(size: int) -> dict[str, Any]:
-    """Judge our scaler in one scenario of the catalogue, on ``size`` ranks."""
+    """Run our scaler in one scenario of the catalogue, on ``size`` ranks."""
     chosen = SCENARIO.format(size)
     command = [sys.executable, "-m", "gradparity.conformance", "run", "--quiet"]
     command += ["--scaler", "gradparity.scaler:GradScaler", "--scenario", chosen]
@@ -221,7 +221,7 @@ def _pss_mib(pid: int) -> float:
 
 
 def latency(repeats: int) -> dict[str, float]:
-    """Measure alpha and beta: two ranks, where a ring is two messages each."""
+    """Measure alpha and beta on two ranks, where a ring is two messages each."""
     with Cluster(2) as cluster:
         bare = max(rank["bare"] for rank in cluster.run(agreement, repeats))
         large = max(cluster.run(bandwidth, 5))
@@ -256,7 +256,7 @@ def simulated(world: int) -> list[dict[str, Any]]:
 
 
 def threads(world: int) -> list[dict[str, Any]]:
-    """All ranks of ``world`` at once, a thread each, with real answers."""
+    """Run all ranks of ``world`` at once, a thread each, with real collectives."""
     ours = partial(GradScaler, "cpu", init_scale=1024.0)
     rows = []
     for mesh in MESHES[world]:
@@ -288,7 +288,7 @@ def axes_of_torch() -> dict[str, list[str]]:
 
 
 def provenance() -> dict[str, Any]:
-    """Return what the figures depend on, without naming the machine."""
+    """Return versions and sizes on which the figures depend, without a host name."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""Times the scaler against torch's in the same run, and writes what it found.
+"""Time the scaler and torch's in one run, and write the record.
 
     python benchmarks/scaler.py [--quick] [--json FILE]
 
@@ -345,7 +345,7 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def provenance() -> dict[str, Any]:
-    """Return what the figures depend on, without naming the machine."""
+    """Return versions and sizes on which the figures depend, without a host name."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "torch": torch.__version__,
@@ -361,7 +361,7 @@ def provenance() -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, write the JSON; 0 also where a goal is missed."""
+    """Measure, print the table, write the JSON; return 0 even if a goal is missed."""
     parser = argparse.ArgumentParser(prog="gradparity bench scaler")
     parser.add_argument("--quick", action="store_true", help="3 timings each")
     parser.add_argument("--json", type=Path, default=RESULTS)

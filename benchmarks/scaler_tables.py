@@ -17,7 +17,7 @@ OPTIMIZERS = "1000 optimizers of one parameter"
 
 
 class Goal(NamedTuple):
-    """A ratio of two times, and what it should be.
+    """A ratio of two times, and its goal.
 
     Attributes:
         work: kind of work.
@@ -129,7 +129,7 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
 
 
 def write_tables(record: dict[str, Any], page: Path = PAGE) -> None:
-    """Put the tables of a record in the place of those on the page."""
+    """Replace the tables on the page by the tables of a record."""
     write_between(page, tables(record))
 
 

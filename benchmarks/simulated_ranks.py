@@ -251,7 +251,7 @@ def together(
     """Run all ranks at once, with real answers.
 
     Returns:
-        For each rank, what came of each situation.
+        For each rank, the result of each situation.
 
     Raises:
         RuntimeError: a rank raised; names the first.

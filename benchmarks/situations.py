@@ -1,4 +1,4 @@
-"""Situations of a rank of a large world that are compared: what it holds and does.
+"""Situations of a rank of a large world: its gradients, optimizers and calls.
 
 A situation is two iterations of training on one rank, which holds something else than
 its neighbours. Most use what torch's scaler has; those of ``OURS`` use what ours adds.
@@ -18,7 +18,7 @@ SCALE = 1024.0
 
 
 class Idle(torch.optim.SGD):
-    """An optimizer that does nothing; the scaler is looked at."""
+    """Optimizer with an empty step: only the scaler is measured."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing."""
@@ -63,7 +63,7 @@ def optimizer(*parameters: torch.nn.Parameter) -> Idle:
 
 
 def alike(rank: Rank, scaler: Any) -> None:
-    """All ranks hold the same."""
+    """Situation in which all ranks have the same kinds of gradients."""
     held = optimizer(rank.parameter(), rank.parameter(sharded=False))
     for _ in range(2):  # the first iteration of a scaler sends a message more
         scaler.step(held)

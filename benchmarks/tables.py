@@ -1,4 +1,4 @@
-"""Markdown of what a benchmark recorded."""
+"""Markdown tables for records of benchmarks."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def row(*cells: object) -> str:
 
 
 def write_between(page: Path, tables: Mapping[str, str]) -> None:
-    """Put tables, by name, in the place of those between the marks of a page."""
+    """Replace the tables between the marks of a page, by name."""
     text = _BETWEEN.sub(lambda m: f"{m[1]}\n{tables[m[2]]}\n\n{m[3]}", page.read_text())
     write_whole(page, text)

@@ -91,7 +91,7 @@ def _parser() -> Parser:
         type=int,
         default=0,
         metavar="N",
-        help="fail if fewer than N cases were judged (default: 0)",
+        help="fail if the report has fewer than N cases (default: 0)",
     )
     add(
         "--any-torch",
@@ -103,8 +103,8 @@ def _parser() -> Parser:
     add(
         "--accept-failures",
         action="store_true",
-        help="with --update-baseline: write what fails in REPORT into the baseline, so "
-        "that later gates pass with it; expectations are the better place",
+        help="with --update-baseline: also write failures, so that later gates pass "
+        "with them; expectations are the better place",
     )
     add(
         "--repeat",

@@ -53,17 +53,17 @@ def _fail(error: Exception, code: int) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="gradparity init",
-        description="Write a workload file for a model, ready to run: batch and loss "
-        "are found by one forward on this machine, blocks are sharded by FSDP2.",
+        description="Write a workload file for a model, ready to run. One forward "
+        "on this machine finds batch and loss; FSDP2 shards the blocks.",
         epilog="exit codes: 0 the files run as they are, 2 usage, 3 a file cannot be "
-        "written, 4 the files have a TODO that is yours",
+        "written, 4 a file has a TODO for you",
     )
     add = parser.add_argument
     add(
         "model",
         metavar="MODULE:NAME",
         help="a class of models or a function that returns one, both without "
-        "arguments; with --ci also a workload that there is already",
+        "arguments; with --ci also an existing workload",
     )
     add(
         "--out",
@@ -81,8 +81,8 @@ def _parser() -> Parser:
         "--source",
         type=_address,
         metavar="URL",
-        help="with --ci: the repository of gradparity, URL[@REVISION], where it cannot "
-        "be seen from the installation",
+        help="with --ci: the repository of gradparity, URL[@REVISION], if the "
+        "installation does not show it",
     )
     return parser
 

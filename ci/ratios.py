@@ -1,4 +1,4 @@
-"""Ratios of error to bound in a report: their spread, and the limit of their noise."""
+"""Spread of the ratio of error to bound over runs, and its limit for the gate."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from ..conformance.status import Number, as_number
 __all__ = ["LUCK", "Spread", "limit", "spread_of", "worst"]
 
 LUCK = 0.5
-"""Error / bound below which growth is ignored. A correct scaler was measured to reach
-0.47 over 80 runs and seeds (docs/parity.md). Up to half of the bound, a ratio shows how
-a processor rounds, and not a fault."""
+"""Error / bound below which growth is ignored. Up to half of the bound, a ratio shows
+how a processor rounds. A correct scaler reached 0.47 (docs/parity.md)."""
 _MARGIN = 1.25
 _SPREADS = 3.0
 
@@ -44,7 +43,7 @@ def spread_of(values: Iterable[float]) -> Spread:
 
 
 def limit(spread: Spread) -> float:
-    """Return the largest ratio that the recorded noise explains."""
+    """Return the largest ratio that a spread of earlier runs explains."""
     low, high = float(spread.low), float(spread.high)
     if high == float("inf"):  # inf - inf is nan
         return high

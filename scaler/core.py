@@ -592,7 +592,7 @@ def is_fused(optimizer: Any) -> bool:
 def takes_scaler(optimizer: Any, *, stacklevel: int) -> bool:
     """Return True if ``step`` takes the scaler as an argument, a deprecated contract.
 
-    Then warns, as torch does, at the line ``stacklevel`` frames above.
+    If so, warn as torch does, at the line ``stacklevel`` frames above.
     """
     step: Any = getattr(optimizer.step, "__func__", optimizer.step)
     try:

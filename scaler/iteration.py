@@ -190,9 +190,9 @@ class Iteration:
 
         Args:
             error: exception of the call.
-            part: part of its optimizer, which is dropped; an empty one for an update.
-                The other parts keep their results.
-            sync: sync that counts failures unknown to other ranks.
+            part: part of the optimizer of the call, whose result is dropped; an empty
+                part for `update`. The other parts keep their results.
+            sync: counter of failures that other ranks do not know of.
             scale: scale by which gradients are multiplied again.
             is_told: true if the other ranks know of the failure.
         """

@@ -95,16 +95,16 @@ class Row(NamedTuple):
     """Fields of a row; nan is not compared.
 
     Attributes:
-        found_inf: 1 if a gradient of this rank is not finite. This and the next fields
-            are findings of this rank; 1 is yes.
+        found_inf: 1 if a gradient of this rank is not finite. The fields up to
+            `first_bad` are findings of this rank and may differ.
         failed: 1 if this rank is about to raise.
         has_gradients: 1 if it has a gradient.
         was_scaled: 1 if the scale came from `scale()` or a checkpoint on this rank.
         takes_part: 1 if it lacks the optimizer, and takes part in a check or a clip.
         refuses: 1 if it raises for a norm that is not finite.
         first_bad: code of the first non-finite gradient, 0 if unknown (`history.py`).
-        call: CHECK, CLIP, UPDATE or LOAD. This and the next fields must be equal on all
-            ranks.
+        call: CHECK, CLIP, UPDATE or LOAD. This field and all that follow must be equal
+            on all ranks.
         scaler: number by which the ranks identify the scaler; nan if it is new.
         made_after: number of numbered scalers that are older than a new one.
         iteration: iteration of this scaler, counted by `update`.

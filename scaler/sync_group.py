@@ -7,9 +7,9 @@ would wait for ever. It cannot be derived from the parameters either. Stages of 
 pipeline on separate meshes look exactly like independent models on separate meshes. The
 plain parameters of a pipeline stage look exactly like those of a replica. Of the two
 possible mistakes one is worse: with too few ranks in a sync, training goes on silently
-with different scales. With too many it raises, or is harmless. So by default all ranks
-of the default process group sync, whatever they hold. To use other ranks, pass a group
-or a mesh to the constructor on each of them.
+with different scales. With too many ranks, a sync raises or does no harm. So by default
+all ranks of the default process group sync, whatever they hold. To use other ranks,
+pass a group or a mesh to the constructor on each of them.
 
 [Note: One collective]
 gloo sends rows by an all-to-all, directly from rank to rank. For small messages that is

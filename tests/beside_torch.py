@@ -34,7 +34,7 @@ class GroupOfOne(dist.ProcessGroup):
         super().__init__(0, 1)  # type: ignore[call-arg]  # the stubs lack this one
 
     def allreduce(self, *args: Any, **kwargs: Any) -> Any:
-        """Leave the tensors as they are: there is nobody to add."""
+        """Leave the tensors as they are: a group of one rank has no other summand."""
         return Done()
 
 
@@ -105,7 +105,7 @@ _KINDS: tuple[type[Exception], ...] = (
 
 
 def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what ``call`` returned, in bits, or the type of what it raised."""
+    """Return the result of ``call``, in bits, or the type of its exception."""
     try:
         return bits(call(*args, **kwargs))
     except Exception as error:

@@ -33,14 +33,14 @@ SCENARIOS = ("single/1/fp32/sgd/inf@r0s1:last/steps=4", "tp/2/fp32/sgd/none/step
 
 
 def pytest_configure() -> None:
-    """Have children hear ctrl-C, also where the session was begun in the background."""
+    """Let children receive ctrl-C, even if the session runs in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect no garbage while modules are imported, and none of what they made."""
+    """Disable garbage collection during imports, and exempt all imported objects."""
     # A pass over torch and thousands of tests takes a quarter of a second.
     gc.disable()
     try:
@@ -97,7 +97,7 @@ def warm_socket(once: Once) -> str:
 
 @pytest.fixture(scope="session")
 def warm_python(warm_socket: str) -> list[str]:
-    """How a command line begins that runs a program by a Python that has torch."""
+    """Return the start of a command line that runs a program in a warm Python."""
     from gradparity.tests import warm_python
 
     return warm_python.command(warm_socket)
@@ -105,7 +105,7 @@ def warm_python(warm_socket: str) -> list[str]:
 
 @pytest.fixture(scope="session")
 def warm_ranks(warm_socket: str) -> list[str]:
-    """The same for a program that starts ranks: these have torch, too."""
+    """Return the start of a command line whose ranks are warm as well."""
     from gradparity.tests import warm_python
 
     return warm_python.command(warm_socket, ranks=True)
@@ -113,7 +113,7 @@ def warm_ranks(warm_socket: str) -> list[str]:
 
 @pytest.fixture
 def scripts(tmp_path: Path, warm_python: list[str]) -> "Scripts":
-    """Standalone scripts, each in a Python of its own."""
+    """Return a runner of standalone scripts, each in a new Python."""
     from gradparity.tests.scripts import Scripts
 
     return Scripts(tmp_path, warm_python)
@@ -121,7 +121,7 @@ def scripts(tmp_path: Path, warm_python: list[str]) -> "Scripts":
 
 @pytest.fixture(scope="session")
 def runner() -> Iterator["Runner"]:
-    """A judge whose ranks stay warm; modules with other settings have their own."""
+    """Return a runner with warm ranks; modules with other settings have their own."""
     from gradparity.tests.remembering import Remembering
 
     with Remembering(folder=".", timeout_s=60) as made:
@@ -129,7 +129,7 @@ def runner() -> Iterator["Runner"]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Have the scaler's tests run on a GPU as well, where there is one."""
+    """Run the scaler's tests on a GPU as well, if the machine has one."""
     if visible_gpus():
         from gradparity.tests.on_gpu import on_both
 
@@ -179,7 +179,7 @@ def counted_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def in_namespaces() -> tuple[str, ...]:
-    """How a command line begins that runs Python as root of new namespaces."""
+    """Return the start of a command line that runs Python as root of new namespaces."""
     spaces = ("--user", "--map-root-user", "--net", "--pid", "--mount-proc")
     alone = ("unshare", *spaces, "--fork", "--kill-child")
     can = subprocess.run([*alone, "true"], capture_output=True, text=True)
@@ -190,7 +190,7 @@ def in_namespaces() -> tuple[str, ...]:
 
 @pytest.fixture(scope="session")
 def on_two_hosts(in_namespaces: tuple[str, ...]) -> tuple[str, ...]:
-    """How a command line begins that hosts.py is to run."""
+    """Return the start of a command line for hosts.py."""
     return (*in_namespaces, str(Path(__file__).with_name("hosts.py")))
 
 

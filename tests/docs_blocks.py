@@ -31,7 +31,7 @@ COMMANDS = tuple(
     "gradparity make pip python pytest torchrun sh cp export "
     "sbatch srun kubectl torchx helm docker OMP_NUM_THREADS=1".split()
 )
-"""A block without a language is commands if a line starts with one of these."""
+"""First words of lines by which a block without a language counts as commands."""
 _MARK = re.compile(r"<!-- (tested|not run): (.+?) -->")
 _PARSER = MarkdownIt("commonmark").enable("table")
 
@@ -49,14 +49,14 @@ class Block:
     tested: str = ""
     """The test that runs it."""
     not_run: str = ""
-    """Why nothing runs it."""
+    """Reason why no test runs the block; else empty."""
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
     @property
     def commands(self) -> list[str]:
-        """Its command lines, without comments, continuation lines joined."""
+        """Command lines of the block, without comments, continuation lines joined."""
         joined = self.text.replace("\\\n", " ")
         lines = (re.split(r"\s#\s", line)[0].strip() for line in joined.splitlines())
         return [line for line in lines if line and not line.startswith("#")]

@@ -1,4 +1,4 @@
-"""The mark of tests that import packages of others, and what it means.
+"""Mark of tests that import optional packages, and its meaning.
 
 ``make test`` leaves these tests out, and installs none of the packages. ``make
 test-all`` installs all that the extras of pyproject.toml name: a package of them that

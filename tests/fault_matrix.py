@@ -1,4 +1,4 @@
-"""The fault matrix: what rank 1 does wrong, what is reported, and how soon.
+"""Fault matrix: faults of rank 1, their reports, and the time to each report.
 
 The tests hold each row in a world of 3; ``gradparity bench harness`` times it.
 """

@@ -27,7 +27,7 @@ from pathlib import Path
 
 DELAY_S, LOSS = 0.010, 0.01
 END_S = 60.0
-"""How long the second host may go on when the first one's torchrun has ended."""
+"""Seconds that the second host may go on after the first one's torchrun."""
 
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000

@@ -124,7 +124,7 @@ def row(kind: str, error: float) -> ParityRow:
 
 
 def parity_without_rows() -> Parity:
-    """Norms are known, and nothing else was compared."""
+    """Return parity with norms only."""
     steps = SCENARIO.steps
     return Parity(
         per_step=[0.0] * steps,
@@ -158,6 +158,6 @@ def finding(of: Evidence, law: str) -> Finding:
 
 
 def accused(of: Evidence) -> dict[str, str]:
-    """Laws that are broken or could not be judged, with what they say."""
+    """Return the failed and inconclusive checks with their messages."""
     bad = {Status.FAIL, Status.INCONCLUSIVE, Status.ERROR}
     return {v.law: v.message for v in judge(of) if v.status in bad}

@@ -27,7 +27,7 @@ from pathlib import Path
 from gradparity.multiprocess import linux
 
 GRACE_S = 20.0
-"""A forkserver whose client is gone takes 3 s to end its ranks, longer under load."""
+"""Seconds for processes to end: an orphaned forkserver takes 3, longer under load."""
 
 OTHERS = ("pytest-of-", "torchinductor_", "torchelastic_")
 SHARED_MEMORY = Path("/dev/shm")
@@ -99,7 +99,7 @@ def listening(pid: int) -> Iterator[int]:
 
 
 def files(folder: Path) -> list[str]:
-    """Describe what is left in the temporary folder."""
+    """Describe leftover files in the temporary folder."""
     return [
         f"temporary file {path.name}"
         for path in sorted(folder.iterdir())
@@ -113,7 +113,7 @@ def shared_memory() -> set[str]:
 
 
 def held_by_nobody(before: set[str]) -> list[str]:
-    """Describe new names in shared memory; those in use are other people's."""
+    """Describe new, unused names in shared memory; used ones belong to others."""
     new = sorted(shared_memory() - before)
     used = in_use() if new else set()
     return [
@@ -136,7 +136,7 @@ def in_use() -> set[str]:
 
 
 def target(link: Path) -> str:
-    """Return what a link of /proc points to; "" once its process is gone."""
+    """Return the target of a link of /proc; "" once its process is gone."""
     try:
         return os.readlink(link)
     except OSError:

@@ -1,4 +1,4 @@
-"""Tests of ranks on CPUs that run on a GPU as well, where there is one."""
+"""Tests of ranks on CPUs that run on a GPU as well, if there is one."""
 
 from collections.abc import Callable
 from typing import Any

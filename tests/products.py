@@ -1,4 +1,4 @@
-"""Products of parameters of which ``make test`` runs a part, and the rest is slow."""
+"""Products of parameters: ``make test`` runs a part, the rest is marked slow."""
 
 import itertools
 from collections.abc import Sequence

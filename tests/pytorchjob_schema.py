@@ -28,7 +28,7 @@ PLAIN = {
 
 
 def model_of(name: str) -> Any:
-    """The SDK's class of that name, or Kubernetes' own."""
+    """Return the class of a model: from the SDK if it has one, else from Kubernetes."""
     import kubeflow.training.models as ours
     import kubernetes.client.models as theirs
 
@@ -36,7 +36,7 @@ def model_of(name: str) -> Any:
 
 
 def schema_of(kind: str, found: object) -> dict[str, Any]:
-    """The schema of a field of type ``kind``, as far as ``found`` uses it."""
+    """Return the schema of a field of type ``kind``, with the keys in ``found``."""
     if kind in PLAIN:
         return PLAIN[kind]
     if inner := re.fullmatch(r"list\[(.+)\]", kind):
@@ -50,13 +50,13 @@ def schema_of(kind: str, found: object) -> dict[str, Any]:
 
 
 def merged(kind: str, parts: list[Any]) -> dict[str, Any]:
-    """One schema for several values of one kind: what any of them uses."""
+    """Return one schema for several values of one type, with the keys of all."""
     schemas = [schema_of(kind, part) for part in parts] or [schema_of(kind, None)]
     return functools.reduce(joined, schemas)
 
 
 def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Both; a field that only one of them uses has that one's type."""
+    """Merge two schemas; a field with a type in either has that type."""
     result = dict(one)
     for key, value in other.items():
         before = one.get(key)
@@ -67,7 +67,7 @@ def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def object_of(kind: str, found: object) -> dict[str, Any]:
-    """An object: every field of the model by name, those in use by their types."""
+    """Return a schema with all fields of a model, and types of those in ``found``."""
     model = model_of(kind)
     used = found if isinstance(found, dict) else {}
     fields = {}
@@ -80,7 +80,7 @@ def object_of(kind: str, found: object) -> dict[str, Any]:
 
 
 def main(file: str) -> None:
-    """Write the schema of what ``file`` uses."""
+    """Write the schema of the models and fields in ``file``."""
     job = yaml.safe_load(Path(file).read_text())
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -19,7 +19,7 @@ class Scripts:
         self.path, self.python = folder / "script.py", python
 
     def __call__(self, scaler: str, scenario: str) -> tuple[int, str]:
-        """The exit code of a scenario's script, and what it said."""
+        """Return the exit code of a scenario's script, and its output."""
         done = self._run(scaler, scenario, subprocess.STDOUT)
         return done.returncode, done.stdout
 

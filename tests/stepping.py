@@ -120,7 +120,7 @@ HOW = pytest.mark.parametrize("how", ["cpu", "settling"])
 
 
 def acting(how: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what a rank runs as on a CPU or an accelerator; see `exchanged`."""
+    """Wrap ``run`` for a rank that acts as on an accelerator; see `exchanged`."""
 
     def on_rank(*args: Any) -> Any:
         with exchanged(how):

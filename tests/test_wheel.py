@@ -1,4 +1,4 @@
-"""The wheel holds what a user needs, and no tool for work on gradparity itself."""
+"""The wheel has all files for users, and no tools for work on gradparity itself."""
 
 import ast
 import os

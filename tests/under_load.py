@@ -59,7 +59,7 @@ def busy_loops() -> Iterator[None]:
 
 
 def told(log: Path) -> list[str]:
-    """The lines that say what failed, or the last ones."""
+    """Return the lines that name failures, or the last lines."""
     lines = log.read_text(errors="replace").splitlines()
     named = ("FAILED ", "ERROR ", "left behind")
     return [line for line in lines if line.startswith(named)] or lines[-10:]

@@ -53,7 +53,7 @@ _POISONED = "Previous test failed"
 """Why ``MultiProcContinuousTest`` skips all tests after one that failed."""
 
 _SPAWNED_S = 0.05
-"""No process of torch's classes runs a test for less CPU."""
+"""CPU seconds, less than any process of torch's classes takes for a test."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -62,7 +62,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Recorder:
-    """Writes what is asked for of each test, one line of JSON each."""
+    """Writes one line of JSON for each test."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -70,7 +70,7 @@ class Recorder:
         self._seen: dict[str, dict[str, Any]] = {}
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Write which tests there are, and whose class runs them."""
+        """Write the tests, and for each the class that runs it."""
         if session.config.option.collectonly:
             for item in session.items:
                 self._write({"id": item.nodeid, "base": base_of(item)})
@@ -99,7 +99,7 @@ class Recorder:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Have an option for what can only be done inside."""
+    """Add options for measurements inside the session."""
     parser.addoption("--torch-forks", action="store_true")
 
 
@@ -132,7 +132,7 @@ def base_of(item: pytest.Item) -> str:
 
 
 def tree_cpu_s() -> float:
-    """Return the CPU seconds of this process, its descendants and those that ended."""
+    """Return the CPU seconds of this process and its descendants, even ended ones."""
     children, ticks = defaultdict(list), {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
@@ -390,7 +390,7 @@ def cost(tests: Iterable[Mapping[str, Any]]) -> tuple[float, float, int]:
 
 
 def provenance(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what the figures were taken on."""
+    """Return the versions and the machine of the figures."""
     return {
         "torch": importlib.metadata.version("torch"),
         "python": platform.python_version(),

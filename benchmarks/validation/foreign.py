@@ -44,7 +44,7 @@ JOBS = {
     "megatron-bf16": "megatron-core",
     "megatron-ep": "megatron-core",
 }
-"""Job -> the package whose loop it is."""
+"""Job -> package of its training loop."""
 SCRIPTS = {"megatron-core": "megatron_jobs.py"}
 """Package -> the script that has its jobs, if it is not ``foreign_jobs.py``."""
 STARTS = {"megatron-pp", "megatron-ep"}

@@ -91,7 +91,7 @@ def loop(model: Any, step: Callable[[Tensor], None], optimizer: Any) -> None:
 
 
 def adamw(model: Any) -> torch.optim.Optimizer:
-    """AdamW over what is trained."""
+    """Return AdamW over the trained parameters."""
     return torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=RATE
     )

@@ -29,7 +29,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "gpu-results.md"
 
 
 def largest(case: CaseRecord) -> float | None:
-    """The largest error / bound of a case, None where nothing was bounded."""
+    """Return the largest error / bound of a case; None without a bound."""
     ratios = [worst.ratio for worst in case.worst if worst.bound]
     return round(max(ratios), 3) if ratios else None
 
@@ -102,7 +102,7 @@ def _of_scaler(record: Mapping[str, Any]) -> str:
 
 
 def write_page() -> None:
-    """Put the tables of the records in the place of those on the page."""
+    """Replace the tables on the page by the tables of the records."""
     write_between(PAGE, tables(*(json.loads(p.read_text()) for p in (RESULTS, SCALER))))
 
 

@@ -1,4 +1,4 @@
-"""Judge the fp16 steps of trainers, with the scaler that they take and with ours.
+"""Check the fp16 steps of trainers, with their own scaler and with ours.
 
 gradparity bench integrations, in the folder of the repository; packages
 that are not installed are left out and named. Writes results/integrations.json and the
@@ -115,7 +115,7 @@ def scenario(workload: str, layout: str, case: str) -> str:
 
 
 def judge(runner: Runner, step: Step, layout: str, case: str) -> dict[str, Any]:
-    """Both sides of one case."""
+    """Run one case with both scalers."""
     found: dict[str, Any] = {"package": step.package, "step": step.name}
     found |= {"layout": layout, "case": case}
     for side, (workload, scaler) in (("theirs", step.theirs), ("ours", step.ours)):
@@ -138,7 +138,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def run(only: Sequence[str]) -> dict[str, Any]:
-    """Judge all that is installed."""
+    """Run all installed trainers."""
     cases, absent, start = [], [], time.monotonic()
     with Runner(folder=str(ROOT), timeout_s=200) as runner:
         for step in STEPS:

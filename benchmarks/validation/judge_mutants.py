@@ -1,4 +1,4 @@
-"""Mutates the judge and counts the mutants that its tests kill.
+"""Mutate the checks and count the mutants that their tests kill.
 
 Each mutant is one change of one expression or statement in ``conformance/judge/laws``
 or ``conformance/judge/parity.py``; a forked child, which has torch already, imports the
@@ -236,7 +236,7 @@ class _Loader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _put_in_place(mutant: Mutant) -> None:
-    """Change a module that is imported already, and what others took from it."""
+    """Change a module in place, and names that others imported from it."""
     name = ".".join(("gradparity", *Path(mutant.path).with_suffix("").parts))
     space = vars(sys.modules[name])
     old = dict(space)
@@ -282,7 +282,7 @@ def _tested(tests: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run and print; 1 when the unchanged judge fails its tests."""
+    """Run and print; return 1 if the unchanged code fails its tests."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--out", type=Path)

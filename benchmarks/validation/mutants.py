@@ -1,8 +1,10 @@
-"""``gradparity mutants``: every faulty scaler against every law.
+"""``gradparity mutants``: run every faulty scaler through every check.
 
-Steps: judge the wrong scalers scenario by scenario, so that clusters, runs without a
-scaler and references are shared; leave those out that are caught, unless all is asked
-for; take what is left to the next preset; judge the right ones with several seeds.
+1. Run the wrong scalers scenario by scenario, so that they share clusters, runs without
+   a scaler and references.
+2. Drop each scaler once it is caught, unless ``--every`` is given.
+3. Run the rest in the next preset.
+4. Run the right scalers with several seeds.
 """
 
 from __future__ import annotations
@@ -45,26 +47,26 @@ MODULE = "gradparity.fixtures.faulty"
 
 @dataclass(frozen=True, kw_only=True)
 class MutantSettings:
-    """One run over all scalers whose faults are known."""
+    """Options of one run over scalers with known faults."""
 
     selection: Selection
     folder: str
     presets: Sequence[str] = ("quick",)
-    """A wrong scaler that one preset misses is judged by the next."""
+    """Presets in order: a wrong scaler that passes one runs in the next."""
     scalers: Sequence[str] = ()
     """Class names in ``fixtures.faulty``; empty means all."""
     every: bool = False
-    """Judge wrong scalers in every scenario, also when they have been caught."""
+    """True to run wrong scalers in every scenario, even after they were caught."""
     seeds: int = 1
-    """Seeds for the right ones."""
+    """Number of seeds for the right scalers."""
     share: int = 1
-    """Each seed judges the right ones in one of so many parts of the first preset."""
+    """Number of parts of the first preset; each seed runs the right scalers in one."""
     out: Path | None = None
     """Folder for ``mutants.json`` and ``mutants.md``."""
     timeout_s: float = 30.0
     quiet: bool = False
     arguments: Sequence[str] = ()
-    """The command line, for the header."""
+    """Command line, for the header."""
 
     def __post_init__(self) -> None:
         known = {s.__name__ for s in [*FAULTY, *RIGHT]}
@@ -83,7 +85,7 @@ class MutantSettings:
 
 @dataclass(kw_only=True)
 class _Tally:
-    """A row in the making."""
+    """Counts for one row of the matrix, while it is filled."""
 
     scaler: type[Any]
     law: str
@@ -197,11 +199,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def mutants(settings: MutantSettings, console: Console) -> int:
-    """Judge them all, print the matrix, write it if asked to.
+    """Run all scalers, print the matrix and write it if `out` is given.
 
     Returns:
-        0 every wrong scaler caught by its law and no right one accused, 1 not so, 3
-        the harness broke.
+        0 if every wrong scaler fails its check and every right one passes; 3 if the
+        harness broke; else 1.
 
     Raises:
         UsageError: for unknown presets, before anything is started.
@@ -262,7 +264,7 @@ def _judge_right(
 
 
 def _seeded(settings: MutantSettings) -> Iterator[tuple[str, Scenario]]:
-    """Scenarios for the right ones: seeds from the selection's own on."""
+    """Return scenarios for the right scalers, with seeds from the selection's on."""
     preset, first = settings.presets[0], settings.selection.seed
     for seed in range(first, first + settings.seeds):
         chosen = select(preset, replace(settings.selection, seed=seed))

@@ -1,4 +1,4 @@
-"""The matrix scaler x law of a run over scalers whose faults are known."""
+"""Matrix scaler x check of a run over scalers with known faults."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Results of the laws for one scaler."""
 
     scaler: str
-    """Its class name in ``fixtures.faulty``."""
+    """Class name in ``fixtures.faulty``."""
     fault: str
     """First line of its docstring."""
     law: str
     """The law that must catch it; empty for a right one."""
     tried: int
-    """Scenarios in which it was judged."""
+    """Number of scenarios that ran with it."""
     accused: dict[str, int]
-    """Law -> number of scenarios in which it accused the scaler."""
+    """Check -> number of scenarios in which it failed."""
     preset: str = ""
-    """Preset in which its own law caught it first; empty where it did not."""
+    """First preset in which its own check failed; empty if none did."""
     scenario: str = ""
     """Scenario in which its own law caught it first, or, of a right scaler, in which
     any law accused it."""
     message: str = ""
     """The finding there."""
     broken: int = 0
-    """Scenarios in which the harness broke; they prove nothing."""
+    """Number of scenarios in which the harness broke; they do not count."""
 
     @property
     def right(self) -> bool:
-        """True if no law may accuse it."""
+        """True if no check may fail."""
         return not self.law
 
     @property
     def as_it_should_be(self) -> bool:
-        """A wrong one caught by its law, a right one judged and accused by none."""
+        """True if a wrong scaler fails its check, or a right one ran and passes all."""
         if self.broken:
             return False
         if self.right:
@@ -59,7 +59,7 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True):
 
     header: Header
     seeds: int
-    """Seeds with which the right ones were judged."""
+    """Number of seeds for the right scalers."""
     seconds: float
     rows: list[Row]
 

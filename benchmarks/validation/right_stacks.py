@@ -342,7 +342,7 @@ def _judged_scaled_step(runner: Runner, spec: str, seed: int) -> Iterator[Case]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Judge the corpus and print one line for each entry."""
+    """Run the corpus and print one line for each entry."""
     parser = argparse.ArgumentParser(prog="right-stacks", description=__doc__)
     parser.add_argument("--only", default="", help="entries with this text in them")
     parser.add_argument("--seeds", type=int, default=SEEDS)

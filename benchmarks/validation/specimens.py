@@ -168,7 +168,7 @@ def caught(pair: Pair, found: dict[str, Any]) -> bool:
 
 
 def placed(pair: Pair, found: dict[str, Any]) -> bool:
-    """True if the named module is right, or none is named where none is at fault."""
+    """Return True if the report names the faulty module, or none if there is none."""
     if not caught(pair, found) or not found["location"]:
         return False
     module: str = found["location"]["module"]
@@ -262,7 +262,7 @@ def _add_peers(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Judge, write the record and the page, print the tables."""
+    """Run, write the record and the page, print the tables."""
     parser = argparse.ArgumentParser(prog="specimens", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=ALL, default=None)
     parser.add_argument("--seeds", type=int, default=SEEDS)

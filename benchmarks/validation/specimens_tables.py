@@ -22,7 +22,7 @@ Rows = Mapping[str, Mapping[str, Any]]
 
 
 def tables(record: dict[str, Any]) -> dict[str, str]:
-    """Markdown by name, from a record."""
+    """Return the tables of a record: name -> markdown."""
     return {
         "made": "\n".join(_made(record)),
         "sums": "\n".join(_sums(record)),
@@ -33,12 +33,12 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
 
 
 def lines(record: dict[str, Any]) -> list[str]:
-    """The tables for a terminal."""
+    """Return the lines of all tables, for a terminal."""
     return [line for text in tables(record).values() for line in (text, "")]
 
 
 def write_tables(record: dict[str, Any], page: Path = PAGE) -> None:
-    """Put the tables of a record in the place of those on the page."""
+    """Replace the tables on the page by the tables of a record."""
     write_between(page, tables(record))
 
 

@@ -121,7 +121,7 @@ def read_record(folder: Path) -> Record:
 
 
 def not_judged(record: Record) -> dict[str, str]:
-    """Peer -> why it was not judged."""
+    """Peer -> reason why it was not run."""
     fallen = _fallen(record.smoke)
     reasons: dict[str, str] = {}
     for name, peer in PEERS.items():

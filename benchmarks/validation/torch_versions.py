@@ -55,7 +55,7 @@ CLOSED = (Outcome.FAIL, Outcome.INVALID)
 
 @dataclass(frozen=True)
 class Fault:
-    """A planted fault, and the right twin that the baseline knows."""
+    """A planted fault, and its fixed version, which is in the baseline."""
 
     name: str
     scaler: str
@@ -113,7 +113,7 @@ def pairs(what: str) -> list[tuple[str, str]]:
 
 
 def record(what: str, path: Path) -> None:
-    """Judge them in this environment and write the report."""
+    """Run all in this environment and write the report."""
     from gradparity.conformance import Case, Runner, Scenario
     from gradparity.conformance.rank.devices import Devices
     from gradparity.conformance.run.launcher import Pool
@@ -265,7 +265,7 @@ def measure(venvs: Sequence[Path], reports: Path | None) -> dict[str, Any]:
 
 
 def lines(record: dict[str, Any]) -> Iterator[str]:
-    """The table, and where it comes from."""
+    """Return the lines of the table, and its provenance."""
     made = record["provenance"]
     yield (
         f"{made['started'][:10]}, baseline of torch {made['baseline_torch']}, Python "

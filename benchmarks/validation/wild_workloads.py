@@ -1,4 +1,4 @@
-"""The findings of docs/wild as workloads, for the judge.
+"""Workloads with the layouts of the findings in docs/wild.
 
     gradparity run --scaler none --workload \
       gradparity.benchmarks.validation.wild_workloads:Lasso
@@ -23,26 +23,26 @@ Pair = tuple[Any, Any]
 
 
 class Rows:
-    """A regression; the mesh axis is a tensor-parallel one."""
+    """Regression on a tensor-parallel mesh axis."""
 
     meshes: tuple[dict[str, int], ...] = ({"tp": 2},)
 
     def model(self) -> nn.Module:
-        """Two layers."""
+        """Return two layers."""
         return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
 
     def batch(self, step: int, seed: int) -> Pair:
-        """Random features, and a target that depends on them."""
+        """Return random features, and a target that depends on them."""
         generator = torch.Generator().manual_seed(1000 * seed + step)
         x = torch.randn(12, 8, generator=generator)
         return x, x.abs()[:, :4]
 
     def loss(self, output: Any, targets: Any) -> Any:
-        """Mean squared error."""
+        """Return the mean squared error."""
         return F.mse_loss(output, targets)
 
     def optimizer(self, parameters: list[tuple[str, nn.Parameter]]) -> Any:
-        """SGD, which hides no factor."""
+        """Return SGD: a wrong factor of a gradient shows in the update."""
         return torch.optim.SGD([p for _, p in parameters], lr=0.1)
 
 
@@ -50,7 +50,7 @@ class MseLoss(Rows):
     """The output stays split by columns, and so does the loss."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Columns, rows, and columns of the last layer as a DTensor."""
+        """Split layers by columns and by rows; the last output is a DTensor."""
         axis = mesh["tp"]
         last = tp.ColwiseParallel(use_local_output=False)
         tp.parallelize_module(
@@ -61,7 +61,7 @@ class MseLoss(Rows):
         return model
 
     def loss(self, output: Any, targets: Any) -> Any:
-        """The same, of a DTensor where the output is one."""
+        """Return the mean squared error; a DTensor gets a DTensor as its target."""
         if isinstance(output, Tensor) and hasattr(output, "device_mesh"):
             targets = distribute(targets, output.device_mesh, [Shard(1)])
             found: Any = F.mse_loss(output, targets)
@@ -75,11 +75,11 @@ class Lasso(Rows):
     penalty = staticmethod(lambda w: torch.linalg.vector_norm(w, dim=0).sum().square())
 
     def model(self) -> nn.Module:
-        """The same, with the penalty added to each output."""
+        """Return the model, with the penalty added to each output."""
         return Penalised(self.penalty)
 
     def parallelize(self, model: Any, mesh: DeviceMesh) -> nn.Module:
-        """Rows of the first weight over the ranks."""
+        """Split the rows of the first weight over the ranks."""
         tp.parallelize_module(
             model, mesh["tp"], {"up": tp.ColwiseParallel(output_layouts=Replicate())}
         )
@@ -93,7 +93,7 @@ class Amax(Lasso):
 
 
 class Penalised(nn.Module):
-    """Adds a penalty on its first weight to what it returns."""
+    """Adds a penalty on its first weight to each output."""
 
     def __init__(self, penalty: Any) -> None:
         super().__init__()
@@ -113,18 +113,18 @@ class Frequency(Rows):
     """An embedding that scales by frequency; the batch is a DTensor split by rows."""
 
     def model(self) -> nn.Module:
-        """A table and a head."""
+        """Return an embedding table and a head."""
         table = nn.Embedding(5, 6, scale_grad_by_freq=True)
         return nn.Sequential(table, nn.Linear(6, 4))
 
     def batch(self, step: int, seed: int) -> Pair:
-        """Tokens and features."""
+        """Return tokens and features."""
         generator = torch.Generator().manual_seed(1000 * seed + step)
         tokens = torch.randint(5, (12, 4), generator=generator)
         return tokens, torch.randn(12, 4, 4, generator=generator)
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Replicated parameters; rows are split inside."""
+        """Replicate the parameters; the module splits the rows."""
         axis = mesh["tp"]
 
         def split(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
@@ -140,37 +140,37 @@ class Frequency(Rows):
 
 
 class Tokens(Rows):
-    """Next tokens; the stack returns the loss, one process returns logits."""
+    """Next-token training; the layout returns the loss, one process returns logits."""
 
     def model(self) -> nn.Module:
-        """An embedding, a router and a head."""
+        """Return an embedding, a router and a head."""
         return Tiled()
 
     def batch(self, step: int, seed: int) -> Pair:
-        """Rows of tokens."""
+        """Return rows of tokens."""
         generator = torch.Generator().manual_seed(1000 * seed + step)
         rows = torch.randint(12, (4, 8), generator=generator)
         return rows, rows.roll(-1, 1)
 
     def loss(self, output: Any, targets: Any) -> Any:
-        """Cross entropy, and a z-loss of the router where there is one."""
+        """Return the cross entropy, plus the router's z-loss if the output has one."""
         if output[0].ndim == 0:
             return output[0] + output[1]
         logits, extra = output
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + extra
 
     def parallelize(self, model: Any, mesh: DeviceMesh) -> nn.Module:
-        """Replicas that see the same rows: nothing is to be reduced."""
+        """Return the model as it is: replicas with the same rows need no reduction."""
         model.how = type(self).__name__
         return model  # type: ignore[no-any-return]
 
 
 class TiledHead(Tokens):
-    """DeepSpeed's TiledFusedLogitsLoss in the place of the loss."""
+    """Uses DeepSpeed's TiledFusedLogitsLoss as the loss."""
 
 
 class TiledInPlace(Tokens):
-    """DeepSpeed's sequence_tiled_compute in the place of the loss."""
+    """Uses DeepSpeed's sequence_tiled_compute as the loss."""
 
 
 class Tiled(nn.Module):
@@ -210,20 +210,20 @@ class Tiled(nn.Module):
 
 
 class Mixer(Rows):
-    """Features are mixed across tokens by way of a transpose; DeepSpeed's AutoTP."""
+    """DeepSpeed's AutoTP on a model that mixes tokens through a transpose."""
 
     def model(self) -> nn.Module:
-        """A projection, a layer that mixes tokens, and a head."""
+        """Return a projection, a layer that mixes tokens, and a head."""
         return Mixing()
 
     def batch(self, step: int, seed: int) -> Pair:
-        """One matrix for each row of the batch."""
+        """Return one matrix and one target for each row of the batch."""
         generator = torch.Generator().manual_seed(1000 * seed + step)
         x = torch.randn(4, 6, 8, generator=generator)
         return x, x.abs()[:, :4, :4].sum(1)
 
     def parallelize(self, model: Any, mesh: DeviceMesh) -> nn.Module:
-        """AutoTP's layers in the place of two of torch's."""
+        """Replace two layers of torch by those of AutoTP."""
         import deepspeed
         from deepspeed.module_inject import layers
 
@@ -266,24 +266,24 @@ class Mixing(nn.Module):
 
 
 class Transposed(Rows):
-    """Megatron-Core's entry to a region that is split; what follows transposes."""
+    """Megatron-Core's entry to a tensor-parallel region, followed by a transpose."""
 
     def model(self) -> nn.Module:
-        """A projection, and a head split by columns."""
+        """Return a projection and a head."""
         return Headed()
 
     def batch(self, step: int, seed: int) -> Pair:
-        """Rows of tokens of features, and a class for each token."""
+        """Return (rows, tokens, features), and a class for each token."""
         generator = torch.Generator().manual_seed(1000 * seed + step)
         x = torch.randn(4, 6, 8, generator=generator)
         return x, torch.randint(12, (4, 6), generator=generator)
 
     def loss(self, output: Any, targets: Any) -> Any:
-        """The mean over rows."""
+        """Return the mean over rows."""
         return output.mean() + 0.0 * targets.sum()
 
     def parallelize(self, model: Any, mesh: DeviceMesh) -> nn.Module:
-        """This rank's columns of the head."""
+        """Keep this rank's columns of the head."""
         model.group, rank = mesh.get_group("tp"), mesh.get_local_rank("tp")
         part = model.head.weight.detach().chunk(2)[rank].clone()
         model.head.weight = nn.Parameter(part)
@@ -298,7 +298,7 @@ class Transposed(Rows):
 
 
 class Headed(nn.Module):
-    """Scores for each row, from all columns of its head."""
+    """Model with one output for each row, summed over all columns of its head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ class Smoothing(Transposed):
     """Megatron-Core's loss with label smoothing; one process has torch's formula."""
 
     def loss(self, output: Any, targets: Any) -> Any:
-        """The documented target: a tenth of the mass over all other classes."""
+        """Return the cross entropy with a tenth of the target on all other classes."""
         if output.shape[-1] == 12:
             target = torch.full_like(output, 0.1 / 11)
             target = target.scatter(-1, targets.unsqueeze(-1), 0.9)
@@ -337,11 +337,11 @@ class Smoothing(Transposed):
         return vocab_parallel_cross_entropy(output.clone(), targets, 0.1).mean()
 
     def model(self) -> nn.Module:
-        """The same, but returns the scores themselves."""
+        """Return the model, but with scores of tokens as its output."""
         return Scores()
 
     def parallelize(self, model: Any, mesh: DeviceMesh) -> nn.Module:
-        """Megatron-Core's groups are global."""
+        """Set up Megatron-Core's global groups, then lay out the model."""
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()

@@ -226,11 +226,11 @@ def _add_compare(commands: Commands) -> None:
     )
     first = f"the first side: RUN of gradparity record, or {_REPORT['help']}"
     compare.add_argument("before", **_REPORT | {"metavar": "A", "help": first})
-    second = "the side in question: another one of the same kind"
+    second = "the second side, of the same kind as A"
     compare.add_argument("after", **_REPORT | {"metavar": "B", "help": second})
     exact = "compare two recordings bit for bit"
     compare.add_argument("--exact", action="store_true", help=exact)
-    rows = "write all that was compared of two recordings to FILE"
+    rows = "write all compared values of two recordings to FILE"
     compare.add_argument("--json", type=file, metavar="FILE", help=rows)
     page = "write a page about two recordings into DIR"
     compare.add_argument("--html", type=Path, metavar="DIR", help=page)
@@ -275,7 +275,7 @@ def _add_train(commands: Commands) -> None:
 
 
 def _add_hunt(commands: Commands) -> None:
-    hunt = _command(commands, "hunt", "search scenarios, shrink what fails")
+    hunt = _command(commands, "hunt", "search scenarios for failures, and shrink these")
     add_options(hunt, _JUDGED, _SELECTION)
     _add_budget(hunt, "time to search for each scaler")
     hunt.add_argument(
@@ -316,7 +316,9 @@ def _seconds(text: str) -> float:
 
 def _add_small(commands: Commands) -> None:
     listing = _command(
-        commands, "list", "list checks, topologies, models and what else can be chosen"
+        commands,
+        "list",
+        "list the names of checks, topologies, models and other choices",
     )
     listing.add_argument(
         "what",
@@ -333,7 +335,7 @@ def _add_small(commands: Commands) -> None:
     explain.add_argument(
         "what",
         metavar="LAW|CHAPTER|ID|report.jsonl",
-        help="for example scale.rule, scale, a scenario id, or the word report.jsonl",
+        help="a check (scale.rule), a group (scale), an id, or the word report.jsonl",
     )
     report = _command(commands, "report", "show a report again, or write its page")
     report.add_argument("report", **_REPORT)
@@ -370,14 +372,14 @@ def _add_record(commands: Commands) -> None:
         type=_natural,
         default=0,
         metavar="N",
-        help="number of this job's first step, where it resumes another (0)",
+        help="number of the first step of a job that resumes another (0)",
     )
     record.add_argument(
         "--noise",
         type=_natural,
         default=2,
         metavar="N",
-        help="runs with moved weights; 0 for the side that is compared with it (2)",
+        help="runs with moved weights, to measure noise; 0 for the other side (2)",
     )
     record.add_argument(
         "--stop", action="store_true", help="end the job after the last recorded step"
@@ -583,11 +585,11 @@ _DEVICES: Options = {
         "default": "cpu",
         "type": one_of("device", ("cpu", "cuda")),
         "metavar": "cpu|cuda",
-        "help": "cpu with gloo (default), or cuda with NCCL, one rank a GPU",
+        "help": "cpu with gloo (default), or cuda with NCCL, one rank per GPU",
     },
     "share-gpus": {
         "action": "store_true",
-        "help": "several ranks a GPU (NCCL 2.31 or later); goes with --device cuda",
+        "help": "several ranks per GPU, with --device cuda (NCCL 2.31 or later)",
     },
     "isolation": {
         "default": "pool",
@@ -609,7 +611,7 @@ _RUN: Options = {
         "help": "stop at the first failed check or error",
     },
     "layouts": repeated(
-        "NAME", "each of these topologies against one process, three steps in fp32"
+        "NAME", "compare three fp32 steps of each topology with one process"
     ),
     "table": {
         "action": "store_true",

@@ -67,13 +67,13 @@ class ClipRow:
     parameter: str
     rank: int
     factor: float
-    """Factor from the true unclipped gradient to the rank's, by least squares."""
+    """Factor from the true unclipped gradient to that of the rank, by least squares."""
     due: float
-    """Factor by which the truth clips."""
+    """Factor by which the fp64 reference clips."""
     bound: float
     """Permitted difference of the two factors."""
     above_noise: bool
-    """True if the gradient is a multiple of the truth's, above its noise."""
+    """True if the gradient is a multiple of the true one, up to its noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,14 +134,14 @@ class Parity:
     doubts: Sequence[Doubt] = ()
     """Reasons why a correct run may differ from the reference."""
     still: frozenset[tuple[int, int, int]] = frozenset()
-    """(step, rank, optimizer) for which the truth does not move a parameter either."""
+    """(step, rank, optimizer) for which the fp64 reference moves no parameter."""
     clipped: list[ClipRow] = field(default_factory=list)
     """Clip factor of each gradient, in steps with finite gradients, if gradients are
     clipped."""
     reference: str = ""
-    """Description of the reference, if it is not the plain one."""
+    """Description of the reference; empty for the plain one."""
     undecided: str = ""
-    """Reason why nothing can be compared with the reference; else empty."""
+    """Reason why no value can be compared with the reference; else empty."""
     narrow_loss: str = ""
     """Note that ranks returned the loss in a narrower dtype than the reference; else
     empty."""

@@ -40,7 +40,7 @@ norm. A bf16 forward causes half of it; different rows differ by their norm."""
 PIECE = 1 << 18
 """Number of elements that are mixed at once: their copies stay in the cache."""
 MOST = 4096
-"""Number of rows of a tensor for which numbers are kept."""
+"""Largest number of rows of a tensor that are recorded."""
 
 
 def keep_rows(out: Recording, step: int, inputs: Sequence[Any]) -> list[Tensor]:
@@ -68,8 +68,9 @@ def keep_rows(out: Recording, step: int, inputs: Sequence[Any]) -> list[Tensor]:
 def bag_of(values: Iterable[Any]) -> Tensor | None:
     """Return one int64 number for the elements of the first input, in any order.
 
-    It adds up over rows and over parts of rows: context parallelism cuts rows, and rows
-    may lie in another dim than the first. Integers come before floats.
+    Numbers of parts add up to the number of the whole: context parallelism cuts rows,
+    and rows may lie in another dim than the first. If no input has integers, a
+    floating-point one is used.
 
     Args:
         values: arguments of the model; dicts, tuples and lists are searched.

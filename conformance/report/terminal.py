@@ -272,8 +272,8 @@ def print_report(console: Console, report: Report) -> None:
         text = plain(first.location.text)
         text += f" (and in {counted(len(others), 'more run')})" if others else ""
         console.print(where.append(text, style="not bold"), soft_wrap=True)
-    if len(all_places) > PLACES:
-        console.print(f"where: {len(all_places) - PLACES} more are on the page")
+    if (more := len(all_places) - PLACES) > 0:
+        console.print(f"where: {more} more {'is' if more == 1 else 'are'} on the page")
     if report.incomplete:
         line = f"INCOMPLETE: {plain(report.incomplete)}"
         console.print(Text(line, style="bold magenta"), soft_wrap=True)

@@ -107,7 +107,7 @@ limit."""
 
 
 def _parity(selection: Selection) -> Iterator[Scenario]:
-    """Yield three runs of each layout: the main job."""
+    """Three runs of each layout: the main job."""
     for model in (
         [selection.workload] if selection.workload else selection.models or DATASETS
     ):
@@ -181,7 +181,7 @@ LAYOUT_STEPS = 3
 
 
 def _layouts(selection: Selection) -> Iterator[Scenario]:
-    """Yield plain steps of each layout, with whole batches and accumulated."""
+    """Plain steps of each layout, with whole batches and accumulated."""
     optimizers = selection.optimizers or (OWN if selection.workload else "sgd",)
     for name, model, precision, optimizer, recipe in itertools.product(
         selection.main_topologies(),
@@ -360,7 +360,7 @@ _OVERFLOW = ("topology", "precision", "when")
 
 
 def _quick(selection: Selection) -> Iterable[Scenario]:
-    """Return every topology with every fault time, and each other choice once."""
+    """Every topology with every fault time, and each other choice once."""
     wanted = [("topology", "when"), *subsets(columns(selection), 1)]
     limits = _limits(selection, QUICK_LIMIT_TOPOLOGIES)
     own = [*_narrowed(selection), *_on_each_mesh(selection), *_random_runs(selection)]
@@ -368,14 +368,14 @@ def _quick(selection: Selection) -> Iterable[Scenario]:
 
 
 def _default(selection: Selection) -> Iterable[Scenario]:
-    """Return all pairs of choices, and each place and time of a fault by topology."""
+    """All pairs of choices, and each place and time of a fault by topology."""
     wanted = [_PLACE, _OVERFLOW, *subsets(columns(selection), 2)]
     chosen = [*_covering(selection, wanted), *_extremes(selection)]
     return [*_in_order(selection, chosen), *_longer(selection)]
 
 
 def _full(selection: Selection) -> Iterable[Scenario]:
-    """Return all combinations of three choices."""
+    """All combinations of three choices."""
     wanted = subsets(columns(selection), 3)
     chosen = [*_covering(selection, wanted), *_extremes(selection)]
     return [*_in_order(selection, chosen), *_longer(selection)]

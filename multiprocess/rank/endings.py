@@ -45,11 +45,13 @@ def conclude(
 
     Args:
         raised: (name of the part of the test, its exception), in order.
-        early: Returns how an exception ends the test without a failure.
+        early: returns how an exception ends the test early; None for a failure.
 
     Returns:
-        None if nothing was raised, else the first early end. Raises the first failure
-        if there is one; the other exceptions become notes of it.
+        The first early end, such as a skip; None if the test passed.
+
+    Raises:
+        BaseException: the first failure; the other exceptions become its notes.
     """
     failures = [(name, error) for name, error in raised if early(error) is None]
     if not failures:
@@ -66,7 +68,7 @@ def conclude(
 def never_runs(fn: Any) -> str:
     """Return the type of object that calling ``fn`` creates without running it, or "".
 
-    For example a coroutine. Only the function itself counts: a decorator around a
+    One such type is a coroutine. Only the function itself counts: a decorator around a
     coroutine may run it.
     """
     while isinstance(fn, functools.partial):

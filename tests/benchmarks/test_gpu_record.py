@@ -1,4 +1,4 @@
-"""Figures of docs/gpu-results.md are those of its records, and those of a report."""
+"""Figures of docs/gpu-results.md equal those of its records and of a report."""
 
 import json
 from typing import Any

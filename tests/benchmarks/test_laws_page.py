@@ -1,4 +1,4 @@
-"""The page of laws is what the laws say."""
+"""docs/laws.md equals the text generated from the checks."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The matrix of mutants: what counts as caught, what is written, what is refused."""
+"""Matrix of mutants: counts of caught scalers, the written files, refused options."""
 
 import io
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_the_matrix_is_printed_and_written(tmp_path: Path) -> None:
 
 
 def test_a_missed_scaler_gives_exit_code_1(tmp_path: Path) -> None:
-    """On one rank nobody can disagree."""
+    """The scaler disagrees between ranks, which a single rank cannot show."""
     code, output = judged(tmp_path, "NeverAgrees", seeds=0)
     assert code == 1
     assert "NeverAgrees: not caught by agreement.scale" in output

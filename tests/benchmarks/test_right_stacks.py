@@ -1,4 +1,4 @@
-"""The corpus of right stacks is there, and a stack in it that is wrong is accused."""
+"""The corpus of right workloads exists, and a wrong workload in it fails."""
 
 import json
 from pathlib import Path

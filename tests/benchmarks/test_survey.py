@@ -1,4 +1,4 @@
-"""The survey of somebody else's models: judged, continued, and told."""
+"""Survey of the models of transformers: runs, continuation, and reports."""
 
 import ast
 import importlib.util
@@ -132,7 +132,7 @@ def test_a_survey_that_was_killed_in_a_line_goes_on(tmp_path: Path) -> None:
 
 
 def test_weights_loaded_wrong_are_one_failure() -> None:
-    """All that follows from them is no finding of its own."""
+    """Wrong gradients that follow from wrong weights are not reported again."""
     gate = "model.layers.0.mlp.gate_proj.weight"
     loaded = wrong(LOADED, **{Q_NORM: 1.4, gate: 1.0})
     loaded = msgspec.structs.replace(loaded, law=WEIGHTS)
@@ -305,7 +305,7 @@ def test_the_catalogue_is_that_of_the_package() -> None:
 
 @needs_transformers
 def test_the_plans_of_a_model_are_judged_in_turn(tmp_path: Path) -> None:
-    """They share references, of which few are kept."""
+    """Plans of one model share references, and only few references are kept."""
     settings = survey.SurveySettings(
         plans=("tp", "ep", "fsdp+tp"), names=("qwen3_moe", "mixtral"), out=tmp_path
     )
@@ -317,10 +317,10 @@ def test_the_plans_of_a_model_are_judged_in_turn(tmp_path: Path) -> None:
 @needs_transformers
 @pytest.mark.slow
 def test_the_survey_passes_a_right_and_fails_wrong_models(tmp_path: Path) -> None:
-    """Judged by the command; what is judged already is not judged again.
+    """A second run of the command skips models that have a record.
 
-    The checkpoint of ``hrm_text`` has projections fused, which are loaded wrong. Each
-    script of a finding was run, and shows it.
+    The checkpoint of ``hrm_text`` fuses projections, which are loaded wrong. The
+    command runs the script of each finding.
     """
     out = tmp_path / "out"
     command = ["--plan", "tp", "--out", str(out), "--limit", "300", "--quiet"]

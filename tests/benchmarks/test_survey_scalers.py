@@ -1,4 +1,4 @@
-"""The page of known scalers: made from reports, and what it says is in them."""
+"""The page of known scalers is made from reports and agrees with them."""
 
 import re
 from pathlib import Path

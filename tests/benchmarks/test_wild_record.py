@@ -1,4 +1,4 @@
-"""The findings of docs/wild: each script is what it says, and pages show the record."""
+"""Findings of docs/wild: scripts have the common frame, and pages show the record."""
 
 import ast
 import json

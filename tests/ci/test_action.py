@@ -1,4 +1,4 @@
-"""The GitHub action: its schema, what the templates hand it, its steps run for real."""
+"""The GitHub action: its schema, inputs from the templates, and its real steps."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Baselines: what is written, what is refused, and when the file changes."""
+"""Baselines: their content, refused files, and when the file changes."""
 
 import io
 import json

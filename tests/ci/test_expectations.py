@@ -1,4 +1,4 @@
-"""Expectations: what they excuse, when they count, and when they are told."""
+"""Expectations: which failures they excuse, when they count, and their messages."""
 
 from datetime import date
 from pathlib import Path

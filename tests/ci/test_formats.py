@@ -1,4 +1,4 @@
-"""Formats: valid for their readers, whatever a model or an exception is called."""
+"""Output formats stay valid for any name of a model or an exception."""
 
 import re
 from collections.abc import Callable
@@ -49,7 +49,7 @@ HOSTILE = [
 
 
 def hostile_report(text: str) -> Report:
-    """A report whose every text is ``text``."""
+    """Return a report in which every text is ``text``."""
     broken = replace(
         verdict("scale.rule", "fail", text),
         step=1,

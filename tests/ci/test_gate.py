@@ -66,7 +66,7 @@ def counted(law: str, *, compared: int, not_compared: int = 0) -> Edit:
 
 
 def errors(**parameters: float) -> Edit:
-    """Other ratios error / bound, told alike for steps and for parameters."""
+    """Return errors with other ratios to their bounds, for steps and parameters."""
     parity = [0.0, max(parameters.values()), 0.0]
     return first(lambda c: with_curves(c, parity=parity, parameters=parameters))
 
@@ -266,7 +266,7 @@ STEPS = {"agreement.scale": 1, "scale.rule": 1, "parity.gradient": 2}
 
 
 def worse(record: CaseRecord) -> CaseRecord:
-    """A scaler that lets ranks disagree: one cause, and what follows from it."""
+    """Report of a scaler with which ranks disagree: one cause and its consequences."""
     for law, step in STEPS.items():
         broken = replace(verdict(law, "fail", f"{law} in {record.topology}"), step=step)
         record = with_verdict(record, broken)
@@ -625,6 +625,6 @@ def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_rank_without_a_decision_is_no_disagreement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank without parameters has no decision: that is no disagreement."""
+    """A rank without parameters makes no decision, so it cannot disagree."""
     quiet = with_curves(case(), stepped=[curves().stepped[0], [None] * 3])
     assert gate(report_of([quiet]), tmp_path, capsys)[0] == 0

@@ -149,6 +149,18 @@ def is_clean(file: Path) -> bool:
     return all(subprocess.run(each).returncode == 0 for each in (check, tidy))
 
 
+def test_a_script_that_parses_arguments_when_imported_has_a_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a_script.py").write_text("class Model: ...\nraise SystemExit(2)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["init", "a_script:Model"]) == 2
+    told = capsys.readouterr().err
+    assert "a_script ends the program (SystemExit: 2)" in told
+    assert "Put code that a script runs under if __name__" in told
+
+
 QUICK = ["run", "--quick", "--scaler", "none", "--workload"]
 NARROW = ["--topology", "dp2", "--precision", "fp32", "--fail-fast"]
 
@@ -163,7 +175,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runner(drafts: Path) -> Iterator[Runner]:
-    """A judge of drafts, whose ranks import a package once for all of its models."""
+    """Runner for drafts; its ranks import a package once for all of its models."""
     with Runner(folder=str(drafts), timeout_s=200) as made:
         yield made
 

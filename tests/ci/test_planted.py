@@ -26,7 +26,7 @@ REASON = re.compile(
 
 @dataclass(frozen=True)
 class Plant:
-    """One regression: a piece of the scaler's source and what takes its place."""
+    """One regression: a piece of the scaler's source and its replacement."""
 
     file: str
     right: str

@@ -1,4 +1,4 @@
-"""The gate as a lock: no worsened report is accepted, and nothing else matters."""
+"""The gate rejects every worsened report, and ignores irrelevant changes."""
 
 from collections.abc import Callable
 from datetime import date
@@ -111,7 +111,7 @@ WORSENED = st.one_of(
 
 @st.composite
 def irrelevant(draw: st.DrawFn, cases: list[CaseRecord]) -> Report:
-    """Another order, other dates, other timings; laws in another order, too."""
+    """Return the report with other dates, timings, and orders of cases and checks."""
     moved = [
         replace(
             c,

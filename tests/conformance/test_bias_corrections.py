@@ -23,7 +23,7 @@ def ratios(steps: Tensor, betas: tuple[float, float]) -> tuple[Tensor, Tensor]:
 
 
 class InFp32(Trains):
-    """No fault: the corrections are those that fp32 numbers give."""
+    """No fault: the bias corrections are computed in fp32."""
 
     def train_step(self, stack: Engine, micro_batches: Any, scaler: Any) -> Any:
         t = stack.kept["t"] = stack.kept.get("t", 0) + 1

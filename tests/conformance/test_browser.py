@@ -46,7 +46,7 @@ def browser() -> Iterator[Browser]:
 
 @dataclass
 class Visit:
-    """An open page, and what went wrong while it was open."""
+    """An open page, and the errors since it was opened."""
 
     page: Page
     requests: list[str] = field(default_factory=list)
@@ -114,7 +114,7 @@ def passing(real: Report, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hostile(real: Report, tmp_path: Path) -> Path:
-    """The page of a report whose every name is an attack."""
+    """Return the page of a report in which every name is an attack."""
     (good, bad) = (next(c for c in real.cases if c.status == s) for s in STATUSES)
     verdict = Verdict(
         law=HOSTILE, status="fail", message=HOSTILE, step=0, parameter=HOSTILE
@@ -220,7 +220,7 @@ def test_a_passing_run_is_short(passing: Path, visit: Visitor) -> None:
 def test_where_it_begins_comes_first(
     real: Report, tmp_path: Path, visit: Visitor
 ) -> None:
-    """With a link to the run; equal places are one."""
+    """Each place has a link to its run; equal places are listed once."""
     text = "forward of up differs on rank 1"
     (bad,) = (c for c in real.cases if c.status == "fail")
     where = Location(where="forward", module="up", text=text)

@@ -177,7 +177,7 @@ class BalancesItsOwn(Balances):
 
 
 class BalancesBackwards(Balances):
-    """On a mesh the bias moves to the larger load."""
+    """The bias moves to the larger load, on a mesh only."""
 
     def train_step(self, stack: Any, micro_batches: list[Batch], scaler: Any) -> Any:
         before = stack.bias.clone()
@@ -240,7 +240,7 @@ def test_a_buffer_that_moves_otherwise_than_on_one_process_fails(
 
 
 class NamesNothing(StatisticsOfRanks):
-    """Its names are a text."""
+    """``local_buffers`` is one string in place of a list of names."""
 
     local_buffers = "running_mean"
 

@@ -1,4 +1,4 @@
-"""The catalogue covers what it says, the same every time, and every id runs alone."""
+"""The catalogue covers all it lists, is deterministic, and every id runs alone."""
 
 import itertools
 import re
@@ -15,7 +15,7 @@ from gradparity.fixtures import MODELS, OPTIMIZERS, PARAM_ORDERS, PRECISIONS, TO
 from gradparity.fixtures.faulty import plain
 
 SOON = 60
-"""So many scenarios take less than a minute on two quiet cores."""
+"""Number of scenarios that take less than a minute on two quiet cores."""
 
 
 def allowed(row: dict[str, str]) -> bool:
@@ -70,7 +70,7 @@ def test_quick_holds_every_choice() -> None:
     "limit", [plain.HIGHEST, plain.LOWEST, plain.SMALL, plain.NO_POWER_OF_TWO]
 )
 def test_the_scale_is_driven_to_its_limits(preset: str, limit: str) -> None:
-    """Each of them is where a faulty scaler is caught, see test_faulty.py."""
+    """Each limit catches a faulty scaler, see test_faulty.py."""
     assert limit in [s.id for s in select(preset, Selection())]
 
 

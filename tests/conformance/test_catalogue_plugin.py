@@ -108,7 +108,7 @@ def test_choosing_stopping_and_trying_again(pytester: pytest.Pytester) -> None:
 
 
 def apart(folder: Path, *options: str) -> "subprocess.Popen[str]":
-    """A session in a group of its own; its processes are marked."""
+    """Return a session in a new process group; its processes carry a mark."""
     words = ["-m", "pytest", "-q", f"--gradparity-scaler={PLAIN}", *options]
     return subprocess.Popen(
         [sys.executable, *words],

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: exit codes, clear lines, nothing left over."""
+"""The command line for users: exit codes, messages, and no leftovers."""
 
 import argparse
 import os

@@ -15,7 +15,7 @@ DDP = "ddp/2/fp32/sgd/{}/steps=3,recipe=clip-and-step"
 
 
 class ClipsTooHard(ClippingScaler):
-    """Clips to half of what it is told."""
+    """Clips to half of the given norm."""
 
     def clip(self, optimizer: Any, max_norm: float, norm: Any) -> None:
         super().clip(optimizer, max_norm / 2, norm)

@@ -1,4 +1,4 @@
-"""One comparison for all of the judge, and the formulas that it shares."""
+"""The comparison that all checks use, and its formulas."""
 
 import math
 import subprocess

@@ -1,4 +1,4 @@
-"""Compiled stacks are judged as compiled: a wrong compiler is found in every run."""
+"""Compiled workloads run compiled: a wrong compiler is found in every run."""
 
 import shutil
 from itertools import cycle, product
@@ -52,7 +52,7 @@ EVERY_RUN = (
 def test_a_wrong_compiler_is_found_in_every_run(
     runner: Runner, stack: type, run: tuple[str, str]
 ) -> None:
-    """On ranks that are warm from the runs before, and with each log of the judge."""
+    """Ranks are warm from earlier runs, and every log of the checks is on."""
     in_steps = stack is stacks.WrongCompiledOptimizer
     law = "parity.update" if in_steps else "parity.gradient"
     topology, recipe = run

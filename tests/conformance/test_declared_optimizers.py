@@ -1,4 +1,4 @@
-"""``optimizers(stack)``: what steps copies is said, where nobody can see it."""
+"""``optimizers(stack)`` declares optimizers of copies that gradparity cannot find."""
 
 from typing import Any
 

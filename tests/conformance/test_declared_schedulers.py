@@ -1,4 +1,4 @@
-"""``scheduler(optimizer)``: the reference steps it, so a stack's rates are judged."""
+"""``scheduler(optimizer)``: the reference steps it, so learning rates are checked."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ PLAIN = "gradparity.fixtures.faulty:PlainScaler"
 
 
 class Declares:
-    """The schedule that the stack keeps is the one that is asked for."""
+    """Declares by ``scheduler`` the schedule that its train_step moves."""
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         return self.schedule(optimizer)  # type: ignore[attr-defined]  # of a stack
@@ -84,7 +84,7 @@ class DeclaredTwoRates(Declares, TwoRates):
 
 
 class DeclaredOfCopies(Declares, OfCopiesInTwoGroups):
-    """Which parameter has which rate follows from the workload's own optimizer."""
+    """Rates of parameters are known from the workload's own optimizer."""
 
     def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
         mine = [p for _, p in parameters]
@@ -96,7 +96,7 @@ class DeclaredOfCopies(Declares, OfCopiesInTwoGroups):
 
 
 class DeclaredInEachPass(Declares, MovesInEachPass):
-    """It moves once a micro-batch."""
+    """The schedule moves once a micro-batch."""
 
 
 class WarmsUpTwiceAsLong(WarmsUp):
@@ -107,7 +107,7 @@ class WarmsUpTwiceAsLong(WarmsUp):
 
 
 class MovesOnSkips(Declares, Cosine):
-    """It moves, whether the step was taken or not."""
+    """The schedule also moves in skipped steps."""
 
     def train_step(
         self, stack: Engine, micro_batches: MicroBatches, scaler: Any
@@ -118,11 +118,11 @@ class MovesOnSkips(Declares, Cosine):
 
 
 class DeclaredBeginsAgain(Declares, BeginsAgain):
-    """A checkpoint loses it."""
+    """The checkpoint loses the declared schedule."""
 
 
 class ForgetsIt(Trains):
-    """The stack has no schedule at all."""
+    """Declares a schedule that its train_step does not move."""
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         return lr_scheduler.LambdaLR(optimizer, warm_up)

@@ -1,4 +1,4 @@
-"""Devices: what is chosen, refused and told; what needs a GPU carries ``gpu``."""
+"""Devices: choice, refusals and messages; tests with the mark ``gpu`` need one."""
 
 import subprocess
 import sys
@@ -222,7 +222,7 @@ def test_on_cuda_the_same_bits_come_each_time(
 # experts read on the host how many rows each has, which a meta tensor cannot tell
 @pytest.mark.parametrize("name", [name for name in MODELS if "experts" not in name])
 def test_models_make_no_tensor_on_another_device(name: str) -> None:
-    """On the meta device, as on CUDA, an operation on tensors of two devices raises."""
+    """Models run on the meta device, where mixing devices raises, as on CUDA."""
     device = torch.device("meta")
     model = MODELS[name].make().to(device)
     batch = DATASETS[name.split("-")[0]].batch(0, 0)
@@ -235,7 +235,7 @@ def test_models_make_no_tensor_on_another_device(name: str) -> None:
 
 
 def moves_of_a_run(scenario: Scenario) -> list[str]:
-    """On a rank: the devices to which batches were moved, and those asked for TF32."""
+    """Return the devices to which a rank moved batches, and for which it set TF32."""
     moves: list[str] = []
     move = Batch.to
 

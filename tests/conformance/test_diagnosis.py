@@ -1,4 +1,4 @@
-"""Diagnosis: every cause that explains a factor is listed, and no other."""
+"""Diagnosis lists exactly the causes that explain a factor."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def test_all_causes_of_a_factor_are_listed(
 
 
 class SumsInFp16(Right):
-    """Gradients are sent in fp16, and nothing says that they may be."""
+    """Gradients are sent in fp16, without a declared ``reduce_dtype``."""
 
     meshes: object = ({"dp": 2},)
     hook: Any = staticmethod(default_hooks.fp16_compress_hook)
@@ -89,7 +89,7 @@ def halved(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 
 class SumsAndHalves(SumsInFp16):
-    """Same run, with gradients of half their size."""
+    """Gradients are sent in fp16 and halved."""
 
     hook = staticmethod(halved)
 
@@ -120,7 +120,7 @@ def test_what_may_have_to_do_with_a_departure_is_told(
 
 
 class OffBeforeANorm(Right):
-    """A bias that the next layer's mean takes out has a gradient all the same."""
+    """A bias before a batch norm, whose true gradient is 0, gets a gradient of 1."""
 
     meshes: object = ({"tp": 2},)
     off = 1.0
@@ -139,13 +139,13 @@ class OffBeforeANorm(Right):
 
 
 class RightBeforeANorm(OffBeforeANorm):
-    """The gradient is left as it is: rounding, and no more."""
+    """No fault: the gradient of the bias is 0 up to rounding."""
 
     off = 0.0
 
 
 def test_a_gradient_that_is_truly_0_is_told_in_words(runner: Runner) -> None:
-    """Relative to its size the error is 1e16."""
+    """The message omits the relative error, which would be 1e16."""
     place = f"tp2/2/fp32/own/none/model={HERE}"
     case = runner.run("none", Scenario.parse(f"{place}:OffBeforeANorm,steps=2"))
     (told,) = (v.message for v in case.verdicts if v.law == "parity.gradient")

@@ -1,4 +1,4 @@
-"""The judge judged: each faulty scaler is caught by its law, the right ones by none."""
+"""Each faulty scaler fails its check, and right scalers pass all."""
 
 from collections.abc import Iterator
 from itertools import cycle

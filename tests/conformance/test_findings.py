@@ -541,7 +541,7 @@ def test_one_update_follows_the_rule(
 
 
 def untold(of: Evidence) -> Evidence:
-    """The same run of a scaler whose state_dict has no growth tracker."""
+    """Return the run with a scaler whose state_dict has no growth tracker."""
     for trace in of.ranks:
         for seen in trace.steps:
             seen.growth_before = seen.growth_after = None

@@ -1,4 +1,4 @@
-"""Fold: who decides and who steps what, from tables of events; no rank runs."""
+"""Fold: which rank decides and steps which parameter, from tables of events."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,14 +21,14 @@ Steps = Sequence[Sequence[Event]]
 
 
 def of(kind: Kind, number: int, names: str = "", nodes: int = 0, **more: Any) -> Event:
-    """An event of an optimizer of these parameters, all of which have a gradient."""
+    """Return an event of an optimizer of these parameters, all with gradients."""
     groups = (Group(tuple(names), more.pop("settings", {})),)
     more = {"with_grad": frozenset(names)} | more
     return Event(kind=kind, optimizer=number, groups=groups, nodes=nodes, **more)
 
 
 def step(number: int, names: str = "", *inside: Event, **more: Any) -> list[Event]:
-    """A whole step of an optimizer, with what happens inside of it."""
+    """Return the events of a step of an optimizer, with the events inside it."""
     used = {"recorded": frozenset(names), "written": frozenset(names)} | more
     return [
         of(Kind.BEGINS, number, names),
@@ -39,7 +39,7 @@ def step(number: int, names: str = "", *inside: Event, **more: Any) -> list[Even
 
 
 def handed(number: int, names: str = "", *inside: Event, **more: Any) -> list[Event]:
-    """A call of the scaler with an optimizer, with what happens inside of it."""
+    """Return the events of a scaler's call, with the events inside it."""
     end = Event(kind=Kind.RETURNED, optimizer=number)
     return [of(Kind.HANDED, number, names, **more), *inside, end]
 
@@ -206,12 +206,12 @@ def test_a_step_that_did_not_end_has_no_decision() -> None:
 
 
 def used(found: RankTrace) -> tuple[str, str]:
-    """Gradients of the first step, and what is left to another rank."""
+    """Return the gradients of the first step, and the parameters of another rank."""
     return "".join(found.steps[0].gradients), "".join(sorted(found.left))
 
 
 def test_of_an_optimizer_and_those_inside_the_inner_ones_count() -> None:
-    """ZeRO-1: what no rank has inside, the outer one steps itself."""
+    """ZeRO-1: the outer optimizer steps parameters that no inner one has."""
     first, second = folded(
         [step(0, "abc", *step(1, "a", recorded=frozenset()))],
         [step(0, "abc", *step(1, "b", recorded=frozenset()))],

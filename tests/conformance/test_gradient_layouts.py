@@ -94,7 +94,7 @@ class OneElementOff(Laid):
 
 
 class ShardsSwapped(ReplicateAndShard):
-    """Each rank has the shard of the other one."""
+    """The two ranks have each other's shard."""
 
     def lay_out(self, parameter: Tensor) -> None:
         super().lay_out(parameter)

@@ -324,7 +324,7 @@ def test_an_id_gives_each_setting_once(text: str) -> None:
 
 
 def test_any_report_that_is_read_has_a_page(here: Path) -> None:
-    """Values at the edge of what the schema takes."""
+    """Any report within the limits of the schema has a page."""
     made = case(status="fail")
     assert made.curves is not None
     empty = msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""The catalogue on torchrun's ranks: the pool's report again, whatever fails."""
+"""The catalogue on torchrun's ranks gives the pool's report, also with failures."""
 
 import os
 import re

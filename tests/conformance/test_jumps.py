@@ -1,4 +1,4 @@
-"""Functions whose derivative jumps: the side that rounding decides accuses nobody."""
+"""Functions whose derivative jumps: a side that rounding decides is no failure."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Laws on made-up traces: each passes what is right and fails on its own fault."""
+"""Checks on synthetic traces: each passes right ones and fails on its fault."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -253,7 +253,7 @@ ALWAYS_KNOWN = {
 
 
 def stopped() -> Evidence:
-    """No step came to its end."""
+    """Return evidence of a run in which no step ended."""
     empty = evidence(bad=True)
     for trace in empty.ranks:
         trace.steps[0].complete = False
@@ -263,7 +263,7 @@ def stopped() -> Evidence:
 
 
 def silent() -> Evidence:
-    """Steps came to their end, and nothing was seen in them."""
+    """Return evidence of a run whose steps ended without recorded events."""
     blind = stopped()
     for trace in blind.ranks:
         trace.shards = {}
@@ -380,7 +380,7 @@ def test_gradients_that_the_control_may_have_rounded_to_zero_are_not_compared() 
 
 
 def test_after_a_bad_step_a_bare_run_has_nothing_to_say() -> None:
-    """An overflow that nobody planted: the run without a scaler goes on."""
+    """After an overflow that was not planted, a run without a scaler goes on."""
     e = evidence(bad=True)
     for trace in e.control or ():
         for seen in trace.steps[BAD_STEP:]:

@@ -1,4 +1,4 @@
-"""Where parity begins to fail: module, ranks and factor; and where it does not."""
+"""Location of the first wrong value: module, ranks and factor."""
 
 from pathlib import Path
 from typing import Any
@@ -314,7 +314,7 @@ def test_a_factor_on_one_rank_is_no_missing_average(runner: Runner) -> None:
 
 
 class NeverAverages(misplaced.Right):
-    """No rank's gradients reach another one."""
+    """Gradients are not averaged at all."""
 
     meshes = ({"dp": 2},)
 
@@ -633,7 +633,7 @@ def test_a_wrapper_and_a_part_are_not_the_model() -> None:
 
 
 def test_the_gradients_of_several_backwards_through_one_graph_add_up() -> None:
-    """An actor and a critic on one encoder, each with a backward of its own."""
+    """An actor and a critic share an encoder and have separate backwards."""
     model = nn.Linear(2, 2)
     with watch_modules([model], {model: ""}) as log:
         output = model(torch.ones(3, 2))

@@ -43,14 +43,14 @@ class ComputesInHalf(FarFromTargets):
 
 
 class ReturnsHalf(ComputesInHalf):
-    """The same, and the dtype shows that it is rounded."""
+    """Returns the loss in half precision: its dtype shows the rounding."""
 
     def returned(self, loss: Tensor) -> Any:
         return loss
 
 
 class LosesNothing(Ddp):
-    """No fault: a loss of 0 at every step, as of advantages that cancel."""
+    """No fault: the loss is 0 at every step, as with advantages that cancel."""
 
     meshes = ({"dp": 2},)
 
@@ -110,7 +110,7 @@ class DividesByItsOwn(DividesByAll):
 
 
 class DividesByBoth(DividesByAll):
-    """Both heads are divided by the count of both."""
+    """Both heads are divided by the sum of both counts."""
 
     by_head = False
 

@@ -1,4 +1,4 @@
-"""Models and optimizers that round to 8 bits: what is declared, and what it changes."""
+"""Models and optimizers that round to 8 bits: declarations and their effect."""
 
 from typing import Any
 
@@ -38,13 +38,13 @@ Q06 = "gradparity.fixtures.specimens.eight_bits:Q06Fixed"
 
 
 class Undeclared(ScaleOfTheOtherOperand):
-    """Its input is rounded by a scale of all rows, and nothing says so."""
+    """Its input is rounded by a scale of all rows, without a declaration."""
 
     rounds_to: Any = None
 
 
 class UndeclaredState(ScalesAreNotSaved):
-    """Blocks of its momentum are others on a shard, and nothing says so."""
+    """Blocks of its momentum differ on a shard, without a declaration."""
 
     rounds_state = False
 
@@ -56,7 +56,7 @@ class WrongDtype(ScaleOfTheOtherOperand):
 
 
 class FourBits(optim.Optimizer):
-    """Momentum in 4 bits by rows, where a tensor has enough elements to be rounded."""
+    """Momentum in 4 bits by rows, for tensors with enough elements."""
 
     least = 64
 
@@ -93,7 +93,7 @@ class InFourBits(InShards):
 
 
 class OneLength(optim.SGD):
-    """Steps of one length, whatever the gradient's: it takes all elements together."""
+    """Takes steps of one length, so it needs the norm over all elements."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure here
@@ -181,7 +181,7 @@ def test_a_rank_that_does_not_round_its_state_is_found() -> None:
 def trace(
     rank: int, first: int, end: int, *names: str, called: bool = True
 ) -> RankTrace:
-    """One that holds some elements of ``w``, and whose optimizer steps ``names``."""
+    """Return a trace with some elements of ``w`` and an optimizer of ``names``."""
     event = Event(kind=Kind.USES, optimizer=0, groups=(Group(names),))
     step = StepTrace(step=0, complete=True, events=[event] if called else [])
     index = {"w": np.arange(first, end)}

@@ -97,7 +97,7 @@ def test_the_cause_is_reported_before_its_consequences(
 
 
 def test_the_norm_of_a_scaled_gradient_is_seen(runner: Runner) -> None:
-    """A scaler whose unscale_ does nothing; clipping hides it, the norm does not."""
+    """A scaler's unscale_ does nothing: clipping hides the fault, the norm shows it."""
     scaler = "gradparity.fixtures.faulty:LeavesExplicitUnscaleOut"
     (where,) = [
         at for at in RIGHT_STACKS[stacks.ClipsByTheWholeNorm] if at[:5] == "tp2/2"
@@ -119,7 +119,7 @@ class Small(stacks.ClipsByTheWholeNorm):
 
 
 class SmallByShards(Small, stacks.ClipsByTheNormOfItsShards):
-    """Each rank clips by what it holds, and reports nothing of it."""
+    """Each rank clips by its own elements, and reports no norm."""
 
 
 @pytest.mark.parametrize("stack", [Small, SmallByShards])

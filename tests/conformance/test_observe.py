@@ -1,4 +1,4 @@
-"""Observers: what counts as a change of an optimizer, and a judge that breaks."""
+"""Observers: detected changes of an optimizer, and errors inside an observer."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_an_error_of_the_judge_is_reported_and_ends_no_run(
 
 
 def collectives_of_two_groups() -> list[Collective]:
-    """Each rank has a pair of its own; barriers are collectives, waiting is none."""
+    """Issue collectives in pairs of ranks; barriers count, waits do not."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = pairs[dist.get_rank() // 2]
     log = CallLog()

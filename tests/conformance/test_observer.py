@@ -1,4 +1,4 @@
-"""The observer's own law: what is judged trains as without the judge, to the bit."""
+"""Observed training equals unobserved training, to the bit."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -27,7 +27,7 @@ STACKS = "gradparity.fixtures.faulty.stacks"
 def observed(
     scenario: Scenario, choices: Sequence[Mapping[str, Choices]]
 ) -> dict[str, str]:
-    """Digests of the weights after a run that is observed as every judged one is."""
+    """Return digests of the weights after an observed run."""
     trace = observe_rank(scenario, "none", ".", choices=choices)
     return trace.steps[-1].digests
 

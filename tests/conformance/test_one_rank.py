@@ -1,4 +1,4 @@
-"""``reference = "one rank"``: any deterministic training is judged against itself."""
+"""``reference = "one rank"``: deterministic training is compared with itself."""
 
 import itertools
 from pathlib import Path
@@ -139,7 +139,7 @@ class ReducesAPartInBf16(ReducesInBf16):
 
 
 class Shifted(nn.Module):
-    """Adds to what it gets what it makes in each forward, in the default dtype."""
+    """Adds to its input a tensor created in each forward, in the default dtype."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def test_norms_and_schedules_are_those_of_one_rank(runner: Runner) -> None:
 
 
 class CountsRanks(Alone):
-    """The rate grows with the ranks, which is right only where a sum needs it."""
+    """The rate grows with the ranks, which is right only for summed gradients."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         engine = super().parallelize(model, mesh)
@@ -198,7 +198,7 @@ class CountsRanks(Alone):
 
 
 class ReportsTwice(Alone):
-    """It reports the norm times its ranks."""
+    """Reports the norm times the number of ranks."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         engine = super().parallelize(model, mesh)
@@ -229,7 +229,7 @@ class AddsUp(AloneOnTwoAxes):
 
 
 class Lacks(Alone):
-    """On one rank it has one layer of two."""
+    """Has one layer of two on a single rank."""
 
     def weights(self, stack: Engine) -> Any:
         kept = super().weights(stack)
@@ -265,7 +265,7 @@ def test_an_optimizer_may_step_several_times(runner: Runner) -> None:
 
 
 class HalvesTheLoss(Alone):
-    """Wrong on one rank, too."""
+    """Halves the loss, also on one rank."""
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         return super().loss(output, targets) / 2
@@ -277,14 +277,14 @@ def test_what_is_wrong_on_one_rank_is_not_seen(runner: Runner) -> None:
 
 
 class InFp32(Alone):
-    """Its weights are fp32 whatever the model was."""
+    """Its weights are always fp32."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         return super().parallelize(model.float(), mesh)
 
 
 class InFp32Local(InFp32):
-    """The same, with gradients that are not averaged."""
+    """Has fp32 weights and gradients that are not averaged."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         engine = super().parallelize(model, mesh)
@@ -300,7 +300,7 @@ def test_a_stack_without_fp64_is_compared_in_its_precision(runner: Runner) -> No
 
 
 class Remembers(Alone):
-    """Each stack is another one."""
+    """Each layout in a process has another learning rate."""
 
     made = itertools.count()
 
@@ -373,7 +373,7 @@ class ShufflesAndAddsUp(Shuffles):
 
 
 class DrawsTheSame(Alone):
-    """It seeds the generator, so that other seeds of the judge's show nothing."""
+    """Seeds the generator itself, so another seed of gradparity has no effect."""
 
     def backward(
         self, stack: Engine, micro_batches: MicroBatches, scaler: Any

@@ -13,7 +13,7 @@ from gradparity.tests.workloads.stacks import Batch
 from gradparity.tests.workloads.steps import Engine, MicroBatches, Trains
 
 SPIKE = 1
-"""The step whose rows on rank 1 have targets far away."""
+"""Step in which the rows of rank 1 have very large targets."""
 
 
 class SkipsSpikes(Trains):
@@ -59,7 +59,7 @@ class SkipsSpikes(Trains):
 
 
 class CountsNothing(SkipsSpikes):
-    """No fault, but nothing says that the skip is meant."""
+    """No fault, but the skip is not declared."""
 
     skipped_steps = None  # type: ignore[assignment]  # as absent
 

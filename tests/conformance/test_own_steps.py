@@ -1,4 +1,4 @@
-"""Steps of unusual form: right ones are not accused, faults in them are found."""
+"""Unusual training steps: right ones pass, and faults in them are found."""
 
 import re
 from typing import Any
@@ -229,7 +229,7 @@ def test_a_stack_whose_frozen_parameters_train_again_is_not_tried_frozen(
 
 
 class StepsShards(Steps):
-    """ZeRO-1: sums into a buffer of its own, steps its half of a flat copy."""
+    """ZeRO-1: sums into a separate buffer, steps its half of a flat copy."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Stepped:
         stack = super().parallelize(model, mesh)
@@ -439,7 +439,7 @@ class ChoosesByPlace(OneProcess):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Shares the groups of another one and never calls torch's ``__init__``."""
+    """Shares the groups of an inner optimizer and never calls torch's ``__init__``."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""Parity has no blind spot: small wrongs are caught, right runs are not accused."""
+"""Parity catches small errors, and right runs pass."""
 
 import gc
 import weakref
@@ -229,7 +229,7 @@ def test_adam_leaves_elements_out_whose_sign_rounding_decides() -> None:
 
 @pytest.mark.slow
 def test_adam_errs_more_where_gradients_are_small() -> None:
-    """A jump in a small gradient is a large one in its update: no accusation for it."""
+    """A jump in a small gradient is large in its update, and must pass."""
     scenario = Scenario.parse("single/1/fp16-autocast/adam/none/steps=3")
     (trace,) = traces_of(scenario)
     name = "head.weight"
@@ -388,7 +388,7 @@ def test_one_flipped_weight_accuses_no_scaler() -> None:
 
 
 def test_few_references_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to a number of bytes, and those of one scenario in any case."""
+    """References are kept up to a number of bytes; those of one scenario always."""
 
     def train(seed: int) -> Reference:
         scenario = Scenario.parse(f"single/1/fp32/sgd/none/steps=1,seed={seed}")

@@ -1,4 +1,4 @@
-"""Each private name of torch that the judge uses exists, and is called as it was.
+"""Each private name of torch that gradparity uses exists, with its arguments.
 
 ruff sees to it that one module of a room says them (SLF001, PLC2701).
 """

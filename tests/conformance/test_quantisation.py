@@ -1,4 +1,4 @@
-"""8-bit products: the bounds are those of what differs between correct runs."""
+"""8-bit products: bounds come from the differences between correct runs."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ from gradparity.tests.conformance.test_parity import traces_of
 
 
 def precision(dtype: torch.dtype, *, scaled: bool) -> Precision:
-    """The one of CONTRIBUTING.md; ``scaled``: with a scale for each tensor."""
+    """Return CONTRIBUTING.md's precision; ``scaled`` adds a scale for each tensor."""
 
     def rounded(x: Tensor) -> Tensor:
         scale = x.abs().max().detach() / torch.finfo(dtype).max if scaled else 1.0

@@ -1,4 +1,4 @@
-"""Random layers: what is drawn is compared; with them off, gradients are."""
+"""Random layers: drawn numbers are compared; with layers off, gradients are."""
 
 from collections.abc import Callable
 from typing import Any
@@ -172,7 +172,7 @@ def test_only_a_checkpoint_of_its_own_is_loaded_with_random_layers_on() -> None:
 
 
 def test_a_scaler_is_judged_with_random_layers_on(runner: Runner) -> None:
-    """The run without a scaler draws the same, so that its bits can be compared."""
+    """The run without a scaler draws equal numbers, so bits can be compared."""
     ours = "gradparity.scaler:GradScaler"
     told = statuses(runner.run(ours, scenario(stacks.Dropout, "dp2/2/fp32")))
     assert told["transparency.gradient"] == told["random.data"] == "pass"
@@ -499,7 +499,7 @@ def test_random_data_fails_if_different_rows_draw_alike(
 
 
 def test_ranks_that_see_the_same_data_may_draw_alike_for_parts_of_it() -> None:
-    """Without a generator of DTensor's own, shards of one tensor get equal masks."""
+    """If DTensor has no generator, shards of one tensor get equal masks."""
     ranks = [{"state": "one"}, {"state": "one"}, {}, {}]
     of = made_up(*ranks)
     for trace in of.ranks[:2]:

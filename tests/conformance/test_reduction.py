@@ -1,4 +1,4 @@
-"""The dtype in which gradients are reduced: what is logged, and what the law says."""
+"""Dtype in which gradients are reduced: the log and the check."""
 
 from typing import Any
 

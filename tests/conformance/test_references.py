@@ -25,7 +25,7 @@ HERE = "gradparity.tests.conformance.test_references"
 
 
 class Restless(Right):
-    """Its model is another one from the third that a process makes, with one seed."""
+    """From its third model in a process on, the weights differ for one seed."""
 
     made = itertools.count()
 
@@ -36,7 +36,7 @@ class Restless(Right):
 
 
 class Deadly(Right):
-    """Its loss in fp64, in which only references compute, ends the process."""
+    """Ends the process in its fp64 loss, which only references compute."""
 
     def loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if output.dtype == torch.float64:

@@ -1,4 +1,4 @@
-"""A report is complete or says that it is not; tampering is told."""
+"""A report is complete or says that it is not; tampering is reported."""
 
 import dataclasses
 import re
@@ -121,7 +121,7 @@ def test_a_whole_report_comes_back_equal(tmp_path: Path) -> None:
 
 
 def test_verdicts_of_the_judge_come_back_equal(tmp_path: Path) -> None:
-    """They are written as they are; what JSON lacks, such as nan, is a word."""
+    """Verdicts are written unchanged; a value that JSON lacks, as nan, is a word."""
     of = evidence()
     of.ranks[0].steps[1].scale_after = float("nan")
     verdicts = tuple(judge(of))

@@ -1,4 +1,4 @@
-"""A report is data: showing, comparing and gating it imports nothing that it names."""
+"""Showing, comparing and gating a report imports no module that it names."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def run_all(folder: Path, commands: Iterable[Sequence[str]]) -> list[Done]:
 
 
 def evil(status: str) -> CaseRecord:
-    """A case whose scenario and scaler name a class of the current folder."""
+    """Return a case whose scenario and scaler name a class of the current folder."""
     made = case("setup_evil:Scaler", status)
     assert made.curves is not None
     sound = msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""Learned routers: a tipped choice accuses nobody, and a real fault is still seen."""
+"""Learned routers: a choice that rounding tips passes, and a real fault fails."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -100,7 +100,7 @@ def test_wrong_stacks_are_caught(judge: Runner, stack: type, place: str) -> None
 def test_a_run_that_skips_is_made_again_with_a_reference_that_skips(
     judge: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first reference goes on where the run stood still, and so chooses later."""
+    """The first reference steps where the run skips, so its router differs later."""
     schedules: list[Schedule] = []
     alone = judge.place.alone
 

@@ -1,4 +1,4 @@
-"""The run command around its judge: exit codes, when it stops, what it leaves."""
+"""The command ``run``: exit codes, when it stops, and its files."""
 
 from collections.abc import Iterator
 from pathlib import Path

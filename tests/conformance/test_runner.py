@@ -1,4 +1,4 @@
-"""The runner on made-up ranks: what it does twice before it accuses anybody."""
+"""The runner on synthetic ranks: which runs it repeats before it reports a failure."""
 
 import gc
 import threading
@@ -262,7 +262,7 @@ def test_a_control_without_a_judged_scaler_is_made_once() -> None:
 
 
 def test_traces_are_kept_for_few_scenarios() -> None:
-    """J17: 500 scenarios need no more memory than ten."""
+    """J17: 500 scenarios need as much memory as ten."""
     made: list[weakref.ref[Any]] = []
 
     def noted() -> Traces:
@@ -361,7 +361,7 @@ def test_an_error_at_the_end_of_a_case_that_did_not_run_is_raised(
 def test_no_case_waits_for_references_to_know_its_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All models are asked about before the process of the references has any."""
+    """All models are requested before the process of the references has built one."""
     runner, first_ended = Watched(1), threading.Event()
     observe, known = runner._observe, []
 

@@ -63,7 +63,7 @@ class ClipsAndStepsOneRank(ClipsAndSteps):
 
 
 class ClipsByTheScaler(ClipsAndStepsOneRank):
-    """No fault: the scaler clips; other methods of the scaler are asked, too."""
+    """No fault: the scaler clips, and its other methods are called as well."""
 
     def clip_and_step(self, scaler: Any, optimizer: Any) -> Any:
         norm = scaler.clip_grad_norm_(optimizer, self.clip_norm)

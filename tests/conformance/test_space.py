@@ -1,4 +1,4 @@
-"""Every topology, recipe and model is trained rightly by a right scaler."""
+"""A right scaler trains every topology, recipe and model correctly."""
 
 import pytest
 

@@ -168,7 +168,7 @@ class AppliesTwice(WarmsUp):
 
 
 class OneRankForgets(Cosine):
-    """Rank 1 keeps the rate; the ranks hold shards, of which no two are equal."""
+    """Rank 1 keeps the rate; the ranks hold different shards."""
 
     def move(self, stack: Engine) -> None:
         if not rank():
@@ -184,7 +184,7 @@ class FirstRankForgets(Cosine):
 
 
 class BeginsAgain(Cosine):
-    """The schedule is not in the checkpoint; all ranks agree on what they forget."""
+    """The schedule is missing from the checkpoint, on all ranks."""
 
     def load_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
         super().load_checkpoint(stack, scaler, folder)
@@ -192,7 +192,7 @@ class BeginsAgain(Cosine):
 
 
 class OneGroupOnOneRank(TwoRates):
-    """On rank 1 the schedule does not reach the biases."""
+    """The schedule misses the biases on rank 1."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         fully_shard(model, mesh=mesh)
@@ -208,7 +208,7 @@ class OneGroupOnOneRank(TwoRates):
 
 
 class WrongConstant(Trains):
-    """No schedule, and another rate than that of optimizer()."""
+    """Uses another rate than that of ``optimizer()``, without a schedule."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         engine = super().parallelize(model, mesh)
@@ -217,7 +217,7 @@ class WrongConstant(Trains):
 
 
 class LargerOnRank1(Trains):
-    """No schedule, and a rate of its own on rank 1."""
+    """Uses another rate on rank 1, without a schedule."""
 
     def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
         made = super().optimizer(parameters)
@@ -226,7 +226,7 @@ class LargerOnRank1(Trains):
 
 
 class DecaysWhatIsLarge(Right):
-    """No train_step; each rank decides on weight decay by the size of its shard."""
+    """Each rank decides on weight decay by the size of its shard; no train_step."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         fully_shard(model, mesh=mesh)

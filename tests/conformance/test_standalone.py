@@ -1,4 +1,4 @@
-"""Standalone scripts run without us, and show what the catalogue shows."""
+"""Standalone scripts run without gradparity, and show the same failures."""
 
 import ast
 import inspect

@@ -89,7 +89,7 @@ def test_scripts_of_right_runs_find_no_violation(
 
 
 class Keeps(stacks.Right):
-    """No optimizer gets a gradient."""
+    """Drops all gradients before the optimizer uses them."""
 
     def reduce(self, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
         parameter.grad = None
@@ -148,7 +148,7 @@ SPECIMENS = {
     "W08": ("cp2/2/fp32/own/none/steps=2", "gradient of "),
     "U01": ("dp2/2/fp32/own/none/steps=2", "gradient of "),
 }
-"""Micro-batches, a ``train_step`` with hidden gradients, a norm, tokens, counts."""
+"""Specimen -> run and first words of its script's output."""
 
 
 @pytest.mark.parametrize("name", SPECIMENS)

@@ -1,4 +1,4 @@
-"""The table to paste: what it says, that it fits, and that names stay names."""
+"""The table for pull requests: its content, its size, and escaped names."""
 
 from pathlib import Path
 

@@ -36,7 +36,7 @@ def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
 def watch(
     report: Report, *, terminal: bool, quiet: bool = False, second: float = 0
 ) -> str:
-    """Text on the terminal while the cases of ``report`` run, each in so long."""
+    """Return the terminal's text while the cases of ``report`` run for given times."""
     made, file = console(terminal=terminal)
     clock = itertools.count(step=second).__next__
     cases = len(report.cases)

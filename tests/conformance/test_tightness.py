@@ -1,4 +1,4 @@
-"""How small a wrong is caught in fp32, on real runs over two ranks."""
+"""Smallest errors that are caught in fp32, on real runs over two ranks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Laws of what a trainer does beside its step, on real ranks and at their edges."""
+"""Checks of a trainer's work beside its step, on real ranks and at their limits."""
 
 from dataclasses import replace
 from itertools import pairwise

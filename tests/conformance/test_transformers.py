@@ -22,7 +22,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
 
 
 def test_qwen3_under_its_own_plan_is_judged(runner: Runner) -> None:
-    """Its gradients are right, and wrong where micro-batches are accumulated.
+    """Gradients of qwen3 are right, but wrong if micro-batches are accumulated.
 
     The plan's hook sums the accumulated gradient over ``tp`` at each backward, so what
     came before the last micro-batch is multiplied by the number of ranks. If this no

@@ -1,4 +1,4 @@
-"""Values as text: two that hold the same are equal, whatever they are made of."""
+"""Values as text: values of equal content have equal texts."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""A workload of one's own: right stacks pass, wrong ones are told as what they are."""
+"""User workloads: right ones pass, and messages name the fault of wrong ones."""
 
 import os
 import subprocess
@@ -112,7 +112,7 @@ def test_elements_are_read_once_for_all_scalers(runner: Runner) -> None:
 
 
 def layouts_of(recipes: list[str]) -> list[int]:
-    """On a rank: how often the stack is laid out in each recipe."""
+    """Return how often this rank lays out the workload in each recipe."""
     made: list[nn.Module] = []
     lay_out = stacks.Nested.parallelize
 

@@ -84,7 +84,7 @@ class Recurrent(nn.Module):
 
 
 class Weighted(Replicated):
-    """Weights of classes: the count is no integer. The loss is in fp32."""
+    """Classes have weights, so the count is a fraction. The loss is in fp32."""
 
     def model(self) -> nn.Module:
         return Recurrent()
@@ -203,7 +203,7 @@ class Forces(Replicated):
 
 
 class CountedForces(Forces):
-    """The same, as sums with their counts."""
+    """Forces as sums with their counts."""
 
     def loss(self, output: Any, targets: Tensor) -> Any:
         return super().loss(output, targets) * len(targets), len(targets)
@@ -327,7 +327,7 @@ class Halves:
 
 
 class TableWithItsOwnOptimizer(Weighted):
-    """No token has its row on rank 1, where SGD then moves nothing of the table."""
+    """No token of rank 1 uses its rows of the table, so SGD moves none of them."""
 
     skips = False
 
@@ -454,7 +454,7 @@ def test_a_schedule_of_the_stack_is_followed_and_told(runner: Runner) -> None:
 
 @pytest.mark.parametrize("parity", [None, Parity(per_step=[0.0])])
 def test_gradients_of_zeros_are_no_skip(parity: Parity | None) -> None:
-    """With a reference that has others the gradients are wrong, and the step is not."""
+    """Zero gradients differ from the reference's and fail; the step itself passes."""
 
     def decided(gradient: list[float]) -> bool | None:
         step = StepTrace(
@@ -518,7 +518,7 @@ def test_a_precision_that_one_process_refuses_too_is_not_tried(runner: Runner) -
 
 
 class StaticGraph(Replicated):
-    """DDP with a static graph, in whose ``no_sync()`` backward raises."""
+    """DDP with a static graph: backward raises in its ``no_sync()``."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         group = mesh.get_group("dp")
@@ -535,7 +535,7 @@ def test_a_no_sync_that_torch_does_not_support_is_not_tried(runner: Runner) -> N
 
 
 class UnequalShares(Replicated):
-    """Ranks have different numbers of rows, one of them odd, and counts."""
+    """Ranks have different numbers of rows, one of them odd; the loss has counts."""
 
     def shard(self, batch: Any, mesh: DeviceMesh) -> Any:
         shares = [t.tensor_split([3])[mesh.get_local_rank("dp")] for t in batch]
@@ -617,7 +617,7 @@ class Checkpoints(nn.Module):
 
 
 class Sharded(Replicated):
-    """FSDP2 in the precision that is tried, with checkpointing of its own."""
+    """FSDP2 with its own checkpointing, in the scenario's precision."""
 
     reentrant = False
 
@@ -698,7 +698,7 @@ class TwoArguments(Replicated):
 
 
 class NewInFp32(Replicated):
-    """Writes into a new tensor that is fp32 whatever the dtype of the output."""
+    """Writes the output into a new tensor that is always fp32."""
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         wide = torch.zeros(output.shape, dtype=torch.float32)

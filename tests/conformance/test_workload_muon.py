@@ -1,4 +1,4 @@
-"""Optimizers that look at whole matrices: what rounding does to them is no fault."""
+"""Optimizers of whole matrices: errors by rounding pass."""
 
 from typing import Any
 

@@ -28,7 +28,7 @@ MODULE = "gradparity.tests.conformance.test_workload_parts"
 
 
 class Counted(Ddp):
-    """No fault: a mean over what is positive, of which each rank has another number."""
+    """No fault: a mean over positive elements, whose number differs between ranks."""
 
     def loss(self, output: Tensor, targets: Tensor) -> Any:
         kept = targets > 0.5
@@ -51,7 +51,7 @@ class CountedByHooks(Counted):
 
 
 class TakesPreparedInputs(Counted):
-    """No fault: a step of its own, with inputs that only the layout understands."""
+    """No fault: its own train_step, with inputs that only the layout understands."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         made = super().parallelize(model, mesh)
@@ -78,7 +78,7 @@ class TakesPreparedInputs(Counted):
 
 
 class MakesAMeshOnce(Ddp):
-    """Its package keeps a mesh in a global and refuses to make another."""
+    """Keeps a mesh in a global and raises if asked for another."""
 
     meshes_made: ClassVar[list[DeviceMesh]] = []
 
@@ -93,7 +93,7 @@ class MakesAMeshOnce(Ddp):
 
 
 class Uneven(Ddp):
-    """Its DTensors are cut otherwise than their placements say, as megatron-fsdp's."""
+    """The cuts of its DTensors contradict their placements, as in megatron-fsdp."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         self.mesh = mesh
@@ -142,7 +142,7 @@ class MixesTokens(Right):
 
 
 class Mixes(nn.Module):
-    """Adds the mean over all tokens, which needs those of the other ranks."""
+    """Adds the mean over all tokens, also those of the other ranks."""
 
     group: Any = None
 
@@ -172,7 +172,7 @@ class Cuts(Ddp):
 
 
 class Packs(Counted):
-    """No fault: micro-batches of which nobody can reverse or cut the rows."""
+    """No fault: rows of micro-batches cannot be reversed or cut."""
 
     def model(self) -> nn.Module:
         return Packed()
@@ -196,7 +196,7 @@ class Packed(nn.Module):
 
 
 class UsesHalf(Ddp):
-    """No fault: one layer is used never, one in step 1 alone, where DDP makes zeros."""
+    """No fault: one layer is never used, one in step 1 alone, where DDP makes zeros."""
 
     def model(self) -> nn.Module:
         return HalfUsed()
@@ -328,7 +328,7 @@ class ShardsOverlap(MixesTokens):
 
 
 class ShardsLeaveAHole(MixesTokens):
-    """Nobody sees the last token."""
+    """No rank sees the last token."""
 
     def shard(self, batch: Batch, mesh: DeviceMesh) -> Batch:
         x, y = super().shard(batch, mesh)
@@ -351,7 +351,7 @@ class CountsOverlap(Counted):
 
 
 class CountsNothingLater(Counted):
-    """At step 1 there is nothing to count."""
+    """The count is 0 at step 1."""
 
     def batch(self, step: int, seed: int) -> Batch:
         x, y = super().batch(step, seed)
@@ -415,7 +415,7 @@ class SumOfRows(Ddp):
 
 
 class CutsNothing(Ddp):
-    """There are no micro-batches."""
+    """Returns an empty list of micro-batches."""
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
         return []
@@ -641,7 +641,7 @@ def test_quick_accumulates_on_every_mesh_and_narrows_each_axis() -> None:
 
 
 class LastPassAtSizeOne(Right):
-    """Where the data axis has size 1, each pass starts from no gradient."""
+    """Each pass starts without gradients if the data axis has size 1."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if mesh["dp"].size() > 1:

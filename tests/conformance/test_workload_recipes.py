@@ -1,4 +1,4 @@
-"""Recipes of stacks that train by themselves: what they can do, and what each shows."""
+"""Recipes of workloads with their own train_step: support, and detected faults."""
 
 import time
 from dataclasses import replace
@@ -103,7 +103,7 @@ class Counting(nn.Module):
 
 
 class Counts(steps.Trains):
-    """Its forward is another one each time."""
+    """Its forward depends on the number of earlier calls."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(Counting())
@@ -119,21 +119,21 @@ class Alone(nn.Module):
 
 
 class Flat(steps.Trains):
-    """One module, which has all parameters itself."""
+    """Its model is one module without children."""
 
     def model(self) -> nn.Module:
         return Alone()
 
 
 class OwnClipNorm(steps.Trains):
-    """Clips by a number that is not the workload's."""
+    """Clips by another number than the workload declares."""
 
     def clip(self, stack: Held) -> Tensor:
         return nn.utils.clip_grad_norm_(stack.module.parameters(), 1000.0)
 
 
 class NoNewStack(steps.Trains):
-    """Can be laid out once in a process."""
+    """Raises if laid out a second time in a process."""
 
     made = 0
 
@@ -145,7 +145,7 @@ class NoNewStack(steps.Trains):
 
 
 class NeedsEveryGradient(steps.Trains):
-    """Has no word for a parameter without a gradient."""
+    """Fails for a parameter without a gradient."""
 
     def clip(self, stack: Held) -> Tensor:
         for parameter in stack.module.parameters():
@@ -172,7 +172,7 @@ class Hidden:
 
 
 class SavesWithAScaler(steps.Trains):
-    """Asks the scaler for its state; rank 0 is long done when the others write."""
+    """Reads the scaler's state in a save; the other ranks write 0.3 s after rank 0."""
 
     def save_checkpoint(self, stack: Held, scaler: Any, folder: str) -> None:
         if dist.get_rank():
@@ -182,7 +182,7 @@ class SavesWithAScaler(steps.Trains):
 
 
 class HidesItsModules(MakesModulesAnew):
-    """And nobody can see them."""
+    """Trains a model of its own making, inside an opaque object."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Hidden:  # type: ignore[override]
         return Hidden(super().parallelize(model, mesh))
@@ -225,7 +225,7 @@ def test_a_rank_that_fails_leaves_the_folder_to_those_that_still_write(
 
 
 class LeavesTheAverageIn(steps.Trains):
-    """Saves the weights, then an average in their place, and does not put them back."""
+    """Leaves an average in place of the weights after a save."""
 
     def save_checkpoint(self, stack: Held, scaler: Any, folder: str) -> None:
         super().save_checkpoint(stack, scaler, folder)
@@ -241,7 +241,7 @@ def test_a_save_that_changes_the_weights_is_an_error(runner: Runner) -> None:
 
 
 class LacksAKey(steps.Trains):
-    """Loads what it has not saved."""
+    """Loads a key that was never saved."""
 
     def load_checkpoint(self, stack: Held, scaler: Any, folder: str) -> None:
         load({"nosuch": torch.zeros(2)}, checkpoint_id=folder)
@@ -251,7 +251,7 @@ class LacksAKey(steps.Trains):
 
 
 def test_a_load_that_raises_is_an_error_of_the_stack(runner: Runner) -> None:
-    """A skip would hide it: only what fails for want of a scaler is none of its own."""
+    """A load may only be skipped if it failed for want of a scaler."""
     case = runner.run("none", here(LacksAKey, "resume"))
     assert case.status is Status.ERROR, case.verdicts[:1]
     assert "load_checkpoint: raised CheckpointException" in case.problem
@@ -259,14 +259,14 @@ def test_a_load_that_raises_is_an_error_of_the_stack(runner: Runner) -> None:
 
 
 class LoadsNothing(steps.Trains):
-    """The load forgets everything."""
+    """The load restores no tensor."""
 
     def load_checkpoint(self, stack: Held, scaler: Any, folder: str) -> None:
         pass
 
 
 class LoadsWhatComputes(own_steps.StepsFp32Copies):
-    """The load restores what the module computes with, and no copy."""
+    """The load restores the module's weights, but not their fp32 copies."""
 
     def load_checkpoint(self, stack: Any, scaler: Any, folder: str) -> None:
         weights, _ = torch.load(f"{folder}/states.pt", weights_only=True)
@@ -275,7 +275,7 @@ class LoadsWhatComputes(own_steps.StepsFp32Copies):
 
 
 class LoadsHalf(steps.Trains):
-    """The load restores one parameter of all."""
+    """The load restores only the first parameter."""
 
     def load_checkpoint(self, stack: Held, scaler: Any, folder: str) -> None:
         was = [p.detach().clone() for p in stack.module.parameters()]
@@ -312,7 +312,7 @@ def test_a_checkpoint_of_the_scaler_alone_is_no_resume() -> None:
 
 
 class OfTheOptimizer(steps.Trains):
-    """Declares what nobody knows."""
+    """Declares an unknown kind of checkpoint."""
 
     checkpoint = "optimizer"
 
@@ -323,7 +323,7 @@ def test_a_checkpoint_of_another_kind_is_refused() -> None:
 
 
 class LearnsToLearn(Trains):
-    """No fault: its loss is that of weights which are one step away (MAML)."""
+    """No fault: the loss is computed after one inner step (MAML)."""
 
     reference = "one rank"
     clip_norm = None  # type: ignore[assignment]  # it does not clip
@@ -358,7 +358,7 @@ class LearnsToLearn(Trains):
         return total
 
     def batch(self, step: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Equal halves: a step within is that of the rows of a rank."""
+        """Return a batch of two equal halves: inner steps are equal on both ranks."""
         x, y = super().batch(step, seed)
         return torch.cat([x[:8], x[:8]]), torch.cat([y[:8], y[:8]])
 
@@ -379,7 +379,7 @@ def test_modules_that_a_layout_makes_anew_recompute_as_well(runner: Runner) -> N
 
 
 OFTEN = ("frozen", "resume", "recompute")
-"""The other right ones seldom fail alone."""
+"""Recipes in which the quick tests run every right workload."""
 
 
 @pytest.mark.parametrize(
@@ -463,14 +463,14 @@ def test_a_pass_that_runs_again_in_another_dtype_ends_the_run(runner: Runner) ->
 
 @pytest.mark.slow
 def test_clip_norm_is_given_back(runner: Runner) -> None:
-    """The same ranks run the next scenario."""
+    """The clip norm is restored: the same ranks run the next scenario."""
     tight = here(ClipsHard, "clip-norm")
     assert runner.run("none", tight).status is Status.PASS
     assert runner.run("none", replace(tight, recipe="plain")).status is Status.PASS
 
 
 class ClipsHard(steps.Trains):
-    """Below the recipe's norm."""
+    """Declares a clip norm below that of the recipe."""
 
     clip_norm = 0.01
 
@@ -482,7 +482,7 @@ class ClipsHard(steps.Trains):
 
 
 class ForgetsTheFourthPass(Trains):
-    """Gradients of later passes are not added."""
+    """Gradients of passes after the third are lost."""
 
     def backward(
         self, stack: Engine, micro_batches: MicroBatches, scaler: Any
@@ -495,7 +495,7 @@ class ForgetsTheFourthPass(Trains):
 
 
 class TrainsForFiveSteps(Trains):
-    """No gradient is used from then on."""
+    """Gradients are zeroed from the sixth step on."""
 
     def clip(self, stack: Engine) -> Tensor:
         stack.kept["steps"] = stack.kept.get("steps", 0) + 1
@@ -537,7 +537,7 @@ def test_six_parts_differ_by_a_row_at_most(rows: int) -> None:
 
 
 class Averages(Trains):
-    """No fault: a running average, which moves once a step and is in the checkpoint."""
+    """No fault: a running average moves once a step and is in the checkpoint."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         engine = super().parallelize(model, mesh)
@@ -584,7 +584,7 @@ class AveragesEachPass(Averages):
 
 
 class AveragesNoMoreOnceLoaded(Averages):
-    """Its average stays as it was loaded."""
+    """The average no longer moves after a load."""
 
     def load_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
         super().load_checkpoint(stack, scaler, folder)
@@ -596,13 +596,13 @@ class AveragesNoMoreOnceLoaded(Averages):
 
 
 class EachPassOnOneRank(AveragesEachPass):
-    """The same, beside the reference that has it, too."""
+    """The average moves at each micro-batch, also in the reference on one rank."""
 
     reference = "one rank"
 
 
 class AveragesOnOneRank(Averages):
-    """No fault."""
+    """No fault: the reference is one rank, with an average too."""
 
     reference = "one rank"
 
@@ -633,7 +633,7 @@ def test_an_average_is_that_of_plain_steps(
 
 
 class HidesItsAverage(Averages):
-    """The same without `ema`."""
+    """No fault: it keeps an average, but has no method `ema`."""
 
     ema = None  # type: ignore[assignment]  # as if it were not declared
 

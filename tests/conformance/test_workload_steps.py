@@ -1,4 +1,4 @@
-"""Workloads that train by themselves are judged, with a scaler and without."""
+"""Workloads with their own train_step are checked, with a scaler and without."""
 
 import pytest
 

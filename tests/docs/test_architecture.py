@@ -1,4 +1,4 @@
-"""The walks of docs/architecture.md are what really runs, in that order."""
+"""The walks of docs/architecture.md list functions that really run, in order."""
 
 import os
 import re
@@ -84,7 +84,7 @@ def ours(path: str) -> str:
 
 
 def missed(walk: Iterable[tuple[str, str]], ran: list[tuple[str, str]]) -> list[str]:
-    """Functions of a walk that did not run, or not after those before them."""
+    """Return functions of a walk that did not run, or ran out of order."""
     wrong, last = [], -1
     for function in walk:
         place = ran.index(function) if function in ran else -1

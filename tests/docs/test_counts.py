@@ -43,7 +43,7 @@ def test_the_space_names_all_there_is(row: str, names: dict[str, object]) -> Non
 
 
 def test_the_main_job() -> None:
-    """Its table has each topology once; `make parity` makes both columns."""
+    """The page's table has each topology once; `make parity` makes both columns."""
     topologies = {scenario.topology for scenario in select("parity", Selection())}
     text = text_of("docs/scaler.md")
     assert f"on {WORDS[len(topologies)]} topologies" in " ".join(text.split())

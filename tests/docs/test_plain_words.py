@@ -54,7 +54,7 @@ class Words(NamedTuple):
 
     docstrings: list[str]
     empty: list[int]
-    """Lines in which a name that says nothing gets a value."""
+    """Lines that assign to a name without content."""
 
 
 def words_of(source: str) -> Words:
@@ -108,7 +108,7 @@ def test_names_say_what_they_hold() -> None:
 
 
 def words_of_page(text: str) -> int:
-    """Number of words outside of code and comments; a table's bars are no words."""
+    """Return the number of words outside of code, comments and a table's bars."""
     return len(WORD.findall(CODE.sub("", COMMENT.sub("", text))))
 
 

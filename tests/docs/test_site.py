@@ -1,4 +1,4 @@
-"""The site: built strictly, whole, and asking nothing of another host."""
+"""The site builds without warnings, is complete, and loads from no other host."""
 
 import json
 import os

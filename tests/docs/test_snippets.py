@@ -96,7 +96,7 @@ def runnable(found: list[Block]) -> list[Block]:
 
 
 def parameter(block: Block) -> Any:
-    """A session of pytest is a process of its own, and one with workers three."""
+    """Return a block as a parameter, with marks for its cost and its packages."""
     sessions = any(command.startswith("pytest") for command in block.commands)
     marks = [pytest.mark.slow] * sessions
     words = {word for command in block.commands for word in command.split()}
@@ -136,7 +136,7 @@ def run_ours(words: list[str]) -> None:
 
 
 def without_selection(argv: list[str]) -> list[str]:
-    """Parse a line as it is written; drop what no line has beside ``--scenario``."""
+    """Parse a line, and drop options that ``--scenario`` excludes."""
     parse(argv)
     named = {f"--{name}" for name in (*NARROWING, "workload")}
     pairs = zip(["", *argv], argv, strict=False)
@@ -172,13 +172,13 @@ def help_of(*command: str) -> str:
 
 
 def run_make(words: list[str]) -> None:
-    """The target exists; what it runs is the suite itself, or minutes."""
+    """Check that the target exists; it runs the suite itself, or for minutes."""
     done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stderr
 
 
 def run_pip(words: list[str]) -> None:
-    """Not installed here: its name and its extras exist."""
+    """Check the name and the extras of a package, without an installation."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     extras = {*project["optional-dependencies"], ""}

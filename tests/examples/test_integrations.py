@@ -1,4 +1,4 @@
-"""Our scaler in real trainers, their own steps judged, findings shown without us.
+"""Our scaler in real trainers, checks of their steps, and scripts of findings.
 
 Packages that are in no extra skip their tests: see docs/integrations.
 """
@@ -32,13 +32,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def on_ranks(python: list[str], ranks: int) -> list[str]:
-    """How a command line begins that runs a program on ranks under torchrun."""
+    """Return the start of a command line that runs a program under torchrun."""
     launch = [*python, "-m", "torch.distributed.run", "--standalone"]
     return [*launch, f"--nproc-per-node={ranks}", "--no-python", *python]
 
 
 def row(package: str, *others: str, slow: bool = False) -> Any:
-    """A row of parameters of which the first is a package, with its marks."""
+    """Return a row of parameters with the marks of its first, a package."""
     marks = [*needs(package), *[pytest.mark.slow] * slow]
     return pytest.param(package, *others, marks=marks)
 
@@ -98,7 +98,7 @@ COPIED = {
     "name", [pytest.param(n, marks=needs(p)) for n, p in COPIED.items()]
 )
 def test_a_file_to_copy_stands_alone(name: str, tmp_path: Path) -> None:
-    """It imports the package, torch and the scaler by name, and nothing beside it."""
+    """A recipe to copy imports only the package, torch and the scaler."""
     text = (ROOT / HERE.replace(".", "/") / f"{name}.py").read_text()
     copy = tmp_path / f"{name}.py"
     copy.write_text(text)

@@ -1,4 +1,4 @@
-"""The benchmark of steps in trainers' loops: turns, what its ratios say, its record."""
+"""The benchmark of steps in trainers' loops: turns, ratios, and record."""
 
 import json
 import threading
@@ -16,7 +16,7 @@ STEPS = 4
 
 
 class Busy:
-    """How many trainers run at once, and the batches that each has trained on."""
+    """Counts trainers that run at once, and the batches of each."""
 
     def __init__(self) -> None:
         self.now, self.most, self.lock = 0, 0, threading.Lock()

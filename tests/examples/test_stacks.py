@@ -1,4 +1,4 @@
-"""Other people's stacks as workloads: right ones pass, wrong ones fail by a law.
+"""Frameworks as workloads: right ones pass, wrong ones fail a check.
 
 A finding here is an accusation of a released package. Each is shown again by a script
 that needs only that package; where one no longer fails, the package has cured it.
@@ -72,7 +72,7 @@ COMPARED = {"parity.gradient", "parity.update", "parity.loss"}
 
 
 def row(stack: str, *others: object, slow: bool = False) -> Any:
-    """A row of parameters of which the first is a stack, with the marks it needs."""
+    """Return a row of parameters with the marks of its first, a workload."""
     marks = [*needs(PACKAGES[stack.partition(":")[0]]), *[pytest.mark.slow] * slow]
     return pytest.param(stack, *others, marks=marks)
 
@@ -85,7 +85,7 @@ Judge = Callable[[str, str, str], Case]
 
 @pytest.fixture(scope="module")
 def judged() -> Iterator[Judge]:
-    """Judge a stack at a place by a recipe, on ranks that stay warm."""
+    """Run a workload at a place with a recipe, on warm ranks."""
     with pytest.MonkeyPatch.context() as patch, ExitStack() as runners:
         patch.syspath_prepend(str(ROOT))
 
@@ -277,7 +277,7 @@ def test_a_loss_by_the_counts_of_each_rank_is_found(judged: Judge) -> None:
 
 
 def confirmed(*command: str) -> str:
-    """Output of a script that knows nothing of gradparity."""
+    """Return the output of a script without gradparity."""
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -316,7 +316,7 @@ def test_transformers_alone_multiplies_what_was_accumulated(
 
 
 def trained(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Weights after steps of DDP, and what other collectives give on this rank."""
+    """Return the weights after steps of DDP, and the results of other collectives."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(4, 4, dtype=dtype)
     model = DistributedDataParallel(layer)
@@ -338,7 +338,7 @@ def trained(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def premultiplied() -> dict[str, torch.Tensor]:
-    """Results of sums on this rank whose inputs are multiplied by a quarter."""
+    """Return the results of sums whose inputs are multiplied by a quarter."""
     quarter = dist._make_nccl_premul_sum(0.25)
     mine = torch.arange(4.0) + dist.get_rank()
     with torch.cuda.stream(torch.cuda.Stream()), dist._coalescing_manager():

@@ -1,4 +1,4 @@
-"""Other people's trainers: with our scaler they train, save and resume as with torch's.
+"""Trainers train, save and resume with our scaler as with torch's.
 
 Each example runs on several ranks with real packages: with torch's scaler, with ours,
 and with ours in two halves, of which the first may be saved by torch's. Curves are

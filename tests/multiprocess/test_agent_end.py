@@ -19,7 +19,7 @@ Make = Callable[[int], Agent]
 
 @pytest.fixture
 def leader(monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Rank 0's agent in a run of some size, of which no other has come."""
+    """Return rank 0's agent in a run in which no other agent is present."""
 
     def make(size: int) -> Agent:
         monkeypatch.setenv("RANK", "0")

@@ -1,4 +1,4 @@
-"""Nothing stays behind, however the parent ends."""
+"""Ranks, sockets and files are gone, however the parent ends."""
 
 import os
 import signal
@@ -14,10 +14,10 @@ import pytest
 from gradparity.multiprocess import Cluster
 
 LIMIT_S = 20.0
-"""For what must be gone to be gone."""
+"""Seconds until all leftovers must be gone."""
 
 RUN_S = 200.0
-"""For a whole program, on any machine: longer is a hang."""
+"""Seconds for a whole program, on any machine: longer is a hang."""
 
 Parent = subprocess.Popen[str]
 
@@ -46,7 +46,7 @@ print(os.getpid(), forkserver().pid, *cluster.pids, *children, flush=True)
     ]
 )
 def python(request: pytest.FixtureRequest, warm_ranks: list[str]) -> list[str]:
-    """How a program begins: its forkserver is a fork of it, or imports torch."""
+    """Return a program's first lines; its forkserver is a fork, or imports torch."""
     return warm_ranks if request.param else [sys.executable]
 
 
@@ -54,7 +54,7 @@ def python(request: pytest.FixtureRequest, warm_ranks: list[str]) -> list[str]:
 def program(
     then: str, folder: Path, python: list[str]
 ) -> Iterator[tuple[Parent, int, set[int]]]:
-    """Start it; give it, its process id and those of the processes that it began."""
+    """Start a program; yield it, its process id, and those of its processes."""
     env = {**os.environ, "TMPDIR": str(folder)}
     with subprocess.Popen(
         [*python, "-c", PROGRAM.format(then=then)],

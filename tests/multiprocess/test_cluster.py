@@ -1,4 +1,4 @@
-"""Promises of a cluster when nothing goes wrong."""
+"""Promises of a cluster without failures."""
 
 import gc
 import io

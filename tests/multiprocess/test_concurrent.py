@@ -1,4 +1,4 @@
-"""Runs of a suite at once on one machine: none of them notices the others."""
+"""Concurrent runs of a suite on one machine do not disturb each other."""
 
 import json
 import os

@@ -73,7 +73,7 @@ def run(folder: Path, python: Sequence[str], *command: str) -> None:
 
 
 def check(folder: Path) -> None:
-    """The report has what either rank ran, and its files are combined into one."""
+    """Check that the report has the lines of both ranks, in one combined file."""
     report = json.loads((folder / "coverage.json").read_text())
     (measured,) = (
         found for name, found in report["files"].items() if name == "measured.py"

@@ -1,4 +1,4 @@
-"""A rank out of memory, a disk without room: real ones, where the kernel lets us."""
+"""Ranks out of memory and full disks: real ones, if the kernel allows."""
 
 import contextlib
 import os
@@ -92,7 +92,7 @@ def memory_cgroup() -> tuple[Path, str]:
 
 @contextlib.contextmanager
 def little_memory(limit: int) -> Iterator[Path]:
-    """A memory cgroup with room for ``limit`` bytes; skips where none can be made."""
+    """Return a memory cgroup of ``limit`` bytes; skip if none can be made."""
     folder, version = memory_cgroup()
     made = folder / f"gradparity-{os.getpid()}"
     try:
@@ -140,7 +140,7 @@ def test_a_rank_that_the_kernel_kills_for_want_of_memory(waits: bool) -> None:
 def on_a_full_disk(
     folder: Path, program: str, *args: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program whose folder, home and temporary folder have no room left."""
+    """Run a program while its folder, home and temporary folder are full."""
     trial = [*UNSHARE, "mount", "-t", "tmpfs", "none", str(folder)]
     can = subprocess.run(trial, capture_output=True, text=True)
     if can.returncode:

@@ -1,4 +1,4 @@
-"""The speed that docs/harness-inside.md shows is what was recorded, and promised."""
+"""Speeds in docs/harness-inside.md equal the record and keep the promises."""
 
 import json
 from pathlib import Path

@@ -275,7 +275,7 @@ with Cluster(1) as cluster:
 
 @pytest.mark.slow
 def test_the_import_path_and_the_environment_may_be_long() -> None:
-    """The path may also hold what Python ignores."""
+    """The path may also hold entries that Python ignores."""
     # regression: M15, the kernel takes no argument above 128 KiB
     done = program("""
 import os, pathlib, sys

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 START_S = 100.0
-"""For ranks to get where they stay, on any machine."""
+"""Seconds for ranks to reach the point where they wait, on any machine."""
 
 HEAD = """
 import os, time

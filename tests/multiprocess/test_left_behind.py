@@ -118,7 +118,7 @@ def test_a_thread_in_a_collective_is_named_by_the_code_that_calls_it() -> None:
 
 
 def pretends_to_have_a_gpu(error: str, log: Path) -> None:
-    """Note what is asked of a GPU, on a rank that ends with this test."""
+    """Record calls to a pretended GPU, on a rank that ends with this test."""
     gpu: Any = torch.cuda
 
     def synchronize() -> None:

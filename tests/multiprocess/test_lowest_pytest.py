@@ -17,7 +17,7 @@ CHOSEN = "passing_tests or failing_tests or wrong_marker or conftest or hypothes
 
 
 def lowest() -> str:
-    """Return the bound, as of the extra of the tests."""
+    """Return the lower bound of a package in the extra of the tests."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = map(Requirement, project["optional-dependencies"]["test"])
     (bound,) = next(r for r in extras if r.name == "pytest").specifier

@@ -28,7 +28,7 @@ class Store:
 
 
 class Clock:
-    """A monitor whose clock is the test's; it looks once a second."""
+    """Monitor with the test's clock; it looks once a second."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""On a system that is not Linux the plugin stays out of the way, and says so."""
+"""The plugin does nothing on a system other than Linux, and says so."""
 
 import subprocess
 import sys

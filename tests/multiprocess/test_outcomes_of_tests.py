@@ -74,7 +74,7 @@ def test_kinds_differ(world):
 
 
 def test_a_skip_hides_no_rank_that_dies_or_hangs(session: Session) -> None:
-    """Such a rank sends no result, so the others must not stand for all."""
+    """A rank that dies sends no result, so the results of the others do not count."""
     done = session(
         SKIPS
         + """

@@ -1,4 +1,4 @@
-"""Slots are shared between processes and given back by whoever dies."""
+"""Processes share slots; a process that dies gives its slots back."""
 
 import os
 import signal

@@ -43,7 +43,7 @@ HIT: list[str] = []
 
 
 class Bomb:
-    """Does what it likes when it is unpickled."""
+    """Runs code when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return HIT.append, ("struck",)
@@ -115,7 +115,7 @@ def test_an_unsigned_value_is_refused_before_it_is_unpickled(head: str) -> None:
 
 
 class Attacker:
-    """Reads all that is stored, and stores what it likes; has no secret."""
+    """Reads and writes the store without the secret."""
 
     def __init__(self, raw: HashStore) -> None:
         self.raw = raw
@@ -190,7 +190,7 @@ def membership(raw: HashStore, rank: int) -> Membership:
 
 
 def nothing() -> None:
-    """Nothing ends the wait."""
+    """Never end the wait."""
 
 
 def test_agents_agree_on_a_run_that_was_never_before() -> None:

@@ -1,4 +1,4 @@
-"""A program that reaches torchrun's port: what it can read there, and forge."""
+"""Attacks over torchrun's port: readable and forged values."""
 
 import os
 import secrets

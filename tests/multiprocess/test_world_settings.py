@@ -1,4 +1,4 @@
-"""Marker, command line and ini file say what world a test gets."""
+"""Settings of a test's world: marker, command line and ini file."""
 
 import re
 

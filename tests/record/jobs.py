@@ -20,7 +20,7 @@ WIDTH, WORDS, LENGTH, ROWS, STEPS = 32, 64, 8, 8, 3
 
 
 class Block(nn.Module):
-    """Two norms and two feed-forward layers, the second of which is uneven."""
+    """Two norms and two feed-forward layers, the second with uneven sizes."""
 
     def __init__(self, drop: float) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Model(nn.Module):
         return scores
 
     def cut(self, stage: int) -> None:
-        """Leave one of two stages, under the names of the whole."""
+        """Keep one of two stages, under the names of the whole model."""
         if stage == 0:
             self.head = None
             self.blocks[1] = nn.Identity()
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 class OwnOptimizer:
-    """Steps by itself, and is no optimizer of torch."""
+    """Optimizer with its own step, outside of torch's class."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": parameters, "lr": 0.1}]
@@ -116,7 +116,7 @@ def laid_out(job: str, model: nn.Module, world: int) -> tuple[nn.Module, int, in
 
 
 def main(job: str, fault: str = "") -> None:
-    """Train, and print what was trained."""
+    """Train, and print the trained weights."""
     torch.set_num_threads(1)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
@@ -259,7 +259,7 @@ def pipeline(fault: str) -> None:
 
 
 def megatron_fsdp(fault: str = "") -> None:
-    """Megatron-FSDP's ZeRO 3, whose shards are cut where no placement says."""
+    """Megatron-FSDP's ZeRO 3; its placements do not show where shards are cut."""
     from gradparity.examples.stacks.without_cuda import without_cuda
 
     sys.modules["megatron"] = None  # type: ignore[assignment]  # see docs/stacks.md

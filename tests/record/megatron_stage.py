@@ -1,4 +1,4 @@
-"""Stand-ins for a model of Megatron: what recordings read of one, and no more."""
+"""Stand-ins for a model of Megatron, with the attributes that recordings read."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -29,7 +29,7 @@ def whole(values: Any, digest: int) -> Whole:
 
 
 def values(step: int, name: str, draw: int = 0) -> Any:
-    """A gradient; each draw of noise is another one."""
+    """Return a gradient; each number of ``draw`` has other noise."""
     true = np.random.default_rng([step, *name.encode()]).normal(size=SIZE)
     noise = np.random.default_rng([step, draw, *name.encode()]).normal(size=SIZE)
     return true * (1 + NOISE * bool(draw) * noise)

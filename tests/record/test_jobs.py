@@ -1,4 +1,4 @@
-"""Jobs that know nothing of gradparity are recorded as they are, and compared."""
+"""Unedited jobs are recorded and compared."""
 
 import json
 import shlex
@@ -35,7 +35,7 @@ class Command(Protocol):
 
 @pytest.fixture(scope="session")
 def command(warm_python: list[str]) -> Command:
-    """Jobs in a Python that has torch; those on ranks are begun by a new one."""
+    """Return the command of a job: in a warm Python, or under torchrun in a new one."""
 
     def words(job: str, fault: str = "", ranks: int = 1) -> list[str]:
         end = [JOBS, job, *([fault] if fault else [])]
@@ -48,7 +48,7 @@ def command(warm_python: list[str]) -> Command:
 
 
 def record(out: Path, *options: str, of: list[str]) -> subprocess.CompletedProcess[str]:
-    """Record in a process of its own: the job writes to its output."""
+    """Record in a new process, since the job writes to its output."""
     program = [sys.executable, "-m", "gradparity.conformance", "record", str(out)]
     return subprocess.run(
         [*program, *options, "--", *of], capture_output=True, text=True

@@ -33,7 +33,7 @@ SHAPES = [(), (1,), (5,), (7, 3), (64, 40), (33, 70), (4, 6, 100)]
 
 
 def keep(part: Tensor, box: Box) -> Kept:
-    """Bits and values: what is kept of a weight, and of a gradient."""
+    """Bits and values that a recording keeps of a weight and of a gradient."""
     values, bits = keep_values(part, box), keep_bits(part, box, rounded=True)
     assert int(values.digest) == int(bits.digest)
     return replace(values, rounded=bits.rounded)
@@ -282,7 +282,7 @@ def test_a_bag_of_floats_adds_up_wherever_the_rows_lie() -> None:
 
 
 def rows_of_dtensors() -> list[list[int]]:
-    """Return what is kept of this rank's half of some rows, without communication."""
+    """Return the recorded values of this rank's half of some rows."""
     mesh, rows = init_device_mesh("cpu", (2,)), made((4, 6))
     kept_of = []
     for dim in range(2):
@@ -319,7 +319,7 @@ def test_an_update_knows_a_unit_in_the_last_place_of_its_weights() -> None:
 
 
 def test_a_nudge_is_of_one_unit_and_bf16_rounds_some_weights_otherwise() -> None:
-    """Or no product in bf16 of a small model would change."""
+    """A smaller nudge would change no bf16 product of a small model."""
     model = nn.Linear(200, 300, bias=False)
     before = model.weight.detach().clone()
     across = []

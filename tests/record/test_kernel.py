@@ -1,4 +1,4 @@
-"""Numbers kept by the kernel of a GPU are those that torch's operations keep."""
+"""The kernel on a GPU keeps the same numbers as torch's operations."""
 
 import importlib.util
 import itertools

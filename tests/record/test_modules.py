@@ -19,7 +19,7 @@ LINEAR = nn.Linear(2, 2)
 
 
 class Parts(nn.Module):
-    """A module that holds others, and is no list."""
+    """Module with children that is not a list."""
 
     def __init__(self, parts: dict[str, nn.Module]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parts of Megatron's layouts, from stand-ins: those of all ranks are the whole."""
+"""Parts of Megatron's layouts, from stand-ins, add up to the whole over all ranks."""
 
 import math
 import sys
@@ -167,7 +167,7 @@ def test_ranges_of_a_distributed_optimizer_are_one_model(
 
 
 def test_masters_begin_as_the_weights_of_another_layout(tmp_path: Path) -> None:
-    """Both move by the same places, and rounded weights are not mixed into masters."""
+    """Weights and masters get one layout; masters keep unrounded values."""
     model, _ = alone()
     nudge(model, 1, Roots())
     write_start(tmp_path, 0, model, Roots())
@@ -191,7 +191,7 @@ def test_masters_begin_as_the_weights_of_another_layout(tmp_path: Path) -> None:
 
 
 def test_models_of_one_class_have_names_of_their_own() -> None:
-    """Two critics have one optimizer, and nobody steps a third."""
+    """Two critics share an optimizer; a third critic has none."""
     critics = [nn.Linear(3, 2) for _ in range(3)]
     roots = Roots()
     roots.called += [critics[1], critics[0], critics[2]]

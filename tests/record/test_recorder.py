@@ -147,7 +147,7 @@ def test_only_what_the_job_declares_is_recorded(
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Has no step of its own, as accelerate's optimizer has none that torch hooks."""
+    """Passes ``step`` on without torch's hooks, as accelerate's optimizer does."""
 
     def __init__(self, wrapped: torch.optim.Optimizer) -> None:
         self.wrapped = wrapped
@@ -164,7 +164,7 @@ class Wrapper(torch.optim.Optimizer):
 def test_all_models_of_the_declared_optimizers_are_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrap: Any
 ) -> None:
-    """Two models with an optimizer each, of which one is declared."""
+    """Two models have an optimizer each, and one optimizer is declared."""
     each = Recorder(Orders(out=str(tmp_path), steps=(0, 1), nudge=1))
     monkeypatch.setattr("gradparity.conformance.record.recorder.recorder", each)
     each.install()
@@ -184,7 +184,7 @@ def test_all_models_of_the_declared_optimizers_are_recorded(
 
 
 def test_a_parameter_of_two_optimizers_has_two_names(tmp_path: Path) -> None:
-    """The head is trained first, and then all; its weight is another one by then."""
+    """The head is trained first, then all; by then its weight has changed."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     head = torch.optim.SGD(model[1].parameters(), 0.1)
     both = torch.optim.SGD(model.parameters(), 0.1)
@@ -272,7 +272,7 @@ def test_a_model_can_be_saved_copied_and_traced_while_it_is_recorded(
 
 
 def test_a_part_that_is_called_before_the_model_is_no_model(tmp_path: Path) -> None:
-    """A layer is called by itself to learn the size of what it returns."""
+    """A job may call a single layer first, to learn its output size."""
 
     def losses() -> Losses:
         body = nn.Linear(4, 2)
@@ -485,7 +485,7 @@ def averages(folder: str, rate: float) -> None:
 def test_gradients_that_a_step_sums_are_averaged(
     two: Cluster, tmp_path: Path, rate: float
 ) -> None:
-    """A step that moves nothing does not show whether it sums."""
+    """A step with rate 0 does not show whether it averages gradients."""
     two.run(averages, str(tmp_path), rate)
     run = read_merged(tmp_path)
     gradient = run.tensors[0, "gradient", "weight"]

@@ -115,7 +115,7 @@ def test_elements_that_are_not_finite_have_a_region(bad: float) -> None:
 
 
 def halves(values: Any) -> Any:
-    """A run on two ranks, whose gradient of b is given."""
+    """Return a run on two ranks with a given gradient of b."""
     box = Box((SIZE,), (0,), (SIZE // 2,))
     other = Box((SIZE,), (SIZE // 2,), (SIZE // 2,))
     return changed(

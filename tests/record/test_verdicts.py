@@ -316,7 +316,7 @@ def test_what_must_be_equal_comes_first(other: Run, code: int, words: str) -> No
 
 
 def test_a_parameter_that_one_side_does_not_train_comes_first() -> None:
-    """Not, if the other side has a tensor of another start, which may be the same."""
+    """An untrained parameter comes first, except if it may match another tensor."""
     frozen = run(4)
     two = {key: each for key, each in frozen.tensors.items() if key[2] != "b"}
     found = against(replace(frozen, tensors=two))
@@ -435,7 +435,7 @@ def test_weights_on_which_no_gradient_depends_measure_no_noise() -> None:
 def test_rows_that_the_job_computes_may_differ_by_rounding(
     factor: float, code: int
 ) -> None:
-    """A critic is given data, and what a generator has made."""
+    """A critic gets data, and rows that a generator computes."""
     data = {1: (1.0, 0.5, -0.2, 0.1)}
     mine = {**data, 2: (2.0, 1.0, 0.3, -0.7)}
     its = {**data, 3: tuple(factor * x for x in mine[2])}
@@ -484,7 +484,7 @@ def test_a_side_that_has_fewer_steps_is_told() -> None:
 
 
 def later(run: Run, name: str = "c") -> Run:
-    """The same run, of which one parameter is not stepped at step 0."""
+    """Return the run without step 0 of one parameter."""
     tensors = {k: w for k, w in run.tensors.items() if k[0] or k[2] != name}
     return replace(run, tensors=tensors)
 

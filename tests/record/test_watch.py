@@ -47,7 +47,7 @@ def model_of() -> nn.Module:
 
 
 def job(fault: str, shards: bool, watched: bool = True) -> tuple[list[str], Tensor]:
-    """Two ranks have each half of the rows; what is said, and what was trained."""
+    """Train on two ranks with half of the rows each; return messages and weights."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "copy"))
     rank = current_world().rank
     model = model_of()
@@ -162,7 +162,7 @@ def test_other_tensors_of_one_name_are_asked_for(four: Cluster) -> None:
 
 
 def of_stages(drifts: bool) -> list[str]:
-    """Two stages of two halves each, whose layers are all counted from 0."""
+    """Train two stages of two halves each, with layers numbered from 0 in each."""
     rank = current_world().rank
     model = Stage(tp=2, pp=2, rank=rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -192,7 +192,7 @@ def test_a_weight_that_never_moves_is_logged(
 
 
 def of_shards(fault: str) -> tuple[list[str], list[str]]:
-    """Four ranks hold each a part of all weights; what is said and what is logged."""
+    """Train on four ranks with parts of all weights; return messages and logs."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     rank = current_world().rank
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
@@ -247,7 +247,7 @@ def test_a_part_that_stands_still_is_logged_where_it_is(four: Cluster) -> None:
 
 
 def clips(layout: str, fault: str, limit: float) -> list[str]:
-    """Four ranks clip by some norm; what is said."""
+    """Clip by some norm on four ranks; return the message."""
     model = model_of()
     if layout != "copies":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "copy"))
@@ -342,7 +342,7 @@ class Masked(nn.Linear):
 
 
 def trains(name: str) -> tuple[list[str], list[str]]:
-    """Four ranks with other rows; what is said and what is logged."""
+    """Train on four ranks with different rows; return messages and logs."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     rank = current_world().rank
     torch.manual_seed(0)
@@ -401,7 +401,7 @@ JOBS = {
     "joins": ("", "2 parameters joined an optimizer after watch was called"),
     "compiled": ("", "step 3: rows are not compared"),
 }
-"""Job -> what is said, and what is logged."""
+"""Job -> message and log."""
 
 
 def train_all() -> list[tuple[list[str], list[str]]]:
@@ -421,7 +421,7 @@ def test_right_jobs_are_silent_and_faults_have_their_names(four: Cluster) -> Non
 
 
 def goes_on() -> list[str]:
-    """One number differs in one step; the job catches what is raised."""
+    """Change one number in one step, in a job that catches the error."""
     model, rank = nn.Linear(2, 2), current_world().rank
     with torch.no_grad():
         model.weight.fill_(1)
@@ -497,7 +497,7 @@ def test_a_rank_that_ends_early_is_named_and_hides_no_error(four: Cluster) -> No
 
 
 def sends_norms() -> tuple[bool, list[str]]:
-    """Return if a DTensor is sent as a plain tensor, and what is refused."""
+    """Return whether a DTensor is sent as a plain tensor, and the refused norms."""
     mesh = init_device_mesh("cpu", (2,))
     whole, part = (
         DTensor.from_local(torch.ones(()), mesh, [placement])

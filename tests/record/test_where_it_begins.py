@@ -1,4 +1,4 @@
-"""Where two made-up runs begin to differ, from the outputs of their blocks."""
+"""Find where two synthetic runs begin to differ, from the outputs of their blocks."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,11 +20,11 @@ from gradparity.tests.record.runs import changed, nudged, run, values, whole
 
 BLOCKS = ("first", "second", "third")
 WRONG = {("gradient", "b"): 1.5}
-"""A gradient of a parameter that is wrong: without one, nobody asks where."""
+"""One wrong gradient of a parameter: blocks are only compared after such a one."""
 
 
 def with_blocks(plain: Run, draw: int = 0) -> Run:
-    """A run that kept the outputs of three blocks, and their gradients."""
+    """Return a run with the outputs of three blocks, and the gradients of these."""
     tensors = {
         (step, kind, name): whole(values(step, name + kind, draw), draw)
         for kind, names in ((OUTPUT, BLOCKS), (GRADIENT, BLOCKS[::-1]))
@@ -46,7 +46,7 @@ def against(other: Run) -> Comparison:
 
 
 def times(factors: Mapping[tuple[str, str], float]) -> Run:
-    """Tensors of step 0 multiplied by factors, by kind and name."""
+    """Return a run in which some tensors of step 0 are multiplied by a factor."""
     other = with_blocks(run(4), 4)
     for (kind, name), factor in factors.items():
         sketch = other.tensors[0, kind, name].sketch

@@ -1,4 +1,4 @@
-"""Optimizers that are none of torch's, for tests of the scaler: ducks and wrappers."""
+"""Optimizers outside of torch's classes, for tests of the scaler."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Duck:
-    """No optimizer of torch's: groups and a step, no ``state``."""
+    """Optimizer with groups and a step, but without ``state`` or torch's base class."""
 
     def __init__(self, *params: Any) -> None:
         self.param_groups: Any = [{"params": list(params), "lr": 1.0}]
@@ -25,7 +25,7 @@ def move(optimizer: Any, divisor: Any = None) -> str:
 
 
 class Slotted:
-    """No dictionary, no weak references."""
+    """Optimizer without ``__dict__`` and weak references."""
 
     __slots__ = ("param_groups",)
 
@@ -46,7 +46,7 @@ class Unhashable(Duck):
 
 
 class Group:
-    """Has ``[]`` and nothing else."""
+    """Parameter group that offers only ``[]``."""
 
     def __init__(self, params: Any) -> None:
         self.params = params
@@ -81,7 +81,7 @@ class Follower:
 
 
 def knows_its_wrapper(inner: Any) -> Any:
-    """Return a wrapper that the optimizer in it knows, too."""
+    """Return a wrapper; the optimizer inside refers to it."""
     inner.wrapper = wrapper = Wrapper(inner)
     return wrapper
 

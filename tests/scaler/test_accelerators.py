@@ -1,4 +1,4 @@
-"""Where reading a result synchronises, the host reads it later: forced on a CPU."""
+"""Late reads of results on an accelerator, forced on a CPU."""
 
 import logging
 import warnings
@@ -162,7 +162,7 @@ def test_a_step_without_a_scale_or_gradients_raises_on_all_ranks(
 
 @pytest.mark.parametrize("how", ["cpu", "settling", "settled"])
 def test_an_update_without_a_step_raises_once(two: Cluster, how: str) -> None:
-    """The next iteration, whose sync reads that update's row, is not refused, too."""
+    """Only the update raises, and not the next sync, which reads its row."""
 
     def run() -> list[str]:
         seen = []

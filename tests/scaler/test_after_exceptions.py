@@ -232,7 +232,7 @@ def test_an_optimizer_without_gradients_on_any_rank(
 def test_a_step_that_raised_on_one_rank_is_heard_of(
     two: Cluster, fused: bool, call: Any, ends: str, after: bool, how: str
 ) -> None:
-    """Whatever the iteration does next; the ranks hold other weights, for ever."""
+    """A later call reports the failed step: weights now differ between ranks."""
 
     def run() -> tuple[int, int, Any]:
         train, raised, planted = Training(GradScaler, fused), 0, 0
@@ -308,7 +308,7 @@ def test_a_load_before_update_keeps_what_was_checked(two: Cluster, how: str) -> 
 
 @pytest.mark.parametrize("how", ["cpu", "settled"])
 def test_training_goes_on_after_the_checkpoint(two: Cluster, how: str) -> None:
-    """Also on the rank whose iteration has not ended since its step raised."""
+    """The load also works on the rank that is still in the failed iteration."""
 
     def run() -> tuple[str, Any]:
         train, raised = Training(), "none"
@@ -356,7 +356,7 @@ WRONG = {
 def test_training_goes_on_after_a_disagreement(
     two: Cluster, fused: bool, wrong: str, at: int, updates: bool
 ) -> None:
-    """Also where the call that raised was an ``update``, on one rank."""
+    """The call that raised may also be an ``update`` on one rank."""
 
     def run() -> tuple[list[int], Any]:
         train, raised = Training(GradScaler, fused), list[int]()

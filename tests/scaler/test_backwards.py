@@ -1,4 +1,4 @@
-"""Programs in which a scaler may not try to know which backward made a gradient.
+"""Programs in which a scaler must not guess which backward made a gradient.
 
 Whatever happens between a backward and a step, the gradients are divided by the scale
 that holds when they are unscaled, as torch's class does in the same program.

@@ -215,7 +215,7 @@ class Machine(RuleBasedStateMachine):
 
 
 class OnAnAccelerator(Machine):
-    """The same where the host reads nothing at once, as far as a CPU can act so."""
+    """Drives both sides with late reads, as on an accelerator."""
 
     def __init__(self) -> None:
         super().__init__()

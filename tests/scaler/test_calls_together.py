@@ -1,4 +1,4 @@
-"""Calls that ranks make together or apart, and what follows an exception."""
+"""Calls that ranks make together or apart, and calls after an exception."""
 
 import threading
 from collections.abc import Callable
@@ -492,7 +492,7 @@ def test_calls_in_inference_mode(
 def test_threads_that_train_with_groups_of_their_own(
     two: Cluster, device: str, own: bool, call: Call
 ) -> None:
-    """With the group they are right; without it, right or refused, on every rank."""
+    """Results are right with a group; without one they are right, or ranks raise."""
     if device == "cuda":
         pytest.skip("NCCL hangs where threads begin collectives in another order")
 
@@ -528,7 +528,7 @@ def test_threads_that_train_with_groups_of_their_own(
 
 # regression: T8
 def test_threads_that_clip_over_one_group_are_right_or_refused(two: Cluster) -> None:
-    """Also where a clip takes several collectives, to tell replicas apart."""
+    """A clip may take several collectives, to identify replicas."""
 
     def run() -> list[str]:
         seen = ["", ""]

@@ -46,7 +46,7 @@ def exact(
 
 @pytest.fixture(params=["cpu", "settled"])
 def where(request: pytest.FixtureRequest) -> Iterator[str]:
-    """On an accelerator the host knows no number: arithmetic is with tensors."""
+    """Replace numbers by tensors, as on an accelerator."""
     with exchanged(request.param):
         yield request.param
 

@@ -1,4 +1,4 @@
-"""Limits of ``clip_grad_norm_``: what it counts, what overflows, who takes part."""
+"""Limits of ``clip_grad_norm_``: counted gradients, overflows, and ranks."""
 
 import copy
 import math
@@ -261,7 +261,7 @@ def test_a_rank_on_its_own_lacks_no_optimizer(enabled: bool, call: str) -> None:
     "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
 )
 def test_a_disabled_scaler_is_copied_after_a_clip(copied: Any) -> None:
-    """It keeps a class of its own for clips, which is nobody else's business."""
+    """The scaler's private object for clips is left out of the copy."""
     scaler = GradScaler("cpu", enabled=False)
     for each in (scaler, copied(scaler)):
         p = with_gradient(torch.full((1,), 4.0))
@@ -274,7 +274,7 @@ def test_a_disabled_scaler_is_copied_after_a_clip(copied: Any) -> None:
 
 
 def test_a_scaler_that_is_switched_off_clips_without_its_scale() -> None:
-    """torch's class reads `_enabled` in each call, too."""
+    """Each call reads `_enabled` anew, as in torch's class."""
     p = with_gradient(torch.full((1,), 4.0))
     scaler = scaled_once(GradScaler("cpu", init_scale=8.0))
     scaler._enabled = False

@@ -100,7 +100,7 @@ def test_skips_and_grows_on_the_device(fused: bool) -> None:
 def test_parameters_on_the_cpu_are_divided_by_a_scale_on_the_gpu(
     way: Any, fused: bool
 ) -> None:
-    """A copy that the host did not wait for divides by what was there before."""
+    """A wrong copy is one that the host did not wait for: it has an old scale."""
     p = torch.zeros(4, requires_grad=True)
     optimizer: Any = torch.optim.SGD([p], lr=1.0, fused=fused)
     scaler = GradScaler("cuda", init_scale=4.0, growth_interval=10_000)
@@ -122,7 +122,7 @@ def test_parameters_on_the_cpu_are_divided_by_a_scale_on_the_gpu(
 @pytest.mark.gpu
 @pytest.mark.parametrize("clip", [False, True])
 def test_a_graph_on_two_ranks_steps_as_eager_ranks_do(clip: bool) -> None:
-    """An overflow on one rank skips on both, while a graph is replayed, too."""
+    """An overflow on one rank skips on both, also when a graph is replayed."""
 
     def run() -> tuple[bool, float, float, Any]:
         rank = dist.get_rank()

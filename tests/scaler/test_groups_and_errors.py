@@ -1,4 +1,4 @@
-"""Ranks that sync, what they compare, and what an error says."""
+"""Ranks that sync, their compared state, and texts of errors."""
 
 import copy
 import logging

@@ -1,4 +1,4 @@
-"""Call histories: our scaler follows the oracle, and planted faults depart from it."""
+"""Call histories: our scaler equals the oracle, and planted faults differ."""
 
 import os
 import re
@@ -137,7 +137,7 @@ class TestSettled(CallHistories):
 
 
 class TestTorch(CallHistories):
-    """On one process torch itself is the rule."""
+    """torch's own scaler on one process equals the oracle."""
 
     scaler = TORCH
     families = ()
@@ -209,7 +209,7 @@ def test_a_clip_at_the_highest_scales_loses_digits_on_an_accelerator() -> None:
 
 
 def test_ranks_in_another_order_are_found(ranks: Ranks) -> None:
-    """The plain scaler has that fault: nothing says which optimizer a vote is for."""
+    """The plain scaler has this fault: its messages do not name the optimizer."""
     history = parse("@2/back:2,step,step:1,update,back:2,inf,cross@1")
     found = ranks.departure(history, PLAIN)
     assert found is not None and "should be" in found.text

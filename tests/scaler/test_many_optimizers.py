@@ -1,4 +1,4 @@
-"""Ranks know their optimizers apart, however many they are and whoever lacks one."""
+"""Ranks distinguish any number of optimizers, even if some ranks lack some."""
 
 from typing import Any
 
@@ -96,7 +96,7 @@ def test_a_new_optimizer_meets_an_old_one_of_a_rank_that_lacked_some(
 def test_a_number_of_its_own_is_refused_on_a_rank_that_lacks_some(
     two: Cluster,
 ) -> None:
-    """The other rank sees nothing wrong, and has stepped: it hears in the next sync."""
+    """The other rank has stepped, and learns of the error in the next sync."""
 
     def run() -> list[tuple[int, str]]:
         scaler, a, b = scaled(), parameter(torch.ones(1)), parameter(torch.ones(1))
@@ -127,7 +127,7 @@ def test_a_number_of_its_own_is_refused_on_a_rank_that_lacks_some(
 
 @pytest.mark.parametrize("turns", [False, True])
 def test_a_rank_that_lacks_optimizers_costs_no_more(two: Cluster, turns: bool) -> None:
-    """It expects the optimizer that came next before."""
+    """The rank expects the optimizers in their earlier order."""
 
     def run() -> list[int]:
         params = [parameter(torch.ones(1)) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""A large world in one process: what each rank issues does not depend on what it holds.
+"""A large world in one process: collectives of a rank ignore its gradients.
 
 Larger worlds are in the benchmark; its record is what ``docs/scale.md`` shows.
 """

@@ -86,7 +86,7 @@ KINDS: dict[str, Gradient] = {
 
 
 def stepped(p: Tensor) -> list[float]:
-    """Distinct values of the local parameter, without what a sparse one left out."""
+    """Return distinct values of the local parameter, without untouched sparse rows."""
     local = (p.to_local() if isinstance(p, DTensor) else p).detach()
     return sorted(set(local.flatten().double().tolist()) - {0.0})
 

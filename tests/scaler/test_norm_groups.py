@@ -1,4 +1,4 @@
-"""The norm of a clip, where the ranks that sync are not those of the gradients."""
+"""The norm of a clip if other ranks sync than hold the gradients."""
 
 import zlib
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ PLACEMENTS = {
 
 # regression: S4, T1
 def test_a_mesh_that_the_sync_does_not_cover_is_refused(four: Cluster) -> None:
-    """Half of the ranks would clip by half of the norm; nothing is changed."""
+    """The clip raises before any change; else it would take half of the norm."""
 
     def run() -> list[str]:
         mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
@@ -182,7 +182,7 @@ def test_each_parameter_is_counted_once(
 
 
 def test_replicas_are_told_apart_again_when_gradients_change(two: Cluster) -> None:
-    """Gradients that were zero or None say nothing about whose they are."""
+    """Zero or missing gradients cannot show which ranks hold replicas."""
 
     def run() -> list[tuple[float, float]]:
         rank = dist.get_rank()
@@ -270,7 +270,7 @@ def test_parameters_held_in_too_many_ways_are_refused_on_all_ranks(
 
 
 class NoBits(torch.Tensor):
-    """A gradient whose bits cannot be read."""
+    """Gradient with unreadable bits."""
 
     def view(self, *size: Any) -> Any:
         raise LookupError("no bits")

@@ -134,7 +134,7 @@ def test_grad_scale_of_the_user_means_what_it_means_in_torch(
 def test_one_grad_scale_of_the_user_before_each_step(
     pair: Pair, explicit: bool, kind: str
 ) -> None:
-    """It is no leftover of the step before, whatever object it is."""
+    """A user's ``grad_scale`` counts anew before each step, even the same object."""
     if explicit and pair.theirs is torch_sharded:
         pytest.skip("torch's sharded class: unscale_, then a fused step, raises (B09)")
 
@@ -175,7 +175,7 @@ def test_grad_scale_of_the_user_after_a_clip(make: Any) -> None:
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_gradients_made_after_a_check_of_none(clips: bool, kind: Any) -> None:
-    """torch raises: nothing has divided them, and the kernel gets no grad_scale."""
+    """torch raises, since the gradients are still multiplied and no kernel divides."""
     p = scalar_weight()
     optimizer, scaler = kind([p], lr=1.0, fused=True), scaled_once(ours_plain())
     if clips:
@@ -328,7 +328,7 @@ def test_a_skipped_step_calls_no_kernel_for_each_parameter(make: Any) -> None:
 
 @pytest.fixture
 def nan_in_new_memory() -> Iterator[None]:
-    """Memory that nobody has written is nan, and not what lay there by chance."""
+    """Fill uninitialised memory with nan."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -71,7 +71,7 @@ def _replace(p: nn.Parameter, value: float) -> None:
 
 
 def _leave(p: nn.Parameter, value: float) -> None:
-    """Torch's fault B10b: what is there is divided again."""
+    """Leave gradients in place; torch divides them again (B10b)."""
 
 
 WRITES: list[Callable[[nn.Parameter, float], None]] = [
@@ -397,7 +397,7 @@ def test_an_argument_called_grad_scaler_is_replaced(make: Any) -> None:
 
 
 class OddGroups(OwnFused):
-    """Its groups have no ``get``."""
+    """Optimizer with groups that lack ``get``."""
 
     def __init__(self, *params: Any) -> None:
         super().__init__(*params)
@@ -405,7 +405,7 @@ class OddGroups(OwnFused):
 
 
 class Unfused(OddGroups):
-    """Without a kernel of its own."""
+    """Optimizer without a fused kernel."""
 
     _step_supports_amp_scaling = False
 
@@ -433,7 +433,7 @@ def test_groups_without_get(make: Any, kind: Any) -> None:
 @PLAIN
 @FUSED
 def test_a_step_under_fake_tensors(make: Any, fused: bool) -> None:
-    """Same as torch: a fused step reads nothing, an unfused one lacks found_inf."""
+    """A fused step reads no tensor, an unfused one lacks found_inf, as in torch."""
 
     def step() -> None:
         with FakeTensorMode():
@@ -553,7 +553,7 @@ def test_the_work_is_linear_in_the_number_of_optimizers(
 def test_gradients_are_what_the_call_says(
     make: Any, fused: bool, call: str, is_view: bool, other: bool
 ) -> None:
-    """Gradients are right in every iteration; what is written to them then counts."""
+    """Gradients are right in every iteration, and a user's changes to them count."""
     a, b, c = scalar_weight(), scalar_weight(), scalar_weight()
     optimizer, scaler = sgd(a, b, fused=fused), make(init_scale=1024.0)
     second = sgd(c, fused=fused)

@@ -55,7 +55,7 @@ class Plan(NamedTuple):
 
 
 def trained(plan: Plan) -> tuple[list[int], Any]:
-    """The batches in which a call raised, and what the rank holds in the end."""
+    """Return the batches in which a call raised, and the final state of the rank."""
     run, raised = Training(GradScaler, plan.fused), list[int]()
     for batch in range(BATCHES):
         run.backward()

@@ -48,7 +48,7 @@ GRADIENTS = (2.0, INF, 4.0, NAN, 1.0, 2.0)
 
 
 class EqualToAll(Duck):
-    """Equal to whatever it is compared with."""
+    """Compares equal to every object."""
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -130,7 +130,7 @@ def refuses(error: Exception) -> Any:
 
 
 def same_groups_elsewhere(*params: Any) -> Any:
-    """A scheduler-like attribute that shares the groups and steps nothing."""
+    """Return an optimizer with an attribute that has its groups, but no step."""
     optimizer: Any = Duck(*params)
     optimizer.view = type("View", (), {"param_groups": optimizer.param_groups})()
     return optimizer
@@ -202,7 +202,7 @@ def step_has_no_signature(*params: Any) -> Any:
 
 
 class SlottedFused:
-    """No room for ``grad_scale`` and ``found_inf``."""
+    """Fused optimizer with slots, so without ``grad_scale`` and ``found_inf``."""
 
     __slots__ = ("param_groups",)
     _step_supports_amp_scaling = True
@@ -223,7 +223,7 @@ def sgd(**settings: Any) -> Any:
 
 
 class Pickier(torch.optim.SGD):
-    """Torch's, with slots of its own and positional arguments."""
+    """Optimizer of torch with slots and positional arguments."""
 
     def __init__(self, *params: Any) -> None:
         super().__init__(list(params), lr=1.0)
@@ -296,7 +296,7 @@ FUSED_ONES: dict[str, Any] = {
 
 
 def run(make_scaler: Any, make: Any, explicit: bool) -> list[Any]:
-    """All that one program shows, call by call."""
+    """Return the visible results of a program, call by call."""
     scaler = scaled_once(make_scaler(init_scale=4.0, growth_interval=2))
     p = nn.Parameter(torch.ones(1))
     idle = nn.Parameter(torch.ones(1))
@@ -342,7 +342,7 @@ def test_a_fused_optimizer_beside_torch(ours: Any, explicit: bool, name: str) ->
 
 
 class ForwardsUnscale:
-    """Passes on what it is given."""
+    """Passes its arguments on."""
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
         return super()._unscale_grads_(*args, **kwargs)  # type: ignore[misc]
@@ -370,14 +370,14 @@ class UnscalesInShapeOne(UnscalesByHand):
 
 
 class FindsNothing:
-    """Says that it has checked nothing."""
+    """Returns an empty found_inf."""
 
     def _unscale_grads_(self, *_: Any) -> Any:
         return {}
 
 
 class NeverSkips:
-    """Steps whatever was found."""
+    """Steps after an overflow as well."""
 
     def _maybe_opt_step(self, optimizer: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
         return optimizer.step(*args, **kwargs)
@@ -393,7 +393,7 @@ class SumsItself:
 
 
 class AlwaysFinds:
-    """Overwrites what was found, in place."""
+    """Overwrites found_inf in place."""
 
     def _maybe_opt_step(self, optimizer: Any, state: Any, *args: Any) -> Any:
         for found in state["found_inf_per_device"].values():

@@ -1,4 +1,4 @@
-"""Gradients that are no plain tensors: subclasses, wrappers, fake tensors.
+"""Gradients of other classes: subclasses, wrappers, fake tensors.
 
 Also a scaler that disables itself because the machine has no GPU.
 """
@@ -20,7 +20,7 @@ from gradparity.tests.stepping import BOTH, FUSED, INF, WAYS, scaled
 
 
 class Named(Tensor):
-    """A subclass that adds nothing."""
+    """Subclass without changes."""
 
 
 class Around(Tensor):

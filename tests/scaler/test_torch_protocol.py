@@ -486,7 +486,7 @@ def test_pickle_is_refused_within_an_iteration(make: Any) -> None:
 
 
 def program(make: Any, seed: int) -> list[Any]:
-    """Run sixty random calls and return what each left behind, in bits."""
+    """Run sixty random calls and return the state after each, in bits."""
     draw = random.Random(seed)
     # The findings of torch's sharded class have two shapes: it can neither step a fused
     # optimizer after unscale_ nor add them up (B09).

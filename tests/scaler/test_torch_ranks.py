@@ -61,7 +61,7 @@ class MLP(nn.Module):
 
 
 def local(tensor: Any) -> Tensor:
-    """Return what this rank holds."""
+    """Return this rank's part of a tensor."""
     held: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return held.detach()
 
@@ -93,7 +93,7 @@ def two_dimensions() -> nn.Module:
 
 
 def unscale_step_update(make: Make, build: Any, bad_rank: int | None) -> str:
-    """Run one iteration and return "" if all is as it should be, else what is not."""
+    """Run one iteration; return a description of the error, or ""."""
     torch.manual_seed(0)
     model, has_inf = build(), bad_rank is not None
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

@@ -31,7 +31,7 @@ FLAVOUR = pytest.mark.parametrize(
 
 
 class Case(NamedTuple):
-    """One model and what trains it."""
+    """One model, with its optimizer and its batches."""
 
     model: nn.Sequential
     optimizer: Any

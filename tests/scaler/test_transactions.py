@@ -1,4 +1,4 @@
-"""A call that raises leaves the scaler as it was: whatever raises, wherever.
+"""A call that raises leaves the scaler unchanged, for every place of the exception.
 
 One clean iteration counts what the scaler calls: kernels, collectives, the optimizer
 and its hooks. Then each of them raises once, one after the other, and the batch is
@@ -173,7 +173,7 @@ class Run:
         self.scaler.update()
 
     def steps(self) -> float:
-        """How many steps were taken, if each was a right one."""
+        """Return the number of taken steps; check that each was right."""
         a, b = (1.0 - p.item() for p in self.params)
         assert b == 2 * a, (a, b)
         return a * 8
@@ -186,7 +186,7 @@ class Run:
 def drop_a_batch(
     run: Run, calls: Calls, strike: Any, *, before: int, bad: bool, updates: bool
 ) -> tuple[float, float, int]:
-    """Train; a batch is struck and dropped. Return what `Run.state` must be then."""
+    """Train and drop the batch that raised; return the expected `Run.state`."""
     for _ in range(before):
         run.iterate(calls)
     run.backward(bad)
@@ -325,7 +325,7 @@ def test_an_update_that_raised_is_called_again(
     [(False, "before"), (True, "before"), (False, "after")],
 )
 def test_a_step_that_raised_is_called_again(make: Any, fused: bool, when: str) -> None:
-    """On the same gradients: it steps as it would have, or raises."""
+    """A second call on the same gradients steps as the first would have, or raises."""
     run = Run(make, fused)
     register = getattr(
         run.optimizer,
@@ -358,7 +358,7 @@ def test_a_step_that_raised_is_called_again(make: Any, fused: bool, when: str) -
 def test_a_call_that_raised_is_made_again(
     make: Any, fused: bool, name: str, scale: float
 ) -> None:
-    """On the same gradients, of two dtypes: each of them is divided once."""
+    """The second call divides each gradient once, though they have two dtypes."""
     calls = SEQUENCES[name]
 
     def trial(at: int) -> bool:
@@ -442,7 +442,7 @@ def test_each_call_out_raises_once_on_ranks(
     alike: bool,
     how: str,
 ) -> None:
-    """``alike``: on both ranks, else on one of them, before it has sent its message."""
+    """``alike``: raise on both ranks, else on one, before its message is sent."""
     calls = SEQUENCES[name]
 
     def sweep() -> list[str]:
@@ -476,7 +476,7 @@ def test_each_call_out_raises_once_on_ranks(
 def test_a_call_raises_beside_a_rank_without_an_optimizer(
     two: Cluster, name: str, lacking: str
 ) -> None:
-    """It raises on the rank that lacks one, or on the other; before its message."""
+    """One of the two ranks raises, before its message is sent."""
     calls = SEQUENCES[name]
     without: Calls = [lambda scaler, _: scaler.step(None)]
 
@@ -521,7 +521,7 @@ def test_a_call_raises_beside_a_rank_without_an_optimizer(
 def test_interrupted_before_each_line_on_ranks(
     two: Cluster, name: str, fused: bool
 ) -> None:
-    """On both ranks before the same line: both raise, or both are right."""
+    """Both ranks are interrupted before one line: both raise, or both are right."""
     calls = SEQUENCES[name]
 
     def trial(at: int) -> tuple[bool, str]:

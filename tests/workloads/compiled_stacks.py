@@ -185,7 +185,7 @@ def plain_update(exp_avg: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class CompiledOptimizer(Compiled):
-    """No fault: the optimizer compiles its arithmetic, and nothing else is compiled."""
+    """No fault: only the optimizer's arithmetic is compiled."""
 
     def compile(self, model: nn.Module) -> None:
         pass
@@ -226,7 +226,7 @@ named_tanh = torch.compile(_named_tanh, backend=one_percent)
 
 
 class Named(nn.Module):
-    """Calls a function that is compiled anew for each name."""
+    """Calls a function that is compiled again for each name."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class Parts:
 
 
 class Dropping(Blocks):
-    """No fault: a compiled block has a dropout, and another one stands beside it."""
+    """No fault: a compiled block has a dropout, and so has an eager block."""
 
     def model(self) -> nn.Module:
         block = Block()

@@ -1,7 +1,7 @@
-"""Tensor and data parallel stacks written by hand, each wrong in one known place.
+"""Tensor and data parallel workloads written by hand, each wrong in one known place.
 
 The layers are plain modules; over a group they hold their part of the parameters, as
-Megatron's do. The docstring of a stack names its fault.
+Megatron's do. The docstring of a workload names its fault.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ Group = Any
 
 
 class _Copy(torch.autograd.Function):
-    """Forward: nothing. Backward: adds up."""
+    """Forward: identity. Backward: sums over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -39,7 +39,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Forward: adds up. Backward: nothing."""
+    """Forward: sums over ranks. Backward: identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -53,7 +53,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Forward: gathers the tokens. Backward: adds up, and keeps its own tokens."""
+    """Forward: gathers the tokens. Backward: sums, and keeps the rank's own tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -70,7 +70,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """Forward: adds up, and keeps its own tokens. Backward: gathers the tokens."""
+    """Forward: sums, and keeps the rank's own tokens. Backward: gathers the tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -122,7 +122,7 @@ class Row(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Causal, two heads."""
+    """Causal attention with two heads."""
 
     mask_off = False
     factor = 1.0
@@ -315,7 +315,7 @@ def _block(model: nn.Module, number: int) -> Block:
 
 
 class NoGather(RightSequence):
-    """The feed forward of block 0 takes its own tokens for all of them."""
+    """The feed forward of block 0 gets only the rank's own tokens."""
 
     def split(self, model: nn.Module, mesh: DeviceMesh) -> None:
         super().split(model, mesh)
@@ -325,7 +325,7 @@ class NoGather(RightSequence):
 
 
 class NoAttentionGather(RightSequence):
-    """The queries, keys and values of block 1 are those of a rank's own tokens."""
+    """The attention of block 1 gets only the rank's own tokens."""
 
     def split(self, model: nn.Module, mesh: DeviceMesh) -> None:
         super().split(model, mesh)
@@ -367,7 +367,7 @@ class NoSumInBackward(Right):
 
 
 class NormNotReduced(RightSequence):
-    """Each rank keeps its own tokens' gradient of one norm."""
+    """The gradient of one norm is not summed: each rank has that of its own tokens."""
 
     def reduced(self, name: str, parameter: Tensor, mesh: DeviceMesh) -> None:
         if name != "blocks.0.norm_2.weight":
@@ -408,7 +408,7 @@ class DetachedOnRank1(Right):
 
 
 class ComputesInBf16(Right):
-    """A setting of the stack's own, whatever the precision is."""
+    """Computes in bf16 under every precision."""
 
     meshes = ({"dp": 2},)
 
@@ -418,7 +418,7 @@ class ComputesInBf16(Right):
 
 
 class AveragedTwice(Right):
-    """All gradients are divided by the number of ranks once too often."""
+    """All gradients are divided by the number of ranks twice."""
 
     meshes = ({"dp": 2},)
 
@@ -429,7 +429,7 @@ class AveragedTwice(Right):
 
 
 class SlightlyTooMuch(Right):
-    """All gradients are 1.01 times too large, which no rounding makes."""
+    """All gradients are 1.01 times too large, more than rounding explains."""
 
     meshes = ({"dp": 2},)
 
@@ -460,7 +460,7 @@ class NeverAveraged(Right):
 
 
 class TakesOneRanksGradients(Right):
-    """All ranks get the gradients of rank 1, and its rows alone count."""
+    """All ranks get the gradients of rank 1 instead of the average."""
 
     meshes = ({"dp": 2},)
 
@@ -506,7 +506,7 @@ class EmbedIsOutOfReach(Right):
 
 
 class _Off(nn.LayerNorm):
-    """Gives something else in one of its calls."""
+    """Returns a wrong output in one of its calls."""
 
     calls = 0
     wrong = ()
@@ -543,7 +543,7 @@ class WrongAtStep2(Right):
 
 
 class BreaksIfWatched(BiasOnEveryRank):
-    """Refuses that a hook looks at a module."""
+    """Raises if a hook is registered on a module."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         super().parallelize(model, mesh)
@@ -560,7 +560,7 @@ class BreaksIfWatched(BiasOnEveryRank):
 
 
 class Stage(nn.Module):
-    """Some blocks, counted anew; the first stage embeds, the last one has the head."""
+    """Some blocks, numbered from 0; the first stage embeds, the last has the head."""
 
     def __init__(self, model: Model, number: int, count: int) -> None:
         super().__init__()
@@ -636,7 +636,7 @@ class StageOff(RightPipeline):
 
 
 class ChunksAddedUp(RightPipeline):
-    """The gradients of the chunks are added up and not averaged."""
+    """The gradients of the chunks are summed, not averaged."""
 
     factor = 4.0
 
@@ -645,7 +645,7 @@ class ChunksAddedUp(RightPipeline):
 
 
 class StepsTwice(Right):
-    """No fault: two clipped steps for each batch, which no plain reference makes."""
+    """No fault: two clipped steps for each batch; the plain reference makes one."""
 
     reference = "one rank"
 
@@ -669,11 +669,11 @@ class StepsTwice(Right):
 
 
 class ShardedStepsTwice(StepsTwice, RightSharded):
-    """No fault: the same under ``fully_shard``."""
+    """No fault: two clipped steps for each batch under ``fully_shard``."""
 
 
 class SequenceStepsTwice(StepsTwice, RightSequence):
-    """No fault: the same, each rank with its own tokens between the blocks."""
+    """No fault: two steps for each batch, under sequence parallelism."""
 
 
 class MaskOnRank1Twice(StepsTwice, MaskOnRank1):
@@ -689,7 +689,7 @@ class NeverAveragedTwice(StepsTwice, NeverAveraged):
 
 
 class CalledOftener(StepsTwice):
-    """Takes each batch in two parts where there are two ranks: more calls, no fault."""
+    """No fault: on two ranks each batch is computed in two parts, so in more calls."""
 
     meshes = ({"dp": 2},)
 
@@ -704,7 +704,7 @@ class CalledOftener(StepsTwice):
 
 
 class SharperMakerOnRank1(Gan):
-    """The maker's activation is another one on rank 1."""
+    """The activation of module ``maker`` differs on rank 1."""
 
     def parallelize(self, model: Any, mesh: DeviceMesh) -> Any:
         if dist.get_rank() == 1:
@@ -765,7 +765,7 @@ class OwnKeys(RightContext):
 
 
 class StridedContext(RightContext):
-    """No fault: each rank has every second token; one gradient may stay its own."""
+    """No fault: each rank has every second token."""
 
     meshes = ({"cp": 2},)
     data_axes = ("cp",)
@@ -819,7 +819,7 @@ class Hidden:
 
 
 class HiddenSummed(Right):
-    """Adds gradients up over ``dp``, and shows no modules."""
+    """Sums gradients over ``dp`` in place of an average, and shows no modules."""
 
     meshes = ({"dp": 2},)
 
@@ -843,7 +843,7 @@ class HiddenSummed(Right):
 
 
 class OwnCount(RightContext):
-    """Each rank divides by the tokens that it sees itself; they are not the same."""
+    """Each rank divides by its own number of tokens; these differ between ranks."""
 
     meshes = ({"cp": 2},)
     data_axes = ("cp",)
@@ -872,7 +872,7 @@ class _Tokens(nn.Module):
 
 
 class WrongTokens(Right):
-    """Rank 1 looks up other tokens; no module has a wrong input that is a float."""
+    """Rank 1 looks up other tokens; inputs of modules that are floats are right."""
 
     meshes = ({"dp": 2},)
 
@@ -893,14 +893,14 @@ class WrongTokens(Right):
 
 
 class _Trained:
-    """State of a stack that steps by itself."""
+    """Module and optimizer of a workload with its own ``train_step``."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.module, self.optimizer = module, optimizer
 
 
 class ClippedAfterAFault(Right):
-    """One gradient is half of what it is to be, and then all are clipped."""
+    """One gradient is halved before the clip."""
 
     meshes = ({"dp": 2},)
     clip_norm = 0.1
@@ -932,7 +932,7 @@ class ClippedAfterAFault(Right):
 
 
 class ReturnsItsShare(ClippedAfterAFault):
-    """Gradients are right; the loss is what this rank adds to that of the batch."""
+    """Gradients are right; the returned loss is this rank's part of the batch loss."""
 
     def spoil(self, module: nn.Module) -> None:
         pass
@@ -942,7 +942,7 @@ class ReturnsItsShare(ClippedAfterAFault):
 
 
 class ReturnsWhatBackwardStartsFrom(ClippedAfterAFault):
-    """Gradients are right; the loss is the sum times the ranks over the whole count."""
+    """Gradients are right; the returned loss is not averaged over the ranks."""
 
     def loss(self, output: Any, targets: Tensor) -> Any:
         squares = (output - targets).square().flatten(1).mean(1)
@@ -962,7 +962,7 @@ class ReturnsWhatBackwardStartsFrom(ClippedAfterAFault):
 
 
 class KeepsTheLastPass(ClippedAfterAFault):
-    """Each pass begins with no gradients: its ``zero_grad`` is in the wrong loop."""
+    """Gradients of earlier passes are lost: ``zero_grad`` is in the inner loop."""
 
     clip_norm = 1000.0
 
@@ -979,7 +979,7 @@ class KeepsTheLastPass(ClippedAfterAFault):
 
 
 class _SumBoth(_Sum):
-    """Adds up in both directions."""
+    """Sums over ranks in forward and in backward."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -1034,14 +1034,14 @@ class NormForgetsBackward(RightJoinedNorm):
 
 
 class NormOfOwnRows(RightJoinedNorm):
-    """Each rank has statistics of its own."""
+    """Each rank computes the statistics of its own rows."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         return Right.parallelize(self, model, mesh)
 
 
 class MovesAFrozenBias(Right):
-    """Something else than an optimizer moves a parameter that is not trained."""
+    """A frozen bias is moved, but not by an optimizer."""
 
     def model(self) -> nn.Module:
         made = super().model()

@@ -52,7 +52,7 @@ class Dropout(Right):
 
 
 class ReplicasDrawApart(Dropout):
-    """Every rank has a seed of its own, also those that hold one activation."""
+    """Every rank has a different seed, even ranks with replicas of one activation."""
 
     def seed(self, mesh: DeviceMesh) -> None:
         torch.manual_seed(100 + dist.get_rank())
@@ -84,7 +84,7 @@ class SeedsInBatch(Dropout):
 
 
 class OwnStep(Dropout):
-    """No fault: an engine makes the step, and makes the module anew."""
+    """No fault: an engine makes the step and creates the module again."""
 
     meshes: object = ({"dp": 2},)
 
@@ -165,7 +165,7 @@ class DropsDTensors(SequenceParallel):
 
 
 class Recomputes(Dropout):
-    """No fault: what is forgotten is drawn again from the generator as it was."""
+    """No fault: recomputation draws from the restored state of the generator."""
 
     meshes: object = ({"dp": 2},)
     reentrant, preserves = False, True
@@ -211,7 +211,7 @@ class RestoresItsOwnGenerator(Dropout):
 
 
 class ForgetsItsOwnGenerator(RestoresItsOwnGenerator):
-    """The second forward draws on from where the first has ended."""
+    """The second forward continues with the generator's state after the first."""
 
     restores = False
 
@@ -255,7 +255,7 @@ class Checkpointed(nn.Module):
 
 
 class NoisyAttention(Dropout):
-    """No fault: dropouts that are no modules, and noise on the inputs."""
+    """No fault: dropouts as functions, and noise on the inputs."""
 
     meshes: object = ({"dp": 2},)
 
@@ -280,7 +280,7 @@ class Attention(nn.Module):
 
 
 class DropsInAHook(Dropout):
-    """Random layers that the judge cannot turn off, on the ranks alone."""
+    """Random layers on the ranks only, which gradparity cannot turn off."""
 
     meshes: object = ({"dp": 2},)
 
@@ -293,7 +293,7 @@ class DropsInAHook(Dropout):
 
 
 class AlwaysRandom(Right):
-    """Forward is random, and the judge does not know of what."""
+    """Forward is random, from a source that gradparity cannot find."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(8, 8), Noise(), nn.Linear(8, 4))
@@ -348,7 +348,7 @@ class DropsLayers(Dropout):
 
 
 class DropsByConfig(Dropout):
-    """Blocks are left out by chance, with a probability that the judge cannot find."""
+    """Blocks are dropped at random, with a probability that gradparity cannot find."""
 
     def model(self) -> nn.Module:
         return ConfiguredBlocks()
@@ -380,13 +380,13 @@ class ReplacesItsDropout(Dropout):
 
 
 class ForgetsTheFactor(ReplacesItsDropout):
-    """It does not multiply what it keeps."""
+    """Kept elements are not multiplied by 1 / (1 - p)."""
 
     scales = False
 
 
 class DropsMore(ReplacesItsDropout):
-    """It has another probability than the model's."""
+    """The layout's dropout has another probability than the model's."""
 
     p = 0.5
 
@@ -429,7 +429,7 @@ class ForgetsItsGenerator(SavesItsGenerator):
 
 
 class SavesOneGenerator(SavesItsGenerator):
-    """All ranks load what the first one has saved."""
+    """All ranks load the generator's state of rank 0."""
 
     def file(self, folder: str) -> str:
         return f"{folder}/0.pt"

@@ -82,7 +82,7 @@ class ForgetsTheRouter(TopTwo):
 
 
 class ChoosesBySomethingElse(TopTwo):
-    """On the ranks, not on one process, experts are chosen by biased scores."""
+    """Experts are chosen by biased scores, on the ranks only."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         found = super().parallelize(model, mesh)

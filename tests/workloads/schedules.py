@@ -1,4 +1,4 @@
-"""Workloads whose train_step moves a schedule; all but one do it rightly."""
+"""Workloads whose train_step moves a schedule; one of them is wrong."""
 
 import math
 import os
@@ -26,7 +26,7 @@ def warm_up(step: int) -> float:
 
 
 class Scheduled:
-    """A schedule after each step that was taken; its checkpoint holds it."""
+    """Moves the schedule after each taken step, and saves it in the checkpoint."""
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
         return lr_scheduler.LambdaLR(optimizer, warm_up)
@@ -99,7 +99,7 @@ class CyclesBetas(OneCycle):
 
 class TensorRate(Scheduled, Trains):
     rate = torch.tensor(0.01)
-    """One for all optimizers of the workload."""
+    """Learning rate: one tensor that all optimizers of the workload share."""
 
     def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
         mine = [p for _, p in parameters]
@@ -127,7 +127,7 @@ class TwoRates(Scheduled, Trains):
 
 
 class MovesInEachPass(Scheduled, Trains):
-    """A mistake of the schedule itself, which is believed: a move a micro-batch."""
+    """Moves the schedule at each micro-batch, which gradparity trusts."""
 
     def backward(
         self, stack: Engine, micro_batches: MicroBatches, scaler: Any
@@ -138,14 +138,14 @@ class MovesInEachPass(Scheduled, Trains):
 
 
 class BeganElsewhere(Scheduled, Trains):
-    """A schedule by the epoch: in the run the rate stays at half of what it was."""
+    """Schedule by the epoch: the rate is halved once, and constant in the run."""
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
         return lr_scheduler.ConstantLR(optimizer, 0.5, total_iters=100)
 
 
 class OfCopies(Scheduled, FlatShards):
-    """The optimizer steps flat shards, of which weights() gives views."""
+    """The optimizer steps flat shards; ``weights()`` returns views of them."""
 
     groups = 1
 
@@ -163,7 +163,7 @@ class OfCopies(Scheduled, FlatShards):
 
 
 class OfCopiesInTwoGroups(OfCopies):
-    """Nothing says which parameter has which rate."""
+    """Two groups with rates of their own; the rate of each parameter is unknown."""
 
     groups = 2
 

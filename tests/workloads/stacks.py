@@ -222,7 +222,7 @@ class AtZero(Right):
 
 
 class AtZeroOnOneRank(AtZero):
-    """No fault: the same, compared with its own step on one rank."""
+    """No fault: the reference is the workload's own step on one rank."""
 
     reference = "one rank"
 
@@ -275,7 +275,7 @@ class Nondeterministic(Right):
 
 
 class ForgetsAllReduce(Right):
-    """No gradient is averaged."""
+    """Gradients are not averaged."""
 
     def reduce(self, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
         pass
@@ -462,7 +462,7 @@ class Renames(Right):
 
 
 class Unties(Right):
-    """``parallelize`` gives a head that is tied to a table a weight of its own."""
+    """``parallelize`` unties the head from the embedding table."""
 
     def model(self) -> nn.Module:
         return TiedHead()
@@ -514,14 +514,14 @@ class PropertyRaises(Right):
 
 
 class ModelExits(Right):
-    """Ends the process where the model is made."""
+    """Ends the process in ``model()``."""
 
     def model(self) -> nn.Module:
         raise SystemExit(3)
 
 
 class SaysNonsense(Right):
-    """Its average is a list, its count of skips a word."""
+    """Returns a list as its average, and a word as its count of skips."""
 
     def train_step(self, stack: object, micro_batches: object, scaler: object) -> None:
         raise NotImplementedError
@@ -593,7 +593,7 @@ class Reshapes(nn.Module):
 
 
 class UnknownAxis(Right):
-    """Nobody knows whether ranks along this axis see the same rows."""
+    """The mesh has an axis with an unknown name."""
 
     meshes = ({"dp": 2, "colour": 2},)
 
@@ -617,7 +617,7 @@ class DeclaresBoth(Right):
 
 
 class RandomModel(Right):
-    """Draws its weights from a generator of its own."""
+    """Draws its weights from a private generator."""
 
     def model(self) -> nn.Module:
         found = super().model()
@@ -667,7 +667,7 @@ class WrongShapes(Right):
 
 
 class LossPerRow(Right):
-    """The loss is no scalar."""
+    """The loss is a vector."""
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         return (output - targets).square().mean(1)
@@ -688,7 +688,7 @@ class BatchNorm(Right):
 
 
 class UsesNothing(Right):
-    """A loss of which no parameter is a cause."""
+    """The loss depends on no parameter."""
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         return super().loss(output * 0, targets)

@@ -72,7 +72,7 @@ class Trains(Right):
 
 
 class TrainsSharded(Trains):
-    """No fault: the same under fully_shard, whose norm is a DTensor."""
+    """No fault: fully_shard, where the norm is a DTensor."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         fully_shard(model, mesh=mesh)
@@ -80,7 +80,7 @@ class TrainsSharded(Trains):
 
 
 class TrainsOnTwoAxes(TrainsSharded):
-    """No fault: shards of shards, of which ranks hold no single block."""
+    """No fault: shards of shards; a rank holds several blocks of a parameter."""
 
     meshes = ({"dp": 2, "tp": 2},)
 
@@ -96,7 +96,7 @@ class TrainsOnTwoAxes(TrainsSharded):
 
 
 class Renames(Right):
-    """No fault: a module to call, whose parameters have other names."""
+    """No fault: the module to call has other names of parameters."""
 
     meshes = ({"dp": 2},)
 
@@ -109,7 +109,7 @@ class Renames(Right):
 
 
 class TrainsAModule(Trains):
-    """No fault: the stack is a module, so nothing need be told of its weights."""
+    """No fault: ``parallelize`` returns a module, so ``weights`` is not needed."""
 
     weights = None  # type: ignore[assignment]  # as absent
 
@@ -274,7 +274,7 @@ class LogsBetweenRight(LogsBetween):
 
 
 class TakesWrongTurns(TakesTurns):
-    """All gradients are doubled, also those at the weights before the step."""
+    """All gradients are doubled, in both turns."""
 
     factor = 2.0
 
@@ -410,7 +410,7 @@ class Pipeline(Trains):
 
 
 class NeverClips(Trains):
-    """The norm is reported and nothing is clipped."""
+    """The norm is reported, but gradients are not clipped."""
 
     def clip(self, stack: Engine) -> Tensor:
         return nn.utils.clip_grad_norm_(stack.module.parameters(), 1e9)
@@ -431,7 +431,7 @@ class SumsMicroBatches(Pipeline):
 
 
 class DividesAgain(Pipeline):
-    """The schedule's own division changes the gradients of earlier calls, too."""
+    """The schedule's division also divides the gradients of earlier calls."""
 
     scales = True
 
@@ -485,7 +485,7 @@ class StepsNever(Trains):
 
 
 class UnknownWeights(Trains):
-    """Names its weights otherwise."""
+    """``weights`` has other names than the model."""
 
     def weights(self, stack: Engine) -> Any:
         named = stack.module.named_parameters()
@@ -493,14 +493,14 @@ class UnknownWeights(Trains):
 
 
 class UnknownGradients(FlatShards):
-    """Names its gradients otherwise."""
+    """``gradients`` has other names than the model."""
 
     def gradients(self, stack: Engine) -> Any:
         return {f"inner.{n}": g for n, g in super().gradients(stack).items()}
 
 
 class UnknownAverages(Trains):
-    """Names its running averages otherwise."""
+    """``ema`` has other names than the model."""
 
     def ema(self, stack: Engine) -> Any:
         return {f"inner.{n}": w for n, w in self.weights(stack).items()}
@@ -523,7 +523,7 @@ class WrongSlices(FlatShards):
 
 
 class OtherSlices(FlatShards):
-    """Each rank says that it holds the other one's slice."""
+    """Each rank declares the slice of the other rank."""
 
     def weights(self, stack: Engine) -> Any:
         found = super().weights(stack)
@@ -549,7 +549,7 @@ class LosesShards(FlatShards):
 
 
 class StepsCopies(FlatShards):
-    """Its optimizer steps what nobody sees, and it tells of no gradients."""
+    """Its optimizer steps hidden copies, and it has no ``gradients``."""
 
     gradients = None  # type: ignore[assignment]  # as absent
 
@@ -559,7 +559,7 @@ class StepsCopies(FlatShards):
 
 
 class WeightsNotParameters(Renames):
-    """There is no train_step, and ``weights`` gives copies."""
+    """Has no train_step, and ``weights`` returns copies."""
 
     def weights(self, stack: nn.Module) -> Any:
         return {n: p.detach().clone() for n, p in super().weights(stack).items()}
@@ -573,7 +573,7 @@ class WeightsAreAList(Trains):
 
 
 class RunsFromItsWeights(Trains):
-    """The engine draws weights of its own."""
+    """The engine draws new weights."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         nn.init.ones_(model.get_parameter("2.bias"))
@@ -611,6 +611,6 @@ class TrainRaises(Trains):
 
 
 class Alone(Trains):
-    """An engine that could be compared with the plain reference, too."""
+    """Engine that the plain reference would fit as well."""
 
     reference = "one rank"

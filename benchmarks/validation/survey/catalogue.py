@@ -91,7 +91,7 @@ class ModelType:
 
 @cache
 def model_types() -> Mapping[str, ModelType]:
-    """All of them, by name.
+    """Return all model types, by name.
 
     Raises:
         UsageError: if transformers is not installed.

@@ -64,13 +64,13 @@ class Failure:
 
     model: ModelRecord
     run: Run
-    """The first run in which it departs."""
+    """First run in which the parameter is wrong."""
     parameter: str
     error: float
 
     @property
     def plan(self) -> str:
-        """Under which it departs."""
+        """Plan under which the parameter is wrong."""
         return self.model.plan
 
 
@@ -140,7 +140,7 @@ class FindingRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Output of the script."""
     models: tuple[str, ...] = ()
     confirmed: tuple[str, ...] = ()
-    """Models whose own script shows it."""
+    """Models with a script that shows the finding."""
 
 
 def families(survey: Survey) -> list[Family]:
@@ -174,7 +174,7 @@ def families(survey: Survey) -> list[Family]:
 
 
 def _failures(model: ModelRecord) -> Iterable[tuple[Failure, Rule]]:
-    """Each parameter in the first run in which it departs."""
+    """Yield each wrong parameter with the first run in which it is wrong."""
     known = set[str]()  # what departs in an earlier run departs in the later ones, too
     failed = [run for run in model.runs if run.departed]
     # one wrong gradient changes the norm and with it every clipped gradient

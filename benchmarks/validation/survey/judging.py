@@ -1,4 +1,4 @@
-"""Judging: one model type under one plan, with the judge of every workload."""
+"""Run one model type under one plan through the checks of every workload."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from gradparity.multiprocess.cluster import BaseCluster
 __all__ = ["judge_model", "ranks"]
 
 STEPS = 2
-"""The second one shows what an update or a leftover of the first did wrong."""
+"""Number of steps: the second shows errors of the first update, and leftovers."""
 ZOO = "gradparity.benchmarks.validation.survey.zoo"
 _RUNS = {
     "tp": ("plain", "accumulate", "accumulate-uneven", "clip-norm"),
@@ -66,11 +66,11 @@ _LOST = {
     RankState.KILLED.value: "crashed",
     RankState.EXITED.value: "crashed",
 }
-"""How a rank ended -> verdict on its model; all others raised."""
+"""State of a rank -> verdict on its model; in all other states it raised."""
 
 
 def scenarios(plan: str, model: str) -> Iterator[tuple[str, str]]:
-    """The runs of a model: in words, and the id of the scenario."""
+    """Return the runs of a model: description -> id of the scenario."""
     mesh = PLANS[plan].mesh
     topology = "-".join(f"{axis}{size}" for axis, size in mesh.items())
     world = math.prod(mesh.values())
@@ -84,7 +84,7 @@ def scenarios(plan: str, model: str) -> Iterator[tuple[str, str]]:
 
 
 def ranks(limit_s: float) -> Place:
-    """The place that makes the ranks of a survey.
+    """Return the place that starts the ranks of a survey.
 
     Args:
         limit_s: time limit of one scenario.
@@ -102,7 +102,7 @@ class _WarmPool(Pool):
 
 
 def _preloaded() -> tuple[str, ...]:
-    """Modules that every model imports, or its saving and loading: imported once."""
+    """Import modules that every model, or its saving and loading, imports."""
     found = (
         *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "numpy.ma"),
         *("transformers.distributed", "transformers.modeling_utils"),
@@ -115,12 +115,12 @@ def _preloaded() -> tuple[str, ...]:
 
 
 def judge_model(plan: str, model: str, place: Place) -> ModelRecord:
-    """Judge a model type under a plan, in every scenario.
+    """Run a model type under a plan, in every scenario.
 
     Args:
         plan: a key of ``PLANS``.
         model: a model type.
-        place: where the ranks come from.
+        place: starts the ranks.
     """
     start = time.monotonic()
     runs: list[Run] = []
@@ -162,7 +162,7 @@ def judge_model(plan: str, model: str, place: Place) -> ModelRecord:
 
 
 def _misloaded(plan: str, model: str, place: Place) -> list[Run]:
-    """A run that failed, where weights are not loaded as they were saved."""
+    """Return a failed run if loaded weights differ from the saved ones, else None."""
     world = math.prod(PLANS[plan].mesh.values())
     start = time.monotonic()
     try:
@@ -200,9 +200,9 @@ def _rules(plan: str, kind: ModelType, runs: list[Run]) -> dict[str, Rule]:
 
 
 def _with_odd_heads(kind: ModelType, runner: Runner) -> list[Run]:
-    """The run with 3 heads over 2 ranks, where the model has a number of heads.
+    """Run a model with 3 heads over 2 ranks, if its number of heads can be set.
 
-    A plan may refuse that; if it accepts it, it must be right.
+    A plan may raise for 3 heads; if it does not, its result must be right.
     """
     odd = Stack(kind, odd_heads=True)
     try:
@@ -259,7 +259,7 @@ def _run_of(name: str, case: Case) -> Run:
 
 
 def _departed(case: Case) -> dict[str, float]:
-    """The gradients that depart in the first bad step, as the model names them."""
+    """Return {parameter: largest error of its gradient} for the first bad step."""
     parity = case.evidence.parity if case.evidence else None
     found: dict[str, float] = {}
     for row in parity.departed.get("gradient", ()) if parity else ():

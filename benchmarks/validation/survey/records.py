@@ -49,7 +49,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field=
     limit_s: float
     """Time limit of a model under a plan."""
     jobs: int = 1
-    """Models that were judged at a time."""
+    """Number of models that ran at a time."""
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,16 +70,16 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Trained variant: ``2 micro-batches``."""
     scenario: str
-    """Its id, for ``gradparity replay``."""
+    """Id of the scenario, for ``gradparity replay``."""
     status: str
     """Status like that of any case."""
     message: str = ""
-    """The first law that is broken, or why there is no verdict."""
+    """Message of the first failed check, or the reason for no verdict."""
     ended: str = ""
     """End of the rank that broke the run, a value of ``RankState``."""
     law: str = ""
     laws: tuple[str, ...] = ()
-    """All that are broken."""
+    """Names of all failed checks."""
     step: int | None = None
     parameter: str = ""
     """The parameter with the largest error."""
@@ -87,11 +87,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Error of its gradient, relative to the truth's norm."""
     bound: float = 0.0
     departed: dict[str, float] = {}
-    """All that depart in that step, and by how much, at most."""
+    """Parameter -> largest error of its gradient in that step."""
     where: str = ""
-    """The first module and collective that depart."""
+    """First module that differs, and the last collective before it."""
     forward: str = ""
-    """The module whose output departs first, if the forward pass does."""
+    """Module with the first wrong output, if forward is wrong."""
     seconds: float = 0.0
 
     @property
@@ -114,7 +114,7 @@ class ModelRecord(
     reason: str = ""
     runs: tuple[Run, ...] = ()
     rules: dict[str, Rule] = {}
-    """Names of the parameters that depart, with ``*`` for the number of a layer."""
+    """Names of wrong parameters, with ``*`` for the number of a layer."""
     replaced: dict[str, str] = {}
     """Rules that were set in place of the plan's own, without which it raises."""
     seconds: float = 0.0
@@ -150,7 +150,7 @@ class ScriptRecord(
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole survey; if a model was judged twice, its last record."""
+    """A whole survey; a model that ran twice has its last record."""
 
     headers: tuple[Header, ...]
     """One for each call of the command: an interrupted survey is continued."""

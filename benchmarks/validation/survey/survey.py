@@ -62,7 +62,7 @@ START_S = 180.0
 GRACE_S = 10.0
 """Extra time in which a child reports a model's time limit by itself."""
 READY = b"ready"
-"""Message of a child once it can judge."""
+"""Message of a child once it is ready for models."""
 QUIET = {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -82,7 +82,7 @@ class SurveySettings:
     out: Path
     limit_s: float = 60.0
     jobs: int = 2
-    """Models that are judged at a time."""
+    """Number of models that run at a time."""
     quiet: bool = False
     command: str = ""
 
@@ -223,7 +223,7 @@ def _now() -> str:
 
 
 class Judging:
-    """A child that judges; a context manager that ends it, and with it its ranks."""
+    """Child process that checks models; as a context manager it ends with its ranks."""
 
     def __init__(self, log: Path, limit_s: float) -> None:
         """Start nothing yet.
@@ -248,7 +248,7 @@ class Judging:
 
     @property
     def busy(self) -> bool:
-        """True if a model is judged now."""
+        """True if a model runs now."""
         return self._record is not None
 
     @property
@@ -263,7 +263,7 @@ class Judging:
         return max(0.0, self._until - time.monotonic())
 
     def begin(self, plan: str, kind: ModelType) -> None:
-        """Have the child judge a model; :func:`finished` yields the record."""
+        """Let the child check a model; :func:`finished` yields the record."""
         assert not self.busy
         self._record = ModelRecord(
             plan=plan, model=kind.name, folder=kind.folder, verdict="crashed"
@@ -345,7 +345,7 @@ def finished(children: Collection[Judging]) -> Iterator[ModelRecord]:
 
 
 def _serve(pipe: Connection, log: str, limit_s: float) -> None:
-    """Main function of the child: judge requests until the survey closes the pipe."""
+    """Main function of the child: serve requests until the survey closes the pipe."""
     # Ctrl-C reaches the whole process group; the survey ends this process itself
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(log, "ab") as file:

@@ -3,8 +3,7 @@
 ``gradparity.benchmarks.validation.survey.zoo:types.qwen3`` is a workload: a tiny
 model of random weights, made from its own configuration class, saved to a
 temporary folder and loaded from there under its own plan, as users do. Nothing is
-downloaded. Its meshes are those of all plans: what does not depend on the plan, such as
-the reference training, is then made once for all of them.
+downloaded. One workload has the meshes of all plans, so they share one reference run.
 
 [Note: Weights]
 Initial weights hide faults: biases of zero may be added twice, norms of one may be
@@ -57,18 +56,18 @@ __all__ = ["WRITTEN_INPUTS", "Net", "Stack", "odd", "types"]
 
 ROWS, TOKENS = 8, 8
 SAME_OUTPUT = 0.01
-"""Relative error of a model's output, far above rounding, far below other weights."""
+"""Relative error of an output: far above rounding, far below that of wrong weights."""
 
 
 class Net(nn.Module):
-    """A model of transformers, from a dict of inputs to one tensor."""
+    """Model of transformers that maps a dict of inputs to one tensor."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.net = model
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Logits, or hidden states where the model has no head."""
+        """Return logits, or hidden states if the model has no head."""
         wide = next(self.parameters()).dtype == torch.float64
         if wide:  # torch has no grouped products in fp64
             self.net.set_experts_implementation("eager")  # type: ignore[operator]  # of an untyped package
@@ -80,11 +79,11 @@ class Net(nn.Module):
 
 
 _OUTPUTS = ("logits", "last_hidden_state")
-"""Outputs of a model that can be trained on, the best first."""
+"""Names of outputs that a loss can use, the best first."""
 
 
 class AtLeastDouble(TorchFunctionMode):
-    """Reads a model's requests for fp32 as ones for fp64; see [Note: fp32 inside]."""
+    """Gives a model fp64 when it asks for fp32; see [Note: fp32 inside]."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -102,7 +101,7 @@ class AtLeastDouble(TorchFunctionMode):
 
 
 class Stack:
-    """One model type; the mesh says under which plan it is laid out."""
+    """Workload of one model type; the mesh selects the plan."""
 
     meshes = tuple(plan.mesh for plan in PLANS.values())
     model_axes = ("tp", "ep")
@@ -111,7 +110,7 @@ class Stack:
         self.kind, self.odd_heads = kind, odd_heads
 
     def settings(self) -> dict[str, Any]:
-        """Arguments of the configuration class."""
+        """Return the arguments of the configuration class."""
         small = shrink(config_class(self.kind))
         if self.odd_heads:
             odd = with_odd_heads(small)
@@ -121,7 +120,7 @@ class Stack:
         return small
 
     def model(self) -> Net:
-        """The whole model; see [Note: Weights]."""
+        """Return the whole model; see [Note: Weights]."""
         config = config_class(self.kind)(**self.settings())
         net = Net(model_class(self.kind)(config))
         for parameter in net.parameters():
@@ -130,7 +129,7 @@ class Stack:
         return net
 
     def batch(self, step: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
-        """Tokens and the next tokens."""
+        """Return tokens and the next tokens."""
         generator = torch.Generator().manual_seed(1000 * seed + step)
         tokens = torch.randint(
             FIRST_TOKEN, VOCAB, (ROWS, TOKENS + 1), generator=generator
@@ -144,13 +143,13 @@ class Stack:
         return inputs, tokens[:, 1:].contiguous()
 
     def output_name(self) -> str:
-        """The attribute of what the model returns that is trained on."""
+        """Return the name of the output that the loss uses."""
         with torch.no_grad():
             found = self.model().net(**self.batch(0, 0)[0])
         return next(n for n in _OUTPUTS if getattr(found, n, None) is not None)
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Cross entropy; hidden states are taken for logits of fewer tokens."""
+        """Return the cross entropy; hidden states count as logits."""
         classes = output.shape[-1]
         return nn.functional.cross_entropy(
             output.flatten(0, -2), targets.flatten() % classes
@@ -183,7 +182,7 @@ class Stack:
         return Net(loaded.train())
 
     def optimizer(self, parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.SGD:
-        """SGD: an update is the gradient."""
+        """Return SGD, whose update is a multiple of the gradient."""
         # foreach kernels refuse plain tensors beside DTensors, and plans leave both
         return torch.optim.SGD([p for _, p in parameters], lr=0.1, foreach=False)
 
@@ -191,7 +190,7 @@ class Stack:
 def _mesh_made_once(
     device: str, shape: tuple[int, ...], *, mesh_dim_names: tuple[str, ...]
 ) -> DeviceMesh:
-    """A mesh in place of ``init_device_mesh``'s: the first such of this process.
+    """Return a mesh as ``init_device_mesh`` does, created once in a process.
 
     Each load makes two meshes of four axes: with four ranks that are 24 process groups,
     each with a barrier. A user loads once in a process; the survey loads often. torch
@@ -211,7 +210,7 @@ def _known_mesh(
 
 
 def _waves(tokens: Tensor, width: int = HIDDEN) -> Tensor:
-    """A vector for each token, in place of another model's output."""
+    """Return a vector for each token, in place of another model's output."""
     return torch.sin(tokens[..., None] * torch.arange(1.0, width + 1))
 
 
@@ -232,7 +231,7 @@ _INPUTS: Mapping[str, Callable[[Tensor], dict[str, Tensor]]] = {
         "t_cond": _waves(tokens[:, :1]),
     },
 }
-"""Model type -> its inputs for a batch, if they are not only tokens."""
+"""Model type -> function from tokens to its inputs, if it takes more than tokens."""
 
 WRITTEN_INPUTS: Mapping[str, Mapping[str, str]] = {
     "muse_glimmer_assistant": {
@@ -291,7 +290,7 @@ _REPLACED: Mapping[str, tuple[str, ...]] = {
 
 
 def replaced_rules(kind: ModelType) -> Mapping[str, str]:
-    """Rules that are set in place of a plan's own, so that the rest can be judged.
+    """Return rules that replace those of a plan, so that the rest can be checked.
 
     Args:
         kind: a model type; it raises in every forward pass with its own rules.
@@ -301,7 +300,7 @@ def replaced_rules(kind: ModelType) -> Mapping[str, str]:
 
 @torch.no_grad()
 def misloaded(plan: str, model: str) -> dict[str, float]:
-    """Parameters whose values differ after a model was saved and loaded under a plan.
+    """Return parameters that differ after a model was saved and loaded under a plan.
 
     Empty if the output of the loaded model is right: then the plan only concatenates
     the parts of a DTensor in another order, and parity judges the rest. Runs on every
@@ -351,19 +350,19 @@ _WHOLES = {
     "T5Gemma2TextConfig": "T5Gemma2Config",
     "T5Gemma2DecoderConfig": "T5Gemma2Config",
 }
-"""Configuration of a part that no model takes alone -> that of the whole."""
+"""Configuration class of a part -> that of the whole, if no model takes the part."""
 
 
 @cache
 def config_class(kind: ModelType) -> Any:
-    """The configuration class itself, or that of the whole model."""
+    """Return the configuration class of a model type, or that of the whole model."""
     name = f"transformers.models.{kind.folder}.{kind.configuration}"
     wanted = _WHOLES.get(kind.config, kind.config)
     return getattr(importlib.import_module(name), wanted)
 
 
 def rule_of(kind: ModelType, plan: Plan, parameter: str) -> Rule:
-    """The package's treatment of a parameter under a plan.
+    """Return the rule by which transformers lays out a parameter under a plan.
 
     Args:
         kind: a model type.
@@ -388,7 +387,7 @@ def rule_of(kind: ModelType, plan: Plan, parameter: str) -> Rule:
 
 
 def rule_of_loader() -> Rule:
-    """The package's treatment of a parameter that it loads under a plan."""
+    """Return the rule by which transformers loads a parameter under a plan."""
     from transformers.distributed.sharding_utils import DtensorShardOperation
 
     return Rule(
@@ -399,23 +398,23 @@ def rule_of_loader() -> Rule:
 
 
 def _place_of(kind: Any) -> str:
-    """Name of a class, and file and line where it begins."""
+    """Return the name of a class, and the file and line where it begins."""
     path = Path(inspect.getsourcefile(kind) or "")
     parts = path.parts[path.parts.index("site-packages") + 1 :] or path.parts[-1:]
     return f"{kind.__name__} ({'/'.join(parts)}:{inspect.getsourcelines(kind)[1]})"
 
 
 _HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "Model", "")
-"""Ends of names of models, the best to train first."""
+"""Endings of class names of models, the best to train first."""
 _NO_HEADS = ("Classification", "QuestionAnswering", "PreTrainedModel", "Answering")
 
 
 @cache
 def model_class(kind: ModelType) -> Any:
-    """The model to train with a configuration class.
+    """Return the model class to train with a configuration class.
 
     Raises:
-        ValueError: if none takes it alone.
+        ValueError: if no model takes the configuration alone.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -459,4 +458,4 @@ class _Types:
 
 types = _Types()
 odd = _Types(odd_heads=True)
-"""With a number of heads that 2 does not divide."""
+"""Workloads of models with an odd number of heads."""

@@ -8,7 +8,7 @@ from gradparity.scaler.sync import OverflowSync
 
 
 class Settling(GradScaler):
-    """The first iterations: the host reads what the ranks exchange."""
+    """First iterations, in which the host reads the exchanged rows."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         Host.reads_cpu = False  # for good: the ranks of a test class serve it alone

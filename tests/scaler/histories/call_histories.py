@@ -1,9 +1,9 @@
 """The search over call histories, as tests of a scaler.
 
-hypothesis draws a history; all ranks of a warm cluster make its calls with the scaler,
-each beside the oracle (`follow`); a history at which one departs is shrunk. The scaler
-of this repository is searched by ``tests/scaler/test_histories.py``, another one by a
-class in a test file of its own::
+hypothesis draws a history of calls. All ranks of a warm cluster make these calls with
+the scaler, and compare each with the oracle (`follow`). A history in which a call
+differs is shrunk. ``tests/scaler/test_histories.py`` searches the scaler of this
+repository. To search another one, write a class in a test file::
 
     from gradparity.tests.scaler.histories.call_histories import CallHistories
 
@@ -12,7 +12,7 @@ class in a test file of its own::
         scaler = "mine:GradScaler"
 
 ``pytest`` draws the same few histories of each family every time. With
-``HISTORY_MINUTES=10`` in the environment all families together draw others for so long.
+``HISTORY_MINUTES=10`` in the environment it draws new ones for ten minutes.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .history import FAMILIES, History, histories, parse
 __all__ = ["CallHistories", "Ranks", "Search"]
 
 FIXED, ROUND = 8, 100
-"""Histories of a family: those that are drawn every time, and those of a round."""
+"""Number of histories of a family: drawn every time, and in each round of a search."""
 SHRINK_S = 20.0
-"""How long a departure is shrunk."""
+"""Seconds for which a failing history is shrunk."""
 QUICK_S, PATIENT_S = 4.0, 15.0
-"""Seconds that ranks wait for each other, and again where one did not return."""
+"""Seconds that ranks wait for each other: at first, and to confirm a hang."""
 
 
 class _Departs(Exception):
@@ -66,12 +66,12 @@ class Ranks(dict[int, Cluster]):
     def departure(
         self, history: History, scaler: str, *, quick: bool = False
     ) -> Departure | None:
-        """How ``scaler``, a ``module:attribute``, departs in a history.
+        """Return the first call in which a scaler differs from the oracle, or None.
 
         Args:
             history: the calls.
             scaler: ``module:attribute``.
-            quick: true to believe a hang without another look.
+            quick: true to report a hang without a second run.
         """
         found = self._departure(history, scaler, QUICK_S)
         if found is not None and HANGS in found.text and not quick:
@@ -102,7 +102,7 @@ class Ranks(dict[int, Cluster]):
 
 
 class Search:
-    """The search of one family for the shortest departure of one scaler."""
+    """Search of one family for the shortest history in which a scaler differs."""
 
     def __init__(self, ranks: Ranks, scaler: str, family: str) -> None:
         self.ranks, self.scaler, self.family = ranks, scaler, family
@@ -111,7 +111,7 @@ class Search:
         self.departure = ""
 
     def run(self, seconds: float | None = None, shrink_s: float = SHRINK_S) -> None:
-        """Draw the fixed histories, or new ones for so long, until one departs."""
+        """Draw the fixed histories, or new ones for some seconds, until one fails."""
         self.shrink_s = shrink_s
         self.end = math.inf if seconds is None else time.monotonic() + seconds
         search = settings(
@@ -158,9 +158,9 @@ class CallHistories:
 
     Attributes:
         scaler: ``module:attribute``, imported by each rank.
-        families: keys of ``FAMILIES`` in which the scaler is to be right; by default
-            all. Calls of methods that it does not offer are left out.
-        histories: lines that a failure has printed, each a test of its own.
+        families: keys of ``FAMILIES`` to test; all by default. Calls of methods that
+            the scaler lacks are left out.
+        histories: lines that a failure printed; each is tested again.
     """
 
     scaler: ClassVar[str]
@@ -183,7 +183,7 @@ class CallHistories:
             pytest.fail(found.text, pytrace=False)
 
     def search(self, ranks: Ranks, family: str) -> None:
-        """Draw histories of one family; fail where one departs."""
+        """Draw histories of one family; fail if a scaler differs in one."""
         begun, minutes = time.monotonic(), os.environ.get("HISTORY_MINUTES")
         search = Search(ranks, self.scaler, family)
         if minutes is None:

@@ -1,4 +1,4 @@
-"""Follow a history on a rank: the judged scaler beside the tracks of the oracle."""
+"""Follow a history on a rank: the tested scaler beside the tracks of the oracle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .replica import CLIPS, OFFERED, Replica, norm_of
 __all__ = ["EITHER", "HANGS", "Departure", "follow"]
 
 TOLERANCE = 1e-4
-"""Relative, of a norm and of what a clipped step adds: both are sums in fp32."""
+"""Relative tolerance of a norm and of a clipped update: both are sums in fp32."""
 EITHER = ", or as torch has it "
 """Joins the values of mathematics and torch in a message, if torch is wrong."""
 HANGS = "does not return"
@@ -38,11 +38,11 @@ CROSSED = ("cross", "lone-clip", "scalers-cross")
 def follow(
     history: History, spec: str, folder: str, patience_s: float
 ) -> Departure | None:
-    """Make the calls on this rank, next to all others, until one of them departs.
+    """Make the calls on this rank, together with all others, until a rank differs.
 
     Args:
         history: history to follow.
-        spec: the judged scaler.
+        spec: the tested scaler.
         folder: where to import it from.
         patience_s: how long ranks wait for one that does not return.
 
@@ -57,16 +57,16 @@ def follow(
 
 
 class Departure(NamedTuple):
-    """A departure as one rank saw it."""
+    """Difference from the oracle on one rank."""
 
     text: str
-    """Empty where it saw nothing wrong."""
+    """Description of the difference; empty if this rank has none."""
     made: tuple[Call, ...]
     """The calls that were made; others had no right result there and were left out."""
 
 
 class _Refused(Exception):
-    """The judged scaler cannot be made with settings that torch's takes."""
+    """The tested scaler refuses settings that torch's accepts."""
 
 
 class _Follower:
@@ -205,7 +205,7 @@ class _Follower:
         raised: list[bool],
         wanted: list[list[Seen]],
     ) -> tuple[str, bool]:
-        """The departure or the empty string; and whether the history ends here."""
+        """Return the difference or "", and True if the history ends here."""
         mathematics, *torchs = wanted
         rank = self.world.rank
         self._note_sizes(mathematics)
@@ -301,7 +301,7 @@ class _Follower:
         return False
 
     def _differ(self, got: Seen, wanted: list[Seen], loose: bool) -> str:
-        """How an outcome differs from each permitted one, in words."""
+        """Describe how an outcome differs from each permitted one."""
         for name, value in got.state.items():
             slack = TOLERANCE * self.moved.get(name, 0.0) if loose else 0.0
             if not any(_same(value, want.state[name], slack) for want in wanted):

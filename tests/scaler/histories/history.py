@@ -85,7 +85,7 @@ class Call:
     which: int = 0
     """One of its numbers."""
     rank: int = 0
-    """The rank on which something is otherwise."""
+    """Rank on which the call differs."""
 
     def __str__(self) -> str:
         which, rank = self.which, self.rank
@@ -107,7 +107,7 @@ class History:
 
 
 def parse(text: str) -> History:
-    """Read what ``str(history)`` wrote.
+    """Parse the text of a history, as ``str(history)`` writes it.
 
     Raises:
         ValueError: ``text`` has another form; says what was got and expected.
@@ -145,7 +145,7 @@ def _parse_call(text: str, world_size: int) -> Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Histories with common features; each family is searched for a departure."""
+    """Histories with common features; each family is searched for failures."""
 
     kinds: str
     """Calls, or kinds of which any call is drawn; the first is what calls shrink to."""

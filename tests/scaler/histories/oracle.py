@@ -32,16 +32,16 @@ __all__ = [
 
 GROWTH, BACKOFF, INTERVAL = 4.0, 0.25, 2
 LIMIT = 2.0**128
-"""The first power of two that fp32 does not hold: no scale grows to it."""
+"""Smallest power of two above fp32's range; a scale stays below it."""
 
 
 def interval_of(history: History) -> int:
-    """Good iterations in a row before the scale grows."""
+    """Return the number of good iterations before the scale grows."""
     return 10**10 if "interval" in history.words else INTERVAL
 
 
 def first_scale(history: History) -> float:
-    """The scale that a history starts with."""
+    """Return the scale that a history starts with."""
     for word in history.words:
         if word.startswith("scale-"):
             return 2.0 ** int(word.removeprefix("scale-"))
@@ -53,19 +53,19 @@ class Facts:
     """Facts over all ranks before a call."""
 
     bad: list[bool]
-    """For each optimizer: a gradient on any rank is not finite."""
+    """For each optimizer: true if a gradient on any rank is not finite."""
     any: list[bool]
-    """For each optimizer: any rank has a gradient."""
+    """For each optimizer: true if any rank has a gradient."""
     norm: float
-    """Global norm of what the call clips, unscaled."""
+    """Global norm of the gradients that the call clips, unscaled."""
     unscaled: list[torch.Tensor] = field(default_factory=list)
-    """The gradients that the call is about, on all ranks, unscaled."""
+    """Unscaled gradients of the optimizers of the call, on all ranks."""
     counted: list[torch.Tensor] = field(default_factory=list)
     """Gradients that belong to the norm, each element once."""
 
 
 class _Beyond:
-    """Calls beyond torch's class, made of ``unscale_`` and ``step``."""
+    """Methods that torch's class lacks, built from ``unscale_`` and ``step``."""
 
     replica: Replica
     facts: Callable[[], Facts]
@@ -82,7 +82,7 @@ class _Beyond:
     def clip_grad_norm_(
         self: Any, optimizer: Any, max_norm: float, norm_type: float
     ) -> float:
-        """Multiply by torch's factor, of the global norm."""
+        """Multiply gradients by the factor that torch computes from the global norm."""
         facts: Facts = self.facts()
         if optimizer is not None:
             which = self.number(optimizer)
@@ -106,14 +106,14 @@ class _Beyond:
         return not self.step_was_skipped(scheduler.optimizer)
 
     def lacking(self) -> dict[int, bool]:
-        """Verdict of the other ranks on each optimizer that this rank lacks."""
+        """Return {optimizer: overflow on any rank}, for those that this rank lacks."""
         used = self.replica.clipped | self.replica.stepped
         bad = self.facts().bad
         return {which: bad[which] for which in used if self.replica.lacks(which)}
 
 
 class Mathematics(_Beyond):
-    """No scaling, and the rule of the scale."""
+    """Trains without scaling, and follows the rule by which the scale moves."""
 
     def __init__(self, replica: Replica, facts: Callable[[], Facts], scale: float):
         super().__init__(replica, facts)
@@ -241,7 +241,7 @@ class AgreedTorch(_Beyond, torch.amp.GradScaler):
 
 
 class PlainTorch(AgreedTorch):
-    """The same, but a clip that overflows leaves the gradients as they are."""
+    """`AgreedTorch` whose clip leaves gradients unchanged after an overflow."""
 
     def clip_grad_norm_(
         self, optimizer: Any, max_norm: float, norm_type: float
@@ -259,7 +259,7 @@ class PlainTorch(AgreedTorch):
 
 
 class TidyTorch(AgreedTorch):
-    """The same, but a step that raises leaves nothing on a fused optimizer."""
+    """`AgreedTorch` whose step cleans up a fused optimizer if the step raises."""
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Step as torch does."""
@@ -285,7 +285,7 @@ def _clip(replica: Replica, which: int, max_norm: float, facts: Facts) -> None:
 
 @dataclass
 class Seen:
-    """The outcome of one call on one rank."""
+    """Outcome of one call on one rank."""
 
     raised: str
     value: Any
@@ -362,7 +362,7 @@ def seen(replica: Replica, call: Call) -> Seen:
 
 
 def tracks_of(history: History) -> list[Track]:
-    """The oracle's tracks: mathematics, torch, and torch where it is right by rule.
+    """Return the tracks of the oracle: mathematics, torch and corrected torch.
 
     Torch may be right by chance, so where it is wrong a scaler may also do as torch
     without the cause. Of an optimizer in a wrapper torch makes two. A fused step

@@ -63,7 +63,7 @@ class DividesByAnEarlierScale(torch.amp.GradScaler):
 
 
 class _Clips(torch.amp.GradScaler):
-    """Clips rightly, by its own method."""
+    """Clips correctly, by its own method."""
 
     def norm(self, grads: list[torch.Tensor], order: float) -> torch.Tensor:
         dense = [g.to_dense() if g.is_sparse else g for g in grads]
@@ -99,7 +99,7 @@ class TakesPowersAsTheyAre(_Clips):
 
 
 class KeepsTheUsersScale(torch.amp.GradScaler):
-    """Hands a user's grad_scale to the next step, too, after a skipped one."""
+    """Passes a user's grad_scale to the next step again after a skipped one."""
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         kept = getattr(optimizer, "grad_scale", None)
@@ -146,7 +146,7 @@ class ForgetsOnRegroup(PlainScaler):
 
 
 class TakesTheNormHere(PlainScaler):
-    """Clips by the norm of what this rank holds."""
+    """Clips by the norm of this rank's gradients."""
 
     def clip_grad_norm_(
         self, optimizer: Any, max_norm: float, norm_type: float = 2.0
@@ -160,14 +160,14 @@ class TakesTheNormHere(PlainScaler):
 
 
 class TakesTheNormOfItsGroup(TakesTheNormHere):
-    """Does as it is told, and clips by a part of the norm without a word."""
+    """Accepts a sync group, but clips by the norm of this rank's gradients."""
 
     def __init__(self, sync_over: Any = None, **settings: Any) -> None:
         super().__init__(**settings)
 
 
 class KnowsOneClass(torch.amp.GradScaler):
-    """Asks what the gradients of an optimizer are."""
+    """Depends on the class of an optimizer's gradients."""
 
     def _unscale_grads_(self, optimizer: Any, *rest: Any) -> Any:
         grads = [p.grad for g in optimizer.param_groups for p in g["params"]]
@@ -177,7 +177,7 @@ class KnowsOneClass(torch.amp.GradScaler):
 
 
 class KeepsGroups(torch.amp.GradScaler):
-    """Steps an optimizer whose groups are those of its first step."""
+    """Remembers the groups of an optimizer's first step."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -191,7 +191,7 @@ class KeepsGroups(torch.amp.GradScaler):
 
 
 class HangsOnOneRank(PlainScaler):
-    """Its first rank asks twice after an overflow of its own."""
+    """The first rank makes a second collective after its own overflow."""
 
     def agree(self, found: bool) -> bool:
         if found and torch.distributed.get_rank() == 0:
@@ -200,7 +200,7 @@ class HangsOnOneRank(PlainScaler):
 
 
 class DividesByVersion(torch.amp.GradScaler):
-    """Leaves a gradient that it has divided and whose version is still the same."""
+    """Divides a gradient only once, unless its version has changed."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -333,4 +333,4 @@ PLANTED = {
     "KeepsGroups": "@1/back,step,update,load,zero,back,step",
     "HangsOnOneRank": "@2/back:2,inf,step",
 }
-"""Wrong scaler -> a history in which it departs."""
+"""Wrong scaler -> a history in which it fails."""

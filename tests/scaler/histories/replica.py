@@ -57,7 +57,7 @@ class _Interrupted(Exception):
 
 
 class _Around:
-    """An optimizer that another one's groups are stepped through."""
+    """Wrapper around another optimizer, with the same groups."""
 
     __slots__ = ()
     optim: Any
@@ -109,7 +109,7 @@ class Marked(torch.Tensor):
 
 
 class BareGroup:
-    """A parameter group with ``[]`` and nothing else."""
+    """Parameter group that offers only ``[]``."""
 
     def __init__(self, group: dict[str, Any]) -> None:
         self.group = group
@@ -119,7 +119,7 @@ class BareGroup:
 
 
 class BareGroups(Wrapper):
-    """An optimizer whose groups are no dictionaries."""
+    """Optimizer with groups of another type than dict."""
 
     def __init__(self, optim: Any) -> None:
         super().__init__(optim)
@@ -360,7 +360,7 @@ class Replica:
         """Make one call.
 
         Returns:
-            The values that are judged besides the state: a norm, an answer, gradients.
+            The values to compare besides the state: a norm, an answer, gradients.
         """
         before = torch.get_default_dtype()
         if self.world is not None:
@@ -664,7 +664,7 @@ class Replica:
         self.scaler.load_state_dict(state)
 
     def _load(self, call: Call) -> None:
-        """Give an optimizer new groups, of which a wrapper keeps the old ones."""
+        """Give an optimizer new groups, while its wrapper keeps the old ones."""
         if not self.lacks(call.which):
             optimizer = self.real[call.which]
             optimizer.load_state_dict(optimizer.state_dict())
@@ -715,7 +715,7 @@ class Replica:
     # - Observed values
 
     def state(self) -> dict[str, Any]:
-        """The values that are judged after each call, by name."""
+        """Return the values to compare after each call, by name."""
         state: dict[str, Any] = {
             name: _wide(local(p.detach())) for name, p in self.params.items()
         }
