@@ -254,7 +254,7 @@ class Recorder:
                     return
                 digests = keep_rows(self.recording, self._next(), inputs)
                 if self.blocks is not None:
-                    self.blocks.begin(self._next(), digests)
+                    self.blocks.begin(self._next(), digests, inputs)
             self.generators[id(module)] = _generators(module)
 
     def _leaves(self, module: nn.Module, output: Any) -> None:
