@@ -25,6 +25,7 @@ from .equal import (
     other_inputs,
     other_on_ranks,
     proved_names,
+    replicas_at_start,
     unmoved,
     unplaced,
 )
@@ -95,6 +96,9 @@ def compare(one: Side, other: Side) -> Comparison:
     if obstacle is not None:
         code, text = obstacle
         comparison.decide(code, text or comparison.facts.pop(0))
+        if not names:
+            sides = (one, other)
+            comparison.leads += [t for side in sides for t in replicas_at_start(side)]
         if steps:
             _tell_steps(comparison, one, other, steps)
         return comparison

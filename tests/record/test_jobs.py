@@ -148,9 +148,9 @@ def test_a_wrong_shard_is_named_by_rows_and_ranks(
     ("fault", "code", "says"),
     [
         ("", 0, "start: 21 of 21 tensors have equal bits"),
-        ("half", 1, "is 0.500 x the first side"),
+        ("half", 1, "is 0.500 x that of one"),
         # NVIDIA/Megatron-LM#5974: Adam's first step is corrected as the second one
-        ("counted", 1, "is 0.744 x the first side"),
+        ("counted", 1, "is 0.744 x that of one"),
     ],
 )
 def test_uneven_shards_that_say_where_they_lie_are_compared(
@@ -183,12 +183,12 @@ def trained(output: str) -> set[str]:
 @pytest.mark.parametrize(
     ("fault", "code", "words"),
     [
-        ("one", 1, "the gradient of blocks.1.mix.weight is 1.500 x the first side"),
+        ("one", 1, "the gradient of blocks.1.mix.weight is 1.500 x that of one"),
         ("rate", 2, "settings differ at step 0: lr of words.weight is 0.001 in "),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("half", 1, "is 0.500 x the first side"),
+                ("half", 1, "is 0.500 x that of one"),
                 (
                     "zero",
                     1,
@@ -287,7 +287,7 @@ def test_a_step_that_only_makes_states_is_no_step_of_training(
     ("fault", "code", "words"),
     [
         ("", 0, "start: 21 of 21 tensors have equal bits"),
-        ("scale", 1, "is 4.000 x the first side"),
+        ("scale", 1, "is 4.000 x that of one"),
         (
             "names",
             1,

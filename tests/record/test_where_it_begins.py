@@ -79,7 +79,7 @@ OUTPUTS = "outputs of 3 of 3 blocks are the same. "
         (
             ALL | {(GRADIENT, name): 2.0 for name in BLOCKS},
             f"{OUTPUTS}So are the gradients of outputs, up to one factor. Each "
-            "gradient of a parameter is 2.000 x the first side: the loss has another "
+            "gradient of a parameter is 2.000 x that of one: the loss has another "
             "factor, or the sum over ranks",
         ),
         (
