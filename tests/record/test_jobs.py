@@ -544,3 +544,17 @@ def test_a_broken_recording_is_told_in_one_line(
     assert "is not a recording" in told()
     path.write_bytes(whole.replace(b'\\"world_size\\":1', b'\\"world_size\\":2'))
     assert "these of 2 ranks wrote nothing: 1" in told()
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_job_that_fails_though_it_was_stopped_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stop: bool
+) -> None:
+    """A rank with fewer steps waits for one that has ended."""
+    out = tmp_path / "run"
+    job = f"mkdir -p {out}/plain; touch {out}/plain/rank-0.safetensors; exit 1"
+    options = ["--noise", "0", *["--stop"] * stop, "--", "sh", "-c", job]
+    assert main(["record", str(out), *options]) == 1
+    said = capsys.readouterr().err
+    assert "the command then ended with 1" in said
+    assert ("fewer steps then loses it and fails" in said) == stop
