@@ -139,9 +139,14 @@ def _locate(
     found.regions = [(r, _region(one, other, names, r)) for r in wrong[:REGIONS]]
     for row, region in found.regions[:1]:
         found.leads += [f"where in {row.name}: {region}"] if str(region) else []
-    words = [row.words for row in wrong if row.kind == "gradient"]
-    factor = words[0] if len(words) > 1 and len({*words}) == 1 else ""
     at = wrong[0].step if wrong else steps[0]
+    words = [
+        row.words
+        for row in found.rows
+        if (row.step, row.kind) == (at, "gradient")
+        and one.run.tensors[at, row.kind, row.name].norm
+    ]
+    factor = words[0] if len(words) > 1 and len({*words}) == 1 else ""
     found.blocks, where = _where(one, other, at, factor)
     found.leads += [where] if where else []
 

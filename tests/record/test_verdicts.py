@@ -195,6 +195,16 @@ def test_a_start_that_was_rounded_is_told() -> None:
     assert found.lines[0].startswith("starts differ: 1 of 3 tensors")
 
 
+def test_a_step_without_any_gradient_is_a_step() -> None:
+    """HSDP keeps all gradients to itself while it accumulates."""
+    other = run(4)
+    kept = {k: t for k, t in other.tensors.items() if k[0] == 0 or k[1] == "weight"}
+    lacks = frozenset((1, name) for name in "abc")
+    found = against(replace(other, tensors=kept, without_gradient=lacks))
+    assert found.code == DIFFERENT
+    assert found.lines[0] == "step 1: mesh has no gradient of a"
+
+
 def test_ranks_that_begin_otherwise_are_named() -> None:
     """The first rank has other values than the first side, and than the other ranks."""
     key = (0, "weight", "b")

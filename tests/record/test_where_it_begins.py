@@ -82,13 +82,16 @@ OUTPUTS = "outputs of 3 of 3 blocks are the same. "
             "gradient of a parameter is 2.000 x that of one: the loss has another "
             "factor, or the sum over ranks",
         ),
-        (
-            {},
-            f"{OUTPUTS}So are the gradients of outputs. Gradients of parameters are "
-            "computed, summed or kept in another way",
+        *(
+            (
+                factors,
+                f"{OUTPUTS}So are the gradients of outputs. Gradients of parameters "
+                "are computed, summed or kept in another way",
+            )
+            for factors in ({}, {("gradient", "a"): 1.5})
         ),
     ],
-    ids=["forward", "first block", "backward", "loss", "parameters"],
+    ids=["forward", "first block", "backward", "loss", "parameters", "some"],
 )
 def test_the_first_block_that_differs_is_named(
     factors: Mapping[tuple[str, str], float], words: str
