@@ -172,7 +172,8 @@ class Blocks:
             call = len(self.rows[self._step]) - 1
             keep = partial(self._keep, self._step, which, call, self._batch)
             keep(OUTPUT, tensor)
-            if tensor.requires_grad:
+            # hooks of a leaf, such as a parameter that is returned, would stay on it
+            if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(partial(keep, GRADIENT))
 
     def _keep(

@@ -240,6 +240,43 @@ def test_a_block_with_the_same_output_for_other_rows_has_no_rows() -> None:
         assert _merge_outputs(parts, rows).is_whole == is_whole
 
 
+class Learned(nn.Module):
+    """Positions that are learned: as many as the batch has rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 4))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class Returned(nn.Module):
+    """Words, and a block that returns its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(1 << 20, 4), Learned()
+
+    def forward(self, words: Tensor) -> Tensor:
+        total: Tensor = (self.words(words)[:, 0] + self.places()).square().sum()
+        return total
+
+
+def test_a_parameter_that_a_block_returns_keeps_no_hook() -> None:
+    words, _ = drawn()
+    model, blocks = Returned(), Blocks(lambda _: nullcontext())
+    blocks.hook(model)
+    blocks.begin(0, [rows_digests(words)])
+    loss = model(words)
+    blocks.end()
+    blocks.remove()
+    model.places.weight.square().sum().backward()  # a later step, of other rows
+    assert (0, GRADIENT, "places") not in blocks.read()[1]
+    loss.backward()
+    assert (0, GRADIENT, "words") in blocks.read()[1]
+
+
 class Flat(nn.Module):
     """Words, and two layers: of the rows of a batch, and of its tokens in one list."""
 
