@@ -147,7 +147,8 @@ def _locate(
         and one.run.tensors[at, row.kind, row.name].norm
     ]
     factor = words[0] if len(words) > 1 and len({*words}) == 1 else ""
-    found.blocks, where = _where(one, other, at, factor)
+    is_update = bool(wrong) and all(row.kind == "update" for row in wrong)
+    found.blocks, where = _where(one, other, at, factor, is_update=is_update)
     found.leads += [where] if where else []
 
 
@@ -351,7 +352,9 @@ def _spread(rows: Sequence[Row], step: int) -> float:
     return median(ratios) if ratios else 0.0
 
 
-def _where(one: Side, other: Side, step: int, factor: str) -> tuple[list[Row], str]:
+def _where(
+    one: Side, other: Side, step: int, factor: str, *, is_update: bool
+) -> tuple[list[Row], str]:
     """Find where a step begins to differ, from the outputs of blocks if recorded.
 
     The result is only a hint. The loss of a rank may be a mean over its own rows or its
@@ -392,6 +395,11 @@ def _where(one: Side, other: Side, step: int, factor: str) -> tuple[list[Row], s
                 f"{same}So are the gradients of outputs, up to one factor. Each "
                 f"gradient of a parameter {factor}: the loss has another factor, or "
                 "the sum over ranks"
+            )
+        if is_update:
+            return rows, (
+                f"{same}So are the gradients of outputs and of parameters. The "
+                "optimizer has another state, or makes another step"
             )
         return rows, (
             f"{same}So are the gradients of outputs. Gradients of parameters are "

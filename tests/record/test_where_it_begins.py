@@ -101,6 +101,14 @@ def test_the_first_block_that_differs_is_named(
     assert comparison.lines[1].startswith(f"where: step 0: {words}"), comparison.lines
 
 
+def test_an_update_that_differs_alone_is_one_of_the_optimizer() -> None:
+    told = (
+        f"where: step 0: {OUTPUTS}So are the gradients of outputs and of parameters. "
+        "The optimizer has another state, or makes another step"
+    )
+    assert against(times({("update", "b"): 1.5})).lines[1] == told
+
+
 def test_the_gradient_of_the_last_output_may_differ() -> None:
     other = times(WRONG)
     key = 0, GRADIENT, "third"
