@@ -135,6 +135,12 @@ def record(
         say(f"gradparity: {out}: {_several(manifest.twice)}")
     after = f"; the command then ended with {result}" if result else ""
     say(f"gradparity: recorded {', '.join(done)} in {out}{after}")
+    if result and orders.stop:
+        say(
+            "gradparity: with --stop a rank ends right after its last recorded step, "
+            "and a rank that takes fewer steps then loses it and fails. If that is why "
+            f"the command ended with {result}, record without --stop"
+        )
     if noise:
         other = (
             f"gradparity record OTHER --noise 0 -- COMMAND; gradparity compare {out}"

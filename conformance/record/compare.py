@@ -25,6 +25,7 @@ from .equal import (
     other_inputs,
     other_on_ranks,
     proved_names,
+    replicas_at_start,
     unmoved,
     unplaced,
 )
@@ -95,6 +96,9 @@ def compare(one: Side, other: Side) -> Comparison:
     if obstacle is not None:
         code, text = obstacle
         comparison.decide(code, text or comparison.facts.pop(0))
+        if not names:
+            sides = (one, other)
+            comparison.leads += [t for side in sides for t in replicas_at_start(side)]
         if steps:
             _tell_steps(comparison, one, other, steps)
         return comparison
@@ -135,10 +139,16 @@ def _locate(
     found.regions = [(r, _region(one, other, names, r)) for r in wrong[:REGIONS]]
     for row, region in found.regions[:1]:
         found.leads += [f"where in {row.name}: {region}"] if str(region) else []
-    words = [row.words for row in wrong if row.kind == "gradient"]
-    factor = words[0] if len(words) > 1 and len({*words}) == 1 else ""
     at = wrong[0].step if wrong else steps[0]
-    found.blocks, where = _where(one, other, at, factor)
+    words = [
+        row.words
+        for row in found.rows
+        if (row.step, row.kind) == (at, "gradient")
+        and one.run.tensors[at, row.kind, row.name].norm
+    ]
+    factor = words[0] if len(words) > 1 and len({*words}) == 1 else ""
+    is_update = bool(wrong) and all(row.kind == "update" for row in wrong)
+    found.blocks, where = _where(one, other, at, factor, is_update=is_update)
     found.leads += [where] if where else []
 
 
@@ -342,7 +352,9 @@ def _spread(rows: Sequence[Row], step: int) -> float:
     return median(ratios) if ratios else 0.0
 
 
-def _where(one: Side, other: Side, step: int, factor: str) -> tuple[list[Row], str]:
+def _where(
+    one: Side, other: Side, step: int, factor: str, *, is_update: bool
+) -> tuple[list[Row], str]:
     """Find where a step begins to differ, from the outputs of blocks if recorded.
 
     The result is only a hint. The loss of a rank may be a mean over its own rows or its
@@ -383,6 +395,11 @@ def _where(one: Side, other: Side, step: int, factor: str) -> tuple[list[Row], s
                 f"{same}So are the gradients of outputs, up to one factor. Each "
                 f"gradient of a parameter {factor}: the loss has another factor, or "
                 "the sum over ranks"
+            )
+        if is_update:
+            return rows, (
+                f"{same}So are the gradients of outputs and of parameters. The "
+                "optimizer has another state, or makes another step"
             )
         return rows, (
             f"{same}So are the gradients of outputs. Gradients of parameters are "

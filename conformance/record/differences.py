@@ -109,7 +109,7 @@ def rows_of_sides(
                     distance=distance / (size or 1.0),
                     bound=bound / (size or 1.0),
                     noise=noise / (size or 1.0),
-                    words=_words(one.run, mine, theirs, name, step, kind),
+                    words=_words(one, mine, theirs, name, step, kind),
                 )
 
 
@@ -136,21 +136,21 @@ def _noise(side: Side, name: str, step: int, kind: str) -> float:
     return max(plain.distance(each) for each in every)
 
 
-def _words(one: Run, mine: Whole, its: Whole, name: str, step: int, kind: str) -> str:
+def _words(one: Side, mine: Whole, its: Whole, name: str, step: int, kind: str) -> str:
     """Describe how the second side differs from the first, if the sketch shows it."""
     if its.bad or mine.bad:
         bad = counted(its.bad, "non-finite element")
-        return f"has {bad}, the first side {mine.bad}"
+        return f"has {bad}, and {mine.bad} in {one.name}"
     if not its.norm and mine.norm:
         return "is zero"
     if not mine.norm:
-        return "is zero on the first side"
+        return f"is zero in {one.name}"
     assert mine.sketch is not None and its.sketch is not None
     factor = float(mine.sketch @ its.sketch) / mine.norm**2
     rest = float(np.linalg.norm(its.sketch - factor * mine.sketch)) / mine.norm
     if rest <= 0.01 * abs(factor) and abs(factor - 1) > 0.01:
-        return f"is {factor:.3f} x the first side"
-    before = one.tensors.get((step - 1, kind, name))
+        return f"is {factor:.3f} x that of {one.name}"
+    before = one.run.tensors.get((step - 1, kind, name))
     if before is not None and before.norm:
         late = its.distance(before) / before.norm
         if late <= 0.01:

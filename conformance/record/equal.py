@@ -24,6 +24,7 @@ __all__ = [
     "other_inputs",
     "other_on_ranks",
     "proved_names",
+    "replicas_at_start",
     "unmoved",
     "unplaced",
 ]
@@ -125,6 +126,19 @@ def _renamed(
             if first not in partners and second not in partners.values():
                 partners[first] = second
     return {name: partners[name] for name in mine if name in partners}
+
+
+def replicas_at_start(side: Side) -> Iterator[str]:
+    """Yield a sentence on the first tensor whose replicas begin with other bits."""
+    for name, (step, _) in side.run.starts.items():
+        if ranks := side.run.replicas.get((step, "weight", name)):
+            yield f"replicas of {name} differ at the start: {_unlike(side, ranks)}"
+            return
+
+
+def _unlike(side: Side, ranks: Sequence[int]) -> str:
+    which = f"rank {listed(ranks)} of {side.name}"
+    return f"{which} has other bits than the first rank with it"
 
 
 def other_on_ranks(side: Side) -> Iterator[str]:
@@ -372,9 +386,8 @@ def lacking(
             elif step == min(steps):
                 end = f". If these are different tensors, {PLACES}"
             yield (
-                f"step {step}: replicas of {name} differ: rank "
-                f"{listed(side.run.replicas[key])} of {side.name} has other bits than "
-                f"the first rank with it{end}"
+                f"step {step}: replicas of {name} differ: "
+                f"{_unlike(side, side.run.replicas[key])}{end}"
             )
     partners = {its: mine for mine, its in names.items()}
     for has, lacks, paired, its_paired in (

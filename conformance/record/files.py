@@ -158,6 +158,12 @@ class Recording(msgspec.Struct):
     tensors: dict[str, Stored] = {}
     """``optimizer/step/kind/number/name`` -> numbers of that part."""
 
+    def forget_rows(self) -> None:
+        """Drop the numbers of rows, and the losses, of all steps."""
+        rows = self.rows, self.rows_of_floats, self.unpadded, self.sums_of_rows
+        for by_step in (*rows, self.bags, self.losses):
+            by_step.clear()
+
 
 class _Header(msgspec.Struct):
     """Everything except the arrays, as JSON text in the metadata of the file."""

@@ -268,8 +268,9 @@ class Run:
 
     @property
     def steps(self) -> list[int]:
-        """Recorded steps, in order."""
-        return sorted({step for step, kind, _ in self.tensors if kind == "gradient"})
+        """Recorded steps, in order; in some, no parameter may have a gradient."""
+        steps = {step for step, kind, _ in self.tensors if kind == "gradient"}
+        return sorted(steps.union(step for step, _ in self.without_gradient))
 
     @cached_property
     def starts(self) -> dict[str, tuple[int, Whole]]:

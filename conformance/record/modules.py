@@ -65,6 +65,53 @@ def _is_compiled_in_place(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """Rows with which this rank calls the model."""
+
+    rows: Tensor
+    """(rows,) int64 digests."""
+    size: int
+    """Number of rows of the whole batch: a DTensor shows those of other ranks, too."""
+    first: int
+    """Position of this rank's first row in the whole batch."""
+
+    @classmethod
+    def of(cls, rows: Tensor, inputs: Sequence[Any]) -> _Batch:
+        """Find the rows in the batch, by the input that has them."""
+        tensors = [t for each in inputs for t in tensors_in(each)]
+        boxes = [place(t)[1] for t in tensors if hasattr(t, "to_local")]
+        for box in boxes:
+            if box.local[:1] == (len(rows),):
+                return cls(rows, box.shape[0], box.offsets[0])
+        return cls(rows, len(rows), 0)
+
+    def of_rank(self, box: Box) -> Box | None:
+        """Return the box of an output in this rank's rows; None if it has other rows.
+
+        Each row has one element of dim 0. If the output has two dims, it may have
+        several: the tokens of all rows.
+        """
+        count = len(self.rows)
+        if not box.shape:
+            return None
+        if box.local[0] == count:
+            return _moved(box, count, 0)
+        for size, first in ((self.size, self.first), (count, 0)):
+            tokens, rest = divmod(box.shape[0], size)
+            at = box.offsets[0] - tokens * first
+            is_inside = 0 <= at and at + box.local[0] <= tokens * count
+            if not rest and (tokens == 1 or len(box.shape) == 2) and is_inside:
+                return _moved(box, tokens * count, at)
+        return None
+
+
+def _moved(box: Box, size: int, first: int) -> Box:
+    """Return a box with another size of the whole, and another position, in dim 0."""
+    shape, offsets = (size, *box.shape[1:]), (first, *box.offsets[1:])
+    return Box(shape, offsets, box.local, box.summand)
+
+
 @dataclass
 class Blocks:
     """Hooks that read the outputs of a model's blocks in recorded steps."""
@@ -76,8 +123,8 @@ class Blocks:
     rows: dict[int, list[Tensor]] = field(default_factory=dict)
     """Step -> digests of the rows of the model's first input, for each call."""
     _step: int = 0
-    _rows: Tensor | None = None
-    """(rows,) int64 digests during a call of the model, else None."""
+    _batch: _Batch | None = None
+    """Batch of a running call of the model."""
     _calls: Counter[str] = field(default_factory=Counter)
     _handles: list[Any] = field(default_factory=list)
 
@@ -99,20 +146,20 @@ class Blocks:
         for handle in self._handles:
             handle.remove()
 
-    def begin(self, step: int, rows: list[Tensor]) -> None:
-        """Note that the model is called, with the digests of its inputs' rows."""
+    def begin(self, step: int, rows: list[Tensor], inputs: Sequence[Any] = ()) -> None:
+        """Note a call of the model: its inputs and the digests of their rows."""
         self._calls.clear()
-        seen = rows[0] if rows and len(rows[0]) < MOST else None
-        self._step, self._rows = step, seen
-        if seen is not None:
-            self.rows.setdefault(step, []).append(seen)
+        self._step, self._batch = step, None
+        if rows and len(rows[0]) < MOST:
+            self._batch = _Batch.of(rows[0], inputs)
+            self.rows.setdefault(step, []).append(rows[0])
 
     def end(self) -> None:
         """Note that the model has returned."""
-        self._rows = None
+        self._batch = None
 
     def _returns(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
-        if self._rows is None or torch.compiler.is_compiling():
+        if self._batch is None or torch.compiler.is_compiling():
             return
         with self.noting("outputs of modules"):
             tensor = next(tensors_in(output), None)
@@ -123,21 +170,22 @@ class Blocks:
             if self._calls[name] > 1:
                 which = f"{name} (call {self._calls[name]})"
             call = len(self.rows[self._step]) - 1
-            keep = partial(self._keep, self._step, which, call, self._rows)
+            keep = partial(self._keep, self._step, which, call, self._batch)
             keep(OUTPUT, tensor)
-            if tensor.requires_grad:
+            # hooks of a leaf, such as a parameter that is returned, would stay on it
+            if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(partial(keep, GRADIENT))
 
     def _keep(
-        self, step: int, name: str, call: int, rows: Tensor, kind: str, tensor: Tensor
+        self, step: int, name: str, call: int, batch: _Batch, kind: str, tensor: Tensor
     ) -> None:
         with self.noting("outputs of modules"), torch.no_grad():
-            part, box = place(tensor)
-            tokens = box.shape[0] % len(rows) == 0 and len(box.shape) == 2
-            if not part.numel() or (box.shape[0] != len(rows) and not tokens):
+            part, whole = place(tensor)
+            box = batch.of_rank(whole)
+            if not part.numel() or box is None:
                 return
             sums_by_call = self.kept.setdefault((step, kind, name), {})
-            sums_by_call[call] = box, keep_values(part, box, rows=rows)
+            sums_by_call[call] = box, keep_values(part, box, rows=batch.rows)
 
     def read(self) -> tuple[dict[int, list[Tensor]], dict[Key, tuple[Box, Kept]]]:
         """Add up the calls of each step.

@@ -130,7 +130,7 @@ class Recorder:
         self.finals: list[Sums[str]] = []
         """Bits after the last recorded step of each optimizer."""
         self.prepared: set[int] = set()
-        """ids of parameters that were written, replaced or nudged."""
+        """ids of all parameters of prepared models."""
         self.models = 0
         """Number of prepared models."""
         self.inner: set[int] = set()
@@ -185,7 +185,7 @@ class Recorder:
             own = {id(each) for each in module.parameters()} | ids
             if self.declared and self.declared.isdisjoint(own):
                 return
-            self._forget_parts(ids)
+            self._forget_parts(module, ids)
             self.inner |= ids
             # a job may call the module that DDP wraps, too
             is_wrapper = isinstance(module, DistributedDataParallel)
@@ -199,32 +199,30 @@ class Recorder:
             if not is_wrapper:  # DDP's hook calls this hook again for the module inside
                 self._enters(model, args)
 
-    def _forget_parts(self, ids: set[int]) -> None:
+    def _forget_parts(self, module: nn.Module, ids: set[int]) -> None:
         """Drop recorded models that turn out to be parts of a later called one.
 
-        A layer may be called by itself while the model is built, to infer its size.
+        A layer may be called by itself while the model is built, to infer its size. A
+        model that is only wrapped anew keeps its rows.
         """
         called = self.roots.called
         if called and id(called[0]) in ids:
-            out = self.recording
-            for by_step in (
-                *(out.rows, out.rows_of_floats, out.unpadded, out.sums_of_rows),
-                *(out.bags, out.losses),
-            ):
-                by_step.clear()
+            before, now = (len([*m.parameters()]) for m in (called[0], module))
+            if before < now:
+                self.recording.forget_rows()
             if self.blocks is not None:
                 self.blocks.remove()
         self.outer -= ids
         called[:] = [each for each in called if id(each) not in ids]
 
     def prepare(self, module: nn.Module) -> None:
-        """Write, replace or nudge the weights of a model, once."""
-        trained = {id(p) for p in module.parameters() if p.requires_grad}
-        if trained <= self.prepared:
+        """Write, replace or nudge the weights of a model, once, whatever wraps it."""
+        own = {id(parameter) for parameter in module.parameters()}
+        if own <= self.prepared:
             return
         number = self.models
         self.models += 1
-        self.prepared |= trained
+        self.prepared |= own
         if self.orders.start:
             note = begin_from(Path(self.orders.start), number, module, self.roots)
             self.recording.notes += [note] if note else []
@@ -254,7 +252,7 @@ class Recorder:
                     return
                 digests = keep_rows(self.recording, self._next(), inputs)
                 if self.blocks is not None:
-                    self.blocks.begin(self._next(), digests)
+                    self.blocks.begin(self._next(), digests, inputs)
             self.generators[id(module)] = _generators(module)
 
     def _leaves(self, module: nn.Module, output: Any) -> None:

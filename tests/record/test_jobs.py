@@ -103,7 +103,8 @@ def against(
         of, also = command(job, fault, ranks), ["--modules"] * modules
         done = record(tmp_path / "b", "--noise", "0", *also, of=of)
         assert done.returncode == 0, done.stderr
-        return *compared(capsys, one, tmp_path / "b", *options), done.stdout
+        code, told = compared(capsys, one, tmp_path / "b", *options)
+        return code, told.replace(str(one), "one"), done.stdout
 
     return judge
 
@@ -154,9 +155,9 @@ def test_a_wrong_shard_is_named_by_rows_and_ranks(
     ("fault", "code", "says"),
     [
         ("", 0, "start: 21 of 21 tensors have equal bits"),
-        ("half", 1, "is 0.500 x the first side"),
+        ("half", 1, "is 0.500 x that of one"),
         # NVIDIA/Megatron-LM#5974: Adam's first step is corrected as the second one
-        ("counted", 1, "is 0.744 x the first side"),
+        ("counted", 1, "is 0.744 x that of one"),
     ],
 )
 def test_uneven_shards_that_say_where_they_lie_are_compared(
@@ -189,12 +190,12 @@ def trained(output: str) -> set[str]:
 @pytest.mark.parametrize(
     ("fault", "code", "words"),
     [
-        ("one", 1, "the gradient of blocks.1.mix.weight is 1.500 x the first side"),
+        ("one", 1, "the gradient of blocks.1.mix.weight is 1.500 x that of one"),
         ("rate", 2, "settings differ at step 0: lr of words.weight is 0.001 in "),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("half", 1, "is 0.500 x the first side"),
+                ("half", 1, "is 0.500 x that of one"),
                 (
                     "zero",
                     1,
@@ -301,7 +302,7 @@ def test_a_step_that_only_makes_states_is_no_step_of_training(
     ("fault", "code", "words"),
     [
         ("", 0, "start: 21 of 21 tensors have equal bits"),
-        ("scale", 1, "is 4.000 x the first side"),
+        ("scale", 1, "is 4.000 x that of one"),
         (
             "names",
             1,
@@ -558,3 +559,17 @@ def test_a_broken_recording_is_told_in_one_line(
     assert "is not a recording" in told()
     path.write_bytes(whole.replace(b'\\"world_size\\":1', b'\\"world_size\\":2'))
     assert "these of 2 ranks wrote nothing: 1" in told()
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_job_that_fails_though_it_was_stopped_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stop: bool
+) -> None:
+    """A rank with fewer steps waits for one that has ended."""
+    out = tmp_path / "run"
+    job = f"mkdir -p {out}/plain; touch {out}/plain/rank-0.safetensors; exit 1"
+    options = ["--noise", "0", *["--stop"] * stop, "--", "sh", "-c", job]
+    assert main(["record", str(out), *options]) == 1
+    said = capsys.readouterr().err
+    assert "the command then ended with 1" in said
+    assert ("fewer steps then loses it and fails" in said) == stop

@@ -1,12 +1,20 @@
 """Outputs of blocks: which modules are blocks, and numbers that add up over rows."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import (
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.utils.checkpoint import checkpoint
 
 from gradparity.conformance.record.files import Stored
@@ -14,6 +22,7 @@ from gradparity.conformance.record.kept import SLOTS, Box, keep_values
 from gradparity.conformance.record.merge import WORD, _merge_outputs
 from gradparity.conformance.record.modules import GRADIENT, OUTPUT, Blocks, blocks_of
 from gradparity.conformance.record.rows import rows_of
+from gradparity.multiprocess import Cluster
 
 LINEAR = nn.Linear(2, 2)
 
@@ -229,3 +238,97 @@ def test_a_block_with_the_same_output_for_other_rows_has_no_rows() -> None:
     for name, is_whole in (("words", True), ("places", False)):
         parts = [(rank, each[0, OUTPUT, name]) for rank, each in enumerate(of_ranks)]
         assert _merge_outputs(parts, rows).is_whole == is_whole
+
+
+class Learned(nn.Module):
+    """Positions that are learned: as many as the batch has rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 4))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class Returned(nn.Module):
+    """Words, and a block that returns its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(1 << 20, 4), Learned()
+
+    def forward(self, words: Tensor) -> Tensor:
+        total: Tensor = (self.words(words)[:, 0] + self.places()).square().sum()
+        return total
+
+
+def test_a_parameter_that_a_block_returns_keeps_no_hook() -> None:
+    words, _ = drawn()
+    model, blocks = Returned(), Blocks(lambda _: nullcontext())
+    blocks.hook(model)
+    blocks.begin(0, [rows_digests(words)])
+    loss = model(words)
+    blocks.end()
+    blocks.remove()
+    model.places.weight.square().sum().backward()  # a later step, of other rows
+    assert (0, GRADIENT, "places") not in blocks.read()[1]
+    loss.backward()
+    assert (0, GRADIENT, "words") in blocks.read()[1]
+
+
+class Flat(nn.Module):
+    """Words, and two layers: of the rows of a batch, and of its tokens in one list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.up = nn.Embedding(64, 4), nn.Linear(4, 4)
+        self.down = nn.Linear(4, 4)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.up(self.words(words)).sin()
+        total: Tensor = self.down(x.flatten(0, 1)).square().sum()
+        return total
+
+
+def of_layout(placements: Sequence[Placement] | None) -> Any:
+    """Numbers of the blocks on one rank, and the digests of its rows."""
+    torch.manual_seed(0)
+    model, blocks = Flat(), Blocks(lambda _: nullcontext())
+    words = torch.randint(64, (8, 6), generator=torch.Generator().manual_seed(0))
+    if placements is not None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        distribute_module(model, mesh)
+        words = distribute_tensor(words, mesh, placements)
+    blocks.hook(model)
+    blocks.begin(0, rows_of([words]), [words])
+    loss = model(words)
+    blocks.end()
+    loss.backward()
+    rows, kept = blocks.read()
+    digests = frozenset(torch.cat(rows[0]).tolist())
+    return {key: Stored.of(*sums) for key, sums in kept.items()}, digests
+
+
+@pytest.mark.parametrize(
+    "placements",
+    [
+        (Shard(0), Replicate()),
+        (Replicate(), Shard(0)),
+        (Shard(0), Shard(0)),
+    ],
+    ids=str,
+)
+def test_a_batch_in_a_dtensor_has_the_rows_of_this_rank(
+    four: Cluster, placements: Sequence[Placement]
+) -> None:
+    whole, _ = of_layout(None)
+    ranks = four.run(of_layout, placements)
+    rows = {rank: digests for rank, (_, digests) in enumerate(ranks)}
+    assert len(whole) == 6
+    for key, alone in whole.items():
+        parts = [(rank, kept[key]) for rank, (kept, _) in enumerate(ranks)]
+        merged = _merge_outputs(parts, rows)
+        assert merged.is_whole and merged.shape == alone.place.shape, key
+        assert merged.sketch is not None
+        assert abs(merged.sketch - alone.sketch).max() < 1e-6, key

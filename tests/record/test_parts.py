@@ -279,4 +279,4 @@ def test_megatrons_own_loop_is_compared(tmp_path: Path, warm_python: list[str]) 
         assert code == bool(fault), lines
         assert "start: 36 of 36 tensors have equal bits" in lines
     assert "the gradient of decoder.layers.1.mlp.linear_fc1.weight" in lines[0]
-    assert "is 0.500 x the first side" in lines[0]
+    assert "is 0.500 x that of one" in lines[0]

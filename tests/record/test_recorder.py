@@ -436,6 +436,42 @@ def test_the_module_that_ddp_wraps_may_be_called_itself(tmp_path: Path) -> None:
     assert len(run.rows[0]) == 8 and run.notes == ()
 
 
+class Wrapped(nn.Module):
+    """Another module around a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        wrapped: Tensor = self.model(x)
+        return wrapped
+
+
+def test_a_model_that_is_wrapped_anew_begins_once(tmp_path: Path) -> None:
+    """DDP is made again where a part of the model begins to train."""
+
+    def losses(seed: int) -> Losses:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+        model[0].requires_grad_(seed == 0)
+        optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
+        called: nn.Module = model
+        for step in range(2):
+            yield called(rows(step)).square().sum()
+            optimizer.step()
+            model.requires_grad_()
+            called = Wrapped(model)
+
+    first = tmp_path / "first"
+    run = recorded(first, losses(0), steps=(0, 2), keep_start=True)
+    assert [len(run.rows[step]) for step in range(2)] == [4, 4]
+    begun = recorded(tmp_path / "second", losses(1), steps=(0, 2), start=str(first))
+    weights = [begun.tensors[step, "weight", "1.weight"] for step in range(2)]
+    assert weights[0].digest == run.tensors[0, "weight", "1.weight"].digest
+    assert weights[0].digest != weights[1].digest
+
+
 def prompts(folder: str, starts_apart: bool) -> None:
     rank = current_world().rank
     prompt = torch.full((2,), float(rank * starts_apart), requires_grad=True)

@@ -46,7 +46,7 @@ def test_what_noise_explains_is_the_same() -> None:
 
 @pytest.mark.parametrize(
     ("factor", "words"),
-    [(0.5, "is 0.500 x the first side"), (0.0, "is zero"), (1.0001, "")],
+    [(0.5, "is 0.500 x that of one"), (0.0, "is zero"), (1.0001, "")],
 )
 def test_a_factor_is_told(factor: float, words: str) -> None:
     key = (1, "gradient", "b")
@@ -77,7 +77,7 @@ def test_zeros_of_the_first_side_and_more_tensors_are_told() -> None:
     one = replace(ONE, run=runs[0], noisy=runs[1:])
     wrong = changed(run(4), (1, "update", "b"), sketch=2 * values(1, "b"))
     first = against(wrong, one).lines[0]
-    assert first.startswith("step 1: the gradient of b is zero on the first side: it ")
+    assert first.startswith("step 1: the gradient of b is zero in one: it ")
     assert "; 1 more tensor there (of 12 compared)" in first
 
 
@@ -193,6 +193,29 @@ def test_a_start_that_was_rounded_is_told() -> None:
     found = against(off)
     assert found.code == NOT_COMPARABLE
     assert found.lines[0].startswith("starts differ: 1 of 3 tensors")
+
+
+def test_a_step_without_any_gradient_is_a_step() -> None:
+    """HSDP keeps all gradients to itself while it accumulates."""
+    other = run(4)
+    kept = {k: t for k, t in other.tensors.items() if k[0] == 0 or k[1] == "weight"}
+    lacks = frozenset((1, name) for name in "abc")
+    found = against(replace(other, tensors=kept, without_gradient=lacks))
+    assert found.code == DIFFERENT
+    assert found.lines[0] == "step 1: mesh has no gradient of a"
+
+
+def test_ranks_that_begin_otherwise_are_named() -> None:
+    """The first rank has other values than the first side, and than the other ranks."""
+    key = (0, "weight", "b")
+    other = changed(run(4), key, digest=99, rounded=9, unlike=(1, 2, 3))
+    found = against(replace(other, replicas={key: (1, 2, 3)}))
+    assert found.code == NOT_COMPARABLE
+    assert found.lines[0].startswith("starts differ: 1 of 3 tensors")
+    assert found.lines[1] == (
+        "replicas of b differ at the start: rank 1, 2, 3 of mesh has other bits than "
+        "the first rank with it"
+    )
 
 
 def test_rows_in_pieces_with_the_same_tokens_are_the_same_rows() -> None:
@@ -632,7 +655,7 @@ def test_what_is_not_finite_on_both_sides_is_not_compared() -> None:
     for mine, its in ((one.run, run(4)), (ONE.run, changed(run(4), key, **bad))):
         found = against(its, replace(ONE, run=mine, noisy=noisy[:0] or ONE.noisy))
     assert found.code == DIFFERENT
-    told = "step 1: the gradient of b has 3 non-finite elements, the first "
+    told = "step 1: the gradient of b has 3 non-finite elements, and 0 in one: it "
     assert found.lines[0].startswith(told)
     # a run for the noise overflows where the first one did not: nobody knows
     found = against(run(4), replace(ONE, noisy=noisy))

@@ -79,16 +79,19 @@ OUTPUTS = "outputs of 3 of 3 blocks are the same. "
         (
             ALL | {(GRADIENT, name): 2.0 for name in BLOCKS},
             f"{OUTPUTS}So are the gradients of outputs, up to one factor. Each "
-            "gradient of a parameter is 2.000 x the first side: the loss has another "
+            "gradient of a parameter is 2.000 x that of one: the loss has another "
             "factor, or the sum over ranks",
         ),
-        (
-            {},
-            f"{OUTPUTS}So are the gradients of outputs. Gradients of parameters are "
-            "computed, summed or kept in another way",
+        *(
+            (
+                factors,
+                f"{OUTPUTS}So are the gradients of outputs. Gradients of parameters "
+                "are computed, summed or kept in another way",
+            )
+            for factors in ({}, {("gradient", "a"): 1.5})
         ),
     ],
-    ids=["forward", "first block", "backward", "loss", "parameters"],
+    ids=["forward", "first block", "backward", "loss", "parameters", "some"],
 )
 def test_the_first_block_that_differs_is_named(
     factors: Mapping[tuple[str, str], float], words: str
@@ -96,6 +99,14 @@ def test_the_first_block_that_differs_is_named(
     comparison = against(times(WRONG | dict(factors)))
     assert comparison.code == DIFFERENT
     assert comparison.lines[1].startswith(f"where: step 0: {words}"), comparison.lines
+
+
+def test_an_update_that_differs_alone_is_one_of_the_optimizer() -> None:
+    told = (
+        f"where: step 0: {OUTPUTS}So are the gradients of outputs and of parameters. "
+        "The optimizer has another state, or makes another step"
+    )
+    assert against(times({("update", "b"): 1.5})).lines[1] == told
 
 
 def test_the_gradient_of_the_last_output_may_differ() -> None:
