@@ -376,7 +376,7 @@ def _add_record(commands: Commands) -> None:
     )
     record.add_argument(
         "--noise",
-        type=_natural,
+        type=_noise_runs,
         default=2,
         metavar="N",
         help="runs with moved weights, to measure noise; 0 for the other side (2)",
@@ -417,6 +417,15 @@ def _natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
     return int(text)
+
+
+def _noise_runs(text: str) -> int:
+    if (count := _natural(text)) == 1:
+        raise argparse.ArgumentTypeError(
+            "one run with moved weights shows too little noise for a bound: give 2 or "
+            "more, or 0 for the other side"
+        )
+    return count
 
 
 def _add_tools(commands: Commands) -> None:

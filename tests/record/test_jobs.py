@@ -513,6 +513,10 @@ def test_a_second_process_of_a_rank_overwrites_nothing(
         (["r"], "give the command after --"),
         (["r", "python", "train.py"], "give the command after --"),
         (
+            ["r", "--noise", "1", "--", "true"],
+            "give 2 or more, or 0 for the other side",
+        ),
+        (
             ["r", "--steps", "x", "--", "true"],
             "--steps: 'x' is neither a number of steps",
         ),

@@ -270,7 +270,7 @@ def test_uneven_shards_hide_their_layout_unless_they_say_it() -> None:
 def test_megatrons_own_loop_is_compared(tmp_path: Path, warm_python: list[str]) -> None:
     script = str(Path(foreign.__file__).with_name("megatron_jobs.py"))
     alone = [*warm_python, script, "megatron-bf16"]
-    foreign.record(tmp_path, "one", "--noise", "1", of=alone)
+    foreign.record(tmp_path, "one", of=alone)
     for side, ranks, fault in (("right", 4, []), ("wrong", 2, ["half"])):
         launch = [*warm_python, *TORCHRUN, f"--nproc-per-node={ranks}", "--no-python"]
         of = [*launch, *alone, *fault]

@@ -439,12 +439,12 @@ def test_the_module_that_ddp_wraps_may_be_called_itself(tmp_path: Path) -> None:
 class Wrapped(nn.Module):
     """Another module around a model."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.module = module
 
     def forward(self, x: Tensor) -> Tensor:
-        wrapped: Tensor = self.model(x)
+        wrapped: Tensor = self.module(x)
         return wrapped
 
 
