@@ -72,7 +72,7 @@ class _Batch:
     rows: Tensor
     """(rows,) int64 digests."""
     size: int
-    """Number of rows of the whole batch: a DTensor shows those of other ranks, too."""
+    """Number of rows of the whole batch, which a DTensor shows."""
     first: int
     """Position of this rank's first row in the whole batch."""
 

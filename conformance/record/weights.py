@@ -32,9 +32,9 @@ NEAR = 32
 a weight moves across the boundary. Otherwise no weight of a small bf16 model would
 change. One in 2,000 does; all weights together then move by 1.1 units."""
 ACROSS = 16
-"""Number of weights that cross at least: a model of fewer than 32,000 weights gets a
-larger ``NEAR``. With one or two, a right job of 3,000 weights in bf16 showed noise of
-fp32 in two of eight seeds, and its other layout differed."""
+"""Expected number of weights that cross; a model of fewer than 32,000 weights needs a
+larger ``NEAR`` for it. With one or two, correct bf16 jobs of 3,000 weights measured too
+little noise in two of eight seeds, and failed."""
 FAR = 512
 """Largest ``NEAR``: all weights together then move by 26 units, 3e-6 of their size."""
 PLACES = "gradparity.places"
@@ -80,10 +80,11 @@ def nudge(module: nn.Module, seed: int, roots: Roots) -> None:
     A few fp32 weights move further: across the nearest point where bf16 rounds up or
     down.
     """
-    sizes = {name: math.prod(box.shape) for name, _, box in _weights(module, roots)}
-    # half of the weights that are near move; in bf16 numbers lie 2**16 units apart
+    weights = [*_weights(module, roots)]
+    sizes = {name: math.prod(box.shape) for name, _, box in weights}
+    # bf16 numbers are 2**16 units apart; half of the near weights cross
     reach = max(NEAR, min(FAR, ACROSS * 2**16 // max(1, sum(sizes.values()))))
-    for _, part, box in _weights(module, roots):
+    for _, part, box in weights:
         if not part.numel() or not part.is_floating_point():
             continue
         places = places_of(box, 0, box.size, part.device)
