@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,26 @@ class ParityRow(Measure):
     step: int
     parameter: str
     rank: int
+
+    @property
+    def by_how_much(self) -> str:
+        """End of the sentence "X differs from Y": the difference and its bound."""
+        if math.isinf(self.error):
+            return ": it is inf or nan"
+        if not self.size:
+            return (
+                f": its true value is 0, and here it is off by {self.error:.3g}, bound "
+                f"{self.bound:.3g}"
+            )
+        if self.bound < 1:
+            unit = "value" if self.kind == "loss" else self.measure
+            return f" by {self.error:.3g} of its {unit}, bound {self.bound:.3g}"
+        # a gradient of 0, as of a bias before a normalisation, has no relative error
+        return (
+            f": its true value is 0 but for rounding ({self.measure} {self.size:.2g}), "
+            f"and here it is off by {self.absolute:.3g}, bound "
+            f"{self.bound * self.size:.2g}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

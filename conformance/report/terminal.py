@@ -139,8 +139,10 @@ class _LogTicker:
         self.ended += 1
         self.failing += record.status == "fail"
         if record.status != "pass":
-            where = plain(f"{record.scenario} {record.scaler}")
-            self._say(f"{record.status:<12} {where}")
+            scaler = "" if record.scaler == "none" else f" {record.scaler}"
+            where = plain(f"{record.scenario}{scaler}")
+            why = clipped(_cause(record)[2], LONGEST // 5)
+            self._say(f"{record.status:<12} {where}: {why}")
         now = self.clock()
         if now - self.told >= EVERY_S and self.ended < self.planned:
             self.told = now

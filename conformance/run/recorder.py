@@ -7,10 +7,8 @@ import os
 import platform
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 
 import msgspec
 import torch
@@ -134,13 +132,8 @@ def _commit() -> str:
 
 def replay_command(scaler: str, scenario: str, devices: Devices | None = None) -> str:
     """Return the command that runs a case again, with new ranks."""
-    program = (
-        "gradparity"
-        if "gradparity" in Path(sys.argv[0]).name
-        else ("python -m gradparity.conformance")
-    )
     options = ["--scaler", scaler, *(devices.options if devices else ())]
-    return f"{program} replay {shlex.join([scenario, *options])}"
+    return shlex.join(["gradparity", "replay", scenario, *options])
 
 
 class Recorder:

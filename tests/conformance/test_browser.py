@@ -178,7 +178,7 @@ def test_a_failing_run_tells_its_story(failing: Path, visit: Visitor) -> None:
         "Every call of a legal training step returns",  # the sentence of the law
         "step 0",
         "ranks 0, 1",
-        "gradparity.conformance replay tp/2/fp32/sgd/none/steps=4 --scaler torch.amp",
+        "gradparity replay tp/2/fp32/sgd/none/steps=4 --scaler torch.amp",
     ):
         assert words in told, words
     assert story.locator("svg").count() == 0  # a call that raised has no curve

@@ -178,7 +178,8 @@ def test_the_header_tells_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_replay_line_keeps_the_devices() -> None:
     scenario = "single/1/fp32/sgd/none"
-    assert replay_command(OURS, scenario).endswith(f"{scenario} --scaler {OURS}")
+    line = replay_command(OURS, scenario)
+    assert line == f"gradparity replay {scenario} --scaler {OURS}"
     line = replay_command(OURS, scenario, SHARED)
     assert line.endswith(f"--scaler {OURS} --device cuda --share-gpus")
 

@@ -1,5 +1,6 @@
 """Findings of laws on made-up traces, word by word: counts, groups, steps, limits."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -375,8 +376,14 @@ def test_a_parity_failure_names_parameter_rank_and_bound() -> None:
     assert of.parity is not None
     add(of.parity, replace(row("gradient", error=0.5), bound=0.25, size=2.0))
     assert finding(of, "parity.gradient").message == (
-        "step 2: the gradient of w on rank 1 differs from the fp64 truth: relative "
-        "norm of the error 0.5, bound 0.25"
+        "step 2: the gradient of w on rank 1 differs from the fp64 truth "
+        "by 0.5 of its norm, bound 0.25"
+    )
+    of = parity_of(evidence())
+    assert of.parity is not None
+    add(of.parity, replace(row("loss", error=math.inf), size=2.0))
+    assert finding(of, "parity.loss").message == (
+        "step 2: the loss differs from the fp64 truth: it is inf or nan"
     )
 
 

@@ -300,9 +300,7 @@ def test_laws_that_apply_to_no_run_have_no_column() -> None:
 
 def test_a_page_shows_what_is_wrong_first() -> None:
     """Rows of a topology stand together, failing runs first, no number twice."""
-    bad = case(
-        "none", "fail", "step 1: relative norm of the error 1.05, bound 1.79e-06"
-    )
+    bad = case("none", "fail", "step 1: by 1.05 of its norm, bound 1.79e-06")
     numbers = {"error": 1.05019, "bound": 1.79233e-06, "ratio": 7.0}
     (verdict,) = bad.verdicts
     verdicts = (msgspec.structs.replace(verdict, step=1, numbers=numbers),)

@@ -62,6 +62,7 @@ def test_a_file_gets_a_line_a_violation_and_no_codes() -> None:
     assert ESCAPE not in seen
     (line,) = seen.splitlines()
     assert line.startswith("fail         fsdp/2/fp32/sgd/none c:D<script>")
+    assert line.endswith(f": {SEEN.cases[-1].failures[0].message}")
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -52,14 +52,10 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
             message += why.value
     finding = Finding(status=status, message=message)
     if first is not None:
-        finding = _departed(first)
+        reference = "the same train_step" if parity.reference else "the fp64 truth"
+        finding = _departed(first, reference)
         if any(first.parameter in trace.buffers for trace in evidence.ranks):
             text = f"{finding.message}; {of_buffer(first.parameter)}"
-            finding = replace(finding, message=text)
-        if parity.reference:
-            # the law's words for the plain reference do not fit the reference on one
-            # rank
-            text = finding.message.replace("the fp64 truth", "the same train_step")
             finding = replace(finding, message=text)
     if kind == "loss" and parity.narrow_loss:
         text = f"{finding.message}; {parity.narrow_loss}"
@@ -99,34 +95,16 @@ def _all_bad(evidence: Evidence) -> bool:
     return all(any(s.non_finite for s in seen) for _, seen in evidence.steps())
 
 
-def _departed(row: ParityRow) -> Finding:
+def _departed(row: ParityRow, reference: str) -> Finding:
     return Finding(
         status=Status.FAIL,
-        message=f"step {row.step}: {_subject(row)} differs from the fp64 truth: "
-        + _by_how_much(row),
+        message=f"step {row.step}: {_subject(row)} differs from {reference}"
+        + row.by_how_much,
         step=row.step,
         # the mean over all ranks is compared, so no rank is named
         ranks=() if row.kind == "loss" else (row.rank,),
         parameter=row.parameter,
         numbers={"error": row.error, "bound": row.bound},
-    )
-
-
-def _by_how_much(row: ParityRow) -> str:
-    if not row.size:
-        return (
-            f"its true value is 0, and here it is off by {row.error:.3g}, bound "
-            f"{row.bound:.3g}"
-        )
-    if row.bound < 1:
-        return (
-            f"relative {row.measure} of the error {row.error:.3g}, bound "
-            f"{row.bound:.3g}"
-        )
-    # a gradient of 0, as of a bias before a normalisation, has no relative error
-    return (
-        f"its true value is 0 but for rounding ({row.measure} {row.size:.2g}), and "
-        f"here it is off by {row.absolute:.3g}, bound {row.bound * row.size:.2g}"
     )
 
 

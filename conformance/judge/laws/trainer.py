@@ -194,8 +194,7 @@ def average(evidence: Evidence) -> Finding:
         return Finding(
             status=Status.FAIL if doubt is None else Status.INCONCLUSIVE,
             message=f"step {row.step}: the running average of {row.parameter} on rank "
-            f"{row.rank} differs from that of the same train_step: relative "
-            f"{row.measure} of the error {row.error:.3g}, bound {row.bound:.3g} "
+            f"{row.rank} differs from that of the same train_step{row.by_how_much} "
             f"(reference: {parity.reference}){text}",
             step=row.step,
             ranks=(row.rank,),
