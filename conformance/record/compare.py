@@ -40,6 +40,9 @@ WHOLE = 3.0
 1.6; faults that spread over many tensors reached 5 or more."""
 CLIPPED = 1e-4
 """Largest relative difference of norms clipped to one limit: clipping adds 1e-6."""
+SEARCH = 2
+"""Largest number of evaluations of a closure in a step that amplifies no rounding:
+sharpness-aware optimizers make two, and a line search some twenty."""
 REGIONS = 100
 """Number of tensors for which the differing region is computed."""
 NO_STEP = (
@@ -109,6 +112,8 @@ def compare(one: Side, other: Side) -> Comparison:
     _decide(
         comparison, steps, {n: left[its] for n, its in names.items() if its in left}
     )
+    if comparison.code == DIFFERENT and (text := _searched(comparison, one, other)):
+        comparison.code, comparison.headline = UNDECIDED, text
     if comparison.code == DIFFERENT:
         _locate(comparison, one, other, names, steps)
     elif (
@@ -324,6 +329,24 @@ def _first_wrong(rows: Sequence[Row]) -> list[Row]:
     first = min((row.step for row in wrong), default=0)
     at_first = [row for row in wrong if row.step == first]
     return sorted(at_first, key=lambda row: (row.kind != "gradient", -row.ratio))
+
+
+def _searched(found: Comparison, one: Side, other: Side) -> str:
+    """Return a headline if only updates of a line search differ at first; else "".
+
+    A line search branches on rounding, so two nudged runs show too little noise.
+    """
+    wrong = _first_wrong(found.rows)
+    if not wrong or wrong[0].kind == "gradient":
+        return ""
+    counts = (side.run.evaluations.get(wrong[0].step, 1) for side in (one, other))
+    if (most := max(counts)) <= SEARCH:
+        return ""
+    return (
+        f"{found.headline}. Not decided: in that step the optimizer evaluated its "
+        f"closure {most} times, which amplifies rounding. Record both with one "
+        "evaluation (for LBFGS max_iter=1 and no line search)"
+    )
 
 
 def _region(one: Side, other: Side, names: Mapping[str, str], row: Row) -> Region:

@@ -265,6 +265,8 @@ class Run:
     """Parameter -> ranks that hold it but do not step it, although other ranks do."""
     skipped: frozenset[tuple[int, str]] = frozenset()
     """(step, parameter) of steps that were skipped because of an inf or nan."""
+    evaluations: Mapping[int, int] = field(default_factory=dict)
+    """Step -> largest number of times that an optimizer called its closure."""
 
     @property
     def steps(self) -> list[int]:
@@ -390,6 +392,7 @@ def read_merged(*folders: Path) -> Run:
         + max((c.unnamed for r in ranks.values() for c in r.calls), default=0),
         notes=tuple(f"rank {n}: {text}" for n, r in ranks.items() for text in r.notes),
         replicas={key: each.unlike for key, each in whole.items() if each.unlike},
+        evaluations=_evaluations(ranks.values()),
         skipped=frozenset(
             (call.step, name)
             for recording in ranks.values()
@@ -455,6 +458,13 @@ def _bags(ranks: Collection[Recording]) -> dict[int, int]:
             if step in recording.bags:
                 bags_by_step.setdefault(step, {})[rows] = sum(recording.bags[step])
     return {step: sum(of.values()) % WORD for step, of in bags_by_step.items()}
+
+
+def _evaluations(ranks: Iterable[Recording]) -> dict[int, int]:
+    most: dict[int, int] = {}
+    for call in (call for recording in ranks for call in recording.calls):
+        most[call.step] = max(call.evaluations, most.get(call.step, 1))
+    return most
 
 
 def _losses(ranks: Iterable[Recording]) -> dict[int, float]:

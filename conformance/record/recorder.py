@@ -325,8 +325,9 @@ class Recorder:
             if self._prepares(optimizer):
                 self.preparing.add(id(optimizer))
                 return
-        if id(optimizer) in self.running:
-            return  # the closure runs again
+        if (running := self.running.get(id(optimizer))) is not None:
+            running.call.evaluations += 1  # the closure ran again
+            return
         number = self._number(optimizer)
         if number is None:
             return

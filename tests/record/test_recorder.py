@@ -569,6 +569,27 @@ def test_weights_are_those_before_a_closure_moves_them(tmp_path: Path) -> None:
         assert (sharp.tensors[key].digest == plain.tensors[key].digest) == is_equal
 
 
+@pytest.mark.parametrize(("most", "count"), [(1, 1), (4, 4)])
+def test_evaluations_of_a_closure_are_counted(
+    tmp_path: Path, most: int, count: int
+) -> None:
+    def losses() -> Losses:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=most)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(rows(0)).exp().sum()
+            loss.backward()
+            return loss
+
+        yield model(rows(0)).sum()
+        optimizer.step(closure)
+
+    assert recorded(tmp_path, losses(), steps=(0, 1)).evaluations == {0: count}
+
+
 def test_a_step_of_zeros_before_any_forward_only_makes_states(tmp_path: Path) -> None:
     """Megatron-FSDP makes it; one with gradients is a step as any other one."""
     counts = []

@@ -692,6 +692,22 @@ def test_a_page_begins_with_where_a_difference_begins(tmp_path: Path) -> None:
     assert places == sorted(places)
 
 
+@pytest.mark.parametrize(
+    ("count", "kind", "code"),
+    [
+        (3, "update", UNDECIDED),
+        (2, "update", DIFFERENT),  # of a sharpness-aware optimizer
+        (3, "gradient", DIFFERENT),  # the first gradients of a step need no search
+    ],
+)
+def test_a_line_search_amplifies_rounding(count: int, kind: str, code: int) -> None:
+    other = changed(run(4), (1, kind, "b"), sketch=2 * values(1, "b"))
+    found = against(replace(other, evaluations={1: count}))
+    assert found.code == code
+    assert ("evaluated its closure 3 times" in found.headline) == (code == UNDECIDED)
+    assert "the " + kind in found.headline
+
+
 def test_an_update_may_round_each_weight_to_either_side() -> None:
     """A few elements of a small tensor do, in no nudged run."""
     update = values(1, "b")
