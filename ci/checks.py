@@ -202,7 +202,7 @@ def _ratio(case: CaseRecord, old: BaselineCase) -> str:
 
 
 def _grown(series: dict[str, tuple[Spread, list[Number]]]) -> str:
-    """Describe a ratio that is missing now, or is furthest beyond its limit; else ""."""
+    """Describe a ratio that is missing, or is furthest beyond its limit; else ""."""
     # This comes first: a ratio that is no longer measured cannot exceed its limit.
     gone = [name for name, (_, values) in series.items() if not values]
     if gone:
