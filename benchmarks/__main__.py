@@ -24,7 +24,7 @@ SPEED = {
     "report": "the page of a report with 500 scenarios",
     "memory": "memory of a long run",
 }
-"""Tools that measure time and memory, by the name of their module."""
+"""Tools that measure time and memory, by module name."""
 
 VALIDATION = {
     "specimens": "known faults beside their right twins: docs/specimens.md",
@@ -49,14 +49,14 @@ VALIDATION = {
     "planted": "the gate on five copies of this tree with a regression each",
     "under_load": "make test beside four busy loops, RUNS times",
 }
-"""Tools that test the comparison, the scaler or the suite itself, likewise."""
+"""Tools that test the comparison, the scaler or the suite itself, by module name."""
 
 PAGES = {
     "laws_page": "write docs/laws.md from the checks",
     "recordings_page": "write docs/recordings.md from the records",
     "site": "build the documentation as a site: make site",
 }
-"""Tools that make pages, likewise."""
+"""Tools that write pages, by module name."""
 
 _SESSIONS = ("baseline", "histories", "planted", "under_load")
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run a tool, or list all of them.
 
     Args:
-        arguments: its name, with - or _, and its own arguments.
+        arguments: name of the tool, with - or _, and the tool's own arguments.
 
     Returns:
         The tool's exit code.

@@ -131,7 +131,7 @@ def body(rank):
         optimizer.step()
         optimizer.zero_grad()
 """
-"""Train a step on each rank, like a small test."""
+"""Code that trains a step on each rank, like a small test."""
 
 TRAINS = """
 import pytest
@@ -173,7 +173,7 @@ for number in range(tests):
 used = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(used.ru_utime + used.ru_stime)
 """
-"""A process for each rank of each test, forked when all is imported, as ours are."""
+"""Program that forks a process for each rank of each test, after all imports."""
 
 HARNESSES = {
     "gradparity": OURS,
@@ -188,20 +188,20 @@ ADOPTED = (
     ("MultiProcessTestCase", 1),
     ("MultiProcessTestCase", 2),
 )
-"""Torch's classes, and how many of them run one after the other."""
+"""Torch's test class, and how many such classes run one after another."""
 COMMON = "torch.testing._internal.common_distributed"
 SLOW_S = 1.5e-3
-"""Seconds, longer than any collective of two ranks on one machine."""
+"""Seconds from which on a collective of two ranks on one machine counts as slow."""
 RESULTS = Path(__file__).parent / "results" / "harness.json"
 
 
 def session(
     source: str, size: int, tests: int, *options: str, classes: int = 1
 ) -> dict[str, float]:
-    """Run one generated test file; return wall and CPU seconds of the whole tree.
+    """Run one generated test file; return wall and CPU seconds of the process tree.
 
-    Bytecode is kept, as it is where nothing else is asked for: pytest would compile its
-    plugins anew in each session, at the cost of a second.
+    Bytecode is cached, as by default: otherwise pytest would compile its plugins in
+    each session, which costs a second.
     """
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryDirectory() as folder:
@@ -266,9 +266,10 @@ def timed_all_reduce() -> float:
 
 
 def faults(size: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Median seconds from the start of a call to its error; of a hang, past its limit.
+    """Return fault -> promised and median seconds until its error is reported.
 
-    The rows are those that the tests hold; here the world is larger, and timed.
+    For a fault that hangs, the seconds after its time limit count. The faults are those
+    of the tests; here the world is larger, and the time is measured.
     """
     found = {}
     with Cluster(size) as cluster:
@@ -280,7 +281,7 @@ def faults(size: int, repeats: int) -> dict[str, dict[str, float]]:
 
 
 def detection_s(cluster: Cluster, fault: Fault) -> float:
-    """Have rank 1 do it once; return how long the parent was in doubt."""
+    """Let rank 1 have the fault once; return the seconds until the parent knows."""
     cluster.start()
     began = time.perf_counter()
     try:
@@ -312,9 +313,8 @@ def turns(repeats: int) -> dict[str, float]:
 
 
 def after_work(policy: int, repeats: int) -> list[float]:
-    """Read 262 MB again and again; return the seconds of each collective after it."""
-    # gloo's threads are there already: the policy is that of each thread, and a new one
-    # would inherit it.
+    """Return the seconds of collectives, each after reading 262 MB of memory."""
+    # gloo's threads already exist, and each thread has its own policy: set all of them.
     for thread in os.listdir("/proc/self/task"):
         os.sched_setscheduler(int(thread), policy, os.sched_param(0))
     torch.set_num_threads(1)
@@ -347,14 +347,14 @@ def large(size: int) -> dict[str, float]:
 
 
 def trains(size: int, tests: int, repeats: int) -> dict[str, float]:
-    """CPU of tests that train, and of the same bodies in processes of their own.
+    """Measure CPU seconds of tests that train, and of their bodies in plain processes.
 
-    The import is left out of both: from ours the CPU of as many empty tests is taken,
-    in a session that imports torch.
+    Imports are left out: the CPU seconds of as many empty tests, in a session that
+    imports torch, are subtracted from ours.
     """
     session(NOTHING, size, tests)  # fills the caches of bytecode
     ours, empty, plain = [], [], []
-    for _ in range(repeats):  # turn by turn: what else the machine does changes
+    for _ in range(repeats):  # in turns, because the load of the machine changes
         # The smallest of each is taken: other programs only ever add to CPU time, by
         # colder caches.
         empty.append(session(NOTHING, size, tests)["cpu_s"])
@@ -387,11 +387,11 @@ def _plain_processes_s(size: int, tests: int) -> float:
 
 
 def adopted(size: int, tests: int) -> list[dict[str, Any]]:
-    """CPU of the same tests on torch's classes: by those, and adopted.
+    """Measure CPU seconds of tests on torch's classes, and of the same tests adopted.
 
-    ``above_cpu_s`` is without what a session takes that imports torch's module and runs
-    as many empty tests. A class of ``MultiProcContinuousTest`` starts its ranks once,
-    one of ``MultiProcessTestCase`` for each test.
+    ``above_cpu_s`` excludes a session that imports torch's module and runs as many
+    empty tests. A class of ``MultiProcContinuousTest`` starts its ranks once; one of
+    ``MultiProcessTestCase`` starts them for each test.
     """
     nothing = f"{NOTHING}import {COMMON}\n"
     session(nothing, size, tests)  # fills the caches of bytecode
@@ -420,7 +420,7 @@ def adopted(size: int, tests: int) -> list[dict[str, Any]]:
 
 
 def memory(size: int) -> dict[str, float]:
-    """MiB of each rank that it does not share with its parent or another rank."""
+    """Measure each rank's unshared memory in MiB: at start, and after an all-reduce."""
     with Cluster(size, start_timeout_s=600) as cluster:
         started = [_private_mib(pid) for pid in cluster.pids]
         cluster.with_options(timeout_s=600).run(timed_all_reduce)
@@ -433,7 +433,7 @@ def memory(size: int) -> dict[str, float]:
 
 
 def start(size: int, repeats: int) -> dict[str, float]:
-    """Seconds until a world is ready: the quickest of some, least disturbed."""
+    """Return the seconds until a world is ready: the least of several measurements."""
     with Cluster(2):
         pass  # the forkserver is there
     took, used = [], []
@@ -474,7 +474,7 @@ def concurrent(runs: int, size: int, tests: int) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, record it with its provenance."""
+    """Measure, print the table, and write the record with its provenance."""
     parser = argparse.ArgumentParser(prog="gradparity bench harness")
     parser.add_argument("--tests", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=20)
@@ -550,7 +550,7 @@ def _cpu_s() -> float:
 
 
 def _tree_cpu_s() -> float:
-    """CPU of this process and the forkserver, which forks."""
+    """Return CPU seconds of this process and the forkserver, which forks the ranks."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     return own.ru_utime + own.ru_stime + _cpu_of_s(forkserver().pid)
 

@@ -14,12 +14,12 @@ _GOALS_MS = {"pool": "5, 10", "group": "80 at 4", "process": "250 at 4"}
 _GOALS = {"MultiProcContinuousTest": 4, "MultiProcessTestCase": 50}
 
 _NOISE_S = 0.2
-"""Difference of two sessions without ranks; smaller differences do not count."""
+"""Seconds by which two sessions without ranks may differ; less does not count."""
 _ADOPTED_GOALS = {"MultiProcContinuousTest": "1/10", "MultiProcessTestCase": "1/50"}
 
 
 def tables(record: dict[str, Any]) -> dict[str, str]:
-    """Markdown by name, from a record."""
+    """Return name -> Markdown table, from a record."""
     return {
         name: "\n".join(lines(record))
         for name, lines in (

@@ -1,4 +1,4 @@
-"""Write ``docs/laws.md`` from the laws themselves."""
+"""Write ``docs/laws.md`` from the definitions of the laws."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the page.
 
     Args:
-        argv: arguments; None takes the process's own.
+        argv: arguments; those of the process if None.
 
     Returns:
         0 written, 2 bad usage.
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def render() -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     chapters = groupby(LAWS.values(), key=lambda law: law.id.partition(".")[0])
     parts = [f"## {name}\n\n" + "\n".join(map(_entry, laws)) for name, laws in chapters]
     return "\n".join([_HEAD, *parts])
@@ -91,7 +91,7 @@ def _conditions(law: Law) -> Iterator[str]:
 
 
 def _filled(text: str) -> str:
-    """A paragraph in lines that are readable raw."""
+    """Wrap a paragraph, so that the Markdown source is readable."""
     lines = textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False)
     return "\n".join([*lines, ""])
 

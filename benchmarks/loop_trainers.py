@@ -1,11 +1,11 @@
 """Trainers as their users run them, with torch's scaler, with ours and without one.
 
 Each function makes a trainer around one transformer, trains over ``batches`` and
-returns the scaler it trained with. What they share is the same to the letter; what
-differs between the arms is what docs/integrations says of the trainer.
+returns the scaler it trained with. The arms differ only in the changes that
+docs/integrations lists for the trainer.
 
-Compute is in bf16: a CPU of this kind has no arithmetic in fp16, whose emulation is
-some forty times slower and would hide what a scaler costs. Gradients are fp32 in both.
+Compute is in bf16. CPUs of this kind have no fp16 arithmetic; its emulation is some
+forty times slower and would hide the cost of a scaler. Gradients are fp32 in both.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from gradparity.scaler import GradScaler
 
 ROWS, LENGTH, CLIP, RATE = 4, 64, 1.0, 1e-3
 SETTINGS: dict[str, Any] = dict(init_scale=1024.0, growth_interval=2**20)
-"""Settings of both scalers: no step overflows, and no scale grows."""
+"""Settings of both scalers: no step overflows, and the scale never grows."""
 ARMS = ("none", "torch", "ours")
 
 Pair = dict[str, Tensor]
 
 
 class Batches(Sized, Iterable[Pair], Protocol):
-    """Batches, one for each step."""
+    """Batches of a run, one for each step."""
 
 
 class Text(nn.Module):
-    """A byte-level transformer with the loss that transformers' Trainer wants."""
+    """A byte-level transformer that returns its loss, as transformers' Trainer asks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,11 +43,11 @@ class Text(nn.Module):
         self.model = TransformerLM(width=256, heads=8, hidden=1024, layers=4)
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """(B, T) bytes and next bytes -> loss."""
+        """Return the loss of (B, T) bytes and their next bytes."""
         return {"loss": loss(self.model(inputs), labels)}
 
     def shard(self, mesh: Any) -> None:
-        """FSDP2 on each block and on the rest."""
+        """Apply FSDP2 to each block and to the rest."""
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         for part in (*self.model.blocks.values(), self):
             fully_shard(part, mesh=mesh, mp_policy=policy)
@@ -76,7 +76,7 @@ def _schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
 
 
 def accelerate_loop(arm: str, batches: Batches, *, sharded: bool) -> Any:
-    """The loop of Accelerate's own guide, under DDP or FSDP2."""
+    """Train in the loop of Accelerate's own guide, under DDP or FSDP2."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, DistributedType, PartialState
 
@@ -107,7 +107,7 @@ def accelerate_loop(arm: str, batches: Batches, *, sharded: bool) -> Any:
 
 
 def transformers_loop(arm: str, batches: Batches) -> Any:
-    """``Trainer.train`` under DDP, with the optimizer that is its default."""
+    """Train by ``Trainer.train`` under DDP, with the Trainer's default optimizer."""
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(
@@ -133,7 +133,7 @@ def transformers_loop(arm: str, batches: Batches) -> Any:
 
 
 def lightning_loop(arm: str, batches: Batches) -> Any:
-    """``Trainer.fit`` under ``ModelParallelStrategy``, FSDP2 on both ranks."""
+    """Train by ``Trainer.fit`` under ``ModelParallelStrategy``, with FSDP2."""
     from pytorch_lightning import LightningModule, Trainer
     from pytorch_lightning.plugins.precision import MixedPrecision
     from pytorch_lightning.strategies import ModelParallelStrategy
@@ -183,10 +183,10 @@ def lightning_loop(arm: str, batches: Batches) -> Any:
 
 
 def torchtitan_loop(arm: str, batches: Batches) -> Any:
-    """Its optimizers and clipping in the order of its ``train_step``, FSDP2.
+    """Train with torchtitan's optimizers and clipping, in the order of ``train_step``.
 
-    Its trainer wants an accelerator. The scaler is where the recipe puts it; with
-    torch's the clipping is torchtitan's own.
+    The model is under FSDP2. Torchtitan's own trainer needs an accelerator. Our scaler
+    clips and steps as the recipe says; with torch's scaler, torchtitan clips.
     """
     from torchtitan.components.optimizer.optimizer import (
         OptimizersContainer,
@@ -218,12 +218,12 @@ def torchtitan_loop(arm: str, batches: Batches) -> Any:
 
 
 def accelerate_ddp(arm: str, batches: Batches) -> Any:
-    """Accelerate under DDP."""
+    """Train in Accelerate's loop under DDP."""
     return accelerate_loop(arm, batches, sharded=False)
 
 
 def accelerate_fsdp2(arm: str, batches: Batches) -> Any:
-    """Accelerate under FSDP2."""
+    """Train in Accelerate's loop under FSDP2."""
     return accelerate_loop(arm, batches, sharded=True)
 
 
@@ -238,4 +238,4 @@ LOOPS: dict[str, tuple[str, str, Callable[[str, Batches], Any]]] = {
     ),
     "torchtitan's step, FSDP2, fused": ("torchtitan", "torchtitan", torchtitan_loop),
 }
-"""Name -> distribution, module, trainer."""
+"""Name -> (distribution, module, function that trains)."""

@@ -48,11 +48,11 @@ RESULT = ROOT / "benchmarks" / "results" / "loops.json"
 PAGE = ROOT / "docs" / "integrations" / "cost.md"
 WORLDS, ROUNDS, LEAST, WARM_UP = 5, 12, 6, 3
 GOAL = 1.02
-"""Ours over torch's, at most."""
+"""Largest permitted ratio of our time to torch's."""
 
 
 class Turns:
-    """Batches for one trainer, each of them handed out when it is its turn."""
+    """Batches for one trainer; it gets each of them only when it has its turn."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -71,13 +71,13 @@ class Turns:
         self.wait()  # one that fetches ahead still has a batch to train on
 
     def wait(self) -> None:
-        """Let the others run until it is this trainer's turn."""
+        """Let the other trainers run until this trainer has its turn."""
         self.done.release()
         self.go.acquire()
 
 
 class Arm(threading.Thread):
-    """One trainer with one scaler."""
+    """Thread that runs one trainer with one scaler."""
 
     def __init__(self, name: str, train: Callable[..., Any], count: int) -> None:
         super().__init__(daemon=True)
@@ -86,7 +86,7 @@ class Arm(threading.Thread):
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Train to the end."""
+        """Train to the end of the data."""
         torch.set_num_threads(1)  # torch keeps this setting per thread
         try:
             self.scaler = self.train(self.arm, self.turns)
@@ -96,28 +96,25 @@ class Arm(threading.Thread):
             self.turns.done.release()
 
     def until_it_waits(self) -> None:
-        """Wait until it asks for a batch, or has come to its end."""
+        """Wait until the trainer asks for a batch or has ended."""
         self.turns.done.acquire()
         self.check()
 
     def to_the_end(self) -> None:
-        """Let an arm that waits for a batch reach the end of its data."""
+        """Let a trainer that waits for a batch reach the end of its data."""
         self.turns.go.release()
         self.join()
         self.check()
 
     def check(self) -> None:
-        """Raise the exception of the trainer."""
+        """Raise the trainer's exception, if it had one."""
         if self.error is not None:
             raise RuntimeError(f"the trainer of arm {self.arm!r} stopped") from (
                 self.error
             )
 
     def step(self) -> tuple[float, float]:
-        """Seconds from handing out a batch to the request for the next one.
-
-        By the clock and of the processors.
-        """
+        """Return wall and CPU seconds from handing out a batch to the next request."""
         start_together()
         start, cpu = time.perf_counter(), time.process_time()
         self.turns.go.release()
@@ -126,7 +123,7 @@ class Arm(threading.Thread):
 
 
 def time_steps(name: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of each step in each arm, as ``Arm.step``; runs on every rank."""
+    """Return arm -> times of each step, as from ``Arm.step``; runs on every rank."""
     torch.set_num_threads(1)
     flight_recorder.uninstall()  # training has none
     train = LOOPS[name][2]
@@ -134,7 +131,7 @@ def time_steps(name: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
     arms = {arm: Arm(arm, train, count) for arm in ARMS}
     for arm in arms.values():
         arm.start()
-        arm.until_it_waits()  # two set up at once would mix their collectives
+        arm.until_it_waits()  # two setups at the same time would mix their collectives
     seconds: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
     # Every order equally often: which arm comes first after another must not favour
     # one.
@@ -157,9 +154,9 @@ def time_steps(name: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Bounds that hold the median with 95 %, whatever the distribution.
+    """Return bounds that contain the median with 95 %, for any distribution.
 
-    Between the order statistics whose ranks are those of a fair coin's 2.5 and 97.5 %.
+    The bounds are order statistics: the number of values below the median is binomial.
     """
     ordered, n = sorted(values), len(values)
     # The number of values below the median is binomial (n, 1/2): n / 2, plus or minus
@@ -169,7 +166,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def summary(steps: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """A row of the page, from the steps of the slower rank."""
+    """Return a row of the page, from the steps of the slower rank."""
     none, theirs, ours = (steps[arm] for arm in ARMS)
     ratios = [o / t for o, t in zip(ours, theirs, strict=True)]
     low, high = median_interval(ratios)
@@ -190,7 +187,7 @@ def summary(steps: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def measure(names: Sequence[str], rounds: int, worlds: int) -> dict[str, Any]:
-    """Time each trainer on two ranks: rounds in each of several worlds."""
+    """Time each trainer on two ranks, in several worlds of many rounds each."""
     found: dict[str, Any] = {}
     for name in names:
         clock: dict[str, list[float]] = {arm: [] for arm in ARMS}
@@ -225,7 +222,7 @@ def _line(name: str, made: Mapping[str, Any]) -> str:
 
 
 def tables(record: Mapping[str, Any]) -> dict[str, str]:
-    """The table of the page and how it was made."""
+    """Return the page's table, and the text on how it was measured."""
     made = record["provenance"]
     lines = [
         row(
@@ -273,7 +270,7 @@ def tables(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, record and write the page."""
+    """Measure, write the record and write the page."""
     parser = argparse.ArgumentParser(
         prog="gradparity bench loops",
         description=__doc__,

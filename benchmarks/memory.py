@@ -34,9 +34,10 @@ PLACES = (
     "ddp/2/fp32/sgd/inf@r1s1:up.weight/steps=3",
 )
 EVERY = 50
-"""Scenarios between two measurements."""
+"""Number of scenarios between two measurements."""
 GROWTH = 0.05
-"""Largest growth from the second measurement to the last, while caches are full."""
+"""Largest permitted growth from the second measurement, with full caches, to the
+last."""
 
 
 def scenarios(count: int) -> Iterator[tuple[str, Scenario]]:
@@ -46,7 +47,7 @@ def scenarios(count: int) -> Iterator[tuple[str, Scenario]]:
 
 
 def proportional_mib(pid: int | str) -> float:
-    """Memory of a process; pages that several share are divided among them."""
+    """Return a process's memory in MiB; shared pages are divided among processes."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
@@ -63,7 +64,7 @@ def started_by(pid: int) -> Iterator[int]:
 
 
 def measure(count: int) -> list[dict[str, float]]:
-    """Run that many scenarios and measure after each :data:`EVERY`."""
+    """Run ``count`` scenarios, and measure after every :data:`EVERY` of them."""
     rows: list[dict[str, float]] = []
     done = 0
 
@@ -86,7 +87,7 @@ def measure(count: int) -> list[dict[str, float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and record; 1 if memory has grown."""
+    """Measure, print and record; return 1 if memory has grown."""
     parser = argparse.ArgumentParser(prog="memory", description=__doc__)
     parser.add_argument("--scenarios", type=int, default=500)
     given = parser.parse_args(argv)

@@ -50,7 +50,7 @@ class Size:
     words: int
     length: int
     rows: tuple[int, ...]
-    """Rows of each batch that is measured."""
+    """Numbers of rows of the batches that are measured."""
 
 
 SIZES = {
@@ -60,7 +60,7 @@ SIZES = {
 
 
 class Transformer(nn.Module):
-    """Words in, scores of the next words out; heads are 64 wide."""
+    """Model from words to scores of the next words; heads are 64 wide."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -80,13 +80,13 @@ class Transformer(nn.Module):
 
 
 def batch(device: str, rows: int) -> torch.Tensor:
-    """Rows of words, and the word after the last of each."""
+    """Return rows of words; each has one word more than the model's input."""
     size = SIZES[device]
     return torch.randint(size.words, (rows, size.length + 1), device=device)
 
 
 def backward(model: nn.Module, words: torch.Tensor) -> None:
-    """Make the gradients of a batch; on a GPU in bf16."""
+    """Compute the gradients of a batch; on a GPU in bf16."""
     device = words.device.type
     with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
         scores = model(words[:, :-1]).flatten(0, 1)
@@ -95,14 +95,14 @@ def backward(model: nn.Module, words: torch.Tensor) -> None:
 
 
 def now(device: str) -> float:
-    """The time after all that was asked of a device."""
+    """Return the time after the device has finished all its work."""
     if device != "cpu":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def overhead(device: str, pairs: int, rows: int) -> dict[str, float]:
-    """Median time of a step, and of a recorded one, in milliseconds."""
+    """Return the median milliseconds of a plain step and of a recorded one."""
     torch.manual_seed(0)
     model = Transformer(SIZES[device]).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -133,7 +133,10 @@ def overhead(device: str, pairs: int, rows: int) -> dict[str, float]:
 
 
 def watched(device: str, steps: int, rows: int) -> dict[str, float]:
-    """The share of a DDP step on two ranks that ``watch`` takes; they share a GPU."""
+    """Return the fraction of a DDP step on two ranks that ``watch`` takes.
+
+    On a GPU the ranks share it.
+    """
     shared = device != "cpu"
     two = Cluster(
         2,
@@ -175,7 +178,7 @@ def _share_of_watch(device: str, steps: int, rows: int) -> float:
 
 
 def recorded(folder: Path, factor: float) -> Path:
-    """Record a job of many tensors that begins with its weights times a factor."""
+    """Record a job with many tensors, whose initial weights are ``factor`` as large."""
     torch.manual_seed(0)
     named = nn.ModuleDict({"all": nn.Module()})
     for number in range(TENSORS):
@@ -193,7 +196,7 @@ def recorded(folder: Path, factor: float) -> Path:
 
 
 def comparison() -> dict[str, float]:
-    """Megabytes of a run, and seconds of a comparison with three noisy runs."""
+    """Return megabytes of a run, and seconds of comparing with three noise runs."""
     with TemporaryDirectory() as folder:
         one, other = Path(folder, "one"), Path(folder, "other")
         file = recorded(one / "plain", 1.0)
@@ -216,7 +219,7 @@ def comparison() -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and record; 1 if a part failed."""
+    """Measure, print and record; return 1 if a part failed."""
     parser = argparse.ArgumentParser(prog="record", description=__doc__)
     parser.add_argument("--device", choices=[*SIZES], default="cpu")
     parser.add_argument("--pairs", type=int, default=10)

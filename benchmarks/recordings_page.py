@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "recordings.md"
 PRODUCTS = {"fp32": "fp32", "bf16": "bf16 products"}
 MODELS = {"cpu": "fp32, one core", "cuda": "bf16 autocast"}
-"""Kind of device -> how the benchmark ``record`` trains there."""
+"""Kind of device -> description of what the benchmark ``record`` trains there."""
 
 
 def _read(name: str) -> Any:
@@ -27,7 +27,7 @@ def _read(name: str) -> Any:
 
 
 def told() -> Iterator[str]:
-    """Right variants and faults of a small Llama."""
+    """Yield table lines on right variants and faults of a small Llama."""
     record = _read("recorded.json")
     yield row("", *PRODUCTS.values())
     yield row("---", "---", "---")
@@ -45,7 +45,7 @@ def told() -> Iterator[str]:
 
 
 def jobs() -> Iterator[str]:
-    """Loops of others, a row for each package."""
+    """Yield table lines on training loops of other packages, one for each package."""
     yield row(
         "loop",
         "jobs",
@@ -79,7 +79,7 @@ def jobs() -> Iterator[str]:
 
 
 def cost() -> Iterator[str]:
-    """Times of a step, and of a recorded one."""
+    """Yield table lines on the times of a plain step and of a recorded one."""
     yield row("model", "rows of a batch", "step", "recorded", "ratio")
     yield row(*["---"] * 5)
     for device, file in (("cpu", "record.json"), ("cuda", "record-cuda.json")):

@@ -31,7 +31,7 @@ SCENARIOS = 500
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print seconds, bytes and the number of scenarios."""
+    """Print the seconds, the bytes and the number of scenarios."""
     report = read_report(Path(arguments[0]))
     cases = _repeated(report)
     with tempfile.TemporaryDirectory() as folder:

@@ -49,7 +49,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "scale.json"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
 SIZES = (2, 4, 8, 16, 32)
 LARGE = 1 << 23
-"""Elements of fp32 in the all-reduce that shows the bandwidth."""
+"""Number of fp32 elements of the all-reduce that measures bandwidth."""
 SCENARIO = "fsdp/{}/fp32/adamw/inf@r1s1:last/steps=3"
 MAX_NORM = 1e9  # the gradients stay as they are
 
@@ -58,12 +58,12 @@ MAX_NORM = 1e9  # the gradients stay as they are
 
 
 def agreement(repeats: int) -> dict[str, Any]:
-    """Time the agreement on this rank, beside the bare collective.
+    """Time the scaler's agreement on this rank, beside a bare all-reduce.
 
     Returns:
-        ``ours``, ``torch`` and ``bare``: median seconds of a step, ``ours, clip`` and
-        ``torch, clip`` of a clipped one; ``calls``: the collectives of one later step
-        of each, by the same names.
+        ``ours``, ``torch`` and ``bare``: median seconds of a step. ``ours, clip`` and
+        ``torch, clip``: of a step with clipping. ``calls``: by the same names, the
+        collectives of one later step.
     """
     world = current_world()
     mesh = init_device_mesh("cpu", (world.world_size,))
@@ -76,7 +76,7 @@ def agreement(repeats: int) -> dict[str, Any]:
         scaler = make("cpu", init_scale=1024.0, growth_interval=2**20)
         scaler.scale(torch.ones(()))
         work[name] = partial(act, scaler, held)
-        work[name]()  # the first iteration closes with a message more
+        work[name]()  # the first iteration ends with one more message
         with Calls(mesh) as seen:
             work[name]()
         calls[name] = [[*call] for call in seen.seen]
@@ -106,11 +106,11 @@ WORK: dict[str, tuple[Any, Callable[..., None]]] = {
     "ours, clip": (GradScaler, _our_clip),
     "torch, clip": (torch.amp.GradScaler, _torch_clip),
 }
-"""A timed subject: a scaler, and an iteration of it."""
+"""Name -> (class of the scaler, function that runs one iteration)."""
 
 
 def _medians(work: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Any]:
-    # One after the other in each repeat: what else the machine does meets all alike.
+    # Alternate in each repeat, so that other load on the machine affects all alike.
     took: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(repeats):
         for name, act in work.items():
@@ -160,7 +160,7 @@ def training(steps: int) -> dict[str, Any]:
 
 
 def bandwidth(repeats: int) -> float:
-    """Median seconds of a large all-reduce."""
+    """Return the median seconds of a large all-reduce."""
     tensor = torch.ones(LARGE)
     found: float = _medians({"": lambda: dist.all_reduce(tensor)}, repeats)[""]
     return found
@@ -221,7 +221,7 @@ def _pss_mib(pid: int) -> float:
 
 
 def latency(repeats: int) -> dict[str, float]:
-    """Measure alpha and beta on two ranks, where a ring is two messages each."""
+    """Measure alpha and beta on two ranks, whose ring has two messages in sequence."""
     with Cluster(2) as cluster:
         bare = max(rank["bare"] for rank in cluster.run(agreement, repeats))
         large = max(cluster.run(bandwidth, 5))
@@ -256,7 +256,7 @@ def simulated(world: int) -> list[dict[str, Any]]:
 
 
 def threads(world: int) -> list[dict[str, Any]]:
-    """Run all ranks of ``world`` at once, a thread each, with real collectives."""
+    """Run all ranks of ``world`` at once, as threads with real collectives."""
     ours = partial(GradScaler, "cpu", init_scale=1024.0)
     rows = []
     for mesh in MESHES[world]:
@@ -278,7 +278,7 @@ def threads(world: int) -> list[dict[str, Any]]:
 
 
 def axes_of_torch() -> dict[str, list[str]]:
-    """Over which groups torch's scaler reduces in one step, by the mesh's shape."""
+    """Return shape of mesh -> groups over which torch's scaler reduces in a step."""
     make = partial(torch.amp.GradScaler, "cpu", init_scale=1024.0)
     found = {}
     for mesh in ((8,), (2, 4), (2, 2, 2)):
@@ -323,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Run everything; returns the record."""
+    """Run all parts and return the record."""
     repeats = 10 if quick else 50
     record: dict[str, Any] = {"provenance": provenance()}
     record["network"] = latency(10 * repeats)

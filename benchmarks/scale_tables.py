@@ -1,7 +1,7 @@
 """Tables of docs/scale.md from the record of ``scale.py``, and a model from it.
 
-The model is alpha-beta: messages one after the other times the latency, and bytes one
-after the other times the time a byte.
+The model is alpha-beta: number of sequential messages times latency, plus number of
+sequential bytes times the time for a byte.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ ALGORITHMS = {
     "all-gather, ring": _gather_ring,
     "all-gather, doubling": _gather_doubling,
 }
-"""Name -> (messages one after the other, bytes one after the other)."""
+"""Name -> function that returns (sequential messages, sequential bytes)."""
 ON_PAPER = (1_000, 10_000, 100_000)
 ROW = LENGTH * 8  # bytes
 FLAG = 4
 
 
 def modelled(algorithm: str, ranks: int, size: float, net: dict[str, float]) -> float:
-    """Seconds of one collective of ``size`` bytes a rank over ``ranks``."""
+    """Return the seconds of one collective; each of the ranks has ``size`` bytes."""
     hops, sent = ALGORITHMS[algorithm](ranks, size)
     return hops * net["alpha_s"] + sent * net["beta_s_per_byte"]
 
@@ -54,7 +54,7 @@ def modelled(algorithm: str, ranks: int, size: float, net: dict[str, float]) -> 
 def modelled_torch(
     algorithm: str, ranks: int, axes: int, net: dict[str, float]
 ) -> float:
-    """Seconds of torch's all-reduces of one flag, one an axis, axes of equal size."""
+    """Return the seconds of torch's all-reduces of a flag, one for each equal axis."""
     side = round(ranks ** (1 / axes))
     return axes * modelled(algorithm, side, FLAG, net)
 
@@ -63,7 +63,7 @@ def modelled_torch(
 
 
 def tables(record: dict[str, Any]) -> dict[str, list[str]]:
-    """Markdown by name, from a record."""
+    """Return name -> Markdown table, from a record."""
     network, made = record["network"], record["provenance"]
     return {
         "provenance": [
@@ -179,7 +179,7 @@ def _simulated_table(record: dict[str, Any]) -> Iterator[str]:
 
 
 OURS = {"all-gather, ring": ROW, "all-gather, doubling": ROW}
-"""Bytes a rank of our scaler, by algorithm."""
+"""Algorithm -> bytes that each rank of our scaler sends."""
 
 
 def _paper_table(record: dict[str, Any]) -> Iterator[str]:

@@ -10,11 +10,11 @@
 Without ``--json`` the record becomes ``results/scaler.json``, and the tables of
 docs/scaler-speed.md are written from it.
 
-Both sides of a ratio alternate within one run, so that noise meets them alike. Ranks
-start each repeat at one moment of the clock, and the slower one is what training waits
-for; each figure is the median over the repeats. What is timed is what a training loop
-calls between backward and the optimizer's arithmetic; the optimizer itself is replaced
-by nothing. Each repeat is an iteration: `update`, not timed, ends it on both sides.
+Both sides of a ratio alternate within one run, so that noise affects them alike. Ranks
+start each repeat at the same time, and the slower one counts. Each figure is the median
+over the repeats. The calls of a training loop between backward and the optimizer's
+arithmetic are timed; the optimizer itself does nothing. Each repeat is an iteration,
+which ends on both sides with an `update` that is not timed.
 """
 
 from __future__ import annotations
@@ -111,12 +111,12 @@ def _timed(act: Callable[[], Any], clean: Callable[[], Any]) -> Callable[[], flo
 
 
 def sharded(count: int, shape: tuple[int, ...], repeats: int) -> Repeats:
-    """Time one size; runs on every rank.
+    """Time the scalers on gradients of one size; runs on every rank.
 
     Args:
         count: number of gradients.
         shape: local shape of each.
-        repeats: timings of each kind.
+        repeats: number of timings of each kind.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -202,7 +202,7 @@ def sharded(count: int, shape: tuple[int, ...], repeats: int) -> Repeats:
 
 
 def alone(count: int, shape: tuple[int, ...], fused: bool, repeats: int) -> Measured:
-    """Time a whole step and update in one process with plain tensors."""
+    """Time step and update in one process with plain tensors."""
     torch.set_num_threads(1)
     params: list[Any] = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(count)]
     for p in params:
@@ -240,10 +240,10 @@ def alone(count: int, shape: tuple[int, ...], fused: bool, repeats: int) -> Meas
 
 
 def counts(fused: bool, clip: bool) -> dict[str, int]:
-    """Count collectives, and numbers the host reads, of a later step, on every rank.
+    """Count the collectives of a later step, and the numbers that the host reads.
 
-    Its gradients are a plain one, one on a mesh of one axis and, with ranks enough, one
-    on a mesh of two.
+    Runs on every rank. One gradient is plain, one is on a mesh of one axis and, if
+    there are enough ranks, one is on a mesh of two axes.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.profiler import ProfilerActivity, profile
@@ -317,13 +317,13 @@ def _mix() -> list[tuple[Any, torch.Tensor]]:
 
 
 def counted(ranks: int) -> dict[str, dict[str, int]]:
-    """Count in a world of this size, for each way of stepping."""
+    """Return way of stepping -> counts, in a world of this size."""
     with Cluster(ranks) as cluster:
         return {way: cluster.run(counts, *how)[0] for way, how in WAYS.items()}
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Run everything; returns the report's ``rows``, ``seconds`` and ``counts``."""
+    """Run all parts; return ``rows``, ``seconds`` and ``counts`` of the record."""
     seconds: dict[str, Measured] = {}
     with Cluster(2) as cluster:
         for name, (count, shape) in SIZES.items():

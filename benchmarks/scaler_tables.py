@@ -1,4 +1,4 @@
-"""Measurements of ``scaler.py`` and their goals, for a terminal and its page."""
+"""Goals for the measurements of ``scaler.py``, and tables for terminal and page."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Goal(NamedTuple):
 
     Attributes:
         work: kind of work.
-        size: on what; a key of the record's ``seconds``.
-        over: name of the time above the line.
-        under: name of the time below it.
-        bound: at least this where torch's time is above, else at most.
-        limit: name of the time that no scaler can beat, in the place of ours.
+        size: size of the problem, a key of the record's ``seconds``.
+        over: name of the time in the numerator.
+        under: name of the time in the denominator.
+        bound: least ratio if torch's time is the numerator, else the largest ratio.
+        limit: name of the time that no scaler can beat; it replaces ours in the ratio.
         unit: unit of the ratio.
     """
 
@@ -88,7 +88,7 @@ GOALS = (
 
 
 def rows(seconds: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """Hold the times against the goals; one row each."""
+    """Compare the times with the goals; return one row for each goal."""
     alone = (_alone(size) for size in seconds if size.startswith("alone"))
     return [_row(goal, seconds[goal.size]) for goal in (*GOALS, *alone)]
 
@@ -108,7 +108,7 @@ def _row(goal: Goal, times: dict[str, float]) -> dict[str, Any]:
 
 
 def lines(record: dict[str, Any]) -> Iterator[str]:
-    """The record for a terminal."""
+    """Yield the lines of the record for a terminal."""
     for each in record["rows"]:
         mark = "met" if each["met"] else "MISSED"
         yield (
@@ -123,7 +123,7 @@ def lines(record: dict[str, Any]) -> Iterator[str]:
 
 
 def tables(record: dict[str, Any]) -> dict[str, str]:
-    """Markdown by name, from a record."""
+    """Return name -> Markdown table, from a record."""
     made = (("speed", _speed), ("counts", _counts))
     return {name: "\n".join(of(record)) for name, of in made}
 

@@ -1,14 +1,14 @@
 """Every rank of a large world in one process: which collectives would it issue?
 
-1. ``compare``: torch's fake process group gives a rank its place and its subgroups and
-   exchanges nothing, so that ranks can run one after the other. An all-reduce answers
-   with the maximum of what this rank and rank 0 sent, an all-gather with what rank 0
-   sent in the name of all others; rank 0 lacks nothing that another rank has. What a
-   scaler issues must not depend on what its rank holds: then all sequences are equal.
-2. ``together``: torch's threaded group, a thread a rank, exchanges for real; a scaler
-   whose ranks issue different sequences would hang there.
+1. ``compare``: ranks run one after another. Torch's fake process group knows their
+   subgroups, but exchanges nothing. An all-reduce returns the maximum of the messages
+   of this rank and rank 0; an all-gather returns rank 0's message for all other ranks.
+   Rank 0 has every kind of tensor that other ranks have. The collectives of a scaler
+   must not depend on the tensors of its rank: then all sequences are equal.
+2. ``together``: ranks are threads of torch's threaded group, which really exchanges. A
+   scaler whose ranks issue different sequences would hang.
 
-What a rank does meanwhile is a situation (``situations.py``).
+The calls of a rank are a situation (``situations.py``).
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Call(NamedTuple):
     """One collective.
 
     Attributes:
-        op: its name.
-        group: ``world``, or the axis of the mesh over which it goes.
-        tensors: shape and dtype of each tensor sent.
-        size: bytes sent into it.
+        op: name of the collective.
+        group: ``world``, or the mesh axis whose ranks take part.
+        tensors: shape and dtype of each tensor that is sent.
+        size: number of bytes that the rank sends.
     """
 
     op: str
@@ -59,15 +59,15 @@ class Call(NamedTuple):
 
 
 class Calls(TorchDispatchMode):
-    """Notes each collective with its group.
+    """Records each collective with its group.
 
     Args:
-        mesh: its axes name the groups.
+        mesh: mesh whose axes name the groups.
         answers: messages that another rank sent into each all-reduce and all-gather.
 
     Attributes:
-        seen: the collectives.
-        sent: messages that this rank sent into each of these.
+        seen: recorded collectives.
+        sent: messages that this rank sent into all-reduces and all-gathers.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Note ``func`` if it is a collective, and run it."""
+        """Record ``func`` if it is a collective, and run it."""
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # its inner calls come here
         op = ""
@@ -156,7 +156,7 @@ def _flat(value: Any) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Different:
-    """A rank that issues other collectives than rank 0 in the same situation."""
+    """Rank that issues other collectives than rank 0 in the same situation."""
 
     situation: str
     rank: int
@@ -172,11 +172,11 @@ class Different:
 
 @dataclass
 class Compared:
-    """Collectives that all ranks of a world issue.
+    """Result of ``compare``.
 
     Attributes:
-        calls: calls of rank 0, by situation.
-        different: ranks that issue something else.
+        calls: situation -> collectives of rank 0.
+        different: ranks that issue other collectives.
     """
 
     calls: dict[str, tuple[Call, ...]] = field(default_factory=dict)
@@ -189,9 +189,9 @@ def compare(
     """Run every rank of a world one after the other.
 
     Args:
-        make: a new scaler.
-        mesh: its shape; the world has as many ranks.
-        situations: run one after the other, each with a new scaler.
+        make: creates a scaler.
+        mesh: shape of the mesh, which has all ranks of the world.
+        situations: situations to run, each with a new scaler.
     """
     compared = Compared()
     answers: dict[str, tuple[torch.Tensor, ...]] = {}
@@ -248,13 +248,13 @@ def _threads() -> Iterator[None]:
 def together(
     make: Callable[[], Any], mesh: tuple[int, ...], situations: tuple[Situation, ...]
 ) -> list[dict[str, Outcome]]:
-    """Run all ranks at once, with real answers.
+    """Run all ranks at once, with real exchanges.
 
     Returns:
-        For each rank, the result of each situation.
+        For each rank: situation -> its outcome.
 
     Raises:
-        RuntimeError: a rank raised; names the first.
+        RuntimeError: if a rank raised; names the first such rank.
     """
     world = torch.Size(mesh).numel()
     store = torch._C._distributed_c10d.HashStore()

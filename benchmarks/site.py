@@ -89,10 +89,10 @@ def gather(staged: Path) -> None:
 
 
 def _link_packages(package: Path) -> None:
-    """Make a package of the documented rooms alone.
+    """Make a package that links only the documented folders.
 
-    The reader of docstrings goes through all files below a package, and the checkout
-    has installed packages below it.
+    The reader of docstrings reads all files below a package, and the checkout also
+    contains installed packages.
     """
     package.mkdir()
     for name in ("__init__.py", *REFERENCE):
@@ -100,7 +100,7 @@ def _link_packages(package: Path) -> None:
 
 
 def _linked(found: re.Match[str], page: Path, staged: Path) -> str:
-    """A link as the site has it: source files and folders become pages."""
+    """Return a link for the site, on which source files and folders are pages."""
     target = page.parent / found[1]
     if not target.exists() or target.suffix == ".md":
         return found[0]
@@ -137,7 +137,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _reference(package: str, names: str) -> str:
-    """A page of the API; mkdocstrings fills it in."""
+    """Return a page of the API reference, which mkdocstrings fills in."""
     module = f"gradparity.{package}"
     found = importlib.import_module(module)
     shown = names.split() or sorted(found.__all__)
@@ -146,7 +146,7 @@ def _reference(package: str, names: str) -> str:
 
 
 def _commands() -> Iterator[str]:
-    """The help of each command."""
+    """Yield the help of each command."""
     parser = build_parser()
     yield from ("# Command line", "", *_block(parser.format_help()))
     for action in parser._actions:

@@ -1,7 +1,8 @@
-"""Situations of a rank of a large world: its gradients, optimizers and calls.
+"""Situations of a rank in a large world: its gradients, optimizers and calls.
 
-A situation is two iterations of training on one rank, which holds something else than
-its neighbours. Most use what torch's scaler has; those of ``OURS`` use what ours adds.
+A situation is two iterations of training on one rank, whose tensors differ from those
+of its neighbours. Most use only features of torch's scaler; those in ``OURS`` use
+features that our scaler adds.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ class Idle(torch.optim.SGD):
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a world that has a mesh."""
+    """One rank of a world with a mesh."""
 
     number: int
     world: int
     mesh: DeviceMesh
 
     def parameter(self, rows: int = 4, *, sharded: bool = True) -> torch.nn.Parameter:
-        """(rows, 2), fp32, this rank's part, with a gradient of SCALE."""
+        """Return an fp32 DTensor with local shape (rows, 2) and a gradient of SCALE."""
         axes = range(self.mesh.ndim)
         if sharded:  # over the first axis and, tensor parallel, the last
             placements = [
@@ -51,14 +52,14 @@ class Rank:
         return parameter
 
     def plain(self) -> torch.nn.Parameter:
-        """(2,), fp32, no DTensor."""
+        """Return a plain fp32 tensor of shape (2,) with a gradient of SCALE."""
         parameter = torch.nn.Parameter(torch.zeros(2))
         parameter.grad = torch.full((2,), SCALE)
         return parameter
 
 
 def optimizer(*parameters: torch.nn.Parameter) -> Idle:
-    """One optimizer over ``parameters``."""
+    """Return one optimizer over ``parameters``."""
     return Idle(list(parameters), lr=0.0)
 
 
@@ -71,7 +72,7 @@ def alike(rank: Rank, scaler: Any) -> None:
 
 
 def without_gradients(rank: Rank, scaler: Any) -> None:
-    """Two ranks of three have no gradient."""
+    """Situation in which two ranks of three have no gradient."""
     parameter = rank.parameter()
     if rank.number % 3:
         parameter.grad = None
@@ -82,7 +83,7 @@ def without_gradients(rank: Rank, scaler: Any) -> None:
 
 
 def empty_shards(rank: Rank, scaler: Any) -> None:
-    """The second half of the ranks has shards without rows."""
+    """Situation in which half of the ranks have shards without rows."""
     rows = 4 if 2 * rank.number < rank.world else 0
     held = optimizer(rank.parameter(rows), rank.parameter(sharded=False))
     for _ in range(2):
@@ -92,7 +93,7 @@ def empty_shards(rank: Rank, scaler: Any) -> None:
 
 
 def overflow(rank: Rank, scaler: Any) -> None:
-    """Rank 0 has an inf, the others have none."""
+    """Situation in which only rank 0 has an inf."""
     parameter = rank.plain()
     assert parameter.grad is not None
     if rank.number == 0:
@@ -104,7 +105,7 @@ def overflow(rank: Rank, scaler: Any) -> None:
 
 
 def several_optimizers(rank: Rank, scaler: Any) -> None:
-    """Three optimizers; which kinds of tensors and gradients differs by rank."""
+    """Situation with three optimizers, whose kinds of tensors differ between ranks."""
     bare, bias = rank.parameter(), rank.parameter(sharded=False)
     if rank.number % 2:
         bare.grad = None
@@ -119,7 +120,7 @@ def several_optimizers(rank: Rank, scaler: Any) -> None:
 
 
 def clipped(rank: Rank, scaler: Any) -> None:
-    """Clipping; every fourth rank has plain tensors beside its DTensors."""
+    """Situation with clipping; every fourth rank also has plain tensors."""
     extra = [] if rank.number % 4 else [rank.plain()]
     held = optimizer(rank.parameter(), *extra)
     for _ in range(2):
@@ -128,7 +129,7 @@ def clipped(rank: Rank, scaler: Any) -> None:
 
 
 def without_optimizer(rank: Rank, scaler: Any) -> None:
-    """One rank of five has no parameters at all."""
+    """Situation in which one rank of five has no parameters."""
     held = optimizer(rank.parameter())
     for _ in range(2):
         if rank.number % 5 != 4:

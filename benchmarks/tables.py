@@ -14,11 +14,11 @@ _BETWEEN = re.compile(r"(<!-- recorded: (\w+) -->\n).*?\n(<!-- end -->)", re.DOT
 
 
 def row(*cells: object) -> str:
-    """One line of a table."""
+    """Return one line of a table."""
     return f"| {' | '.join(map(str, cells))} |"
 
 
 def write_between(page: Path, tables: Mapping[str, str]) -> None:
-    """Replace the tables between the marks of a page, by name."""
+    """Replace a page's tables between their marks, by name."""
     text = _BETWEEN.sub(lambda m: f"{m[1]}\n{tables[m[2]]}\n\n{m[3]}", page.read_text())
     write_whole(page, text)

@@ -1,4 +1,4 @@
-"""Ranks of one machine that start to measure at the same moment."""
+"""Start measurements at the same time on all ranks of one machine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _LEAD_S = 2e-3
 
 
 def start_together() -> None:
-    """Return on every rank at once.
+    """Return at the same time on every rank.
 
-    A barrier lets ranks go up to a millisecond apart, and a rank that went first would
-    count that as the time of its next collective. The clock is the machine's.
+    After a barrier ranks continue up to a millisecond apart, and the first one would
+    count that as time of its next collective. All ranks read the machine's clock.
     """
     moment = torch.tensor(time.perf_counter() + _LEAD_S, dtype=torch.float64)
     dist.all_reduce(moment, dist.ReduceOp.MAX)

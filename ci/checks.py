@@ -103,15 +103,15 @@ def _reason(
 
 
 def place(case: CaseRecord) -> str:
-    """Describe where the cause of a failure is; empty if it was not found."""
+    """Describe where the cause of a failure is; empty if no second run found it."""
     return case.location.text if case.is_located and case.location else ""
 
 
 def _decides(case: CaseRecord) -> Iterator[Checked]:
     """Check that a new case decides at least one law.
 
-    Inconclusive and broken laws are reported elsewhere, and so are laws of a known case
-    that got worse. A scenario that the workload cannot run does not count as a failure.
+    Other checks report inconclusive and broken laws, and laws of a known case that got
+    worse. A scenario that the workload cannot run does not count as a failure.
     """
     if case.status != "skipped" and {v.status for v in case.verdicts} <= {"skipped"}:
         why = case.verdicts[0].message if case.verdicts else "it has no verdicts"
@@ -202,7 +202,7 @@ def _ratio(case: CaseRecord, old: BaselineCase) -> str:
 
 
 def _grown(series: dict[str, tuple[Spread, list[Number]]]) -> str:
-    """Describe the ratio furthest beyond its limit; else ""."""
+    """Describe a ratio that is missing, or is furthest beyond its limit; else ""."""
     # This comes first: a ratio that is no longer measured cannot exceed its limit.
     gone = [name for name, (_, values) in series.items() if not values]
     if gone:

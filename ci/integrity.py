@@ -83,7 +83,7 @@ def _worst_tensors_agree(case: CaseRecord) -> Iterator[str]:
 
 
 def _passes_are_borne_out(case: CaseRecord) -> Iterator[str]:
-    """Check that no pass contradicts the curves of the case."""
+    """Check that the curves of a case contradict none of its passes."""
     if case.curves is None:
         return
     passed = {v.law for v in case.verdicts if v.status == "pass"}
@@ -99,7 +99,7 @@ def _passes_rest_on_something(case: CaseRecord) -> Iterator[str]:
 
 
 def _parity_is_borne_out(case: CaseRecord) -> Iterator[str]:
-    """Check that some law of parity fails if a ratio is above 1."""
+    """Check that a parity law fails if another one passes and a ratio is above 1."""
     statuses = {v.status for v in case.verdicts if v.law.startswith("parity.")}
     if case.curves and "pass" in statuses and not statuses & {"fail", "error"}:
         if _beyond_bound(case.curves):

@@ -42,7 +42,7 @@ class Outcome(Enum):
 
 
 BEGINS = "where it begins"
-"""Words before the location of a fault, in every format."""
+"""Words before the location of a fault, the same in every output format."""
 
 # The order is by importance. Reasons are sorted by it, and the first kind of a case is
 # its cause.
@@ -87,7 +87,8 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     replay: str = ""
     """Command that runs the case again."""
     where: str = ""
-    """Where the run first differs, and an explanation, if they were found."""
+    """Location at which the run first differs, with an explanation; empty if
+    unknown."""
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, f"a reason of kind {self.kind!r}"
@@ -108,8 +109,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     consequences: int
     """Number of further reasons in the same cases."""
     where: str = ""
-    """Where one of the cases first differs; names the case if it is not that of the
-    reason."""
+    """Location at which one of the cases first differs. Names the case if it is not the
+    case of ``reason``."""
 
     @property
     def line(self) -> str:

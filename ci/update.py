@@ -48,7 +48,7 @@ def update(
         reports: repeated runs of the same code; the first one has the required values.
         ask: called with the question; returns True to write.
         show: called with each line that the gate prints for the first report with the
-            old baseline, and would no longer print with the new one.
+            old baseline, and then with the number of these lines.
         expectations: known violations. They are not written into the baseline, so a
             later gate needs the same expectations.
         accept_failures: true to write failures into the baseline.

@@ -1,4 +1,7 @@
-"""Options shared by the command line and the pytest plugin, unchecked; no torch."""
+"""Selection options of the command line and the pytest plugin, not yet checked.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
-        """Create it from options by name; options may be missing."""
+        """Create the selection from option names and values; options may be missing."""
         named = {name.replace("-", "_"): value for name, value in options.items()}
         value_by_field = {
             _PLURALS.get(name, name): value for name, value in named.items()

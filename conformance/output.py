@@ -72,8 +72,8 @@ _NAMES = {True: "standard output", False: "standard error"}
 class _Stream:
     """Output stream that accepts any text and breaks CI commands in it.
 
-    It is no subclass of `io.IOBase`, whose finalizer flushes: the stream below may be
-    closed by then, and from Python 3.13 on that error is printed.
+    Not a subclass of `io.IOBase`, whose finalizer flushes. The stream below may be
+    closed by then, and from Python 3.13 on the error would be printed.
     """
 
     def __init__(self, stream: TextIO) -> None:

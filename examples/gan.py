@@ -1,10 +1,10 @@
-"""A GAN in turns: training that is no single step, judged against one rank.
+"""A GAN with alternating steps: its reference is the same step on one rank.
 
-    gradparity run --workload examples.gan:Gan --scaler none --topology dp2
+gradparity run --workload examples.gan:Gan --scaler none --topology dp2
 
-The critic steps before the maker's gradients are taken, so the judge's own loop cannot
-be its reference. ``reference = "one rank"`` makes the same ``train_step`` on one rank
-the reference: what is wrong there, too, is not seen.
+The critic steps before the gradients of the maker are computed, so gradparity's own
+loop cannot be the reference. With ``reference = "one rank"`` the same ``train_step`` on
+one rank is the reference. A fault that also occurs on one rank is then not detected.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Gan:
-    """Two networks under data parallelism, with an optimizer each."""
+    """Two networks under data parallelism, each with an optimizer."""
 
     meshes = ({"dp": 2},)
     reference = "one rank"

@@ -39,7 +39,7 @@ CONFIG = Qwen3Config(
 
 
 class Stack:
-    """Next-token prediction; ranks along ``tp`` see the same tokens."""
+    """Next-token prediction; ranks along ``tp`` have the same tokens."""
 
     # All ranks of "tp" see the same tokens: gradparity knows the axis by its name.
     meshes = ({"tp": 2},)

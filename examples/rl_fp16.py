@@ -33,7 +33,7 @@ VOWELS = torch.tensor([letter in b"aeiouAEIOU" for letter in range(256)])
 
 
 def pretrained(steps: int = 60) -> nn.Module:
-    """The same on every rank: some English, learned by rank 0 in fp32."""
+    """Return a model that knows some English: trained by rank 0, then broadcast."""
     torch.manual_seed(0)
     model = TransformerLM(**SIZES)
     if dist.get_rank() == 0:
@@ -49,14 +49,14 @@ def pretrained(steps: int = 60) -> nn.Module:
 
 
 def log_probs(model: nn.Module, tokens: Tensor) -> Tensor:
-    """(B, T) bytes -> (B, COMPLETION): log-probability of each completed byte."""
+    """Return the log-probability of each completed byte: (B, T) -> (B, COMPLETION)."""
     logits: Tensor = model(tokens)[:, PROMPT - 1 : -1].float()  # tp: an even number
     return logits.log_softmax(-1).gather(-1, tokens[:, PROMPT:, None])[..., 0]
 
 
 @torch.no_grad()
 def rollout(model: nn.Module, step: int) -> tuple[Tensor, Tensor]:
-    """Completions of some prompts, and their log-probabilities as they were sampled."""
+    """Return prompts with completions, and the completions' log-probabilities."""
     generator = torch.Generator().manual_seed(step)
     prompts = DATASETS["text"].batch(step, seed=2).inputs[:PROMPTS, :PROMPT]
     tokens, known = prompts.repeat_interleave(SAMPLES, 0), []
@@ -69,7 +69,7 @@ def rollout(model: nn.Module, step: int) -> tuple[Tensor, Tensor]:
 
 
 def apart(model: nn.Module, mesh: DeviceMesh) -> int:
-    """How many parameters that ranks of a tensor parallel group share differ there."""
+    """Count the replicated parameters that differ between tensor-parallel ranks."""
     count = 0
     for p in model.parameters():
         if isinstance(p, DTensor) and "tp" not in (p.device_mesh.mesh_dim_names or ()):
@@ -81,7 +81,7 @@ def apart(model: nn.Module, mesh: DeviceMesh) -> int:
 
 
 def train(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Some steps of REINFORCE, with each prompt's mean reward as baseline and a KL."""
+    """Train by REINFORCE with a KL term; the baseline is each prompt's mean reward."""
     dtype = DTYPES[options.dtype]
     shape = (dist.get_world_size() // 2, 2)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))

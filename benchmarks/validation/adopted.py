@@ -42,18 +42,18 @@ SIDES = {
     "forked": ("--torch-forks",),
     "adopted": ("--gradparity-adopt",),
 }
-"""Session -> its options: torch's classes as they are; the same, with forked instead of
-spawned processes; the same tests on our ranks."""
+"""Session -> its options: torch's classes unchanged; torch's classes with forked
+instead of spawned processes; the same tests on our ranks."""
 
 BASES = ("MultiProcContinuousTest", "MultiProcessTestCase", "MultiThreadedTestCase")
 _RECORD = "GRADPARITY_ADOPTED_RECORD"
-"""Environment variable: where this module, as a plugin of a session, writes to."""
+"""Environment variable with the path to which this module writes, as a plugin."""
 
 _POISONED = "Previous test failed"
-"""Why ``MultiProcContinuousTest`` skips all tests after one that failed."""
+"""Reason with which ``MultiProcContinuousTest`` skips all tests after a failure."""
 
 _SPAWNED_S = 0.05
-"""CPU seconds, less than any process of torch's classes takes for a test."""
+"""CPU seconds; any process of torch's classes takes more for a test."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -112,7 +112,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _have_torch_fork() -> None:
-    """Have torch's classes fork: the same verdicts for a tenth of the time."""
+    """Make torch's classes fork: the same verdicts in a tenth of the time."""
     import torch.multiprocessing as processes
     from torch.testing._internal.common_distributed import MultiProcessTestCase
 
@@ -125,7 +125,7 @@ def _have_torch_fork() -> None:
 
 
 def base_of(item: pytest.Item) -> str:
-    """Return which of torch's classes runs a test; "" for none."""
+    """Return the class of torch that runs a test; "" if none does."""
     cls = getattr(item, "cls", None)
     names = [base.__name__ for base in (cls.__mro__ if cls else ())]
     return next((name for name in names if name in BASES), "")
@@ -192,7 +192,7 @@ def session(folder: Path, ids: Sequence[str], record: Path, *options: str) -> fl
 
 
 def read(record: Path) -> dict[str, dict[str, Any]]:
-    """Return the lines of a record by the id of the test."""
+    """Return id of a test -> its line in a record."""
     if not record.exists():
         return {}
     lines = [json.loads(line) for line in record.read_text().splitlines()]
@@ -205,9 +205,9 @@ def sample(
     """Draw some tests of each file and base.
 
     Args:
-        tests: All that there are.
-        most: How many tests to draw of each file and base, if there are as many.
-        share: Or this share of them, if that is more.
+        tests: All tests.
+        most: Number of tests to draw of each file and base.
+        share: Fraction of them to draw, if that is more than ``most``.
         seed: Seed of the draw.
     """
     groups = defaultdict(list)
@@ -276,10 +276,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def pairs(tests: Mapping[str, dict[str, Any]], work: Path) -> Iterator[dict[str, Any]]:
-    """Yield each test that was run both ways."""
+    """Yield each test that was run both on torch's classes and on our ranks."""
     found = {side: read(work / f"{side}.jsonl") for side in SIDES}
     for name, line in tests.items():
-        # Spawned processes count where the others say something else than ours.
+        # If forked processes give another verdict than ours, the spawned ones count.
         theirs = found["forked"].get(name) or found["torch"].get(name)
         ours = found["adopted"].get(name)
         if theirs and ours and theirs["verdict"] != ours["verdict"]:
@@ -379,10 +379,10 @@ def table(result: dict[str, Any]) -> Iterator[str]:
 
 
 def cost(tests: Iterable[Mapping[str, Any]]) -> tuple[float, float, int]:
-    """Return the CPU seconds of torch's classes and of ours, of how many tests.
+    """Return CPU seconds of torch's classes, those of ours, and the number of tests.
 
     Args:
-        tests: Tests; without a spawned process (skipped ones) they are left out.
+        tests: Tests; those that spawned no process (skipped ones) are left out.
     """
     both = [t for t in tests if (t["torch_spawned_cpu_s"] or 0.0) > _SPAWNED_S]
     theirs_s = sum(t["torch_spawned_cpu_s"] for t in both)

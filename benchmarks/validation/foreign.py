@@ -48,15 +48,15 @@ JOBS = {
 SCRIPTS = {"megatron-core": "megatron_jobs.py"}
 """Package -> the script that has its jobs, if it is not ``foreign_jobs.py``."""
 STARTS = {"megatron-pp", "megatron-ep"}
-"""Jobs on ranks that begin from the weights of the job on one process: a stage, and a
-rank of experts, draws other ones."""
+"""Jobs whose ranks begin from the weights of the job on one process, because a stage or
+a rank of experts would draw other weights."""
 FAULTS = {"half": 1, "twice": 1, "frozen": 1}
-"""Fault -> the exit code that tells it."""
+"""Fault -> exit code of the comparison that detects it."""
 GRADPARITY = (sys.executable, "-m", "gradparity.conformance")
 
 
 def command(job: str, ranks: int, fault: str = "") -> list[str]:
-    """The command line of a job."""
+    """Return the command line of a job."""
     script = Path(__file__).with_name(SCRIPTS.get(JOBS[job], "foreign_jobs.py"))
     end = [str(script), job, *([fault] if fault else [])]
     if ranks == 1:
@@ -77,7 +77,7 @@ def record(folder: Path, name: str, *options: str, of: Sequence[str]) -> float:
 
 
 def compare(folder: Path, name: str) -> tuple[int, list[str]]:
-    """Exit code and lines of a comparison with ``one``."""
+    """Return exit code and lines of a comparison with the recording ``one``."""
     program = [*GRADPARITY, "compare", "one", name]
     done = subprocess.run(program, cwd=folder, capture_output=True, text=True)
     return done.returncode, (done.stdout or done.stderr).splitlines()

@@ -27,7 +27,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 def llama() -> Any:
-    """Two layers, eight heads in four groups, untied head."""
+    """Return a Llama of two layers with eight heads in four groups, and an own head."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=WORDS,
@@ -43,7 +43,7 @@ def llama() -> Any:
 
 
 def rows() -> list[dict[str, Tensor]]:
-    """Every row of training, in its order."""
+    """Return all training rows, in their order."""
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(WORDS, (ROWS * STEPS, LENGTH), generator=generator)
     return [{"input_ids": row, "labels": row} for row in words]
@@ -62,7 +62,7 @@ def batches() -> DataLoader[Any]:
 
 
 def hurt(model: Any, fault: str) -> None:
-    """Plant a fault that leaves the outputs as they are, or a frozen parameter."""
+    """Plant a fault: a wrong gradient behind right outputs, or a frozen parameter."""
     layer = model.model.layers[1].mlp.up_proj
     if fault == "half":  # of a gradient
 
@@ -83,7 +83,7 @@ def hurt(model: Any, fault: str) -> None:
 
 
 def loop(model: Any, step: Callable[[Tensor], None], optimizer: Any) -> None:
-    """A loop as in most tutorials."""
+    """Train in a loop like those of most tutorials."""
     for batch in batches():
         optimizer.zero_grad()
         step(model(**batch).loss)
@@ -101,13 +101,13 @@ def adamw(model: Any) -> torch.optim.Optimizer:
 
 
 def plain(model: Any) -> None:
-    """PyTorch's own loop; DDP on ranks."""
+    """Train in PyTorch's own loop; under DDP on ranks."""
     stack = nn.parallel.DistributedDataParallel(model) if WORLD > 1 else model
     loop(stack, Tensor.backward, adamw(stack))
 
 
 def accumulating(model: Any) -> None:
-    """A loop like nanoGPT's: two micro-batches, gradients are reduced in the last."""
+    """Train in a loop like nanoGPT's: two micro-batches, reduced in the last."""
     ddp = nn.parallel.DistributedDataParallel(model) if WORLD > 1 else None
     stack = ddp or model
     optimizer = adamw(stack)
@@ -123,7 +123,7 @@ def accumulating(model: Any) -> None:
 
 
 def fsdp2(model: Any) -> None:
-    """Shard layers, then the root, as PyTorch's tutorial of FSDP2 does."""
+    """Train under FSDP2; as in its tutorial, layers are sharded before the root."""
     from torch.distributed.fsdp import fully_shard
 
     if WORLD > 1:
@@ -134,7 +134,7 @@ def fsdp2(model: Any) -> None:
 
 
 def tensor_parallel(model: Any) -> None:
-    """Split layers as PyTorch's tutorial of tensor parallelism does; all rows."""
+    """Train as in PyTorch's tutorial of tensor parallelism; each rank has all rows."""
     global RANK, WORLD
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
@@ -164,7 +164,7 @@ def tensor_parallel(model: Any) -> None:
 
 
 def accelerated(model: Any) -> None:
-    """Accelerate's loop; DDP on ranks."""
+    """Train in Accelerate's loop; under DDP on ranks."""
     from accelerate import Accelerator
 
     accelerator = Accelerator()
@@ -173,7 +173,7 @@ def accelerated(model: Any) -> None:
 
 
 def accelerated_fsdp2(model: Any) -> None:
-    """Accelerate's loop with FSDP2."""
+    """Train in Accelerate's loop with FSDP2."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     if WORLD == 1:
@@ -205,11 +205,11 @@ ARGUMENTS: dict[str, Any] = {
     "use_cpu": True,
     "disable_tqdm": True,
 }
-"""Arguments of the Trainer of transformers, and of those that extend it."""
+"""Arguments of the Trainer of transformers and of its subclasses."""
 
 
 def in_order(base: type[Any]) -> type[Any]:
-    """A trainer that takes rows in their order; on ranks it deals them out in turns."""
+    """Return a Trainer class that takes rows in order; ranks take them in turns."""
 
     class InOrder(base):  # type: ignore[misc]  # has no types
         def _get_train_sampler(self, *_: Any) -> Any:
@@ -219,7 +219,7 @@ def in_order(base: type[Any]) -> type[Any]:
 
 
 def trainer(model: Any) -> None:
-    """The Trainer of transformers."""
+    """Train with the Trainer of transformers."""
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(**ARGUMENTS)
@@ -227,7 +227,7 @@ def trainer(model: Any) -> None:
 
 
 def sft(model: Any) -> None:
-    """TRL's SFTTrainer, without gradient checkpointing."""
+    """Train with TRL's SFTTrainer, without gradient checkpointing."""
     import transformers.trainer  # noqa: F401  # before the stand-ins: it looks for datasets
 
     # datasets and what else TRL imports need not be installed
@@ -251,11 +251,11 @@ def sft(model: Any) -> None:
 
 
 def lightning(model: Any) -> None:
-    """Lightning's Trainer; DDP on ranks."""
+    """Train with Lightning's Trainer; under DDP on ranks."""
     import pytorch_lightning as pl
 
     class Module(pl.LightningModule):  # type: ignore[misc]  # has no types
-        """The model; its optimizer computes the gradients in a closure."""
+        """Lightning module; its optimizer computes the gradients in a closure."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -283,7 +283,7 @@ def lightning(model: Any) -> None:
 
 
 def deepspeed(model: Any, stage: int) -> None:
-    """DeepSpeed's engine on one process and on ranks, in fp32, without clipping."""
+    """Train with DeepSpeed's engine in fp32, without clipping."""
     import deepspeed as ds
 
     if WORLD == 1:
@@ -303,22 +303,22 @@ def deepspeed(model: Any, stage: int) -> None:
 
 
 def zero1(model: Any) -> None:
-    """ZeRO 1."""
+    """Train with ZeRO 1 of DeepSpeed."""
     deepspeed(model, 1)
 
 
 def zero2(model: Any) -> None:
-    """ZeRO 2."""
+    """Train with ZeRO 2 of DeepSpeed."""
     deepspeed(model, 2)
 
 
 def zero3(model: Any) -> None:
-    """ZeRO 3."""
+    """Train with ZeRO 3 of DeepSpeed."""
     deepspeed(model, 3)
 
 
 def context_parallel(model: Any) -> None:
-    """Each rank has a piece of every row; attention gathers keys and values."""
+    """Train on a piece of every row on each rank; attention gathers keys and values."""
     from torch.distributed.nn.functional import all_gather
     from transformers import AttentionInterface
 

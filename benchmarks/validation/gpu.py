@@ -24,7 +24,7 @@ from gradparity.conformance.report.records import CaseRecord, Report, read_repor
 
 RESULTS = Path(__file__).parents[1] / "results" / "gpu.json"
 SCALER = RESULTS.with_name("gpu_scaler.json")
-"""Record of ``gpu_scaler.py``."""
+"""Path of the record of ``gpu_scaler.py``."""
 PAGE = Path(__file__).parents[2] / "docs" / "gpu-results.md"
 
 
@@ -35,7 +35,7 @@ def largest(case: CaseRecord) -> float | None:
 
 
 def record_of(commit: str, nccl: str, reports: Sequence[Report]) -> dict[str, Any]:
-    """Parts of the reports that are kept."""
+    """Return the parts of the reports that are recorded."""
     header = reports[0].header
     return {
         "commit": commit,
@@ -62,7 +62,7 @@ def record_of(commit: str, nccl: str, reports: Sequence[Report]) -> dict[str, An
 
 
 def tables(record: Mapping[str, Any], timed: Mapping[str, Any]) -> dict[str, str]:
-    """Tables of the page, by name, from its two records."""
+    """Return name -> table of the page, from its two records."""
     cells: dict[str, dict[str, list[tuple[str, float | None]]]] = defaultdict(dict)
     for scaler, topology, _, status, ratio in record["cases"]:
         cells[topology].setdefault(scaler, []).append((status, ratio))

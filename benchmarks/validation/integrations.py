@@ -37,21 +37,21 @@ CASES = {
     "natural": ("none", "steps=8,scale=67108864,interval=2"),
     "nan, last": ("nan@r0s2:last", "steps=5,scale=1024,interval=2"),
 }
-"""Name -> faults, settings. A planted overflow is on one rank (and its replicas)."""
+"""Name -> (faults, settings). A planted overflow is on one rank and its replicas."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A package's step, and the same with our scaler."""
+    """A package's own step, and the same step with our scaler."""
 
     package: str
-    """Distribution."""
+    """Name of the package's distribution."""
     module: str
-    """Packages without which the workload cannot be imported."""
+    """Modules without which the workload cannot be imported."""
     name: str
     layouts: Sequence[str]
     theirs: tuple[str, str]
-    """Workload and scaler."""
+    """(Workload, scaler) of the package's own step."""
     ours: tuple[str, str]
 
 
@@ -109,13 +109,13 @@ STEPS = [
 
 
 def scenario(workload: str, layout: str, case: str) -> str:
-    """The id of one case."""
+    """Return the scenario id of one case."""
     faults, settings = CASES[case]
     return f"{layout}/fp16-autocast/own/{faults}/model={HERE}.{workload},{settings}"
 
 
 def judge(runner: Runner, step: Step, layout: str, case: str) -> dict[str, Any]:
-    """Run one case with both scalers."""
+    """Run one case with the package's scaler and with ours."""
     found: dict[str, Any] = {"package": step.package, "step": step.name}
     found |= {"layout": layout, "case": case}
     for side, (workload, scaler) in (("theirs", step.theirs), ("ours", step.ours)):
@@ -138,7 +138,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def run(only: Sequence[str]) -> dict[str, Any]:
-    """Run all installed trainers."""
+    """Run the steps of all installed trainers."""
     cases, absent, start = [], [], time.monotonic()
     with Runner(folder=str(ROOT), timeout_s=200) as runner:
         for step in STEPS:
@@ -174,7 +174,7 @@ def _shown(side: Mapping[str, Any]) -> str:
 
 
 def tables(record: Mapping[str, Any]) -> dict[str, str]:
-    """The tables of the page."""
+    """Return name -> table of the page."""
     lines = [row("package", "step", "layout", "case", "theirs breaks", "ours"),
              row(*["---"] * 6)]  # fmt: skip
     versions = record["provenance"]["versions"]
@@ -201,7 +201,7 @@ def tables(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run, record and write the page."""
+    """Run all steps, write the record and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="packages")
     parser.add_argument("--tables", action="store_true", help="from the record alone")

@@ -47,15 +47,16 @@ TESTS_OF_PARITY = (
     "tests/conformance/test_parity_rows.py",
     "tests/conformance/test_parity.py",
 )
-"""Quick ones first; those of the laws see no number of ``parity.py``."""
+"""Tests of ``parity.py``, quick ones first; the laws' tests never run its numbers."""
 LIMIT_S = 120
-"""Seconds of the child: a busy machine kills no mutant. A sleeper has 10 times."""
+"""CPU seconds of the child, so that a busy machine kills no mutant. A child that sleeps
+ends after ten times as many seconds."""
 
 Change = Callable[[ast.AST], ast.AST | None]
 
 
 def _swapped(kind: type[ast.AST], table: dict[type, type]) -> Change:
-    """Swap the operator of a ``kind`` of expression."""
+    """Return a change that swaps the operator in one ``kind`` of expression."""
 
     def change(node: ast.AST) -> ast.AST | None:
         if not isinstance(node, kind):
@@ -100,7 +101,7 @@ def _name(node: ast.AST) -> ast.AST | None:
 
 
 def _dropped(node: ast.AST) -> ast.AST | None:
-    """A statement that only has an effect is left out."""
+    """Replace a statement that only has an effect by ``pass``."""
     is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     return (
         ast.Pass()
@@ -151,7 +152,7 @@ CHANGES: dict[str, Change] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change at one place."""
+    """One change of one node."""
 
     path: str
     line: int
@@ -159,14 +160,14 @@ class Mutant:
     before: str
     after: str
     place: int
-    """Position of the node in ``ast.walk`` order."""
+    """Index of the node in the order of ``ast.walk``."""
 
 
 def _places(tree: ast.Module) -> Iterator[tuple[int, ast.AST]]:
-    """Nodes that decide something: no texts, types or entries of ``@law``.
+    """Yield the nodes to change: no texts, types or entries of ``@law``.
 
-    Nor ``strict=`` of a ``zip``: a judge's lists are of one length. Nor the settings of
-    a dataclass: a frozen one is never assigned to.
+    ``strict=`` of a ``zip`` is left out, because the lists have equal lengths. So are
+    the settings of dataclasses, because frozen ones are never assigned to.
     """
     left_out: set[int] = set()
     for node in ast.walk(tree):
@@ -186,7 +187,7 @@ def _places(tree: ast.Module) -> Iterator[tuple[int, ast.AST]]:
 
 
 def mutants(path: Path) -> Iterator[Mutant]:
-    """Every mutant of one module."""
+    """Yield every mutant of one module."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for place, node in _places(tree):
         for name, change in CHANGES.items():
@@ -202,7 +203,7 @@ def _shown(node: ast.AST) -> str:
 
 
 def mutated(mutant: Mutant) -> CodeType:
-    """The module of ``mutant``, changed and compiled."""
+    """Return the code of a module, changed by ``mutant`` and compiled."""
     path = ROOT / mutant.path
     tree = ast.parse(path.read_text(encoding="utf-8"))
     target = list(ast.walk(tree))[mutant.place]
@@ -236,7 +237,7 @@ class _Loader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _put_in_place(mutant: Mutant) -> None:
-    """Change a module in place, and names that others imported from it."""
+    """Replace a module, and the names that other modules have imported from it."""
     name = ".".join(("gradparity", *Path(mutant.path).with_suffix("").parts))
     space = vars(sys.modules[name])
     old = dict(space)
@@ -315,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _judged(path: Path, seconds: float) -> dict[str, Any]:
-    """The record of one module: as many mutants as the time allows."""
+    """Test as many mutants of one module as the time allows; return their record."""
     everyone = list(mutants(path))
     # a run that ends early has judged a fair sample
     random.Random(0).shuffle(everyone)
@@ -344,7 +345,7 @@ def _commit() -> str:
 
 
 def _keep(file: Path, path: Path, record: dict[str, Any]) -> None:
-    """Renew the part of one module; the others stay as they were recorded."""
+    """Replace the record of one module in a file; the other records stay."""
     old = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     new = old | {str(path.relative_to(ROOT)): record}
     write_whole(file, json.dumps(new, indent=1, sort_keys=True) + "\n")

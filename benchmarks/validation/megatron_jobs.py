@@ -26,17 +26,18 @@ WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
 @dataclass(frozen=True)
 class Job:
-    """Layout on ranks; one process trains without any."""
+    """Layout on ranks; the job on one process has none."""
 
     tensor_parallel: bool = False
     sequence_parallel: bool = False
     pipeline: bool = False
-    """Also ties the head to the embedding, of which both ends then have one."""
+    """True for two stages; then the head is also tied to the embedding, one on each
+    stage."""
     distributed_optimizer: bool = False
     dtype: torch.dtype = torch.float32
     gated: bool = False
     experts: bool = False
-    """Four experts a layer, two of them on each rank."""
+    """True for four experts in each layer, two of them on each rank."""
 
 
 JOBS = {
@@ -55,7 +56,7 @@ JOBS = {
 
 
 def replace_cuda() -> None:
-    """Let the CPU stand for the device that Megatron asks for: not needed on GPUs."""
+    """Let Megatron run on a CPU although it asks for CUDA; leave out on GPUs."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -96,9 +97,9 @@ def replace_cuda() -> None:
 def _tagged_norm(
     _: Any, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any
 ) -> nn.Module:
-    """Torch's norm, with the tag of Apex's norms on GPUs.
+    """Return torch's norm, tagged like Apex's norms on GPUs.
 
-    Megatron sums the gradients of tagged parameters over tensor ranks.
+    Megatron sums the gradients of tagged parameters over tensor-parallel ranks.
     """
     norm = nn.LayerNorm(hidden_size, eps)
     for parameter in norm.parameters():
@@ -107,7 +108,7 @@ def _tagged_norm(
 
 
 def hurt(model: Any, fault: str) -> None:
-    """Plant a fault into the second layer or the head, on the ranks that have these."""
+    """Plant a fault in the second layer or the head, on the ranks that hold it."""
     for layer in model.decoder.layers:
         experts = getattr(layer.mlp, "experts", None)
         mlp = layer.mlp if experts is None else experts.local_experts[0]

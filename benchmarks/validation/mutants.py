@@ -60,7 +60,8 @@ class MutantSettings:
     seeds: int = 1
     """Number of seeds for the right scalers."""
     share: int = 1
-    """Number of parts of the first preset; each seed runs the right scalers in one."""
+    """Number of parts into which the first preset is cut; each seed runs one part with
+    the right scalers."""
     out: Path | None = None
     """Folder for ``mutants.json`` and ``mutants.md``."""
     timeout_s: float = 30.0
@@ -125,7 +126,7 @@ class _Tally:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse, judge, print.
+    """Parse the arguments, run all scalers and print the result.
 
     Args:
         argv: arguments after ``gradparity mutants``.
@@ -264,7 +265,7 @@ def _judge_right(
 
 
 def _seeded(settings: MutantSettings) -> Iterator[tuple[str, Scenario]]:
-    """Return scenarios for the right scalers, with seeds from the selection's on."""
+    """Yield (preset, scenario) for the right scalers, with one seed after another."""
     preset, first = settings.presets[0], settings.selection.seed
     for seed in range(first, first + settings.seeds):
         chosen = select(preset, replace(settings.selection, seed=seed))

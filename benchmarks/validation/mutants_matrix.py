@@ -1,4 +1,4 @@
-"""Matrix scaler x check of a run over scalers with known faults."""
+"""Matrix of scalers x checks: the result of running scalers with known faults."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     scaler: str
     """Class name in ``fixtures.faulty``."""
     fault: str
-    """First line of its docstring."""
+    """First line of the scaler's docstring."""
     law: str
-    """The law that must catch it; empty for a right one."""
+    """Law that must catch the scaler; empty for a right scaler."""
     tried: int
     """Number of scenarios that ran with it."""
     accused: dict[str, int]
     """Check -> number of scenarios in which it failed."""
     preset: str = ""
-    """First preset in which its own check failed; empty if none did."""
+    """First preset in which the scaler's law failed; empty if none did."""
     scenario: str = ""
-    """Scenario in which its own law caught it first, or, of a right scaler, in which
-    any law accused it."""
+    """Scenario in which the scaler's law first failed; for a right scaler, the first in
+    which any law failed."""
     message: str = ""
-    """The finding there."""
+    """Message of that failure."""
     broken: int = 0
     """Number of scenarios in which the harness broke; they do not count."""
 
@@ -55,7 +55,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Matrix(msgspec.Struct, frozen=True, kw_only=True):
-    """One run over all of them."""
+    """Result of one run over all scalers."""
 
     header: Header
     seeds: int
@@ -75,7 +75,7 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def as_text(matrix: Matrix) -> str:
-    """The matrix as Markdown: provenance, both tables, and the legend of laws."""
+    """Return the matrix as Markdown: provenance, both tables, legend of the laws."""
     return "\n".join(
         [
             *_summary(matrix),
@@ -113,7 +113,7 @@ def _summary(matrix: Matrix) -> Iterator[str]:
 
 
 def _letters() -> dict[str, str]:
-    """Law -> a short column head."""
+    """Return law -> short head of its column."""
     # names would make a table of some thirty columns too wide to read raw
     return dict(
         zip(LAWS, string.ascii_uppercase + string.ascii_lowercase, strict=False)
@@ -180,7 +180,7 @@ def read_matrix(path: Path) -> Matrix:
     """Read ``mutants.json``.
 
     Raises:
-        UsageError: if it is none.
+        UsageError: if the file is not such a matrix.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=Matrix)

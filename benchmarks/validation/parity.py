@@ -1,4 +1,4 @@
-"""How much margin the parity bounds leave, and how often chance alone would cross.
+"""Measure the margin of the parity bounds, and how often chance alone exceeds them.
 
 Two figures for ``docs/parity.md``: (1) by simulation, how often one more correct run
 exceeds ``SAFETY_FACTOR`` times the largest error of the reference runs, for error
@@ -39,7 +39,7 @@ DRAWS = 4_000_000
 
 
 def chance(elements: int, generator: np.random.Generator) -> float:
-    """Share of draws in which one more run crosses the bound by chance."""
+    """Return the fraction of draws in which one more run exceeds the bound."""
     crossed = 0
     for _ in range(16):
         # The squared norm of an error of independent normal elements is chi-squared.
@@ -52,7 +52,7 @@ def chance(elements: int, generator: np.random.Generator) -> float:
 
 
 def measured(seeds: int) -> dict[str, list[float]]:
-    """Scenario -> the largest error / bound of each seed."""
+    """Return scenario -> largest error / bound of each seed."""
     found: dict[str, list[float]] = {}
     with Runner(folder=".") as runner:
         for text in SCENARIOS:

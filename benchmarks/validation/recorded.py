@@ -50,7 +50,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "recorded.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Sizes of the model and of its data, and where it is trained."""
+    """Sizes of the model and its data, and the device on which it is trained."""
 
     width: int = 128
     layers: int = 4
@@ -62,8 +62,8 @@ class Job:
     rows: int = 8
     device: str = "cpu"
     native: bool = False
-    """True rounds by kernels of the device in bf16; else products in fp32 do so of
-    operands that are rounded before."""
+    """True if bf16 kernels of the device round the products. Else operands are rounded,
+    and products are in fp32."""
 
     @property
     def head(self) -> int:
@@ -72,13 +72,13 @@ class Job:
 
     @property
     def meshes(self) -> dict[str, tuple[int, int]]:
-        """Variants on ranks: two of them share a GPU."""
+        """Variants on ranks; on a GPU, where two ranks share it, only small ones."""
         most = 4 if self.device == "cpu" else 2
         return {k: mesh for k, mesh in MESHES.items() if math.prod(mesh) <= most}
 
     @property
     def kinds(self) -> list[str]:
-        """Variants and faults; those that take long come last."""
+        """Variants and faults; the slow ones come last."""
         own = () if self.device == "cpu" else RIGHT_ON_GPU
         return [*RIGHT, *own[:-1], *FAULTS, *own[-1:], *self.meshes]
 
@@ -137,7 +137,7 @@ FAULTS = (
 
 
 class Linear(nn.Linear):
-    """Rounds operands and results as a bf16 kernel with fp32 sums does, or is one."""
+    """Linear layer that rounds as a bf16 kernel with fp32 sums does, or uses one."""
 
     rounds = native = False
 
@@ -212,7 +212,7 @@ def _turned(x: Tensor, turns: Tensor) -> Tensor:
 
 
 class Llama(nn.Module):
-    """Words in, scores of words out; in parts, so that the loss may be in chunks."""
+    """Model from words to scores; split into parts, so the loss may be in chunks."""
 
     shift = 0
     recompute = False
@@ -247,13 +247,13 @@ class Llama(nn.Module):
 
 @functools.lru_cache(maxsize=1)
 def started(job: Job, seed: int) -> Llama:
-    """The model before its first step; drawn on the CPU, whatever the device."""
+    """Return the model before its first step; weights are always drawn on the CPU."""
     torch.manual_seed(seed)
     return Llama(job).to(job.device)
 
 
 def batch(job: Job, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """Words of a random bigram language, and labels of rows of other lengths."""
+    """Return words of a random bigram language, and labels; row lengths differ."""
     generator = torch.Generator().manual_seed(1000 * seed + step)
     every = torch.Generator().manual_seed(5)
     follow = torch.randint(job.words, (job.words, 4), generator=every)
@@ -269,7 +269,7 @@ def batch(job: Job, seed: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def laid_out(model: Llama, device: str, data: int, tensor: int) -> int:
-    """Lay a model out; return the place of this rank among those with other rows."""
+    """Lay a model out; return the rank's index among ranks with different rows."""
     if data * tensor == 1:
         return 0
     mesh = init_device_mesh(device, (data, tensor), mesh_dim_names=("data", "tensor"))
@@ -472,7 +472,7 @@ def _with_weight(layer: Linear, old: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def run(out: Path, job: Job, half: bool, seed: int, kind: str) -> None:
-    """Train and record one kind, on ranks if it needs some."""
+    """Train and record one variant or fault, on ranks if it needs some."""
     ranks = math.prod(MESHES.get(kind, (1, 1)))
     if ranks == 1:
         train(str(out), job, half, seed, kind)
@@ -494,10 +494,10 @@ def rows(
     """Yield the result of each variant and each fault; an error of one is its result.
 
     Args:
-        job: the job that all of them train.
+        job: sizes and device of all of them.
         half: True rounds products to bf16.
-        seed: draws weights and data.
-        noise: nudged runs of the reference.
+        seed: seed of weights and data.
+        noise: number of nudged runs of the reference.
         kinds: variants and faults.
     """
     one = None
@@ -551,7 +551,7 @@ def _compared(one: Side, out: Path) -> dict[str, Any]:
 
 
 def summary(kept: Sequence[dict[str, Any]], device: str) -> dict[str, Any]:
-    """Counts over all rows so far."""
+    """Return counts over all rows so far."""
     right = [row for row in kept if row["is_right"]]
     told = dict[str, list[str]]()
     for precision in dict.fromkeys(row["precision"] for row in kept):

@@ -27,13 +27,13 @@ from gradparity.conformance.run.recorder import make_header
 
 RESULTS = Path(__file__).parents[1] / "results" / "repeats.json"
 LOOPS = 4
-"""Busy loops beside every third run."""
+"""Number of busy loops beside every third run."""
 BUSY_EVERY = 3
 
 
 @contextmanager
 def busy(loops: int) -> Iterator[None]:
-    """Processes that compute for nothing."""
+    """Run processes that keep the cores busy inside this context."""
     command = [sys.executable, "-c", "while True: pass"]
     started = [subprocess.Popen(command) for _ in range(loops)]
     try:
@@ -45,7 +45,7 @@ def busy(loops: int) -> Iterator[None]:
 
 
 def seen(case: CaseRecord) -> dict[str, Any]:
-    """Values that must repeat: all verdicts, errors and bounds as computed."""
+    """Return the values that must repeat: verdicts, and unrounded errors and bounds."""
     return {
         "status": case.status,
         "problem": case.problem,
@@ -59,7 +59,7 @@ def seen(case: CaseRecord) -> dict[str, Any]:
 
 
 def one_run(arguments: Sequence[str], folder: str) -> dict[str, dict[str, Any]]:
-    """Run once; what was seen by scaler and scenario."""
+    """Run once; return scaler and scenario -> the values that must repeat."""
     report = Path(folder) / "report.jsonl"
     command = [sys.executable, "-m", "gradparity.conformance", "run", "--quiet"]
     done = subprocess.run(
@@ -73,7 +73,7 @@ def one_run(arguments: Sequence[str], folder: str) -> dict[str, dict[str, Any]]:
 
 
 def differences(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """The cases of two runs in which something differs, with what."""
+    """Return the cases in which two runs differ, and in what."""
     found = []
     for name in first.keys() | other.keys():
         one, two = first.get(name), other.get(name)
@@ -84,7 +84,7 @@ def differences(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and record; 1 if a run differs from the first."""
+    """Measure, print and record; return 1 if a run differs from the first."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--record", action="store_true", help="add to the results")

@@ -207,8 +207,8 @@ ONCE_ACCUSED = {
         "Pipeline",
     ),
 }
-"""Module of the folder ``tests`` -> its stacks that were accused and were right, or are
-right in a way that the judge had not met; their docstrings say how they are made."""
+"""Module in ``tests`` -> its right stacks that a check once failed, or that are right
+in an unusual way. The stacks' docstrings describe them."""
 
 
 _NEVER = "the package never averages there (docs/wild/torch-fsdp1-hybrid-one.md)"
@@ -246,8 +246,8 @@ NOT_TRIED = {
         "it is made for one process",
     ),
 }
-"""Workload -> a topology, or the beginning of recipes, in which it cannot train, or is
-wrong indeed; and why."""
+"""Workload -> a topology, or the beginning of recipes, in which it cannot train or is
+really wrong; and the reason."""
 
 
 @dataclass(frozen=True)
@@ -257,12 +257,12 @@ class Found:
     accused: tuple[str, ...] = ()
     largest: float = 0.0
     first_s: float = 0.0
-    """From an empty pool of ranks to the first verdict."""
+    """Seconds from an empty pool of ranks to the first verdict."""
     not_run: str = ""
 
 
 def corpus() -> dict[str, str]:
-    """Spec of a workload, or of a scaler, -> where it comes from."""
+    """Return spec of a workload or scaler -> where it comes from."""
     found = {f"examples.{name}": "example" for name in EXAMPLES}
     found |= {
         pair.fixed: f"specimen {name}" for name, pair in (SPECIMENS | ONE_RANK).items()
@@ -291,16 +291,16 @@ _SCALED = (
     "pp/2/fp32/sgd/none/model=text,steps=2",
     "fsdp/2/fp16-params/adamw/none/steps=5,scale=1048576",
 )
-"""Scenarios for the scalers: replicas, shards, stages, bad gradients and overflows."""
+"""Scenarios for scalers: replicas, shards, stages, bad gradients and overflows."""
 
 
 def judged(spec: str, source: str, seeds: int) -> Found:
-    """Judge one entry of the corpus.
+    """Run the checks on one entry of the corpus, for all seeds.
 
     Args:
         spec: spec of the workload or of the scaler.
-        source: source, one of :func:`corpus`.
-        seeds: how many, from 0.
+        source: where it comes from, a value of :func:`corpus`.
+        seeds: number of seeds, which begin at 0.
     """
     found, start, first_s = Right(), time.monotonic(), 0.0
     not_tried = NOT_TRIED.get(spec, ("",))[0]
@@ -331,7 +331,7 @@ def _judged_scaler(runner: Runner, spec: str, seed: int) -> Iterator[Case]:
 
 
 def _judged_scaled_step(runner: Runner, spec: str, seed: int) -> Iterator[Case]:
-    """Planted faults, and gradients that overflow, with our scaler."""
+    """Yield cases with planted faults and with overflows, with our scaler."""
     steps = _scaled_steps()
     where = {each.__name__: where for each, where in steps.RIGHT.items()}
     settings = f"model={spec},steps=4,interval=2,seed={seed}"
@@ -388,7 +388,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def first_verdicts(entries: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table of the examples' first verdicts, a row for each file."""
+    """Return a table of the time to each example's first verdict, by file."""
     files: dict[str, list[str]] = defaultdict(list)
     for spec, entry in entries.items():
         if spec.startswith("examples.") and not entry["not_run"]:
@@ -399,7 +399,7 @@ def first_verdicts(entries: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def write_record(seeds: int, jobs: int, found: dict[str, Found]) -> None:
-    """Record what was judged; entries that were not judged keep their record."""
+    """Record the results; entries that were not run keep their earlier record."""
     header = make_header(
         planned=0,
         preset="quick",

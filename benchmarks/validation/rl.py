@@ -33,7 +33,7 @@ RUNS = {
     "bf16": ("bf16", OURS),
     "fp32": ("fp32", OURS),
 }
-"""Name -> dtype, scaler; it is on in fp16 only."""
+"""Name -> (dtype, scaler); the scaler is enabled only in fp16."""
 STYLE = (
     "<style>text{font:11px sans-serif;fill:#555}.title{font-weight:bold}"
     ".line{fill:none;stroke-width:1.6}.grid{stroke:#ccc;fill:none}.s0{stroke:#0b6}"
@@ -42,7 +42,7 @@ STYLE = (
 
 
 def run_one(dtype: str, scaler: str) -> dict[str, Any]:
-    """One run under torchrun: its steps and seconds."""
+    """Run once under torchrun; return its steps and seconds."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rl.json"
@@ -56,7 +56,7 @@ def run_one(dtype: str, scaler: str) -> dict[str, Any]:
 
 
 def tables(record: Mapping[str, Any]) -> dict[str, str]:
-    """The tables of the page."""
+    """Return name -> table of the page."""
     runs, made = record["runs"], record["provenance"]
     mismatch = [
         row("run", "mean", "largest", "a completion", "last KL", "last reward"),
@@ -99,7 +99,7 @@ def tables(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def plots(record: Mapping[str, Any]) -> None:
-    """Two files beside the page."""
+    """Draw two plots into files beside the page."""
     runs = record["runs"]
     off = [
         Series(
@@ -132,7 +132,7 @@ def plots(record: Mapping[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] = ()) -> None:
-    """Run, record, write."""
+    """Run, record and write the page."""
     if "--tables" not in argv:
         load = round(os.getloadavg()[0], 1)
         record = {

@@ -25,7 +25,7 @@ def histories(arguments: Sequence[str]) -> int:
 
 
 def planted(arguments: Sequence[str]) -> int:
-    """Run the gate on copies of this tree with a regression each."""
+    """Run the gate on copies of this tree, each with one regression."""
     return _pytest(["tests/ci/test_planted.py"], "PLANTED", arguments, "1")
 
 
@@ -36,7 +36,7 @@ def under_load(arguments: Sequence[str]) -> int:
 
 
 def baseline(arguments: Sequence[str]) -> int:
-    """Record the baseline of the gate anew: two runs, the second for the noise."""
+    """Record the gate's baseline anew from two runs; the second measures the noise."""
     if arguments:
         raise UsageError(f"baseline takes no argument, got {arguments[0]}")
     gradparity = [sys.executable, "-m", "gradparity.conformance"]

@@ -5,10 +5,10 @@ the same weights and on the same batches; loops of our own take two micro-batche
 
 [Note: Thresholds]
 A loss curve is compared with that of one process by their relative difference.
-Megatron's functional tests allow 5 % for ``lm loss`` at all but 1 % of the steps; 1 %
-at every step is what a strict eye would ask for. Weights are compared by
-``assert_close`` with its defaults. DebugMode's hashes are those of runs that make the
-same calls.
+Megatron's functional tests allow 5 % for ``lm loss`` at all but 1 % of the steps. A
+strict reader of curves would allow 1 % at every step. Weights are compared by
+``assert_close`` with its defaults. DebugMode's hashes are compared only if both runs
+make the same calls.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ __all__ = ["STEPS", "peers_of"]
 
 STEPS = 100
 STRICT = 0.01
-"""Relative difference of a loss at any step."""
+"""Relative difference of a loss that is allowed at any step."""
 USUAL = 0.05
-"""The same, as Megatron's tests have it, at more than 1 % of the steps."""
+"""Relative difference of a loss that Megatron's tests allow at all but 1 % of steps."""
 Batch = tuple[Any, Any]
 Places = Mapping[str, Tensor]
-"""Name -> places of a rank's elements in the flattened whole."""
+"""Name -> positions of a rank's elements in the flat whole tensor."""
 DATA_AXES = ("dp", "dp_replicate", "dp_shard", "ep")
 
 
 def peers_of(cluster: Callable[[int], Cluster], spec: str) -> dict[str, Any]:
-    """Results of each way for a workload: True where it would raise an alarm.
+    """Return way of checking -> True if it would raise an alarm for a workload.
 
     Args:
-        cluster: ranks by world size.
+        cluster: returns ranks by world size.
         spec: the workload.
 
     Returns:
-        Verdicts by way of checking, and the figures behind them.
+        Alarms by way of checking, and the figures behind them.
     """
     workload = named("workload", spec, "")
     world = math.prod(workload.meshes[0].values())
@@ -113,7 +113,7 @@ def _model(workload: Any) -> nn.Module:
 
 
 def _passes(workload: Any, model: Any, batch: Batch) -> float:
-    """Two micro-batches, or one where the loss is a sum that has a count."""
+    """Train on two micro-batches, or on one if the loss is (sum, count)."""
     first = workload.loss(model(batch[0]), batch[1])
     if isinstance(first, tuple):
         loss = first[0] / first[1]
@@ -173,9 +173,10 @@ def _own_step(workload: Any, stack: Any, batch: Batch) -> float | None:
 
 
 def _laid_out(workload: Any, mesh: DeviceMesh) -> tuple[Any, dict[str, Tensor]]:
-    """The stack, and which elements of the whole this rank has.
+    """Return the stack, and the positions of this rank's elements in the whole.
 
-    Where the stack does not say so, a second one is laid out from element numbers.
+    If the workload has no ``weights``, the positions are read from a second stack,
+    whose parameters are element numbers.
     """
     stack = workload.parallelize(_model(workload), mesh)
     if hasattr(workload, "weights"):

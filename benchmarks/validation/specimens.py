@@ -44,7 +44,7 @@ from gradparity.multiprocess import Cluster
 RESULTS = Path(__file__).parents[1] / "results" / "specimens.json"
 SEEDS = 20
 TIMEOUT_S = 120.0
-"""Seconds for one scenario."""
+"""Time limit of one scenario in seconds."""
 ALL = SPECIMENS | ONE_RANK
 
 
@@ -52,15 +52,14 @@ ALL = SPECIMENS | ONE_RANK
 
 
 def judged(spec: str) -> dict[str, Any]:
-    """The first violation that the judge finds in a workload, if any.
+    """Return the first violation that gradparity finds in a workload, if any.
 
     Args:
         spec: the workload.
 
     Returns:
-        ``scenario``, ``laws``, ``parameter``, ``problem``, ``ratio`` (the largest error
-        over its bound) and ``location`` of the case that ended the run, and how many
-        there were.
+        ``scenario``, ``laws``, ``parameter``, ``problem``, ``ratio`` (largest error /
+        bound) and ``location`` of the case that ended the run; ``cases``: their number.
     """
     with tempfile.TemporaryDirectory() as folder:
         settings = RunSettings(
@@ -138,11 +137,11 @@ class Right:
 
     accused: list[str] = field(default_factory=list)
     largest: float = 0.0
-    """Error over its bound, the largest of all comparisons of parity in cases that
-    passed: what departs under a doubt has no verdict."""
+    """Largest error / bound of parity in all cases that passed. Differences under a
+    doubt have no verdict and do not count."""
 
     def add(self, case: Case) -> None:
-        """Take one case in."""
+        """Add the verdicts of one case."""
         if case.status.value in ("fail", "error"):
             laws = [v.law for v in case.verdicts if v.status == "fail"]
             self.accused.append(
@@ -158,9 +157,9 @@ class Right:
 
 
 def caught(pair: Pair, found: dict[str, Any]) -> bool:
-    """True if a broken workload was found by a law that is right.
+    """Return True if a law that fits the fault found a broken workload.
 
-    A stack that raises has no verdict: there the report names its call.
+    A workload that raises has no verdict; then the report names its call.
     """
     if pair.laws == ("liveness.completes",) and ", train_step: " in found["problem"]:
         return True
@@ -168,7 +167,7 @@ def caught(pair: Pair, found: dict[str, Any]) -> bool:
 
 
 def placed(pair: Pair, found: dict[str, Any]) -> bool:
-    """Return True if the report names the faulty module, or none if there is none."""
+    """Return True if the report names the faulty module, or none if none is faulty."""
     if not caught(pair, found) or not found["location"]:
         return False
     module: str = found["location"]["module"]
@@ -178,13 +177,13 @@ def placed(pair: Pair, found: dict[str, Any]) -> bool:
 
 
 def measure(names: Sequence[str], seeds: int, jobs: int, peers: bool) -> dict[str, Any]:
-    """Judge everything; returns the record.
+    """Run all specimens; return the record.
 
     Args:
         names: names of the specimens.
-        seeds: how many of the right twins.
-        jobs: pairs that are judged at once.
-        peers: true if the other means are tried, too.
+        seeds: number of seeds for the fixed versions.
+        jobs: number of pairs that run at the same time.
+        peers: true to also run the other ways of checking.
     """
     header = make_header(
         planned=0,

@@ -17,7 +17,7 @@ PEERS = {
     "assert_close": "`assert_close` of weights",
     "hashes": "DebugMode hashes",
 }
-"""Key of the record -> heading."""
+"""Key of the record -> heading of its column."""
 Rows = Mapping[str, Mapping[str, Any]]
 
 

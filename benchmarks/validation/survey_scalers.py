@@ -69,7 +69,7 @@ Results of scalers that people use, in one run of the catalogue.
 
 
 class Example(NamedTuple):
-    """One check that a scaler fails, with its smallest example."""
+    """One check that a scaler fails, with its smallest scenario."""
 
     scaler: str
     law: str
@@ -81,13 +81,13 @@ class Example(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Judge, or only render, and write the page.
+    """Run the survey, or only render its record, and write the page.
 
     Args:
-        argv: arguments those of the command line.
+        argv: arguments of the command line.
 
     Returns:
-        0 written, 2 bad usage; what the scalers did does not matter.
+        0 written, 2 bad usage; violations of the scalers do not matter.
     """
     try:
         parsed = _parser().parse_args(list(sys.argv[1:] if argv is None else argv))
@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def render(record: Record) -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     examples_of_run = [*_examples(record)]
     return _TEXT.format(
         provenance=_provenance(record.run),
@@ -176,7 +176,7 @@ def _row(name: str, text: str, number: str, report: Report, spec: str) -> str:
 
 
 def _examples(record: Record) -> Iterator[Example]:
-    """Each check that each scaler fails, in the order of scalers and checks."""
+    """Yield an example for each check that a scaler fails, by scaler and check."""
     story_by_key = {(each.scaler, each.law): each for each in record.confirmed}
     for name, peer in PEERS.items():
         cases = [case for case in record.run.cases if case.scaler == peer.spec]
@@ -204,7 +204,7 @@ def _counts(rows: Sequence[Example]) -> Iterator[str]:
 
 
 def _alone(rows: Sequence[Example]) -> str:
-    """Sentence about scripts that need no gradparity, and those that do not fail."""
+    """Return a sentence on scripts without gradparity that names those that pass."""
     if not rows:
         return "No check fails."
     text = (

@@ -24,42 +24,43 @@ from gradparity.conformance.status import UsageError
 __all__ = ["Confirmation", "broken_laws", "confirm", "examples"]
 
 TRIES = 3
-"""Scripts that are run for a law: its coarser judge may not see the first ones."""
+"""Number of scripts to run for a law; scripts compare less finely, so the first ones
+may not show the violation."""
 TIMEOUT_S = 300.0
 
 
 class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a script for one law that a scaler breaks."""
+    """Result of the scripts for one law that a scaler breaks."""
 
     scaler: str
     law: str
     scenario: str
-    """Source of the script; empty if none could be made."""
+    """Id of the scenario of the script; empty if no script could be made."""
     confirmed: bool
     told: str
-    """The first violation that it printed, or why there is none."""
+    """First violation that the script printed, or the reason why there is none."""
 
 
 def broken_laws(cases: Iterable[CaseRecord]) -> list[str]:
-    """Laws that any of the cases fails, in the order of their chapters."""
+    """Return the laws that any of the cases fails, in the order of their chapters."""
     failed = {verdict.law for case in cases for verdict in case.failures}
     return [law for law in LAWS if law in failed]
 
 
 def examples(cases: Iterable[CaseRecord], law: str) -> list[CaseRecord]:
-    """Cases that fail ``law``: few ranks before many, short ids before long ones."""
+    """Return the cases that fail ``law``: few ranks first, then short ids."""
     found = [c for c in cases if any(v.law == law for v in c.failures)]
     # a short id has few settings that differ from their defaults
     return sorted(found, key=lambda c: (c.world_size, len(c.scenario), c.scenario))
 
 
 def confirm(report: Report, scalers: Iterable[str], folder: Path) -> list[Confirmation]:
-    """Run the scripts of every broken law of ``scalers``; they are kept in ``folder``.
+    """Run scripts for every broken law of ``scalers``, and keep them in ``folder``.
 
     Args:
         report: report with the violations.
         scalers: scalers with violations to confirm.
-        folder: for the scripts; made if it is not there.
+        folder: folder of the scripts, which is created if needed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     runs = _Scripts(folder)
@@ -85,7 +86,7 @@ def _confirm(
 
 
 class _Scripts:
-    """Scripts by scaler and scenario; several laws share one, which runs once."""
+    """Scripts by scaler and scenario; a script that several laws share runs once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -94,7 +95,7 @@ class _Scripts:
     def some(
         self, spec: str, cases: list[CaseRecord]
     ) -> Iterator[tuple[str, tuple[bool, str]]]:
-        """Run the first few for which a script can be made."""
+        """Run the first few scenarios that scripts support; yield their results."""
         tried = 0
         for case in cases:
             try:

@@ -46,13 +46,14 @@ SMOKE = (
     "single/1/fp32/adamw/inf@r0s1:up.weight/steps=3,interval=100",
     "fsdp/2/fp32/sgd/none/steps=3,interval=100",
 )
-"""No growth, no disagreement: an adapter that fails here is wrong, or cannot run."""
+"""Scenarios without growth or disagreement: a scaler that fails here has a wrong
+adapter or cannot run."""
 TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Content of a folder of judged peers."""
+    """Content of the folder of a survey."""
 
     versions: dict[str, str]
     """Distribution -> version; absent if it is not installed."""
@@ -65,7 +66,7 @@ class Record:
 def judge_peers(
     folder: Path, names: Sequence[str], preset: str, console: Console
 ) -> Record:
-    """Judge the named peers and ourselves; everything is kept in ``folder``.
+    """Check the named peers and our scaler; keep all results in ``folder``.
 
     Args:
         folder: for the reports and the versions.
@@ -121,7 +122,7 @@ def read_record(folder: Path) -> Record:
 
 
 def not_judged(record: Record) -> dict[str, str]:
-    """Peer -> reason why it was not run."""
+    """Return peer -> reason why it was not run."""
     fallen = _fallen(record.smoke)
     reasons: dict[str, str] = {}
     for name, peer in PEERS.items():
@@ -135,7 +136,7 @@ def not_judged(record: Record) -> dict[str, str]:
 
 
 def _fallen(smoke: Report) -> dict[str, str]:
-    """Scaler -> the first thing that went wrong for it at the smoke level."""
+    """Return scaler -> its first failure in the smoke scenarios."""
     reasons: dict[str, str] = {}
     for case in smoke.cases:
         if case.status != "pass":

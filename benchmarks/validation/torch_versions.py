@@ -50,12 +50,12 @@ PLAIN = "gradparity.fixtures.faulty:PlainScaler"
 OWN = "gradparity.examples.workload:Stack"
 TIMEOUT_S = 30.0
 CLOSED = (Outcome.FAIL, Outcome.INVALID)
-"""Outcomes that count as closed: an inconclusive gate has not found the fault."""
+"""Outcomes of the gate that detect a fault; an inconclusive gate does not."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A planted fault, and its fixed version, which is in the baseline."""
+    """A planted fault, and its fixed version in the baseline."""
 
     name: str
     scaler: str
@@ -65,16 +65,17 @@ class Fault:
 
 
 def id_of(scenario: str) -> str:
-    """A scenario id as reports write it; older ones still read."""
+    """Return a scenario id as reports write it today; older ids can still be parsed."""
     from gradparity.conformance import Scenario
 
     return Scenario.parse(scenario).id
 
 
 def faults() -> list[Fault]:
-    """Broken specimens where the record of them says that they show, faulty scalers.
+    """Return broken specimens that their record says are found, and faulty scalers.
 
-    Of the scalers one for each law: all of them take minutes (``gradparity mutants``).
+    One scaler for each law is enough: all of them take minutes (``gradparity
+    mutants``).
     """
     from gradparity.fixtures.faulty import FAULTY
     from gradparity.fixtures.specimens import SPECIMENS as PAIRS
@@ -100,7 +101,7 @@ def faults() -> list[Fault]:
 
 
 def pairs(what: str) -> list[tuple[str, str]]:
-    """(scaler, scenario id) of all that is ``right``, or of all ``planted`` faults."""
+    """Return (scaler, scenario id) of all cases: either ``right`` or ``planted``."""
     from gradparity.conformance.space.catalogue import Selection, select
 
     if what == "planted":
@@ -113,7 +114,7 @@ def pairs(what: str) -> list[tuple[str, str]]:
 
 
 def record(what: str, path: Path) -> None:
-    """Run all in this environment and write the report."""
+    """Run all cases in this environment and write the report."""
     from gradparity.conformance import Case, Runner, Scenario
     from gradparity.conformance.rank.devices import Devices
     from gradparity.conformance.run.launcher import Pool
@@ -148,7 +149,7 @@ def record(what: str, path: Path) -> None:
 
 
 def run_in(python: str, what: str, path: Path, scratch: Path) -> Report:
-    """Let an environment judge, with this tree as its gradparity; once."""
+    """Run all cases in another environment with this tree as its gradparity, once."""
     if path.exists() and read_report(path).footer is not None:
         return read_report(path)  # of an earlier run that was interrupted
     shim = scratch / "judge"
@@ -166,7 +167,7 @@ def run_in(python: str, what: str, path: Path, scratch: Path) -> Report:
 
 
 def gated(cases: Sequence[CaseRecord], report: Report, baseline: Baseline) -> Decision:
-    """Hold some cases to the baseline by the gate."""
+    """Return the gate's decision on some cases, by the same cases of the baseline."""
     keys = {case.key for case in cases}
     kept = tuple(case for case in baseline.cases if case.key in keys)
     assert len(kept) == len(keys), "the baseline lacks a case"
@@ -188,7 +189,7 @@ def gated(cases: Sequence[CaseRecord], report: Report, baseline: Baseline) -> De
 
 
 def false_alarms(report: Report, baseline: Baseline) -> list[str]:
-    """Right cases for which the gate does not pass, one by one."""
+    """Return the right cases for which, one by one, the gate does not pass."""
     found = []
     for case in report.cases:
         said = gated([case], report, baseline)
@@ -198,9 +199,9 @@ def false_alarms(report: Report, baseline: Baseline) -> list[str]:
 
 
 def missed(report: Report, baseline: Baseline) -> list[str]:
-    """Planted faults that do not close the gate."""
+    """Return the planted faults for which the gate does not fail."""
     by_key = {case.key: case for case in report.cases}
-    # a fault changes no batch: where hashes go by name, its twin's are meant
+    # a fault changes no batch, so use the data hashes of the fixed versions
     same = replace(report.header, data=baseline.provenance.data)
     report = replace(report, header=same)
     found = []
@@ -218,7 +219,7 @@ def measure(venvs: Sequence[Path], reports: Path | None) -> dict[str, Any]:
 
     Args:
         venvs: the other environments.
-        reports: folder that keeps the reports; those that are there are not made again.
+        reports: folder of the reports; existing ones are used again.
     """
     with tempfile.TemporaryDirectory() as folder:
         scratch = reports or Path(folder)

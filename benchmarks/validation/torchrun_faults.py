@@ -38,76 +38,77 @@ RESULTS = Path(__file__).parents[1] / "results" / "torchrun_faults.json"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "decisions" / "harness.md"
 
 LIMIT_S = 10.0
-"""Seconds for a case with agents."""
+"""Time limit in seconds of a case with agents."""
 
 GROUP_LIMIT_S = 40.0
-"""Seconds for a collective without agents, in which ranks that start must meet."""
+"""Time limit in seconds of a collective without agents; starting ranks must meet in
+it."""
 
 END_S = 200.0
-"""After which torchrun is ended from outside: with one fault, or with all."""
+"""Seconds after which torchrun is ended from outside; ``END_ALL_S`` with all faults."""
 
 END_ALL_S = 420.0
 
 FLOOD = 50_000_000
 WAYS = "agents", "without"
 AT_ONCE = 2
-"""Runs of torchrun at the same time."""
+"""Number of runs of torchrun at the same time."""
 
 
 def total() -> None:
-    """Do what each case does."""
+    """Run the collective that each case runs."""
     dist.all_reduce(torch.ones(1))
 
 
 def raises() -> None:
-    """Raise."""
+    """Raise an exception."""
     raise ValueError("boo")
 
 
 def sleeps() -> None:
-    """Hang in Python."""
+    """Hang in Python code."""
     time.sleep(10_000)
 
 
 def waits_alone() -> None:
-    """Hang in a collective: one that no other rank makes."""
+    """Hang in a collective that no other rank calls."""
     total()
     total()
 
 
 def hangs_at_the_end() -> None:
-    """Hang when the others need this rank no more."""
+    """Hang after the last collective, when the other ranks no longer wait."""
     total()
     time.sleep(10_000)
 
 
 def holds_the_lock() -> None:
-    """Hang in native code, with the interpreter's lock."""
+    """Hang in native code that holds the interpreter's lock."""
     ctypes.PyDLL(None).sleep(10_000)
 
 
 def exits_with_0() -> None:
-    """End as if all was done."""
+    """Exit with 0, as if all were done."""
     os._exit(0)
 
 
 def exits_with_3() -> None:
-    """End."""
+    """Exit with 3."""
     os._exit(3)
 
 
 def crashes() -> None:
-    """SIGSEGV."""
+    """Crash by SIGSEGV."""
     ctypes.string_at(0)
 
 
 def is_killed() -> None:
-    """SIGKILL."""
+    """End by SIGKILL."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def floods() -> None:
-    """Print, and then do as others do."""
+    """Print a lot, then do the same as the other ranks."""
     for _ in range(FLOOD // 100):
         print("x" * 99)
     total()
@@ -130,12 +131,12 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 def run_case(fault: str, rank: int) -> None:
-    """Run a case on one rank; ``fault`` is empty where none has one."""
+    """Run a case on one rank; ``fault`` is empty if no rank has one."""
     FAULTS[fault]() if fault and rank == 1 else total()
 
 
 def with_agents(folder: Path, faults: list[str]) -> None:
-    """Run the cases of all faults; a program that torchrun starts."""
+    """Run the cases of all faults, as a program that torchrun starts."""
     from gradparity.multiprocess import WorldError, WorldSpec
     from gradparity.multiprocess.elastic.agent import Agent, AgentCluster
 
@@ -165,7 +166,7 @@ def with_agents(folder: Path, faults: list[str]) -> None:
 
 @recorded
 def without(folder: Path, fault: str) -> None:
-    """Run the three cases; a program that torchrun starts again once."""
+    """Run the three cases, as a program that torchrun starts and restarts once."""
     limit = datetime.timedelta(seconds=GROUP_LIMIT_S)
     dist.init_process_group("gloo", timeout=limit)
     rank, journal = dist.get_rank(), folder / "journal"
@@ -182,7 +183,7 @@ def without(folder: Path, fault: str) -> None:
 
 
 def torchrun(folder: Path, limit_s: float, *program: str) -> tuple[str, bool]:
-    """Run torchrun; return its messages, and whether it had to be ended."""
+    """Run torchrun; return its messages, and True if it had to be ended."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += ["--nproc-per-node", "2", "--max-restarts", "1", __file__]
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
@@ -206,13 +207,13 @@ def torchrun(folder: Path, limit_s: float, *program: str) -> tuple[str, bool]:
 
 
 def cause_of(said: str) -> str:
-    """Return what torchrun first says of a failure: of the first attempt."""
+    """Return the failure that torchrun reports first, that of the first attempt."""
     found = re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d)", said)
     return f"rank {found[2]}: exit code {found[1]}" if found else "nothing"
 
 
 def row_without(fault: str) -> tuple[str, bool, float, int]:
-    """Return cause, whether the later case ran, seconds lost, bytes on the terminal."""
+    """Return cause, True if the last case ran, seconds lost, bytes on the terminal."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         said, ended = torchrun(folder, END_S, "without", name, fault)
@@ -225,7 +226,7 @@ def row_without(fault: str) -> tuple[str, bool, float, int]:
 
 
 def measure(faults: list[str]) -> dict[str, Any]:
-    """Return what was seen of each fault, both ways."""
+    """Return the results of each fault in both ways."""
     from gradparity.benchmarks.harness import provenance
 
     started = provenance()
@@ -269,7 +270,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] = ()) -> None:
-    """Measure; record where all faults were measured, else print."""
+    """Measure; record the results if all faults were measured, else print them."""
     chosen = list(argv)
     record = measure(chosen or list(FAULTS))
     if chosen:

@@ -55,7 +55,7 @@ PAGES = ROOT / "docs" / "wild"
 README = PAGES / "README.md"
 RECORDS = ROOT / "benchmarks" / "results" / "wild"
 TIMEOUT_S = 600.0
-"""Seconds for one script; most take less than 20 s on an idle machine."""
+"""Time limit of one script in seconds; most take less than 20 s when idle."""
 PACKAGES = {
     "accelerate": "accelerate",
     "deepspeed": "deepspeed",
@@ -71,15 +71,16 @@ PACKAGES = {
     "trl": "trl",
     "vector-quantize-pytorch": "vector_quantize_pytorch",
 }
-"""Name in the registry, the first part of a finding's name -> what one imports."""
+"""Package name, which begins the name of a finding -> name of the imported module."""
 BESIDE = {"peft": ("transformers",), "trl": ("transformers",)}
-"""Package -> packages that it requires, which its script may import."""
+"""Package -> packages that it requires, so its script may import them."""
 SURVEYED = "transformers-tp-"
 """Findings whose script, page and record the survey writes: see ``survey/``."""
 PRINTED = ("parameter", "relative error", "reference", "verdict")
 """Keys that each script prints as ``key: value``, besides other lines."""
 EXIT_CODES = {"bug": 1, "no bug": 0}
-"""Verdict of a script -> its exit code; without one it has another, for example 3."""
+"""Verdict -> exit code of its script; a script without a verdict exits with another
+code, such as 3."""
 _FRAME = re.compile(r"# - The frame\b.*?\n# - The finding\n", re.DOTALL)
 """Text that all scripts share."""
 _STAND_IN = re.compile(r"# - The stand-in for CUDA\b.*?\n# - On a CPU\n", re.DOTALL)
@@ -87,16 +88,16 @@ _STAND_IN = re.compile(r"# - The stand-in for CUDA\b.*?\n# - On a CPU\n", re.DOT
 
 
 class ScriptError(Exception):
-    """A script came to no verdict, or its exit code says another thing."""
+    """Raised if a script has no verdict, or its exit code contradicts its verdict."""
 
 
 def package_of(name: str) -> str:
-    """The package that a finding is about."""
+    """Return the package that a finding is about."""
     return next(p for p in PACKAGES if name.startswith(f"{p}-"))
 
 
 def told_by_page(page: Path) -> dict[str, str]:
-    """Parts of a page that are written by hand: heading, where, thread, verdict."""
+    """Return the parts of a page that people write: what, where, thread, judge."""
     text = page.read_text()
     told = {"what": text.split("\n", 1)[0].removeprefix("# ")}
     for key in ("where", "thread", "judge"):
@@ -111,21 +112,21 @@ def told_by_page(page: Path) -> dict[str, str]:
 
 
 def frame() -> str:
-    """The lines that all scripts share, with their two marks."""
+    """Return the lines that all scripts share, including their two marks."""
     (found,) = _FRAME.findall((Path(__file__).parent / "wild_frame.py").read_text())
     lines = str(found).splitlines(keepends=True)
     return "".join(re.sub("  # type: ignore.*", "", line) for line in lines)
 
 
 def stand_in() -> str:
-    """The lines that scripts of packages that ask for CUDA share, with their marks."""
+    """Return the lines that stand for CUDA in some scripts, including their marks."""
     source = ROOT / "examples" / "stacks" / "without_cuda.py"
     (found,) = _STAND_IN.findall(source.read_text())
     return str(found)
 
 
 def with_frame(script: str) -> str:
-    """The text of a script with today's frame in the place of the one that it has."""
+    """Return a script's text with the current frame in place of its old one."""
     new, count = _FRAME.subn(lambda _: frame(), script)
     if count != 1:
         raise ValueError(f"expected one frame between its two marks, found {count}")
@@ -136,7 +137,7 @@ def with_frame(script: str) -> str:
 
 
 def ran(script: Path) -> tuple[int, str, str]:
-    """Exit code and output of a script that is run alone, under a time limit."""
+    """Run a script alone under a time limit; return exit code, stdout and stderr."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with subprocess.Popen(
         [sys.executable, str(script)],
@@ -155,7 +156,7 @@ def ran(script: Path) -> tuple[int, str, str]:
 
 
 def run_script(script: Path) -> tuple[dict[str, str], list[str]]:
-    """Run a script alone: its result by :data:`PRINTED`, and all that it printed.
+    """Run a script alone; return its values by :data:`PRINTED`, and all its lines.
 
     Raises:
         ScriptError: if it came to no verdict.
@@ -174,7 +175,7 @@ def run_script(script: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def record_of(name: str) -> dict[str, Any]:
-    """The record of one finding, from its script and its page."""
+    """Return the record of one finding, from its script and its page."""
     started, clock = datetime.now(UTC), time.monotonic()
     told, lines = run_script(PAGES / f"{name}.py")
     package = package_of(name)
@@ -205,7 +206,7 @@ def record_of(name: str) -> dict[str, Any]:
 
 
 def write_pages(readme: Path = README, records: Path = RECORDS) -> None:
-    """Put what is recorded in the place of what the pages show of it."""
+    """Replace the recorded parts of the pages by those of the records."""
     found = [json.loads(p.read_text()) for p in sorted(records.glob("*.json"))]
     write_between(readme, {"findings": "\n".join(_findings(found))})
     for record in found:
@@ -268,7 +269,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _shows(name: str, *, run: bool) -> bool:
-    """True if a finding is one, and its record if it is no survey's."""
+    """Return True if a finding's script shows the bug; write its record.
+
+    Findings of the survey keep their records.
+    """
     surveyed, package = name.startswith(SURVEYED), package_of(name)
     if run and importlib.util.find_spec(PACKAGES[package]) is None:
         text = f"{name}: not run, {package} is not installed: make setup-all"

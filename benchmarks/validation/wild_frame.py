@@ -1,8 +1,7 @@
-"""The frame of the scripts of docs/wild: what follows these lines is in each of them.
+"""Frame of the scripts of docs/wild: each script holds a copy of the lines below.
 
-A script has to run alone, so the frame is copied: the command ``gradparity bench wild
---frame`` writes it anew between its two marks, and the
-survey puts it into the scripts that it makes.
+A script has to run alone, so it needs its own copy. ``gradparity bench wild --frame``
+renews the copies between the two marks; the survey puts one into each script it makes.
 """
 
 # - The frame, the same in all scripts. Exit code 1: bug, 0: no bug, 3: no verdict.
@@ -18,13 +17,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -38,19 +37,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)  # type: ignore[attr-defined,no-untyped-call]
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():

@@ -47,7 +47,7 @@ class Rows:
 
 
 class MseLoss(Rows):
-    """The output stays split by columns, and so does the loss."""
+    """Tensor-parallel workload whose output stays split by columns in the loss."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Split layers by columns and by rows; the last output is a DTensor."""
@@ -70,7 +70,7 @@ class MseLoss(Rows):
 
 
 class Lasso(Rows):
-    """A group lasso on a weight whose rows are split."""
+    """Group lasso on a weight whose rows are split."""
 
     penalty = staticmethod(lambda w: torch.linalg.vector_norm(w, dim=0).sum().square())
 
@@ -87,13 +87,13 @@ class Lasso(Rows):
 
 
 class Amax(Lasso):
-    """A penalty on the largest element of a weight whose rows are split."""
+    """Penalty on the largest element of a weight whose rows are split."""
 
     penalty = staticmethod(lambda w: w.square().amax())
 
 
 class Penalised(nn.Module):
-    """Adds a penalty on its first weight to each output."""
+    """Module that adds a penalty on its first weight to each output."""
 
     def __init__(self, penalty: Any) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Penalised(nn.Module):
         self.penalty = penalty
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features -> features."""
+        """Return the output features, with the penalty."""
         extra = self.penalty(self.up.weight)
         if hasattr(extra, "full_tensor"):
             extra = extra.full_tensor()
@@ -110,7 +110,7 @@ class Penalised(nn.Module):
 
 
 class Frequency(Rows):
-    """An embedding that scales by frequency; the batch is a DTensor split by rows."""
+    """Embedding that scales by frequency; the batch is a DTensor split by rows."""
 
     def model(self) -> nn.Module:
         """Return an embedding table and a head."""
@@ -174,7 +174,7 @@ class TiledInPlace(Tokens):
 
 
 class Tiled(nn.Module):
-    """Returns logits, or a tiled loss, and a z-loss."""
+    """Model that returns logits or a tiled loss, and a z-loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Tiled(nn.Module):
         self.head, self.how = nn.Linear(8, 12, bias=False), ""
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens -> logits or loss, and the z-loss."""
+        """Return logits or the loss of tokens, and the z-loss."""
         x, y = self.body(rows), rows.roll(-1, 1)
         extra = self.router(x).logsumexp(-1).square().mean()
         if not self.how:
@@ -237,7 +237,7 @@ class Mixer(Rows):
         return model  # type: ignore[no-any-return]
 
     def weights(self, stack: Any) -> dict[str, Any]:
-        """Which part of each parameter this rank has."""
+        """Return name -> this rank's part of each parameter."""
         rank = torch.distributed.get_rank()
         parts = {
             "mix.weight": (slice(3 * rank, 3 * rank + 3), slice(None)),
@@ -260,7 +260,7 @@ class Mixing(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, tokens, features) -> (rows, 4)."""
+        """Return (rows, 4) for (rows, tokens, features)."""
         rows = [self.head(self.mix(self.below(m).tanh().t())).mean(0) for m in x]
         return torch.stack(rows)
 
@@ -290,7 +290,7 @@ class Transposed(Rows):
         return model  # type: ignore[no-any-return]
 
     def weights(self, stack: Any) -> dict[str, Any]:
-        """Which part of each parameter this rank has."""
+        """Return name -> this rank's part of each parameter."""
         rank = torch.distributed.get_rank()
         part = slice(6 * rank, 6 * rank + 6), slice(None)
         below, head = stack.below.weight, stack.head.weight
@@ -309,7 +309,7 @@ class Headed(nn.Module):
         self.group: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, tokens, features) -> a number for each row."""
+        """Return a number for each row of (rows, tokens, features)."""
         hidden = self.below(x.transpose(0, 1)).tanh()  # (tokens, rows, features)
         if self.group is None:
             whole: Tensor = self.head(hidden.transpose(0, 1)).square().sum((1, 2))
@@ -350,10 +350,10 @@ class Smoothing(Transposed):
 
 
 class Scores(Headed):
-    """Scores for each token, of this rank's columns."""
+    """Module that returns scores for each token, for this rank's columns."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, tokens, features) -> (rows, tokens, classes)."""
+        """Return (rows, tokens, classes) for (rows, tokens, features)."""
         hidden = self.below(x).tanh()
         if self.group is not None:
             from megatron.core.tensor_parallel import mappings

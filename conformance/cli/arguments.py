@@ -198,7 +198,7 @@ def _parsers() -> tuple[Parser, Commands]:
 
 
 def entry_points_of(group: str) -> EntryPoints:
-    """Return the entry points of gradparity alone: others replace no command."""
+    """Return gradparity's own entry points, so no other package replaces a command."""
     try:
         return distribution("gradparity").entry_points.select(group=group)
     except PackageNotFoundError:  # it is not installed
@@ -514,7 +514,7 @@ def _names(text: str) -> list[str]:
 
 
 def _specs(text: str) -> list[str]:
-    """Split scalers, ``module:attribute`` or ``none``."""
+    """Split a list of scalers; each is ``module:attribute`` or ``none``."""
     specs = _names(text)
     for spec in specs:
         if spec != "none" and not all(spec.partition(":")):
@@ -655,4 +655,4 @@ SUITE: Options = {
     **_DEVICES,
     **{name: _OUTPUT[name] for name in ("out", "report", "timeout-s")},
 }
-"""Options of the pytest plugin, which adds a prefix."""
+"""Options of the pytest plugin, which puts ``--gradparity-`` before each name."""

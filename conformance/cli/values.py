@@ -27,12 +27,12 @@ _OF_A_WORKLOAD = ("topology", "optimizer")
 
 
 class Once(argparse.Action):
-    """Store a value, and refuse a second one, which would hide the first."""
+    """Store a value, and reject a different second one, which would hide the first."""
 
     def __call__(
         self, parser: Any, parsed: Any, value: Any, option: Any = None
     ) -> None:
-        """Store ``value``, or raise if there is another one."""
+        """Store ``value``; raise if another value was given before."""
         before = getattr(parsed, self.dest)
         if before not in (self.default, value):
             text = f"a run has one workload: got {before} and {value}"

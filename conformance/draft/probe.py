@@ -25,7 +25,7 @@ LENGTH = 16
 SIDES = (32, 64, 224)
 """Image sizes to try if the model does not declare its own."""
 MOST_LAYERS = 8
-"""Number of first layers whose input an argument of any name is tried as."""
+"""Number of first layers that suggest a shape, if an argument's name suggests none."""
 MOST_TRIALS = 32
 _IDS = re.compile(r"(.*_)?(input_ids|token_ids|tokens?|ids|idx|src|tgt)")
 _IMAGES = re.compile(r"pixel_values|(.*_)?(images?|imgs?)")
@@ -172,7 +172,7 @@ def _counting(model: nn.Module, calls: Counter[nn.Module]) -> Iterator[None]:
 
 
 def _trials(model: nn.Module) -> Iterator[tuple[dict[str, Drawn], bool]]:
-    """Yield arguments to try, the likely ones first; and True if they go by name."""
+    """Yield (arguments to try, True if they are passed by name), likely ones first."""
     parameters = [
         p
         for p in signature(model.forward).parameters.values()
@@ -204,7 +204,7 @@ def _chosen(model: nn.Module, parameters: Sequence[Parameter]) -> Iterator[list[
 
 
 def _candidates(model: nn.Module, name: str) -> Iterator[Drawn]:
-    """Yield tensors to try for one argument: by its name, then by the first layer."""
+    """Yield tensors to try for one argument, by its name, else by the first layers."""
     words, sides = _words(model), list(_sides(model))
     layers = [m for m in model.modules() if any(True for _ in m.parameters(False))]
     channels = [m.in_channels for m in layers if isinstance(m, nn.Conv2d)]
@@ -238,7 +238,7 @@ def _candidates(model: nn.Module, name: str) -> Iterator[Drawn]:
 
 
 def _words(model: nn.Module) -> int:
-    """Return the size of the vocabulary, from the configuration or an embedding."""
+    """Return the vocabulary size, from the model's configuration or an embedding."""
     stated = getattr(getattr(model, "config", None), "vocab_size", None)
     if isinstance(stated, int):
         return stated

@@ -139,7 +139,7 @@ def _configured(found: Any, kind: Any, settings: Mapping[str, Any]) -> nn.Module
 
 
 def _problem(source: Source) -> str:
-    """Return why the model cannot be created or is too large, as a predicate."""
+    """Return why the model cannot be created or is too large, such as "raised ..."."""
     try:
         model = source.make()
     except (Exception, SystemExit) as error:
@@ -155,7 +155,7 @@ def _problem(source: Source) -> str:
 
 
 def _way(spec: str) -> str:
-    """Return advice for the user: a function to add, and the name to pass."""
+    """Return advice: a function to write that creates the model, and how to name it."""
     module, _, attribute = spec.partition(":")
     name = attribute.rpartition(".")[2]
     return (
@@ -208,7 +208,7 @@ def _small(kind: Any) -> dict[str, Any]:
 
 
 def _home(kind: type, module: str) -> str:
-    """Return the shortest name of a module from which ``kind`` can be imported."""
+    """Return a short name of a module from which ``kind`` can be imported."""
     name = kind.__qualname__.partition(".")[0]
     for home in (module, kind.__module__.partition(".")[0]):
         if hasattr(sys.modules.get(home), name):

@@ -68,8 +68,7 @@ FORWARD_OF = {INPUT_GRADIENT: INPUT, OUTPUT_GRADIENT: OUTPUT}
 """Kind of a gradient -> kind of the tensor whose gradient it is."""
 UNEVEN = 4 * 2.0**-8
 """Permitted relative difference of two ranks' factors. In bf16 (unit roundoff 2^-8)
-each rank rounds the gradient of an output twice: when it is computed and when it is
-scaled."""
+each rank rounds an output's gradient twice: as it is computed, and as it is scaled."""
 MAX_PARTS = 4**4
 """Largest number of parts of a whole that are tried for a plain tensor: 4 dims with 4
 cuts each. A cut follows mesh axes, in chunks, from both ends or strided."""
@@ -243,12 +242,12 @@ class Boundaries:
                 yield f"the rows of {whose} alone", gradients_of(batches)
 
     def first_departure(self, way: Direction, after: int = 0) -> Location | None:
-        """Return the first faulty module; see [Note: Whose fault].
+        """Return the first module that differs; see [Note: Whose fault].
 
         Args:
             way: forward or backward.
-            after: number of optimizer steps before the tensors, within the watched
-                step.
+            after: compare only tensors that were recorded after this number of
+                optimizer steps in the watched step.
         """
         kinds = (way.enters, way.leaves)
         for boundary in self.order:
@@ -376,7 +375,7 @@ class Boundaries:
         )
 
     def _came_in(self, rank: int, call: Call, way: Direction) -> str:
-        """Say if the inputs of a call are right; integers are not compared."""
+        """Say that a call's inputs are right, or that none could be compared."""
         sides = self.sides.get((call, way.enters), ())
         states = [self._state(rank, boundary) for boundary in sides]
         if any(state is not None for state in states):
@@ -384,7 +383,7 @@ class Boundaries:
         return "what came in could not be compared"
 
     def _coupled(self, scenario: Scenario) -> bool:
-        """Return True if the reference computes differently on a rank's rows alone."""
+        """Return True if batches are cut although their rows depend on each other."""
         whole = parts_of(scenario.workload, self.step, scenario.seed)
         sizes_of_parts = {part.tensors[0].shape[0] for part in whole}
         cut = any(
@@ -517,7 +516,7 @@ class Boundaries:
         """Return where the rows of a rank's micro-batch may begin in a whole batch.
 
         They come after the rows of earlier micro-batches, in one of the equal shares.
-        On one rank a call has the corresponding rows of all ranks, in equal parts.
+        In a reference on one rank, a call has the rows of all ranks in equal parts.
         """
         rows = [len(batch.tensors[0]) for batch in self.ranks[rank].batches]
         starts = [*range(0, whole, size)] if whole % size == 0 else []
@@ -529,7 +528,7 @@ class Boundaries:
     def _features(
         self, rank: int, boundary: Boundary, size: int, whole: int
     ) -> NDArray[np.int64] | None:
-        """Return the features that this rank's parameters compute or take, or None."""
+        """Return the features that this rank's weight or bias belongs to, or None."""
         index = self.ranks[rank].index
         comes_out = boundary.kind in (OUTPUT, OUTPUT_GRADIENT)
         for leaf, dim in (("bias", 0), ("weight", 0), ("weight", 1)):
@@ -606,8 +605,8 @@ def _groups(
 
     Args:
         watched: records of all ranks.
-        same_rows: yield groups of ranks with equal rows, or of ranks that all have
-            different ones.
+        same_rows: true for groups of ranks with equal rows, false for groups in
+            which every rank has different rows.
     """
     axes = list(watched[0].coordinate)
     for count in range(1, len(axes) + 1):

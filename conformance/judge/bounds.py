@@ -148,9 +148,9 @@ class ParityBounds:
     noisy: Sequence[Reference] = ()
     """Correct runs from which the bounds are derived."""
     moves: Sequence[dict[str, NDArray[np.bool_]]] = ()
-    """[step][parameter] -> True for elements that the truth changes in this step."""
+    """[step][parameter] -> True for elements that this step of the truth changes."""
     reference: str = ""
-    """Description of the reference, if it is not the plain one."""
+    """Description of the reference; empty for the plain one."""
     undecided: str = ""
     """Reason why nothing can be compared with the reference; else empty."""
 

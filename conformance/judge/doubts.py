@@ -25,9 +25,10 @@ def doubts_of(
     Args:
         scenario: scenario that the ranks trained.
         steps: for each step, the traces of all ranks.
-        unclear: description of changed settings that belong to unknown parameters,
+        unclear: description of optimizer settings that changed for unknown parameters,
             because the optimizer steps copies.
-        draws_idly: true if the reference, on one rank, draws numbers without effect.
+        draws_idly: true if the reference on one rank draws random numbers that have no
+            effect on its gradients.
     """
     if scenario.workload.one_rank:
         if draws_idly:

@@ -43,7 +43,7 @@ class Evidence:
     control_differs: str = ""
     """First bitwise difference between two runs without a scaler; else empty."""
     first_try: str = ""
-    """Call that exceeded its time limit in a first try; empty if this is the first."""
+    """Call that timed out in a first try, if this run is the second try; else empty."""
     parity: Parity | None = None
     """Comparison with the reference; None if the run stopped early."""
     uninterrupted: tuple[RankTrace, ...] | None = None
@@ -67,7 +67,7 @@ class Evidence:
             yield seen[0].step, seen
 
     def decisions(self) -> Iterator[tuple[int, Sequence[Decision]]]:
-        """Yield (step, decisions of all ranks) by completed step and optimizer."""
+        """Yield (step, decisions of all ranks) for each completed step and group."""
         for step, seen in self.steps():
             ranks = [
                 self._decisions_due(*pair)
@@ -77,15 +77,15 @@ class Evidence:
                 yield step, each
 
     def _decisions_due(self, trace: RankTrace, at: StepTrace) -> Iterator[Decision]:
-        """Yield a rank's decisions; unknown if an optimizer rightly moved nothing.
+        """Yield a rank's decisions; "did not move" is unknown if nothing had to move.
 
-        Reasons are zero gradients, a rate of 0, the workload's own skip, or a truth
-        that does not move either.
+        Parameters need not move if gradients are zero, the learning rate is 0, the
+        workload skipped the step itself, or the reference does not move them either.
         """
         for number, decision in enumerate(at.decisions):
             names = [n for owned in trace.owned[number : number + 1] for n in owned]
             used = [at.gradients[n] for n in names if n in at.gradients]
-            # gradients of zero move nothing, and parity judges whether they are right
+            # zero gradients move nothing; parity checks if they should be zero
             still = bool(used) and not any(gradient.any() for gradient in used)
             still |= at.own_skip
             if self.parity is not None:
@@ -100,12 +100,11 @@ class Evidence:
 
 MOST = 0.5
 """Default of ``Law.least``. Laws compare every step on every rank, and a fault may be
-anywhere. If less than half was compared, a fault is more likely among the missing
-comparisons than among the others. A law with another value gives the reason beside its
-constant."""
+anywhere. If less than half was compared, a fault is more likely where nothing was
+compared. A law with another value gives the reason beside its constant."""
 ANY_SHARE = 0.0
-"""``Law.least`` of a law that needs one comparison only: those that could not be made
-were perhaps not expected. They are counted all the same."""
+"""``Law.least`` of a law that needs only one comparison, because the other expected
+ones may be impossible. The missing ones are still counted."""
 STOPPED = "the run stopped before the others"
 Judge = Callable[[Evidence], Finding]
 
@@ -215,7 +214,7 @@ def _if_enough(law: Law, finding: Finding, evidence: Evidence) -> Finding:
 
 
 def _doubt_of(law: Law, finding: Finding, evidence: Evidence) -> str:
-    """Return the reason why a correct run may differ there; else empty."""
+    """Return why a correct run may differ where the law failed; else empty."""
     if narrow := narrowed(evidence):
         return narrow
     parity, step = evidence.parity, finding.step
@@ -226,7 +225,7 @@ def _doubt_of(law: Law, finding: Finding, evidence: Evidence) -> str:
 
 
 def of_buffer(name: str) -> str:
-    """Return advice about a buffer that differs between ranks."""
+    """Return advice on what to do about a buffer that differs between ranks."""
     return (
         f"{name} is a buffer: let all ranks compute it from the data of all ranks. If "
         "each rank has its own, add to the workload: local_buffers = "
@@ -235,7 +234,7 @@ def of_buffer(name: str) -> str:
 
 
 def _unjoined(evidence: Evidence) -> str:
-    """Return why it is unknown which optimizers must skip together; else empty."""
+    """Return why it is unknown which optimizers of ranks skip together; else empty."""
     counts = evidence.ranks[0].unjoined if evidence.scaler else ()
     # without a bad gradient every optimizer must step
     if not counts or not any(bad_gradient(evidence, s) for _, s in evidence.steps()):
@@ -260,7 +259,7 @@ def narrowed(evidence: Evidence) -> str:
 
 
 def bad_gradient(evidence: Evidence, seen: Sequence[StepTrace | Decision]) -> str:
-    """Describe the first non-finite gradient of a step; empty if there is none."""
+    """Describe the first non-finite gradient of a step; empty if all are finite."""
     for trace, rank in zip(seen, evidence.ranks, strict=True):
         if trace.non_finite:
             return f"{trace.non_finite[0]} is not finite on rank {rank.rank}"

@@ -281,10 +281,11 @@ class _Gradients:
         return all(abs(factor - 1) <= rest for factor, rest in factors)
 
     def way_out(self, found: Location) -> str:
-        """Return the line to add to the workload if its training is not a single step.
+        """Return the line that declares a one-rank reference if that may help; else "".
 
-        Only if no other explanation was found, and the workload may use ``reference =
-        "one rank"``: that line would hide a fault that also occurs on one rank.
+        That is so if no other explanation was found, and the workload can use
+        ``reference = "one rank"``. Such a reference does not detect a fault that also
+        occurs on one rank.
         """
         workload = self.scenario.workload
         # a workload cannot declare these beside it
@@ -416,9 +417,9 @@ class _Gradients:
             yield at.parameters[name].astype(np.float64) - start, whole
 
     def _compared_count(self) -> int:
-        """Return how many gradients can show a factor: not zero and not only noise.
+        """Count the gradients that differ, or are multiples of the true ones.
 
-        A right gradient that is not a multiple of the truth consists of rounding.
+        All others are zero or consist of rounding, so they have no factor.
         """
         return sum(
             name in self.names
@@ -452,7 +453,10 @@ class _Gradients:
                 yield trace, mine, whole
 
     def _factor(self, of: Mapping[str, Doubles], without: str = "") -> float | None:
-        """Return the factor of all differing gradients relative to ``of``, or None."""
+        """Return the factor of all differing gradients relative to ``of``, or None.
+
+        The parameter ``without`` is left out.
+        """
         factors = (
             multiple_of(mine, whole)
             for name in self.names
@@ -462,7 +466,7 @@ class _Gradients:
         return _common(factors, self.rest)
 
     def _holds(self, boundaries: Boundaries) -> str:
-        """Say which other gradients the differing ones are or contain; else ""."""
+        """Say if gradients are those of a part or contain the last step's; else ""."""
         values = [v for name in self.names for v in self._values(name, self.truth)]
         if sum(mine.size for _, mine, _ in values) < 2:
             return ""  # of single numbers any is a multiple of any other

@@ -167,8 +167,8 @@ class Parity:
     """Note that ranks returned the loss in a narrower dtype than the reference; else
     empty."""
     stack_schedule: StackSchedule = field(default_factory=StackSchedule)
-    """Settings that the workload's own schedules changed; the reference follows
-    them."""
+    """Optimizer settings that the workload's own schedules changed; the reference
+    follows them."""
 
     @property
     def not_compared(self) -> Counter[str]:
@@ -220,16 +220,16 @@ class Parity:
         self.per_parameter[row.parameter] = max(best, row.ratio)
 
     def other_setting(self, step: int) -> str:
-        """Return which optimizer setting differed up to a step; else ""."""
+        """Describe the optimizer setting that differed at or before a step; else ""."""
         differs = self.stack_schedule.differs
         return differs[1] if differs is not None and differs[0] <= step else ""
 
     def doubt(self, step: int, kind: str, parameter: str | None) -> Doubt | None:
         """Return the doubt that makes a difference inconclusive, or None.
 
-        Such a doubt also covers the first differences of gradients and updates. A
-        difference before the doubt began has another cause, which may explain later
-        differences too.
+        The doubt must also cover the first differences of gradients and updates. If it
+        does not cover one of them, that one has another cause, which may explain this
+        one too.
         """
         rows = [*self.departed.get("gradient", ()), *self.departed.get("update", ())]
         places = [(step, kind, parameter)]

@@ -233,7 +233,7 @@ def _still(
 
 
 def _idle(seen: Seen) -> Idle:
-    """Return how optimizers got parameters without a gradient: as zeros or None."""
+    """Return which unused parameters had gradients of zeros, and which had None."""
     names = dict.fromkeys(name for trace, _ in seen for name in trace.index)
     zeros, absent = set(), set()
     for name in names:
@@ -281,7 +281,7 @@ class _Measured(NamedTuple):
     elements: int
     left_out: int = 0
     lack: Lack | None = None
-    """Reason why there are no rows, unless it is a missing bound."""
+    """Reason why there are no rows; None also if only the bound is missing."""
 
 
 def _measured(
@@ -438,8 +438,7 @@ def _decided(row: ClipRow, worst: float) -> ClipRow:
     """Decide whether a clip factor is known, and set its bound.
 
     Noise orthogonal to a gradient does not change its factor. So the bound is the
-    smaller of two: that of the gradient, and that of factors. The latter is the largest
-    error of correct runs so far, in any parameter.
+    smaller of two: the bound of the gradient, and ``worst`` relative to the factor.
     """
     bound = min(row.bound, worst * row.due)
     # with a larger bound, even half the due factor would pass

@@ -512,8 +512,7 @@ class ReferenceRun:
     def weights_of_heads(self) -> list[float]:
         """Return weights of a micro-batch's losses in the next step, up to a factor.
 
-        If the loss has several counts, a forward of the whole batch finds them, once in
-        a step.
+        If the loss has several counts, they come from one forward of the whole batch.
         """
         if facts_of(self.key.model).counts < 2:
             return [1.0]

@@ -47,7 +47,7 @@ def reordered(*, parts: int = 1, reverse: bool = False) -> Variant:
 
 TRUTH = Variant(double=True)
 PLAIN = Variant(noise=(RoundedWeights(only_ties=True), StateTies()))
-"""The run as it is, with noise only if a workload rounds to 8 bits."""
+"""Run with the rows in order; noise is added only if a workload rounds to 8 bits."""
 NOISY = (
     PLAIN,
     reordered(reverse=True),
@@ -71,5 +71,5 @@ def in_shards(count: int) -> Variant:
 
 
 def on_sides(sides: Sides) -> Variant:
-    """Return a run that flips choices which rounding decides."""
+    """Return a run in which the choices that rounding decides are flipped."""
     return Variant(noise=_in_order(sides))

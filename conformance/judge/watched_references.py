@@ -51,7 +51,7 @@ def parts_of(workload: ResolvedWorkload, step: int, seed: int) -> list[Batch]:
 
 
 class OnOneProcess:
-    """The plain reference before a step: the truth and its noisy runs."""
+    """Plain references that stand before one step: the truth and a noisy run."""
 
     def __init__(self, scenario: Scenario, schedule: Schedule, step: int) -> None:
         self.scenario = scenario
@@ -94,11 +94,11 @@ class OnOneProcess:
         return _bounded(truth, noisy, sides, self.roundoff), truth
 
     def _of_whole_rows(self, batch: Batch) -> Batch:
-        """Return a micro-batch on which a reference can run alone.
+        """Return the batch to run for a rank's micro-batch: itself, or the whole batch.
 
-        Parts of a row, such as parts of a sequence, depend on each other. So may rows,
-        as in a batch norm over all ranks. Then the reference runs on the whole batch,
-        and the rank's tensors are parts of its tensors.
+        The whole batch is run if the micro-batch holds only parts of rows, or if rows
+        depend on each other, as in a batch norm over all ranks. The rank's tensors are
+        then compared with parts of the reference's tensors.
         """
         shapes = [[t.shape[1:] for t in b.tensors] for b in (batch, self.whole)]
         self.of_whole = self.always_whole or shapes[0] != shapes[1]

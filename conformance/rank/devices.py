@@ -48,7 +48,8 @@ class Devices:
     share: bool = False
     """True if several ranks may share a GPU."""
     isolation: Isolation = "pool"
-    """Reuse of processes: those of the run before, or new ones ("process")."""
+    """Processes of a run: "pool" reuses those of earlier runs, "process" starts new
+    ones."""
 
     def __post_init__(self) -> None:
         if self.share and self.device != "cuda":

@@ -1,4 +1,4 @@
-"""Optimizers that use whole matrices: the parameters that have one, and their noise.
+"""Find parameters whose optimizer uses the whole matrix, and measure their noise.
 
 An elementwise optimizer (SGD, Adam) computes the update of an element from that element
 alone, so rounding in a gradient stays in its element. Muon and similar optimizers make
@@ -45,7 +45,7 @@ def not_elementwise(spec: str, optimizer: str) -> frozenset[str]:
     workload = resolve_workload(spec)
 
     def update(name: str, gradients: list[Tensor]) -> Tensor:
-        # weight decay of zeros adds nothing; no permutation of gradients would move it
+        # start at zero, so that weight decay does not depend on the order of elements
         parameter = nn.Parameter(torch.zeros_like(gradients[0]))
         probed = workload.optimizers[optimizer]([(name, parameter)])
         for gradient in gradients:
@@ -55,7 +55,7 @@ def not_elementwise(spec: str, optimizer: str) -> frozenset[str]:
         return parameter.detach().flatten()
 
     names = set()
-    eager = torch.compiler.set_stance("force_eager")  # references run eagerly, too
+    eager = torch.compiler.set_stance("force_eager")  # as references do
     with eager, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for name, parameter in judged_parameters(workload.model()).items():

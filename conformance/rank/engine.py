@@ -84,7 +84,7 @@ class Engine:
     index: dict[str, NDArray[np.int64]]
     """Name -> position of each local element in the flat full tensor."""
     optimizers: list[torch.optim.Optimizer]
-    """Optimizers of gradparity's loop, or those that a ``train_step`` was seen to
+    """Optimizers of gradparity's loop, or those that a ``train_step`` was observed to
     use."""
     owned: list[list[str]]
     """For each optimizer of gradparity's loop: names of its parameters."""
@@ -94,7 +94,8 @@ class Engine:
     replicas: dict[str, int] = field(default_factory=dict)
     """Name -> number of ranks that hold the same elements; needed for norms."""
     choices: Sequence[Mapping[str, Choices]] = ()
-    """For each step: choices that learned routers must make; empty: their own."""
+    """For each step: choices that learned routers must make. If empty, routers make
+    their own."""
     recomputed: Recomputed | None = None
     """Counter of recomputed forwards, if the recipe recomputes."""
     counts: Counts = ()
@@ -104,7 +105,7 @@ class Engine:
     variation: Variation | None = None
     """Difference of this run from the plain one, if it is a reference on one rank."""
     reduction: Reduction | None = None
-    """Noise of the promised reduction, which a reference on one rank does not make."""
+    """Noise in place of the promised reduction, for a reference on one rank."""
     _inferred: bool = False
 
     def __post_init__(self) -> None:
@@ -241,10 +242,10 @@ class Engine:
     def weight_of(self, parts: Iterable[Batch]) -> float | None:
         """Return the weight of these micro-batches in the loss of the whole batch.
 
-        If the loss is (sum, count), the counts are found by a call of it. The call
-        needs an output: that of the model on one process has the right form, and its
-        values do not matter. None if that model does not accept the inputs of a shard,
-        or if the loss has several counts.
+        If the loss is (sum, count), calling it gives the count. The call needs an
+        output of the right form, whatever its values: the model on one process gives
+        one. Returns None if that model rejects the inputs of a shard, or if the loss
+        has several counts.
         """
         workload = self.scenario.workload
         if not facts_of(workload.name).counted:

@@ -123,7 +123,7 @@ def _is_same(now: tuple[Tensor, int], was: tuple[Tensor, int]) -> bool:
 
 
 def groups_of(engine: Engine, optimizer: Any) -> Iterator[Group]:
-    """Yield param groups of an optimizer; ``owners`` or the parameters give names."""
+    """Yield an optimizer's param groups, with names that ``owners`` or tensors give."""
     parameters, workload = engine.parameters, engine.scenario.workload
     declared: dict[str, Any] | None = None
     if workload.owners is not None:

@@ -215,7 +215,8 @@ def _probe(
 
     Args:
         scaler: the tested scaler, after an ``update``.
-        optimizers: its optimizers; their gradients come from a backward after that.
+        optimizers: its optimizers; their gradients come from a backward after the
+            ``update``.
         read_state: returns part -> digest of the state that a rejected call must not
             change.
         watch: context for a legal call; an error in it is the scaler's fault.

@@ -69,9 +69,9 @@ __all__ = [
 Places = Mapping[str, NDArray[np.int64]]
 """Name -> position of each local element in the flat full tensor."""
 _last_read: dict[Hashable, Places] = {}
-"""Last layout whose elements this process has read, and their positions. Its scalers
-and recipes run one after another. A world in which a rank failed is ended with all its
-ranks. So either all ranks of a world have read a layout or none has."""
+"""Last layout from which this process has read positions, and these positions. The
+scalers and recipes of a layout run one after another. A failed rank ends its whole
+world, so either all ranks of a world have read the layout or none has."""
 AGAIN = "this was its second call: with weights(stack) a model is laid out once"
 
 

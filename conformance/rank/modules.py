@@ -88,13 +88,14 @@ class Passed:
     places: NDArray[np.int64] | None = None
     """For a DTensor: position of each local element in the flat whole tensor."""
     summed_over: tuple[int, ...] = ()
-    """For a DTensor: ranks over which it is still to be summed."""
+    """For a DTensor: ranks whose values must still be added up."""
     divided_by: int = 1
     """Divisor of that sum."""
     collectives: int = 0
-    """Number of collectives that this rank had issued before in this step."""
+    """Number of collectives that this rank had issued in this step before the
+    tensor."""
     after: int = 0
-    """Number of steps of torch optimizers before it in this step."""
+    """Number of steps that torch optimizers had made in this step before the tensor."""
     dtype: torch.dtype = torch.float32
     """Dtype in which the tensor was computed."""
 
@@ -146,7 +147,7 @@ class Watched:
 
 
 def is_whole(module: nn.Module, name: str, model: nn.Module) -> bool:
-    """Return True if a module has all submodules of the full model's one.
+    """Return True if a module has all submodules that it has in the full model.
 
     A pipeline stage has the name of the model and only a part of its submodules.
     """

@@ -104,7 +104,8 @@ def _held(value: Any) -> Iterator[Any]:
 
 
 _SCHEDULED = ("lr", "initial_lr", "betas", "momentum", "weight_decay")
-"""Settings that schedules may change, and the initial rate kept by torch's."""
+"""Settings that schedules may change, and the initial rate that torch's schedulers
+store."""
 
 
 def scheduled(group: Mapping[str, Any]) -> dict[str, Setting]:
@@ -359,7 +360,7 @@ def _is_of_parameter(shape: tuple[int, ...]) -> bool:
 
 
 def _ends_in_parameter(node: Any) -> bool:
-    """Return True if a gradient flows to one parameter with unchanged elements."""
+    """Return True if a node passes its gradient to one parameter, with equal size."""
     count = math.prod(input_shapes(node)[0])
     while not hasattr(node, "variable"):
         if len(node.next_functions) != 1 or node.next_functions[0][0] is None:

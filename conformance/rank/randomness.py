@@ -154,7 +154,7 @@ class DrawLog:
         self.draws.append(draw)
 
     def _meet(self, module: nn.Module) -> None:
-        """Add the generators that a module created during its call."""
+        """Observe the generators that a module created during its call, too."""
         for generator in generators_of(module):
             if not any(generator is each for each in self._generators):
                 # the generator's state before the first number
@@ -168,14 +168,14 @@ class DrawLog:
                     call.states += state
 
     def _look(self) -> None:
-        """Assign draws since the last look to the innermost running call."""
+        """Assign the draws since the last look to the innermost running call."""
         now = self._states()
         moved = {
             n for n, (a, b) in enumerate(zip(self._last, now, strict=True)) if a != b
         }
         if self._open:
             self._open[-1].drew |= moved
-        else:  # checkpointing has restored an earlier state: nothing was drawn
+        else:  # a state that was seen before was restored by checkpointing, not drawn
             self.outside += len({now[n] for n in moved} - self._seen)
         self._seen.update(now)
         self._last = now
@@ -186,7 +186,7 @@ class DrawLog:
 
 
 def _plain(name: str) -> str:
-    """Return a module's name without those of wrappers."""
+    """Return a module's name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

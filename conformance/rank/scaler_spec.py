@@ -160,10 +160,10 @@ def growth_tracker(state_dict: Mapping[str, Any]) -> int | None:
 
 
 def refuse_mixed(specs: Sequence[str]) -> None:
-    """Raise if ``none`` is given beside scalers: it trains in other scenarios.
+    """Raise if ``none`` is given beside scalers.
 
     Raises:
-        UsageError: says so.
+        UsageError: says that ``none`` trains in other scenarios than scalers.
     """
     if NO_SCALER in specs and len(set(specs)) > 1:
         raise UsageError(

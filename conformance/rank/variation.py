@@ -47,7 +47,7 @@ class Variation:
 
     @property
     def seed(self) -> int:
-        """Seed of the noise of a reduction; 0, for none, in the truth and plain run."""
+        """Seed of the reduction's noise; 0 (no noise) for the truth and plain run."""
         drawn = 4 * self.moved + self.parts - 1 + 32 * self.permuted
         return 0 if self.double else drawn
 
@@ -130,8 +130,8 @@ class Reduction:
     One rank has no partial gradients to round, or rounds the same whole gradient in all
     runs. So a noisy run changes each element at random, by up to a unit roundoff of the
     promised dtype. The roundoff is relative to the element and to the root mean square
-    of the tensor, because large parts may cancel in a small element. The change comes
-    after backward has added to a gradient, or when an optimizer of copies uses it.
+    of the tensor, because large parts may cancel in a small element. A gradient is
+    changed after backward has added to it, or when an optimizer of copies uses it.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class NoOptimizer:
 
 @cache
 def lacking(place: int) -> NoOptimizer:
-    """Return the stand-in for optimizer number ``place`` (from 0) of this rank."""
+    """Return the stand-in for this rank's missing optimizer number ``place``."""
     return NoOptimizer()
 
 

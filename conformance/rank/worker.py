@@ -60,8 +60,8 @@ __all__ = ["JudgedError", "all_say_right", "checked_collective", "observe_rank"]
 Around = Callable[[Engine, int], AbstractContextManager[None]]
 """(engine, step) -> context in which the step runs."""
 ASK_EVERY_S = 0.05
-"""Interval at which a rank that waits for the checked collective asks for others'
-results."""
+"""Interval in seconds. A rank that waits for the checked collective asks so often if
+another rank has reported a wrong sum."""
 RIGHT, WRONG = "right", "wrong"
 """Reports of a rank about its checked sum."""
 UNLIMITED = timedelta(hours=24)
@@ -285,8 +285,8 @@ def checked_collective(
 def _summand(rank: int, step: int) -> float:
     """Return a rank's summand in the checked sum; it depends on rank and step.
 
-    The sum is in fp32, as most stray collectives. Whole numbers are exact up to 2^24:
-    that is the sum over 9,548 ranks, at any step.
+    The sum is in fp32, like most stray collectives. It stays below 2^24, up to which
+    fp32 holds whole numbers exactly, with up to 9,548 ranks.
     """
     return (1.0 + rank % 7) * (1.0 + step % 251)
 

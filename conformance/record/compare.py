@@ -39,7 +39,8 @@ WHOLE = 3.0
 """Largest median over tensors of distance / noise. Correct variants of a job reached
 1.6; faults that spread over many tensors reached 5 or more."""
 CLIPPED = 1e-4
-"""Largest relative difference of norms clipped to one limit: clipping adds 1e-6."""
+"""Largest relative difference of norms that clipping made equal; torch's clipping adds
+1e-6 to a norm."""
 SEARCH = 2
 """Largest number of evaluations of a closure in a step that amplifies no rounding:
 sharpness-aware optimizers make two, and a line search some twenty."""
@@ -77,7 +78,7 @@ class Comparison:
         return [self.headline, *self.leads, *self.facts]
 
     def decide(self, code: int, headline: str) -> None:
-        """Set the result; a headline that there is becomes the first fact."""
+        """Set the result; an earlier headline becomes the first fact."""
         self.facts[:0] = [self.headline] if self.headline else []
         self.code, self.headline = code, headline
 
@@ -462,7 +463,10 @@ def _scaled(side: Side, reference: Run, step: int, last: str) -> Side | None:
 
 
 def _summed_later(run: Run, steps: Sequence[int]) -> list[str]:
-    """Return parameters whose gradients are summed in the optimizer or never."""
+    """Return parameters whose gradients no rank had summed before the step.
+
+    They are summed in the optimizer, or never.
+    """
     return [
         name
         for (step, kind, name), whole in run.tensors.items()

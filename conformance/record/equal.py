@@ -254,7 +254,7 @@ def unmoved(side: Side) -> str:
 def equal_inputs(
     first: Side, second: Side, names: Mapping[str, str], steps: Sequence[int]
 ) -> Iterator[str]:
-    """Yield at how many steps rows and settings are equal."""
+    """Yield sentences that count the steps with equal rows, and with equal settings."""
     one, other = first.run, second.run
     seen = [step for step in steps if step in one.rows and step in other.rows]
     same = [_same_rows(one, other, step) for step in seen]
@@ -343,9 +343,9 @@ def _equal(mine: Any, its: Any) -> bool:
 
 
 def unplaced(one: Side, other: Side) -> Iterator[str]:
-    """Yield tensors that look like replicas, and are parts by the other side's shape.
+    """Yield tensors with differing replicas whose shape differs on the other side.
 
-    A rank's expert or shard in a plain tensor has the name of the whole.
+    They may be parts: an expert or a shard in a plain tensor has the name of the whole.
     """
     for side, its in ((one, other), (other, one)):
         theirs = its.run.starts
@@ -435,7 +435,7 @@ def lacking(
 
 
 def _does_nothing(run: Run, step: int, name: str) -> bool:
-    """Return True if a gradient is zero and its step does not move the weight."""
+    """Return True if a gradient is zero and the step does not move the weight."""
     gradient = run.tensors.get((step, "gradient", name))
     before, after = (run.tensors.get((s, "weight", name)) for s in (step, step + 1))
     if gradient is None or before is None or after is None:

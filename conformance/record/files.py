@@ -44,7 +44,7 @@ class Settings(msgspec.Struct):
 
     @classmethod
     def of(cls, names: list[str], group: Mapping[str, Any]) -> Settings:
-        """Copy every number of a param group; tensors stay on their device."""
+        """Copy the numbers of a param group; tensors stay on their device."""
         values: dict[str, Any] = {}
         for key, value in group.items():
             if key == "params":
@@ -138,14 +138,14 @@ class Recording(msgspec.Struct):
     rows_of_floats: dict[int, list[Any]] = {}
     """Step -> digests of the rows of each floating-point input of the model."""
     unpadded: dict[int, list[Any]] = {}
-    """Step -> two digests of each integer row: without padding at the end, at the
-    start."""
+    """Step -> two digests of each integer row: one without padding at the end, one
+    without padding at the start."""
     sums_of_rows: dict[int, list[Any]] = {}
     """Step -> sums of each floating-point row; they identify a row up to rounding."""
     rows_of_blocks: dict[int, list[Any]] = {}
     """Step -> digests of the rows of the first input, to which block outputs belong."""
     bags: dict[int, list[Any]] = {}
-    """Step -> one number for each call of the model: its rows regardless of order."""
+    """Step -> for each call of the model: one number for its rows, in any order."""
     losses: dict[int, list[Any]] = {}
     drew: set[int] = set()
     """Steps whose forward drew random numbers."""

@@ -122,13 +122,13 @@ class Kept:
         )
 
     def update(self, before: Kept, unit: float) -> Kept:
-        """Subtract the product before the step: the sketch of the weighted update.
+        """Return the sketch of the weighted update: these numbers minus those before.
 
-        The sum of squares becomes that of one unit in the last place of each weight,
-        with the same weighting: a correct step may round each weight to either side.
+        Its sum of squares is that of one unit in the last place of each weight, with
+        the same weighting, because a correct step may round each weight to either side.
 
         Args:
-            before: numbers of weight times size of gradient, before the step.
+            before: numbers of each weight times its gradient's size, before the step.
             unit: distance from 1 to the next number in the weights' dtype.
         """
         assert self.sketch is not None and before.sketch is not None
@@ -141,7 +141,7 @@ class Wanted(NamedTuple):
     """Request to keep numbers of one part."""
 
     part: Tensor
-    """Local elements; only read."""
+    """Local elements; they are only read."""
     box: Box
     """Position of the part in the whole tensor."""
     weight: Tensor | None = None
@@ -203,7 +203,7 @@ def _keys(box: Box, start: int, stop: int, device: torch.device) -> Keys:
 
 _known: OrderedDict[tuple[Box, int, str], Keys] = OrderedDict()
 _room = [KEYS_BYTES]
-"""Bytes left in the cache of keys."""
+"""Number of bytes that are left in the cache of keys."""
 
 
 def _chunks(size: int, device: torch.device) -> range:

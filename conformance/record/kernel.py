@@ -40,8 +40,8 @@ WARPS = 4
 EACH = 8192
 """Number of elements of a tile that one program processes."""
 COLUMNS, OUTPUT, BEGIN = 13, 2, 10
-"""Number of arguments of a piece, see `rows_of`, and the columns of its part number and
-its first program."""
+"""Number of arguments of a piece (see `rows_of`), column of its part's number, and
+column of its first program."""
 
 
 @triton.jit
@@ -211,7 +211,7 @@ def _table(
     values: Sequence[Tensor],
     weights: Sequence[Tensor],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the kernel's rows of all parts, and the row index of each program."""
+    """Return the kernel's table, a row for each piece, and the row of each program."""
     table: NDArray[np.int64] = np.concatenate(rows)
     of_part = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
     for column, tensors in enumerate((values, weights)):
@@ -227,8 +227,8 @@ def _table(
 def rows_of(each: Wanted) -> NDArray[np.int64] | None:
     """Return one row of arguments for each piece of a part; None if it has too many.
 
-    Two columns are placeholders. The first element of the piece stands where the kernel
-    gets the two pointers, and the number of programs where it gets the first program.
+    `_table` replaces two kinds of entries. The position of a piece's first element
+    becomes the two pointers, and its number of programs becomes its first program.
     """
     return _rows_of(each.box, each.weight is not None, each.only_bits, each.rounded)
 

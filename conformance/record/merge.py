@@ -42,10 +42,11 @@ class Whole:
 
     shape: tuple[int, ...]
     digest: int | None
-    """None if the tensor is still to be summed, so that no rank holds its values."""
+    """Digest of the bits; None if the tensor is still to be summed, so that no rank
+    holds its values."""
     rounded: int | None
     sketch: NDArray[np.float32] | None
-    """None if only bits were kept, as for weights."""
+    """Sketch; None if only digests were kept, as for weights."""
     square: float
     largest: float
     bad: int
@@ -54,7 +55,7 @@ class Whole:
     unlike: tuple[int, ...] = ()
     """Ranks whose replica differs in its bits from that of the first rank."""
     apart: float = 0.0
-    """Largest distance of such a replica from the first, relative to its norm."""
+    """Largest distance of a replica from the first rank's, relative to its norm."""
     parts: tuple[tuple[int, Box], ...] = ()
     """(rank, box of its part); empty for outputs of blocks and if only bits were
     kept."""
@@ -71,7 +72,7 @@ class Whole:
 
     @property
     def is_summed(self) -> bool:
-        """True if ranks hold values, and not summands of values."""
+        """True if ranks hold values; False if they hold parts of a sum."""
         return self.digest is not None
 
     @property
@@ -243,7 +244,7 @@ class Run:
     sums: Mapping[int, Mapping[int, Sequence[float | None]]]
     """Step -> digest of a floating-point row -> its sums."""
     bags: Mapping[int, int]
-    """Step -> one number for all rows; ranks with the same rows count once."""
+    """Step -> one number for all rows, in any order; equal rows of ranks count once."""
     losses: Mapping[int, float]
     """Step -> mean loss over ranks and micro-batches, if the model returns a loss."""
     drew: frozenset[int]

@@ -78,7 +78,7 @@ class _Batch:
 
     @classmethod
     def of(cls, rows: Tensor, inputs: Sequence[Any]) -> _Batch:
-        """Find the rows in the batch, by the input that has them."""
+        """Create a batch; a DTensor input shows its whole size and position."""
         tensors = [t for each in inputs for t in tensors_in(each)]
         boxes = [place(t)[1] for t in tensors if hasattr(t, "to_local")]
         for box in boxes:
@@ -89,8 +89,8 @@ class _Batch:
     def of_rank(self, box: Box) -> Box | None:
         """Return the box of an output in this rank's rows; None if it has other rows.
 
-        Each row has one element of dim 0. If the output has two dims, it may have
-        several: the tokens of all rows.
+        Dim 0 of the output has one element for each row. In an output with two dims it
+        may have several for each row: the tokens of all rows.
         """
         count = len(self.rows)
         if not box.shape:
@@ -107,7 +107,7 @@ class _Batch:
 
 
 def _moved(box: Box, size: int, first: int) -> Box:
-    """Return a box with another size of the whole, and another position, in dim 0."""
+    """Return a box with another whole size, and another position, in dim 0."""
     shape, offsets = (size, *box.shape[1:]), (first, *box.offsets[1:])
     return Box(shape, offsets, box.local, box.summand)
 

@@ -38,7 +38,7 @@ class Cell:
     """Table cell of one tensor at one step."""
 
     shade: int | None
-    """None if the noise is as large as the tensor."""
+    """Index of the cell's shade; None if the noise is as large as the tensor."""
     share: str
     words: str
 

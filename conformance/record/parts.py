@@ -336,9 +336,9 @@ def cuts(local: Tensor, first: int, piece: Piece) -> Iterator[tuple[Cut, Box]]:
 
 
 def _placed(tensor: Any, *, local: tuple[int, ...], box: Box) -> tuple[Tensor, Box]:
-    """Return the local elements and box of a tensor.
+    """Return the local elements and box of a tensor, such as a gradient.
 
-    A plain tensor has the box of its weight, and so has one that hides its layout.
+    If the tensor is plain, or hides its layout, it has the box of its weight.
     """
     try:
         part, own = place(tensor)

@@ -200,10 +200,10 @@ class Recorder:
                 self._enters(model, args)
 
     def _forget_parts(self, module: nn.Module, ids: set[int]) -> None:
-        """Drop recorded models that turn out to be parts of a later called one.
+        """Forget recorded models that turn out to be parts of a larger one.
 
-        A layer may be called by itself while the model is built, to infer its size. A
-        model that is only wrapped anew keeps its rows.
+        A layer may be called by itself while the model is built, to infer its size. The
+        rows recorded so far are kept if the new module only wraps the model.
         """
         called = self.roots.called
         if called and id(called[0]) in ids:
@@ -298,10 +298,10 @@ class Recorder:
                 self.starts[id(optimizer)] = self._read_start(optimizer)
 
     def _prepares(self, optimizer: Any) -> bool:
-        """Return True for a step before any forward that only creates states.
+        """Return True for a step that only creates states, before any forward.
 
-        Torch's checkpoint functions make it at rate 0, and Megatron-FSDP with gradients
-        of zero.
+        Torch's checkpoint functions make such a step at rate 0, and Megatron-FSDP makes
+        one with gradients of zero.
         """
         if self.roots.called or getattr(optimizer, "state", None):
             return False

@@ -68,9 +68,9 @@ def keep_rows(out: Recording, step: int, inputs: Sequence[Any]) -> list[Tensor]:
 def bag_of(values: Iterable[Any]) -> Tensor | None:
     """Return one int64 number for the elements of the first input, in any order.
 
-    Numbers of parts add up to the number of the whole: context parallelism cuts rows,
-    and rows may lie in another dim than the first. If no input has integers, a
-    floating-point one is used.
+    The numbers of parts add up to the number of the whole. So context parallelism may
+    cut rows, and rows may lie along any dim. A floating-point input is used if no input
+    has integers.
 
     Args:
         values: arguments of the model; dicts, tuples and lists are searched.
@@ -145,10 +145,10 @@ def sums_of(values: Iterable[Any]) -> list[Tensor]:
 
 
 def digests_of_floats(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield one int64 number for each floating-point input, in any order of its rows.
+    """Yield one int64 number for each floating-point input, for any order of its rows.
 
-    Costs less memory than `rows_of`: an input may be a batch of images. Rows with equal
-    bits, on ranks of one kind, have equal numbers.
+    Costs less memory than `rows_of`: an input may be a batch of images. Equal rows give
+    equal numbers on ranks with the same kind of device.
     """
     for rows in _flat(values, True):
         if rows.element_size() > 1:

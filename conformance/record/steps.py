@@ -23,7 +23,7 @@ class _Running:
 
     optimizer: Optimizer
     height: int
-    """Depth of the call stack in the outermost call of ``step``."""
+    """Depth of the call stack at the outermost call of ``step``."""
     last: Any
     """Handle of our hook, which runs after the optimizer's own hooks."""
     depth: int = 1
@@ -32,9 +32,10 @@ class _Running:
 
 @dataclass
 class StepHooks:
-    """Calls three functions with each optimizer of torch that steps.
+    """Calls three functions at each step of any torch optimizer.
 
-    If a step raises, its end is not called; the optimizer may begin another step.
+    If a step raises an error, ``ended`` is not called for it. The optimizer may then
+    begin another step.
     """
 
     begins: Callable[[Optimizer], object]

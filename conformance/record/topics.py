@@ -38,7 +38,8 @@ __all__ = [
 SLACK = 0.02
 """Relative tolerance of a norm: clipping rounds gradients, in bf16 by 0.2 %."""
 UNSEEN = 4
-"""Number of steps without rows before a warning, or the number of sets if larger."""
+"""Number of steps without rows before a warning; the number of sets if that is
+larger."""
 _LOG = logging.getLogger("gradparity.watch")
 
 
@@ -401,14 +402,14 @@ class Data:
             self._state = self._generator.get_rng_state()
 
     def _pair(self, step: int) -> list[tuple[int, ...]]:
-        """Return two sets of ranks: neighbours in early steps, later others."""
+        """Return two sets of ranks: neighbours in early steps, others later."""
         count = len(self._sets)
         distance = 1 + step // count % max(1, count - 1)
         pair = dict.fromkeys((step % count, (step + distance) % count))
         return [self._sets[n] for n in pair]
 
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
-        """Return digests of rows and generators of two sets; each pair has its turn."""
+        """Return digests of rows and generators for two sets; pairs take turns."""
         rank, sets = rank_here(), self._pair(step)
         rows, inputs, state = self._rows, self._inputs, self._state
         self._rows = self._inputs = self._state = None

@@ -62,7 +62,7 @@ KB."""
 LAST_S = 5.0
 """Seconds to wait for the last messages."""
 UNREAD = 16
-"""Number of unread messages; a rank waits before it sends more."""
+"""Number of unread messages from which on a rank waits before it sends more."""
 _LOG = logging.getLogger("gradparity.watch")
 
 
@@ -72,7 +72,7 @@ class _Message:
 
     step: int
     parts: Sequence[tuple[int, Read]]
-    """Number of consecutive numbers of each topic, and its reader."""
+    """For each topic: how many consecutive numbers belong to it, and its reader."""
     landing: Landing
     """(n,) int64: numbers of this rank. (2, n) int64: the largest over all ranks, of
     numbers and of their complements."""
@@ -165,7 +165,7 @@ class Watch:
                 time.sleep(0.001)
 
     def _end(self, step: int, why: str) -> None:
-        """Stop watching, and report that another rank's message does not come."""
+        """Stop watching, and report that a message of another rank is missing."""
         self._sent.clear()
         self._stop()
         self.act(

@@ -25,16 +25,16 @@ from .parts import Roots, bare, copies_of_megatron, cuts, fp32_range_of, place
 __all__ = ["begin_from", "nudge", "write_start"]
 
 SELDOM = 32
-"""One in this many half-precision weights moves: a unit in its last place is as large
-as many training steps."""
+"""One in this many half-precision weights moves, because one unit in the last place is
+as large as many training steps."""
 NEAR = 32
 """Distance from a bf16 rounding boundary, in fp32 units in the last place, within which
 a weight moves across the boundary. Otherwise no weight of a small bf16 model would
 change. One in 2,000 does; all weights together then move by 1.1 units."""
 ACROSS = 16
-"""Expected number of weights that cross; a model of fewer than 32,000 weights needs a
-larger ``NEAR`` for it. With one or two, correct bf16 jobs of 3,000 weights measured too
-little noise in two of eight seeds, and failed."""
+"""Expected number of weights that cross. In a model of fewer than 32,000 weights this
+needs a larger ``NEAR``. With one or two, correct bf16 jobs of 3,000 weights measured
+too little noise in two of eight seeds, and failed."""
 FAR = 512
 """Largest ``NEAR``: all weights together then move by 26 units, 3e-6 of their size."""
 PLACES = "gradparity.places"

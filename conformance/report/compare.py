@@ -15,7 +15,7 @@ SEQUENCES = {
     "growth": "the growth tracker after",
     "stepped": "whether the parameters changed in",
 }
-"""Curve that is compared exactly for each rank and step -> its description."""
+"""Field of ``Curves`` that is compared exactly, by rank and step -> its description."""
 Rows = Sequence[Sequence[object]]
 """For each rank: a value for each step."""
 
@@ -75,7 +75,7 @@ def _verdicts(old: CaseRecord, new: CaseRecord) -> list[Change]:
 
 
 def _broken(old: CaseRecord, new: CaseRecord, where: str) -> Iterator[Change]:
-    """Yield one change if the harness broke in a case: then no law was judged."""
+    """Yield a change if the harness broke in a case, so that no law was applied."""
     if old.status != new.status:
         kind = "regression" if is_worse(new.status, old.status) else "fix"
         text = f"{kind}: {old.status} -> {new.status} in {where}: "

@@ -93,7 +93,7 @@ def render_page(report: Report) -> str:
 
 
 def _missed(report: Report) -> dict[str, tuple[str, str]]:
-    """Return law -> the scenario in which most was not compared, and its message."""
+    """Return law -> the scenario with most missing comparisons, and its message."""
     most: dict[str, tuple[int, str, str]] = {}
     for case in report.cases:
         for verdict in case.verdicts:

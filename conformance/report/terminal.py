@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 CELL = 240
-"""Number of characters of a cell from which on no further cause is added."""
+"""Number of characters from which on a cell gets no further cause."""
 LONGEST = 1000
 """Largest number of characters of a message: an exception may print a whole tensor."""
 EVERY_S = 10.0
@@ -173,7 +173,7 @@ def worst_status(records: Sequence[CaseRecord]) -> str:
 
 
 def headings(report: Report) -> dict[str, str]:
-    """Return the heading of each scaler's column: "verdict" if all runs have none."""
+    """Return scaler -> heading of its column; ``none`` alone is headed "verdict"."""
     without = "no scaler" if len(report.scalers) > 1 else "verdict"
     return {spec: without if spec == "none" else spec for spec in report.scalers}
 
@@ -210,7 +210,7 @@ def cell(records: Sequence[CaseRecord]) -> str:
 
 
 def _cause(record: CaseRecord) -> tuple[str, str, str]:
-    """Return the chapter of a failed run, the key of its cause, and the message."""
+    """Return a run's chapter (empty unless it failed), its cause's key, the message."""
     if record.failures:
         first = record.failures[0]
         chapter = first.law.partition(".")[0]
@@ -323,7 +323,7 @@ def verdict_of(report: Report, scaler: str) -> str:
 def places(report: Report) -> list[list[CaseRecord]]:
     """Return the localised cases, grouped by where and by which factor they differ.
 
-    Gradients that are halved and gradients that are doubled have two causes.
+    Halved gradients and doubled gradients have different causes.
     """
     grouped: dict[tuple[str, ...], list[CaseRecord]] = {}
     for case in report.cases:

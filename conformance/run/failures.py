@@ -66,11 +66,11 @@ def traces_of(failure: WorldError, *, judged: bool) -> tuple[RankTrace, ...]:
 
 
 def _hung(failure: WorldError) -> set[int]:
-    """Return the ranks that hang; other ranks that did not end only wait for these.
+    """Return the ranks that hang; the other ranks without an end only wait for these.
 
     A rank whose scaler returned waits in gradparity's own check, which the harness does
-    not know. So the harness may report that rank as the one that hangs, and a rank that
-    is stuck in a collective of the scaler as its victim.
+    not know. So the harness may name that rank as hanging, and call a rank that is
+    stuck in a collective of the scaler its victim.
     """
     if failure.root.state is not RankState.HUNG:
         return set()
@@ -129,12 +129,13 @@ def why_not_run(
 
     The following are gradparity's choices and not the user's: mesh axes of size 1,
     frozen parameters, recomputation, a second layout, and deferred gradient
-    synchronisation. So these exceptions are no fault of the workload:
+    synchronisation. So these exceptions are not a fault of the workload:
 
     - one of ``parallelize`` with such a choice;
-    - one of ``train_step`` on parameters without gradients, or on such a mesh, where a
-      hand-written schedule may wait for a stage that does not exist;
-    - one of forward or backward that a module does not support in its ``no_sync()``.
+    - one of ``train_step`` with frozen parameters or recomputation, or on such a mesh,
+      where a hand-written schedule may wait for a stage that does not exist;
+    - one of forward or backward that a module does not support in its ``no_sync()``;
+    - one that half precision also raises on one process (:func:`why_not_alone`).
 
     Args:
         failure: failure of the world.
@@ -168,7 +169,7 @@ def why_not_run(
 
 
 def why_not_alone(scenario: Scenario) -> str:
-    """Return why one process cannot run this half precision either; else "".
+    """Return why one process, too, cannot run the scenario's half precision; else "".
 
     The precision is gradparity's choice, and some torch operations reject it.
     """

@@ -43,7 +43,7 @@ __all__ = ["HuntSettings", "hunt", "scenarios"]
 SCALES = (1024.0, 1.0, 2.0**16, OVERFLOWING_SCALE, 3.0)
 MAX_STEPS = 12
 ROUND = 10
-"""Number of scenarios drawn between two looks at the clock."""
+"""Number of scenarios to draw before the time budget is checked again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class HuntSettings:
 class _Violation(Exception):
     """Raised inside hypothesis for a violation.
 
-    An ``AssertionError`` would not do: it may be a fault of gradparity.
+    It is not an ``AssertionError``, which may also be a fault of gradparity.
     """
 
 
@@ -139,7 +139,7 @@ def hunt(settings_: HuntSettings, console: Console) -> int:
             while time.monotonic() < end:
                 search()  # one round, because hypothesis has no time budget
         except _Violation:
-            pass  # ``found`` has the violation, shrunk
+            pass  # ``finding`` holds the shrunk violation
     return _print_found(settings_, finding, console)
 
 

@@ -57,7 +57,8 @@ class Case:
     """None if the harness broke."""
     seconds: float
     problem: str = ""
-    """Why the harness broke, naming the rank; else empty. Then no law is judged."""
+    """Reason why the harness broke, with the rank; else empty. With a reason, no law is
+    applied."""
     error: Exception | None = None
     """Exception behind ``problem``."""
     skipped: bool = False
@@ -110,7 +111,7 @@ class _Seen:
     problem: str = ""
     error: Exception | None = None
     case: Case | None = None
-    """Finished case, if there is nothing to judge."""
+    """Finished case, if there is nothing to compare."""
 
     @property
     def complete(self) -> bool:
@@ -120,7 +121,7 @@ class _Seen:
 
     @property
     def may_lose_settings(self) -> bool:
-        """True if a workload that changes settings loaded its own checkpoint."""
+        """True if settings changed and the workload loaded its own checkpoint."""
         recipe, workload = self.scenario.parsed_recipe, self.scenario.workload
         if not recipe.resume or OfWorkload.LOOP in workload.has:
             return False
@@ -128,9 +129,9 @@ class _Seen:
 
     @property
     def averages_otherwise(self) -> bool:
-        """True if the recipe may show a fault of the workload's running average.
+        """True if the recipe cuts rows or resumes, and the workload averages weights.
 
-        It does so if it cuts rows, or loads a checkpoint.
+        A fault of the running average may show only in such recipes.
         """
         scenario, recipe = self.scenario, self.scenario.parsed_recipe
         if scenario.workload.ema is None or recipe.training.random:
@@ -390,7 +391,7 @@ def _on_one_process(scenario: Scenario, traces: Traces, due: bool) -> Parity | N
 
 
 def _unjudged(stack: Case) -> Case | None:
-    """Return the case for every scaler if the workload itself is wrong, else None."""
+    """Return the case to report for every scaler if the workload is wrong, or None."""
     if stack.skipped and stack.scenario.parsed_topology.narrowed:
         return stack
     wrong = [v for v in stack.verdicts if v.status == Status.FAIL]

@@ -204,7 +204,7 @@ class _Raised:
         self.twice = ""
 
     def again(self, case: Case) -> bool:
-        """Return True if another scenario ended with the same error."""
+        """Return True if a case of another scenario has ended with the same error."""
         error, model = case.own_error, case.scenario.model
         if case.hangs:
             alike, what = (model, "", ""), "your workload hung"

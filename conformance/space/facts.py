@@ -81,8 +81,8 @@ class WorkloadFacts:
     """Clipping norm: a power of two, at most half the norm of the first gradient, so
     that the rounding of sums does not change it."""
     middle: float
-    """Power of two that the largest elements of at least half of those gradients
-    reach."""
+    """Power of two that the largest element reaches in at least half of the first
+    gradients."""
 
     @property
     def counted(self) -> bool:
@@ -214,9 +214,9 @@ def clip_value_of(workload: ResolvedWorkload) -> float:
 def new_tensors_in_fp64(name: str) -> AbstractContextManager[Any]:
     """Return a context for the passes of a workload's model in fp64.
 
-    A forward may create a state of zeros in fp32, or use fp32 weights of classes beside
-    parameters in fp64. Most layers then raise. If this model does, the context widens
-    such tensors.
+    A forward may create a state of zeros in fp32, or mix fp32 class weights with fp64
+    parameters, and most layers then raise. For such a model, the context creates these
+    tensors in fp64.
     """
     return NewTensorsInFp64() if facts_of(name).widens else nullcontext()
 

@@ -98,8 +98,8 @@ SWAPPED = (
 def _are_others(part: nn.Module, weights: Sequence[tuple[Tensor, Tensor]]) -> bool:
     """Return True if new tensors with other values have replaced the parameters.
 
-    A parameter that was written since the forward was not replaced: writing it is a
-    fault of the user's code.
+    A parameter that was written since the forward still counts as the same: writing it
+    is a fault of the user's code.
     """
     # not strict, because a layout may then hold the parameters in another form
     for now, (was, value) in zip(part.parameters(), weights, strict=False):

@@ -16,13 +16,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -36,19 +36,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -71,12 +71,12 @@ DISPATCH = DataLoaderConfiguration(dispatch_batches=True)
 
 
 def data(dtype: torch.dtype) -> Tensor:
-    """Numbers to evaluate, one a sample."""
+    """Return the numbers to evaluate, one for each sample."""
     return torch.arange(1, max(DATASETS) + 1).to(dtype).square()
 
 
 def gathered(size: int, way: str, batch: int = BATCH) -> Tensor:
-    """Return what gather_for_metrics gives in one epoch."""
+    """Return all numbers that gather_for_metrics returns in one epoch."""
     for state in (AcceleratorState, GradientState):
         state._reset_state()
     settings = {"dataloader_config": DISPATCH} if way == "dispatched" else {}
@@ -94,7 +94,7 @@ WAYS = "sampler", "subset", "dispatched"
 
 
 def rank_main(rank: int) -> dict[str, Tensor]:
-    """Gather each dataset, in each way."""
+    """Gather the samples of each dataset with each way of sampling."""
     os.environ["MASTER_ADDR"] = "localhost"  # asked for, not used
     return {f"{n} samples, {way}": gathered(n, way) for n in DATASETS for way in WAYS}
 

@@ -16,13 +16,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -36,19 +36,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -68,7 +68,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compi
 
 
 def modules(dtype: torch.dtype) -> tuple[Tensor, Any, Any]:
-    """Tokens, a projection, and a layer that mixes tokens; the same on all ranks."""
+    """Return tokens, a projection and a token mixer, the same on all ranks."""
     torch.manual_seed(0)
     tokens, below = torch.randn(TOKENS, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
     mix = nn.Linear(TOKENS, OUT, bias=False)
@@ -76,7 +76,7 @@ def modules(dtype: torch.dtype) -> tuple[Tensor, Any, Any]:
 
 
 def gradient(tokens: Tensor, below: Any, mix: Any, transposed: bool) -> Tensor:
-    """Gradient of the projection: tokens are mixed, as in an MLP-Mixer."""
+    """Return the projection's gradient; tokens are mixed, as in an MLP-Mixer."""
     hidden = below(tokens).tanh().t()  # not contiguous
     mix(hidden if transposed else hidden.contiguous()).square().sum().backward()
     found: Tensor = below.weight.grad
@@ -84,7 +84,7 @@ def gradient(tokens: Tensor, below: Any, mix: Any, transposed: bool) -> Tensor:
 
 
 def rank_main(rank: int) -> list[Tensor]:
-    """The gradient with this rank's rows of the mixing weight."""
+    """Return the projection's gradients, with the mixer split over the ranks."""
     deepspeed.init_distributed("gloo")
     set_autotp_mode(training=True)
     found = []

@@ -17,13 +17,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -37,19 +37,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -69,7 +69,7 @@ ROWS = torch.randint(VOCABULARY, (1, LENGTH), generator=torch.manual_seed(1))
 
 
 class Model(nn.Module):
-    """An embedding, a router with an auxiliary loss, and a head."""
+    """Embedding, router with an auxiliary loss, and head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,11 +79,11 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Loss of the head."""
+        """Return the cross entropy of the head's output."""
         return cross_entropy(self.head(x).flatten(0, 1), y.flatten())
 
     def forward(self, tiles: int) -> Any:
-        """The mean loss of each next token, and a router's z-loss."""
+        """Return the mean loss of next tokens plus the router's z-loss."""
         x, y = self.body(ROWS), ROWS.roll(-1, 1)
         auxiliary = self.router(x).logsumexp(-1).square().mean()
         if not tiles:
@@ -103,7 +103,7 @@ class Model(nn.Module):
 
 
 def gradients(dtype: torch.dtype, tiles: int) -> dict[str, Tensor]:
-    """Gradients of both losses together."""
+    """Return the gradients of the sum of both losses."""
     model = Model().to(dtype)
     model(tiles).backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

@@ -16,13 +16,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -36,19 +36,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -68,7 +68,7 @@ LR, STEPS = 0.5, 3
 
 
 def problem(dtype: torch.dtype) -> tuple[Any, Tensor, Tensor]:
-    """The same model, features and targets of all steps on all ranks."""
+    """Return the model, and all steps' features and targets: same on all ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     x, y = torch.randn(STEPS, 8, 4), torch.randn(STEPS, 8, 3)
@@ -88,7 +88,7 @@ WAYS: dict[str, tuple[Any, int]] = {
 
 
 def rank_main(rank: int) -> dict[str, Tensor]:
-    """The first layer's weight after some steps, for each way to clear gradients."""
+    """Return way to clear gradients -> first layer's weight after all steps."""
     found = {}
     for way, (clear, size) in WAYS.items():
         model, x, y = problem(torch.float32)
@@ -103,7 +103,7 @@ def rank_main(rank: int) -> dict[str, Tensor]:
 
 
 def reference(dtype: torch.dtype) -> Tensor:
-    """The same on one process, on all rows."""
+    """Return the first layer's weight after all steps on one process."""
     model, x, y = problem(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for rows, targets in zip(x, y):

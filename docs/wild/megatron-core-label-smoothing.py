@@ -16,13 +16,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -36,19 +36,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -67,14 +67,14 @@ ROWS, VOCABULARY, SMOOTHING = 6, 8, 0.1
 
 
 def inputs() -> tuple[Tensor, Tensor]:
-    """Logits and targets, the same on all ranks."""
+    """Return logits and targets, the same on all ranks."""
     seeded = torch.Generator().manual_seed(0)
     logits = torch.randn(ROWS, 1, VOCABULARY, generator=seeded)
     return logits, torch.randint(VOCABULARY, (ROWS, 1), generator=seeded)
 
 
 def reference(dtype: torch.dtype) -> tuple[float, Any]:
-    """Loss and gradient of the documented target: alpha / (K - 1) for all others."""
+    """Return loss and gradient by the documented rule: alpha / (K - 1) for others."""
     logits, targets = inputs()
     whole = logits.to(dtype).requires_grad_()
     target = torch.full_like(logits, SMOOTHING / (VOCABULARY - 1), dtype=dtype)
@@ -85,7 +85,7 @@ def reference(dtype: torch.dtype) -> tuple[float, Any]:
 
 
 def rank_main(rank: int) -> tuple[float, Any]:
-    """Loss and gradient of this rank's part of the vocabulary."""
+    """Return the loss, and the gradient of this rank's part of the logits."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     logits, targets = inputs()
     part = logits.chunk(2, -1)[rank].clone().requires_grad_()

@@ -16,13 +16,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -36,19 +36,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -67,14 +67,14 @@ TOKENS, ROWS, WIDTH = 5, 3, 8
 
 
 def weights(dtype: torch.dtype) -> list[Tensor]:
-    """Hidden states, a projection into them, and a head; the same on all ranks."""
+    """Return tokens, a projection of them and a head, the same on all ranks."""
     seeded = torch.Generator().manual_seed(0)
     shapes = (TOKENS, ROWS, WIDTH), (WIDTH, WIDTH), (WIDTH, 4)
     return [torch.randn(s, generator=seeded).to(dtype) for s in shapes]
 
 
 def gradient(hidden: Tensor, below: Tensor, head: Tensor, split: bool) -> Any:
-    """Gradient of the projection below a head that may be split by columns."""
+    """Return the projection's gradient; the head may be split by columns."""
     below.requires_grad_()
     states = (hidden @ below).tanh()
     if split:
@@ -85,7 +85,7 @@ def gradient(hidden: Tensor, below: Tensor, head: Tensor, split: bool) -> Any:
 
 
 def rank_main(rank: int) -> Tensor:
-    """The gradient of a replicated projection, with this rank's columns of the head."""
+    """Return a replicated projection's gradient; the head's columns are split."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     hidden, below, head = weights(torch.float32)
     return gradient(hidden, below, head.chunk(2, 1)[rank], split=True)

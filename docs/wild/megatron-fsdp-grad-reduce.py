@@ -16,13 +16,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -36,19 +36,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -68,7 +68,7 @@ from unittest.mock import patch
 
 
 class Ended:
-    """A stream, event or collective in which nothing is left to wait for."""
+    """Stand-in for a stream, event or collective that has already ended."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def __getattr__(self, name: str) -> Any:
@@ -76,11 +76,11 @@ class Ended:
 
 
 class Scaled(float):
-    """NCCL's premultiplied sum: each rank's input times this factor, then the sum."""
+    """Factor of NCCL's premultiplied sum: inputs are multiplied by it, then added."""
 
 
 def at_once(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Ended:
-    """A collective that has ended when it returns."""
+    """Run a collective without CUDA's asynchrony; it has ended on return."""
     if isinstance(factor := kwargs.get("op"), Scaled):
         kwargs["op"] = dist.ReduceOp.SUM
         if "input" not in kwargs:
@@ -93,7 +93,7 @@ def at_once(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Ended:
 
 @contextmanager
 def without_cuda() -> Iterator[None]:
-    """Import, lay out and train in it: there is one device, and it never waits."""
+    """Let packages that ask for CUDA import, lay out and train on the CPU."""
     names = "Stream", "Event", "current_stream", "synchronize", "empty_cache"
     device: dict[str, Any] = dict.fromkeys(names, Ended) | {"stream": nullcontext}
     calls = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"
@@ -124,7 +124,7 @@ SETTINGS = {
 
 
 def problem(dtype: torch.dtype) -> tuple[Any, Tensor, Tensor]:
-    """The same model, features and targets of all steps on all ranks."""
+    """Return the model, and all steps' features and targets: same on all ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(dtype)
     x, y = torch.randn(STEPS, 16, 8), torch.randn(STEPS, 16, 4)
@@ -133,7 +133,7 @@ def problem(dtype: torch.dtype) -> tuple[Any, Tensor, Tensor]:
 
 @without_cuda()
 def rank_main(rank: int) -> dict[str, list[float]]:
-    """The losses of all steps over both ranks, for each setting: documented loops."""
+    """Return setting -> this rank's loss of each step, by the documented loop."""
     from megatron_fsdp import fully_shard_model, fully_shard_optimizer
 
     mesh, found = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")), {}
@@ -153,7 +153,7 @@ def rank_main(rank: int) -> dict[str, list[float]]:
 
 
 def reference(dtype: torch.dtype) -> Tensor:
-    """The losses on one process, on all rows."""
+    """Return the loss of each step on one process, over all rows."""
     model, x, y = problem(dtype)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=LR), []
     for rows, targets in zip(x, y):

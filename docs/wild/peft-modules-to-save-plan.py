@@ -18,13 +18,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -38,19 +38,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -79,7 +79,7 @@ CONFIG = LlamaConfig(
 
 
 def trained(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor | None]:
-    """The gradients of the modules to save, after one backward."""
+    """Return the gradients of the modules to save after one backward."""
     adapter = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=list(NAMES))
     # .to() also gives each rank a storage that can be copied, as PEFT does
     model = get_peft_model(model.to(torch.float64), adapter).to(dtype)
@@ -90,7 +90,7 @@ def trained(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor | None]:
 
 
 def rank_main(rank: int, folder: str) -> dict[str, Tensor | None]:
-    """Gradients of the model under its own plan."""
+    """Return these gradients for a model that was loaded under its plan."""
     plan = DistributedConfig(tp_size=2)
     model = LlamaForCausalLM.from_pretrained(folder, distributed_config=plan)
     return trained(model, torch.float32)

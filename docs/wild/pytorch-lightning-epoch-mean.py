@@ -16,13 +16,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -36,19 +36,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -71,13 +71,13 @@ ROWS = {"8 rows": (5, 3), "7 rows": (4, 3)}  # of the two ranks
 
 
 def problem(dtype: torch.dtype, name: str) -> tuple[Tensor, ...]:
-    """Features and targets of each rank."""
+    """Return the rows of each rank; a row is a feature and a target."""
     torch.manual_seed(0)
     return torch.randn(sum(ROWS[name]), 2).to(dtype).split(ROWS[name])
 
 
 class Module(LightningModule):
-    """Logs its loss as documented, and a sum and a count beside it."""
+    """Logs its mean loss as documented, and also a sum and a count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Module(LightningModule):
 
 
 def rank_main(rank: int) -> dict[str, dict[str, Tensor]]:
-    """Validate one epoch for each number of rows, and return the logs."""
+    """Validate one epoch for each number of rows; return the logged values."""
     warnings.simplefilter("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     found = {}
@@ -113,7 +113,7 @@ def rank_main(rank: int) -> dict[str, dict[str, Tensor]]:
 
 
 def reference(dtype: torch.dtype, name: str) -> Tensor:
-    """The mean over the rows of all ranks."""
+    """Return the mean loss over the rows of all ranks."""
     return mse_loss(*torch.cat(problem(dtype, name)).unbind(1))
 
 

@@ -16,13 +16,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -36,19 +36,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -76,7 +76,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def problem(dtype: torch.dtype, **settings: Any) -> tuple[Any, Tensor, Tensor]:
-    """The same layer, and the same sequences of all ranks, on all ranks."""
+    """Return the layer, inputs and targets of all sequences: same on all ranks."""
     torch.manual_seed(0)
     attention = RingAttention(DIM, dim_head=4, heads=2, causal=True, **settings)
     x, y = torch.randn(2, RANKS, LENGTH, DIM).to(dtype)
@@ -84,7 +84,7 @@ def problem(dtype: torch.dtype, **settings: Any) -> tuple[Any, Tensor, Tensor]:
 
 
 def rank_main(rank: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Loss and gradient of to_out, for each way."""
+    """Return way -> (mean loss of the ranks, gradient of to_out)."""
     found = {}
     for way, settings in WAYS.items():
         model, x, y = problem(torch.float32, **settings)
@@ -100,7 +100,7 @@ def rank_main(rank: int) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def reference(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same on one process, on all sequences."""
+    """Return loss and gradient of to_out on one process, for all sequences."""
     model, x, y = problem(dtype, force_regular_attn=True)
     loss = mse_loss(model(x), y)
     loss.backward()

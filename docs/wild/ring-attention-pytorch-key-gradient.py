@@ -16,13 +16,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -36,19 +36,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -71,19 +71,19 @@ ring_pass = flash.ring_pass
 
 
 def problem(dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """Queries, keys and values of whole sequences, and the gradient of the output."""
+    """Return (queries, keys, values) of whole sequences, and the output's gradient."""
     torch.manual_seed(0)
     *inputs, gradient = torch.randn(4, 1, LENGTH, 2, 4).to(dtype)
     return [t.requires_grad_() for t in inputs], gradient
 
 
 def received(passes: int, x: Tensor) -> Tensor:
-    """First result of ring_pass: the tensor received."""
+    """Return the tensor that ring_pass received: the first of its results."""
     return ring_pass(passes, x)[0]
 
 
 def rank_main(rank: int) -> dict[str, list[Tensor]]:
-    """Output and gradients of this rank's part, or of all without a ring."""
+    """Return way -> output and gradients: of this rank's part, or of the whole."""
     found = {}
     for way in WAYS:
         inputs, gradient = problem(torch.float32)
@@ -100,7 +100,7 @@ def rank_main(rank: int) -> dict[str, list[Tensor]]:
 
 
 def reference(dtype: torch.dtype) -> list[Tensor]:
-    """The same by torch, on one process."""
+    """Return output and gradients by torch's attention, on one process."""
     inputs, gradient = problem(dtype)
     heads = (t.transpose(1, 2) for t in inputs)
     output = scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)

@@ -16,13 +16,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -36,19 +36,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -73,7 +73,7 @@ CALLS = {
 
 
 def gradients(weight: Tensor) -> dict[str, Tensor]:
-    """Gradient of each call for the same weight."""
+    """Return call -> gradient of the weight."""
     leaves = {name: weight.detach().requires_grad_() for name in CALLS}
     for name, leaf in leaves.items():
         CALLS[name](leaf).backward()
@@ -81,7 +81,7 @@ def gradients(weight: Tensor) -> dict[str, Tensor]:
 
 
 def rank_main(rank: int) -> tuple[str, dict[str, Tensor]]:
-    """The gradients of a weight whose rows are split over the ranks."""
+    """Return placements of a sum, and call -> gradient; the weight's rows are split."""
     mesh = init_device_mesh("cpu", (2,))
     weight = distribute_tensor(torch.tensor(WEIGHT), mesh, [Shard(0)])
     found = {name: g.full_tensor() for name, g in gradients(weight).items()}

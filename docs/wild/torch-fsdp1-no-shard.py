@@ -16,13 +16,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -36,19 +36,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -74,14 +74,14 @@ class Net(nn.Sequential):
 
 
 def problem(dtype: torch.dtype) -> tuple[Any, Tensor, Tensor]:
-    """Model, and rows by rank and micro-batch."""
+    """Return the model, and inputs and targets by rank and micro-batch."""
     torch.manual_seed(0)
     model, (x, y) = Net(*(nn.Linear(4, 4) for _ in "123")), torch.randn(2, 2, 2, 3, 4)
     return model.to(dtype), x.to(dtype), y.to(dtype)
 
 
 def no_shard(module: nn.Module) -> Any:
-    """Each layer, and the whole, under FSDP1 without shards."""
+    """Wrap each layer, and the whole module, in FSDP1 without shards."""
     for name, layer in module.named_children():
         setattr(module, name, no_shard(layer))
     settings: Any = {"device_id": torch.device("cpu"), "use_orig_params": True}
@@ -90,7 +90,7 @@ def no_shard(module: nn.Module) -> Any:
 
 
 ddp = partial(nn.parallel.DistributedDataParallel, find_unused_parameters=True)
-# who averages, no_sync before the last micro-batch, whether the last uses the layer
+# wrapper, no_sync before the last micro-batch, True if the last uses the layer
 WAYS: dict[str, tuple[Any, bool, bool]] = {
     "NO_SHARD, no_sync": (no_shard, True, True),
     "NO_SHARD, passed by in the last": (no_shard, False, False),
@@ -100,7 +100,7 @@ WAYS: dict[str, tuple[Any, bool, bool]] = {
 
 
 def rank_main(rank: int) -> dict[str, Any]:
-    """The middle layer's gradient, for each way."""
+    """Return way -> gradient of the middle layer."""
     found = {}
     for way, (wrap, deferred, branch) in WAYS.items():
         model, x, y = problem(torch.float32)
@@ -113,7 +113,7 @@ def rank_main(rank: int) -> dict[str, Any]:
 
 
 def reference(dtype: torch.dtype, branch: bool) -> Tensor:
-    """The same on one process: the mean over ranks and micro-batches."""
+    """Return the middle layer's gradient from one process, over all rows."""
     model, x, y = problem(dtype)
     for part, used in ((0, True), (1, branch)):
         mse_loss(model(x[:, part], used), y[:, part]).div(2).backward()

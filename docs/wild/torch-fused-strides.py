@@ -17,13 +17,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -37,19 +37,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -67,7 +67,7 @@ OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad")
 
 
 def own_gradient(make: Any, dtype: torch.dtype, fused: bool) -> Tensor:
-    """The weight after one step with a gradient that code of the user has made."""
+    """Return the weight after one step with a transposed gradient."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.zeros(6, 4, dtype=dtype))
     q, r = torch.linalg.qr(torch.randn(4, 6, dtype=torch.float64))
@@ -78,7 +78,7 @@ def own_gradient(make: Any, dtype: torch.dtype, fused: bool) -> Tensor:
 
 
 def channels_last(make: Any, dtype: torch.dtype, fused: bool) -> Tensor:
-    """A kernel after a second step, which follows a change of the memory format."""
+    """Return a kernel after two steps; its memory format changes between them."""
     torch.manual_seed(0)
     layer = nn.Conv2d(3, 4, 2, bias=False).to(dtype)
     images = torch.randn(2, 3, 5, 5).to(dtype)

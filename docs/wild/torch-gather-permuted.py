@@ -18,13 +18,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -38,19 +38,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -66,12 +66,12 @@ from torch.distributed.nn.functional import all_gather
 
 
 def weights(rank: int, dtype: torch.dtype) -> Tensor:
-    """Three rows of four columns, which lie in memory as four rows of three."""
+    """Return a 3 x 4 matrix, stored as the transpose of a 4 x 3 matrix."""
     return torch.randn(4, 3, generator=torch.manual_seed(rank)).to(dtype).t()
 
 
 def rank_main(rank: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients of this rank's matrix: as it is, and copied in order."""
+    """Return the gradients of a matrix, with weights transposed and in order."""
     transposed, gradients = weights(rank, torch.float32), []
     for weight in (transposed, transposed.contiguous()):
         matrix = torch.ones(3, 4, requires_grad=True)

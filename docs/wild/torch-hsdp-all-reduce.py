@@ -16,13 +16,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -36,19 +36,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -74,7 +74,7 @@ class Net(nn.Sequential):
 
 
 def problem(dtype: torch.dtype) -> tuple[Any, Tensor, Tensor]:
-    """The same model and the same rows by step, rank and micro-batch on all ranks."""
+    """Return a model, and inputs and targets by step, rank and micro-batch."""
     torch.manual_seed(0)
     model, shape = Net(*(nn.Linear(4, 4) for _ in "123")), (STEPS, RANKS, PARTS, 3, 4)
     return model.to(dtype), torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
@@ -89,7 +89,7 @@ UNUSED = (0, PARTS - 1)  # by all ranks: the last micro-batch of the first step
 
 
 def rank_main(rank: int) -> dict[str, list[Any]]:
-    """The middle layer's gradient in each step, for each way to accumulate."""
+    """Return way to accumulate -> gradient of the middle layer in each step."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     found: dict[str, list[Any]] = {way: [] for way in WAYS}
     for way, declare in WAYS.items():
@@ -109,7 +109,7 @@ def rank_main(rank: int) -> dict[str, list[Any]]:
 
 
 def reference(dtype: torch.dtype) -> list[Tensor]:
-    """The same on one process: the mean over ranks and micro-batches."""
+    """Return the middle layer's gradient in each step, from one process."""
     (model, x, y), found = problem(dtype), []
     for step in range(STEPS):
         model.zero_grad()

@@ -16,13 +16,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -36,19 +36,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -66,21 +66,21 @@ MEMBERS, PAIRS = (0, 2), ((0, 1), (2, 3))
 
 
 def made_by_members(rank: int) -> Any:
-    """The group, made by its members alone, as ``use_local_synchronization`` allows."""
+    """Return a group that only its members create; None on other ranks."""
     if rank not in MEMBERS:
         return None
     return dist.new_group(MEMBERS, timeout=LIMIT, use_local_synchronization=True)
 
 
 def total(rank: int, group: Any) -> str:
-    """The sum of the ranks of a group, by a collective of the group."""
+    """Return the sum of the ranks in a group, by an all-reduce of the group."""
     number = torch.tensor(float(rank))
     dist.all_reduce(number, group=group)
     return f"{number.item():.0f}"
 
 
 def after_another(rank: int) -> str:
-    """The sum over such a group, where a rank has one group more than another."""
+    """Return the sum in such a group, after rank 0 has joined one more group."""
     dist.new_group([0])  # on all ranks, as documented
     try:
         group = made_by_members(rank)
@@ -90,7 +90,7 @@ def after_another(rank: int) -> str:
 
 
 def before_others(rank: int) -> str:
-    """The sum over a pair that all ranks make after such a group."""
+    """Return the sum in a pair that all ranks create after such a group."""
     try:
         made_by_members(rank)
         pairs = [dist.new_group(pair, timeout=LIMIT) for pair in PAIRS]

@@ -18,13 +18,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -38,19 +38,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -67,12 +67,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 
 def weight(dtype: torch.dtype) -> Tensor:
-    """The same on all ranks."""
+    """Return a weight, the same on all ranks."""
     return torch.randn(4, 6, generator=torch.manual_seed(0)).to(dtype)
 
 
 def penalty(leaf: Tensor) -> tuple[Any, Any]:
-    """The sum of the norms of the columns, and the gradient of its square."""
+    """Return the sum of the columns' norms, and the gradient of its square."""
     leaf.requires_grad_()
     total = torch.linalg.vector_norm(leaf, dim=0).sum()
     total.square().backward()
@@ -80,7 +80,7 @@ def penalty(leaf: Tensor) -> tuple[Any, Any]:
 
 
 def rank_main(rank: int) -> list[Tensor]:
-    """Gradients of a weight whose rows are split over the ranks."""
+    """Return sum and gradient for a weight whose rows are split over the ranks."""
     mesh = init_device_mesh("cpu", (2,))
     sharded = distribute_tensor(weight(torch.float32), mesh, [Shard(0)])
     return [found.full_tensor() for found in penalty(sharded)]

@@ -18,13 +18,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -38,19 +38,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -71,7 +71,7 @@ KINDS = "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", *V_SHAPED
 
 
 def problem(dtype: torch.dtype) -> tuple[Any, Tensor, Tensor]:
-    """The same model, features and targets on all ranks."""
+    """Return the model, features and targets, the same on all ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     model[0].requires_grad_(False)
@@ -79,7 +79,7 @@ def problem(dtype: torch.dtype) -> tuple[Any, Tensor, Tensor]:
 
 
 def rank_main(rank: int) -> dict[str, Tensor | None]:
-    """One step of each schedule; the gradient of stage 1, where this rank has it."""
+    """Return schedule -> stage 1's gradient after a step, if the stage is here."""
     found = {}
     for kind in KINDS:
         model, x, y = problem(torch.float32)
@@ -94,7 +94,7 @@ def rank_main(rank: int) -> dict[str, Tensor | None]:
 
 
 def reference(dtype: torch.dtype) -> Tensor:
-    """The gradient of stage 1 on one process."""
+    """Return the gradient of stage 1 on one process."""
     model, x, y = problem(dtype)
     mse_loss(model(x), y).backward()
     return model[1].weight.grad

@@ -16,13 +16,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -36,19 +36,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -68,7 +68,7 @@ NORMALIZED = "mean", "range", "std", "l2"
 
 
 def problem(dtype: torch.dtype, ranks: int, outputs: int) -> tuple[Tensor, Tensor]:
-    """Predictions and targets of all ranks; each rank and output has its own level."""
+    """Return predictions and targets by rank; ranks and outputs differ in level."""
     torch.manual_seed(0)
     shape = ranks, ROWS, outputs
     levels = 1 + torch.arange(ranks)[:, None, None] + torch.arange(outputs)
@@ -78,7 +78,7 @@ def problem(dtype: torch.dtype, ranks: int, outputs: int) -> tuple[Tensor, Tenso
 
 
 def rank_main(rank: int, ranks: int) -> dict[str, Any]:
-    """Value of each metric on all ranks, or its error."""
+    """Return metric -> its value over all ranks, or its error."""
     found: dict[str, Any] = {}
     for outputs in (1, OUTPUTS):
         x, y = (t[rank] for t in problem(torch.float32, ranks, outputs))
@@ -97,7 +97,7 @@ def rank_main(rank: int, ranks: int) -> dict[str, Any]:
 
 
 def reference(dtype: torch.dtype, ranks: int, case: str) -> Tensor:
-    """The same from all rows, by the formula of the documentation."""
+    """Return a metric's value from all rows, by the documented formula."""
     outputs, name = case.split(", ")
     x, y = (t.flatten(0, 1) for t in problem(dtype, ranks, int(outputs)))
     by: dict[str, Any] = {

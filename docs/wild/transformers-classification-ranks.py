@@ -16,13 +16,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -36,19 +36,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -75,7 +75,7 @@ WAYS = {
 
 
 def problem(dtype: torch.dtype) -> tuple[Any, list[dict[str, Any]]]:
-    """A Llama that classifies sequences, and rows of equal length."""
+    """Return a Llama that classifies sequences, and rows of equal length."""
     torch.manual_seed(0)
     shape = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
     shape |= {"vocab_size": 32, "num_hidden_layers": 1}
@@ -86,17 +86,17 @@ def problem(dtype: torch.dtype) -> tuple[Any, list[dict[str, Any]]]:
 
 
 class Keeps(TrainerCallback):
-    """Keeps the gradient of the head when the optimizer steps."""
+    """Callback that keeps the head's gradient when the optimizer steps."""
 
     gradient: Tensor | None = None
 
     def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
-        """Called by the Trainer."""
+        """Keep the gradient; the Trainer calls this."""
         self.gradient = model.get_parameter(HEAD).grad.clone()
 
 
 def rank_main(_: int, ranks: int, parts: int, averages: bool) -> Tensor | None:
-    """The gradient of one step over all rows, as the optimizer gets it."""
+    """Return the gradient that the optimizer gets in one step over all rows."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # asked for, not used
     model, rows = problem(torch.float32)
     keeps, rows_of_part = Keeps(), ROWS // ranks // parts

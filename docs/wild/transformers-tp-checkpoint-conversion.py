@@ -17,13 +17,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -37,19 +37,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -73,7 +73,7 @@ ROWS = torch.randint(24, 64, (8, 9), generator=torch.manual_seed(0))
 
 
 def drawn_model():
-    """Without zeros and ones in its weights, which hide errors."""
+    """Return a model with random weights: zeros and ones would hide errors."""
     model = HrmTextForCausalLM(HrmTextConfig(**CONFIG)).eval()
     for p in model.parameters():
         drawn = torch.randn(p.shape)
@@ -82,7 +82,7 @@ def drawn_model():
 
 
 def seen(model, tokens=ROWS):
-    """The parameter, and what the model makes of the tokens."""
+    """Return the whole parameter, and the output of the model."""
     with torch.no_grad():
         parameter = model.get_parameter(PARAMETER).detach()
         whole = getattr(parameter, "full_tensor", parameter.clone)()
@@ -90,7 +90,7 @@ def seen(model, tokens=ROWS):
 
 
 def rank_main(rank, folder):
-    """Run the model loaded under its plan."""
+    """Load the model under its plan; return its parameter and output."""
     return seen(HrmTextForCausalLM.from_pretrained(folder, distributed_config=PLAN))
 
 

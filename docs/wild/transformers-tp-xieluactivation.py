@@ -17,13 +17,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -37,19 +37,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -74,7 +74,7 @@ ROWS = torch.randint(24, 64, (8, 9), generator=torch.manual_seed(0))
 
 
 def drawn_model():
-    """Without zeros and ones in its weights, which hide errors."""
+    """Return a model with random weights: zeros and ones would hide errors."""
     model = ApertusForCausalLM(ApertusConfig(**CONFIG)).eval()
     for p in model.parameters():
         drawn = torch.randn(p.shape)
@@ -83,7 +83,7 @@ def drawn_model():
 
 
 def gradient(model, rows):
-    """Gradients of the mean over all rows, accumulated over the micro-batches."""
+    """Return the parameter's gradient, accumulated over the micro-batches."""
     for tokens in rows.chunk(1):
         output = model(input_ids=tokens[:, :-1]).logits
         output = output.flatten(0, -2)
@@ -95,7 +95,7 @@ def gradient(model, rows):
 
 
 def rank_main(rank, folder):
-    """Gradients in fp32 and fp64, of the model loaded under its plan."""
+    """Load the model under its plan; return gradients in fp32 and fp64."""
     load = ApertusForCausalLM.from_pretrained
     models = (load(folder, dtype=d, distributed_config=PLAN) for d in DTYPES)
     return [gradient(model, ROWS) for model in models]

@@ -16,13 +16,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -36,19 +36,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -74,7 +74,7 @@ from trl.trainer.utils import add_fused_lm_head
 for name in absent:
     del sys.modules[name]
 VOCABULARY, RANKS = 32, 2
-# whether TRL's fused head, and a unit of FSDP2 beside layer and root
+# True for TRL's fused head, and the FSDP2 unit beside layer and root
 WAYS = {
     "the model's own loss, norm and head a unit": (False, "norm and head"),
     "the model's own loss, head a unit": (False, "head"),
@@ -85,7 +85,7 @@ WAYS = {
 
 
 def problem(dtype: torch.dtype) -> tuple[Any, Tensor]:
-    """A Llama whose head is not tied, and tokens by rank."""
+    """Return a Llama whose head is not tied, and tokens by rank."""
     torch.manual_seed(0)
     shape = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=1, **shape)
@@ -93,7 +93,7 @@ def problem(dtype: torch.dtype) -> tuple[Any, Tensor]:
 
 
 def rank_main(rank: int) -> dict[str, list[Tensor]]:
-    """The gradients of the head and of a layer, for each way."""
+    """Return way -> gradients of the head and of a layer."""
     found = {}
     for way, (fused, units) in WAYS.items():
         model, tokens = problem(torch.float32)
@@ -112,7 +112,7 @@ def rank_main(rank: int) -> dict[str, list[Tensor]]:
 
 
 def reference(dtype: torch.dtype) -> list[Tensor]:
-    """The same on one process: the mean over all rows."""
+    """Return both gradients from one process: the mean over all rows."""
     model, tokens = problem(dtype)
     rows = tokens.flatten(0, 1)
     model(input_ids=rows, labels=rows).loss.backward()

@@ -16,13 +16,13 @@ import torch.multiprocessing as mp
 
 
 def crashed(*error: Any) -> NoReturn:
-    """Where anything raises, an import of what follows too."""
+    """Print an error, such as a failed import, and exit with 3: no verdict."""
     sys.__excepthook__(*error)
     sys.exit(3)
 
 
 def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
-    """Call main in a process group, and keep what it returns."""
+    """Run main on one rank of a process group, and save its result."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     os.environ |= {name: str(number) for name, number in where.items()}
     dist.init_process_group(
@@ -36,19 +36,19 @@ def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
 
 
 def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
-    """Return what main(rank, *given) returns, a list by rank."""
+    """Run main(rank, *given) on all ranks; return their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(as_rank, (main, given, ranks, folder), ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """The relative error; a gradient that is missing counts as zero."""
+    """Return the relative error; a missing gradient counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
 def tell(bug: bool, package: str, **lines: str) -> NoReturn:
-    """Print the verdict and end."""
+    """Print versions, lines and verdict; exit with 1 for a bug, else 0."""
     versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
     print("versions:", *(f"{name} {number}" for name, number in versions.items()))
     for key, text in lines.items():
@@ -72,7 +72,7 @@ GAMMAS = {"as it is": 1.0, "no codebook entropy": 0.0, "sum returned": 1.0}
 
 
 class Net(nn.Module):
-    """An encoder of one layer, and the entropy loss of its codes."""
+    """One-layer encoder that returns the entropy loss of its codes."""
 
     def __init__(self, gamma: float) -> None:
         super().__init__()
@@ -85,19 +85,19 @@ class Net(nn.Module):
 
 
 def problem(dtype: torch.dtype, way: str) -> tuple[Net, Tensor]:
-    """The same model, and the same rows of all ranks, on all ranks."""
+    """Return the model and the rows of all ranks, the same on all ranks."""
     torch.manual_seed(0)
     model = Net(GAMMAS[way]).to(dtype)
     return model, torch.randn(RANKS, ROWS, 6).to(dtype)
 
 
 def mean_of_ranks(t: Tensor) -> Tensor:
-    """Do as the package's function, but divide the sum by the ranks."""
+    """Return the mean over ranks; the package ignores the result of all_reduce."""
     return all_reduce(t) / RANKS
 
 
 def rank_main(rank: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Loss and gradient, for each way."""
+    """Return way -> (mean loss of the ranks, encoder's gradient)."""
     found = {}
     for way in GAMMAS:
         used = mean_of_ranks if way == "sum returned" else lfq.maybe_distributed_mean
@@ -112,7 +112,7 @@ def rank_main(rank: int) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def reference(dtype: torch.dtype, way: str) -> tuple[Tensor, Tensor]:
-    """The same on one process, on all rows."""
+    """Return loss and encoder's gradient on one process, over all rows."""
     model, x = problem(dtype, way)
     loss = model(x)
     loss.backward()

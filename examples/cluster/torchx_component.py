@@ -22,13 +22,13 @@ def conformance(
 
     Args:
         options: further options of ``gradparity run``.
-        scaler: the judged one, ``module:attribute``.
-        j: nodes x ranks a node.
-        image: with torch, gradparity and the scaler.
+        scaler: scaler to test, ``module:attribute``.
+        j: number of nodes x ranks on each node.
+        image: container image with torch, gradparity and the scaler.
         out: folder of the report, on rank 0's host.
-        cpu: cores a node.
-        gpu: GPUs a node; with them pass ``--device cuda`` as an option.
-        mem_mb: memory a node.
+        cpu: cores of each node.
+        gpu: GPUs of each node; with them pass ``--device cuda`` as an option.
+        mem_mb: memory of each node in MB.
     """
     return ddp(
         "run",

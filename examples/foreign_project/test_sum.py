@@ -18,7 +18,7 @@ from gradparity.multiprocess import World
 # which collective.
 @pytest.mark.world(world_size=[2, 4], timeout_s=60)
 def test_every_rank_gets_the_sum(world: World) -> None:
-    """The body runs on every rank; a failing one is named."""
+    """Runs on every rank; pytest names the rank on which it fails."""
     value = torch.ones(1) * world.rank
     # The default process group is there; world.mesh(...) makes a DeviceMesh.
     dist.all_reduce(value)

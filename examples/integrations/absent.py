@@ -1,7 +1,7 @@
-"""Import packages that were installed with ``--no-deps``; needs nothing but Python.
+"""Import packages that were installed with ``--no-deps``; needs only Python.
 
-Not a script to run: ``stand_in("verl")`` before ``import verl`` puts empty modules in
-the place of those that verl imports and that the judged methods do not use.
+Call ``stand_in("verl")`` before ``import verl``: empty modules then replace the missing
+ones that verl imports and that the tested methods do not use. Not a script to run.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ABSENT = {
         mathruler torchvision qwen_vl_utils PIL pandas pyarrow orjson
     """.split(),
 }
-"""Package -> modules that it imports and that what we run of it does not use."""
+"""Package -> modules that it imports, but that our use of it does not need."""
 
 
 def stand_in(package: str) -> None:
-    """Let ``package`` be imported where modules it names are missing.
+    """Let ``package`` be imported although modules that it imports are missing.
 
-    An empty module takes the place of each. What is imported from one is a class that
-    has every attribute and does nothing, so none of their code is run.
+    An empty module replaces each of them. Any name imported from it is a class that has
+    every attribute and does nothing, so none of the missing code is run.
     """
     names = ABSENT[package]
     parts = tuple(n for n in names if "." in n)  # of packages that are there
@@ -48,7 +48,7 @@ def stand_in(package: str) -> None:
 
 
 def is_installed(name: str) -> bool:
-    """True if a module can be found, without importing it."""
+    """Return True if a module can be found; does not import it."""
     try:
         return importlib.util.find_spec(name) is not None
     except ValueError:
@@ -56,7 +56,7 @@ def is_installed(name: str) -> bool:
 
 
 class Anything(ABCMeta):
-    """Class with every attribute, each of them such a class again."""
+    """Metaclass of classes with every attribute; each attribute is such a class."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -74,7 +74,7 @@ def empty_class(name: str) -> Any:
 
 
 class EmptyModule(ModuleType):
-    """A module that is not there; what is taken from it is an empty class."""
+    """Stand-in for a missing module; any name imported from it is an empty class."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -85,7 +85,7 @@ class EmptyModule(ModuleType):
 
 
 class EmptyFinder:
-    """Finds every module below some packages, and makes an empty one of it."""
+    """Import finder that creates an empty module for any name below some packages."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
@@ -100,4 +100,4 @@ class EmptyFinder:
         return EmptyModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is in it."""
+        """Do nothing: the module is empty."""

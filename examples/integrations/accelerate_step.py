@@ -26,7 +26,7 @@ from .use_in_accelerate import use_scaler
 
 
 class Ddp(Stepped):
-    """Distributed data parallel."""
+    """Distributed data parallel (DDP)."""
 
     meshes = ({"ddp": 2},)
 
@@ -85,7 +85,7 @@ class Ddp(Stepped):
 
 
 class DdpFused(Ddp):
-    """The same with a fused AdamW."""
+    """DDP with a fused AdamW."""
 
     fused = True
 
@@ -104,15 +104,15 @@ class Fsdp2(Ddp):
 
 
 class Fsdp2Fused(Fsdp2):
-    """The same with a fused AdamW."""
+    """FSDP2 with a fused AdamW."""
 
     fused = True
 
 
 class Fsdp2Ours(Fsdp2):
-    """With our integration, which loads the scaler once more.
+    """FSDP2 with our integration, :func:`use_scaler`.
 
-    An optimizer without state, as here, is stepped by ``save_state``, too.
+    The optimizer has no state here, so ``save_state`` and ``load_state`` step it.
     """
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
@@ -122,6 +122,6 @@ class Fsdp2Ours(Fsdp2):
 
 
 class Fsdp2FusedOurs(Fsdp2Ours):
-    """The same with a fused AdamW."""
+    """FSDP2 with our integration and a fused AdamW."""
 
     fused = True

@@ -4,11 +4,12 @@
 
 Needs accelerate. Prints a line for each case, in under half a minute:
 
-1. A fused optimizer is called on skipped steps, too: ``optimizer_step_was_skipped`` is
-   False and the prepared schedule moves. With one that is not fused both are right.
+1. A fused optimizer is also called on skipped steps: ``optimizer_step_was_skipped`` is
+   False and the prepared schedule moves. With an optimizer that is not fused, both are
+   right.
 2. Under FSDP2 ``load_state`` steps the prepared optimizer, so that the scaler's growth
    tracker and scale are not those that were saved.
-3. ``save_state`` does so, too, where the optimizer has no state: here before the first
+3. ``save_state`` also steps the optimizer if it has no state: here before the first
    step that is not skipped.
 """
 
@@ -23,7 +24,7 @@ from torch import nn
 
 
 def prepared(fused: bool, fsdp: bool) -> tuple[Any, Any, Any, Any]:
-    """An accelerator with an fp16 scaler, a model, an AdamW and a schedule."""
+    """Return an accelerator with an fp16 scaler, a model, an AdamW and a schedule."""
     AcceleratorState._reset_state(reset_partial_state=True)
     plugin = None
     if fsdp:  # CPU ranks get DDP otherwise
@@ -39,7 +40,7 @@ def prepared(fused: bool, fsdp: bool) -> tuple[Any, Any, Any, Any]:
 
 
 def step(parts: tuple[Any, Any, Any, Any], bad: bool) -> None:
-    """Forward, backward, optimizer and schedule."""
+    """Run forward, backward, optimizer and schedule."""
     accelerator, model, optimizer, scheduler = parts
     optimizer.zero_grad()
     loss = model(torch.ones(2, 4)).square().mean()
@@ -49,7 +50,7 @@ def step(parts: tuple[Any, Any, Any, Any], bad: bool) -> None:
 
 
 def main() -> None:
-    """Print a line for each."""
+    """Print a line for each case."""
     for fused in (False, True):
         parts = prepared(fused, fsdp=False)
         before = parts[3].state_dict()["last_epoch"]
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def check_scaler(folder: str) -> None:
-    """Print what becomes of the scaler's state in a checkpoint, and by saving one."""
+    """Print the scaler's state before and after saving and loading a checkpoint."""
     parts = prepared(fused=False, fsdp=True)
     step(parts, bad=False)
     saved = parts[0].scaler.state_dict()

@@ -8,7 +8,7 @@
 lerobot is installed with ``--no-deps``.
 
 1. An overflow: the step is skipped, and the schedule moves.
-2. What a checkpoint holds: no scaler.
+2. The files of a checkpoint: none has the scaler.
 """
 
 import tempfile
@@ -28,19 +28,19 @@ from lerobot.utils.train_utils import save_training_state  # noqa: E402
 
 
 class Policy(nn.Module):
-    """A layer with the loss that lerobot wants."""
+    """One layer whose forward returns the loss, as lerobot expects."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
 
     def forward(self, factor: float) -> tuple[Tensor, dict[str, Any]]:
-        """Any loss."""
+        """Return a loss and no metrics."""
         return self.layer(torch.ones(2, 4)).square().mean() * factor, {}
 
 
 def main() -> None:
-    """Print a line for each."""
+    """Print a line for the overflow, and one for the checkpoint."""
     accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False)
     scaler = accelerator.scaler = torch.amp.GradScaler("cpu", 1024.0)
     policy = Policy()

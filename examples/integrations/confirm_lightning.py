@@ -37,13 +37,13 @@ class Module(LightningModule):  # type: ignore[misc]  # its types are not follow
         self.told: list[tuple[int, bool]] = []
 
     def training_step(self, batch: int, index: int) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         scale = float("inf") if index == 1 else 1.0
         loss: Tensor = self.layer(torch.ones(2, 4)).square().mean() * scale
         return loss
 
     def configure_optimizers(self) -> Any:
-        """SGD and a schedule of steps."""
+        """Return SGD and a schedule that is stepped after each step."""
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         schedule = {"scheduler": self.scheduler, "interval": "step"}
@@ -51,10 +51,10 @@ class Module(LightningModule):  # type: ignore[misc]  # its types are not follow
 
 
 class Watch(EMAWeightAveraging):  # type: ignore[misc]
-    """Notes after each batch how often weights were averaged, and the schedule."""
+    """Prints after each batch how often weights were averaged, and the schedule."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        """Average, then note."""
+        """Update the average, then print."""
         super().on_train_batch_end(trainer, module, *args)
         averaged = int(self._average_model.n_averaged)
         scale = trainer.precision_plugin.scaler.get_scale()
@@ -65,7 +65,7 @@ class Watch(EMAWeightAveraging):  # type: ignore[misc]
 
 
 def main() -> None:
-    """Print what happens."""
+    """Train three steps, then try the two strategies; print the results."""
     scaler = torch.amp.GradScaler("cpu", 1024.0)
     plugin = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
     trainer = Trainer(plugins=[plugin], max_steps=3, callbacks=[Watch()], **QUIET)

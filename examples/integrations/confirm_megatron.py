@@ -5,8 +5,8 @@
 Needs megatron-core. Prints two lines, in under half a minute; the last one says
 "gradients 1 and 0.5", where both should be 1.
 
-One overflow in the first of two optimizers, on the CPU: the loss is scaled by the first
-one's scale, and the second one still divides by its own.
+After an overflow in the first of two optimizers, the loss is scaled by the scale of the
+first, but the second still divides by its own scale. Runs on the CPU.
 """
 
 from types import SimpleNamespace
@@ -21,12 +21,12 @@ tensor = torch.tensor
 
 
 def on_cpu(*args: Any, device: Any = None, **settings: Any) -> Any:
-    """Make a tensor on the CPU, whatever is asked for."""
+    """Make a tensor on the CPU, whatever device is asked for."""
     return tensor(*args, **settings)
 
 
 def part() -> Any:
-    """One parameter whose gradient is its own main gradient, and a scaler."""
+    """Return a stand-in for an optimizer with one parameter and its own scaler."""
     made: Any = SimpleNamespace(is_stub_optimizer=False, found_inf=torch.zeros(1))
     made.parameter = torch.nn.Parameter(torch.zeros(1))
     made.config = SimpleNamespace(timers=None)
@@ -44,7 +44,7 @@ def part() -> Any:
 
 
 def main() -> None:
-    """Print what each optimizer makes of a gradient of 1."""
+    """Print the gradient that each optimizer gets for a true gradient of 1."""
     with (
         patch("torch.tensor", on_cpu),
         patch("torch.distributed.all_reduce", lambda *_, **__: None),

@@ -38,13 +38,13 @@ from rlinf.hybrid_engines.fsdp.utils import FSDPVersion  # noqa: E402
 
 
 class Settings(dict[str, Any]):
-    """Stands in for omegaconf's."""
+    """Stand-in for omegaconf's settings: keys are attributes."""
 
     __getattr__ = dict.__getitem__
 
 
 def manager() -> Any:
-    """Attributes of a manager that the methods read."""
+    """Return a stand-in for a manager, with the attributes that its methods read."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh=mesh)
@@ -73,7 +73,7 @@ def manager() -> Any:
 
 
 def step(parts: Any, bad: bool) -> None:
-    """A batch, in the order of the actor's worker."""
+    """Train on one batch, in the order of RLinf's actor worker."""
     parts.optimizer.zero_grad()
     loss = parts.model(torch.ones(2, 8)).square().mean()
     if bad and dist.get_rank() == 1:
@@ -84,19 +84,19 @@ def step(parts: Any, bad: bool) -> None:
 
 
 def local(parts: Any) -> torch.Tensor:
-    """This rank's part of all parameters, copied."""
+    """Return a copy of this rank's part of all parameters."""
     found = [p.to_local().flatten() for p in parts.model.parameters()]
     return torch.cat(found).detach().clone()
 
 
 def tell(line: str) -> None:
-    """Print once."""
+    """Print on rank 0 only."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 
 
 def main() -> None:
-    """Print a line for each."""
+    """Print a line for each case."""
     dist.init_process_group("gloo")
     parts = manager()
     tell(f"build_optimizer: fused {parts.optimizer.defaults['fused']}")

@@ -41,7 +41,7 @@ fsdp_utils.get_device_id = lambda: "cpu"  # it says "cuda" everywhere
 
 
 def engine(override: dict[str, Any] | None) -> Any:
-    """Attributes of an engine that the methods read."""
+    """Return a stand-in for an engine, with the attributes that its methods read."""
     torch.manual_seed(0)
     module: Any = LlamaForCausalLM(
         LlamaConfig(
@@ -67,7 +67,7 @@ def engine(override: dict[str, Any] | None) -> Any:
 
 
 def step(parts: Any, bad: bool) -> None:
-    """A batch, in the order of ``engine_workers.py``."""
+    """Train on one batch, in the order of verl's ``engine_workers.py``."""
     FSDPEngine.optimizer_zero_grad(parts)
     tokens = torch.arange(8).reshape(1, 8)
     loss = parts.module(input_ids=tokens, labels=tokens).loss
@@ -79,19 +79,19 @@ def step(parts: Any, bad: bool) -> None:
 
 
 def local(parts: Any) -> torch.Tensor:
-    """This rank's part of all parameters, copied."""
+    """Return a copy of this rank's part of all parameters."""
     found = [p.to_local().flatten() for p in parts.module.parameters()]
     return torch.cat(found).detach().clone()
 
 
 def tell(line: str) -> None:
-    """Print once."""
+    """Print on rank 0 only."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 
 
 def main() -> None:
-    """Print a line for each."""
+    """Print a line for each case."""
     dist.init_process_group("gloo")
     parts = engine(None)
     step(parts, bad=False)

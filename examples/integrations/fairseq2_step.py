@@ -3,12 +3,12 @@ r"""fairseq2 0.8.1 in fp16 as a workload: its loss scaler in the order of its tr
     gradparity run --quick --precision fp16-autocast \
         --workload examples.integrations.fairseq2_step:Fsdp2
 
-With our scaler by default, with the one that the package takes by --scaler
-torch.amp:GradScaler; docs/integrations has what breaks under which.
+Runs with our scaler by default. With --scaler torch.amp:GradScaler it runs with the
+scaler that the package uses. docs/integrations lists which checks fail with which.
 
 Needs fairseq2, installed with --no-deps. optim/fp16_loss_scaler.py runs as it is;
-trainer.py, lines 587 to 630: backward, unscale, clip, step, and the schedule only where
-``overflowed`` is not set.
+The order is that of trainer.py, lines 587 to 630: backward, unscale, clip, step, and
+the schedule only if ``overflowed`` is not set.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fairseq2.optim.fp16_loss_scaler import StandardFloat16LossScaler  # noqa: E
 
 
 class Fsdp2(Sharded):
-    """Fully sharded; it then takes ``ShardedGradScaler`` by itself."""
+    """Fully sharded; fairseq2 then chooses ``ShardedGradScaler`` by itself."""
 
     meshes = ({"fsdp": 2}, {"replicate": 2, "fsdp": 2}, {"ddp": 2})
     checkpoint = "scaler"
@@ -77,7 +77,7 @@ class Fsdp2(Sharded):
 
 
 class Scaled:
-    """A loss on its way to backward."""
+    """Loss whose ``backward`` goes through the loss scaler."""
 
     def __init__(self, fp16: Any, loss: Any) -> None:
         self.fp16, self.loss = fp16, loss
@@ -87,6 +87,6 @@ class Scaled:
 
 
 class Fsdp2Fused(Fsdp2):
-    """The same with a fused AdamW."""
+    """FSDP2 with a fused AdamW."""
 
     fused = True

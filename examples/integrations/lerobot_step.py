@@ -3,7 +3,8 @@ r"""lerobot 0.4.4 in fp16 as a workload: its own ``update_policy``, under DDP.
     gradparity run --quick --precision fp16-autocast \
         --workload examples.integrations.lerobot_step:LeRobotOurs
 
-LeRobot is theirs and moves the schedule on skipped steps, LeRobotOurs has the swap.
+LeRobot is the package's own step, which moves the schedule on skipped steps.
+LeRobotOurs uses our scaler, and a schedule that waits.
 Needs accelerate, and lerobot installed with --no-deps.
 
 scripts/lerobot_train.py, line 59: autocast, backward, clip, step and schedule are
@@ -30,7 +31,7 @@ from lerobot.scripts.lerobot_train import update_policy  # noqa: E402
 
 
 class Policy(nn.Module):
-    """A model with the loss that lerobot wants."""
+    """Model whose forward returns the loss, as lerobot expects."""
 
     def __init__(self, model: nn.Module, loss: Any) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class Policy(nn.Module):
 
 
 class LeRobot(Ddp):
-    """One micro-batch a step, as in its loop; its checkpoint has no scaler."""
+    """One micro-batch for each step, as in lerobot; checkpoints lack the scaler."""
 
     save_checkpoint = None  # type: ignore[assignment]  # it takes no scaler
     load_checkpoint = None  # type: ignore[assignment]
@@ -87,6 +88,6 @@ class LeRobot(Ddp):
 
 
 class LeRobotOurs(LeRobot):
-    """With our scaler, and a schedule that waits."""
+    """LeRobot with our scaler, and a schedule that waits on skipped steps."""
 
     waits = True

@@ -7,8 +7,8 @@ Needs pytorch-lightning. Ends with PASS, in about a minute on two cores. Ddp and
 ModelParallel have Lightning's plugin, and end with FAIL: its schedules move on skipped
 steps. The classes named Ours have our integration; docs/integrations has all results.
 
-``precision="16-mixed"`` is refused by ``ModelParallelStrategy`` and on CPUs; a plugin
-is not. Each step is a ``fit`` of one, and optimizer and schedule outlast it.
+``ModelParallelStrategy`` and CPUs refuse ``precision="16-mixed"``, but accept a plugin.
+Each step is a ``fit`` of one step; optimizer and schedule are kept between them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Module(LightningModule):  # type: ignore[misc]  # its types are not follow
 
 
 class Ddp(Stepped):
-    """Distributed data parallel with Lightning's plugin."""
+    """DDP with Lightning's plugin."""
 
     meshes: Meshes = ({"ddp": 2},)
     checkpoint = "scaler"
@@ -144,19 +144,19 @@ class Mixed(ModelParallel):
 
 
 class DdpOurs(Ddp):
-    """The same with our plugin."""
+    """DDP with our plugin."""
 
     def plugin(self, place: Place) -> Any:
         return OurPrecision(place, device="cpu")  # type: ignore[arg-type]  # it stands for a scaler
 
 
 class ModelParallelOurs(ModelParallel):
-    """The same with our plugin."""
+    """FSDP2, tensor parallel and both, with our plugin."""
 
     plugin = DdpOurs.plugin
 
 
 class MixedOurs(Mixed):
-    """The same with our plugin."""
+    """Tensor parallel with plain parameters beside DTensors, with our plugin."""
 
     plugin = DdpOurs.plugin

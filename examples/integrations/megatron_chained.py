@@ -4,11 +4,11 @@ r"""Megatron-Core 0.16.1 in fp16 as a workload: ``ChainedOptimizer`` of two part
     gradparity replay --scaler ${M}:Own \
         "dp2/2/fp16-autocast/own/inf@r1s1:first/model=${M}:Chain,steps=5,interval=2"
 
-Needs megatron-core; takes about half a minute on two cores. Own is theirs, a scaler for
-each part, and ends with FAIL: after an overflow in one part the other divides by a
-scale that the loss did not have. With --scaler ${M}:Shared, which is ours, it ends with
-PASS. A chain takes no unscale_ and no scale by hand: scenarios of such recipes are not
-for it.
+Needs megatron-core; takes about half a minute on two cores. Own is Megatron's way, a
+scaler for each part, and ends with FAIL: after an overflow in one part the other
+divides by a scale that the loss did not have. With --scaler ${M}:Shared, our way, it
+ends with PASS. A chain supports neither ``unscale_`` nor a scale set by hand, so it
+cannot run scenarios of such recipes.
 
 core/optimizer/optimizer.py: ``prepare_grads`` of the chain (line 1233) and of its parts
 (524), ``DynamicGradScaler``. Its fp16 parameters must lie on CUDA, so the parts here
@@ -45,7 +45,7 @@ def on_cpu(*args: Any, device: Any = None, **settings: Any) -> Any:
 
 
 class Part(MixedPrecisionOptimizer):  # type: ignore[misc]  # its types are not followed
-    """One optimizer of the chain; its parameters are their own main parameters."""
+    """Optimizer of the chain; its parameters are their own main parameters."""
 
     is_stub_optimizer = False
 
@@ -84,7 +84,7 @@ class Part(MixedPrecisionOptimizer):  # type: ignore[misc]  # its types are not 
 
 
 class ChainScaler:
-    """A chain's scaling behind the calls that the judge knows."""
+    """Scaling of a chain, behind the methods that gradparity calls."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class ChainScaler:
         return chain.step()
 
     def update(self, new_scale: Any = None) -> None:
-        """The chain has done so."""
+        """Do nothing: the chain has updated its scale in ``step``."""
 
     def unscale_(self, chain: Any) -> None:
         raise NotImplementedError("a chain unscales in step()")
@@ -123,7 +123,7 @@ class ChainScaler:
 
 
 class Own(ChainScaler):
-    """Theirs: one ``DynamicGradScaler`` a part."""
+    """Megatron's way: one ``DynamicGradScaler`` for each part."""
 
     def join(self, chain: Any) -> None:
         self.chain = chain
@@ -150,7 +150,7 @@ class Own(ChainScaler):
 
 
 class Shared(ChainScaler):
-    """Ours: ``share_scaler``."""
+    """Our way: one scaler for all parts, by ``share_scaler``."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -171,7 +171,7 @@ class Shared(ChainScaler):
 
 
 class Chain(Stepped):
-    """Two layers in one optimizer, the last in another; replicated over ranks."""
+    """Two layers in one optimizer, the last layer in another; replicated over ranks."""
 
     checkpoint = "scaler"
     meshes = ({"dp": 2},)

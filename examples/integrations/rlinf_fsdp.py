@@ -3,8 +3,9 @@ r"""RLinf 0.3.0 in fp16 as a workload: its own step and FSDP2's clipping.
     gradparity run --quick --precision fp16-autocast \
         --workload examples.integrations.rlinf_fsdp:Fsdp2Ours
 
-Fsdp2 is theirs and moves the schedule on skipped steps, Fsdp2Ours has the swap. Needs
-transformers, and RLinf installed with --no-deps.
+Fsdp2 is the package's own step, which moves the schedule on skipped steps. Fsdp2Ours
+uses our scaler, and a schedule that waits. Needs transformers, and RLinf installed with
+--no-deps.
 
 ``FSDPModelManager.optimizer_step``: hybrid_engines/fsdp/fsdp_model_manager.py, line
 417; clipping: strategy/fsdp2.py, line 156. The workers step the schedule after each
@@ -60,18 +61,18 @@ class Fsdp2(Sharded):
 
 
 class Fsdp2Fused(Fsdp2):
-    """The same with a fused AdamW."""
+    """FSDP2 and HSDP with a fused AdamW."""
 
     fused = True
 
 
 class Fsdp2Ours(Fsdp2):
-    """With our scaler, and a schedule that waits."""
+    """FSDP2 and HSDP with our scaler, and a schedule that waits on skipped steps."""
 
     waits = True
 
 
 class Fsdp2FusedOurs(Fsdp2Fused):
-    """The same with a fused AdamW."""
+    """Fsdp2Ours with a fused AdamW."""
 
     waits = True

@@ -1,9 +1,9 @@
-"""Layouts of the trainers' fp16 steps, and the place where a scaler goes.
+"""Layouts for the trainers' fp16 steps, and the object that stands for a scaler.
 
 Not a workload to run. Each module beside it has a package's own step as a workload: its
-scaler calls, clipping, skip, schedule and checkpoint. The judged scaler takes the place
-of the package's own, so ``--scaler torch.amp:GradScaler`` is their step and without
-``--scaler`` it is ours.
+scaler calls, clipping, skip, schedule and checkpoint. The tested scaler replaces the
+package's own. So ``--scaler torch.amp:GradScaler`` runs the package's step; without
+``--scaler`` the step has our scaler.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["Named", "Pair", "Place", "Sharded", "Stepped", "weighted"]
 
 
 class Place:
-    """Stands in a trainer for its scaler: the judged one, or none in a run without."""
+    """Stands for the scaler in a trainer; forwards to the tested scaler, if any."""
 
     def __init__(self) -> None:
         self.use(None)
 
     def use(self, scaler: Any) -> None:
-        """Take ``scaler`` from now on; None is one that does nothing."""
+        """Forward to ``scaler`` from now on; None stands for a disabled scaler."""
         # gradparity also runs the step without a scaler, as the control: the trainer
         # then gets one that does nothing.
         off = GradScaler("cpu", enabled=False)
@@ -48,12 +48,13 @@ class Place:
 
 
 def lay_out(model: nn.Module, mesh: DeviceMesh, whole_tp: bool = True) -> nn.Module:
-    """DDP, FSDP2, HSDP, tensor parallel, or the last with one of the others.
+    """Lay out a model by DDP, FSDP2 or HSDP, by tensor parallelism, or by both.
 
     Args:
         model: model of :class:`Regression`.
-        mesh: its axes say which.
-        whole_tp: split the last layer, too; else its parameters stay plain tensors.
+        mesh: the names of its axes select the layout.
+        whole_tp: true to split the last layer as well; else its parameters stay plain
+            tensors.
     """
     names = mesh.mesh_dim_names or ()
     if "tp" in names:
@@ -75,7 +76,7 @@ def lay_out(model: nn.Module, mesh: DeviceMesh, whole_tp: bool = True) -> nn.Mod
 
 
 class Stepped(Regression):
-    """Counts what a trainer says of its steps."""
+    """Regression whose schedule counts the steps that a trainer reports as taken."""
 
     clip_norm = 0.1
     fused = False
@@ -91,7 +92,7 @@ class Stepped(Regression):
     def scheduler(
         self, optimizer: torch.optim.Optimizer, place: Place | None = None
     ) -> LambdaLR:
-        """Counts, and leaves the learning rate."""
+        """Return a schedule that counts steps and keeps the learning rate."""
         made = LambdaLR(optimizer, lambda _: 1.0)
         if self.waits:
             wait_for_steps(made, place)  # type: ignore[arg-type]  # it stands for a scaler
@@ -106,7 +107,7 @@ class Stepped(Regression):
 
 
 class Sharded(Stepped):
-    """FSDP2 and HSDP, as the engines of reinforcement learning have them."""
+    """FSDP2 and HSDP, as in the engines of reinforcement learning packages."""
 
     meshes: tuple[dict[str, int], ...] = ({"fsdp": 2}, {"replicate": 2, "fsdp": 2})
 
@@ -122,7 +123,7 @@ class Sharded(Stepped):
         )
 
     def passes(self, stack: Any, micro_batches: list[Pair], scale: Any) -> Tensor:
-        """Forward and backward of each micro-batch; the loss."""
+        """Run forward and backward of each micro-batch; return the loss."""
         total = torch.zeros(())
         for inputs, targets, share in weighted(micro_batches):
             loss = self.loss(stack.module(inputs), targets) * share

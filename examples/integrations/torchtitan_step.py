@@ -32,11 +32,11 @@ from torchtitan.distributed.utils import clip_grad_norm_
 from .shared import Named, Pair, Place, Stepped, lay_out, weighted
 
 PARTS = 2
-"""Micro-batches of the pipeline's schedule."""
+"""Number of micro-batches in the pipeline's schedule."""
 
 
 class Theirs(Stepped):
-    """FSDP2, with tensor parallel, with a pipeline; clipped by torchtitan."""
+    """FSDP2, also with tensor parallelism or a pipeline; torchtitan clips."""
 
     checkpoint = "scaler"
     meshes = (
@@ -150,7 +150,7 @@ class Theirs(Stepped):
 
 
 class Ours(Theirs):
-    """The recipe: clipping and schedule are the scaler's."""
+    """Theirs with our recipe: the scaler clips, and the schedule waits on a skip."""
 
     def step(self, stack: Any) -> Tensor:
         norm: Tensor = stack.place.clip_grad_norm_(stack.optimizers, self.clip_norm)
@@ -163,12 +163,12 @@ class Ours(Theirs):
 
 
 class TheirsFused(Theirs):
-    """torchtitan's default implementation of AdamW."""
+    """Theirs with fused AdamW, torchtitan's default."""
 
     implementation = "fused"
 
 
 class OursFused(Ours):
-    """The same with the recipe."""
+    """Ours with fused AdamW."""
 
     implementation = "fused"

@@ -5,7 +5,7 @@ r"""transformers 5.23.0 in fp16 as a workload: one step of ``Trainer`` a call.
 
 Needs transformers and accelerate. Ends with PASS with our scaler, in one to three
 minutes on two cores. The same with --scaler torch.amp:GradScaler is the Trainer's own
-step; docs/integrations has what breaks under which.
+step; docs/integrations lists which checks fail with which scaler.
 
 trainer.py, lines 1928 to 1944: clip, optimizer step, and the schedule unless
 ``accelerator.optimizer_step_was_skipped``.

@@ -15,11 +15,11 @@ from gradparity.scaler import GradScaler
 
 
 def use_scaler(accelerator: Any, scaler: GradScaler) -> None:
-    """Take ``scaler``, and keep its state through ``save_state`` and ``load_state``.
+    """Use ``scaler``, and keep its state through ``save_state`` and ``load_state``.
 
-    Under FSDP2 both give an optimizer without state one, by a step of the prepared
-    optimizer with gradients of zero. That step moves the scaler that is being saved or
-    has just been loaded, so both run without it.
+    Under FSDP2 both methods step an optimizer that has no state, with gradients of
+    zero. That step would change the scaler that is being saved or was just loaded. So
+    both run without a scaler.
     """
     accelerator.scaler = scaler
     accelerator.native_amp = True  # also on a CPU, where Accelerate has no fp16

@@ -17,10 +17,11 @@ from gradparity.scaler import GradScaler
 
 
 class MixedPrecision(precision.MixedPrecision):  # type: ignore[misc]  # its types are not followed
-    """Lightning's plugin; also clips by the norm of all ranks, and waits on a skip.
+    """Lightning's plugin with two changes: global clipping, and schedules that wait.
 
-    ``ModelParallelStrategy`` refuses ``precision="16-mixed"``, not a plugin. The name
-    is the key of its state in a checkpoint: Lightning's plugin reads it, too.
+    ``ModelParallelStrategy`` refuses ``precision="16-mixed"``, but accepts a plugin. A
+    checkpoint stores the plugin's state under the class name, so Lightning's own plugin
+    can read it.
     """
 
     def __init__(self, scaler: GradScaler, device: str = "cuda") -> None:
@@ -29,7 +30,7 @@ class MixedPrecision(precision.MixedPrecision):  # type: ignore[misc]  # its typ
     def optimizer_step(
         self, optimizer: Any, model: Any, closure: Any, **kwargs: Any
     ) -> Any:
-        """Step as Lightning's plugin; schedules wait when the step was skipped."""
+        """Step as Lightning's plugin does; schedules wait if the step was skipped."""
         if "lr_scheduler_step" not in vars(model):
             # The only hook that Lightning has between a skip and a schedule.
             own = model.lr_scheduler_step
@@ -37,7 +38,7 @@ class MixedPrecision(precision.MixedPrecision):  # type: ignore[misc]  # its typ
         return super().optimizer_step(optimizer, model, closure, **kwargs)
 
     def step_schedule(self, own: Any, schedule: Any, metric: Any) -> None:
-        """Step a schedule unless its optimizer was skipped; it may have none."""
+        """Step a schedule, unless it belongs to an optimizer that was skipped."""
         try:
             was_skipped = self.scaler.step_was_skipped(schedule.optimizer)
         except (AttributeError, ValueError):
@@ -51,7 +52,7 @@ class MixedPrecision(precision.MixedPrecision):  # type: ignore[misc]  # its typ
         clip_val: float = 0.0,
         gradient_clip_algorithm: Any = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip by the global norm in one read, or by value as Lightning does."""
+        """Clip by the global norm with our scaler, or by value as Lightning does."""
         if gradient_clip_algorithm != GradClipAlgorithmType.NORM:
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
         elif clip_val > 0:

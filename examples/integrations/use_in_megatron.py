@@ -5,9 +5,9 @@
     share_scaler(optimizer, GradScaler("cuda", init_scale=2.0**32, policy=policy))
 
 Call it before a checkpoint is loaded. Megatron gives each optimizer of a chain (dense,
-experts) a scaler of its own, and scales the loss by the first one's. An overflow in one
-of them moves its scale alone; from then on the others divide by a scale that the loss
-did not have. ``megatron_chained.py`` beside it runs both in half a minute.
+experts) a scaler of its own, and scales the loss by the first scaler. An overflow in
+one optimizer changes only its own scale; from then on the others divide by a scale that
+the loss did not have. ``megatron_chained.py`` beside it runs both in half a minute.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradparity.scaler import GradScaler
 
 
 class SharedScale:
-    """Object that each optimizer of the chain holds for its ``grad_scaler``."""
+    """Object that each optimizer of the chain has as its ``grad_scaler``."""
 
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
@@ -30,15 +30,15 @@ class SharedScale:
 
     @property
     def scale(self) -> torch.Tensor:
-        """(1,), the scale that the loss is multiplied by."""
+        """Scale by which the loss is multiplied, of shape (1,)."""
         return self._scaler.scale(torch.ones((1,), device=self._scaler._device))
 
     def update(self, found_inf: bool) -> None:
-        """Nothing: the chain updates once for all."""
+        """Do nothing: the chain updates the scale once for all optimizers."""
 
 
 def share_scaler(optimizer: Any, scaler: GradScaler) -> None:
-    """Let all optimizers of a chain have one scaler, and sync in one collective."""
+    """Let all optimizers of a chain share one scaler, with one sync collective."""
     for each in getattr(optimizer, "chained_optimizers", [optimizer]):
         if getattr(each.config, "use_precision_aware_optimizer", False):
             raise TypeError("share_scaler: switch use_precision_aware_optimizer off")

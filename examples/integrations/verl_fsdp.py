@@ -3,12 +3,13 @@ r"""verl 0.9.1 in fp16 as a workload: ``FSDPEngine.optimizer_step``, as it is.
     gradparity run --quick --precision fp16-autocast \
         --workload examples.integrations.verl_fsdp:Fsdp2Ours
 
-Fsdp2 is theirs and moves the schedule on skipped steps, Fsdp2Ours has the swap. Needs
-transformers, and verl installed with --no-deps.
+Fsdp2 is the package's own step, which moves the schedule on skipped steps. Fsdp2Ours
+uses our scaler, and a schedule that waits. Needs transformers, and verl installed with
+--no-deps.
 
 workers/engine/fsdp/transformer_impl.py, lines 764 (backward), 788 (step) and 836 (the
 schedule, which engine_workers.py, line 376, calls after each batch). The engine's own
-constructor loads a language model; the methods run here on what it would have made.
+constructor loads a language model; here the methods run on a small stand-in.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ class Fsdp2(Sharded):
 
 
 class Fsdp2Fused(Fsdp2):
-    """The same with a fused AdamW."""
+    """FSDP2 and HSDP with a fused AdamW."""
 
     fused = True
 
 
 class Fsdp2Ours(Fsdp2):
-    """With our scaler, and a schedule that waits."""
+    """FSDP2 and HSDP with our scaler, and a schedule that waits on skipped steps."""
 
     waits = True
 
 
 class Fsdp2FusedOurs(Fsdp2Fused):
-    """The same with a fused AdamW."""
+    """Fsdp2Ours with a fused AdamW."""
 
     waits = True

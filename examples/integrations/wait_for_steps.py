@@ -13,17 +13,17 @@ from gradparity.scaler import GradScaler
 
 
 def wait_for_steps(scheduler: Any, scaler: GradScaler) -> None:
-    """Hold a schedule if the last iteration was skipped.
+    """Make a schedule wait whenever the last iteration was skipped.
 
     The trainer still calls ``scheduler.step()`` after every batch. The scheduler's
     state does not change, so old checkpoints load.
 
     Args:
         scheduler: a learning-rate scheduler, not yet wrapped by the trainer.
-        scaler: the scaler. Its last `update` decides: one skipped optimizer of several
-            holds the schedule. On an accelerator it synchronises.
+        scaler: the scaler. Its last `update` decides: if any of several optimizers was
+            skipped, the schedule waits. On an accelerator this synchronises.
     """
-    # A class, because what lies in the instance would be saved with its state.
+    # Change the class: attributes of the instance would be saved with its state.
     scheduler.__class__ = _waiting(type(scheduler), scaler)
 
 

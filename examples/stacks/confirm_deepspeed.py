@@ -2,10 +2,11 @@
 
     python examples/stacks/confirm_deepspeed.py
 
-Needs deepspeed. One process, two backwards, then one step of SGD with learning rate 1:
-what the weight moved by is compared with the sum of both gradients and with the second
-one. Prints five lines in under a minute: stages 1 and 2 train on "the last" backward,
-stage 3, and 1 and 2 with ``managed_gradient_accumulation: false``, on "both".
+Needs deepspeed. One process runs two backwards, then one step of SGD with learning rate
+1. The change of the weight is compared with the sum of both gradients and with the
+second one. Prints five lines in under a minute: stages 1 and 2 train on "the last"
+backward. Stage 3, and 1 and 2 with ``managed_gradient_accumulation: false``, train on
+"both".
 """
 
 import os
@@ -20,7 +21,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def moved(stage: int, managed: bool, weight: Tensor, halves: list[Tensor]) -> Tensor:
-    """Minus the update of one step after a backward of each half."""
+    """Return minus the update of one step that follows a backward of each half."""
     model = nn.Linear(4, 4, bias=False)
     model.load_state_dict({"weight": weight})
     engine, *_ = deepspeed.initialize(

@@ -1,4 +1,4 @@
-"""Without gradparity: Qwen3's plan multiplies what was accumulated by the ranks.
+"""Without gradparity: Qwen3's plan multiplies accumulated gradients by the ranks.
 
     torchrun --nproc-per-node 2 examples/stacks/confirm_qwen3.py
 
@@ -30,7 +30,7 @@ CONFIG = Qwen3Config(
 
 
 def gradients(model: Qwen3ForCausalLM, parts: int) -> dict[str, Tensor]:
-    """Gradients of the mean over 4 rows, in so many backwards."""
+    """Return gradients of the mean over 4 rows, from ``parts`` backward passes."""
     rows = torch.randint(64, (4, 9), generator=torch.Generator().manual_seed(0))
     model.zero_grad()  # to None: the gradients that were returned stay
     for tokens in rows.chunk(parts):
@@ -40,7 +40,7 @@ def gradients(model: Qwen3ForCausalLM, parts: int) -> dict[str, Tensor]:
 
 
 def worst(model: Qwen3ForCausalLM) -> str:
-    """The parameter whose gradient changes most when the rows come in two parts."""
+    """Describe the parameter whose gradient changes most with two backward passes."""
     once, twice = gradients(model, 1), gradients(model, 2)
     off = {n: float((twice[n] - once[n]).norm() / once[n].norm()) for n in once}
     name = max(off, key=off.__getitem__)

@@ -16,7 +16,7 @@ from .shared import Pair
 
 
 class Zero2(Owned2):
-    """Optimizer states, fp32 copies and gradients are sharded."""
+    """ZeRO 2: optimizer states, fp32 copies and gradients are sharded."""
 
     dtype = torch.float32
 

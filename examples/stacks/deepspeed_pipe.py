@@ -20,7 +20,7 @@ from .shared import Pair, Regression
 
 
 class Stack(Regression):
-    """Two stages, four micro-batches."""
+    """Pipeline of two stages with four micro-batches."""
 
     meshes = ({"pp": 2},)
     model_axes = ("pp",)

@@ -19,25 +19,25 @@ from .deepspeed_zero import Zero1
 
 
 class Zero2(Zero1):
-    """Gradients are sharded, too."""
+    """ZeRO 2: gradients are sharded as well."""
 
     stage = 2
 
 
 class Owned1(Zero1):
-    """The caller's step ends an accumulation."""
+    """ZeRO 1 in which ``step()``, and not each backward, ends an accumulation."""
 
     managed = False
 
 
 class Owned2(Zero2):
-    """The same with sharded gradients."""
+    """ZeRO 2 in which ``step()`` ends an accumulation."""
 
     managed = False
 
 
 class Zero3(Zero1):
-    """Parameters are sharded, too: a slice of each on every rank, the last padded."""
+    """ZeRO 3: each rank also holds a slice of each parameter; the last is padded."""
 
     stage = 3
 

@@ -15,7 +15,7 @@ from .shared import Pair, Regression, weighted
 
 
 class Zero1(Regression):
-    """Optimizer states are sharded."""
+    """ZeRO 1: optimizer states are sharded."""
 
     stage, managed, clip_norm = 1, True, 0.1
 

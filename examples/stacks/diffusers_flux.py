@@ -18,7 +18,7 @@ from .shared import Pair, Regression
 
 
 class Flux(nn.Module):
-    """Two blocks of it, for images of 8 tokens and texts of 4."""
+    """Flux with two blocks, for images of 8 tokens and texts of 4."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Flux(nn.Module):
 
 
 class Ulysses(Regression):
-    """Tokens are sharded over the ranks, heads within attention."""
+    """Ulysses: ranks split the tokens, but within attention they split the heads."""
 
     meshes, model_axes = ({"ring": 1, "ulysses": 2},), ("ring", "ulysses")
 

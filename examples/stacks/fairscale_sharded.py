@@ -18,7 +18,7 @@ from .shared import Pair, Regression, weighted
 
 
 class Stack(Regression):
-    """Gradients are cleared by the wrapper, as in fairscale's tutorial."""
+    """Workload whose wrapper clears the gradients, as in fairscale's tutorial."""
 
     clip_norm = 0.1
 
@@ -46,7 +46,10 @@ class Stack(Regression):
 
 
 class OptimizerClears(Stack):
-    """Buckets keep their gradients: docs/wild/fairscale-stale-bucket.md."""
+    """Faulty: the optimizer clears gradients, but the buckets keep them.
+
+    See docs/wild/fairscale-stale-bucket.md.
+    """
 
     def clear(self, stack: Any) -> None:
         stack.own.zero_grad()

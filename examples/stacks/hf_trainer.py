@@ -32,7 +32,7 @@ ARGUMENTS: dict[str, Any] = {
 
 
 def prepared(stack: Any) -> Any:
-    """Lay the model out and make its optimizer: train() would do it too late."""
+    """Lay the model out and create its optimizer, before ``train()`` would."""
     stack.create_optimizer()
     model, stack.optimizer = stack.accelerator.prepare(stack.model, stack.optimizer)
     stack.model = stack.model_wrapped = model
@@ -40,7 +40,7 @@ def prepared(stack: Any) -> Any:
 
 
 class Stack(Tokens):
-    """A tiny Llama."""
+    """A tiny Llama under FSDP2."""
 
     clip_norm = 0.5
 

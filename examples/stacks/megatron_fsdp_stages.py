@@ -25,12 +25,15 @@ class Zero1(Zero3):
 
 
 class WeightsNotOverlapped(Zero3):
-    """New weights are never gathered: docs/wild/megatron-fsdp-param-gather.md."""
+    """Faulty: ranks never gather new weights.
+
+    See docs/wild/megatron-fsdp-param-gather.md.
+    """
 
     settings: ClassVar = {"zero_dp_strategy": 1, "overlap_param_gather": False}
 
 
 class GradientsNotOverlapped(Zero3):
-    """A backward reduces twice: docs/wild/megatron-fsdp-grad-reduce.md."""
+    """Faulty: a backward reduces twice; docs/wild/megatron-fsdp-grad-reduce.md."""
 
     settings: ClassVar = {"zero_dp_strategy": 1, "overlap_grad_reduce": False}

@@ -20,7 +20,7 @@ replace_cuda()
 
 
 class GPT(GPTModel):  # type: ignore[misc]  # its types are not followed
-    """Called with tokens; returns logits."""
+    """Megatron's GPT, called with tokens; returns logits."""
 
     def __init__(self, group: Any) -> None:
         config = TransformerConfig(
@@ -52,7 +52,7 @@ class GPT(GPTModel):  # type: ignore[misc]  # its types are not followed
 
 
 class Stack(Tokens):
-    """The model of one process is Megatron's own."""
+    """Tensor-parallel GPT; the model on one process is Megatron's own."""
 
     meshes = ({"tp": 2},)
 

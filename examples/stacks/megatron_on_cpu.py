@@ -14,13 +14,13 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
 
 class Alone:
-    """Stands for the group of one process, where there is no torch.distributed."""
+    """Stand-in for a group of one process without ``torch.distributed``."""
 
     size, rank = (lambda _: 1), (lambda _: 0)
 
 
 def replace_cuda() -> None:
-    """No CUDA random states (dropout is off); Alone stays a group."""
+    """Let Megatron run without CUDA's random states, and keep ``Alone`` as a group."""
     parallel_state._set_global_memory_buffer()
     name = "get_tensor_model_parallel_group_if_none"
     for module in [m for n, m in sys.modules.items() if n.startswith("megatron.core")]:
@@ -30,5 +30,5 @@ def replace_cuda() -> None:
 
 
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """A context in which CUDA's current device is that of ``tensor``."""
+    """Return a context in which CUDA's current device is that of ``tensor``."""
     return patch.object(torch.cuda, "current_device", lambda: tensor.device)

@@ -22,7 +22,7 @@ from .shared import Pair, Tokens
 
 
 class Stack(Tokens):
-    """Qwen3 in fp32; a step is that of its recipe for fine-tuning, train_ft."""
+    """Qwen3 in fp32; a step is that of NeMo's fine-tuning recipe, train_ft."""
 
     clip_norm = 0.5
     meshes = ({"dp": 2, "tp": 1}, {"dp": 1, "tp": 2})

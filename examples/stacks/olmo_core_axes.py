@@ -16,13 +16,13 @@ from olmo_core.train.checkpoint import Checkpointer
 
 
 class Masked(Fsdp):
-    """Ranks have unequal numbers of targets, too."""
+    """Workload whose ranks also have unequal numbers of targets."""
 
     most = 7
 
 
 class Tensor(Fsdp):
-    """Sequence and tensor parallel beside FSDP2, the vocabulary sharded."""
+    """Sequence and tensor parallelism with FSDP2; the vocabulary is sharded."""
 
     meshes: tuple[dict[str, int], ...] = ({"dp": 1, "tp": 2}, {"dp": 2, "tp": 1})
 
@@ -39,7 +39,7 @@ class Tensor(Fsdp):
 
 
 class Hybrid(Tensor):
-    """Replicas of shards."""
+    """HSDP: replicas of sharded models."""
 
     meshes = ({"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1})
 
@@ -50,7 +50,7 @@ class Hybrid(Tensor):
 
 
 class Ulysses(Tensor):
-    """Sequences are sharded over the ranks, heads within attention."""
+    """Ulysses: ranks split the sequence, but within attention they split the heads."""
 
     meshes = ({"dp": 1, "cp": 2},)
 

@@ -22,7 +22,7 @@ SHAPE = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": VOCABULARY}
 
 
 class Fsdp(Tokens):
-    """Ranks have equal numbers of targets: each divides by its own."""
+    """FSDP; ranks have equal numbers of targets, as each divides by its own number."""
 
     clip_norm, most = 1.0, 6
 

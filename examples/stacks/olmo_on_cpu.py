@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 
 def local(path: str, **settings: Any) -> Path:
-    """Return the path, as cached_path does if it is no address."""
+    """Return the path, as cached_path does for a path that is not a URL."""
     return Path(path)
 
 
@@ -41,13 +41,13 @@ class Metrics:
 
 
 def another_mesh() -> None:
-    """OLMo-core makes its mesh once in a process: forget the one of the last run."""
+    """Forget the mesh of the last run: OLMo-core creates one mesh in a process."""
     from olmo_core.distributed import parallel
 
     parallel._WORLD_MESH = None
 
 
 def load_whole(module: Any, weights: dict[str, Any]) -> None:
-    """Load the model's weights; the train module has initialised others."""
+    """Load the given weights in place of those that the train module initialised."""
     whole = StateDictOptions(full_state_dict=True)
     set_model_state_dict(module.model, weights, options=whole)

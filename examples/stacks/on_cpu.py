@@ -21,7 +21,7 @@ vars(sys.modules[KERNELS]).update(dict.fromkeys(NAMES, object))
 
 
 def torchtitan_on_cpu(config: Any) -> None:
-    """FlexAttention has no backward on a CPU: torchtitan's plain attention instead."""
+    """Use torchtitan's plain attention: FlexAttention has no backward on a CPU."""
     from torchtitan.distributed import parallel_dims
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
@@ -38,14 +38,14 @@ def torchtitan_sums(module: torch.nn.Module) -> None:
 
 
 def deepspeed_without_kernels() -> None:
-    """DeepSpeed would compile an operation at its first start; gloo needs none."""
+    """Keep DeepSpeed from compiling an operation at its start; gloo needs none."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def accelerate_takes_fsdp() -> None:
-    """Accelerate gives CPU ranks DDP: forget earlier choices and declare GPU ranks."""
+    """Let Accelerate use FSDP on CPU ranks: pretend that they have GPUs."""
     from accelerate.state import AcceleratorState, DistributedType, PartialState
 
     AcceleratorState._reset_state(reset_partial_state=True)

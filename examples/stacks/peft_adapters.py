@@ -17,12 +17,12 @@ from .shared import VOCABULARY, Tokens
 
 
 def lora(targets: Any = "all-linear", **settings: Any) -> LoraConfig:
-    """Adapters of random values: one of zeros has no gradient in its first half."""
+    """Return LoRA settings with random initial values; zeros would give no gradient."""
     return LoraConfig(r=4, init_lora_weights=False, target_modules=targets, **settings)
 
 
 class Lora(Tokens):
-    """Adapters are put on the model before FSDP2 shards it, layer by layer."""
+    """LoRA: adapters are added before FSDP2 shards the model, layer by layer."""
 
     config: PeftConfig = lora()
 
@@ -46,18 +46,18 @@ class Lora(Tokens):
 
 
 class Dora(Lora):
-    """The size of each column trains apart."""
+    """DoRA: the size of each column is trained as a separate parameter."""
 
     config = lora(use_dora=True)
 
 
 class ModulesToSave(Lora):
-    """Embedding and head train whole."""
+    """LoRA whose embedding and head are trained whole."""
 
     config = lora(modules_to_save=["embed_tokens", "lm_head"])
 
 
 class Ia3(Lora):
-    """Vectors that scale keys, values and hidden features."""
+    """IA3: vectors scale keys, values and hidden features."""
 
     config = IA3Config(init_ia3_weights=False)

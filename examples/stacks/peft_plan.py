@@ -51,6 +51,6 @@ class PlanLora(Lora):
 
 
 class PlanModulesToSave(PlanLora):
-    """The head is in the plan: **it is not trained**."""
+    """Faulty: the head is in the plan, and **it is not trained**."""
 
     config = lora(COLUMNS, modules_to_save=["lm_head"])

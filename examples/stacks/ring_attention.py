@@ -20,7 +20,10 @@ LENGTH = 8
 
 
 class Automatic(Regression):
-    """Own sequences: docs/wild/ring-attention-pytorch-gather-gradient.md."""
+    """Faulty: each rank has its own sequences, which the package shards.
+
+    See docs/wild/ring-attention-pytorch-gather-gradient.md.
+    """
 
     ring, automatic = True, True
 
@@ -50,7 +53,10 @@ class NoRing(Automatic):
 
 
 class ByHand(Automatic):
-    """Parts of all sequences: docs/wild/ring-attention-pytorch-key-gradient.md."""
+    """Faulty: each rank has its part of all sequences.
+
+    See docs/wild/ring-attention-pytorch-key-gradient.md.
+    """
 
     automatic = False
 

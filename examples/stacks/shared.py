@@ -1,4 +1,4 @@
-"""Two small problems for the stacks, each with a right answer to compare with.
+"""Two small problems, on which the stacks are trained and compared.
 
 Not a stack to run: a stack subclasses Regression or Tokens; see docs/stacks.md.
 """
@@ -15,7 +15,7 @@ VOCABULARY = 64
 
 
 def weighted(micro_batches: list[Pair]) -> list[tuple[Any, Any, float]]:
-    """(inputs, targets, share of the rows) of each micro-batch."""
+    """Return (inputs, targets, share of the rows) of each micro-batch."""
     rows = sum(len(targets) for _, targets in micro_batches)
     return [(inputs, targets, len(targets) / rows) for inputs, targets in micro_batches]
 
@@ -43,7 +43,7 @@ class Regression:
 
 
 class Tokens(Regression):
-    """Next-token prediction; some targets are left out, more in some rows."""
+    """Next-token prediction; some targets are left out, in some rows more of them."""
 
     most = 7  # targets of a row, from 1 on: a mean of means over parts is then wrong
 

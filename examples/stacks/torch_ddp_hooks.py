@@ -29,6 +29,6 @@ class Fp16(Regression):
 
 
 class Plain(Fp16):
-    """The hook that does what DDP does without one."""
+    """DDP with the hook that does what DDP does without a hook."""
 
     reduce_dtype, hook = torch.float32, staticmethod(default_hooks.allreduce_hook)

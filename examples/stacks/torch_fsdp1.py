@@ -33,7 +33,7 @@ class Full(Regression):
 
 
 class GradientsAndStates(Full):
-    """Weights stay whole after the forward."""
+    """Gradients and optimizer states are sharded; weights stay whole after forward."""
 
     strategy = ShardingStrategy.SHARD_GRAD_OP
 
@@ -46,6 +46,6 @@ class Hybrid(Full):
 
 
 class HybridOne(Hybrid):
-    """Replicas of whole weights: docs/wild/torch-fsdp1-hybrid-one.md."""
+    """Faulty: replicas of whole weights, see docs/wild/torch-fsdp1-hybrid-one.md."""
 
     meshes = ({"dp_replicate": 2, "dp_shard": 1},)

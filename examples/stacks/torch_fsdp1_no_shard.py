@@ -48,6 +48,6 @@ class NoShard(EachUsed):
 
 
 class NoShardBranch(NoShard):
-    """The last micro-batch of two passes the middle layer by."""
+    """Faulty: the last of two micro-batches does not use the middle layer."""
 
     passed_by = 6

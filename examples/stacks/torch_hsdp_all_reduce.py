@@ -15,7 +15,7 @@ from .shared import Pair, Regression, weighted
 
 
 class Net(nn.Sequential):
-    """Rows whose first feature is 0 pass the middle layer by."""
+    """Model in which rows whose first feature is 0 skip the middle layer."""
 
     def forward(self, x: Tensor) -> Any:
         hidden = self[0](x).tanh()
@@ -25,7 +25,7 @@ class Net(nn.Sequential):
 
 
 class EachUsed(Regression):
-    """Gradients are reduce-scattered in each micro-batch."""
+    """HSDP in which each micro-batch uses all layers and reduce-scatters gradients."""
 
     meshes, passed_by = ({"dp_replicate": 2, "dp_shard": 1},), 0
 
@@ -55,6 +55,6 @@ class EachUsed(Regression):
 
 
 class Branch(EachUsed):
-    """The last micro-batch of two passes the middle layer by."""
+    """Faulty: the last of two micro-batches does not use the middle layer."""
 
     passed_by = 6

@@ -18,7 +18,7 @@ from .shared import Pair, Regression
 
 
 class GPipe(Regression):
-    """Each rank has its stage, and the weights of that alone."""
+    """GPipe; each rank has one stage, and only the weights of this stage."""
 
     meshes: tuple[dict[str, int], ...] = ({"pp": 2},)
     model_axes = ("pp",)

@@ -35,7 +35,7 @@ class Replicated(LoopedBfs):
 
 
 class ReplicatedGPipe(Replicated):
-    """GPipe of the same stages: **raises**."""
+    """GPipe of the same stages under DDP: **raises**."""
 
     kind: Any = schedules.ScheduleGPipe
 

@@ -16,26 +16,26 @@ from .torch_interleaved import LoopedBfs
 
 
 class InterleavedZeroBubble(LoopedBfs):
-    """Backward in two parts, of inputs and of weights."""
+    """Zero bubble: backward in two parts, for inputs and for weights."""
 
     kind: Any = schedules.ScheduleInterleavedZeroBubble
 
 
 class ZeroBubbleV(LoopedBfs):
-    """The first rank also has the last stage."""
+    """Zero bubble in which the first rank also has the last stage."""
 
     kind: Any = schedules.ScheduleZBVZeroBubble
     placed: tuple[tuple[int, ...], ...] = ((0, 3), (1, 2))
 
 
 class DualPipeV(ZeroBubbleV):
-    """Forward and backward overlap."""
+    """DualPipe in which forward and backward overlap."""
 
     kind: Any = schedules.ScheduleDualPipeV
 
 
 class FrozenStage(InterleavedZeroBubble):
-    """The first stage does not train, **and then the second one does not either**."""
+    """Faulty: the first stage is frozen, **and the second is not trained either**."""
 
     def model(self) -> nn.Module:
         model = super().model()

@@ -19,7 +19,7 @@ from .shared import Named, Pair, Regression, weighted
 
 
 class Stack(Regression):
-    """Each rank steps some of the parameters, whole, and broadcasts them."""
+    """Each rank steps some whole parameters and broadcasts them."""
 
     clip_norm, buckets = 0.1, False
     settings: ClassVar[dict[str, Any]] = {"lr": 0.05, "momentum": 0.9}
@@ -53,6 +53,6 @@ class Stack(Regression):
 
 
 class Buckets(Stack):
-    """Parameters are views of buckets, which are broadcast."""
+    """Like Stack, but parameters are views of buckets, which are broadcast."""
 
     buckets = True

@@ -20,7 +20,7 @@ from .shared import Regression
 
 
 def config(recipe: Recipe, **settings: Any) -> Float8LinearConfig:
-    """A recipe of torchao's, emulated."""
+    """Return the settings of a torchao recipe, emulated."""
     return replace(
         Float8LinearConfig.from_recipe_name(recipe), emulate=True, **settings
     )
@@ -55,6 +55,6 @@ class Float8AllGather(Tensorwise):
 
 
 class Rowwise(Tensorwise):
-    """One scale for each row of what is multiplied."""
+    """One scale for each row of a multiplied matrix."""
 
     config = config(Recipe.ROWWISE)

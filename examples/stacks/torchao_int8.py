@@ -16,7 +16,7 @@ from .shared import Regression
 
 
 class Adapted(nn.Module):
-    """A frozen layer in 8 bits, and two small ones beside it that train."""
+    """A frozen 8-bit layer with a trained adapter of two small layers."""
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Adapted(nn.Module):
 
 
 class Stack(Regression):
-    """Under FSDP2, which gathers codes and scales."""
+    """Adapters under FSDP2, which gathers codes and scales."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(Adapted(16, 32), nn.Tanh(), Adapted(32, 4))

@@ -47,5 +47,5 @@ class Stack(torchao_int8.Stack):
 
 
 def keep(layer: Any, part: Int8) -> None:
-    """Let a layer have this part of its weight."""
+    """Replace a layer's weight by this part of it."""
     layer.weight = nn.Parameter(part, requires_grad=False)

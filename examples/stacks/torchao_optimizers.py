@@ -22,7 +22,7 @@ torch._functorch.config.enable_autograd_cache = False
 
 
 class Eight(Regression):
-    """8 bits, under FSDP2."""
+    """Adam with 8-bit moments, under FSDP2."""
 
     rounds_state = True  # by blocks, and a rank's shards have others than the whole
     kind: Any = AdamW8bit
@@ -41,19 +41,19 @@ class Eight(Regression):
 
 
 class Four(Eight):
-    """4 bits."""
+    """Adam with 4-bit moments, under FSDP2."""
 
     kind = AdamW4bit
 
 
 class Fp8(Eight):
-    """float8 moments."""
+    """Adam with float8 moments, under FSDP2."""
 
     kind = AdamWFp8
 
 
 class Replicated(Eight):
-    """8 bits, under DDP."""
+    """Adam with 8-bit moments, under DDP."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         return DistributedDataParallel(model, process_group=mesh.get_group("dp"))

@@ -20,7 +20,7 @@ from .shared import Pair, weighted
 
 
 class Eight(torchao_optimizers.Eight):
-    """8 bits; codes and scales are in the checkpoint."""
+    """Adam with 8-bit moments; codes and scales are in the checkpoint."""
 
     def parallelize(self, model: Any, mesh: DeviceMesh) -> Any:
         super().parallelize(model, mesh)
@@ -53,6 +53,6 @@ class Eight(torchao_optimizers.Eight):
 
 
 class Four(Eight):
-    """4 bits."""
+    """Adam with 4-bit moments; codes and scales are in the checkpoint."""
 
     kind = torchao_optimizers.Four.kind

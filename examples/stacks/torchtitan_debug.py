@@ -19,7 +19,7 @@ from torchtitan.models.llama3 import model_registry, parallelize_llama, sharding
 
 
 class Stack(Tokens):
-    """The sum of losses by the number of targets of all ranks, as in its trainer."""
+    """Workload whose loss is a sum over all ranks, divided by all ranks' targets."""
 
     meshes = ({"dp_shard": 2, "tp": 1}, {"dp_shard": 1, "tp": 2})
 

@@ -19,7 +19,7 @@ from .trl_on_cpu import ROWS, GRPOConfig, GRPOTrainer, tokenizer
 
 
 def reward(completion_ids: list[list[int]], **more: Any) -> list[float]:
-    """Any function of the completions."""
+    """Return any function of the completions."""
     return [sum(ids) % 7.0 for ids in completion_ids]
 
 

@@ -16,13 +16,13 @@ PACKAGES = "datasets datasets.fingerprint pandas pyarrow pyarrow.compute pyarrow
 
 
 class Rows(list[Any]):
-    """Stand-in for a Dataset: no loop here reads it."""
+    """Stand-in for a Dataset, which no loop here reads."""
 
     column_names = None
 
 
 class Names(ModuleType):
-    """A module that has every name."""
+    """Stand-in for a module; it has every name."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -44,6 +44,6 @@ ROWS = Rows([{"input_ids": [0], "labels": [0]}])
 
 
 def tokenizer() -> Any:
-    """Tokenizer of two words: the rows are tokens already."""
+    """Return a tokenizer of two words; it is not used, as rows are already tokens."""
     words = Tokenizer(WordLevel({"end": 0, "word": 1}, unk_token="word"))
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end")

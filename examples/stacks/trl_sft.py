@@ -22,7 +22,7 @@ SHAPE |= {"num_attention_heads": 2}
 
 
 class Sft(hf_trainer.Stack):
-    """A tiny Llama. Layers, embedding, and norm with head, are units of FSDP2."""
+    """A tiny Llama whose layers, embedding, and norm with head are units of FSDP2."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         args = SFTConfig(
@@ -48,7 +48,7 @@ class Sft(hf_trainer.Stack):
 
 
 class HeadApart(Sft):
-    """A tiny LLaVA of text alone: docs/wild/trl-fused-lm-head.md."""
+    """Faulty: a tiny LLaVA, text only; see docs/wild/trl-fused-lm-head.md."""
 
     def model(self) -> Any:
         text, tower = {"vocab_size": VOCABULARY}, {"image_size": 32, "patch_size": 16}

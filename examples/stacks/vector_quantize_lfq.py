@@ -18,7 +18,7 @@ from .shared import Pair, Regression
 
 
 class Net(nn.Module):
-    """Codes of four bits; returns their loss."""
+    """Model with codes of four bits; returns their entropy loss."""
 
     def __init__(self, gamma: float) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 class SampleEntropy(Regression):
-    """Each row's code is to be a certain one: a mean over rows."""
+    """Loss that makes each row's code certain: a mean over rows."""
 
     gamma = 0.0
 
@@ -55,6 +55,9 @@ class SampleEntropy(Regression):
 
 
 class CodebookEntropy(SampleEntropy):
-    """All codes are to be used: docs/wild/vector-quantize-pytorch-lfq-entropy.md."""
+    """Faulty: the loss asks for equal use of all codes.
+
+    See docs/wild/vector-quantize-pytorch-lfq-entropy.md.
+    """
 
     gamma = 1.0

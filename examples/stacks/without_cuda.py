@@ -1,6 +1,7 @@
 """Stand-ins for CUDA, for packages that ask for it on a CPU: leave out on GPUs.
 
-Not a stack to run. docs/stacks.md has the reasons; scripts of docs/wild have a copy.
+Import these functions into a workload; this file is not a workload itself. See
+docs/stacks.md for the reasons. Some scripts of docs/wild hold a copy.
 """
 
 from typing import Any
@@ -17,7 +18,7 @@ from unittest.mock import patch
 
 
 class Ended:
-    """A stream, event or collective in which nothing is left to wait for."""
+    """Stand-in for a stream, event or collective that has already ended."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def __getattr__(self, name: str) -> Any:
@@ -25,11 +26,11 @@ class Ended:
 
 
 class Scaled(float):
-    """NCCL's premultiplied sum: each rank's input times this factor, then the sum."""
+    """Factor of NCCL's premultiplied sum: inputs are multiplied by it, then added."""
 
 
 def at_once(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Ended:
-    """A collective that has ended when it returns."""
+    """Run a collective without CUDA's asynchrony; it has ended on return."""
     if isinstance(factor := kwargs.get("op"), Scaled):
         kwargs["op"] = dist.ReduceOp.SUM
         if "input" not in kwargs:
@@ -42,7 +43,7 @@ def at_once(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Ended:
 
 @contextmanager
 def without_cuda() -> Iterator[None]:
-    """Import, lay out and train in it: there is one device, and it never waits."""
+    """Let packages that ask for CUDA import, lay out and train on the CPU."""
     names = "Stream", "Event", "current_stream", "synchronize", "empty_cache"
     device: dict[str, Any] = dict.fromkeys(names, Ended) | {"stream": nullcontext}
     calls = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"

@@ -23,21 +23,21 @@ from gradparity.fixtures import MODELS, loss
 
 
 class Count:
-    """Steps done; saved and loaded with everything else."""
+    """Number of steps done; saved and loaded with everything else."""
 
     steps = 0
 
     def state_dict(self) -> dict[str, int]:
-        """The number."""
+        """Return the number of steps."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take the number over."""
+        """Set the number of steps."""
         self.steps = state["steps"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train, from the checkpoint if there is one, and leave one at the end."""
+    """Train, from the checkpoint if there is one, and save a checkpoint at the end."""
     options = parse(__doc__ or "", argv)
     accelerator = Accelerator(mixed_precision="fp16", cpu=True)
     # swap: from gradparity.scaler import GradScaler

@@ -29,7 +29,7 @@ from gradparity.fixtures import MODELS, TOPOLOGIES, loss
 
 
 def build(mesh: DeviceMesh) -> nn.Module:
-    """A small transformer, split over ``tp`` and sharded over ``dp``."""
+    """Return a small transformer, split over ``tp`` and sharded over ``dp``."""
     torch.manual_seed(0)
     # Forward and backward in fp16, sums over ranks in fp32. The optimizer keeps fp32.
     half = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
@@ -45,13 +45,13 @@ class Everything:
         self.steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """State for ``torch.distributed.checkpoint``, shards and all."""
+        """Return the state for ``torch.distributed.checkpoint``, including shards."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         scaler = self.scaler.state_dict()
         return dict(model=model, optimizer=optimizer, scaler=scaler, steps=self.steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what was saved."""
+        """Load a saved state into model, optimizer and scaler."""
         set_state_dict(
             self.model,
             self.optimizer,
@@ -63,7 +63,7 @@ class Everything:
 
 
 def train(options: Options) -> None:
-    """Train, from the checkpoint if there is one, and leave one at the end."""
+    """Train, from the checkpoint if there is one, and save a checkpoint at the end."""
     mesh = init_device_mesh(
         "cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp")
     )

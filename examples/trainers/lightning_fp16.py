@@ -39,24 +39,24 @@ class Text(LightningModule):  # type: ignore[misc]  # its types are not followed
         self.options = options
 
     def training_step(self, number: int, _index: int) -> Tensor:
-        """The loss of one batch."""
+        """Return the loss of one batch."""
         step = self.current_epoch * EPOCH + number
         share = batch_of(step, self.options.rank, self.options.ranks)
         return loss(self.model(share.inputs), share.targets)
 
     def on_train_batch_end(self, outputs: Any, number: int, _index: int) -> None:
-        """Note loss and scale."""
+        """Write down loss and scale."""
         step = self.current_epoch * EPOCH + number
         scale = self.trainer.precision_plugin.scaler.get_scale()
         report_step(self.options, step, outputs["loss"].item(), scale)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW."""
+        """Return AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train, from the checkpoint if there is one, and leave one at the end."""
+    """Train, from the checkpoint if there is one, and save a checkpoint at the end."""
     options = parse(__doc__ or "", argv)
     # swap: from gradparity.scaler import GradScaler
     scaler = options.scaler("cpu", init_scale=options.init_scale, growth_interval=3)

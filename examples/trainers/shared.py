@@ -1,9 +1,9 @@
-"""Options of the four trainers, the text, and a curve to compare.
+"""Options of the four trainers, their batches, and the curves to compare.
 
-Not a script to run. Every script takes the same options. It trains up to ``--steps``;
-when ``--folder`` holds a checkpoint it goes on from there, and it leaves one at the
-end. Each rank appends to ``curve-RANK.jsonl``: step, loss of the rank's rows, scale.
-Floats in JSON are exact, so two runs are equal if and only if their files are.
+Not a script to run. Every script takes the same options. It trains up to ``--steps``.
+If ``--folder`` holds a checkpoint, training goes on from it; at the end it saves one.
+Each rank appends to ``curve-RANK.jsonl``: step, loss of the rank's rows, scale. Floats
+in JSON are exact, so two runs are equal if and only if their files are equal.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ __all__ = ["Options", "batch_of", "leave", "parse", "report_step"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Settings of the training, and its place."""
+    """Settings of the training, and its folder."""
 
     scaler: Callable[..., Any]
-    """Class of the scaler; all that differs between two runs that are compared."""
+    """Class of the scaler; two runs that are compared differ only in it."""
     init_scale: float
-    """First scale; the default overflows in fp16, so that steps are skipped."""
+    """Initial scale; the default overflows in fp16, so that steps are skipped."""
     steps: int
-    """Steps in all, with those before the checkpoint."""
+    """Total number of steps, including those before the checkpoint."""
     folder: Path
-    """Holds checkpoint and curves."""
+    """Folder of checkpoint and curves."""
 
     @property
     def rank(self) -> int:
-        """This rank, as torchrun says; 0 without torchrun."""
+        """Rank that torchrun gave this process; 0 without torchrun."""
         return int(os.environ.get("RANK", "0"))
 
     @property
     def ranks(self) -> int:
-        """How many there are; 1 without torchrun."""
+        """Number of ranks; 1 without torchrun."""
         return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def parse(text: str, argv: Sequence[str] | None) -> Options:
-    """Options of the command line; ``text`` says what the script does."""
+    """Return the options of the command line; ``text`` is the script's description."""
     parser = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -68,12 +68,12 @@ def parse(text: str, argv: Sequence[str] | None) -> Options:
 
 
 def batch_of(step: int, index: int, count: int) -> Batch:
-    """The ``index``-th of ``count`` equal parts of the batch of ``step``."""
+    """Return part ``index`` of ``count`` equal parts of the batch of ``step``."""
     return DATASETS["text"].batch(step, seed=0).shard(index, count)
 
 
 def report_step(options: Options, step: int, loss: float, scale: float) -> None:
-    """Note one step on every rank; rank 0 prints it as well."""
+    """Write down one step on every rank; rank 0 prints it as well."""
     if options.rank == 0:
         print(f"step {step:3}  loss {loss:.6f}  scale {scale:g}", flush=True)
     with (options.folder / f"curve-{options.rank}.jsonl").open("a") as curve:
@@ -81,10 +81,10 @@ def report_step(options: Options, step: int, loss: float, scale: float) -> None:
 
 
 def leave() -> None:
-    """End a rank of torchrun at once, as what follows Python's end may abort.
+    """End a rank of torchrun at once, because Python's normal exit may abort.
 
-    DDP keeps gloo's threads beyond the process group, and one that still lets go of a
-    tensor then ends the process: https://github.com/pytorch/pytorch/issues/190489
+    DDP keeps gloo's threads after the process group has ended. If a thread then frees a
+    tensor, the process aborts: https://github.com/pytorch/pytorch/issues/190489
     """
     if not dist.is_initialized():
         return

@@ -30,7 +30,7 @@ ROWS = DATASETS["text"].batch_size
 
 
 class Text(nn.Module):
-    """A small transformer on English text, with the loss that the Trainer wants."""
+    """A small transformer on English text that returns its loss, as Trainer needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,12 +38,12 @@ class Text(nn.Module):
         self.model = MODELS["text"].make()
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """(B, T) bytes and next bytes -> loss."""
+        """Return the loss of (B, T) bytes and their next bytes."""
         return {"loss": loss(self.model(inputs), labels)}
 
 
 class Rows(IterableDataset[dict[str, Tensor]]):
-    """Every row of every batch; the Trainer deals them out and skips what is done."""
+    """All rows of all batches; the Trainer splits them and skips those done."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         step = 0
@@ -56,14 +56,14 @@ class Rows(IterableDataset[dict[str, Tensor]]):
 
 
 class Told(Trainer):  # type: ignore[misc]  # its types are not followed
-    """A Trainer that notes loss and scale of each step."""
+    """Trainer that writes down loss and scale of each step."""
 
     def __init__(self, options: Options, **settings: Any) -> None:
         super().__init__(**settings)
         self.options = options
 
     def training_step(self, *args: Any, **settings: Any) -> Tensor:
-        """One batch, forward and backward; the scale is the one it ran with."""
+        """Run forward and backward, and write down loss and current scale."""
         value: Tensor = super().training_step(*args, **settings)
         scale = self.accelerator.scaler.get_scale()
         report_step(self.options, self.state.global_step, value.item(), scale)
@@ -71,7 +71,7 @@ class Told(Trainer):  # type: ignore[misc]  # its types are not followed
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train, from the checkpoint if there is one, and leave one at the end."""
+    """Train, from the checkpoint if there is one, and save a checkpoint at the end."""
     options = parse(__doc__ or "", argv)
     arguments = TrainingArguments(
         output_dir=str(options.folder),

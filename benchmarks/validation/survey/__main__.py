@@ -47,10 +47,10 @@ RECORD = ROOT / "benchmarks" / "results" / "survey-transformers.jsonl"
 FINDINGS = RECORD.parent / "wild"
 PAGES = ROOT / "docs" / "wild"
 WORK = ROOT / "parity-report" / "survey"
-"""Folder of a survey that is to be recorded; the same command continues it."""
+"""Folder of a survey that will be recorded; the same command continues the survey."""
 
 STATUSES = {"right": "pass", "wrong": "fail", "undecided": "inconclusive"}
-"""Verdict on a model -> status; all others are errors."""
+"""Verdict on a model -> status; all other verdicts are errors."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: arguments of the command line; None takes the process's own.
 
     Returns:
-        Exit code of every command: 0 all right, 1 some are wrong, 2 bad usage, 3 some
-        have no verdict, 4 nothing could be compared for some.
+        Exit code, as for every command: 0 all models are right, 1 some are wrong, 2 bad
+        usage, 3 some have no verdict, 4 nothing could be compared for some.
     """
     try:
         return _conduct(list(sys.argv[1:] if arguments is None else arguments))
@@ -112,7 +112,7 @@ def _conduct(arguments: Sequence[str]) -> int:
 
 
 def _begin(plans: Sequence[str]) -> None:
-    """Take what is recorded of other plans, if only some are judged again."""
+    """Copy the records of all other plans, if only some plans run again."""
     if plans and not (WORK / "survey.jsonl").exists():
         lines = RECORD.read_text(encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if json.loads(line).get("plan") not in plans]
@@ -121,7 +121,7 @@ def _begin(plans: Sequence[str]) -> None:
 
 
 def _keep(record: Path, page: Path, findings: Path) -> None:
-    """Copy records, page and findings to where their readers find them."""
+    """Copy records, page and findings to their final folders."""
     shutil.copy(record, RECORD)
     shutil.copy(page, PAGES)
     for path in findings.glob("*.*"):

@@ -1,6 +1,6 @@
-"""Catalogue: the model types of the installed transformers that ship a parallel plan.
+"""Catalogue of the model types of transformers that ship a parallel plan.
 
-Read from the source of its configuration classes, so that nothing is imported.
+It is read from the source of their configuration classes, without importing them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = ["PLANS", "ModelType", "Plan", "chosen_types", "model_types"]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One way to lay a model out."""
+    """One way to lay out a model."""
 
     text: str
     promise: str
-    """The package's documented behaviour of gradients."""
+    """Behaviour of gradients that the package documents."""
     rules: str
-    """The attribute of a configuration class that ships them."""
+    """Attribute of a configuration class that holds the plan's rules."""
     mesh: Mapping[str, int]
-    """Axis -> size, as a workload has it."""
+    """Axis -> size, as in a workload's meshes."""
     sizes: Mapping[str, int]
     """Arguments of ``transformers.distributed.DistributedConfig``."""
 
@@ -75,18 +75,18 @@ PLANS: Mapping[str, Plan] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelType:
-    """A configuration class that ships a plan."""
+    """A model type whose configuration class ships a plan."""
 
     name: str
-    """Its ``model_type``."""
+    """``model_type`` of the configuration class."""
     folder: str
-    """Name in ``transformers.models``."""
+    """Name of its folder in ``transformers.models``."""
     configuration: str
-    """Module that defines the class."""
+    """Module that defines the configuration class."""
     config: str
-    """The class."""
+    """Name of the configuration class."""
     rules: frozenset[str]
-    """Which plans it ships."""
+    """Names of the attributes with rules that the class ships."""
 
 
 @cache
@@ -110,7 +110,7 @@ def model_types() -> Mapping[str, ModelType]:
 
 
 def chosen_types(plan: str, names: tuple[str, ...] = ()) -> list[ModelType]:
-    """Models that ship a plan.
+    """Return the model types that ship a plan.
 
     Args:
         plan: a key of :data:`PLANS`.
@@ -125,7 +125,7 @@ def chosen_types(plan: str, names: tuple[str, ...] = ()) -> list[ModelType]:
 
 
 def _types_in(path: Path) -> Iterator[ModelType]:
-    """The classes of one file that have rules in their bodies, and a name."""
+    """Yield the model types of one file: its classes with rules and a name."""
     source = path.read_text(encoding="utf-8")
     wanted = {plan.rules for plan in PLANS.values()}
     # most files ship no plan, and parsing is what takes time

@@ -54,13 +54,13 @@ THREADS: Mapping[str, str] = {
         "`PermuteForRope`"
     )
 }
-"""Id of a finding -> a public thread on it, found by hand."""
+"""Id of a finding -> a public thread on it, which was found by hand."""
 NO_THREAD = "no thread found"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """One parameter of one model that is wrong for the family's cause."""
+    """One wrong parameter of one model."""
 
     model: ModelRecord
     run: Run
@@ -79,14 +79,15 @@ class Family:
     """Failures that have one cause."""
 
     accumulates: bool
-    """True if only runs that accumulate micro-batches show it."""
+    """True if only runs with several micro-batches show the failure."""
     rule: Rule
     failures: tuple[Failure, ...]
-    """The worst parameter of each model and plan: by plan, the smallest model first."""
+    """Worst parameter of each model under each plan, sorted by plan and size of
+    model."""
 
     @property
     def id(self) -> str:
-        """Name of its files."""
+        """Id of the finding, which also names its files."""
         cause = self.rule.style or self.rule.module
         words = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cause).lower()
         parts = ["transformers", self.first.plan, words]
@@ -95,7 +96,7 @@ class Family:
 
     @property
     def first(self) -> Failure:
-        """The failure that the page shows."""
+        """Failure that the page shows."""
         return self.failures[0]
 
     @property
@@ -105,17 +106,17 @@ class Family:
 
     @property
     def names(self) -> list[str]:
-        """Model types, those under other plans than the first with the plan."""
+        """Model types; those under other plans have the plan in parentheses."""
         return [self.name_of(failure) for failure in self.failures]
 
     def name_of(self, failure: Failure) -> str:
-        """The name of a failure's model."""
+        """Return a failure's model, with the plan unless it is the first one."""
         name = failure.model.model
         return name if failure.plan == self.first.plan else f"{name} ({failure.plan})"
 
 
 class FindingRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows of the table of all findings."""
+    """Record of one finding: a row in the table of all findings."""
 
     id: str
     package: str
@@ -125,10 +126,10 @@ class FindingRecord(msgspec.Struct, frozen=True, kw_only=True):
     relative_error: str
     reference: str
     verdict: str
-    """``bug``: its script shows it."""
+    """``bug`` if the script shows the finding."""
     where: str
     judge: str
-    """The judge's description."""
+    """Message of gradparity's failed check."""
     thread: str
     script: str
     date: str
@@ -137,14 +138,14 @@ class FindingRecord(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     machine: str
     output: tuple[str, ...]
-    """Output of the script."""
+    """Lines that the script printed."""
     models: tuple[str, ...] = ()
     confirmed: tuple[str, ...] = ()
     """Models with a script that shows the finding."""
 
 
 def families(survey: Survey) -> list[Family]:
-    """The failures of a survey by cause, the largest family first."""
+    """Return the failures of a survey grouped by cause, the largest family first."""
     found: dict[tuple[bool, str], dict[tuple[str, str], Failure]] = {}
     rules: dict[tuple[bool, str], Rule] = {}
     for model in survey.models:
@@ -201,7 +202,7 @@ def _failures(model: ModelRecord) -> Iterable[tuple[Failure, Rule]]:
 
 
 def what(family: Family, plan: str = "") -> str:
-    """The finding in one sentence, under a plan, by default its first."""
+    """Return the finding in one sentence; ``plan`` is by default its first."""
     if family.misloads:
         return f"weights loaded wrong under the {plan or family.first.plan} plan"
     leaves = sorted({_leaf(f.parameter) for f in family.failures})
@@ -215,7 +216,7 @@ def _leaf(name: str) -> str:
 
 
 def script(failure: Failure, title: str, header: Header) -> str:
-    """The text of a model's script; imports transformers."""
+    """Return the text of a model's script; imports transformers."""
     from gradparity.benchmarks.validation.survey.zoo import (
         WRITTEN_INPUTS,
         Stack,
@@ -254,14 +255,14 @@ def confirm_all(
     console: Console,
     jobs: int = 1,
 ) -> Survey:
-    """Run the script of every failure that was not run yet.
+    """Run the script of every failure whose script was not run yet.
 
     Args:
-        survey: with the scripts that ran already.
-        found: the families of its failures.
+        survey: the survey, with the results of the scripts that ran already.
+        found: families of its failures.
         path: file of the records; scripts are kept beside it.
-        console: prints each.
-        jobs: scripts that run at a time.
+        console: prints each result.
+        jobs: number of scripts that run at the same time.
     """
     folder = path.parent / "scripts"
     folder.mkdir(exist_ok=True)
@@ -298,7 +299,7 @@ def confirm_all(
 
 
 def confirmed(file: Path) -> tuple[bool, str]:
-    """Run a script alone; whether it shows its finding, and what it printed."""
+    """Run a script alone; return True if it shows its finding, and its output."""
     try:
         told, lines = run_script(file)
     except ScriptError as problem:
@@ -311,8 +312,8 @@ def write_finding(family: Family, survey: Survey, folder: Path) -> FindingRecord
 
     Args:
         family: family of failures.
-        survey: with the scripts that ran.
-        folder: for the three files.
+        survey: the survey, with the results of the scripts.
+        folder: folder of the three files.
     """
     ran = (r for r in survey.scripts if r.finding == family.id and r.shows)
     said = {(r.plan, r.model): r for r in ran}

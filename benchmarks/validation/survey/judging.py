@@ -44,7 +44,8 @@ from gradparity.multiprocess.cluster import BaseCluster
 __all__ = ["judge_model", "ranks"]
 
 STEPS = 2
-"""Number of steps: the second shows errors of the first update, and leftovers."""
+"""Number of steps; the second one shows errors of the first update, and leftover
+gradients."""
 ZOO = "gradparity.benchmarks.validation.survey.zoo"
 _RUNS = {
     "tp": ("plain", "accumulate", "accumulate-uneven", "clip-norm"),
@@ -66,7 +67,7 @@ _LOST = {
     RankState.KILLED.value: "crashed",
     RankState.EXITED.value: "crashed",
 }
-"""State of a rank -> verdict on its model; in all other states it raised."""
+"""State of a rank that was lost -> verdict on its model; in other states it raised."""
 
 
 def scenarios(plan: str, model: str) -> Iterator[tuple[str, str]]:
@@ -102,7 +103,7 @@ class _WarmPool(Pool):
 
 
 def _preloaded() -> tuple[str, ...]:
-    """Import modules that every model, or its saving and loading, imports."""
+    """Return installed modules that every model, or its saving and loading, imports."""
     found = (
         *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "numpy.ma"),
         *("transformers.distributed", "transformers.modeling_utils"),
@@ -162,7 +163,7 @@ def judge_model(plan: str, model: str, place: Place) -> ModelRecord:
 
 
 def _misloaded(plan: str, model: str, place: Place) -> list[Run]:
-    """Return a failed run if loaded weights differ from the saved ones, else None."""
+    """Return a failed run if loaded weights differ from the saved ones, else []."""
     world = math.prod(PLANS[plan].mesh.values())
     start = time.monotonic()
     try:
@@ -200,7 +201,7 @@ def _rules(plan: str, kind: ModelType, runs: list[Run]) -> dict[str, Rule]:
 
 
 def _with_odd_heads(kind: ModelType, runner: Runner) -> list[Run]:
-    """Run a model with 3 heads over 2 ranks, if its number of heads can be set.
+    """Return the run of a model with 3 heads over 2 ranks, if that can be set.
 
     A plan may raise for 3 heads; if it does not, its result must be right.
     """
@@ -259,7 +260,7 @@ def _run_of(name: str, case: Case) -> Run:
 
 
 def _departed(case: Case) -> dict[str, float]:
-    """Return {parameter: largest error of its gradient} for the first bad step."""
+    """Return parameter -> largest error of its gradient, in the first bad step."""
     parity = case.evidence.parity if case.evidence else None
     found: dict[str, float] = {}
     for row in parity.departed.get("gradient", ()) if parity else ():

@@ -1,4 +1,4 @@
-"""The result of a survey: a table on the terminal, and the page."""
+"""Result of a survey: a table for the terminal, and the page."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def print_survey(models: Sequence[ModelRecord], console: Console) -> None:
 
 
 SHOWN = 4
-"""Models that the table of findings names."""
+"""Number of models that the table names for each finding."""
 _VERDICTS = (
     "right",
     "wrong",
@@ -56,7 +56,7 @@ def _counts(models: Sequence[ModelRecord]) -> Iterator[tuple[str, Counter[str]]]
 
 
 def render(survey: Survey, findings: Sequence[FindingRecord] = ()) -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     parts = [_head(survey), "\n".join(_findings(findings))]
     for plan, _ in _counts(survey.models):
         models = [m for m in survey.models if m.plan == plan]
@@ -83,7 +83,7 @@ def _findings(findings: Sequence[FindingRecord]) -> Iterator[str]:
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first names, and how many more there are: a finding's page has them all."""
+    """Return the first names, and how many more there are."""
     more = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
@@ -143,7 +143,7 @@ def _models(plan: str, models: Sequence[ModelRecord]) -> Iterator[str]:
 
 
 def _kept(names: Iterable[str]) -> str:
-    """Which modules are kept whole, at most four of them by name."""
+    """Return which modules are kept whole; names at most four of them."""
     first = [*names]
     more = f" and {len(first) - 4} more" if len(first) > 4 else ""
     kept = "kept whole, since it raises under its own rules: "

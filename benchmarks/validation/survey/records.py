@@ -27,15 +27,15 @@ __all__ = [
 
 
 WEIGHTS = "weights"
-"""Name in the place of a law: a model is loaded as it was saved."""
+"""Name used in place of a law: a model must be loaded as it was saved."""
 LOADED = "weights as loaded"
-"""Name of the run that looks at it; it is recorded where it fails."""
+"""Name of the run that checks loaded weights; it is recorded only if it fails."""
 ODD_HEADS = "3 heads over 2 ranks"
-"""Name of the run with a number of heads that the ranks do not divide."""
+"""Name of the run whose number of heads is no multiple of the number of ranks."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field="kind"):
-    """Where and how a survey was made."""
+    """Versions, machine and settings of a survey."""
 
     package: str
     version: str
@@ -53,13 +53,13 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field=
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """A package's treatment of a parameter under a plan."""
+    """How a package treats a parameter under a plan."""
 
     style: str
-    """The rule that its plan has for it, or the empty string."""
+    """Rule of the plan for the parameter; empty if the plan has none."""
     where: str
-    """The class that carries the rule out, or else the parameter's module: its name,
-    file and line."""
+    """Name, file and line of the class that applies the rule, or else of the
+    parameter's module."""
     module: str
     """Class of the module that holds the parameter."""
 
@@ -68,26 +68,26 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One scenario of a model."""
 
     name: str
-    """Trained variant: ``2 micro-batches``."""
+    """Name of the run, such as ``2 micro-batches``."""
     scenario: str
     """Id of the scenario, for ``gradparity replay``."""
     status: str
-    """Status like that of any case."""
+    """Status of the case."""
     message: str = ""
     """Message of the first failed check, or the reason for no verdict."""
     ended: str = ""
-    """End of the rank that broke the run, a value of ``RankState``."""
+    """State of the rank that broke the run, a value of ``RankState``."""
     law: str = ""
     laws: tuple[str, ...] = ()
     """Names of all failed checks."""
     step: int | None = None
     parameter: str = ""
-    """The parameter with the largest error."""
+    """Parameter with the largest error."""
     error: float = 0.0
-    """Error of its gradient, relative to the truth's norm."""
+    """Error of that gradient, relative to the true gradient's norm."""
     bound: float = 0.0
     departed: dict[str, float] = {}
-    """Parameter -> largest error of its gradient in that step."""
+    """Parameter -> largest error of its gradient in the first bad step."""
     where: str = ""
     """First module that differs, and the last collective before it."""
     forward: str = ""
@@ -96,7 +96,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def misloaded(self) -> bool:
-        """True if weights were wrong before there was anything to train."""
+        """True if the loaded weights were wrong, before any training."""
         return self.law == WEIGHTS
 
 
@@ -109,20 +109,20 @@ class ModelRecord(
     model: str
     folder: str
     verdict: str
-    """``right``, ``wrong``, or why there is none: ``raises``, ``too slow``,
+    """``right``, ``wrong``, or the reason for no verdict: ``raises``, ``too slow``,
     ``crashed``, ``not built``, ``undecided``."""
     reason: str = ""
     runs: tuple[Run, ...] = ()
     rules: dict[str, Rule] = {}
     """Names of wrong parameters, with ``*`` for the number of a layer."""
     replaced: dict[str, str] = {}
-    """Rules that were set in place of the plan's own, without which it raises."""
+    """Rules that replace the plan's own, because the model raises with those."""
     seconds: float = 0.0
     finished: str = ""
 
     @property
     def key(self) -> tuple[str, str]:
-        """Identity within a survey."""
+        """(plan, model type): identifies a record in a survey."""
         return self.plan, self.model
 
     @property
@@ -134,7 +134,7 @@ class ModelRecord(
 class ScriptRecord(
     msgspec.Struct, frozen=True, kw_only=True, tag="script", tag_field="kind"
 ):
-    """The output of a failure's script that ran alone."""
+    """Result of running a failure's script alone."""
 
     finding: str
     """Id of the finding."""
@@ -145,7 +145,7 @@ class ScriptRecord(
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Identity within a survey."""
+        """Values that identify the script in a survey."""
         return self.finding, self.plan, self.model
 
 
@@ -153,13 +153,13 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
     """A whole survey; a model that ran twice has its last record."""
 
     headers: tuple[Header, ...]
-    """One for each call of the command: an interrupted survey is continued."""
+    """Headers, one for each call of the command: an interrupted survey is continued."""
     models: tuple[ModelRecord, ...]
     scripts: tuple[ScriptRecord, ...] = ()
 
 
 def wildcards(name: str) -> str:
-    """A parameter's name with ``*`` for each number of a layer, as rules have it."""
+    """Return a parameter's name with ``*`` for each number of a layer, as in rules."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
@@ -172,7 +172,7 @@ def read_survey(path: Path) -> Survey:
     """Read all complete lines; a last line that was cut off is left out.
 
     Raises:
-        UsageError: if a line is no record.
+        UsageError: if a line is not a record.
     """
     headers: list[Header] = []
     models: dict[tuple[str, str], ModelRecord] = {}
@@ -199,10 +199,10 @@ def read_survey(path: Path) -> Survey:
 
 
 def append(path: Path, record: Line) -> None:
-    """Add a line, after the last whole one.
+    """Append a line after the last complete one.
 
-    An unfinished line of a killed survey is cut off first: with the new line appended
-    it could not be parsed.
+    An unfinished line of a killed survey is removed first: with a new line appended it
+    could not be parsed.
     """
     with path.open("ab+") as file:
         file.seek(0)

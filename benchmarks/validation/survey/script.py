@@ -2,8 +2,8 @@
 
 It needs only torch and transformers, for the package's maintainers, and has the frame
 of all scripts in docs/wild. Many models compute norms or rotary positions in fp32 for
-any dtype, so an error that fp32 rounding explains is no error in fp64 either. A weight
-that is loaded wrong is shown in fp32 alone, as loading rounds nothing.
+any dtype, so an error that fp32 rounding explains does not count in fp64 either. A
+weight that is loaded wrong is shown in fp32 only, because loading rounds nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MICRO_BATCHES = {
     "3 unequal micro-batches": 3,
     ODD_HEADS: 1,
 }
-"""Name of a run -> how many the script takes."""
+"""Name of a run -> number of micro-batches in its script."""
 
 WIDTH = 88
 
@@ -52,16 +52,16 @@ def script_of(
     output: str,
     misloads: bool = False,
 ) -> str:
-    """The text of a script.
+    """Return the text of a script.
 
     Args:
         title: one sentence on what it shows.
         date: date of the survey.
         versions: versions of transformers and torch.
         plan: a key of ``PLANS``.
-        replaced: rules in the place of the plan's own.
+        replaced: rules that replace the plan's own.
         run: name of the run that fails.
-        parameter: its name in the model.
+        parameter: name of the wrong parameter in the model.
         config: class of the configuration.
         model: class of the model.
         settings: arguments of the configuration.
@@ -107,7 +107,7 @@ def script_of(
 
 
 def _wrapped(opening: str, items: Sequence[str], closing: str, taken: int) -> str:
-    """A literal or call in few lines of source, after ``taken`` characters."""
+    """Return a literal or call as wrapped source, after ``taken`` characters."""
     text = textwrap.fill(
         opening + ", ".join(items) + closing,
         width=WIDTH,

@@ -1,13 +1,13 @@
-"""The survey: judges every model type under its plans, a few models at a time.
+"""The survey: checks every model type under its plans, a few models at a time.
 
-Child processes judge them, because a model may hang or end its process. The survey
-waits on their pipes: it ends a child that is late or gone, with its ranks, and starts a
-new one for the next model. The record of a model is one line of a file, written at
-once, so that a survey can be interrupted and continued.
+Models run in child processes, because a model may hang or end its process. The survey
+waits on their pipes. It ends a child that is late or dead, with its ranks, and starts a
+new one for the next model. The record of a model is one line of a file. It is written
+at once, so that a survey can be interrupted and continued.
 
-Two children by default: references train in one process, and ranks wait for each other,
-so that one model at a time leaves much of two cores idle. All plans of a model go to
-one child, where they share what does not depend on the plan.
+By default there are two children. References train in one process and ranks wait for
+each other, so one model at a time leaves much of two cores idle. All plans of a model
+go to one child, because they share results that do not depend on the plan.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ __all__ = ["Judging", "SurveySettings", "conduct", "finished", "writing"]
 START_S = 180.0
 """Time limit of a child to import torch and transformers."""
 GRACE_S = 10.0
-"""Extra time in which a child reports a model's time limit by itself."""
+"""Extra time in which a child itself reports that a model exceeded its time limit."""
 READY = b"ready"
-"""Message of a child once it is ready for models."""
+"""Message that a child sends when it is ready for models."""
 QUIET = {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -74,7 +74,7 @@ QUIET = {
 
 @dataclass(frozen=True, kw_only=True)
 class SurveySettings:
-    """One call of the command."""
+    """Settings of one call of the command."""
 
     plans: Sequence[str]
     names: tuple[str, ...] = ()
@@ -88,7 +88,7 @@ class SurveySettings:
 
     @property
     def path(self) -> Path:
-        """The file of the records."""
+        """File of the records."""
         return self.out / "survey.jsonl"
 
     def chosen(self) -> list[tuple[str, ModelType]]:
@@ -113,10 +113,10 @@ class SurveySettings:
 
 @contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """Hold a folder for one survey.
+    """Reserve a folder for one survey in this context.
 
     Raises:
-        UsageError: if another survey writes there now.
+        UsageError: if another survey is writing there.
     """
     out.mkdir(parents=True, exist_ok=True)
     lock = FileLock(out / ".survey.lock")
@@ -134,7 +134,7 @@ def conduct(settings: SurveySettings, console: Console) -> Survey:
 
     Raises:
         UsageError: if the folder holds a survey of other versions.
-        KeyboardInterrupt: what was judged is in the file.
+        KeyboardInterrupt: after Ctrl-C; finished models are in the file.
     """
     chosen = settings.chosen()
     header = _header(settings)
@@ -226,11 +226,11 @@ class Judging:
     """Child process that checks models; as a context manager it ends with its ranks."""
 
     def __init__(self, log: Path, limit_s: float) -> None:
-        """Start nothing yet.
+        """Set up without starting the child.
 
         Args:
-            log: takes what the child and its libraries print.
-            limit_s: seconds that a model may take under a plan.
+            log: file for the output of the child and its libraries.
+            limit_s: time limit in seconds of a model under a plan.
         """
         self.log = log
         self.limit_s = limit_s
@@ -248,18 +248,18 @@ class Judging:
 
     @property
     def busy(self) -> bool:
-        """True if a model runs now."""
+        """True while a model runs."""
         return self._record is not None
 
     @property
     def pipe(self) -> Connection:
-        """Becomes readable when the child has something to say, or is gone."""
+        """Pipe that becomes readable when the child has a message or has ended."""
         assert self._pipe is not None
         return self._pipe
 
     @property
     def left_s(self) -> float:
-        """Time left to the model, or to the child to start."""
+        """Seconds that the model has left, or the child if it is starting."""
         return max(0.0, self._until - time.monotonic())
 
     def begin(self, plan: str, kind: ModelType) -> None:
@@ -276,10 +276,10 @@ class Judging:
             self.pipe.send_bytes(msgspec.json.encode((plan, kind.name)))
 
     def take(self) -> ModelRecord | None:
-        """The record, once the pipe is readable or no time is left.
+        """Return the record, once the pipe is readable or the time is over.
 
-        If the model ends or delays the child, that is its verdict. None if the child
-        has only started.
+        If the model ends the child or exceeds its time, that is its verdict. Returns
+        None if the child has only become ready.
         """
         record = self._record
         assert record is not None
@@ -305,7 +305,7 @@ class Judging:
         return msgspec.structs.replace(record, seconds=seconds, finished=_now())
 
     def end(self) -> int | None:
-        """End the child; returns its exit code if it had ended by itself."""
+        """End the child; return its exit code if it had already ended by itself."""
         process, self._process, self._pipe = self._process, None, None
         if process is None:
             return None
@@ -336,7 +336,7 @@ class Judging:
 
 
 def finished(children: Collection[Judging]) -> Iterator[ModelRecord]:
-    """Wait until one of the children is done, late or gone; yield their records."""
+    """Wait until a child is done, late or dead; yield the records of such children."""
     # the pipe of a dead child is readable, too: its end of file
     wait([c.pipe for c in children], min(c.left_s for c in children))
     for child in children:

@@ -1,4 +1,4 @@
-"""Texts of the survey are files in ``templates/``; this fills them in."""
+"""Fill in the survey's texts, which are files in ``templates/``."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ _ENVIRONMENT.filters["code"] = lambda text: f"`{text}`"
 
 
 def filled(template: str, **values: Any) -> str:
-    """The text of a template; a name that it lacks or misspells raises."""
+    """Return the text of a template; an undefined or misspelt name raises an error."""
     return _ENVIRONMENT.get_template(template).render(**values)

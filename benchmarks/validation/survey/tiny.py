@@ -1,4 +1,4 @@
-"""Tiny: the smallest useful settings of a configuration class of transformers.
+"""Smallest useful settings of a configuration class of transformers.
 
 A configuration is walked field by field. The name of a field gives its meaning, because
 the library uses the same names throughout (``num_attention_heads``, ``moe_topk``); the
@@ -24,9 +24,9 @@ HEADS = 4
 KV_HEADS = 2
 HEAD_DIM = 8
 FIRST_TOKEN = 24
-"""Tokens from here on are words; those before it are special."""
+"""First token that is a word; all tokens before it are special."""
 MAX_LAYERS = 6
-"""Limit of the depth where a model lists more kinds of layers."""
+"""Largest number of layers, if a model lists more kinds of layers."""
 
 _RULES: tuple[tuple[str, int], ...] = (
     (r".*vocab_size.*|num_embeds|num_embeddings|codebook_size", VOCAB),
@@ -56,7 +56,7 @@ _NEEDED = {
     *("head_dim", "num_key_value_heads", "n_routed_experts", "n_shared_experts"),
     *("num_experts_per_tok", "shared_expert_intermediate_size"),
 }
-"""Fields that are set where a class leaves them None."""
+"""Fields that are set if a class leaves them None."""
 _LAYERS = re.compile(r"num_hidden_layers|num_layers|n_layers?|depth|.*encoder_layers")
 _TOKEN = re.compile(r".*_(token_id|token_index|id)")
 _SECTIONS = {
@@ -66,7 +66,7 @@ _SECTIONS = {
         "mrope_section": [2, 1, 1],
     }
 }
-"""Rotary positions of images: of half of a head."""
+"""Rotary positions of images, for half of the width of a head."""
 
 _EXPERTS = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 2 * HIDDEN}
 
@@ -134,7 +134,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
 
 
 def shrink(kind: Any, **settings: Any) -> dict[str, Any]:
-    """Arguments that make a tiny configuration of a class.
+    """Return arguments that make a tiny configuration of a class.
 
     Args:
         kind: a subclass of ``PreTrainedConfig``.
@@ -202,10 +202,10 @@ def _limit(name: str) -> int | None:
 
 
 def with_odd_heads(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The settings with a number of heads that 2 does not divide, if there is one.
+    """Return the settings with an odd number of heads, or None if they have no heads.
 
     Args:
-        settings: from :func:`shrink`.
+        settings: result of :func:`shrink`.
     """
     heads = settings.get("num_attention_heads")
     if not isinstance(heads, int) or "hidden_size" not in settings:

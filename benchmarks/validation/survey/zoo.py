@@ -56,7 +56,8 @@ __all__ = ["WRITTEN_INPUTS", "Net", "Stack", "odd", "types"]
 
 ROWS, TOKENS = 8, 8
 SAME_OUTPUT = 0.01
-"""Relative error of an output: far above rounding, far below that of wrong weights."""
+"""Relative error of an output that counts as equal: far above rounding, far below the
+error of wrong weights."""
 
 
 class Net(nn.Module):
@@ -350,7 +351,7 @@ _WHOLES = {
     "T5Gemma2TextConfig": "T5Gemma2Config",
     "T5Gemma2DecoderConfig": "T5Gemma2Config",
 }
-"""Configuration class of a part -> that of the whole, if no model takes the part."""
+"""Configuration class of a part -> class of the whole, if no model takes the part."""
 
 
 @cache
@@ -458,4 +459,4 @@ class _Types:
 
 types = _Types()
 odd = _Types(odd_heads=True)
-"""Workloads of models with an odd number of heads."""
+"""Workloads of models with an odd number of heads, as attributes."""

@@ -127,10 +127,9 @@ def _distance(got: float, due: float) -> float:
 def _is_of_its_gradients(
     evidence: Evidence, step: int, seen: Sequence[StepTrace], reported: dict[int, float]
 ) -> bool:
-    """Return True if the reported norm is that of the gradients that were used.
+    """Return True if gradients are wrong, and the reported norm is correct for them.
 
-    Then norm and clipping are right. If these gradients are wrong, ``parity.gradient``
-    reports that.
+    Then norm and clipping are right, and ``parity.gradient`` reports the gradients.
     """
     parity = evidence.parity
     assert parity is not None

@@ -73,7 +73,7 @@ def _is_kept(
 
 
 SMALLEST = float(np.finfo(np.float32).tiny)
-"""Smallest normal number; a smaller scale is rounded, and soon 0."""
+"""Smallest normal number; a smaller scale loses digits, and backoff soon makes it 0."""
 
 
 def _times(scale: float, factor: float) -> float:

@@ -30,7 +30,7 @@ from ..settings import other_setting
 
 @dataclass(frozen=True, kw_only=True)
 class _Beside:
-    """A value that a rank's workload reports before and after a step."""
+    """Value that a rank's workload reports before and after one step."""
 
     step: int
     rank: int
@@ -295,7 +295,7 @@ def _is_narrow(values: Floats) -> bool:
 
 
 def _torn(evidence: Evidence) -> tuple[int, Finding | None]:
-    """Compare averages of equal weights that were equal before a step.
+    """Compare a step's new averages on ranks whose weights and old averages are equal.
 
     An average that does not change on a rank is ignored: the rank may not keep one.
     """
@@ -321,7 +321,7 @@ def _torn(evidence: Evidence) -> tuple[int, Finding | None]:
 
 
 def _still(evidence: Evidence) -> str:
-    """Report an average that changes on one rank only, although weights are equal."""
+    """Describe an average that only some ranks change, from equal weights; else ""."""
     for step, name, now_by_rank in _equal_before(evidence):
         still = [rank for rank, now in now_by_rank.items() if not now]
         moving = [rank for rank, now in now_by_rank.items() if now]

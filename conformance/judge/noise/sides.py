@@ -89,10 +89,11 @@ class Sides(Perturbation):
     side: int = BOTH[0]
     """Selects one of two runs, which flip different halves."""
     distances: Distances = ()
-    """Distances by which inputs of functions with jumping derivatives move; empty:
-    none."""
+    """Distances by which inputs of functions with jumping derivatives move; no input
+    moves if empty."""
     signs: Limits = ()
-    """Sizes up to which gradient elements get the other sign; empty: none."""
+    """Sizes up to which gradient elements get the other sign; no sign is flipped if
+    empty."""
 
     @property
     def moves_scores(self) -> bool:
@@ -117,7 +118,7 @@ class Sides(Perturbation):
 
 
 STAY = Sides()
-"""Moves nothing."""
+"""Perturbation that moves no input and flips no sign."""
 
 
 class JumpLog(TorchFunctionMode):

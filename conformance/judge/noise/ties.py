@@ -23,14 +23,15 @@ FLIPPED = 4
 """Mean number of values that noise rounds to the other side in each run. A run has none
 with probability exp(-4), and all five have none with exp(-20)."""
 CODES = 2.0**-4
-"""Half a spacing of codes with 4 bits, one of them the sign: the coarsest state."""
+"""Half a spacing of the coarsest state: codes with 4 bits, one of them the sign."""
 
 
 @dataclass(frozen=True)
 class StateTies(Perturbation):
     """Moves some elements of an optimizer's rounded state past a tie.
 
-    Only if a workload declares ``rounds_state``; see [Note: Rounded state] in bounds.
+    Acts only if the workload declares ``rounds_state``; see [Note: Rounded state] in
+    bounds.
     """
 
     def gradients(self, run: ReferenceRun, step: int) -> None:
