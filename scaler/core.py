@@ -382,7 +382,7 @@ class ScalerCore(_TorchGradScaler):
             return optimizer.step(*args, **kwargs)
         finally:
             for name in ("grad_scale", "found_inf"):
-                with contextlib.suppress(AttributeError):  # interrupted before it is set
+                with contextlib.suppress(AttributeError):  # not set yet
                     delattr(optimizer, name)
 
     def _maybe_opt_step(
