@@ -720,7 +720,7 @@ def test_a_resolved_workload_has_only_the_calls_of_its_module() -> None:
 def test_ranks_of_a_run_are_those_of_the_one_before_unless_they_are_isolated(
     tmp_path: Path,
 ) -> None:
-    """By default runs share their ranks, and so the workload's globals (J19)."""
+    """Runs share ranks by default, and so the workload's globals (J19)."""
     text = f"dp2/2/fp32/own/none/model={MODULE}:MakesAMeshOnce,steps=2,seed="
     ids = [f"--scenario={text}{seed}" for seed in range(2)]
 

@@ -677,15 +677,15 @@ class SequenceStepsTwice(StepsTwice, RightSequence):
 
 
 class MaskOnRank1Twice(StepsTwice, MaskOnRank1):
-    """As `MaskOnRank1`, with two steps for each batch."""
+    """Has the fault of `MaskOnRank1`, and steps twice for each batch."""
 
 
 class NoSumInBackwardTwice(StepsTwice, NoSumInBackward):
-    """As `NoSumInBackward`, with two steps for each batch."""
+    """Has the fault of `NoSumInBackward`, and steps twice for each batch."""
 
 
 class NeverAveragedTwice(StepsTwice, NeverAveraged):
-    """As `NeverAveraged`, with two steps for each batch."""
+    """Has the fault of `NeverAveraged`, and steps twice for each batch."""
 
 
 class CalledOftener(StepsTwice):

@@ -187,7 +187,7 @@ class ForgetsTheGenerator(Recomputes):
 
 
 class ForgetsTheGeneratorReentrant(Recomputes):
-    """As `ForgetsTheGenerator`, by reentrant checkpointing."""
+    """Has the fault of `ForgetsTheGenerator`, with reentrant checkpointing."""
 
     reentrant, preserves = True, False
 
