@@ -182,7 +182,10 @@ def find_desync(records: Records) -> str | None:
 
 
 def find_odd_rank(records: Records) -> tuple[int, str] | None:
-    """Return the rank whose collective fewest ranks issued, and the difference."""
+    """Return the rank whose collective differs from most others, and a description.
+
+    None if no collective differs.
+    """
     calls = _first_difference(records)
     if not calls:
         return None
@@ -200,7 +203,7 @@ def find_odd_rank(records: Records) -> tuple[int, str] | None:
 
 
 def find_missing(records: Records) -> str | None:
-    """Describe the first collective that only some ranks issued."""
+    """Describe a group in which ranks issued different numbers of collectives."""
     most: dict[str, dict[int, Collective]] = defaultdict(dict)
     for rank, issued in records.items():
         for call in issued:
@@ -225,12 +228,13 @@ def find_missing(records: Records) -> str | None:
 
 
 def ended_without(call: Collective, ended: Records) -> int | None:
-    """Return a rank that ended without issuing a collective that needs it, or None.
+    """Return a rank that has ended and never issued this collective, or None.
+
+    A rank that is still in the collective then waits for ever.
 
     Args:
         call: Collective that another rank has issued.
-        ended: Last collectives of ranks that have ended. A rank in a collective that
-            one of them never issued waits for ever.
+        ended: Last collectives of the ranks that have ended.
     """
     if call.op in TWO_SIDED:
         return None

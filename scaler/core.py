@@ -59,9 +59,9 @@ class _Measured(NamedTuple):
     Attributes:
         norm: norm of the unscaled gradients, (), on the device of the scale.
         grads: gradients of this rank.
-        is_divided: True if the gradients carry no scale, after unscale_ or for the
-            norm.
-        carried: scale by which they are still multiplied; 1 if they are divided.
+        is_divided: True if the gradients carry no scale: `unscale_` was called, or they
+            were divided to compute the norm.
+        carried: scale by which the gradients are still multiplied; 1 if divided.
         factor: factor by which they are clipped.
         is_finite: True if there is no overflow, as far as the host knows.
         is_refused: True if a rank raises for a non-finite norm.
@@ -78,8 +78,8 @@ class _Measured(NamedTuple):
     def divisor(self) -> torch.Tensor | None:
         """Return the divisor by which a kernel unscales and clips, (), fp32.
 
-        None if fp32 cannot hold it. On an accelerator, where reading it would
-        synchronise, a norm beyond fp32 then clips to zero.
+        None if fp32 cannot hold it. On an accelerator that is not checked, because the
+        check would synchronise: a norm beyond fp32 then clips to zero.
         """
         factor, divisor = self.factor, self.carried
         if isinstance(factor, torch.Tensor) or isinstance(divisor, torch.Tensor):
@@ -284,7 +284,8 @@ class ScalerCore(_TorchGradScaler):
             with state_of(group).turn:
                 infs, result = self._synced(part, infs, group, method, entries, **clip)
                 norm = self._norm_over(result, part, norm_type, carried)
-            if result.host_rows is not None:  # else no rank hears of another one's wish
+            # If the rows are not read yet, each rank uses its own setting.
+            if result.host_rows is not None:
                 refuses = bool(result.host_rows.highest.refuses)
             if isinstance(norm, torch.Tensor):
                 norm = norm.to(scale.device)
@@ -296,7 +297,7 @@ class ScalerCore(_TorchGradScaler):
             # factor of zero would leave no gradient to an optimizer that shares one.
             factor = torch.where(found_inf > 0.0, 1.0, factor.clamp(max=1.0))
         else:
-            factor = min(factor, 1.0)  # of nan and 1 it is nan
+            factor = min(factor, 1.0)  # min(nan, 1.0) is nan
         is_finite = not is_true(found_inf)
         if is_refused := refuses and not math.isfinite(norm):
             # Treat a norm that is not finite like an overflow.
@@ -318,7 +319,7 @@ class ScalerCore(_TorchGradScaler):
         if result.host_rows is None:
             return global_norm(result.rows[:, FIELDS:], norm_type)
         norm = norm_on_host(result.host_rows.norms(), norm_type)
-        if norm is None:  # on all ranks alike
+        if norm is None:  # this is so on all ranks
             entries = entries_told_apart(self._sync, result, part, norm_type, carried)
             norm = norm_on_host(entries, norm_type, is_told=True)
         assert norm is not None
@@ -359,7 +360,7 @@ class ScalerCore(_TorchGradScaler):
         optimizer, record = part.optimizer, part.record
         assert record is not None
         own = getattr(optimizer, "grad_scale", None)  # torch's: the user's own
-        # A value that an interrupted step left there does not belong to the user.
+        # An interrupted step may have left its value there: that is not the user's.
         if own is not None and own is not record.grad_scale:
             grad_scale = own if grad_scale is None else grad_scale * own
         # Copy the reference: the user may set one tensor before each step.
@@ -381,7 +382,7 @@ class ScalerCore(_TorchGradScaler):
             return optimizer.step(*args, **kwargs)
         finally:
             for name in ("grad_scale", "found_inf"):
-                with contextlib.suppress(AttributeError):  # interrupted before it was
+                with contextlib.suppress(AttributeError):  # not set yet
                     delattr(optimizer, name)
 
     def _maybe_opt_step(

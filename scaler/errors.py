@@ -88,7 +88,7 @@ def not_finite(norm: float, norm_type: float) -> RuntimeError:
     )
 
 
-# - What the ranks of a sync are told
+# - Errors of a sync, one for each rank
 
 
 CHECK, CLIP, UPDATE, LOAD = range(4)

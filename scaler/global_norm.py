@@ -157,7 +157,7 @@ def grads_by_mesh(
     holders = record.holders
     by_mesh = GradsByMesh()
     gradients, locals_ = gradients_of(optimizer)
-    if locals_ is gradients and gradients and holders is None:  # no DTensor among them
+    if locals_ is gradients and gradients and holders is None:  # no DTensors
         alone = layout_of(None)
         by_mesh[alone] = by_device_and_dtype(gradients, allow_fp16=allow_fp16)
         elements = sum(map(torch.numel, gradients))
@@ -175,7 +175,7 @@ def grads_by_mesh(
             gradients, locals_ = _one_by_one(optimizer, layouts_now)
             layouts_now = specs(gradients)
         places = _places(layouts_now, locals_)
-        # A spec tells neither the rank of a plain tensor nor its size.
+        # A plain tensor has no spec to show that its size is still the same.
         is_plain = any(spec is None for spec in layouts_now)
         record.places = None if is_plain else places
     if holders is not None:
@@ -437,10 +437,10 @@ def global_norm(entries: torch.Tensor, norm_type: float) -> torch.Tensor:
     # Entries of one mesh get one place, and with it the sum over the mesh.
     place = torch.searchsorted(mesh.sort().values, mesh)
     total = torch.zeros_like(power).index_add_(0, place, power)[place]
-    # Replicas that were told apart have one kind, others an equal sum as well.
+    # Identified replicas have the same kind. Others must also have an equal sum.
     known_by = torch.where(mesh > 0, 0, total)
-    # Sorted by kind, then by what replicas have in common, equal ones are neighbours:
-    # all but one are copies, entries of one mesh among them.
+    # Sort by kind, then by sum, so that equal entries are neighbours. All but one of
+    # them are copies, also entries of the same mesh.
     order = known_by.argsort()
     order = order[kind[order].argsort(stable=True)]
     kind, known_by, total = kind[order], known_by[order], total[order]

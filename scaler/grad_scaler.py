@@ -328,7 +328,7 @@ class GradScaler(ScalerCore):
         self._check_scale_growth_tracker("step")
         if optimizer is None:
             if self._iteration.lacked:
-                del self._iteration.lacked[0]  # it has taken part before
+                del self._iteration.lacked[0]  # an earlier call has taken part
             else:
                 self._take_part(self._part_of(None), "step", takes_part=1.0)
             return None
@@ -342,7 +342,7 @@ class GradScaler(ScalerCore):
                 )
             raise self._refused(message, part, "step")
         is_unscaled = part.stage is OptState.UNSCALED
-        # Once it is unscaled the other ranks wait no more.
+        # If it is unscaled already, no other rank waits for a sync.
         exchanges = -1 if is_unscaled else self._sync.exchanges
         try:
             grad_scale = None
@@ -373,8 +373,8 @@ class GradScaler(ScalerCore):
         allow_fp16: bool | None = None,
         only_check: bool = False,
     ) -> None:
-        # Checks this rank's gradients, divides them unless asked not to, and replaces
-        # what this rank found by what any rank found.
+        # Check this rank's gradients and divide them, unless ``only_check``. Then
+        # replace this rank's findings by those of all ranks.
         group = self._find_group(part)
         if only_check:
             scale = self._scale_or_one()
@@ -402,7 +402,7 @@ class GradScaler(ScalerCore):
         return self._part_of(optimizer).found
 
     def _take_part(self, part: Part, method: str, **fields: float) -> None:
-        # In the other ranks' sync of an optimizer that this rank lacks.
+        # Take part in the other ranks' sync of an optimizer that this rank lacks.
         exchanges = self._sync.exchanges
         try:
             if (group := self._find_group(part)) is None:
@@ -458,7 +458,7 @@ class GradScaler(ScalerCore):
             self._sync.end_iteration(
                 self._row,
                 "update",
-                # Without any flag it is raised below, and no second time at a sync.
+                # Without flags the error is raised below, not at the next sync.
                 must_have_gradients=bool(flags)
                 and not (
                     iteration.has_failed
@@ -497,7 +497,8 @@ class GradScaler(ScalerCore):
         tracker: torch.Tensor,
         chosen: Number | None = None,
     ) -> None:
-        # By the rule; or to what the caller chose, which leaves the tracker, as torch.
+        # Move the scale by the rule, or to the value that the caller chose. As in
+        # torch, the growth tracker then stays.
         scale = self._scale_or_one()
         before: Any = scale.tolist() if is_readable(scale) else scale.clone()
         rule = self._growth_factor, self._backoff_factor, self._growth_interval
@@ -514,8 +515,8 @@ class GradScaler(ScalerCore):
         self._move_scale(found_inf.clamp(max=1.0).reshape(()), tracker)
 
     def _limit_tracker(self) -> None:
-        # torch's kernel asks for equality: a tracker beyond a lowered interval would
-        # never grow the scale again.
+        # torch's kernel grows the scale if tracker and interval are equal. With a
+        # tracker above a lowered interval the scale would never grow again.
         most = min(self._growth_interval, 2**31) - 1
         self._init_growth_tracker = min(self._init_growth_tracker, most)
         if self._growth_tracker is not None:
@@ -637,7 +638,7 @@ class GradScaler(ScalerCore):
             fields = {key.lstrip("_"): value for key, value in saved.items()}
             row = self._row()._replace(call=LOAD, was_scaled=1.0, **fields)
             self._sync.exchange(group, "load_state_dict", row).read()
-        # Ranks that lived differently long until now count alike from here on.
+        # From here on all ranks count alike, also those that joined later.
         self._sync.restart()
         self._records.forget_numbers()
         self._history.end_row_of_skips()
@@ -670,7 +671,7 @@ class _Disabled(ScalerCore):
         device, group, history = scaler._device, scaler._sync.group, scaler._history
         self._begin(device, group, history, "in_place", Policy())
         self._growth_factor, self._backoff_factor, self._growth_interval = 2.0, 0.5, 1
-        self._was_scaled = True  # by one
+        self._was_scaled = True  # the scale is one
 
     def _clip(
         self,

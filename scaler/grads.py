@@ -260,8 +260,9 @@ def clip_(grads: Iterable[Gradients], factor: Number, scale: Number) -> None:
     """
     factors = [factor / scale]
     if isinstance(factors[0], float) and factors[0] < LOWEST_SCALE:
-        # The product is subnormal in fp32 and has lost digits, or is zero. That with
-        # zero cannot be taken back: each gradient is first written to by the other one.
+        # The quotient is subnormal in fp32 and has lost digits, or is zero. So multiply
+        # twice. The factor comes last: it may be zero, which cannot be taken back, and
+        # by then every gradient has been written to without an error.
         factors = [1.0 / scale, factor]
     groups = list(chain.from_iterable(gradients.items() for gradients in grads))
     _multiply([(*group, number) for number in factors for group in groups])
@@ -296,14 +297,14 @@ def _take_back(done: list[Write], writes: list[Write]) -> None:
         key, tensors, factor = writes[len(done)]
         written.append((key, _written(tensors), factor))
     for key, tensors, factor in written:
-        with contextlib.suppress(Exception):  # the first error is the one to tell
+        with contextlib.suppress(Exception):  # the caller reports the first error
             if tensors and (isinstance(factor, torch.Tensor) or factor != 0.0):
                 _write((key, tensors, 1.0 / factor))
 
 
 def _written(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    # A kernel for lists goes through them on a CPU, until one cannot be written to (an
-    # expanded gradient). On other devices that one is found first.
+    # On a CPU a foreach kernel writes one tensor after another, until one cannot be
+    # written to (an expanded gradient). On other devices it checks all tensors first.
     if not tensors[0].is_cpu:
         return []
     for index, tensor in enumerate(tensors):
@@ -312,7 +313,7 @@ def _written(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
                 tensor.mul_(1)
         except Exception:
             return tensors[:index]
-    return []  # it was no tensor that raised: nothing has begun
+    return []  # no tensor raised, so the kernel had not begun to write
 
 
 # - Norms, each tensor read once
@@ -446,11 +447,12 @@ def _norm_in_pieces(tensor: torch.Tensor, norm_type: float, piece: int) -> torch
 
 
 def number_in(tensor: torch.Tensor) -> Number:
-    """Return the number in a tensor with one element; on an accelerator the tensor.
+    """Return the number in a tensor with one element, if the host can read it.
 
-    A tensor of a subclass is also returned unchanged; see `is_readable`.
+    A tensor on an accelerator is returned unchanged, and so is one of a subclass; see
+    `is_readable`.
     """
-    # As `is_readable`, without a call: many are made in a step.
+    # The test of `is_readable`, inlined, because a step runs it many times.
     if not (Host.reads_cpu and tensor.is_cpu and type(tensor) is torch.Tensor):
         return tensor
     # Unlike item, tolist is not counted as a synchronisation, which it is not here.
@@ -459,7 +461,7 @@ def number_in(tensor: torch.Tensor) -> Number:
 
 
 def is_true(found_inf: torch.Tensor) -> bool:
-    """Return True if the host knows of an overflow, without a synchronisation."""
+    """Return True if the flag is set and the host can read it without waiting."""
     number = number_in(found_inf)
     return isinstance(number, float) and number > 0.0
 
@@ -475,7 +477,7 @@ def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def tensor_of(numbers: list[Number], device: torch.device) -> torch.Tensor:
     """Return the numbers as an fp64 tensor on ``device``, without a synchronisation."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # a graph keeps what its kernels are given, and not the memory of the host
+        # a replayed graph keeps the arguments of its kernels, but not host memory
         vector = torch.empty(len(numbers), dtype=torch.float64, device=device)
         for slot, number in zip(vector, numbers, strict=True):
             fill = slot.copy_ if isinstance(number, torch.Tensor) else slot.fill_

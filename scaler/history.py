@@ -69,7 +69,7 @@ def first_nonfinite(optimizer: Any) -> int:
     try:
         bad = _first_bad(optimizer)
         is_nan = bad is not None and bool(bad[1].isnan().any())
-    except (RuntimeError, TypeError):  # a class of tensors that knows no norm
+    except (RuntimeError, TypeError):  # a tensor class that does not support norms
         return 0
     return 0 if bad is None else 1 + bad[0] * 2 + is_nan
 

@@ -100,8 +100,8 @@ class Part:
 
     def begin_anew(self, scale: torch.Tensor) -> None:
         """Multiply divided gradients by the scale again, and allow another step."""
-        # Compare with other tensors: a backward may have added to those of the last
-        # step.
+        # The next step must have new gradient tensors: a backward may have added to
+        # those of the last step.
         stage = self.stage
         if self.optimizer is None or stage is OptState.READY:
             return
@@ -109,7 +109,7 @@ class Part:
         if stage is OptState.UNSCALED:
             self.stage = OptState.READY
             self.is_clipped = self.is_undivided = False
-        with contextlib.suppress(Exception):  # the first error is the one to tell
+        with contextlib.suppress(Exception):  # the caller reports the first error
             if is_divided:
                 gradients = local_gradients(self.optimizer, allow_fp16=True)
                 multiply_(gradients, scale)
@@ -172,7 +172,7 @@ class Iteration:
         return next((part for part in self.lacked if not part.is_clipped), None)
 
     def looked_at(self, part: Part, *, is_over: bool = False) -> None:
-        """Keep a part of an optimizer that this rank lacks, until ``is_over``."""
+        """Store a part whose optimizer this rank lacks; remove it if ``is_over``."""
         self.lacked = [each for each in self.lacked if each is not part]
         if not is_over:
             self.lacked.append(part)
@@ -230,7 +230,7 @@ class Iteration:
         return False
 
 
-# - What outlasts an iteration
+# - State that outlives an iteration
 
 
 @dataclass(eq=False)
@@ -275,12 +275,12 @@ class OptimizerRecords:
     """
 
     def __init__(self) -> None:
-        # Records of a dead optimizer go before another optimizer can have its id.
+        # The record of a dead optimizer is removed before its id can be used again.
         self._records: dict[int, OptimizerRecord] = {}
         self._by_groups: dict[int, OptimizerRecord] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OptimizerRecords, ()  # a copy of the scaler meets its optimizers anew
+        return OptimizerRecords, ()  # a copy of the scaler starts without records
 
     def find(self, optimizer: Any) -> OptimizerRecord | None:
         """Return the record of an optimizer, or None if it was never seen."""
@@ -331,11 +331,11 @@ def _groups_of(optimizer: Any) -> Any:
     try:
         return optimizer.param_groups
     except Exception:
-        return None  # what it says is raised where its gradients are read
+        return None  # the same error is raised where its gradients are read
 
 
 def _key_of(groups: Any) -> int:
-    # The same for groups that `_are_same`.
+    # Equal for groups for which `_are_same` is true.
     try:
         return id(groups[0]["params"])
     except Exception:
@@ -343,7 +343,7 @@ def _key_of(groups: Any) -> int:
 
 
 def _are_same(groups: Any, others: Any) -> bool:
-    # Two optimizers that were built from one dictionary share it, but are two.
+    # Two optimizers that were built from one dictionary share it, but are not the same.
     if groups is others:
         return True
     try:

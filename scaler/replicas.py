@@ -132,7 +132,7 @@ def _table(optimizer: Any) -> torch.Tensor:
             mine, specs([parameter.grad for parameter in mine]), strict=True
         ):
             layout = layout_of(spec)
-            family = layout.kind  # what differs in it is not compared
+            family = layout.kind  # only gradients of equal families are compared
             if spec is not None:
                 family = f"{family} {spec.placements} {spec.shape}"
             local = local_tensor(parameter, coalesce=True)
@@ -169,7 +169,7 @@ def _sets_of_meshes(tables: Sequence[torch.Tensor]) -> list[list[float]]:
     meshes: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for key in sorted(bits):
         name = (*what[key], bits[key])
-        seen[key[0], *name] += 1  # a mesh may have several that are equal
+        seen[key[0], *name] += 1  # a mesh may have several equal gradients
         names[key] = (*name, seen[key[0], *name])
         meshes[names[key]].append(key[0])
     return [

@@ -330,11 +330,12 @@ class OverflowSync:
         self.group = group
         self._device_type = device_type
         self._on_read = on_read
-        self._cpu_group: Any = None  # the last group that exchanges rows there
+        self._cpu_group: Any = None  # the last group that exchanged rows on the CPU
         self._made = next(_made)
-        self._unread: list[SyncResult] = []  # several around a captured graph
+        self._unread: list[SyncResult] = []  # more than one around a captured graph
         self.exchanges = self.told = 0
-        self._has_gradients = False  # any rank, in this iteration, as far as read
+        # True if a row that was read in this iteration shows a gradient on any rank.
+        self._has_gradients = False
         self.restart()
 
     def restart(self) -> None:
@@ -342,7 +343,7 @@ class OverflowSync:
         self._begin_anew()
         self.is_void = False
         self.failures = 0
-        self._optimizers = 0  # that any rank has synced
+        self._optimizers = 0  # number of optimizers that any rank has synced
 
     def _begin_anew(self) -> None:
         self.is_void = True
@@ -386,13 +387,13 @@ class OverflowSync:
             self.told = 0
             late = self._late_error() if self._unread else None
             if row.call == LOAD:
-                late = None  # a load ends what an error has begun
+                late = None  # a load ends the failed iteration of an earlier error
             row = self._numbered(row, of_group, record, failed=late is not None)
             device = torch.device("cpu")
             if self._cpu_group is not group:
                 device = message_device(group, self._device_type, row.scale)
                 self._cpu_group = group if device.type == "cpu" else None
-            sent = self.sent + (row.call != LOAD)  # a load is no part of an iteration
+            sent = self.sent + (row.call != LOAD)  # loads are outside of iterations
             try:
                 mine = tensor_of([*row, *(norms or [0.0] * NORMS)], device)
                 rows = exchange(group, method, mine)
@@ -432,7 +433,7 @@ class OverflowSync:
         if number is not None:
             fields["scaler"] = number
         else:
-            # A scaler that this rank alone made again has the old number.
+            # The other ranks still use the old number if only this rank made it again.
             numbers = of_group.numbers.items()
             fields["made_after"] = len({n for made, n in numbers if made < self._made})
         if record is not None and record.number is not None:
@@ -441,7 +442,7 @@ class OverflowSync:
             # If this rank has stepped all optimizers, it knows the number of a new one.
             # If other ranks step an old one, all ranks find that it is another.
             fields["optimizer"] = self._optimizers + 1
-        if row.call != LOAD:  # a rank may have iterated alone, and load to join
+        if row.call != LOAD:  # a rank may have iterated alone before it loads
             fields["iteration"], fields["position"] = self._iteration, self.sent + 1
             fields["failures"] = self.failures
         return row._replace(**fields)
@@ -455,7 +456,7 @@ class OverflowSync:
 
     def _late_error_of(self, result: SyncResult) -> Exception | None:
         if result.was_read and result.host_rows is None:
-            return None  # it was raised where it was read
+            return None  # its error was raised when it was read
         try:
             self._learn(result, result.read(), state_of(result.group))
         except (PeerFailedError, RanksDisagreeError, AssertionError) as error:
@@ -485,7 +486,7 @@ class OverflowSync:
         record = result.record
         if record is not None and record.number is None:
             if number in record.taken:
-                self.failures += 1  # the other ranks see nothing wrong
+                self.failures += 1  # the other ranks raise no error
                 raise result.disagreement(rows, ["optimizer"])
             record.number = number
 

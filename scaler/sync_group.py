@@ -49,7 +49,7 @@ class SyncGroup:
 
     def __init__(self, over: SyncOver = "world") -> None:
         self.over: Any = _ranks_of(over) if isinstance(over, DeviceMesh) else over
-        # new_group gives the second one to outsiders.
+        # new_group returns NON_GROUP_MEMBER on ranks outside of the group.
         names = ("world", "local", dist.GroupMember.NON_GROUP_MEMBER)
         if not hasattr(over, "size") and self.over not in names:
             raise InvalidSettingError(
@@ -70,7 +70,7 @@ class SyncGroup:
     @property
     def is_distributed(self) -> bool:
         """True if there may be other ranks to sync with."""
-        if isinstance(self.over, tuple):  # without making its group
+        if isinstance(self.over, tuple):  # do not create its group here
             return dist.is_initialized() and len(self.over) > 1
         return self.find() is not None
 
@@ -79,7 +79,7 @@ class SyncGroup:
         if isinstance(self.over, str | tuple):
             return {"over": self.over}
         ranks = _ranks_in(self.over)
-        # The whole world stays "the whole world", also in a world of another size.
+        # A group of all ranks is saved as "world": it may be loaded on other ranks.
         is_part = 0 < len(ranks) < dist.get_world_size()
         return {"over": ranks if is_part else "world"}
 
@@ -132,7 +132,8 @@ class GroupState:
         is_gloo: True if it exchanges CPU messages by gloo.
         scalers: number of scalers that any rank has synced over it.
         numbers: numbers of this rank's scalers, by the count at which they were made.
-        parts: for the whole world, groups that scalers have made, by their ranks.
+        parts: groups that scalers have created, by their ranks; only the state of the
+            whole world has them.
     """
 
     turn: Any = field(default_factory=threading.RLock)
@@ -180,7 +181,7 @@ def exchange(group: dist.ProcessGroup, method: str, mine: torch.Tensor) -> torch
 
 
 def _if_shared(group: Any) -> dist.ProcessGroup | None:
-    # GroupMember.NON_GROUP_MEMBER is what new_group gives to outsiders.
+    # new_group returns GroupMember.NON_GROUP_MEMBER on ranks outside of the group.
     if group is None or group is dist.GroupMember.NON_GROUP_MEMBER or group.size() < 2:
         return None
     return group  # type: ignore[no-any-return]
@@ -194,7 +195,7 @@ def _ranks_in(group: dist.ProcessGroup) -> tuple[int, ...]:
     try:
         return tuple(dist.get_process_group_ranks(group))
     except (KeyError, ValueError, RuntimeError):
-        return ()  # not one that torch registered, or of a world that was torn down
+        return ()  # torch did not register it, or its world was torn down
 
 
 def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -204,7 +205,7 @@ def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         return None
     world: Any = dist.group.WORLD
     parts = state_of(world).parts.setdefault(ranks, [])
-    if not parts or not _ranks_in(parts[-1]):  # else somebody has destroyed the last
+    if not parts or not _ranks_in(parts[-1]):  # none yet, or the last was destroyed
         parts.append(_new_group_of_members(ranks, len(parts)))
     return _if_shared(parts[-1])
 

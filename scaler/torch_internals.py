@@ -1,7 +1,7 @@
 """Every private name of torch that the scaler uses, one function each.
 
 ``tests/scaler/test_torch_internals.py`` asserts that each name exists with the expected
-signature, so a change in torch fails there and not in a norm.
+signature. So a change in torch fails that test, and does not make a norm wrong.
 """
 
 from __future__ import annotations
@@ -93,12 +93,13 @@ def device_types(group: torch.distributed.ProcessGroup) -> list[str]:
 
 @contextmanager
 def groups_named(name: str) -> Iterator[None]:
-    """Give process groups that this thread makes a name.
+    """Use ``name`` for each process group that this thread creates in this context.
 
-    torch names a group that only its members make by what other groups a rank has: up
-    to 2.13 by their number, which may differ between members. From 2.14 on torch counts
-    such a group, other ranks do not, and their later groups have different names. Ranks
-    then wait for each other for ever, or connect to a rank of another group.
+    torch derives the name of a group from the groups that the rank already has. Up to
+    2.13 it uses their number, which may differ between members. From 2.14 on it also
+    counts groups that only their members create, so later groups of all ranks may get
+    different names. Ranks with different names wait for each other for ever, or connect
+    to a rank of another group.
     """
     module, thread = distributed_c10d, threading.get_ident()
     own = module._process_group_name

@@ -56,7 +56,7 @@ def ours_sharded(**settings: Any) -> Any:
 
 
 class Pair(NamedTuple):
-    """A class of torch and ours, made with the same settings."""
+    """Makers of torch's scaler and of ours, with the same settings."""
 
     theirs: Make
     ours: Make
@@ -75,7 +75,7 @@ PAIRS = pytest.mark.parametrize(
 
 
 def bits(value: Any) -> Any:
-    """Return all that two results must share: dtype, shape, layout and every bit."""
+    """Return what must be equal in two results: dtype, shape, layout and every bit."""
     if isinstance(value, Tensor):
         if value.is_sparse:
             indices, values = value._indices(), value._values()
@@ -113,11 +113,11 @@ def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def filled(value: float, *shape: int, dtype: Any = torch.float32) -> Tensor:
-    """Return a leaf that wants a gradient."""
+    """Return a leaf tensor filled with ``value``, with ``requires_grad``."""
     return torch.full(shape or (2,), value, dtype=dtype, requires_grad=True)
 
 
 def scaled_once(scaler: Any) -> Any:
-    """Return the scaler, its scale made."""
+    """Return the scaler after one call of ``scale``, which creates its scale tensor."""
     scaler.scale(torch.ones(()))
     return scaler

@@ -52,7 +52,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)  # before those that -m leaves out are gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases slow that ``few`` leaves out: it keeps some, evenly spread."""
+    """Mark cases as slow, except those that the marker ``few`` keeps, evenly spread."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
@@ -79,7 +79,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def warm_socket(once: Once) -> str:
-    """Start the Python that has torch, and return its socket."""
+    """Start the server of ``warm_python``, which imports torch; return its socket."""
     from gradparity.tests import warm_python
 
     session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
@@ -138,7 +138,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def device(request: pytest.FixtureRequest) -> str:
-    """The type of the device that a module's ranks compute on."""
+    """Device type on which the ranks of a module compute."""
     kind: str = getattr(request, "param", "cpu")
     return kind
 
@@ -167,10 +167,10 @@ def _ranks(world_size: int, device: str) -> Cluster:
 
 @pytest.fixture
 def counted_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hunt that counts: its clock moves with each look at it, and only then.
+    """Replace the clock of a hunt by one that moves by a second when it is read.
 
-    A scenario takes one look, so a budget is a number of draws, and of attempts to
-    shrink, however busy the machine is.
+    Each scenario reads it once. So a budget is a number of draws and of attempts to
+    shrink, and does not depend on the load of the machine.
     """
     module = importlib.import_module("gradparity.conformance.run.hunt")
     clock = SimpleNamespace(monotonic=map(float, itertools.count()).__next__)
@@ -196,7 +196,10 @@ def on_two_hosts(in_namespaces: tuple[str, ...]) -> tuple[str, ...]:
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
-    """``once(name, make)``: a folder that one worker has filled by ``make(folder)``."""
+    """Return ``once(name, make)``, which returns a folder filled by ``make(folder)``.
+
+    Only the first worker that calls it for a name calls ``make``.
+    """
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a folder in the session's
         shared = shared.parent
@@ -239,9 +242,9 @@ def _call(command: list[str], folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def real_report(once: Once, warm_ranks: list[str]) -> Path:
-    """``report.jsonl`` of a run in which ours passes and torch's scaler fails under tp.
+    """Report of a run in which our scaler passes and torch's fails under tp.
 
-    Its page is beside it.
+    The page of the report is in the same folder.
     """
     return once("real-report", partial(_run, warm_ranks)) / "report.jsonl"
 
@@ -258,5 +261,5 @@ def _run(python: list[str], folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def real(real_report: Path) -> Report:
-    """The report of ``real_report``, read."""
+    """Contents of ``real_report``."""
     return read_report(real_report)

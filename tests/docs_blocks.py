@@ -31,7 +31,7 @@ COMMANDS = tuple(
     "gradparity make pip python pytest torchrun sh cp export "
     "sbatch srun kubectl torchx helm docker OMP_NUM_THREADS=1".split()
 )
-"""First words of lines by which a block without a language counts as commands."""
+"""First words of command lines; a block without a language may consist of them."""
 _MARK = re.compile(r"<!-- (tested|not run): (.+?) -->")
 _PARSER = MarkdownIt("commonmark").enable("table")
 
@@ -63,7 +63,7 @@ class Block:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """Every block of code of a page, in order."""
+    """Yield every block of code of a page, in order."""
     mark = ""
     for token in _tokens(page):
         if token.type in ("fence", "code_block"):

@@ -25,7 +25,7 @@ LEFT = "left behind:"
 
 
 class Unpicklable(Exception):
-    """Pickles, but does not come back."""
+    """Exception that can be pickled, but not unpickled."""
 
     def __init__(self, a: int, b: int) -> None:
         super().__init__(f"{a} and {b}")
@@ -98,7 +98,7 @@ def exits(code: int) -> Callable[[], None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Rank 1 of 3 does ``bad``; the others do ``others``."""
+    """One row of the matrix: rank 1 of 3 calls ``bad``, the others ``others``."""
 
     bad: Callable[[], Any]
     states: tuple[RankState, RankState, RankState]
@@ -106,15 +106,16 @@ class Fault:
     says: tuple[str, ...] = ()
     limit_s: float = 60.0
     within_s: float = 2.0
-    """Promised on an idle machine: from the call to its error, or beyond its limit."""
+    """Promised seconds until the error, from the call or, if it hangs, from its limit;
+    on an idle machine."""
 
     has: dict[str, Any] = field(default_factory=dict)
     leaves: bool = False
-    """True if it prints a process that it leaves behind, which must end with it."""
+    """True if the rank prints the pid of a child, which must end with the rank."""
 
     @property
     def hangs(self) -> bool:
-        """True if it ends by its limit."""
+        """True if a rank hangs until the time limit."""
         return HUNG in self.states
 
 

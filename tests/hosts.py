@@ -27,7 +27,7 @@ from pathlib import Path
 
 DELAY_S, LOSS = 0.010, 0.01
 END_S = 60.0
-"""Seconds that the second host may go on after the first one's torchrun."""
+"""Seconds for processes of the second host to end after the first host's torchrun."""
 
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
@@ -123,7 +123,10 @@ def carry(ends: list[int]) -> None:
 def wait_for_the_others(
     agent: subprocess.Popen[bytes], holder: int, cut: bool
 ) -> list[str]:
-    """Who is still there at the end; a cut link may hold up torchrun's own agent."""
+    """Wait until other processes have ended; describe those that are left.
+
+    If the link was cut, torchrun's own agent may stay.
+    """
     known = {1, os.getpid(), holder, agent.pid}
     deadline = time.monotonic() + END_S
     while True:

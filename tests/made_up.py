@@ -28,11 +28,11 @@ from gradparity.conformance.status import Finding
 SCENARIO = Scenario.parse("ddp/2/fp32/sgd/none/steps=4,scale=8,interval=2")
 BAD_STEP = 1
 OF_STACKS = ("random.",)
-"""Chapters of laws that no scaler can break."""
+"""Groups of checks that do not depend on a scaler."""
 
 
 def rank_trace(rank: int, *, bad: bool) -> RankTrace:
-    """A right run: two replicas; with ``bad`` the step 1 has an inf on rank 1."""
+    """Return a trace of a right run of two replicas; ``bad`` adds an inf on rank 1."""
     trace = RankTrace(
         rank=rank,
         coordinate={"dp": rank},
@@ -110,7 +110,7 @@ def add(parity: Parity, row: ParityRow) -> None:
 
 
 def row(kind: str, error: float) -> ParityRow:
-    """Row with a truth of 0, so that its bound of 1 tells."""
+    """Return a row with a true value of 0 and a bound of 1."""
     return ParityRow(
         kind=kind,
         step=2,
@@ -146,13 +146,13 @@ def clip_row(*, rank: int, step: int, factor: float = 0.5) -> ClipRow:
 
 
 def doubts_in(of: Evidence) -> list[Doubt]:
-    """The doubts that the traces of a run raise."""
+    """Return the doubts that the traces of a run raise."""
     steps = [[*zip(of.ranks, seen, strict=True)] for _, seen in of.steps()]
     return doubts_of(of.scenario, steps, "")
 
 
 def finding(of: Evidence, law: str) -> Finding:
-    """Finding of one law."""
+    """Return the finding of one check."""
     (verdict,) = [v for v in judge(of) if v.law == law]
     return verdict
 

@@ -2,14 +2,13 @@
 
 Looked for, once the command has ended and its last processes had time to do so:
 
-1. processes: whoever is orphaned below us becomes our child, so none can hide;
+1. processes: an orphaned descendant becomes a child of this process, so none can hide;
 2. sockets that listen: they belong to such a process and are named with it;
 3. files in the temporary folder: the command gets one of its own;
 4. shared memory: new names in /dev/shm that no process has open.
 
-pytest's own folders, torch's compiler cache and the log folder that torchrun leaves of
-every run are no trace of ours; they go with the temporary folder, unless the command
-failed and they may be of use.
+pytest's own folders, torch's compiler cache and the log folders of torchrun do not
+count. They are deleted with the temporary folder, unless the command failed.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def processes(limit_s: float) -> list[str]:
 
 
 def living() -> list[int]:
-    """Reap who has ended; return the children that are left, adopted ones too."""
+    """Reap children that have ended; return the others, including adopted ones."""
     while True:
         try:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
@@ -113,7 +112,7 @@ def shared_memory() -> set[str]:
 
 
 def held_by_nobody(before: set[str]) -> list[str]:
-    """Describe new, unused names in shared memory; used ones belong to others."""
+    """Describe new names in shared memory that no process uses."""
     new = sorted(shared_memory() - before)
     used = in_use() if new else set()
     return [

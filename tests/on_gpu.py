@@ -15,11 +15,11 @@ ON_BOTH = (
     *("test_groups_and_errors", "test_lacking", "test_meshes", "test_norm_groups"),
     *("test_transactions", "test_faulty"),
 )
-"""Modules that ask for the device; the ranks' functions make their tensors there."""
+"""Test modules that use the fixture ``device`` and run on both types of device."""
 
 
 class OnGpu(Cluster):
-    """Ranks that share one GPU over NCCL; a function makes its tensors there."""
+    """Ranks that share one GPU over NCCL; functions create their tensors on it."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size, backend="nccl", share_devices=True)

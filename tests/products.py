@@ -10,10 +10,10 @@ from gradparity.conformance.space.covering import cover, subsets
 
 
 def in_turn(rows: Sequence[Any], columns: Sequence[Any], *, each: int = 2) -> list[Any]:
-    """Return every pair of a row and a column; ``each`` pairs of a row are not slow.
+    """Return every pair of a row and a column, all slow except ``each`` of a row.
 
-    The chosen columns move on by one from row to row, so that each column is among
-    them as often as the others.
+    The columns that are not slow move by one from row to row, so that each column is
+    among them equally often.
     """
 
     def slow(row: int, column: int) -> list[pytest.MarkDecorator]:
@@ -28,10 +28,10 @@ def in_turn(rows: Sequence[Any], columns: Sequence[Any], *, each: int = 2) -> li
 
 
 def pairs(*columns: pytest.MarkDecorator) -> pytest.MarkDecorator:
-    """Join several ``parametrize`` into one; few of its cases are not slow.
+    """Join several ``parametrize`` into one, with most of the cases marked slow.
 
-    These contain every value of each column beside every value of each other one, as
-    the presets of scenarios do.
+    The other cases cover all pairs: each value of a column occurs together with each
+    value of every other column.
     """
     names = [name for column in columns for name in _names(column)]
     values = {str(i): _cases(column) for i, column in enumerate(columns)}
@@ -54,7 +54,7 @@ def _names(column: pytest.MarkDecorator) -> list[str]:
 
 
 def _cases(column: pytest.MarkDecorator) -> list[tuple[str, Sequence[Any]]]:
-    """The name and the values of each case of a ``parametrize`` without marks."""
+    """Return id and values of each case of a ``parametrize``; cases have no marks."""
     names, ids = _names(column), column.kwargs.get("ids")
     found = []
     for number, value in enumerate(column.args[1]):

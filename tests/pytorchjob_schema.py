@@ -3,8 +3,8 @@
     python -m venv x; x/bin/pip install kubeflow-training
     x/bin/python tests/pytorchjob_schema.py examples/cluster/pytorchjob.yaml
 
-Only models that the file uses are written; a field that a model does not have is wrong.
-Run in an environment of its own: the SDK brings a dozen packages.
+The schema has only the models that the file uses, and allows no other fields. Run it in
+a separate environment, because the SDK needs a dozen packages.
 """
 
 import functools

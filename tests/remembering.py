@@ -9,11 +9,11 @@ from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.report.records import Location
 
 KEPT = 64
-"""Runs that are kept: tests that ask about the same one stand near each other."""
+"""Number of runs that are kept; tests of the same run are near each other."""
 
 
 class Remembering(Runner):
-    """Answers from memory if the same scaler, scenario and settings come again."""
+    """Runner that remembers its results by scaler, scenario and settings."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

@@ -13,7 +13,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 class Scripts:
-    """Runs scripts in ``folder`` by ``python``, the words of a command."""
+    """Runs scripts in ``folder`` by the command line ``python``."""
 
     def __init__(self, folder: Path, python: list[str]) -> None:
         self.path, self.python = folder / "script.py", python

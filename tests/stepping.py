@@ -31,7 +31,7 @@ def scalar_weight(
 
 
 class Kernels(TorchDispatchMode):
-    """Notes each kernel that is called, and whether it was told not to wait."""
+    """Records each kernel that is called, and the value of ``non_blocking``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
@@ -100,7 +100,7 @@ WAYS = [step, unscale, clip, clip_and_step]
 
 @contextmanager
 def exchanged(how: str) -> Iterator[None]:
-    """Act as on an accelerator: the one switch for tests without one.
+    """Act as on an accelerator, on a CPU.
 
     ``how``: ``"cpu"``, the host reads everything at once; ``"settling"``, the first
     iterations of an accelerator, in which it reads what ranks exchange; ``"settled"``,
@@ -116,7 +116,7 @@ def exchanged(how: str) -> Iterator[None]:
 
 
 HOW = pytest.mark.parametrize("how", ["cpu", "settling"])
-"""Protections that answer at once, on a CPU and on an accelerator."""
+"""Tests of errors that are raised at once: on a CPU, and early on an accelerator."""
 
 
 def acting(how: str, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,6 @@ INSTALLED = Path(pytest.__file__).parents[1]
 
 
 def test_installed_packages_come_before_what_lies_beside_the_checkout() -> None:
-    """The checkout is a package: pytest puts the folder above it on the path."""
+    """The checkout is a package, so pytest puts the folder above it on the path."""
     path = [Path(entry or ".").resolve() for entry in sys.path]
     assert ABOVE not in path[: path.index(INSTALLED)]

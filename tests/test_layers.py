@@ -9,7 +9,7 @@ ROOT = Path(gradparity.__file__).parent
 
 
 def test_the_judge_asks_what_a_workload_has_and_not_whose_it_is() -> None:
-    """Code that calls a user's ``train_step`` reads it; all other reads ``has``."""
+    """Only code that calls a user's ``train_step`` may read that attribute."""
     reads = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in (ROOT / "conformance").rglob("*.py")

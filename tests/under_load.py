@@ -1,7 +1,7 @@
 """Run ``make test`` beside busy loops: ``under_load.py RUNS [COMMAND...]``.
 
-A test that fails only on a busy machine fails here. Each run's output is kept in
-``parity-report/under-load-N.log``; what failed is printed, and how long each run took.
+A test that fails only on a busy machine fails here. The output of run N is stored in
+``parity-report/under-load-N.log``; failures and the time of each run are printed.
 """
 
 from __future__ import annotations

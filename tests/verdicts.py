@@ -4,5 +4,5 @@ from gradparity.conformance import Case
 
 
 def failed(found: Case) -> dict[str, str]:
-    """Return the message of each check that failed, by its law."""
+    """Return the message of each check that failed, by the check's id."""
     return {v.law: v.message for v in found.verdicts if v.status == "fail"}

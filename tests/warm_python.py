@@ -82,7 +82,7 @@ def serve(path: str, session: int) -> None:
 
 
 def _answer(listening: socket.socket, session: int) -> None:
-    """Fork for each request; tell its process id, and at its end its exit code."""
+    """Fork for each request; send the fork's pid, and later its exit code."""
     import contextlib
     import select
 
@@ -135,7 +135,7 @@ def _answer(listening: socket.socket, session: int) -> None:
 
 
 def _become(words: list[str], cwd: str, env: dict[str, str], ranks: bool) -> None:
-    """Be the program that a client asks for."""
+    """Run the program that a client asks for in this fork, and exit with its code."""
     import atexit
     import runpy
     import threading
@@ -183,7 +183,7 @@ def _become(words: list[str], cwd: str, env: dict[str, str], ranks: bool) -> Non
 
 
 def _fork_forkserver(ranks: bool) -> None:
-    """Make the forkserver of a program with ranks now, while it has one thread."""
+    """Start the forkserver of a program with ranks, while there is only one thread."""
     if ranks:
         from gradparity.multiprocess.parent import forkserver_client
 

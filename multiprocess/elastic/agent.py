@@ -168,17 +168,17 @@ class Agent:
         """Carry out a request on all agents.
 
         Returns:
-            True if all ranks were ready; and one fact for each rank, about the call or,
-            if not all were ready, about its start.
+            True if all ranks were ready, and one fact for each rank. The facts are
+            about the call, or about the start if a rank was not ready.
         """
         # [Note: Two rounds of a call]
         # 1. start: every agent reports that its rank has joined, or how it ended;
         # 2. run: only if all have joined.
         # So the clock of a call starts when its world is ready, and a rank that cannot
         # start does not leave the others in a collective. An agent that sees a fault
-        # sets the flag of the round; the others then give their ranks the grace only.
-        # Keys bear the number of the call: no answer to an earlier one is taken for
-        # one to this.
+        # sets the flag of the round; the other ranks then have only the grace period.
+        # Keys contain the number of the call, so that a late answer to an earlier call
+        # is not mistaken for an answer to this one.
         try:
             self._post(request)
             spec, options = request.spec, request.options

@@ -131,8 +131,8 @@ class LocalRanks:
             return Fact(rank=self._rank, exit_code=code or LOST)
         if world is not None:
             world.processes.kill()
-        # The leader is not told. If it asks for one of these ranks, it learns that the
-        # rank is lost, and all agents make a new one.
+        # The leader gets no message about this. If it asks for one of these ranks, the
+        # answer is that the rank is lost, and all agents make a new one.
         while len(self._worlds) >= _MAX_WORLDS:
             self.end(next(iter(self._worlds)))
         processes = RankProcesses(spec, (self._rank,))

@@ -61,7 +61,8 @@ class Member:
     """Record that an agent writes when it joins."""
 
     place: str
-    """Equal for agents that can see each other's processes."""
+    """Id of the kernel and its process namespace; equal for agents that can see each
+    other's processes."""
 
     pid: int
     gpus: int
@@ -99,7 +100,7 @@ class Membership:
             host=f"{node} ({socket.gethostname()})",
             nonce=secrets.token_hex(16),
         )
-        # The record makes this run the latest one, so it is not read again.
+        # This agent never reads its own record from the store.
         self._member_by_rank[self._rank] = member
         self._store.put(f"member/{self._rank}", pack(member))
 
@@ -224,7 +225,7 @@ class Membership:
 
 
 def _place() -> str:
-    # Containers of one machine have the same kernel, and other namespaces of processes.
+    # Containers of one machine share a kernel, but have different process namespaces.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 

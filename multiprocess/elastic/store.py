@@ -112,7 +112,7 @@ class SignedStore:
 
     @answering()
     def put(self, key: str, value: bytes) -> None:
-        """Store a signed value; who sees the key can read all of the value."""
+        """Store a signed value; once the key exists, all of the value can be read."""
         parts = [value[at : at + _CHUNK] for at in range(0, len(value), _CHUNK)]
         head = f"{max(0, len(parts) - 1)} {self._signature(self.rank, key, value)} "
         # Further parts first, so that a reader who finds the key finds all parts.

@@ -145,8 +145,8 @@ class RankProcess:
         self.exit_code: int | None = None
         self.ended_at_s = 0.0
         # [Note: Descriptors of a rank]
-        # What the parent learns must not depend on a rank that works as it should, so
-        # each kind of information has its own channel with one writer:
+        # The parent must learn the state of a rank even if the rank is broken. So each
+        # kind of information has its own channel with one writer:
         # - messages, a socket: written by the rank's Python; silent if that hangs;
         # - exit status, a pipe: written by the forkserver, which waits for the process;
         # - output, a pipe: descriptors 1 and 2, also of native code and of children;

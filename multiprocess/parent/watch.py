@@ -110,8 +110,9 @@ class Watch:
         left = self._unfinished()
         facts = self._look(left)
         if left and self._processes.runs:  # ranks that do not run yet are still joining
-            # Under torchrun connections to ranks elsewhere last until the call is
-            # judged: a rank that waits for those would wait in vain.
+            # Under torchrun, connections to ranks of other agents stay open until the
+            # call is evaluated. A rank that waits on one cannot leave its function, so
+            # it is not asked to.
             able = self._others is None
             left = [r for r in left if able or not self._places[r.rank].waits]
             self._processes.end_call(left, self._grace_s)

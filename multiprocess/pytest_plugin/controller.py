@@ -62,8 +62,8 @@ _OWN_OF_A_RANK: Mapping[str, Any] = {
 }
 """Options with fixed values on ranks, because only the parent selects and reports.
 
-Others have no effect there: plugins know workers of pytest-xdist, and a rank keeps the
-tests that they deselect."""
+Other options that can be pickled are passed on, and do no harm: plugins treat a rank
+like a worker of pytest-xdist, and a rank keeps even the tests that plugins deselect."""
 
 
 def refuse(item: pytest.Item) -> None:
@@ -140,7 +140,7 @@ class ItemRun:
         self._reports: dict[str, list[tuple[int, pytest.TestReport]]] = {}
 
     def setup(self) -> None:
-        """Run the whole test on the ranks; end as its setup ended there."""
+        """Run the whole test on the ranks; raise what its setup raised there."""
         __tracebackhide__ = True
         self._ended, self._outcomes, self.failure = {}, (), None
         self._reports = {}
@@ -162,7 +162,7 @@ class ItemRun:
         self._enter("setup")
 
     def runtest(self) -> None:
-        """End as the call ended on the ranks."""
+        """Raise what the call raised on the ranks, if anything."""
         __tracebackhide__ = True
         if self.failure is None and not self._runner.live:
             # Printed into pytest's capture, like the output of a test in one process.
@@ -170,7 +170,7 @@ class ItemRun:
         self._enter("call")
 
     def teardown(self) -> None:
-        """End as the teardown ended on the ranks."""
+        """Raise what the teardown raised on the ranks, if anything."""
         __tracebackhide__ = True
         self._enter("teardown")
 
@@ -296,7 +296,7 @@ class ItemRun:
                     )
 
     def _take_expectation(self, expected: Sequence[Mapping[str, Any] | None]) -> None:
-        """Expect a failure if all ranks do: a test or fixture may add a mark."""
+        """Expect a failure if all ranks mark the test xfail; fail if only some do."""
         if len({each is None for each in expected}) > 1:
             text = "only some ranks have marked the test xfail"
             self._ended["call"] = pytest.fail.Exception(text, pytrace=False)

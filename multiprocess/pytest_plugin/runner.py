@@ -144,8 +144,8 @@ def _end_session(cluster: BaseCluster, live: bool, report: Report) -> None:
 def _gpus(
     spec: WorldSpec, warm: tuple[str, ...]
 ) -> AbstractContextManager[tuple[str, ...]]:
-    # Devices with warm ranks first, so that not each tuple of devices gets ranks of its
-    # own.
+    # Devices with warm ranks come first. Otherwise each tuple of devices would get its
+    # own ranks.
     usable = spec.visible_devices or visible_gpus()
     visible = sorted(usable, key=lambda name: name not in warm)
     wanted = 1 if spec.share_devices else spec.world_size

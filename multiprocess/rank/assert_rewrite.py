@@ -1,7 +1,7 @@
 """Import modules on ranks with pytest's rewritten asserts, as in the parent.
 
-Otherwise a failing assert on a rank would show "AssertionError" and no values. A test
-module that only pytest can find could not be imported.
+Otherwise a failing assert on a rank would show "AssertionError" and no values, and a
+test module that only pytest can find could not be imported at all.
 """
 
 from __future__ import annotations

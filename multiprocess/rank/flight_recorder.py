@@ -1,10 +1,12 @@
 """Record each collective that a rank issues, and where a rank waits for others.
 
 A record takes 20 microseconds, or twice that when cold. Three kinds of functions are
-wrapped. The methods of ``ProcessGroup`` are called by every function of
-``torch.distributed``. The functional collectives (DTensor) do not use these. The third
-kind waits: for a collective, for the other ranks of a new process group, or for a key
-of a store.
+wrapped:
+
+- the methods of ``ProcessGroup``, which every function of ``torch.distributed`` calls;
+- the functional collectives (of DTensor), which do not call those methods;
+- functions that wait: for a collective, for the other ranks of a new process group, or
+  for a key of a store.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ _QUIET = (
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
     os.path.dirname(functools.__file__) + os.sep,
 )
-"""Files of code that calls collectives on behalf of the test."""
+"""Folders whose frames are skipped in search of the line that issued a collective."""
 
 # Limits the cost of a record on a deep stack that has only torch's frames.
 _MAX_FRAMES = 80

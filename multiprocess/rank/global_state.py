@@ -60,7 +60,7 @@ def _set_cudnn(values: list[bool]) -> None:
 def _products() -> tuple[str, ...]:
     try:
         of_all = torch.get_float32_matmul_precision()
-    except RuntimeError:  # some kinds were set apart
+    except RuntimeError:  # the backends have different settings
         of_all = ""
     return of_all, *(kind.fp32_precision for kind in _PRODUCTS)
 
@@ -86,7 +86,7 @@ _PRODUCTS: tuple[Any, ...] = (
     *(_CUDNN, _CUDNN.conv, _CUDNN.rnn),
     *(_MKLDNN, _MKLDNN.matmul, _MKLDNN.conv, _MKLDNN.rnn),
 )
-"""Backends with their own precision for products of fp32 numbers."""
+"""Parts of torch that have a setting ``fp32_precision``, for matrix products."""
 
 
 def _flushes_denormals() -> bool:

@@ -36,10 +36,10 @@ _allowed: set[int] = set()
 
 
 def allow_present(*, only: bool = False) -> None:
-    """Allow the threads that run Python code now, beside those allowed before.
+    """Allow the threads that run Python code now, in addition to those allowed before.
 
     Args:
-        only: True at the start of a call: forget those allowed before.
+        only: True to forget the threads allowed before, at the start of a call.
     """
     if only:
         _allowed.clear()

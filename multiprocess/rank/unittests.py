@@ -33,7 +33,7 @@ EXIT_0 = Left("exit", "SystemExit", "0")
 
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OF_TORCHRUN = ("MASTER_ADDR", "MASTER_PORT")
-"""Variables in which a rank differs from its parent."""
+"""Variables that differ between a rank and its parent, beside ``_OF_RANKS``."""
 
 ExcInfo = (
     tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
@@ -51,7 +51,7 @@ class CaseRef:
 
     method: str
     env: Mapping[str, str]
-    """Variables of the parent that a rank replaces; none under torchrun."""
+    """Values in the parent of variables that a rank sets anew; empty under torchrun."""
 
     @classmethod
     def of(cls, test: unittest.TestCase) -> CaseRef:
@@ -193,7 +193,7 @@ def run_threaded_test(case: CaseRef) -> Left | None:
 
 @contextmanager
 def _threads_agree(cls: Any, size: int) -> Iterator[None]:
-    """Fail a test that only some threads skip; torch's class would skip it."""
+    """Fail a test that only some threads skip; torch's class would report a skip."""
     own = cls._check_return_codes
 
     def check(failed: list[tuple[int, ExcInfo]], *args: Any) -> None:
@@ -349,9 +349,9 @@ def _patch_run_test() -> None:
     )
 
     def run_test(self: Any, test_name: str, parent_pipe: object) -> None:
-        # torch's also starts a thread that hears what the parent asks, has fatal
-        # signals print C++ stacks, and turns exceptions into exit codes: the ranks'
-        # own parent does all that.
+        # torch's own method also starts a thread for requests of the parent, makes
+        # fatal signals print C++ stacks, and turns exceptions into exit codes. Here the
+        # parent of the ranks does all that.
         common_utils.set_rng_seed()
         getattr(self, test_name)()
         if dist.is_initialized():

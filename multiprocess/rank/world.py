@@ -40,8 +40,8 @@ class World:
     """Opens the store of the current call."""
 
     _begin: Callable[[], None]
-    """Called once the call is prepared: its clock starts. Threads and settings from
-    imports then count as present before."""
+    """Starts the clock of the call, once it is prepared. Threads and settings that
+    imports have left count as present before the call."""
 
     _fail: Callable[[Failed], None]
     """Reports a failure to the parent before the teardown."""
@@ -119,7 +119,7 @@ class World:
         return self._meshes[key]
 
     def _wait_until_all_are_done(self, limit_s: float) -> None:
-        """Wait until every rank calls this, or the limit is over."""
+        """Wait until every rank has called this method, or for ``limit_s`` seconds."""
         from .flight_recorder import placed
 
         self.store.set(f"done/{self.rank}", "")

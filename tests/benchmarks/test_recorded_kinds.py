@@ -32,7 +32,7 @@ def test_a_kind_that_cannot_run_is_a_row_and_no_model_stays() -> None:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.slow
 def test_right_kernels_of_a_small_job_in_bf16_are_the_same(seed: int) -> None:
-    """A unit of fp32 seldom changes what bf16 rounds to; the nudged runs must."""
+    """Nudged runs must change bf16 values, which one fp32 unit seldom does."""
     kinds = ("explicit attention", "2 micro-batches", "half a gradient")
     *right, hurt = rows(TINY, half=True, seed=seed, noise=2, kinds=kinds)
     assert all(row["code"] == SAME for row in right), right

@@ -85,7 +85,7 @@ def wrong(name: str, **departed: float) -> Run:
 
 
 def test_failures_of_one_rule_are_one_family() -> None:
-    """Accumulated gradients and gradients wrong at once have causes of their own."""
+    """Gradients wrong only after accumulation form another family than others."""
     one = record("qwen3", wrong("2 equal micro-batches", **{Q_NORM: 0.8}))
     other = record("olmo2", wrong("3 unequal micro-batches", **{Q_NORM: 0.7}))
     beside = record("qwen3", wrong("2 equal micro-batches", **{Q_NORM: 0.8}), plan="ep")
@@ -237,7 +237,7 @@ def test_a_model_that_hangs_does_not_delay_the_other(
 
 
 def test_a_request_for_fp32_gives_fp64() -> None:
-    """Positional and by name, also where tensors are among the arguments."""
+    """The dtype may be given by position or by name, or by a method like ``float``."""
     from gradparity.benchmarks.validation.survey.zoo import AtLeastDouble
 
     wide = torch.ones(2, dtype=torch.float64)
@@ -385,7 +385,7 @@ def test_a_script_shows_nothing_where_nothing_is(tmp_path: Path) -> None:
 @needs_transformers
 @pytest.mark.slow
 def test_models_share_ranks_of_two_axes(tmp_path: Path) -> None:
-    """The first puts the parts of a DTensor together in another order, and is right."""
+    """The first model orders the parts of a DTensor differently, and is right."""
     out = tmp_path / "out"
     command = ["--plan", "fsdp+tp", "--out", str(out)]
     command += ["--no-scripts", "--limit", "300", "--quiet", "--jobs", "1"]

@@ -27,7 +27,7 @@ LARGE, SMALL = "fsdp+tp/4/fp32/sgd/none", "tp/2/fp32/sgd/none"
 
 
 def record() -> Record:
-    """torch fails two cases, Lightning none, fairscale fell at the smoke level."""
+    """Record: torch fails two cases, Lightning none, fairscale the smoke run."""
     bad = verdict("scale.rule", "fail", "got | 3 <b>")
     failed = [with_verdict(case(each, TORCH), bad) for each in (LARGE, SMALL)]
     right = [case(each, OURS) for each in (LARGE, SMALL)]

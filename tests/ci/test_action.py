@@ -42,7 +42,7 @@ def test_the_action_keeps_its_schema(tmp_path: Path) -> None:
 
 
 def test_inputs_reach_the_shell_as_variables_only() -> None:
-    """An input that is written into a script could end it and begin another command."""
+    """An input that is pasted into a script could begin another command."""
     action = read(ACTION)
     given = {f"${{{{ inputs.{name} }}}}" for name in action["inputs"]}
     used: set[str] = set()
@@ -73,7 +73,7 @@ def test_the_template_hands_over_inputs_that_there_are() -> None:
 def run_action(
     tree: Path, folder: Path, site: Path, **inputs: str
 ) -> tuple[dict[str, int], str]:
-    """Run the steps as a runner does; exit codes by name, and all they printed."""
+    """Run the steps as a runner does; return exit codes by name, and the output."""
     action = read(tree / "action.yml")
     values = {name: how["default"] for name, how in action["inputs"].items()} | inputs
     path = os.pathsep.join(

@@ -49,7 +49,7 @@ HOSTILE = [
 
 
 def hostile_report(text: str) -> Report:
-    """Return a report in which every text is ``text``."""
+    """Return a report in which every text field is ``text``."""
     broken = replace(
         verdict("scale.rule", "fail", text),
         step=1,
@@ -71,7 +71,7 @@ DIAGNOSIS = "the loss of step 0 differs: it is 0.500 x the truth: a share of it"
 
 
 def located_report() -> Report:
-    """One law fails in three cases, and the second one was localised."""
+    """Report in which one check fails in three cases; the second one has a location."""
     broken = verdict("parity.loss", "fail", "step 0: the loss differs")
     cases = [
         replace(c, verdicts=(*c.verdicts, broken), status="fail")
@@ -94,7 +94,7 @@ def test_every_format_has_the_diagnosis_beside_the_finding(name: str) -> None:
 
 
 class Tags(HTMLParser):
-    """Every element of a text."""
+    """Collects the HTML tags of a text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def test_every_format_takes_every_text(text: str) -> None:
 
 
 def failing_report(count: int, message: str = "why", *, alike: bool = True) -> Report:
-    """Sound cases and ``count`` that fail, of one cause or of as many."""
+    """Report of sound cases and ``count`` failures, of one cause or of one each."""
     broken = verdict("scale.rule", "fail", message)
     ids = [f"tp/2/fp32/sgd/none/seed={n}" for n in range(count)]
     bad = [

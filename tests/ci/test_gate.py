@@ -43,7 +43,7 @@ def gate(
 
 
 def first(change: Callable[[CaseRecord], CaseRecord]) -> Edit:
-    """Change the first case and keep the footer honest."""
+    """Return an edit that changes the first case, and the footer accordingly."""
     return lambda report: report_of([change(report.cases[0]), *report.cases[1:]])
 
 
@@ -57,7 +57,7 @@ def relabel(law: str, status: str, message: str | None = None) -> Edit:
 
 
 def counted(law: str, *, compared: int, not_compared: int = 0) -> Edit:
-    """The same words and other numbers: the gate reads the numbers."""
+    """Return an edit that changes the counts of a check, but not its message."""
     return first(
         lambda c: with_verdict(
             c, verdict(law, compared=compared, not_compared=not_compared)
@@ -66,7 +66,7 @@ def counted(law: str, *, compared: int, not_compared: int = 0) -> Edit:
 
 
 def errors(**parameters: float) -> Edit:
-    """Return errors with other ratios to their bounds, for steps and parameters."""
+    """Return an edit that sets the ratios of errors to their bounds."""
     parity = [0.0, max(parameters.values()), 0.0]
     return first(lambda c: with_curves(c, parity=parity, parameters=parameters))
 
@@ -266,7 +266,7 @@ STEPS = {"agreement.scale": 1, "scale.rule": 1, "parity.gradient": 2}
 
 
 def worse(record: CaseRecord) -> CaseRecord:
-    """Report of a scaler with which ranks disagree: one cause and its consequences."""
+    """Return a case in which ranks disagree: one cause and its consequences."""
     for law, step in STEPS.items():
         broken = replace(verdict(law, "fail", f"{law} in {record.topology}"), step=step)
         record = with_verdict(record, broken)
@@ -512,7 +512,7 @@ def test_a_case_that_could_not_run_is_no_pass(
 def test_a_scenario_that_a_workload_cannot_run_closes_no_gate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Unless it ran before: then something was lost."""
+    """A skipped scenario fails the gate only if the baseline shows that it ran."""
     ran = case("dp2/2/fp32/own/none")
     laws = tuple(verdict(v.law, "skipped", "it has no no_sync()") for v in ran.verdicts)
     skipped = replace(ran, verdicts=laws, status="skipped", curves=None)

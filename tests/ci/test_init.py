@@ -167,7 +167,7 @@ NARROW = ["--topology", "dp2", "--precision", "fp32", "--fail-fast"]
 
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for the drafts of all models."""
+    """Folder for the drafts of all models."""
     folder = tmp_path_factory.mktemp("drafts")
     (folder / "zoo.py").write_text(MODELS)
     return folder

@@ -1,7 +1,7 @@
 """Five regressions planted into copies of this tree: each turns ``make gate`` red.
 
-The gate takes a minute or so a plant: ``gradparity bench planted`` runs them, the suite
-only sees to it that each plant still finds its place.
+The gate takes about a minute for each regression. So ``gradparity bench planted`` runs
+it, and the suite only tests that each regression can still be inserted.
 """
 
 import os
@@ -32,7 +32,7 @@ class Plant:
     right: str
     wrong: str
     laws: frozenset[str]
-    """Laws; the gate must name at least one."""
+    """Checks, of which the gate must name at least one."""
 
 
 def plant(file: str, right: str, wrong: str, *laws: str) -> Plant:
@@ -115,7 +115,7 @@ def copy_tree(tree: Path) -> None:
 
 
 def make_gate(tree: Path) -> tuple[int, str]:
-    """Exit code and output of ``make gate`` in ``tree``, with this environment."""
+    """Return exit code and output of ``make gate`` in ``tree``, in this environment."""
     venv = Path(sys.prefix)
     command = ["make", "gate", f"VENV={venv}", f"READY={venv / 'pyvenv.cfg'}"]
     command += ["-o", "pyproject.toml", "-o", "constraints.txt"]  # installed already

@@ -68,7 +68,7 @@ def lost_case(draw: st.DrawFn) -> Worsen:
 
 @st.composite
 def other_sequence(draw: st.DrawFn) -> Worsen:
-    """The same wrong value on every rank, so that the report agrees with itself."""
+    """Draw an edit that sets the same wrong value on all ranks, so that they agree."""
     index, step = draw(CASES), draw(st.integers(0, 2))
     scale = [8.0, 4.0, 4.0]
     scale[step] = draw(st.floats(0.5, 1e6).filter(lambda x: x != scale[step]))
@@ -165,7 +165,7 @@ def test_the_reasons_do_not_depend_on_the_order(data: st.DataObject) -> None:
 @settings(deadline=None)
 @given(st.data())
 def test_more_that_passes_is_accepted(data: st.DataObject) -> None:
-    """A new case, more comparisons, smaller errors: no false alarm."""
+    """A new case, more comparisons and smaller errors pass the gate."""
     smaller = {"w": data.draw(st.floats(0, 0.6)), "b": data.draw(st.floats(0, 0.05))}
     parity = [0.0, max(smaller.values()), 0.0]
     count = data.draw(st.integers(6, 1000))

@@ -39,7 +39,7 @@ def verdict(
     compared: int | None = None,
     not_compared: int = 0,
 ) -> Verdict:
-    """Make a verdict; by default a pass rests on 6 comparisons, all else on none."""
+    """Make a verdict; by default a pass has 6 comparisons, any other status none."""
     if compared is None:
         compared = 6 if status == "pass" else 0
     if message is None:
@@ -87,7 +87,7 @@ def case(scenario: str = "fsdp/2/fp32/sgd/none", scaler: str = SCALER) -> CaseRe
 
 
 def with_verdict(record: CaseRecord, new: Verdict) -> CaseRecord:
-    """``record`` with one verdict replaced, and the status that follows."""
+    """Return ``record`` with one verdict replaced, and its status updated."""
     verdicts = [new if v.law == new.law else v for v in record.verdicts]
     found = {v.status for v in verdicts}
     order = ("error", "fail", "inconclusive", "pass")
@@ -102,7 +102,7 @@ def with_curves(record: CaseRecord, **changes: object) -> CaseRecord:
 
 
 def report_of(cases: Iterable[CaseRecord], **header: object) -> Report:
-    """A complete report; keyword arguments change its header."""
+    """Return a complete report; keyword arguments change its header."""
     records = tuple(cases)
     counts = Counter(c.status for c in records)
     head = Header(
@@ -134,7 +134,7 @@ def report_of(cases: Iterable[CaseRecord], **header: object) -> Report:
 
 
 def sample() -> Report:
-    """Three sound cases of one scaler."""
+    """Return a report of three sound cases of one scaler."""
     ids = ("fsdp/2/fp32/sgd/none", "tp/2/fp32/adamw/none", "tp/2/bf16/sgd/none")
     return report_of(case(each) for each in ids)
 

@@ -37,7 +37,7 @@ SMALL = ["--scenario", "single/1/fp32/sgd/inf@r0s1:last/steps=3"]
 
 
 def gate(site: Path, folder: Path, *options: str, **settings: str) -> tuple[int, str]:
-    """Run the template of the wheel in ``folder``; exit code and output."""
+    """Run the wheel's template in ``folder``; return its exit code and output."""
     script = site / "gradparity" / "ci" / "templates" / "gate.sh"
     path = os.pathsep.join([str(site / "bin"), os.environ["PATH"]])
     variables = {"PATH": path, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
@@ -106,7 +106,7 @@ SCHEMAS = {
     "github-actions.yml": "vendor.github-workflows",
     "gitlab-ci.yml": "vendor.gitlab-ci",
 }
-"""Template -> the schema of its CI system, as check-jsonschema brings it."""
+"""Template -> name of its CI system's schema, which check-jsonschema contains."""
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

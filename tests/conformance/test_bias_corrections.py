@@ -17,7 +17,7 @@ BETAS = (0.9, 0.999)
 
 
 def ratios(steps: Tensor, betas: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """Ratio of each correction in fp32 to the exact one."""
+    """Return the ratio of each bias correction in fp32 to the exact one."""
     first, second = ((1 - b**steps) / (1 - b ** steps.double()) for b in betas)
     return first, second
 
@@ -66,7 +66,7 @@ class CompiledAdam(Compiled):
 
 
 class CompiledAdamax(Compiled):
-    """No fault: the first moment alone is corrected."""
+    """No fault: Adamax corrects the first moment only."""
 
     kind = torch.optim.Adamax
 
@@ -87,7 +87,7 @@ class Longer(Trains):
 
 
 class LongerOnOneRank(Trains):
-    """The same on rank 1 alone."""
+    """Steps on rank 1 are longer by that error; the other ranks are right."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         engine = super().parallelize(model, mesh)

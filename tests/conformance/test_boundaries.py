@@ -14,7 +14,7 @@ from gradparity.tests.workloads.misplaced import RightContext
 
 
 class Towers(nn.Module):
-    """Two towers and a temperature, an output without rows."""
+    """Model with two towers and a temperature; that output has no rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class KeepsItsTemperature(Contrasts):
 
 
 class SixRows(RightContext):
-    """No fault: micro-batches of three, two and one row, and two divides six."""
+    """No fault: the six rows are cut into micro-batches of three, two and one row."""
 
     def batch(self, step: int, seed: int) -> tuple[Tensor, Tensor]:
         x, y = super().batch(step, seed)

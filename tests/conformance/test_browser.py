@@ -46,7 +46,7 @@ def browser() -> Iterator[Browser]:
 
 @dataclass
 class Visit:
-    """An open page, and the errors since it was opened."""
+    """An open page, with its requests and its console messages."""
 
     page: Page
     requests: list[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Visit:
 
 @dataclass
 class Visitor:
-    """Opens pages."""
+    """Opens pages in the browser, and records what each page requests and prints."""
 
     browser: Browser
     visits: list[Visit] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Visitor:
 
 @pytest.fixture
 def visit(browser: Browser) -> Iterator[Visitor]:
-    """Open a page; at the end no visit has asked for anything else or complained."""
+    """Open pages; at the end check that none has loaded other files or had errors."""
     visitor = Visitor(browser)
     yield visitor
     for each in visitor.visits:
@@ -101,7 +101,7 @@ def visit(browser: Browser) -> Iterator[Visitor]:
 
 @pytest.fixture
 def failing(real_report: Path) -> Path:
-    """The page of a run in which torch's scaler fails under tp, and ours does not."""
+    """Page of a run in which torch's scaler fails under tp, and ours does not."""
     return real_report.with_name("index.html")
 
 
@@ -186,7 +186,7 @@ def test_a_failing_run_tells_its_story(failing: Path, visit: Visitor) -> None:
 
 @pytest.fixture
 def disagreeing(real: Report, tmp_path: Path) -> Path:
-    """The page of a run that breaks laws of scale and parity, and of a right one."""
+    """Page with a case that fails checks of scale and parity, and one that passes."""
     good, bad = (next(c for c in real.cases if c.status == s) for s in STATUSES)
     laws = ("agreement.scale", "parity.gradient")
     broken = tuple(Verdict(law=law, status="fail", message=law) for law in laws)

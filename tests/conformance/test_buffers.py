@@ -31,7 +31,7 @@ class StatisticsOfRanks(Right):
 
 
 class SaysSo(StatisticsOfRanks):
-    """No fault: it is on purpose."""
+    """No fault: ``local_buffers`` declares that the statistics differ."""
 
     local_buffers = ("running_mean", "running_var")
 
@@ -104,7 +104,7 @@ class Caches(nn.Module):
 
 
 class KeepsCaches(Right):
-    """No fault: no value of one process is that of a rank."""
+    """No fault: the caches of a rank hold values that one process never has."""
 
     meshes: object = ({"dp": 2},)
 
@@ -177,7 +177,7 @@ class BalancesItsOwn(Balances):
 
 
 class BalancesBackwards(Balances):
-    """The bias moves to the larger load, on a mesh only."""
+    """On several ranks the bias moves in the wrong direction, to the larger load."""
 
     def train_step(self, stack: Any, micro_batches: list[Batch], scaler: Any) -> Any:
         before = stack.bias.clone()

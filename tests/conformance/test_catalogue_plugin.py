@@ -29,7 +29,7 @@ def chosen(*scenarios: str) -> list[str]:
 
 
 def here(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
-    """A session within this process: torch is there already."""
+    """Run a session of pytest in this process, which has imported torch."""
     return pytester.runpytest_inprocess("-q", *options)
 
 
@@ -108,7 +108,7 @@ def test_choosing_stopping_and_trying_again(pytester: pytest.Pytester) -> None:
 
 
 def apart(folder: Path, *options: str) -> "subprocess.Popen[str]":
-    """Return a session in a new process group; its processes carry a mark."""
+    """Start a session in a new process group; a variable marks its processes."""
     words = ["-m", "pytest", "-q", f"--gradparity-scaler={PLAIN}", *options]
     return subprocess.Popen(
         [sys.executable, *words],
@@ -122,7 +122,7 @@ def apart(folder: Path, *options: str) -> "subprocess.Popen[str]":
 
 
 def marked(folder: Path) -> set[int]:
-    """Processes of the session in ``folder``, its ranks among them."""
+    """Return the processes of the session in ``folder``, including its ranks."""
     mark, found = f"SESSION_MARK={folder}".encode(), set()
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:

@@ -15,7 +15,11 @@ CPU = torch.device("cpu")
 
 
 def checked(late_s: float = 0.0, *, strays: bool = False) -> tuple[float, bool]:
-    """Result of the last rank if it is late, or of the first if it strays."""
+    """Return this rank's sum, and True if it is right.
+
+    Rank 1 comes ``late_s`` seconds late. Rank 0 issues an extra collective if
+    ``strays``.
+    """
     rank = current_world().rank
     if rank == 1:
         time.sleep(late_s)

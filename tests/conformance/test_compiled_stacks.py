@@ -52,7 +52,7 @@ EVERY_RUN = (
 def test_a_wrong_compiler_is_found_in_every_run(
     runner: Runner, stack: type, run: tuple[str, str]
 ) -> None:
-    """Ranks are warm from earlier runs, and every log of the checks is on."""
+    """Ranks keep compiled code of earlier runs, and all observers are active."""
     in_steps = stack is stacks.WrongCompiledOptimizer
     law = "parity.update" if in_steps else "parity.gradient"
     topology, recipe = run
@@ -108,7 +108,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_not_recomputed(runner: Runner) -
 
 @pytest.mark.slow
 def test_a_warm_rank_compiles_as_often_as_a_new_one(runner: Runner) -> None:
-    """Else it reaches Dynamo's limit, beyond which code runs uncompiled or raises."""
+    """Otherwise a rank reaches Dynamo's limit: code then runs uncompiled, or raises."""
     for seed in range(10):  # a run with the same seed is not made again
         assert failed(runner.run("none", scenario(stacks.WrongByName, seed=seed)))
 

@@ -61,7 +61,7 @@ class StepsMasters(Steps):
 
 
 class SumsForMasters(StepsMasters):
-    """Gradients are summed, which AdamW hides from the updates."""
+    """Gradients are summed, not averaged; with AdamW the updates hardly show it."""
 
     def reduce(self, stack: Stepped, gradient: Tensor) -> None:
         stack.average(gradient)
@@ -69,7 +69,7 @@ class SumsForMasters(StepsMasters):
 
 
 class Says:
-    """Each name with the optimizer of its copy."""
+    """Mixin that declares, for each parameter, the optimizer of its copy."""
 
     def optimizers(self, stack: Stepped) -> dict[str, Any]:
         owners = {"weight": stack.optimizer, "bias": stack.second}
@@ -85,7 +85,7 @@ class SaysSums(Says, SumsForMasters):
 
 
 class StepsFirstGroupTwice(OfCopiesInTwoGroups):
-    """The steps of the first group are as long as two."""
+    """Steps of the first param group are twice as long."""
 
     def train_step(
         self, stack: Engine, micro_batches: MicroBatches, scaler: Any
@@ -100,7 +100,7 @@ class StepsFirstGroupTwice(OfCopiesInTwoGroups):
 
 
 class SaysGroups:
-    """Each name with the param group of its copy."""
+    """Mixin that declares, for each parameter, the param group of its copy."""
 
     def optimizers(self, stack: Engine) -> dict[str, Any]:
         groups = {
@@ -163,7 +163,7 @@ def test_optimizers_of_copies_decide_each_for_itself(runner: Runner) -> None:
 
 
 class AloneMasters(SaysMasters):
-    """Judged against itself."""
+    """The reference is the same ``train_step`` on one rank."""
 
     reference = "one rank"
 

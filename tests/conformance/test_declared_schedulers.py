@@ -84,7 +84,7 @@ class DeclaredTwoRates(Declares, TwoRates):
 
 
 class DeclaredOfCopies(Declares, OfCopiesInTwoGroups):
-    """Rates of parameters are known from the workload's own optimizer."""
+    """The workload's ``optimizer`` has two param groups, so each rate is known."""
 
     def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
         mine = [p for _, p in parameters]
@@ -96,11 +96,11 @@ class DeclaredOfCopies(Declares, OfCopiesInTwoGroups):
 
 
 class DeclaredInEachPass(Declares, MovesInEachPass):
-    """The schedule moves once a micro-batch."""
+    """The schedule moves at each micro-batch instead of each step."""
 
 
 class WarmsUpTwiceAsLong(WarmsUp):
-    """Each rank counts the steps of one half of the run."""
+    """``train_step`` warms up twice as slowly as the declared schedule."""
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         return lr_scheduler.LambdaLR(optimizer, lambda step: warm_up(2 * step))

@@ -41,7 +41,7 @@ SHARED = Devices(device="cuda", share=True)
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with two GPUs, as far as anybody asks."""
+    """Pretend that this machine has two GPUs."""
     monkeypatch.setattr(place_module, "visible_gpus", lambda: 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(devices, "nccl_version", lambda: (2, 29))
@@ -186,7 +186,7 @@ def test_a_replay_line_keeps_the_devices() -> None:
 
 @pytest.fixture
 def kernels() -> Iterator[Any]:
-    """The switches of kernels, put back afterwards."""
+    """Yield torch's switches of kernels, and restore them afterwards."""
     cuda = torch.backends.cuda
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -236,7 +236,7 @@ def test_models_make_no_tensor_on_another_device(name: str) -> None:
 
 
 def moves_of_a_run(scenario: Scenario) -> list[str]:
-    """Return the devices to which a rank moved batches, and for which it set TF32."""
+    """Return the device types to which a rank moved batches, or asked for TF32."""
     moves: list[str] = []
     move = Batch.to
 
@@ -264,7 +264,7 @@ def test_every_batch_is_moved_to_the_device_which_is_asked_how_it_rounds() -> No
 
 
 def report_on_gpu(folder: Path, *arguments: str) -> Report:
-    """The report of a command there, which must be whole."""
+    """Run a command on the GPU; return its report, which must be complete."""
     command = [sys.executable, "-m", "gradparity.conformance", *arguments]
     done = subprocess.run(
         [*command, "--device", "cuda", "--out", str(folder)],
@@ -281,7 +281,7 @@ def report_on_gpu(folder: Path, *arguments: str) -> Report:
 
 @pytest.fixture
 def several_a_gpu() -> None:
-    """An NCCL that lets ranks share a GPU."""
+    """Skip the test unless NCCL lets ranks share a GPU."""
     if nccl_version() < SHARES:
         pytest.skip(f"needs NCCL {SHARES}, {nccl_version()} is loaded")
 

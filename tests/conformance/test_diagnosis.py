@@ -145,7 +145,7 @@ class RightBeforeANorm(OffBeforeANorm):
 
 
 def test_a_gradient_that_is_truly_0_is_told_in_words(runner: Runner) -> None:
-    """The message omits the relative error, which would be 1e16."""
+    """The message omits the relative error of a true 0, which would be 1e16."""
     place = f"tp2/2/fp32/own/none/model={HERE}"
     case = runner.run("none", Scenario.parse(f"{place}:OffBeforeANorm,steps=2"))
     (told,) = (v.message for v in case.verdicts if v.law == "parity.gradient")

@@ -56,7 +56,7 @@ def accusations(case: Case) -> dict[str, str]:
 BY_SCENARIO: list[tuple[type[Any], Broken]] = sorted(
     FAULTY.items(), key=lambda item: item[1].at
 )
-"""Scalers of one scenario share its run without a scaler, and follow each other."""
+"""Faulty scalers, sorted by scenario: those of one scenario share a run without one."""
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_faulty_scaler_is_caught_by_its_law(
 
 @pytest.mark.slow
 def test_faulty_scalers_are_found_early_by_a_default_run(runner: Runner) -> None:
-    """One in nine: the recorded run of ``gradparity mutants`` has all."""
+    """Tests every ninth scaler; ``gradparity mutants`` has recorded all of them."""
     ids = [scenario.id for scenario in select("default", Selection())]
     missed = [*FAULTY][1::9]
     for scenario in ids[:60]:  # all share its references

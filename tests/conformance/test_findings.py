@@ -488,7 +488,10 @@ def test_a_bound_itself_is_kept_and_no_error_is_worst_of_none() -> None:
 def one_step(
     settings: str, before: tuple[float, int], after: tuple[float, int], *, bad: bool
 ) -> Finding:
-    """Finding of the rule for one step: MANUAL_STEP of a run of two ranks."""
+    """Return the finding of ``scale.rule`` for one step of a run on two ranks.
+
+    ``before`` and ``after`` are scale and growth tracker around the step.
+    """
     of = evidence(scenario=Scenario.parse(f"ddp/2/fp32/sgd/none/steps=1,{settings}"))
     for trace in of.ranks:
         trace.steps = [trace.steps[MANUAL_STEP]]
@@ -714,7 +717,7 @@ def test_parameters_that_are_not_stepped_beside_others_are_named() -> None:
 
 
 def planted(plan: str, *, injected: str = "") -> Evidence:
-    """A right run in which faults were planted, and at most one was injected."""
+    """Return a right run with the planted faults ``plan``; at most one was injected."""
     of = evidence(
         bad=bool(injected), scenario=replace(SCENARIO, faults="inf@r1s1:first")
     )

@@ -21,7 +21,7 @@ Steps = Sequence[Sequence[Event]]
 
 
 def of(kind: Kind, number: int, names: str = "", nodes: int = 0, **more: Any) -> Event:
-    """Return an event of an optimizer of these parameters, all with gradients."""
+    """Return an event of an optimizer with these parameters, all with gradients."""
     groups = (Group(tuple(names), more.pop("settings", {})),)
     more = {"with_grad": frozenset(names)} | more
     return Event(kind=kind, optimizer=number, groups=groups, nodes=nodes, **more)
@@ -51,7 +51,7 @@ def changed(number: int) -> Event:
 def trace(
     rank: int, steps: Steps, held: str = "abc", shard: str = "whole"
 ) -> RankTrace:
-    """A rank on which each gradient that an event has recorded is there."""
+    """Return the trace of a rank that has each gradient which an event recorded."""
     found = RankTrace(
         rank=rank,
         coordinate={},
@@ -301,7 +301,7 @@ def test_settings_of_copies_are_those_of_each_group() -> None:
 
 
 AGAIN = of(Kind.USES, 0, "a", nodes=9, written=frozenset("a"))
-"""A closure evaluates the loss once more."""
+"""Event of a closure that evaluates the loss once more."""
 
 
 @pytest.mark.parametrize(

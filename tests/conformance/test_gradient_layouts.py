@@ -25,9 +25,9 @@ MODULE = "gradparity.tests.conformance.test_gradient_layouts"
 
 
 class Laid(Right):
-    """Each parameter lies in one way, its gradient in another; all ranks see one batch.
+    """Parameters and gradients have different placements; all ranks see one batch.
 
-    SGD adds the one to the other: DTensor lays the gradient out as the parameter.
+    When SGD adds them, DTensor converts the gradient to the parameter's placement.
     """
 
     meshes = ({"tp": 2},)
@@ -84,7 +84,7 @@ class ShardAndOtherShard(Laid):
 
 
 class OneElementOff(Laid):
-    """An element that no shard of rank 0 holds is wrong in its whole gradient."""
+    """Rank 0 has whole gradients, with an error in an element outside of its shard."""
 
     def lay_out(self, parameter: Tensor) -> None:
         super().lay_out(parameter)
@@ -105,7 +105,7 @@ class ShardsSwapped(ReplicateAndShard):
 
 
 class PartIsLost(ShardAndPartial):
-    """Rank 1's part of a sum is a copy of rank 0's."""
+    """The summand of rank 1 is replaced by a copy of rank 0's."""
 
     def lay_out(self, parameter: Tensor) -> None:
         super().lay_out(parameter)

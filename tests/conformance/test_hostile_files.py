@@ -1,5 +1,5 @@
-"""Files that another person prepared: no write leaves its folder, and what is no usable
-file is refused in one line."""
+"""Files that another person prepared: writes stay in their folder, and unusable files
+are refused in one line."""
 
 import os
 import resource
@@ -26,7 +26,7 @@ SECRET = "not yours"
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a sound report ``R``; beside it, the file of somebody else."""
+    """Folder with a valid report ``R``; beside the folder is a file to be protected."""
     folder = tmp_path / "here"
     folder.mkdir()
     (tmp_path / "victim").write_text(SECRET)
@@ -125,7 +125,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def on_a_full_disk(here: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command that can write 9 kB."""
+    """Run a command whose files can have at most 9 kB."""
     return subprocess.run(
         [sys.executable, "-c", FULL, *arguments],
         cwd=here,
@@ -143,7 +143,7 @@ def test_a_page_on_a_full_disk_is_one_line(here: Path) -> None:
 
 @pytest.fixture
 def small_disk() -> Iterator[None]:
-    """Files of this process that end at 5 kB."""
+    """Limit the files that this process writes to 5 kB."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, before[1]))
     yield

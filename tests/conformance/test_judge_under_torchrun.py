@@ -61,7 +61,7 @@ LARGE = "hsdp/4/fp32/sgd/none/steps=3"
 def start(
     folder: Path, python: list[str], *arguments: str, restarts: int = 0
 ) -> subprocess.Popen[str]:
-    """torchrun on two ranks, in ``folder``, which holds ``mine.py``."""
+    """Start torchrun on two ranks in ``folder``, and write ``mine.py`` there."""
     (folder / "mine.py").write_text(SCALERS)
     launcher = [*python, "-m", "torch.distributed.run", "--standalone"]
     launcher += ["--nproc-per-node=2", f"--max-restarts={restarts}", "--no-python"]
@@ -76,13 +76,13 @@ def start(
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """torchrun's exit code and the output of all ranks."""
+    """Wait for torchrun; return its exit code and the output of all ranks."""
     output, _ = process.communicate()
     return process.returncode, output
 
 
 def exit_codes(output: str) -> set[int]:
-    """Exit codes of the ranks, as torchrun tells them; itself it ends with 1."""
+    """Return the exit codes of the ranks that torchrun prints; its own is always 1."""
     return {int(code) for code in re.findall(r"exitcode\s*: (-?\d+)", output)}
 
 
@@ -128,7 +128,7 @@ def wait_until_gone(pids: list[int]) -> None:
 
 
 def agent_of(folder: Path, rank: int) -> int:
-    """The process that starts the ranks of ``rank``, once one has written its file."""
+    """Return the pid of the agent of ``rank``, from the file that the rank wrote."""
     return int((folder / f"rank-{rank}").read_text())
 
 

@@ -21,8 +21,8 @@ from gradparity.tests.workloads.stacks import AtZero
 
 STACKS = "gradparity.tests.workloads.stacks"
 SIDE = "tp2/2/fp32/own/none/model={},steps=1,seed=10"
-"""Where the sum over two ranks is on the other side of zero than all five noisy runs
-are, and so is the truth."""
+"""Scenario in which the sum over two ranks has another sign than the truth and all five
+noisy runs."""
 
 
 def case(runner: Runner, text: str) -> Case:
@@ -62,7 +62,7 @@ def test_without_the_moves_it_is_accused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Larger(AtZero):
-    """A gradient that no side of an input changes is a little too large."""
+    """A gradient is slightly too large, whichever sign the input near zero has."""
 
     def parallelize(self, model: nn.Module, mesh: Any) -> nn.Module:
         found = super().parallelize(model, mesh)

@@ -53,7 +53,7 @@ HISTORIES = [row for row in rows() if row.history]
 
 
 QUICK = ("B02", "B03b", "B04a", "B21")
-"""One row of a family each; the others take most of the time."""
+"""Rows that run by default, one of each family; all others are slow."""
 
 
 @pytest.mark.parametrize(

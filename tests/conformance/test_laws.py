@@ -249,7 +249,7 @@ ALWAYS_KNOWN = {
     "scale.positive": "the scale",
     "scale.continuity": "the scale",
 }
-"""Every trace of a step has all that these laws read."""
+"""Checks that read only what every trace of a step contains -> that part."""
 
 
 def stopped() -> Evidence:
@@ -272,7 +272,7 @@ def silent() -> Evidence:
 
 
 def unknown() -> Evidence:
-    """Bad steps and good ones, in which no optimizer had anything to move."""
+    """Return evidence of good and bad steps in which no optimizer had parameters."""
     still = evidence(bad=True)
     for trace in still.ranks:
         for seen in trace.steps:
@@ -380,7 +380,7 @@ def test_gradients_that_the_control_may_have_rounded_to_zero_are_not_compared() 
 
 
 def test_after_a_bad_step_a_bare_run_has_nothing_to_say() -> None:
-    """After an overflow that was not planted, a run without a scaler goes on."""
+    """After an overflow, the run without a scaler cannot be compared any more."""
     e = evidence(bad=True)
     for trace in e.control or ():
         for seen in trace.steps[BAD_STEP:]:

@@ -388,7 +388,7 @@ def test_errors_of_a_common_factor_are_no_rounding(runner: Runner) -> None:
 
 
 class RoundsGradients(Trains):
-    """Gradients are rounded to bf16 where ranks reduce them, also on one rank."""
+    """Gradients are rounded to bf16 before the clip, also on one rank."""
 
     def clip(self, stack: Engine) -> Tensor:
         for parameter in stack.module.parameters():
@@ -512,7 +512,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_verdict_and_not_the_place_decides_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A layer looks at all rows: the reference on a part of them is another model."""
+    """With batch statistics no activation can be compared; the exit code stays 4."""
     stack = "model=gradparity.tests.workloads.stacks:BatchStatistics,steps=2"
     id = f"dp2/2/fp32/own/none/{stack}"
     # the checks before a run refuse a loss that is no mean over rows
@@ -530,7 +530,7 @@ def test_what_is_not_compared_is_not_called_right(runner: Runner) -> None:
 
 
 def test_the_gradient_that_departs_most_is_named(runner: Runner) -> None:
-    """Clipping spreads a fault over all gradients."""
+    """Clipping spreads a fault over all gradients, but one differs most."""
     found = located(runner, own(misplaced.ClippedAfterAFault, "dp2/2/fp32"))
     assert found.parameters[0] == "embed.weight"
     assert (found.where, found.module) == ("gradient", "embed")

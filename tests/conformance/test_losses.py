@@ -20,7 +20,7 @@ FULL, HALF = "dp2/2/fp32/own/none", "dp2/2/bf16-autocast/own/none"
 
 
 class FarFromTargets(Trains):
-    """No fault: a loss that is mostly of targets has little of the noise of outputs."""
+    """No fault: targets are large, so the loss contains little noise of the outputs."""
 
     def batch(self, step: int, seed: int) -> Any:
         x, y = super().batch(step, seed)
@@ -28,7 +28,7 @@ class FarFromTargets(Trains):
 
 
 class ComputesInHalf(FarFromTargets):
-    """``loss`` computes in fp32, and ``train_step`` in the dtype of the output."""
+    """``train_step`` computes the loss in the dtype of the output, ``loss`` in fp32."""
 
     def backward(self, stack: Engine, micro_batches: Any, scaler: Any) -> Any:
         ((x, y),) = micro_batches
@@ -60,7 +60,7 @@ class LosesNothing(Ddp):
 
 
 class TwoHeads(Ddp):
-    """No fault: each half of the output has targets, and counts, of its own."""
+    """No fault: each half of the output has its own targets and its own count."""
 
     meshes = ({"dp": 2},)
 
@@ -73,7 +73,7 @@ class TwoHeads(Ddp):
 
 
 class DividesByAll(TwoHeads):
-    """No fault: a step of its own divides each head by its count on all ranks."""
+    """No fault: ``train_step`` divides each head's loss by its count on all ranks."""
 
     by_head = of_all_ranks = True
 

@@ -38,19 +38,19 @@ Q06 = "gradparity.fixtures.specimens.eight_bits:Q06Fixed"
 
 
 class Undeclared(ScaleOfTheOtherOperand):
-    """Its input is rounded by a scale of all rows, without a declaration."""
+    """Rounds its input by one scale for all rows, without declaring ``rounds_to``."""
 
     rounds_to: Any = None
 
 
 class UndeclaredState(ScalesAreNotSaved):
-    """Blocks of its momentum differ on a shard, without a declaration."""
+    """Rounds its momentum by blocks, but does not declare ``rounds_state``."""
 
     rounds_state = False
 
 
 class WrongDtype(ScaleOfTheOtherOperand):
-    """A dtype of 16 bits is a precision of the scenario."""
+    """Declares a 16-bit dtype, which only a scenario's precision may have."""
 
     rounds_to = torch.bfloat16
 
@@ -84,7 +84,7 @@ class FourBits(optim.Optimizer):
 
 
 class InFourBits(InShards):
-    """Rounded or not, as a rank's shard is large enough; fixed: on all ranks alike."""
+    """Momentum is rounded only in large shards; with the bug, never on rank 1."""
 
     rounds_state = True
 
@@ -93,7 +93,7 @@ class InFourBits(InShards):
 
 
 class OneLength(optim.SGD):
-    """Takes steps of one length, so it needs the norm over all elements."""
+    """Optimizer whose steps all have length 1, so it needs the norm of all elements."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure here
@@ -102,7 +102,7 @@ class OneLength(optim.SGD):
 
 
 class Coupled(ScalesAreNotSaved):
-    """Said to round its state, and no elementwise optimizer."""
+    """Declares ``rounds_state``, but its optimizer is not elementwise."""
 
     def optimizer(self, parameters: Named) -> optim.Optimizer:
         return OneLength([p for _, p in parameters], lr=0.1)

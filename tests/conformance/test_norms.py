@@ -97,7 +97,7 @@ def test_the_cause_is_reported_before_its_consequences(
 
 
 def test_the_norm_of_a_scaled_gradient_is_seen(runner: Runner) -> None:
-    """A scaler's unscale_ does nothing: clipping hides the fault, the norm shows it."""
+    """The scaler's ``unscale_`` does nothing: only the reported norm shows it."""
     scaler = "gradparity.fixtures.faulty:LeavesExplicitUnscaleOut"
     (where,) = [
         at for at in RIGHT_STACKS[stacks.ClipsByTheWholeNorm] if at[:5] == "tp2/2"
@@ -110,7 +110,7 @@ def test_the_norm_of_a_scaled_gradient_is_seen(runner: Runner) -> None:
 
 
 class Small(stacks.ClipsByTheWholeNorm):
-    """Gradients are far below 0.25, and below its own ``clip_norm``."""
+    """The norm of the gradients is far below 0.25 and below ``clip_norm``."""
 
     clip_norm = 1.0
 
@@ -145,8 +145,8 @@ NOISY = (
     "tp/2/bf16-autocast/adagrad/nan@r*s1:last[last];nan@r*s3:last[last]"
     "/steps=5,recipe=clip-norm,interval=2"
 )
-"""The noise of these gradients is half their size after two steps, that of their
-factors is 1 %."""
+"""Scenario in which after two steps the noise is half of a gradient, but only 1 % of
+its clip factor."""
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_factor_may_be_off_by_rounding_though_no_reference_rounds() -> None:
 
 
 def norms(reports: dict[int, float | None], *, step: int = 1, size: int = 2) -> Finding:
-    """Finding if ranks report these norms at a step; 0.5 is right."""
+    """Return the finding if ranks report these norms at a step; 0.5 is right."""
     of = evidence(size=size)
     for rank, norm in reports.items():
         of.ranks[rank].steps[step].reported_norm = norm
@@ -298,12 +298,12 @@ def test_a_step_without_a_bound_is_not_compared(law: str) -> None:
 
 
 def factors(gradients: float, *rows: float, due: float = 0.5) -> Finding:
-    """Finding for these factors, two a rank, of gradients of a common size.
+    """Return the finding for clip factors, of which each rank has two.
 
     Args:
         gradients: norm of the whole gradient as it was used; the limit is 0.25.
         rows: the factors.
-        due: the right one.
+        due: the right factor.
     """
     of = evidence()
     assert of.parity is not None

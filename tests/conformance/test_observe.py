@@ -64,7 +64,7 @@ def test_an_error_of_the_judge_is_reported_and_ends_no_run(
 
 
 def collectives_of_two_groups() -> list[Collective]:
-    """Issue collectives in pairs of ranks; barriers count, waits do not."""
+    """Issue collectives in two groups of ranks; return those that were logged."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = pairs[dist.get_rank() // 2]
     log = CallLog()

@@ -33,7 +33,7 @@ def observed(
 
 
 def alone(scenario: Scenario) -> dict[str, str]:
-    """Digests of the weights after a plain loop: no hook, no mode, no record."""
+    """Return digests of the weights after a plain loop without any observer."""
     world, workload = current_world(), scenario.workload
     torch._dynamo.reset()  # as in a new process: the test before may have compiled it
     shape = scenario.parsed_topology.mesh_shape(scenario.world_size)
@@ -87,7 +87,7 @@ def test_models_of_ours(ranks: dict[int, Cluster], place: str, recipe: str) -> N
 
 
 def drawn_in_its_layout(scenario: Scenario) -> tuple[float, float]:
-    """Numbers that a layout draws after seed 0, and the first number after it."""
+    """Return the number that a layout draws, and the first number after seed 0."""
     world = current_world()
     shape = scenario.parsed_topology.mesh_shape(scenario.world_size)
     mesh = world.mesh(tuple(shape.values()), tuple(shape))
@@ -159,7 +159,10 @@ def test_a_learned_router_whose_choices_do_not_tip(ranks: dict[int, Cluster]) ->
 
 
 def decayed(scenario: Scenario, *, again: bool) -> float:
-    """The learning rate after two steps, with other optimizers after the first."""
+    """Return the learning rate after two steps of a schedule.
+
+    ``again`` creates new optimizers after the first step.
+    """
     world = current_world()
     mesh = world.mesh((2,), ("dp",))
     engine = build_engine(scenario, mesh, torch.device(world.device))

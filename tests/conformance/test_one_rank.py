@@ -60,7 +60,8 @@ def message(found: Case, law: str) -> str:
 
 
 ALIKE = ("R05", "R09", "R10")
-"""Faults like others: norms of a rank's shards (R03), owners that send early (R08)."""
+"""Specimens whose fault resembles another one's: R03 (norms of a rank's shards) or R08
+(owners that send too early). They run only among the slow tests."""
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ class ReducesInBf16(Alone):
 
 
 class ReducesAPartInBf16(ReducesInBf16):
-    """A part of a gradient is lost on the way."""
+    """Some elements of a gradient are 20 % too small, more than bf16 explains."""
 
     def clip(self, stack: Engine) -> Tensor:
         first = next(stack.module.parameters())
@@ -189,7 +190,7 @@ def test_norms_and_schedules_are_those_of_one_rank(runner: Runner) -> None:
 
 
 class CountsRanks(Alone):
-    """The rate grows with the ranks, which is right only for summed gradients."""
+    """The learning rate grows with the number of ranks; gradients are averaged."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         engine = super().parallelize(model, mesh)
@@ -213,13 +214,13 @@ class ReportsTwice(Alone):
 
 
 class AloneOnTwoAxes(TrainsOnTwoAxes):
-    """Shards of shards; the one rank has both axes, at size 1."""
+    """No fault: shards over two axes; on one rank both axes have size 1."""
 
     reference = "one rank"
 
 
 class AddsUp(AloneOnTwoAxes):
-    """Gradients grow with the ranks of one axis."""
+    """Gradients are multiplied by the number of ranks of a mesh axis."""
 
     def clip(self, stack: Engine) -> Any:
         for p in stack.module.parameters():
@@ -229,7 +230,7 @@ class AddsUp(AloneOnTwoAxes):
 
 
 class Lacks(Alone):
-    """Has one layer of two on a single rank."""
+    """``weights`` returns only one of two layers if there is a single rank."""
 
     def weights(self, stack: Engine) -> Any:
         kept = super().weights(stack)
@@ -251,7 +252,7 @@ def test_meshes_of_several_axes_are_narrowed_to_one_rank(runner: Runner) -> None
 
 
 class StepsTwiceAlone(StepsTwice):
-    """The plain reference refuses a second step of the same parameters."""
+    """No fault: steps twice in each step, which only ``"one rank"`` can reproduce."""
 
     reference = "one rank"
 
@@ -277,7 +278,7 @@ def test_what_is_wrong_on_one_rank_is_not_seen(runner: Runner) -> None:
 
 
 class InFp32(Alone):
-    """Its weights are always fp32."""
+    """Weights are always fp32, also in the fp64 reference."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         return super().parallelize(model.float(), mesh)
@@ -300,7 +301,7 @@ def test_a_stack_without_fp64_is_compared_in_its_precision(runner: Runner) -> No
 
 
 class Remembers(Alone):
-    """Each layout in a process has another learning rate."""
+    """Each call of ``parallelize`` in a process sets another learning rate."""
 
     made = itertools.count()
 
@@ -321,14 +322,14 @@ class Draws(Alone):
 
 
 class Noise(nn.Module):
-    """Noise that no probability turns off."""
+    """Layer that always adds noise; it has no probability that could be set to 0."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + 0.1 * torch.randn_like(x)
 
 
 class DrawsInALayer(Alone):
-    """A layer draws it."""
+    """Noise is drawn by a layer of the model."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(8, 8), Noise(), nn.Linear(8, 4))
@@ -351,7 +352,7 @@ def test_training_that_is_not_deterministic_is_inconclusive(runner: Runner) -> N
 
 
 class Shuffles(Alone):
-    """A trainer that shuffles the rows that it sums over."""
+    """No fault: a trainer shuffles rows, which does not change their sum."""
 
     def backward(
         self, stack: Engine, micro_batches: MicroBatches, scaler: Any
@@ -363,7 +364,7 @@ class Shuffles(Alone):
 
 
 class ShufflesAndAddsUp(Shuffles):
-    """Gradients grow with the ranks."""
+    """Shuffles rows, and multiplies gradients by the number of ranks."""
 
     def clip(self, stack: Engine) -> Any:
         for p in stack.module.parameters():
@@ -425,7 +426,7 @@ def test_a_wrong_declaration_is_refused(stack: type, words: str) -> None:
 
 
 class TakesOneNorm(torch.optim.SGD):
-    """Gradients over their common norm."""
+    """SGD that divides all gradients by their common norm."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure
@@ -446,7 +447,7 @@ class NeedsClosure(Trains):
 
 
 class Counts(nn.Module):
-    """A layer that computes with a state, as a spectral norm does."""
+    """Layer that computes with a state which each forward changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -471,7 +472,7 @@ def test_what_the_plain_reference_refuses_ends_in_the_line_to_add(stack: type) -
 
 
 class Sharp(Trains):
-    """SAM, which the plain reference does not do."""
+    """SAM without ``reference = "one rank"``: the plain reference does not match."""
 
     clip_norm = None  # type: ignore[assignment]  # as absent
 
@@ -509,7 +510,7 @@ def test_what_departs_from_the_plain_reference_names_the_line(runner: Runner) ->
 
 # regression: N25
 class HalvesGradients(Trains):
-    """An exact ratio, which has a cause."""
+    """All gradients are halved, so the diagnosis can name an exact ratio."""
 
     def clip(self, stack: Engine) -> Any:
         norm = super().clip(stack)
@@ -520,7 +521,7 @@ class HalvesGradients(Trains):
 
 
 class WrongOnOneRank(Trains):
-    """A fault of one rank."""
+    """Gradients on rank 1 are wrong."""
 
     def clip(self, stack: Engine) -> Any:
         for p in stack.module.parameters():
@@ -530,7 +531,7 @@ class WrongOnOneRank(Trains):
 
 
 class RateOfRanks(Trains):
-    """The learning rate is known to be the cause."""
+    """The learning rate is twice the declared one, so that is the known cause."""
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)

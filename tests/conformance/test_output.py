@@ -40,7 +40,7 @@ BEGINS = re.compile(
     r"|.*(section_(start|end)|travis_fold):"  # GitLab, Travis
     r"|(---|\+\+\+|~~~|\^\^\^) "  # Buildkite
 )
-"""Commands that CI runners look for in a line of a log."""
+"""Pattern of the log lines that CI runners read as commands."""
 
 
 def begun(text: str) -> list[str]:
@@ -171,7 +171,7 @@ def test_a_line_goes_to_the_stream_of_the_moment(
 
 
 def test_a_stream_that_is_closed_before_its_console_is_no_error() -> None:
-    """Development mode reports errors of finalizers, as Python 3.13 always does."""
+    """Run in development mode, which reports errors of finalizers."""
     script = (
         "import io, sys\n"
         "from gradparity.conformance.output import console\n"

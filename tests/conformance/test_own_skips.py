@@ -59,13 +59,13 @@ class SkipsSpikes(Trains):
 
 
 class CountsNothing(SkipsSpikes):
-    """No fault, but the skip is not declared."""
+    """No fault, but ``skipped_steps`` is missing, so skips are not declared."""
 
     skipped_steps = None  # type: ignore[assignment]  # as absent
 
 
 class AsksOneRank(CountsNothing):
-    """No fault, and the same step on one rank decides as well."""
+    """No fault: the reference on one rank decides itself whether to skip."""
 
     reference = "one rank"
 

@@ -76,7 +76,7 @@ def test_a_faulty_step_is_caught_by_its_law(runner: Runner, broken: Broken) -> N
 
 @pytest.mark.slow
 def test_rounding_that_is_zero_by_chance_is_not_exact(runner: Runner) -> None:
-    """The gradient of the keys' bias: some elements are 0 in all references."""
+    """Some elements of the gradient of the keys' bias are 0 in all references."""
     where = "fsdp/2/fp16-params/adamw/none/model=text,steps=4,seed=37"
     case = judged(runner, Scenario.parse(where))
     assert not [v for v in case.verdicts if v.status is Status.FAIL]
@@ -229,7 +229,7 @@ def test_a_stack_whose_frozen_parameters_train_again_is_not_tried_frozen(
 
 
 class StepsShards(Steps):
-    """ZeRO-1: sums into a separate buffer, steps its half of a flat copy."""
+    """ZeRO-1: averages a flat gradient, and steps its half of a flat copy."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Stepped:
         stack = super().parallelize(model, mesh)
@@ -299,7 +299,7 @@ class WritesMastersBack(Steps):
 
 
 class LosesOneMaster(WritesMastersBack):
-    """One master begins with another value than its parameter."""
+    """One fp32 copy starts with another value than its parameter."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Stepped:
         stack = super().parallelize(model, mesh)
@@ -329,7 +329,7 @@ class Tied(OneProcess):
 
 
 def test_a_second_name_of_a_tied_weight_is_refused_with_its_first() -> None:
-    """The last stage of a pipeline knows it by that name only."""
+    """The last stage of a pipeline has the tied weight under its second name only."""
     workload = resolve_workload(f"{__name__}:Tied")
     whole = {n: p.detach() for n, p in Tied().model().named_parameters()}
     told = "gave 'module.1.weight', which is tied to 0.weight in model()"
@@ -385,7 +385,7 @@ class HasASparseGradient(OneProcess):
 
 
 class Balanced(nn.Linear):
-    """Moves a bias that it adds, as routers do that balance their experts."""
+    """Layer that changes a bias in each forward, like routers that balance experts."""
 
     load: Tensor
 
@@ -405,7 +405,7 @@ class ChangesABuffer(OneProcess):
 
 
 class OfOneLength(torch.optim.SGD):
-    """Divides all gradients by the norm of the whole one."""
+    """SGD that divides all gradients by the norm of all together."""
 
     def step(self, closure: Any = None) -> Any:
         gradients = [p.grad for p in self.param_groups[0]["params"]]
@@ -489,7 +489,7 @@ def test_workloads_that_cannot_be_compared_are_refused_in_one_line(
 
 
 def test_calls_with_other_rows_than_were_given_are_not_compared() -> None:
-    """A pipeline that leaves out the rest of a division: four calls with two rows."""
+    """A pipeline drops the rest of a division: 11 rows become four calls of two."""
     batch = Batch(inputs=torch.zeros(11, 2), targets=torch.zeros(11))
     log = ModuleLog(rows=[[2, 2, 2, 2]])
     for call in range(4):

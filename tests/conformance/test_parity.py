@@ -43,7 +43,7 @@ UNSEEN = reordered(parts=8, reverse=True)
 def traces_of(
     scenario: Scenario, variant: Variant = UNSEEN, schedule: Schedule | None = None
 ) -> list[RankTrace]:
-    """Traces as a rank would give them that trains like ``variant``."""
+    """Return the trace of a rank that trains like ``variant`` of the reference."""
     schedule = schedule or Schedule(
         skipped=(NONE,) * scenario.steps, scales=(1.0,) * scenario.steps
     )
@@ -136,7 +136,7 @@ def test_small_wrongs_are_caught_at_their_step(
 
 
 def test_a_flushed_tiny_gradient_is_caught() -> None:
-    """assert_close accepts zeros for 1e-7: here they are as wrong as any zeros."""
+    """Zeros in place of gradients of 1e-7 fail; ``assert_close`` would accept them."""
     traces = traces_of(DIGITS)
     gradient = traces[0].steps[0].gradients["up.weight"]
     tiny = np.abs(gradient) < np.abs(gradient).max() * 1e-3
@@ -229,7 +229,7 @@ def test_adam_leaves_elements_out_whose_sign_rounding_decides() -> None:
 
 @pytest.mark.slow
 def test_adam_errs_more_where_gradients_are_small() -> None:
-    """A jump in a small gradient is large in its update, and must pass."""
+    """An error fails in an update of a large gradient, and passes in one of a small."""
     scenario = Scenario.parse("single/1/fp16-autocast/adam/none/steps=3")
     (trace,) = traces_of(scenario)
     name = "head.weight"
@@ -265,7 +265,7 @@ def test_the_weight_of_an_update_is_its_smallest_gradient() -> None:
 
 
 def test_an_update_is_seen_through_the_rounding_of_its_parameter() -> None:
-    """Attention does not depend on the bias of its keys: all its updates are noise."""
+    """Updates of the keys' bias are noise, because attention does not depend on it."""
     scenario = Scenario.parse("single/1/fp32/sgd/none/model=text,steps=2")
     (trace,) = traces_of(scenario)
     name = "blocks.1.attention.key.bias"
@@ -347,7 +347,7 @@ def _sides_of(variant: Variant) -> Sides | None:
 def test_half_of_what_a_side_changes_is_noise(
     monkeypatch: pytest.MonkeyPatch, overflows: bool
 ) -> None:
-    """Unless the run overflowed by itself."""
+    """Half of the effect of a side run is noise, unless that run overflowed."""
     runs: dict[Variant, Reference] = {}
 
     def noted(scenario: Scenario, schedule: Schedule, variant: Variant) -> Reference:
@@ -373,7 +373,7 @@ def test_half_of_what_a_side_changes_is_noise(
 
 @pytest.mark.slow
 def test_one_flipped_weight_accuses_no_scaler() -> None:
-    """A run like fsdp+tp/4/fp16-reduce/adagrad on the text; its scaler was right."""
+    """A right scaler was reported because of one flipped sign in a tiny gradient."""
     scenario = Scenario.parse("single/1/fp16-autocast/adagrad/none/model=text,steps=4")
     truth = train_reference(scenario, WHOLE, TRUTH)
     size = np.abs(truth.gradients[0][TURNED])
@@ -457,7 +457,7 @@ def test_references_are_rounded_otherwise_where_rows_are_alike_or_coupled(
 def test_a_parameter_of_one_element_is_not_accused(
     runner: Runner, precision: str, seed: int
 ) -> None:
-    """The error was small by chance in all runs that rounded each row alike."""
+    """Noise runs that round each row alike all had a small error by chance."""
     model = "gradparity.tests.workloads.stacks:Scalars"
     text = f"tp2/2/{precision}/own/none/model={model},steps=2,seed={seed}"
     found = runner.run("none", Scenario.parse(text))
@@ -467,7 +467,7 @@ def test_a_parameter_of_one_element_is_not_accused(
 def test_references_cut_into_parts_hide_no_fault_of_an_embedding(
     runner: Runner,
 ) -> None:
-    """An embedding that divides by how often a token occurs on one rank."""
+    """The faulty embedding divides gradients by a token's count on one rank only."""
     text = f"tp2/2/fp32/own/none/model={FREQUENCY},steps=1"
     case = runner.run("none", Scenario.parse(text))
     found = next(v for v in case.verdicts if v.law == "parity.gradient")

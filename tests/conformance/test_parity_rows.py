@@ -25,7 +25,7 @@ TRUTH = {name: np.array([3.0, 4.0]) for name in NAMES}
 
 
 def rank(number: int, held: Sequence[int] = (0, 1), **coordinate: int) -> RankTrace:
-    """A rank that is right in every element it holds of both parameters."""
+    """Return the trace of a rank whose elements of both parameters are right."""
     index = {name: np.array(held, np.int64) for name in NAMES}
     trace = RankTrace(
         rank=number, coordinate=coordinate or {"dp": number}, index=index, shards={}

@@ -14,7 +14,10 @@ from gradparity.tests.conformance.test_parity import traces_of
 
 
 def precision(dtype: torch.dtype, *, scaled: bool) -> Precision:
-    """Return CONTRIBUTING.md's precision; ``scaled`` adds a scale for each tensor."""
+    """Return the precision of CONTRIBUTING.md's recipe for 8-bit products.
+
+    ``scaled`` adds a scale for each tensor.
+    """
 
     def rounded(x: Tensor) -> Tensor:
         scale = x.abs().max().detach() / torch.finfo(dtype).max if scaled else 1.0

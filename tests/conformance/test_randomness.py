@@ -172,7 +172,7 @@ def test_only_a_checkpoint_of_its_own_is_loaded_with_random_layers_on() -> None:
 
 
 def test_a_scaler_is_judged_with_random_layers_on(runner: Runner) -> None:
-    """The run without a scaler draws equal numbers, so bits can be compared."""
+    """The run without a scaler draws the same numbers, so results must be equal."""
     ours = "gradparity.scaler:GradScaler"
     told = statuses(runner.run(ours, scenario(stacks.Dropout, "dp2/2/fp32")))
     assert told["transparency.gradient"] == told["random.data"] == "pass"
@@ -205,7 +205,7 @@ def test_presets_try_every_layout_with_random_layers_on(preset: str) -> None:
 
 
 def test_draws_that_no_module_shows_in_backward_are_told(runner: Runner) -> None:
-    """The user checkpoints a method, and its generator is one of its own."""
+    """The checkpointed function is a method that draws from its own generator."""
     case = runner.run("none", scenario(stacks.ForgetsItsOwnGenerator, "dp2/2/fp32"))
     (told,) = (v for v in case.verdicts if v.law == "random.recompute")
     assert told.status == "skipped" and told.not_compared == 4  # 2 ranks x 2 steps
@@ -304,7 +304,7 @@ def test_activations_that_do_not_vary_are_recognised(x: Tensor) -> None:
 
 
 def test_draws_in_backward_hooks_are_left_out() -> None:
-    """Noise on gradients, stochastic rounding and compression draw in hooks."""
+    """Draws in backward hooks, such as noise on gradients, are not logged."""
     noise, x = nn.Dropout(0.5), activation().requires_grad_()
     x.register_hook(noise)
     with DrawLog(noise) as log:
@@ -422,7 +422,7 @@ def test_a_forward_that_stays_random_says_where() -> None:
 
 
 def made_up(*ranks: dict[str, Any], place: str = "dp2-tp2/4/fp32") -> Evidence:
-    """Four ranks that each draw once a step, as ``ranks`` say."""
+    """Return evidence of four ranks with one draw per step; ``ranks`` change it."""
     traces = []
     for number, change in enumerate(ranks):
         trace = rank_trace(number, bad=False)
@@ -499,7 +499,7 @@ def test_random_data_fails_if_different_rows_draw_alike(
 
 
 def test_ranks_that_see_the_same_data_may_draw_alike_for_parts_of_it() -> None:
-    """If DTensor has no generator, shards of one tensor get equal masks."""
+    """Without a generator of DTensor, shards of one tensor get equal masks."""
     ranks = [{"state": "one"}, {"state": "one"}, {}, {}]
     of = made_up(*ranks)
     for trace in of.ranks[:2]:

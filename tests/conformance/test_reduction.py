@@ -34,7 +34,7 @@ Seen = list[tuple[str, int]]
 
 
 class Net(nn.Module):
-    """Tokens in, tokens out: activations have three dims, and 64 elements a rank."""
+    """Model whose activations have three dims: rows, tokens and features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 
 def logged(model: nn.Module, dtype: torch.dtype = torch.float32) -> Seen:
-    """Observation of two passes, a clip and a step."""
+    """Return the reductions logged in a step of two passes, a clip and an update."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for log in (ReductionLog(), ReductionLog()):  # the second of two steps
         with log:
@@ -179,7 +179,7 @@ def test_without_partial_gradients_the_policy_holds_under_tp(
 
 
 class Summed(torch.autograd.Function):
-    """The identity, whose gradient is summed over the ranks."""
+    """Identity in forward; backward sums the gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class Summed(torch.autograd.Function):
 
 
 class Scaled(torch.autograd.Function):
-    """Rows times a weight, which sums the gradient of the weight by itself."""
+    """Multiplies rows by a weight; backward itself sums the weight's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ class Scaled(torch.autograd.Function):
 
 
 class Written(nn.Module):
-    """One layer after another, with a reduction somewhere."""
+    """Model with two layers and one reduction, at the place named ``where``."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -265,7 +265,10 @@ def test_the_place_of_a_reduction_shows_whose_gradient_it_is(
 
 
 def after_backward() -> Seen:
-    """An engine that reduces after all passes, and a norm and a flag beside it."""
+    """Return the logged reductions of an engine that reduces after all passes.
+
+    Other messages in between are no reductions of gradients.
+    """
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ReductionLog() as log:
@@ -311,7 +314,10 @@ def test_the_log_changes_no_bit(four: Cluster) -> None:
 
 
 def promised(*reductions: tuple[str, int], dtype: str = "float32") -> Evidence:
-    """One rank of two with a bias of 4 and a weight of 64 elements, half of it here."""
+    """Return evidence of two ranks with these reductions, ``dtype`` being declared.
+
+    Each rank holds a bias of 4 elements, and half of a weight of 64.
+    """
     index = {"bias": np.arange(4), "weight": np.arange(32, 64), "scale": np.arange(3)}
     traces = []
     for rank in range(2):

@@ -25,7 +25,7 @@ HERE = "gradparity.tests.conformance.test_references"
 
 
 class Restless(Right):
-    """From its third model in a process on, the weights differ for one seed."""
+    """From the third model in a process on, the same seed gives other weights."""
 
     made = itertools.count()
 
@@ -46,7 +46,7 @@ class Deadly(Right):
 
 @contextmanager
 def seeding() -> Iterator[None]:
-    """A probe on another thread that seeds torch's global generator all the time."""
+    """Seed torch's global generator on another thread, again and again."""
     end = threading.Event()
 
     def seed() -> None:

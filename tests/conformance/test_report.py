@@ -121,7 +121,7 @@ def test_a_whole_report_comes_back_equal(tmp_path: Path) -> None:
 
 
 def test_verdicts_of_the_judge_come_back_equal(tmp_path: Path) -> None:
-    """Verdicts are written unchanged; a value that JSON lacks, as nan, is a word."""
+    """Verdicts are written unchanged; values that JSON lacks (nan) become words."""
     of = evidence()
     of.ranks[0].steps[1].scale_after = float("nan")
     verdicts = tuple(judge(of))
@@ -299,7 +299,7 @@ def test_laws_that_apply_to_no_run_have_no_column() -> None:
 
 
 def test_a_page_shows_what_is_wrong_first() -> None:
-    """Rows of a topology stand together, failing runs first, no number twice."""
+    """Runs of a topology are adjacent, and failing runs come first."""
     bad = case("none", "fail", "step 1: by 1.05 of its norm, bound 1.79e-06")
     numbers = {"error": 1.05019, "bound": 1.79233e-06, "ratio": 7.0}
     (verdict,) = bad.verdicts
@@ -404,7 +404,7 @@ def test_a_script_that_cannot_be_made_ends_no_run(
 
 
 def test_a_cell_names_the_law_that_is_broken_first() -> None:
-    """Later steps follow: wrong weights have wrong gradients."""
+    """The failure of the earliest step is named, since later ones follow from it."""
     late, soon = (
         Verdict(
             law=f"parity.{what}", status="fail", message=f"step {n}: {what}", step=n
@@ -447,7 +447,7 @@ def test_compare_reports_a_broken_harness_once(place: Pool) -> None:
 
 
 def broken(number: int) -> CaseRecord:
-    """A case that breaks ten laws, in the words and curves of a long run."""
+    """Return a case that fails ten checks, with the texts and curves of a long run."""
     made = case("package.module:GradScaler", "fail", "step 1: " + "rank 0 differs " * 6)
     assert made.curves is not None
     curves = msgspec.structs.replace(

@@ -19,19 +19,19 @@ HEAVY = ("torch", "numpy", "hypothesis")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder in which torch cannot be imported, nor a module that reports name."""
+    """Folder in which importing torch, or the module that reports name, raises."""
     for name in (*HEAVY, "setup_evil"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('imported {name}')\n")
     return tmp_path
 
 
 class Done(NamedTuple):
-    """The end of one command."""
+    """Exit code and output of one command."""
 
     code: int
     printed: str
     said: str
-    """Text of standard error, and modules that must not be imported."""
+    """Text on stderr, with the names of imported modules that are forbidden."""
 
 
 # One process, because none of its commands may import anything: where one does, the

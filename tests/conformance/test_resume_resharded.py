@@ -87,7 +87,7 @@ def test_another_state_than_the_saved_one_breaks_continuity(
 
 
 def test_a_count_of_good_steps_that_was_loaded_is_unknown() -> None:
-    """A scaler without a tracker may grow in any step after a load."""
+    """A scaler that reports no tracker may grow at any one step after a load."""
     evidence = made_up.evidence()
     for trace in evidence.ranks:
         for at in trace.steps:

@@ -23,7 +23,7 @@ from gradparity.tests.workloads import routed_stacks as stacks
 
 MODULE = "gradparity.tests.workloads.routed_stacks"
 TIPS = "tp2/2/bf16-autocast", "steps=6,seed=6"
-"""Where sums over two ranks are rounded otherwise and a row goes to another expert."""
+"""Scenario in which rounding of sums over two ranks sends a row to another expert."""
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Results of the cases, one after another; no rank is started."""
+    """List to which a test adds the status of each case in turn; no rank starts."""
     due: list[str] = []
     left: Iterator[str] = iter(due)
 

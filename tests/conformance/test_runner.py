@@ -36,7 +36,7 @@ WHY = "no answer within 30 s"
 
 
 class MadeUp(Place):
-    """Ranks that do not exist: each call of a spec gives the next of its results."""
+    """Stand-in for ranks: each run of a scaler returns the next of its results."""
 
     def __init__(self, **runs: list[Run]) -> None:
         super().__init__(Devices(), 30.0)
@@ -78,7 +78,7 @@ def hangs() -> Traces:
 
 
 def stack(file: str, line: int, function: str) -> str:
-    """Stack of a main thread in ``function``, as faulthandler writes it."""
+    """Return the stack of a main thread in ``function``, as faulthandler writes it."""
     return f"""Thread 0x7f01 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 324 in wait
 
@@ -112,7 +112,7 @@ def late() -> Traces:
 
 
 def wrong() -> Traces:
-    """A checked collective that came back in time with a wrong number."""
+    """Raise as after a checked collective with a wrong result."""
     traces = right()
     for trace in traces:
         del trace.steps[2:]
@@ -121,7 +121,7 @@ def wrong() -> Traces:
 
 
 def raises() -> Traces:
-    """One rank raises; the other waits for it until the limit."""
+    """Raise as if one rank raised, and the other waited for it until the limit."""
     traces = right()
     traces[0].problem = Problem(step=1, call="step", error="RuntimeError: no")
     failure = _failure(traces)
@@ -138,7 +138,7 @@ def _failure(traces: Traces) -> WorldError:
 
 
 def drifts() -> Traces:
-    """Traces of a workload with a kernel that sums in another order each time."""
+    """Return traces that differ by one bit, as from a nondeterministic kernel."""
     traces = right()
     traces[1].steps[2].gradients["w"][1] *= np.float32(1 + 2.0**-23)
     return traces
@@ -262,7 +262,7 @@ def test_a_control_without_a_judged_scaler_is_made_once() -> None:
 
 
 def test_traces_are_kept_for_few_scenarios() -> None:
-    """J17: 500 scenarios need as much memory as ten."""
+    """Memory does not grow with the number of scenarios (J17)."""
     made: list[weakref.ref[Any]] = []
 
     def noted() -> Traces:
@@ -281,7 +281,10 @@ def test_traces_are_kept_for_few_scenarios() -> None:
 
 
 class Watched(Runner):
-    """Its judge begins once ``due`` cases have begun; ``last`` ends end the run."""
+    """Runner that evaluates no case before ``due`` cases have begun.
+
+    It stops after ``last`` cases have ended.
+    """
 
     def __init__(self, due: int, last: int = 0) -> None:
         self.made_up = MadeUp(scaler=[right])
@@ -361,7 +364,7 @@ def test_an_error_at_the_end_of_a_case_that_did_not_run_is_raised(
 def test_no_case_waits_for_references_to_know_its_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All models are requested before the process of the references has built one."""
+    """Facts about all models are requested before the first reference is trained."""
     runner, first_ended = Watched(1), threading.Event()
     observe, known = runner._observe, []
 
@@ -411,7 +414,7 @@ def test_cases_behind_one_that_needs_the_ranks_end_after_it(
 
 
 def test_no_two_threads_decide_or_end_at_once_and_the_order_stays() -> None:
-    """Every seventh case needs the ranks, which the main thread has."""
+    """Every seventh case needs the ranks, which only the main thread may use."""
     ended: list[int] = []
     inside: list[int] = []
 
@@ -459,7 +462,7 @@ def test_cases_that_were_trained_before_an_interrupt_are_judged() -> None:
 def test_a_planted_fault_that_strikes_nothing_ends_in_no_pass(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """F31: the first stage of a pipeline holds no element of the head."""
+    """Rank 0 of the pipeline does not hold the parameter of the fault (F31)."""
     plan = "inf@r0s1:head.weight"
     scaler = "gradparity.fixtures.faulty:PlainScaler"
     out = ["--scaler", scaler, "--out", str(tmp_path)]

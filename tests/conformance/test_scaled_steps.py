@@ -21,7 +21,7 @@ from gradparity.tests.workloads.steps import Engine, MicroBatches, Trains
 
 OURS = "gradparity.scaler:GradScaler"
 OVERFLOWS = "scale=1.7e38,backoff=0.0001"
-"""A first scale at which gradients overflow, and a second one at which none does."""
+"""Settings with which gradients overflow at the first scale, but not at the second."""
 
 
 class Steep(Trains):
@@ -98,7 +98,7 @@ class ScaledGan(Gan):
 
 
 class SharesNoOptimizer(Steep):
-    """No fault: the first of two stages has an optimizer more, which steps first."""
+    """No fault: the first of two stages has one more optimizer, which steps first."""
 
     meshes = ({"pp": 2},)
     clip_norm = None  # type: ignore[assignment]  # as absent
@@ -170,14 +170,14 @@ class SharesNoOptimizer(Steep):
 
 
 class ClipsWithoutOptimizer(SharesNoOptimizer):
-    """No fault: a rank that lacks an optimizer says so in a clip."""
+    """No fault: a rank that lacks an optimizer passes None to ``clip_and_step``."""
 
     def step(self, scaler: Any, optimizer: Any) -> None:
         scaler.clip_and_step(optimizer, 1e9)
 
 
 class SaysNothing(SharesNoOptimizer):
-    """No fault: the rank that lacks an optimizer does not say so."""
+    """No fault: a rank that lacks an optimizer makes no call instead of it."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         engine = super().parallelize(model, mesh)
@@ -191,7 +191,7 @@ class SaysNothing(SharesNoOptimizer):
 
 
 class AgreesOverSharedOptimizers(PlainScaler):
-    """No fault: a rank decides alone for an optimizer that no other rank has."""
+    """No fault: a rank alone decides about an optimizer that no other rank has."""
 
     own = False
 
@@ -252,7 +252,7 @@ def test_a_right_step_breaks_no_law(runner: Runner, stack: type, faults: str) ->
 
 
 FEW = (ClipsAndStepsFused, ClipsByTheScaler, ScaledGan, SharesNoOptimizer)
-"""One for each way to call a scaler."""
+"""Workloads that run by default, one for each way to call a scaler."""
 
 
 @pytest.mark.parametrize("stack", FEW)

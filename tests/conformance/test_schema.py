@@ -22,9 +22,9 @@ WRONG = {"a": "word", "b": -1, "c": None, "d": [[]], "e": {"x": {}}, "f": 0.5}
 
 
 def test_the_shipped_schema_is_that_of_the_records() -> None:
-    """A record that changes shape fails here.
+    """A change of a record fails here.
 
-    Once a version is released, raise SCHEMA_VERSION; then renew the file by
+    Raise SCHEMA_VERSION if that version has been released. Then renew the file by
     ``gradparity explain report.jsonl > conformance/report.schema.json``.
     """
     Draft202012Validator.check_schema(report_schema())
@@ -50,7 +50,7 @@ def records(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def changed(value: Any) -> Iterator[Any]:
-    """``value`` with one field gone, one too many, or of another type, at any depth."""
+    """Yield ``value`` with a field removed, added or of another type, at any depth."""
     if isinstance(value, dict):
         yield {**value, "unknown field": 1}
         for key in value:

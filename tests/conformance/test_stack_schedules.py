@@ -168,7 +168,7 @@ class AppliesTwice(WarmsUp):
 
 
 class OneRankForgets(Cosine):
-    """Rank 1 keeps the rate; the ranks hold different shards."""
+    """The schedule does not move on rank 1; the ranks hold different shards."""
 
     def move(self, stack: Engine) -> None:
         if not rank():
@@ -176,7 +176,7 @@ class OneRankForgets(Cosine):
 
 
 class FirstRankForgets(Cosine):
-    """Rank 0 keeps the rate."""
+    """The schedule does not move on rank 0."""
 
     def move(self, stack: Engine) -> None:
         if rank():
@@ -226,7 +226,7 @@ class LargerOnRank1(Trains):
 
 
 class DecaysWhatIsLarge(Right):
-    """Each rank decides on weight decay by the size of its shard; no train_step."""
+    """Weight decay on a rank depends on the size of its shard; has no train_step."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         fully_shard(model, mesh=mesh)
@@ -314,7 +314,7 @@ def test_settings_that_differ_by_less_than_bf16_shows_are_told(runner: Runner) -
 
 
 def seen(*ranks: dict[str, Any], copies: Any = ()) -> list[Any]:
-    """One step of ranks with these settings."""
+    """Return the trace of one step for each rank, with these optimizer settings."""
     found = []
     for number, settings in enumerate(ranks):
         index: Any = {"w": torch.arange(2).numpy(), "b": torch.arange(1).numpy()}

@@ -138,14 +138,14 @@ def test_optimizers_are_those_of_the_fixtures(tmp_path: Path, name: str) -> None
 
 
 def executed(folder: Path, scenario: str) -> dict[str, Any]:
-    """The names of a script that is imported, not run."""
+    """Return the global names of a script that is imported, not run as a program."""
     (folder / "s.py").write_text(standalone_script(Scenario.parse(scenario), OURS))
     with warnings.catch_warnings():
         return runpy.run_path(str(folder / "s.py"), run_name="s")
 
 
 def test_the_template_is_short_and_whole_in_every_script() -> None:
-    """Lines of its definitions, as they are; only imports of ours are others."""
+    """Each script contains the definitions of the template unchanged."""
     ours = Path(inspect.getfile(template)).read_text()
     assert len(ours.splitlines()) <= 320
     scenario = Scenario.parse("ddp/2/fp32/sgd/none")
@@ -157,7 +157,7 @@ def test_the_template_is_short_and_whole_in_every_script() -> None:
 
 
 def definitions(source: str) -> Iterator[tuple[str, str]]:
-    """Functions and classes as they stand there, without remarks for type checkers."""
+    """Yield name and source of each function and class, without ``type: ignore``."""
     lines = [line.partition("  # type: ignore")[0] for line in source.splitlines()]
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -246,7 +246,7 @@ def test_a_scaler_without_a_standalone_script_is_named_in_the_error() -> None:
 
 @pytest.mark.slow
 def test_every_scenario_has_a_script_or_a_recipe_that_has_none() -> None:
-    """``standalone_script`` compiles what it returns."""
+    """The script of each scenario compiles, or the recipe has no script."""
     made = 0
     for scenario in select("default", Selection()):
         try:

@@ -148,7 +148,7 @@ SPECIMENS = {
     "W08": ("cp2/2/fp32/own/none/steps=2", "gradient of "),
     "U01": ("dp2/2/fp32/own/none/steps=2", "gradient of "),
 }
-"""Specimen -> run and first words of its script's output."""
+"""Specimen -> its scenario, and the first words of its script's output."""
 
 
 @pytest.mark.parametrize("name", SPECIMENS)

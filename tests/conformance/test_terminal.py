@@ -27,7 +27,7 @@ ESCAPE = "\x1b"
 
 
 def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
-    """A console into a file; FORCE_COLOR and its like are not looked at."""
+    """Return a console that writes to a file and ignores variables like FORCE_COLOR."""
     file = io.StringIO()
     made = Console(file=file, force_terminal=terminal, width=160, _environ={})
     return made, file
@@ -36,7 +36,10 @@ def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
 def watch(
     report: Report, *, terminal: bool, quiet: bool = False, second: float = 0
 ) -> str:
-    """Return the terminal's text while the cases of ``report`` run for given times."""
+    """Return what the terminal shows while the cases of ``report`` run.
+
+    The clock moves by ``second`` each time it is read.
+    """
     made, file = console(terminal=terminal)
     clock = itertools.count(step=second).__next__
     cases = len(report.cases)

@@ -67,7 +67,7 @@ def test_a_step_that_only_some_optimizers_take_is_not_judged() -> None:
 
 
 def averages(e: Evidence, rank: int, *digests: str, elements: int = 2) -> None:
-    """Give a rank an average that goes on from digest to digest."""
+    """Give a rank a running average that has these digests, one after another."""
     for at, (was, now) in zip(e.ranks[rank].steps, pairwise(digests), strict=True):
         at.average = ({"w": (elements, was)}, {"w": (elements, now)})
 

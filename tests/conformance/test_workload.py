@@ -26,7 +26,7 @@ NEVER = "gradparity.fixtures.faulty:NeverAgrees"
 
 
 class DrawsUnseeded(stacks.Right):
-    """Draws from torch's own generator as the caller left it."""
+    """``batch`` draws from torch's own generator without seeding it."""
 
     def batch(self, step: int, seed: int) -> stacks.Batch:
         x = torch.randn(16, 8)
@@ -202,7 +202,7 @@ def test_a_stack_that_breaks_is_an_error_with_any_scaler(runner: Runner) -> None
 
 
 def shapes_of_torch() -> str:
-    """Text of torch's error for the shapes of ``WrongShapes``."""
+    """Return the text of torch's error for the shapes of ``WrongShapes``."""
     with pytest.raises(RuntimeError) as raised:
         nn.Linear(8, 8)(torch.ones(16, 9))
     return str(raised.value)

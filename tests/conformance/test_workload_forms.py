@@ -66,7 +66,7 @@ class Replicated(Base):
 
 
 class Recurrent(nn.Module):
-    """A forward that makes its own state, in the default dtype."""
+    """Recurrent model: forward creates its initial state in the default dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Recurrent(nn.Module):
 
 
 class Weighted(Replicated):
-    """Classes have weights, so the count is a fraction. The loss is in fp32."""
+    """Classes have weights, so the count is not an integer. The loss is in fp32."""
 
     def model(self) -> nn.Module:
         return Recurrent()
@@ -119,7 +119,7 @@ def test_counts_that_are_rounded_to_half_precision_leave_no_hole(
 
 
 class BatchNormInParts(Replicated):
-    """Batch statistics of four rows, which are the same on one process."""
+    """Batch norm over micro-batches of four rows, which one process has as well."""
 
     factor = 1.0
 
@@ -135,7 +135,7 @@ class BatchNormInParts(Replicated):
 
 
 class BatchNormOfTwoRows(BatchNormInParts):
-    """Statistics of two rows, twice: in bf16 no gradient is above its noise."""
+    """Two batch norms over two rows each: in bf16 the noise hides all gradients."""
 
     def model(self) -> nn.Module:
         parts = [(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2)]
@@ -177,7 +177,7 @@ class KeepsTensors(Replicated):
 
 
 class Energies(nn.Module):
-    """A potential, and as forces its gradients with respect to the inputs."""
+    """Model that returns a potential, and forces: minus its gradients by the inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Energies(nn.Module):
 
 
 class Forces(Replicated):
-    """A forward that needs autograd itself, and its loss twice."""
+    """Forward itself needs autograd, and the loss depends on those gradients."""
 
     def model(self) -> nn.Module:
         return Energies()
@@ -293,7 +293,7 @@ def test_the_engine_on_the_page_is_right_with_unequal_micro_batches(
 
 
 class PreparesFirst(optim.SGD):
-    """Takes whole matrices; the first step only fills the preconditioner (SOAP)."""
+    """SGD with a matrix preconditioner, which the first step only fills (as SOAP)."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as SGD
@@ -319,7 +319,7 @@ class Prepares(Replicated):
 
 
 class Halves:
-    """Two optimizers over a table that is split by rows."""
+    """A table that is split by rows, a head, and an optimizer for each."""
 
     def __init__(self, table: nn.Parameter, head: nn.Linear, rank: int) -> None:
         self.table, self.head, self.rank = table, head, rank
@@ -327,7 +327,7 @@ class Halves:
 
 
 class TableWithItsOwnOptimizer(Weighted):
-    """No token of rank 1 uses its rows of the table, so SGD moves none of them."""
+    """No token uses the table's rows on rank 1, so SGD does not move them."""
 
     skips = False
 
@@ -383,7 +383,7 @@ class TableWithItsOwnOptimizer(Weighted):
 
 
 class HeadNeverSteps(TableWithItsOwnOptimizer):
-    """The optimizer of the head is forgotten."""
+    """The optimizer of the head never steps."""
 
     skips = True
 
@@ -400,7 +400,7 @@ class WarmsUp(TableWithItsOwnOptimizer):
 
 
 class Adapter(nn.Module):
-    """Begins at zero and is added to a frozen layer, as LoRA is."""
+    """Frozen layer plus an adapter that begins at zero, like LoRA."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -454,7 +454,7 @@ def test_a_schedule_of_the_stack_is_followed_and_told(runner: Runner) -> None:
 
 @pytest.mark.parametrize("parity", [None, Parity(per_step=[0.0])])
 def test_gradients_of_zeros_are_no_skip(parity: Parity | None) -> None:
-    """Zero gradients differ from the reference's and fail; the step itself passes."""
+    """If gradients are zero, an unchanged parameter does not show a skip."""
 
     def decided(gradient: list[float]) -> bool | None:
         step = StepTrace(
@@ -487,7 +487,7 @@ def test_an_optimizer_that_prepares_first_is_known_for_whole_matrices() -> None:
 
 
 class RaisesInBf16(Replicated):
-    """Raises like a scatter of two dtypes under autocast."""
+    """Raises in bf16, as torch's scatter does for two different dtypes."""
 
     def model(self) -> nn.Module:
         model = super().model()
@@ -556,7 +556,7 @@ def test_a_share_that_a_recipe_cannot_cut_is_not_tried(
 
 
 class OwnRate(optim.Optimizer):
-    """Finds its learning rate itself, as Adafactor with relative steps."""
+    """Optimizer that computes its own learning rate, like Adafactor."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": None})
@@ -603,7 +603,7 @@ def test_a_scheduler_needs_a_rate_that_it_can_change(
 
 
 class Checkpoints(nn.Module):
-    """Recomputes by itself: its forward runs again in backward."""
+    """Model with its own checkpointing: a part of forward runs again in backward."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -617,7 +617,7 @@ class Checkpoints(nn.Module):
 
 
 class Sharded(Replicated):
-    """FSDP2 with its own checkpointing, in the scenario's precision."""
+    """Model with its own checkpointing, under FSDP2 in the scenario's precision."""
 
     reentrant = False
 
@@ -644,7 +644,7 @@ def test_references_recompute_in_the_dtype_of_the_parameters(
 
 
 class Functional(Replicated):
-    """Gradients by torch.func, which knows no checkpointing."""
+    """Gradients are computed by torch.func, which does not support checkpointing."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         return Holder(model, self.optimizer(list(model.named_parameters())))

@@ -56,7 +56,7 @@ class OfShards(torch.optim.SGD):
 
 
 class ShorterSteps(Matrices):
-    """Takes steps of 0.6 of their length."""
+    """Steps have 0.6 of the right length on tensors that are not DTensors."""
 
     def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
         lr = 0.05 if isinstance(parameters[0][1], DTensor) else 0.03

@@ -51,7 +51,7 @@ class Layers(nn.Module):
 
 
 class StateOfItsOwn:
-    """A class that ``torch.load`` refuses by default."""
+    """Class whose objects ``torch.load`` refuses by default."""
 
 
 class KeepsAnObject(PlainScaler):

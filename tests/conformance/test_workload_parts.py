@@ -36,7 +36,7 @@ class Counted(Ddp):
 
 
 class CountedSharded(Counted):
-    """No fault: the same; only the layers of the model are under fully_shard."""
+    """No fault: as `Counted`, with fully_shard of the layers, but not of the model."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         for layer in model.children():
@@ -51,7 +51,7 @@ class CountedByHooks(Counted):
 
 
 class TakesPreparedInputs(Counted):
-    """No fault: its own train_step, with inputs that only the layout understands."""
+    """No fault: ``shard`` returns inputs in a form that only its train_step accepts."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         made = super().parallelize(model, mesh)
@@ -78,7 +78,7 @@ class TakesPreparedInputs(Counted):
 
 
 class MakesAMeshOnce(Ddp):
-    """Keeps a mesh in a global and raises if asked for another."""
+    """Keeps its mesh in a class attribute, and raises if laid out again."""
 
     meshes_made: ClassVar[list[DeviceMesh]] = []
 
@@ -93,7 +93,7 @@ class MakesAMeshOnce(Ddp):
 
 
 class Uneven(Ddp):
-    """The cuts of its DTensors contradict their placements, as in megatron-fsdp."""
+    """Shards have other sizes than the placements of their DTensors say."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         self.mesh = mesh
@@ -142,7 +142,7 @@ class MixesTokens(Right):
 
 
 class Mixes(nn.Module):
-    """Adds the mean over all tokens, also those of the other ranks."""
+    """Model that adds the mean over all tokens, also those on other ranks."""
 
     group: Any = None
 
@@ -163,7 +163,7 @@ class Mixes(nn.Module):
 
 
 class Cuts(Ddp):
-    """No fault: micro-batches of its own, of 3, 4 and all other rows."""
+    """No fault: ``micro_batches`` returns parts of 3, of 4 and of all other rows."""
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
         x, y = batch
@@ -172,7 +172,7 @@ class Cuts(Ddp):
 
 
 class Packs(Counted):
-    """No fault: rows of micro-batches cannot be reversed or cut."""
+    """No fault: four rows belong together, so they cannot be cut or reversed."""
 
     def model(self) -> nn.Module:
         return Packed()
@@ -183,7 +183,7 @@ class Packs(Counted):
 
 
 class Packed(nn.Module):
-    """Each row of four has another weight."""
+    """Model in which each of four successive rows has another weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Packed(nn.Module):
 
 
 class UsesHalf(Ddp):
-    """No fault: one layer is never used, one in step 1 alone, where DDP makes zeros."""
+    """No fault: one layer is never used, another only in step 1, under DDP."""
 
     def model(self) -> nn.Module:
         return HalfUsed()
@@ -232,7 +232,7 @@ class HalfUsed(nn.Module):
 
 
 class UsesHalfSharded(UsesHalf):
-    """No fault: the same, where the optimizer is handed zeros, which decay."""
+    """No fault: unused parameters get zero gradients, so weight decay moves them."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         for layer in model.children():
@@ -258,7 +258,7 @@ def tiny_where_none(module: nn.Module, _: Any) -> None:
 
 
 class KeepsTheLast(Ddp):
-    """Each forward throws away the gradients of the micro-batches before it."""
+    """Each forward drops the gradients of earlier micro-batches."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         made = super().parallelize(model, mesh)
@@ -278,7 +278,7 @@ class KeepsTheLastUnsynchronised(Ddp):
 
 
 class KeepsTheLastOfItsOwn(KeepsTheLast):
-    """Same workload, with micro-batches of its own."""
+    """Drops gradients like `KeepsTheLast`; the workload has its own micro-batches."""
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
         return Cuts().micro_batches(batch)
@@ -297,7 +297,7 @@ class MixesAlone(Mixes):
 
 
 class ForgetsHowMany(Counted):
-    """Gradients are weighted by the rank's own count, as if all had equal ones."""
+    """Gradients of ranks get wrong weights: 1.25 on rank 0, and 0.75 on rank 1."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         made = super().parallelize(model, mesh)
@@ -307,7 +307,7 @@ class ForgetsHowMany(Counted):
 
 
 class TrainsTheUnused(UsesHalfSharded):
-    """A layer that no gradient reaches gets one."""
+    """A layer that the loss does not use gets a tiny gradient."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         made = super().parallelize(model, mesh)
@@ -344,7 +344,7 @@ class ShardsAlike(MixesTokens):
 
 
 class CountsOverlap(Counted):
-    """Every row is seen twice, and counted so."""
+    """Both ranks have all rows, so each row is counted twice."""
 
     def shard(self, batch: Batch, mesh: DeviceMesh) -> Batch:
         return batch
@@ -366,7 +366,7 @@ class ShardIsATensor(MixesTokens):
 
 
 class RefusesOne(Ddp):
-    """``parallelize`` takes no mesh of one rank."""
+    """``parallelize`` raises for a mesh with one data rank."""
 
     meshes = ({"dp": 2, "tp": 1},)
 
@@ -394,21 +394,21 @@ class CountIsNegative(Ddp):
 
 
 class CountsNothing(Ddp):
-    """Nothing is counted."""
+    """The count is zero."""
 
     def loss(self, output: Tensor, targets: Tensor) -> Any:
         return (output - targets).square().sum(), torch.tensor(0)
 
 
 class MeanAndCount(Ddp):
-    """The sum is a mean."""
+    """``loss`` returns a mean in place of the sum, with a count."""
 
     def loss(self, output: Tensor, targets: Tensor) -> Any:
         return (output - targets).square().mean(), targets.numel()
 
 
 class SumOfRows(Ddp):
-    """The sum has rows."""
+    """``loss`` returns a sum for each row in place of one sum."""
 
     def loss(self, output: Tensor, targets: Tensor) -> Any:
         return (output - targets).square().sum(1), targets.numel()
@@ -430,7 +430,7 @@ class CutsAway(Ddp):
 
 
 class CutsInSeven(Ddp):
-    """A batch that cannot be cut."""
+    """``micro_batches`` raises: the rows cannot be cut into seven equal parts."""
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
         x, y = batch
@@ -438,7 +438,7 @@ class CutsInSeven(Ddp):
 
 
 class FiveRows(Ddp):
-    """Rows that two ranks cannot share."""
+    """A batch has five rows, which two ranks cannot share equally."""
 
     def batch(self, step: int, seed: int) -> Batch:
         x, y = super().batch(step, seed)
@@ -641,7 +641,7 @@ def test_quick_accumulates_on_every_mesh_and_narrows_each_axis() -> None:
 
 
 class LastPassAtSizeOne(Right):
-    """Each pass starts without gradients if the data axis has size 1."""
+    """Each backward drops earlier gradients, but only on a data axis of size 1."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if mesh["dp"].size() > 1:
@@ -720,7 +720,7 @@ def test_a_resolved_workload_has_only_the_calls_of_its_module() -> None:
 def test_ranks_of_a_run_are_those_of_the_one_before_unless_they_are_isolated(
     tmp_path: Path,
 ) -> None:
-    """J19."""
+    """Runs share ranks by default, and so the workload's globals (J19)."""
     text = f"dp2/2/fp32/own/none/model={MODULE}:MakesAMeshOnce,steps=2,seed="
     ids = [f"--scenario={text}{seed}" for seed in range(2)]
 

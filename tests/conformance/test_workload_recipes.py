@@ -154,7 +154,7 @@ class NeedsEveryGradient(steps.Trains):
 
 
 class MakesModulesAnew(steps.Trains):
-    """Trains a model of its own making, with the same weights."""
+    """Trains a model that it creates itself, with the given model's weights."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Held:
         fresh = self.model()
@@ -163,7 +163,7 @@ class MakesModulesAnew(steps.Trains):
 
 
 class Hidden:
-    """Opaque object: its modules cannot be found."""
+    """Object with slots, in which gradparity cannot find the module."""
 
     __slots__ = ("module", "optimizer")
 
@@ -172,7 +172,7 @@ class Hidden:
 
 
 class SavesWithAScaler(steps.Trains):
-    """Reads the scaler's state in a save; the other ranks write 0.3 s after rank 0."""
+    """Needs the scaler to save; other ranks than rank 0 save 0.3 s later."""
 
     def save_checkpoint(self, stack: Held, scaler: Any, folder: str) -> None:
         if dist.get_rank():
@@ -182,7 +182,7 @@ class SavesWithAScaler(steps.Trains):
 
 
 class HidesItsModules(MakesModulesAnew):
-    """Trains a model of its own making, inside an opaque object."""
+    """Trains a model that it creates itself, inside an object with slots."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Hidden:  # type: ignore[override]
         return Hidden(super().parallelize(model, mesh))
@@ -225,7 +225,7 @@ def test_a_rank_that_fails_leaves_the_folder_to_those_that_still_write(
 
 
 class LeavesTheAverageIn(steps.Trains):
-    """Leaves an average in place of the weights after a save."""
+    """After a save the weights stay replaced by others, as by an average."""
 
     def save_checkpoint(self, stack: Held, scaler: Any, folder: str) -> None:
         super().save_checkpoint(stack, scaler, folder)
@@ -251,7 +251,7 @@ class LacksAKey(steps.Trains):
 
 
 def test_a_load_that_raises_is_an_error_of_the_stack(runner: Runner) -> None:
-    """A load may only be skipped if it failed for want of a scaler."""
+    """A load that raises is skipped only if it raises because there is no scaler."""
     case = runner.run("none", here(LacksAKey, "resume"))
     assert case.status is Status.ERROR, case.verdicts[:1]
     assert "load_checkpoint: raised CheckpointException" in case.problem
@@ -312,7 +312,7 @@ def test_a_checkpoint_of_the_scaler_alone_is_no_resume() -> None:
 
 
 class OfTheOptimizer(steps.Trains):
-    """Declares an unknown kind of checkpoint."""
+    """Declares an unknown value of ``checkpoint``."""
 
     checkpoint = "optimizer"
 
@@ -379,7 +379,7 @@ def test_modules_that_a_layout_makes_anew_recompute_as_well(runner: Runner) -> N
 
 
 OFTEN = ("frozen", "resume", "recompute")
-"""Recipes in which the quick tests run every right workload."""
+"""Recipes in which the tests run every right workload by default."""
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ def test_a_pass_that_runs_again_in_another_dtype_ends_the_run(runner: Runner) ->
 
 @pytest.mark.slow
 def test_clip_norm_is_given_back(runner: Runner) -> None:
-    """The clip norm is restored: the same ranks run the next scenario."""
+    """The recipe restores the clip norm: the same ranks run the next scenario."""
     tight = here(ClipsHard, "clip-norm")
     assert runner.run("none", tight).status is Status.PASS
     assert runner.run("none", replace(tight, recipe="plain")).status is Status.PASS
@@ -602,7 +602,7 @@ class EachPassOnOneRank(AveragesEachPass):
 
 
 class AveragesOnOneRank(Averages):
-    """No fault: the reference is one rank, with an average too."""
+    """No fault: the reference is one rank, which keeps an average as well."""
 
     reference = "one rank"
 

@@ -73,7 +73,7 @@ RIGHT = (Trains, TrainsSharded, TrainsAModule, TwoOptimizers, FlatShards, Pipeli
 
 
 def elements(found: Case) -> int:
-    """Count all parameters, on each rank that holds them."""
+    """Return the number of elements of parameters, summed over the ranks."""
     assert found.evidence is not None
     return sum(len(i) for t in found.evidence.ranks for i in t.index.values())
 

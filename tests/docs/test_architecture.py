@@ -53,14 +53,14 @@ sys.exit(code)
 
 
 def walks() -> list[list[tuple[str, str]]]:
-    """The numbered lists of the page, in order: (file, function) each."""
+    """Return the numbered lists of the page, whose entries are (file, function)."""
     text = PAGE.read_text().partition("## What runs, in order")[2].partition("\n## ")[0]
     lists = re.split(r"^1\. ", text, flags=re.MULTILINE)[1:]
     return [_STEP.findall(f"1. {part}") for part in lists]
 
 
 def called(function: Callable[..., Any], *args: Any) -> list[tuple[str, str]]:
-    """(file, function) of our code in the order of first calls."""
+    """Return (file, function) of our code, in the order of first calls."""
     seen: dict[CodeType, None] = {}
 
     def note(frame: FrameType, event: str, _: Any) -> None:

@@ -18,7 +18,7 @@ def text_of(page: str) -> str:
 
 
 def row_of(page: str, name: str) -> list[str]:
-    """Cells of the table row that starts with ``name``."""
+    """Return the cells of the table row that starts with ``name``."""
     (row,) = re.findall(rf"^\| {re.escape(name)} \|.*\|$", text_of(page), re.M)
     return [cell.strip() for cell in row.strip("|").split("|")]
 
@@ -43,7 +43,7 @@ def test_the_space_names_all_there_is(row: str, names: dict[str, object]) -> Non
 
 
 def test_the_main_job() -> None:
-    """The page's table has each topology once; `make parity` makes both columns."""
+    """The table of docs/scaler.md has each topology of ``make parity`` once."""
     topologies = {scenario.topology for scenario in select("parity", Selection())}
     text = text_of("docs/scaler.md")
     assert f"on {WORDS[len(topologies)]} topologies" in " ".join(text.split())

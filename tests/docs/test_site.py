@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.extras("mkdocs", "mkdocstrings")]
 
 @dataclass
 class Page(HTMLParser):
-    """Names, links and loaded files of a page."""
+    """Anchors, links and loaded files of a page."""
 
     ids: set[str] = field(default_factory=set)
     links: list[str] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Page(HTMLParser):
 
 
 def test_the_site_is_whole(tmp_path: Path) -> None:
-    """One test, because a build takes half a minute."""
+    """One test for everything, because a build takes half a minute."""
     done = subprocess.run(
         [sys.executable, "-m", "gradparity.benchmarks.site", str(tmp_path)],
         env=os.environ | {"COLUMNS": "88"},
@@ -52,7 +52,7 @@ def test_the_site_is_whole(tmp_path: Path) -> None:
 
 
 def check_links(built: Path) -> None:
-    """Every link has its target, and no page loads anything from outside."""
+    """Check that every link has a target, and that pages load no foreign files."""
     pages: dict[Path, Page] = {}
     for file in built.rglob("*.html"):
         if file.name != "404.html":  # its links begin at the root of a server
@@ -81,7 +81,7 @@ def check_links(built: Path) -> None:
 
 
 def check_reference(built: Path) -> None:
-    """The reference has every public name, and the search finds it."""
+    """Check that the reference and the search index have every public name."""
     index = json.loads((built / "search" / "search_index.json").read_text())
     places = {entry["location"] for entry in index["docs"]}
     for package in (scaler, multiprocess, conformance):
@@ -98,7 +98,7 @@ def check_reference(built: Path) -> None:
 
 
 def test_a_link_that_leads_nowhere_ends_the_build(tmp_path: Path) -> None:
-    """Build a copy of the tree with one such link."""
+    """A copy of the tree with a broken link is built."""
     broken = (
         "import sys, logging\n"
         "logging.basicConfig(level=logging.WARNING)\n"

@@ -57,7 +57,7 @@ PLACEHOLDERS = {
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project of someone's own: a package with a scaler, and one report."""
+    """Folder of a user's project: a package with a scaler."""
     folder = tmp_path_factory.mktemp("project")
     package = folder / "mypackage"
     package.mkdir()
@@ -118,7 +118,7 @@ def test_commands(block: Block, project: Path, warm_ranks: list[str]) -> None:
 
 
 def run_ours(words: list[str]) -> None:
-    """Run it in this process; appended options keep it short."""
+    """Run a command of ours in this process, with options that keep it short."""
     if any(word.startswith("[") for word in words):
         return check_options(words)
     argv = [PLACEHOLDERS.get(word, word) for word in words[1:]]
@@ -148,7 +148,7 @@ def without_selection(argv: list[str]) -> list[str]:
 
 
 def check_options(words: list[str]) -> None:
-    """A line with [options]: each of them is in the help of the command."""
+    """Check that each option of a line is in the help of its command."""
     if words[1] == "bench" and len(words) > 2:
         assert words[2].replace("-", "_") in {**SPEED, **VALIDATION, **TOOLS_OF_PAGES}
     options = any(word.startswith("--") for word in words)
@@ -172,7 +172,7 @@ def help_of(*command: str) -> str:
 
 
 def run_make(words: list[str]) -> None:
-    """Check that the target exists; it runs the suite itself, or for minutes."""
+    """Check only that the target exists: targets run the suite, or for minutes."""
     done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stderr
 
@@ -190,7 +190,7 @@ def run_pip(words: list[str]) -> None:
 
 
 def run_pytest(python: list[str], words: list[str]) -> None:
-    """The catalogue as tests, on one small scenario; or a folder of tests."""
+    """Run the catalogue as tests on one small scenario, or a folder of tests."""
     assert any(word.startswith("--gradparity-") for word in words), words
     folder = Path("tests")
     if words[-1] == f"{folder}/":
@@ -225,7 +225,7 @@ def test_commands_in_the_text_exist(page: Path) -> None:
 
 
 def names() -> dict[str, Any]:
-    """Names that the snippets take for granted."""
+    """Return names that snippets use without defining them."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return {

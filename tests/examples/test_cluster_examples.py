@@ -1,4 +1,4 @@
-"""Launch files for clusters: as far as one machine without a cluster can tell.
+"""Launch files for clusters, tested as far as possible without a cluster.
 
 The Slurm script is run with stand-ins for Slurm's own commands: two torchrun agents
 meet, as on two nodes. The PyTorchJob keeps the schema of Kubeflow's models.
@@ -45,7 +45,7 @@ SCONTROL = """#!/bin/bash
 def slurm(
     folder: Path, *arguments: str, srun: str = SRUN, nodes: int = 2
 ) -> subprocess.CompletedProcess[str]:
-    """Run the script in ``folder`` as Slurm would on the first of its nodes."""
+    """Run the script in ``folder`` as Slurm would run it on its first node."""
     for name, text in (("srun", srun), ("scontrol", SCONTROL)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)

@@ -38,7 +38,7 @@ def on_ranks(python: list[str], ranks: int) -> list[str]:
 
 
 def row(package: str, *others: str, slow: bool = False) -> Any:
-    """Return a row of parameters with the marks of its first, a package."""
+    """Return a case of ``parametrize``, marked as needing ``package``."""
     marks = [*needs(package), *[pytest.mark.slow] * slow]
     return pytest.param(package, *others, marks=marks)
 

@@ -1,7 +1,7 @@
 """Frameworks as workloads: right ones pass, wrong ones fail a check.
 
-A finding here is an accusation of a released package. Each is shown again by a script
-that needs only that package; where one no longer fails, the package has cured it.
+Each failure is a fault of a released package, and a script that needs only that package
+shows it again. If a test fails because it is gone, the package was fixed.
 """
 
 import importlib
@@ -72,7 +72,7 @@ COMPARED = {"parity.gradient", "parity.update", "parity.loss"}
 
 
 def row(stack: str, *others: object, slow: bool = False) -> Any:
-    """Return a row of parameters with the marks of its first, a workload."""
+    """Return a case of ``parametrize``, marked as needing its workload's package."""
     marks = [*needs(PACKAGES[stack.partition(":")[0]]), *[pytest.mark.slow] * slow]
     return pytest.param(stack, *others, marks=marks)
 
@@ -85,7 +85,7 @@ Judge = Callable[[str, str, str], Case]
 
 @pytest.fixture(scope="module")
 def judged() -> Iterator[Judge]:
-    """Run a workload at a place with a recipe, on warm ranks."""
+    """Yield a function that runs a workload in a scenario, on warm ranks."""
     with pytest.MonkeyPatch.context() as patch, ExitStack() as runners:
         patch.syspath_prepend(str(ROOT))
 
@@ -242,7 +242,7 @@ def test_earlier_backwards_that_zero_drops_are_found(judged: Judge, stack: str) 
 def test_a_finding_of_docs_wild_is_one_for_the_judge(
     judged: Judge, stack: str, place: str, recipe: str, laws: set[str]
 ) -> None:
-    """Versions of a package that have no fault break no law."""
+    """A workload fails these checks, or none if the package's version has no fault."""
     found = judged(stack, place, recipe)
     assert found.status == ("fail" if laws else "pass"), found.problem
     assert {v.law for v in found.verdicts if v.status == "fail"} == laws
@@ -277,7 +277,7 @@ def test_a_loss_by_the_counts_of_each_rank_is_found(judged: Judge) -> None:
 
 
 def confirmed(*command: str) -> str:
-    """Return the output of a script without gradparity."""
+    """Run a script that needs no gradparity; return its output."""
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -338,7 +338,7 @@ def trained(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def premultiplied() -> dict[str, torch.Tensor]:
-    """Return the results of sums whose inputs are multiplied by a quarter."""
+    """Return the results of collectives that sum inputs times a quarter."""
     quarter = dist._make_nccl_premul_sum(0.25)
     mine = torch.arange(4.0) + dist.get_rank()
     with torch.cuda.stream(torch.cuda.Stream()), dist._coalescing_manager():
@@ -351,7 +351,7 @@ def premultiplied() -> dict[str, torch.Tensor]:
 
 
 def without(call: Callable[..., Any], *given: Any) -> Any:
-    """Call a function on a rank with the stand-in of examples/stacks."""
+    """Call a function on a rank, with a stand-in for torch.cuda of examples/stacks."""
     stand_in = importlib.import_module("gradparity.examples.stacks.without_cuda")
     with stand_in.without_cuda():
         return call(*given)
@@ -371,7 +371,7 @@ def test_the_stand_in_for_cuda_changes_no_result(two: Cluster) -> None:
 
 
 def still_there() -> tuple[bool, bool]:
-    """True if torch is as it was on this rank."""
+    """Return True for each patched function of torch that is original again."""
     given = dist.all_reduce.__module__ == "torch.distributed.distributed_c10d"
     return given, isinstance(torch.cuda.Stream, type)
 

@@ -112,7 +112,7 @@ def four() -> Iterator[Cluster]:
 
 
 def train_on(cluster: Cluster, argv: list[str]) -> None:
-    """Run the FSDP2 x TP example on ranks that are there already."""
+    """Run the FSDP2 x TP example on the ranks of a cluster."""
     script = str(EXAMPLES / "fsdp2_tp.py")
 
     def on_rank() -> None:

@@ -18,10 +18,11 @@ __all__ = ["session"]
 
 @pytest.fixture(scope="module")
 def common() -> Any:
-    """torch's test classes, imported before a session within this process begins.
+    """Module of torch's test classes, imported before a session begins in this process.
 
-    pytester removes from ``sys.modules`` what came after its own fixture: the next test
-    would import it again, and torch registers its operators once in a process.
+    pytester removes modules from ``sys.modules`` that were imported after its fixture
+    was set up. The next test would import torch's again, but torch can register its
+    operators only once in a process.
     """
     pytest.importorskip("expecttest", reason="torch's classes need it")
     names = ("common_distributed", "distributed._tensor.common_dtensor")
@@ -343,8 +344,10 @@ NOT_OF_THIS = (
     "in wait",
     "lines left out",
 )
-"""Result of a test goes nowhere; its group is made and left in the test, so a rank
-that raises breaks the connections of the others, which raise, too."""
+"""Rows and messages of the fault matrix that a test of torch's classes does not have.
+
+Such a test returns no result. It creates the process group itself, so a rank that
+raises breaks the connections of the others, which then raise as well."""
 
 
 @pytest.mark.slow

@@ -46,7 +46,10 @@ print(os.getpid(), forkserver().pid, *cluster.pids, *children, flush=True)
     ]
 )
 def python(request: pytest.FixtureRequest, warm_ranks: list[str]) -> list[str]:
-    """Return a program's first lines; its forkserver is a fork, or imports torch."""
+    """Return the start of a program's command line, in a warm Python or in a new one.
+
+    In a warm Python the program's forkserver is a fork; in a new one it imports torch.
+    """
     return warm_ranks if request.param else [sys.executable]
 
 
@@ -54,7 +57,7 @@ def python(request: pytest.FixtureRequest, warm_ranks: list[str]) -> list[str]:
 def program(
     then: str, folder: Path, python: list[str]
 ) -> Iterator[tuple[Parent, int, set[int]]]:
-    """Start a program; yield it, its process id, and those of its processes."""
+    """Start a program; yield it, its pid, and the pids of its other processes."""
     env = {**os.environ, "TMPDIR": str(folder)}
     with subprocess.Popen(
         [*python, "-c", PROGRAM.format(then=then)],
@@ -85,7 +88,7 @@ def first_line(parent: subprocess.Popen[str]) -> bytes:
 
 
 def alive(pids: set[int]) -> set[int]:
-    """Processes that are left; a zombie that waits for its reaper counts as gone."""
+    """Return the processes that still run; zombies count as gone."""
     found = set()
     for pid in pids:
         try:
@@ -98,7 +101,7 @@ def alive(pids: set[int]) -> set[int]:
 
 
 def wait_until_gone(pids: set[int], limit_s: float = LIMIT_S, but: int = 0) -> set[int]:
-    """Processes left once only ``but`` many are, or after the limit."""
+    """Wait until at most ``but`` processes still run; return those that do."""
     deadline = time.monotonic() + limit_s
     while len(alive(pids)) > but and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -371,7 +371,7 @@ def test_output_is_kept_rank_by_rank(cluster: Cluster) -> None:
 
 
 class Terminal(io.StringIO):
-    """A stdout that makes a file when it shows a text."""
+    """Stand-in for stdout that creates a file when a certain text is written."""
 
     def __init__(self, text: str, file: Path) -> None:
         super().__init__()

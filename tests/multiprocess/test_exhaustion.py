@@ -80,7 +80,7 @@ def test_innocent(world):
 
 
 def memory_cgroup() -> tuple[Path, str]:
-    """The folder of this process's memory cgroup, and its version."""
+    """Return the folder of this process's memory cgroup, and its version."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):

@@ -28,7 +28,7 @@ DIES = "import os; os.write(2, b'no such luck'); os._exit(7)"
 
 @pytest.fixture
 def own_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Leave the server of other tests alone; a new one imports torch."""
+    """Use a new forkserver in this test, and end it; other tests keep theirs."""
     monkeypatch.setattr(forkserver_client, "_client", None)
     monkeypatch.syspath_prepend(tmp_path)
     yield

@@ -15,7 +15,7 @@ from gradparity.multiprocess.elastic.membership import (
 
 
 class Store:
-    """Heartbeats of ranks 1 and 2, as the test has them."""
+    """Stand-in for torchrun's store, with heartbeats of ranks 1 and 2."""
 
     def __init__(self) -> None:
         self.beats = [0, 0]
@@ -28,7 +28,7 @@ class Store:
 
 
 class Clock:
-    """Monitor with the test's clock; it looks once a second."""
+    """Heartbeat monitor with a clock that the test moves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -37,7 +37,7 @@ class Clock:
         self.monitor = HeartbeatMonitor(cast(Any, self.store), 3)
 
     def pass_time(self, *beating: int, seconds: int) -> list[list[int]]:
-        """The silent ranks in each of the next seconds, in which ``beating`` beat."""
+        """Return the silent ranks at each second; only ``beating`` send heartbeats."""
         found = []
         for _ in range(seconds):
             self.now += 1.0

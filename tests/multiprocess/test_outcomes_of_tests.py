@@ -74,7 +74,7 @@ def test_kinds_differ(world):
 
 
 def test_a_skip_hides_no_rank_that_dies_or_hangs(session: Session) -> None:
-    """A rank that dies sends no result, so the results of the others do not count."""
+    """A test fails if one rank dies or hangs, even if the other rank skips."""
     done = session(
         SKIPS
         + """
@@ -661,7 +661,7 @@ def test_each_kind_is_told_apart_behind_partials_and_methods() -> None:
 
 
 def test_a_subtest_that_fails_ends_no_rank(session: Session) -> None:
-    """Other ranks may come later to the next collective than after a failure."""
+    """After a failed subtest, other ranks may take longer than after a failed test."""
     done = session("""
 @pytest.mark.world(world_size=2)
 def test_it(subtests, world):

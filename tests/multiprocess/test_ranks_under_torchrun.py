@@ -163,7 +163,7 @@ Torchrun = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def torchrun(tmp_path: Path, warm_python: list[str]) -> Torchrun:
-    """torchrun on two ranks, in ``tmp_path``."""
+    """Return a function that runs a program by torchrun, on two ranks."""
     launcher = [*warm_python, "-m", "torch.distributed.run", *STANDALONE]
 
     def run(*program: str) -> subprocess.CompletedProcess[str]:

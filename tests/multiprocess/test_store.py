@@ -84,7 +84,7 @@ def test_a_flag_counts_how_often_it_was_set() -> None:
 
 
 def stores(raw: Any, agreed: str = "met") -> tuple[SignedStore, SignedStore]:
-    """The store as ranks 0 and 1 of one run see it."""
+    """Return one store as ranks 0 and 1 of one run use it."""
     one, two = (SignedStore(raw, rank=rank, scope=SCOPE) for rank in range(2))
     return one.of_run(agreed), two.of_run(agreed)
 
@@ -115,7 +115,7 @@ def test_an_unsigned_value_is_refused_before_it_is_unpickled(head: str) -> None:
 
 
 class Attacker:
-    """Reads and writes the store without the secret."""
+    """Reads and writes the store, but does not have the secret."""
 
     def __init__(self, raw: HashStore) -> None:
         self.raw = raw
@@ -190,7 +190,7 @@ def membership(raw: HashStore, rank: int) -> Membership:
 
 
 def nothing() -> None:
-    """Never end the wait."""
+    """Check that never ends a wait."""
 
 
 def test_agents_agree_on_a_run_that_was_never_before() -> None:

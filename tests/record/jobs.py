@@ -1,7 +1,7 @@
 """Training jobs that know nothing of gradparity: ``python jobs.py JOB [FAULT]``.
 
-Run by tests, each as a process, or as ranks of torchrun. No job imports what it does
-not need: that would take longer than the training.
+Tests run each job as a process or as ranks of torchrun. A job imports only what it
+needs, because imports take longer than the training.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ class OwnOptimizer:
 
 
 def laid_out(job: str, model: nn.Module, world: int) -> tuple[nn.Module, int, int]:
-    """The model in the layout of a job, the ranks with other rows, and this one."""
+    """Return the laid-out model, the number of data ranks, and this one's index."""
     rank = dist.get_rank() if world > 1 else 0
     blocks = [each for each in model.modules() if isinstance(each, Block)]
     if job == "ddp":
@@ -161,7 +161,10 @@ def train(
     rank: int,
     fault: str,
 ) -> None:
-    """Three steps, with a fault; a job that is continued or resumed does six."""
+    """Train steps 0 to 2, with a fault.
+
+    A continued job then trains steps 3 to 5, and a resumed one only these.
+    """
     resumed = fault in ("resumed", "forgets")
     if resumed:
         state = torch.load(os.environ["CHECKPOINT"], weights_only=True)
@@ -208,8 +211,9 @@ def train(
 
 
 def end() -> None:
-    """Leave at once: gloo's thread may hold the last collective when Python ends, and
-    would abort the process.
+    """Exit without cleanup: a thread of gloo may still use the last collective.
+
+    It would abort the process when Python ends.
     """
     dist.destroy_process_group()
     os._exit(0)

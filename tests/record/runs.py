@@ -65,7 +65,7 @@ def run(draw: int = 0, names: Sequence[str] = NAMES, steps: int = 2) -> Run:
 
 
 def nudged(draw: int, names: Sequence[str] = NAMES, steps: int = 2) -> Run:
-    """A run that began with other weights."""
+    """Return a run that started from other weights."""
     plain = run(draw, names, steps)
     tensors = {
         key: replace(each, digest=(each.digest or 0) + 7)

@@ -27,10 +27,10 @@ TORCHRUN = (
 
 
 class Command(Protocol):
-    """The command line of a job."""
+    """Function that returns the command line of a job."""
 
     def __call__(self, job: str, fault: str = "", ranks: int = 1) -> list[str]:
-        """Return it for one process, or for ranks under torchrun."""
+        """Return the command line for one process, or for ranks under torchrun."""
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +48,7 @@ def command(warm_python: list[str]) -> Command:
 
 
 def record(out: Path, *options: str, of: list[str]) -> subprocess.CompletedProcess[str]:
-    """Record in a new process, since the job writes to its output."""
+    """Record a job in a new process, because the job writes to stdout."""
     program = [sys.executable, "-m", "gradparity.conformance", "record", str(out)]
     return subprocess.run(
         [*program, *options, "--", *of], capture_output=True, text=True
@@ -57,7 +57,7 @@ def record(out: Path, *options: str, of: list[str]) -> subprocess.CompletedProce
 
 @pytest.fixture(scope="session")
 def one(once: Once, command: Command) -> Path:
-    """The reference side: one process, with noise."""
+    """Recording of the reference side: a job in one process, with noise runs."""
 
     def make(folder: Path) -> None:
         done = record(folder / "one", "--modules", of=command("plain"))
@@ -76,7 +76,7 @@ def compared(
 
 
 class Against(Protocol):
-    """Record a job once, and compare it with the reference side."""
+    """Function that records a job once, and compares it with the reference side."""
 
     def __call__(
         self,
@@ -86,7 +86,7 @@ class Against(Protocol):
         *options: str,
         modules: bool = False,
     ) -> tuple[int, str, str]:
-        """Return the exit code of compare, its output and that of the job."""
+        """Return exit code and output of the comparison, and the output of the job."""
 
 
 @pytest.fixture
@@ -354,7 +354,7 @@ def test_a_job_begins_from_the_weights_of_another(
     capsys: pytest.CaptureFixture[str],
     job: str,
 ) -> None:
-    """Either side may be on ranks."""
+    """The weights may come from one process or from ranks."""
     first = command(job, ranks=1 if job == "plain" else 2)
     a, b, c = (tmp_path / name for name in "abc")
     assert record(a, "--keep-start", "--noise", "0", of=first).returncode == 0
@@ -466,7 +466,7 @@ def test_steps_that_never_come_are_told(command: Command, tmp_path: Path) -> Non
 def test_a_job_that_is_killed_leaves_a_recording_that_says_so(
     one: Path, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second run is killed: the first one stays."""
+    """If the second run is killed, the recording of the first one can be used."""
     out = tmp_path / "r"
     program = shlex.join(command("plain"))
     killed = f"test -e {shlex.quote(str(out / 'again.log'))} && kill -9 $$; {program}"
@@ -569,7 +569,7 @@ def test_a_broken_recording_is_told_in_one_line(
 def test_a_job_that_fails_though_it_was_stopped_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], stop: bool
 ) -> None:
-    """A rank with fewer steps waits for one that has ended."""
+    """The message explains that ``--stop`` ends ranks while others wait for them."""
     out = tmp_path / "run"
     job = f"mkdir -p {out}/plain; touch {out}/plain/rank-0.safetensors; exit 1"
     options = ["--noise", "0", *["--stop"] * stop, "--", "sh", "-c", job]

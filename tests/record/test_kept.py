@@ -33,7 +33,7 @@ SHAPES = [(), (1,), (5,), (7, 3), (64, 40), (33, 70), (4, 6, 100)]
 
 
 def keep(part: Tensor, box: Box) -> Kept:
-    """Bits and values that a recording keeps of a weight and of a gradient."""
+    """Return what a recording keeps of a tensor, both as a weight and as a gradient."""
     values, bits = keep_values(part, box), keep_bits(part, box, rounded=True)
     assert int(values.digest) == int(bits.digest)
     return replace(values, rounded=bits.rounded)
@@ -153,7 +153,7 @@ def test_a_replica_that_is_not_finite_is_infinitely_far_apart(
 
 
 def test_replicas_that_are_summands_of_a_mean_are_averaged() -> None:
-    """An optimizer that sums gradients in its step has other ones on each rank."""
+    """Gradients differ between ranks if the optimizer sums them in its step."""
     shards = made((4, 6)).chunk(2), made((4, 6)).flip(0).chunk(2)
     box = Box((4, 6), (0, 0), (2, 6)), Box((4, 6), (2, 0), (2, 6))
     parts = [
@@ -176,7 +176,7 @@ def test_what_nobody_holds_is_counted() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 1e-6])
 def test_the_distance_of_sketches_is_that_of_tensors(scale: float) -> None:
-    """Dense, in a row, in one element: findings of the prototypes, with room."""
+    """The estimate is within 25 % for errors that are dense, in a row or an element."""
     base = made((200, 300))
     for seed, kind in itertools.product(range(5), ("dense", "row", "element")):
         generator = torch.Generator().manual_seed(seed)
@@ -212,7 +212,7 @@ def test_what_is_not_finite_is_counted() -> None:
 
 
 def test_a_layout_made_by_hand_is_declared() -> None:
-    """Two ranks with halves of a weight, as plain tensors."""
+    """Two ranks hold halves of a weight as plain tensors; ``places`` declares them."""
     whole = made((8, 300))
     stored = []
     for rank, half in enumerate(whole.chunk(2)):
@@ -324,7 +324,7 @@ def test_an_update_knows_a_unit_in_the_last_place_of_its_weights() -> None:
 def test_a_nudge_is_of_one_unit_and_bf16_rounds_some_weights_otherwise(
     shape: tuple[int, int], reach: int, root: float
 ) -> None:
-    """A smaller nudge would change no bf16 product of a small model."""
+    """A smaller nudge would not change any bf16 product of a small model."""
     torch.manual_seed(0)
     model = nn.Linear(*shape, bias=False)
     before = model.weight.detach().clone()

@@ -28,7 +28,7 @@ LINEAR = nn.Linear(2, 2)
 
 
 class Parts(nn.Module):
-    """Module with children that is not a list."""
+    """Module with named children, which is not a ``ModuleList``."""
 
     def __init__(self, parts: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def stored(values: Tensor, words: Tensor, box: Box | None = None) -> Stored:
 
 
 def drawn() -> tuple[Tensor, Tensor]:
-    """(8, 6) words and (8, 6, 4) outputs."""
+    """Return random words (8, 6) and outputs (8, 6, 4)."""
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(1 << 20, (8, 6), generator=generator)
     return words, torch.randn(8, 6, 4, generator=generator)
@@ -142,7 +142,7 @@ def test_what_some_rows_lack_is_not_whole() -> None:
 
 
 class Twice(nn.Module):
-    """One block, called twice; with or without its activations."""
+    """Model that calls one block twice, and may recompute its activations."""
 
     def __init__(self, recompute: bool) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Twice(nn.Module):
 
 
 class Grows(nn.Module):
-    """Twice as large."""
+    """Block that returns the sine of twice its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (2 * x).sin()
@@ -196,7 +196,7 @@ def test_each_call_is_read_once_though_it_runs_again_in_backward() -> None:
 
 
 class Positioned(nn.Module):
-    """Words and positions: as many positions as the batch has rows."""
+    """Model of words and positions, with as many positions as the batch has rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def test_a_block_with_the_same_output_for_other_rows_has_no_rows() -> None:
 
 
 class Learned(nn.Module):
-    """Positions that are learned: as many as the batch has rows."""
+    """Block that returns its parameter, which has as many rows as the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class Learned(nn.Module):
 
 
 class Returned(nn.Module):
-    """Words, and a block that returns its parameter."""
+    """Model of words and a block that returns its parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ def test_a_parameter_that_a_block_returns_keeps_no_hook() -> None:
 
 
 class Flat(nn.Module):
-    """Words, and two layers: of the rows of a batch, and of its tokens in one list."""
+    """Model of two layers: one gets rows of tokens, the other a flat list of tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ class Flat(nn.Module):
 
 
 def of_layout(placements: Sequence[Placement] | None) -> Any:
-    """Numbers of the blocks on one rank, and the digests of its rows."""
+    """Return the recorded numbers of the blocks on one rank, and its rows' digests."""
     torch.manual_seed(0)
     model, blocks = Flat(), Blocks(lambda _: nullcontext())
     words = torch.randint(64, (8, 6), generator=torch.Generator().manual_seed(0))

@@ -55,7 +55,10 @@ def test_a_range_is_cut_into_boxes(shape: tuple[int, ...]) -> None:
 
 
 class DistributedOptimizer:
-    """Ranges of parameters, in order; fp32 copies of them if these are in bf16."""
+    """Stand-in for Megatron's class: each rank steps a range of all parameters.
+
+    If parameters are in bf16, it steps fp32 copies of its range.
+    """
 
     def __init__(self, model: nn.Module, ranks: int, rank: int) -> None:
         names = (
@@ -120,7 +123,7 @@ def merged(ranks: Sequence[tuple[nn.Module, Any]]) -> dict[str, Whole]:
 
 
 def alone() -> tuple[nn.Module, Any]:
-    """The model on one process, with gradients that are twice the weights."""
+    """Return the model on one process, and its optimizer; gradients are set."""
     return with_gradients(Stage(1, 1, 0))
 
 
@@ -167,7 +170,7 @@ def test_ranges_of_a_distributed_optimizer_are_one_model(
 
 
 def test_masters_begin_as_the_weights_of_another_layout(tmp_path: Path) -> None:
-    """Weights and masters get one layout; masters keep unrounded values."""
+    """Weights and fp32 masters get one layout; masters keep unrounded values."""
     model, _ = alone()
     nudge(model, 1, Roots())
     write_start(tmp_path, 0, model, Roots())
@@ -203,7 +206,7 @@ def test_models_of_one_class_have_names_of_their_own() -> None:
 
 
 def test_a_model_that_nobody_trains_changes_no_name() -> None:
-    """A teacher, or garbage of an earlier model, may be there on one side only."""
+    """Only one side may have a teacher, or an earlier model not yet collected."""
     teacher, model = nn.Linear(3, 2), nn.Linear(3, 2)
     roots = Roots()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

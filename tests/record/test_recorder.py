@@ -28,7 +28,7 @@ Losses = Iterator[Tensor]
 
 
 def record(folder: Path, losses: Losses, **orders: Any) -> None:
-    """Record while losses are asked for; each is propagated back before the next."""
+    """Record a loop given as a generator of losses; run backward of each loss."""
     gc.collect()  # models of other tests would count, as those of one job
     recorder = Recorder(Orders(out=str(folder), **orders))
     recorder.install()
@@ -50,7 +50,7 @@ def rows(step: int) -> Tensor:
 
 
 def trains(model: nn.Module, optimizer: Any, steps: int = 1) -> Losses:
-    """Losses of a plain loop."""
+    """Yield the losses of a plain training loop."""
     for step in range(steps):
         optimizer.zero_grad()
         yield model(rows(step)).sum()
@@ -58,7 +58,7 @@ def trains(model: nn.Module, optimizer: Any, steps: int = 1) -> Losses:
 
 
 def test_an_optimizer_that_begins_late_is_recorded(tmp_path: Path) -> None:
-    """A generator steps after five steps of its critic."""
+    """The generator of a GAN steps first after five steps of its critic."""
     critic, generator = nn.Linear(3, 1), nn.Linear(3, 3)
     fast = torch.optim.SGD(critic.parameters(), 0.1)
     slow = torch.optim.SGD(generator.parameters(), 0.1)
@@ -184,7 +184,7 @@ def test_all_models_of_the_declared_optimizers_are_recorded(
 
 
 def test_a_parameter_of_two_optimizers_has_two_names(tmp_path: Path) -> None:
-    """The head is trained first, then all; by then its weight has changed."""
+    """The head is trained alone first, so its weight differs when all are trained."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     head = torch.optim.SGD(model[1].parameters(), 0.1)
     both = torch.optim.SGD(model.parameters(), 0.1)
@@ -249,7 +249,7 @@ def test_a_kernel_that_skips_is_a_step_that_is_skipped(tmp_path: Path) -> None:
 def test_a_model_can_be_saved_copied_and_traced_while_it_is_recorded(
     tmp_path: Path,
 ) -> None:
-    """A hook on the model would go with it, and bring the recorder."""
+    """A hook on the model would be saved and copied with it, and so the recorder."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     saved = pickle.dumps(model)
@@ -351,7 +351,7 @@ def test_the_first_call_of_a_lazy_model_makes_it(tmp_path: Path) -> None:
 
 @dataclass
 class Fields:
-    """A batch as some packages have it."""
+    """Batch as a dataclass of tensors, which some packages use."""
 
     words: Tensor
 
@@ -384,7 +384,7 @@ def test_a_sequence_of_tokens_is_a_row_where_nothing_has_rows() -> None:
 def test_more_rows_than_are_kept_are_compared_as_a_whole(
     tmp_path: Path, is_float: bool
 ) -> None:
-    """One side has all rows in one call, the other in two calls."""
+    """All rows in one call equal the same rows in two calls, but not other rows."""
     batch = torch.arange(2 * MOST)[:, None]
     words = batch.float() if is_float else batch
 
@@ -449,7 +449,7 @@ class Wrapped(nn.Module):
 
 
 def test_a_model_that_is_wrapped_anew_begins_once(tmp_path: Path) -> None:
-    """DDP is made again where a part of the model begins to train."""
+    """Some jobs create DDP again when a part of the model begins to train."""
 
     def losses(seed: int) -> Losses:
         torch.manual_seed(seed)
@@ -521,7 +521,7 @@ def averages(folder: str, rate: float) -> None:
 def test_gradients_that_a_step_sums_are_averaged(
     two: Cluster, tmp_path: Path, rate: float
 ) -> None:
-    """A step with rate 0 does not show whether it averages gradients."""
+    """A step with rate 0 cannot show if the optimizer averages gradients."""
     two.run(averages, str(tmp_path), rate)
     run = read_merged(tmp_path)
     gradient = run.tensors[0, "gradient", "weight"]
@@ -591,7 +591,7 @@ def test_evaluations_of_a_closure_are_counted(
 
 
 def test_a_step_of_zeros_before_any_forward_only_makes_states(tmp_path: Path) -> None:
-    """Megatron-FSDP makes it; one with gradients is a step as any other one."""
+    """Megatron-FSDP steps once with zero gradients, which does not count as a step."""
     counts = []
     for size in (0.0, 1.0):
         model = nn.Linear(3, 1)
@@ -616,7 +616,7 @@ def test_a_step_of_zeros_before_any_forward_only_makes_states(tmp_path: Path) ->
 
 
 class OfShares(torch.optim.Optimizer):
-    """Steps one optimizer of each share, as torch's ZeroRedundancyOptimizer does."""
+    """Optimizer with an inner one for each share, like ZeroRedundancyOptimizer."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         every = [*parameters]

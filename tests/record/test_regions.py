@@ -16,11 +16,11 @@ from gradparity.conformance.status import rank_list
 from gradparity.tests.record.runs import ONE, SIZE, against, changed, run
 
 BOUND = 1e-3
-"""A bound far below each difference in these tests, and above its rounding."""
+"""Bound far below each difference in these tests, but above rounding."""
 
 
 def cut(shape: tuple[int, ...], dim: int, ranks: int) -> list[tuple[int, Box]]:
-    """The parts of a tensor that is sharded over a dim, as ``chunk`` cuts it."""
+    """Return the parts of a tensor that is sharded over a dim, as ``chunk`` cuts it."""
     parts, start = [], 0
     for rank in range(ranks):
         each = math.ceil(shape[dim] / ranks)
@@ -34,13 +34,13 @@ def cut(shape: tuple[int, ...], dim: int, ranks: int) -> list[tuple[int, Box]]:
 
 
 def flat(shape: tuple[int, ...], ranks: int) -> list[tuple[int, Box]]:
-    """Parts that are ranges of the flattened tensor."""
+    """Return parts that are ranges of the flattened tensor, one for each rank."""
     each = math.prod(shape) // ranks
     return [(rank, Box(shape, (rank * each,), (each,))) for rank in range(ranks)]
 
 
 def found(difference: torch.Tensor, parts: list[tuple[int, Box]]) -> Region:
-    """The region of a difference, from its sketch."""
+    """Return the region of a difference, from its sketch."""
     shape = tuple(difference.shape)
     whole = Box(shape, (0,) * len(shape), shape)
     sketch = keep_values(difference, whole).sketch
@@ -115,7 +115,7 @@ def test_elements_that_are_not_finite_have_a_region(bad: float) -> None:
 
 
 def halves(values: Any) -> Any:
-    """Return a run on two ranks with a given gradient of b."""
+    """Return a run on two ranks in which the gradient of b has these values."""
     box = Box((SIZE,), (0,), (SIZE // 2,))
     other = Box((SIZE,), (SIZE // 2,), (SIZE // 2,))
     return changed(

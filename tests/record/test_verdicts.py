@@ -101,7 +101,7 @@ def test_a_gradient_of_the_step_before_is_told() -> None:
 
 
 def test_a_difference_that_is_spread_over_all_tensors_is_one() -> None:
-    """Each tensor is within 8 times its noise, and all are at 5."""
+    """All tensors are off by 5 times their noise, each less than the limit of 8."""
     other = run()
     for key, each in run().tensors.items():
         if key[1] == "gradient":
@@ -206,7 +206,7 @@ def test_a_step_without_any_gradient_is_a_step() -> None:
 
 
 def test_ranks_that_begin_otherwise_are_named() -> None:
-    """The first rank has other values than the first side, and than the other ranks."""
+    """Rank 0 differs at the start, from the first side and from the other ranks."""
     key = (0, "weight", "b")
     other = changed(run(4), key, digest=99, rounded=9, unlike=(1, 2, 3))
     found = against(replace(other, replicas={key: (1, 2, 3)}))
@@ -232,13 +232,13 @@ def test_rows_in_pieces_with_the_same_tokens_are_the_same_rows() -> None:
 
 
 def not_proved() -> Run:
-    """A tensor of another name, with other bits."""
+    """Return a run with one tensor that has another name and other bits."""
     other = run(4, names=("a", "b", "x"))
     return changed(other, (0, "weight", "x"), digest=77)
 
 
 def all_other() -> Run:
-    """Tensors of other names, with other bits."""
+    """Return a run whose tensors all have other names and other bits."""
     other = run(4, names=("x", "y", "z"))
     tensors = {key: replace(each, digest=99) for key, each in other.tensors.items()}
     return replace(other, tensors=tensors)
@@ -339,7 +339,7 @@ def test_what_must_be_equal_comes_first(other: Run, code: int, words: str) -> No
 
 
 def test_a_parameter_that_one_side_does_not_train_comes_first() -> None:
-    """An untrained parameter comes first, except if it may match another tensor."""
+    """A parameter trained on one side only is reported first, unless renamed."""
     frozen = run(4)
     two = {key: each for key, each in frozen.tensors.items() if key[2] != "b"}
     found = against(replace(frozen, tensors=two))
@@ -437,7 +437,7 @@ def test_copies_that_no_module_has_need_a_job_without_them() -> None:
 
 
 def test_weights_on_which_no_gradient_depends_measure_no_noise() -> None:
-    """One gradient that moved is enough, unless it is zero."""
+    """A noise run is valid if one nonzero gradient changed with the nudged weights."""
     same = nudged(2)
     for name in NAMES:
         same = changed(same, (0, "gradient", name), digest=0)
@@ -475,7 +475,7 @@ def test_rows_that_the_job_computes_may_differ_by_rounding(
 
 
 def test_of_replicas_that_differ_the_one_that_is_furthest_apart_is_named() -> None:
-    """A norm that differs by rank moves the gradients of all tensors."""
+    """Clipping by another norm on each rank changes the gradients of all tensors."""
     keys = [
         (step, kind, n)
         for step, kind in ((1, "weight"), (0, "gradient"))
@@ -530,7 +530,7 @@ def test_a_parameter_that_joins_later_is_compared() -> None:
 
 
 def test_equal_starts_under_other_names_are_paired_by_their_first_gradients() -> None:
-    """Norms are all ones, and another implementation lists them in another order."""
+    """Norm weights all start as ones, and the other model has them in another order."""
 
     def norms(given: Run, names: Sequence[str]) -> Run:
         for step, name in itertools.product(range(2), names):
@@ -554,7 +554,7 @@ def test_equal_starts_under_other_names_are_paired_by_their_first_gradients() ->
 
 
 def test_rows_may_have_other_padding() -> None:
-    """Rows 1 and 2: the first is as long as its batch here, and padded there."""
+    """Padding may differ between sides: only one of them pads row 1."""
     given = (
         ({1: (10, 11), 2: (20, 21)}, {3: (1, 31), 4: (20, 41)}, SAME),
         ({1: (10, 11), 2: (20, 21)}, {3: (1, 31), 4: (40, 41)}, NOT_COMPARABLE),
@@ -709,7 +709,7 @@ def test_a_line_search_amplifies_rounding(count: int, kind: str, code: int) -> N
 
 
 def test_an_update_may_round_each_weight_to_either_side() -> None:
-    """A few elements of a small tensor do, in no nudged run."""
+    """An error of one rounding unit of the weights is the same, a larger one is not."""
     update = values(1, "b")
     off = update.copy()
     off[3] += 1e-4

@@ -162,7 +162,7 @@ def test_other_tensors_of_one_name_are_asked_for(four: Cluster) -> None:
 
 
 def of_stages(drifts: bool) -> list[str]:
-    """Train two stages of two halves each, with layers numbered from 0 in each."""
+    """Train two pipeline stages of two ranks each; each stage numbers layers from 0."""
     rank = current_world().rank
     model = Stage(tp=2, pp=2, rank=rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -192,7 +192,7 @@ def test_a_weight_that_never_moves_is_logged(
 
 
 def of_shards(fault: str) -> tuple[list[str], list[str]]:
-    """Train on four ranks with parts of all weights; return messages and logs."""
+    """Train with fully sharded weights on four ranks; return messages and logs."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     rank = current_world().rank
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
@@ -247,7 +247,7 @@ def test_a_part_that_stands_still_is_logged_where_it_is(four: Cluster) -> None:
 
 
 def clips(layout: str, fault: str, limit: float) -> list[str]:
-    """Clip by some norm on four ranks; return the message."""
+    """Clip by a norm on four ranks, right or wrong by ``fault``; return messages."""
     model = model_of()
     if layout != "copies":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "copy"))
@@ -421,7 +421,10 @@ def test_right_jobs_are_silent_and_faults_have_their_names(four: Cluster) -> Non
 
 
 def goes_on() -> list[str]:
-    """Change one number in one step, in a job that catches the error."""
+    """Give ranks different numbers in one step; the job catches the error and goes on.
+
+    Return the caught errors.
+    """
     model, rank = nn.Linear(2, 2), current_world().rank
     with torch.no_grad():
         model.weight.fill_(1)
@@ -454,7 +457,7 @@ def test_a_job_that_catches_the_error_goes_on(four: Cluster) -> None:
 
 
 def joins(extra: int) -> list[str]:
-    """Each rank has more batches than the one before."""
+    """Train under ``join``, where each rank has more batches than the one before."""
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -497,7 +500,11 @@ def test_a_rank_that_ends_early_is_named_and_hides_no_error(four: Cluster) -> No
 
 
 def sends_norms() -> tuple[bool, list[str]]:
-    """Return whether a DTensor is sent as a plain tensor, and the refused norms."""
+    """Send whole and partial norms that are DTensors.
+
+    Returns:
+        True if a whole norm is sent as a plain tensor, and the errors of partial ones.
+    """
     mesh = init_device_mesh("cpu", (2,))
     whole, part = (
         DTensor.from_local(torch.ones(()), mesh, [placement])

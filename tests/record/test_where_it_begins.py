@@ -20,11 +20,11 @@ from gradparity.tests.record.runs import changed, nudged, run, values, whole
 
 BLOCKS = ("first", "second", "third")
 WRONG = {("gradient", "b"): 1.5}
-"""One wrong gradient of a parameter: blocks are only compared after such a one."""
+"""One wrong gradient of a parameter, without which blocks are not compared."""
 
 
 def with_blocks(plain: Run, draw: int = 0) -> Run:
-    """Return a run with the outputs of three blocks, and the gradients of these."""
+    """Return a run with the outputs of three blocks, and gradients of these outputs."""
     tensors = {
         (step, kind, name): whole(values(step, name + kind, draw), draw)
         for kind, names in ((OUTPUT, BLOCKS), (GRADIENT, BLOCKS[::-1]))

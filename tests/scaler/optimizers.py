@@ -37,7 +37,7 @@ class Slotted:
 
 
 class Unhashable(Duck):
-    """Equal to all of its kind, and in no set."""
+    """Optimizer that equals all others of its class, and cannot be hashed."""
 
     __hash__: Any = None
 
@@ -56,7 +56,7 @@ class Group:
 
 
 class Wrapper:
-    """Holds its optimizer, and the groups that this had when it was wrapped."""
+    """Wraps an optimizer, and keeps the groups that it had then."""
 
     def __init__(self, inner: Any) -> None:
         self.optimizer = inner
@@ -67,7 +67,7 @@ class Wrapper:
 
 
 class Follower:
-    """Wraps an optimizer and has its groups of the moment, as accelerate's wrapper."""
+    """Wraps an optimizer, and returns its current groups, like accelerate's wrapper."""
 
     def __init__(self, inner: Any) -> None:
         self.optimizer = inner
@@ -87,7 +87,7 @@ def knows_its_wrapper(inner: Any) -> Any:
 
 
 class Delegating:
-    """Looks everything up in the optimizer that it holds."""
+    """Wrapper that looks up every attribute in its optimizer."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -97,7 +97,7 @@ class Delegating:
 
 
 class Refusing:
-    """Raises whenever it is asked for its groups."""
+    """Optimizer whose ``param_groups`` raises."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -121,7 +121,7 @@ class Fused(Duck):
 
 
 class TakesScaler(Duck):
-    """The old contract: asks the scaler that comes as an argument."""
+    """Fused optimizer of the old contract: ``step`` gets the scaler as an argument."""
 
     _step_supports_amp_scaling = True
 

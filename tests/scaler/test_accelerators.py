@@ -162,7 +162,7 @@ def test_a_step_without_a_scale_or_gradients_raises_on_all_ranks(
 
 @pytest.mark.parametrize("how", ["cpu", "settling", "settled"])
 def test_an_update_without_a_step_raises_once(two: Cluster, how: str) -> None:
-    """Only the update raises, and not the next sync, which reads its row."""
+    """Only ``update`` raises, and not the next sync, which reads the row of it."""
 
     def run() -> list[str]:
         seen = []
@@ -240,7 +240,7 @@ def test_one_process_on_an_accelerator_knows_its_overflow() -> None:
 def test_replicas_beside_own_parameters_on_an_accelerator(
     two: Cluster, how: str
 ) -> None:
-    """The first clips tell them apart; later that shows one sync late, and warns."""
+    """The first clips identify replicas at once; later one clip is wrong, and warns."""
 
     def run() -> tuple[list[float], int]:
         shared, own = (parameter(torch.zeros(1)) for _ in range(2))
@@ -264,7 +264,7 @@ def test_replicas_beside_own_parameters_on_an_accelerator(
 
 # regression: S13
 def test_a_copy_to_the_host_is_waited_for() -> None:
-    """Pinned memory is read by the CPU in the next line."""
+    """The CPU reads pinned memory at once, so the copy must not be asynchronous."""
     with FakeTensorMode(), Kernels() as to_host:
         moved_to(torch.ones((), device="cuda"), torch.device("cpu"))
     with Kernels() as from_host:

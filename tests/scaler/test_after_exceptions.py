@@ -31,11 +31,11 @@ ERRORS = (RuntimeError, AssertionError, ValueError)  # all that a scaler raises
 
 
 class Planted(Exception):
-    """Raised by a hook of an optimizer."""
+    """Exception that a hook of an optimizer raises."""
 
 
 class Training:
-    """Two optimizers of one parameter each; a good step takes 1/8 of it."""
+    """Two optimizers with one parameter each, which a good step reduces by 1/8."""
 
     def __init__(self, make: Any = GradScaler, fused: bool = False, **settings: Any):
         self.params = [nn.Parameter(torch.ones(1)) for _ in range(2)]
@@ -146,7 +146,7 @@ def test_a_first_step_is_not_taken_again_on_the_same_gradients(
 def test_gradients_of_the_first_are_divided_once(
     make: Any, looks: Any, drops: bool
 ) -> None:
-    """They were, before the second raised; in a dropped batch or in a retry."""
+    """The second optimizer raises; gradients of the first had been divided before."""
     run = Training(make)
     asked = [1e9] if looks is GradScaler.clip_grad_norm_ else []
     run.backward()
@@ -195,7 +195,7 @@ def trained(two: Cluster, run: Callable[[], Any]) -> list[Any]:
 def test_an_optimizer_without_gradients_on_any_rank(
     two: Cluster, fused: bool, lacks: bool
 ) -> None:
-    """A network in turns, or a frozen part: as in one process, and as torch's class."""
+    """The call raises as torch's class does in one process, and training goes on."""
 
     def run() -> tuple[list[str], Any]:
         train, seen = Training(GradScaler, fused), list[str]()
@@ -356,7 +356,7 @@ WRONG = {
 def test_training_goes_on_after_a_disagreement(
     two: Cluster, fused: bool, wrong: str, at: int, updates: bool
 ) -> None:
-    """The call that raised may also be an ``update`` on one rank."""
+    """On one rank the call that raises may be ``update``."""
 
     def run() -> tuple[list[int], Any]:
         train, raised = Training(GradScaler, fused), list[int]()
@@ -496,7 +496,7 @@ def test_a_mistake_of_all_ranks_is_refused_as_in_one_process(
 def test_training_goes_on_after_a_mistake_of_one_rank(
     two: Cluster, mistake: Any, goes_on: bool
 ) -> None:
-    """``goes_on``: with the other optimizer, in the same iteration."""
+    """With ``goes_on`` the iteration continues with the other optimizer."""
 
     def run() -> tuple[int, Any]:
         train, raised = Training(), 0

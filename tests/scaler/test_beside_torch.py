@@ -1,7 +1,7 @@
 """The same calls on torch's class and on ours: same results, same errors.
 
-One process, CPU. Where the two differ on purpose, docs/deviations.md says so and the
-machine keeps away from it.
+In one process, on a CPU. Cases in which the two differ on purpose are listed in
+docs/deviations.md, and are not generated here.
 """
 
 import copy
@@ -43,10 +43,10 @@ class OneRank:
 
 
 class TorchShardedAlone(TorchShardedGradScaler):
-    """torch's class in one process: with a fake group of one rank.
+    """torch's class in one process, with a fake group of one rank.
 
-    Where it differs from ours on purpose it is put right here, so that all the rest is
-    compared: found_inf is 0-d (B09), and the scale's kernel is the guarded one (B05a).
+    Two known defects are fixed here, so that everything else can be compared: found_inf
+    is 0-d (B09), and the scale is updated by the guarded kernel (B05a).
     """
 
     def __init__(self, **settings: Any) -> None:

@@ -87,7 +87,7 @@ def _clip_and_step_none(scaler: Any, _: Any) -> None:
 
 
 def _nothing(scaler: Any, _: Any) -> None:
-    """Go on to ``update``."""
+    """Make no call before ``update``."""
 
 
 def _load(scaler: Any, optimizer: Any) -> None:
@@ -270,7 +270,7 @@ def test_a_forgotten_call(
 
 
 class Failing(GradScaler):
-    """Cannot read its gradients while ``fails`` is set."""
+    """Scaler that raises on reading gradients while ``fails`` is set."""
 
     fails = False
 
@@ -290,7 +290,7 @@ class Failing(GradScaler):
 def test_the_batch_after_an_exception(
     two: Cluster, fused: bool, call: Call, at: int, updates: bool, cause: str
 ) -> None:
-    """Caught, dropped, and on: as if the batch had not been, on every rank."""
+    """After an error, on every rank training goes on as without the dropped batch."""
 
     def run() -> tuple[list[str], float, dict[str, Any]]:
         p, narrow = scalar_weight(), scalar_weight(dtype=torch.float16)
@@ -386,7 +386,7 @@ def without(call: Call) -> Call:
 def test_a_rank_lacks_one_of_two_optimizers(
     two: Cluster, call: Call, lacking: int, idle: int | None, bad: bool
 ) -> None:
-    """``idle``: not lacking, but an expert without tokens in that iteration."""
+    """With ``idle`` the rank lacks the optimizer in that iteration only."""
 
     def run() -> tuple[list[float], float]:
         scaler, params = ready(1024.0), [scalar_weight(), scalar_weight()]
@@ -619,7 +619,7 @@ def test_a_swallowed_error_is_raised_again_by_the_step(two: Cluster) -> None:
 
 
 def test_torch_after_an_exception() -> None:
-    """One process: the numbers of the tests of G14 are torch's."""
+    """torch's class in one process gives the numbers that tests of G14 expect."""
     p, narrow = scalar_weight(), scalar_weight(dtype=torch.float16)
     optimizer, scaler = sgd(p, narrow), torch_plain(init_scale=1024.0)
     for iteration in range(4):

@@ -46,7 +46,7 @@ def exact(
 
 @pytest.fixture(params=["cpu", "settled"])
 def where(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Replace numbers by tensors, as on an accelerator."""
+    """Run each test as on a CPU and as on an accelerator."""
     with exchanged(request.param):
         yield request.param
 
@@ -149,7 +149,7 @@ def test_overflow_is_skipped_and_named(fused: bool, bad: float) -> None:
 def test_gradients_are_clipped_after_a_clip(
     fused: bool, where: str, iteration: int
 ) -> None:
-    """Readers and writers are right in every iteration, with any optimizer."""
+    """torch's clip after the scaler's reads and changes unscaled gradients."""
     params = parameters_with([torch.zeros(4), torch.zeros(4)])
     optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
     scaler = scaled()
@@ -184,7 +184,7 @@ def test_gradients_made_in_inference_mode_are_clipped_there(fused: bool) -> None
 
 
 class AsksForTheScaler(torch.optim.SGD):
-    """The older contract of fused optimizers: it leaves unscaled gradients alone."""
+    """Fused optimizer of the older contract, whose ``step`` takes the scaler."""
 
     _step_supports_amp_scaling = True
 
@@ -299,7 +299,7 @@ def test_errors() -> None:
 def test_a_norm_that_is_refused_is_not_stepped_by(
     value: float, call: str, fused: bool, enabled: bool
 ) -> None:
-    """Gradients overflow, or finite ones have a norm that does."""
+    """Gradients are infinite, or only their norm overflows."""
     params = parameters_with([torch.full((4,), value, dtype=torch.float64)])
     before = params[0].detach().clone()
     optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
@@ -459,7 +459,7 @@ def test_partial_gradients_are_summed_first(two: Cluster) -> None:
 # regression: T19
 @FUSED
 def test_a_step_pre_hook_sees_what_the_kernel_is_handed(fused: bool) -> None:
-    """The hook of a fused optimizer gets scaled gradients, as in torch's own step."""
+    """The hook of a fused optimizer gets scaled gradients, as with torch's scaler."""
     (p,) = parameters_with([torch.full((4,), 2.0 * SCALE)])
     optimizer: Any = torch.optim.SGD([p], lr=1.0, fused=fused)
     seen: list[float] = []

@@ -34,7 +34,7 @@ def on_device(fused: bool, clip: bool) -> tuple[Any, Any, Any, Any]:
 
 
 def captured(iteration: Callable[[], None], before: int) -> torch.cuda.CUDAGraph:
-    """Capture one iteration, after some on a stream of their own."""
+    """Capture one iteration, after ``before`` iterations on a separate stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -100,7 +100,7 @@ def test_skips_and_grows_on_the_device(fused: bool) -> None:
 def test_parameters_on_the_cpu_are_divided_by_a_scale_on_the_gpu(
     way: Any, fused: bool
 ) -> None:
-    """A wrong copy is one that the host did not wait for: it has an old scale."""
+    """If the host did not wait for the copy, it would divide by an old scale."""
     p = torch.zeros(4, requires_grad=True)
     optimizer: Any = torch.optim.SGD([p], lr=1.0, fused=fused)
     scaler = GradScaler("cuda", init_scale=4.0, growth_interval=10_000)

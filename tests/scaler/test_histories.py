@@ -129,7 +129,8 @@ class TestSettling(CallHistories):
 
 @pytest.mark.slow
 class TestSettled(CallHistories):
-    """Our scaler acts as later there: ranks hear of a failure one sync late."""
+    """Our scaler acts as in later iterations on an accelerator: errors come one sync
+    late."""
 
     scaler = f"{ACCELERATED}:Settled"
     families = tuple(n for n in TestSettling.families if n != "failures")
@@ -154,7 +155,7 @@ class TestTorchIsNeverAccused(CallHistories):
 
 
 class TestPlain(CallHistories):
-    """A right scaler that is built in another way."""
+    """A correct scaler that is built in another way equals the oracle."""
 
     scaler = PLAIN
     families = ()
@@ -209,7 +210,7 @@ def test_a_clip_at_the_highest_scales_loses_digits_on_an_accelerator() -> None:
 
 
 def test_ranks_in_another_order_are_found(ranks: Ranks) -> None:
-    """The plain scaler has this fault: its messages do not name the optimizer."""
+    """The plain scaler fails here: its messages do not identify the optimizer."""
     history = parse("@2/back:2,step,step:1,update,back:2,inf,cross@1")
     found = ranks.departure(history, PLAIN)
     assert found is not None and "should be" in found.text
@@ -265,7 +266,7 @@ def test_a_fault_is_found_and_shrunk(ranks: Ranks) -> None:
 
 
 def outcomes(text: str) -> tuple[list[Any], list[Any]]:
-    """Results of mathematics and of torch in a history of one rank."""
+    """Return the right results and torch's in a history of one rank."""
     history = parse(text)
     tracks = tracks_of(history)[:2]
     seen: dict[int, list[Any]] = defaultdict(list)

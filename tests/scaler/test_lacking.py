@@ -176,7 +176,7 @@ def test_b04a_b04b_only_the_last_stage_scales(
 def test_an_iteration_without_gradients_leaves_the_next_ones_as_usual(
     two: Cluster, how: str
 ) -> None:
-    """A rank that lacks the optimizer hears of it in `update`, the other in `step`."""
+    """`step` raises; on the rank that lacks the optimizer, `update` does."""
 
     def run() -> tuple[list[str], list[int]]:
         p, scaler = parameter(torch.ones(2)), scaled(GradScaler)

@@ -42,7 +42,7 @@ def test_two_of_many_optimizers_swapped_on_one_rank(two: Cluster, apart: int) ->
 def test_a_rank_that_builds_its_optimizer_anew(
     two: Cluster, rebuilds: str, keeps: bool
 ) -> None:
-    """A number belongs to one living optimizer of a rank."""
+    """A new optimizer may take the number of an old one that no longer exists."""
 
     def run() -> str:
         p, scaler, kept = parameter(torch.ones(1)), scaled(), list[Any]()
@@ -127,7 +127,7 @@ def test_a_number_of_its_own_is_refused_on_a_rank_that_lacks_some(
 
 @pytest.mark.parametrize("turns", [False, True])
 def test_a_rank_that_lacks_optimizers_costs_no_more(two: Cluster, turns: bool) -> None:
-    """The rank expects the optimizers in their earlier order."""
+    """The number of collectives is the same, if optimizers step in the same order."""
 
     def run() -> list[int]:
         params = [parameter(torch.ones(1)) for _ in range(3)]

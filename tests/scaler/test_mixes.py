@@ -86,7 +86,7 @@ KINDS: dict[str, Gradient] = {
 
 
 def stepped(p: Tensor) -> list[float]:
-    """Return distinct values of the local parameter, without untouched sparse rows."""
+    """Return the distinct nonzero values of the local parameter."""
     local = (p.to_local() if isinstance(p, DTensor) else p).detach()
     return sorted(set(local.flatten().double().tolist()) - {0.0})
 
@@ -202,7 +202,7 @@ def test_cpu_offload(four: Cluster, make: Any) -> None:
 def test_two_optimizers_clip_in_one_module(
     two: Cluster, make: Any, iterations: int
 ) -> None:
-    """Muon beside AdamW, say: FSDP2's gradients are views with one version."""
+    """Gradients of FSDP2 are views that share one version counter."""
 
     def run(make: Any, clips: Any) -> Any:
         from torch.distributed.fsdp import fully_shard

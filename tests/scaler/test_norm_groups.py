@@ -106,14 +106,14 @@ def test_a_mesh_of_one_rank_beside_a_plain_parameter(
 
 
 def gradient(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """The same on every rank that asks for the name; rounded to exact sums."""
+    """Return a random gradient that depends only on the name and the shape."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     drawn = torch.randn(shape, generator=generator, device="cpu")
     return drawn.to(device_type())
 
 
 class Mixed(NamedTuple):
-    """A layout: names of the parameters of each rank; one name is one parameter."""
+    """Names of the parameters on each rank; equal names are replicas."""
 
     ranks: list[list[str]]
     shape: tuple[int, ...] = (4, 3)
@@ -210,7 +210,7 @@ def test_replicas_are_told_apart_again_when_gradients_change(two: Cluster) -> No
 
 
 def test_what_was_told_apart_stays_so_without_a_gradient(two: Cluster) -> None:
-    """Parameters that train in turns: each set of them costs a table once."""
+    """If parameters train in turns, each set of them needs a table only once."""
 
     def run() -> list[int]:
         names = ["norm", "late", f"w{dist.get_rank()}"]
@@ -229,7 +229,7 @@ def test_what_was_told_apart_stays_so_without_a_gradient(two: Cluster) -> None:
 
 
 def test_replicas_on_submeshes_beside_parts_of_one(four: Cluster) -> None:
-    """Tensor parallel by hand under ``fully_shard``: all on the mesh of one axis."""
+    """Tensor parallel by hand under ``fully_shard``: all DTensors have the mesh dp."""
 
     def run() -> list[float]:
         mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))

@@ -99,7 +99,7 @@ def test_b10g_skip_is_visible_and_runs_no_hook(make: Any, fused: bool) -> None:
 
 
 def beside_torch(program: Any, **settings: Any) -> tuple[Any, Any]:
-    """Results of a program of one process, with torch's class and with ours."""
+    """Return a program's results in one process, with torch's class and with ours."""
     return program(scaled(torch.amp.GradScaler)), program(scaled(**settings))
 
 
@@ -161,7 +161,7 @@ def test_b10f_gradients_changed_after_unscale(
 @pytest.mark.parametrize("wrap", [Follower, Wrapper])
 @pytest.mark.parametrize("seen", ["none", "inner", "outer", "both"])
 def test_a_wrapper_counts_as_one_after_a_load(make: Any, wrap: Any, seen: str) -> None:
-    """``load_state_dict`` of the optimizer makes new groups around the parameters."""
+    """``load_state_dict`` creates new groups; the wrapper is still recognised."""
     p = parameter(0.0)
     scaler, inner = scaled(make), sgd(p)
     outer = wrap(inner)

@@ -134,7 +134,7 @@ def test_grad_scale_of_the_user_means_what_it_means_in_torch(
 def test_one_grad_scale_of_the_user_before_each_step(
     pair: Pair, explicit: bool, kind: str
 ) -> None:
-    """A user's ``grad_scale`` counts anew before each step, even the same object."""
+    """A user's ``grad_scale`` is used in each step, even if it is the same object."""
     if explicit and pair.theirs is torch_sharded:
         pytest.skip("torch's sharded class: unscale_, then a fused step, raises (B09)")
 
@@ -175,7 +175,7 @@ def test_grad_scale_of_the_user_after_a_clip(make: Any) -> None:
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_gradients_made_after_a_check_of_none(clips: bool, kind: Any) -> None:
-    """torch raises, since the gradients are still multiplied and no kernel divides."""
+    """A step raises, as in torch, because the new gradients were never divided."""
     p = scalar_weight()
     optimizer, scaler = kind([p], lr=1.0, fused=True), scaled_once(ours_plain())
     if clips:
@@ -267,7 +267,7 @@ def test_a_wrapper_and_the_optimizer_inside_are_one(make: Any, wrap: Any) -> Non
 
 
 def stateless(*params: Any) -> Any:
-    """Return one that divides by itself and keeps no state, with momentum."""
+    """Return a fused optimizer with momentum in its group, but without a state."""
     optimizer: Any = Fused(*params)
     optimizer.param_groups[0]["momentum"] = 0.5
     return optimizer
@@ -365,7 +365,7 @@ def test_fused_momentum_of_a_group_whose_gradient_comes_later() -> None:
 
 @pytest.mark.usefixtures("nan_in_new_memory")
 def test_torch_takes_momentum_that_nobody_wrote() -> None:
-    """Why the scaler looks itself; when this fails, torch is mended."""
+    """Shows why the scaler checks for this case; if it fails, torch has fixed it."""
     p = parameter()
     optimizer = torch.optim.SGD([p], lr=0.5, momentum=0.5, fused=True)
     scaler = scaled(torch.amp.GradScaler)

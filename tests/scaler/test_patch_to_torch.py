@@ -62,7 +62,7 @@ def patched_source() -> str:
 
 
 def patched(**settings: Any) -> Any:
-    """Make a scaler of torch's class with the patch."""
+    """Return a scaler of torch's class with the patch applied."""
     spec = importlib.util.spec_from_loader("patched_grad_scaler", loader=None)
     assert spec is not None
     module: Any = importlib.util.module_from_spec(spec)
@@ -84,7 +84,7 @@ def weight(gradient: float | None) -> nn.Parameter:
 def test_the_ranks_of_a_group_skip_together(
     two: Cluster, fused: bool, other: float | None
 ) -> None:
-    """Plain tensors, also beside a rank without gradients."""
+    """Gradients are plain tensors, and one rank may have none."""
 
     def body() -> tuple[bool, float, list[float]]:
         p = weight(INF if dist.get_rank() == 1 else other)

@@ -167,14 +167,14 @@ def test_a_skip_for_another_reason_than_a_gradient_names_none() -> None:
 
 
 class OneElement(GradScaler):
-    """Finds inf by itself, and says so with shape (1,), as torch's sharded class."""
+    """Checks gradients itself; found_inf has shape (1,), as in the sharded class."""
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, *_: Any) -> Any:
         return one_element(optimizer, inv_scale)
 
 
 class TorchOneElement(torch.amp.GradScaler):
-    """The same on torch's class."""
+    """torch's class with the same override."""
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, *_: Any) -> Any:
         return one_element(optimizer, inv_scale)
@@ -239,7 +239,7 @@ def test_an_attribute_that_raises_is_no_inner_optimizer(make: Any) -> None:
 
 
 class TheirStates(GradScaler):
-    """Makes the dictionary as torch's constructor and update make it."""
+    """Creates the dictionary of states as torch's constructor and ``update`` do."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -353,7 +353,7 @@ def test_a_growth_factor_of_one_can_be_set_and_loaded(make: Any) -> None:
 
 
 class OwnFused:
-    """A fused optimizer of the user's, with momentum, and an int in its state."""
+    """A user's fused optimizer with momentum, and with an int in its state."""
 
     _step_supports_amp_scaling = True
     grad_scale: Any
@@ -433,7 +433,7 @@ def test_groups_without_get(make: Any, kind: Any) -> None:
 @PLAIN
 @FUSED
 def test_a_step_under_fake_tensors(make: Any, fused: bool) -> None:
-    """A fused step reads no tensor, an unfused one lacks found_inf, as in torch."""
+    """A fused step works; an unfused one has to read found_inf, and raises."""
 
     def step() -> None:
         with FakeTensorMode():
@@ -553,7 +553,7 @@ def test_the_work_is_linear_in_the_number_of_optimizers(
 def test_gradients_are_what_the_call_says(
     make: Any, fused: bool, call: str, is_view: bool, other: bool
 ) -> None:
-    """Gradients are right in every iteration, and a user's changes to them count."""
+    """Gradients are right in every iteration, and a user may change them."""
     a, b, c = scalar_weight(), scalar_weight(), scalar_weight()
     optimizer, scaler = sgd(a, b, fused=fused), make(init_scale=1024.0)
     second = sgd(c, fused=fused)

@@ -58,7 +58,7 @@ class EqualToAll(Duck):
 
 
 class NoTruth(Duck):
-    """Has no truth value, and a length that raises."""
+    """Optimizer whose ``bool`` and ``len`` raise."""
 
     def __bool__(self) -> bool:
         raise RuntimeError("neither true nor false")
@@ -68,7 +68,7 @@ class NoTruth(Duck):
 
 
 class FreshGroups(Duck):
-    """Makes its groups whenever it is asked for them."""
+    """Optimizer that creates new groups each time ``param_groups`` is read."""
 
     def __init__(self, *params: Any) -> None:
         self.held = params
@@ -130,7 +130,7 @@ def refuses(error: Exception) -> Any:
 
 
 def same_groups_elsewhere(*params: Any) -> Any:
-    """Return an optimizer with an attribute that has its groups, but no step."""
+    """Return an optimizer; one of its attributes has the same groups, but no step."""
     optimizer: Any = Duck(*params)
     optimizer.view = type("View", (), {"param_groups": optimizer.param_groups})()
     return optimizer
@@ -148,7 +148,7 @@ def fused_with(state: Any, **settings: Any) -> Any:
 
 
 class Reluctant(Duck):
-    """Says by a property that it does not scale."""
+    """Optimizer whose ``_step_supports_amp_scaling`` raises AttributeError."""
 
     @property
     def _step_supports_amp_scaling(self) -> Any:
@@ -156,13 +156,13 @@ class Reluctant(Duck):
 
 
 class Zero(Duck):
-    """Says so by a number."""
+    """Optimizer whose ``_step_supports_amp_scaling`` is 0."""
 
     _step_supports_amp_scaling = 0
 
 
 class TakesScalerAndUnscales(Duck):
-    """The old contract: has the scaler divide."""
+    """Fused optimizer of the old contract, which makes the scaler divide."""
 
     _step_supports_amp_scaling = True
 
@@ -174,7 +174,7 @@ class TakesScalerAndUnscales(Duck):
 
 
 class Called:
-    """A step that is an object."""
+    """Callable object that serves as a ``step`` method."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -223,7 +223,7 @@ def sgd(**settings: Any) -> Any:
 
 
 class Pickier(torch.optim.SGD):
-    """Optimizer of torch with slots and positional arguments."""
+    """torch's SGD with positional arguments and a step that returns a dict."""
 
     def __init__(self, *params: Any) -> None:
         super().__init__(list(params), lr=1.0)
@@ -333,7 +333,7 @@ def test_an_optimizer_beside_torch(pair: Pair, explicit: bool, name: str) -> Non
 @pytest.mark.parametrize("name", FUSED_ONES)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_fused_optimizer_beside_torch(ours: Any, explicit: bool, name: str) -> None:
-    """Torch's sharded class fails with them (B02, B09): its plain one is right."""
+    """Our classes are compared with torch's plain one; its sharded one is wrong."""
     make = FUSED_ONES[name]
     assert run(ours, make, explicit) == run(torch_plain, make, explicit)
 
@@ -342,14 +342,14 @@ def test_a_fused_optimizer_beside_torch(ours: Any, explicit: bool, name: str) ->
 
 
 class ForwardsUnscale:
-    """Passes its arguments on."""
+    """Overrides ``_unscale_grads_`` without changing it."""
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
         return super()._unscale_grads_(*args, **kwargs)  # type: ignore[misc]
 
 
 class UnscalesByHand:
-    """Divides by itself, and answers in another shape."""
+    """Overrides ``_unscale_grads_`` by its own division."""
 
     shape: tuple[int, ...] = ()
 
@@ -364,7 +364,7 @@ class UnscalesByHand:
 
 
 class UnscalesInShapeOne(UnscalesByHand):
-    """Same as torch's sharded class."""
+    """Returns found_inf in shape (1,), as torch's sharded class does."""
 
     shape = (1,)
 
@@ -384,7 +384,7 @@ class NeverSkips:
 
 
 class SumsItself:
-    """Torch's own rule, written down."""
+    """Overrides ``_maybe_opt_step`` by a copy of torch's."""
 
     def _maybe_opt_step(self, optimizer: Any, state: Any, *args: Any) -> Any:
         if not sum(v.item() for v in state["found_inf_per_device"].values()):
@@ -393,7 +393,7 @@ class SumsItself:
 
 
 class AlwaysFinds:
-    """Overwrites found_inf in place."""
+    """Sets found_inf to 1 in place before every step."""
 
     def _maybe_opt_step(self, optimizer: Any, state: Any, *args: Any) -> Any:
         for found in state["found_inf_per_device"].values():
@@ -402,7 +402,7 @@ class AlwaysFinds:
 
 
 class TorchStates:
-    """Makes torch's dictionary of states after each iteration."""
+    """Replaces the dictionary of states by torch's after each iteration."""
 
     _per_optimizer_states: Any
 
@@ -416,7 +416,7 @@ class TorchStates:
 
 
 class OverridesUnscale:
-    """Counts, and goes on."""
+    """Overrides ``unscale_`` to count its calls."""
 
     calls = 0
 
@@ -426,7 +426,7 @@ class OverridesUnscale:
 
 
 class StepsByHand:
-    """A step written with the public calls, as trainers write it."""
+    """Overrides ``step`` by public calls, as trainers do."""
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         state = self._per_optimizer_states[id(optimizer)]  # type: ignore[attr-defined]
@@ -439,7 +439,7 @@ class StepsByHand:
 
 
 class MakesItsScale:
-    """Makes the scale by itself."""
+    """Overrides the creation of the scale, and replaces it by a copy."""
 
     def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
         super()._lazy_init_scale_growth_tracker(dev)  # type: ignore[misc]
@@ -455,14 +455,14 @@ class ScaleIsSet:
 
 
 class OverridesCheck:
-    """Counts fused checks."""
+    """Overrides ``_check_inf_per_device`` without changing it."""
 
     def _check_inf_per_device(self, optimizer: Any) -> Any:
         return super()._check_inf_per_device(optimizer)  # type: ignore[misc]
 
 
 class UnscaleRaises:
-    """Fails at the second call."""
+    """Overrides ``_unscale_grads_``; the second call raises."""
 
     calls = 0
 
@@ -492,7 +492,7 @@ MIXINS: list[type] = [
 
 
 def mixed(make: Any, mixin: type) -> Any:
-    """A maker of scalers of a class that has ``mixin`` in front of it."""
+    """Return a function that makes scalers of a subclass with ``mixin`` first."""
 
     def made(**settings: Any) -> Any:
         scaler = make()

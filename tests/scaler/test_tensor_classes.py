@@ -51,7 +51,7 @@ class Around(Tensor):
 
 
 class KnowsNoNorm(Around):
-    """Has the kernel of ``unscale_``, which is all that torch asks for."""
+    """Tensor that supports only the kernel of ``unscale_``, which torch calls."""
 
     refused = ("abs", "_foreach_norm", "isfinite", "linalg_vector_norm", "isnan")
 

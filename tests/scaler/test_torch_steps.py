@@ -70,7 +70,7 @@ def test_calls_in_a_wrong_order(make: Any, fused: bool) -> None:
 
 
 class Asks(torch.optim.Optimizer):
-    """Takes the scaler itself, the older contract of fused optimizers."""
+    """Fused optimizer of the older contract: ``step`` takes the scaler."""
 
     _step_supports_amp_scaling = True
     seen: Any = None
@@ -80,7 +80,7 @@ class Asks(torch.optim.Optimizer):
 
 
 class IsTold(torch.optim.Optimizer):
-    """Reads grad_scale and found_inf, the contract of fused optimizers."""
+    """Fused optimizer, which reads ``grad_scale`` and ``found_inf`` in its step."""
 
     _step_supports_amp_scaling = True
     grad_scale: Any

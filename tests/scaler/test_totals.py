@@ -12,9 +12,11 @@ from gradparity.scaler.global_norm import MESHES, global_norm, norm_on_host
 
 Row = tuple[float, float, float]
 KINDS = {0.0: 0.0, -1.0: 7.0, -2.0: 7.0, -3.0: 8.0, -4.0: 8.0}
-"""Places of identities: 0 is an unused entry; below 0 no identity is told apart."""
+"""Mesh -> its kind. Mesh 0 is an unused entry; replicas of negative meshes are not yet
+identified."""
 ROUNDING = 20 * 2.0**-53
-"""Each of 20 powers is rounded to 2**-52 of the largest; then the root."""
+"""Relative error: each of 20 powers is rounded to 2**-52 of the largest, and the root
+halves it."""
 NORMS = st.sampled_from([0.0, 0.25, 1.0, 2.0, 1024.0, math.inf, math.nan])
 
 
@@ -33,7 +35,7 @@ def entries(ranks: int) -> st.SearchStrategy[list[list[Row]]]:
 
 
 def plainly(rows: list[list[Row]], order: float) -> float:
-    """The norm, with the sum of each mesh as the name of its replicas."""
+    """Return the norm, counting meshes of one kind with equal sums once."""
     used = [row for rank in rows for row in rank if row[0]]
     norms = [norm for _, _, norm in used]
     if not all(map(math.isfinite, norms)):
@@ -116,7 +118,7 @@ def test_replicas_count_once_wherever_their_ranks_lie(order: float) -> None:
 
 
 def test_a_table_of_many_ranks_is_no_square() -> None:
-    """1e5 rows against 1e5 rows would need 10 GB."""
+    """Memory grows linearly: comparing all pairs of 1e5 rows would need 10 GB."""
     mesh = torch.arange(1.0, 25001.0, dtype=torch.float64)
     used = torch.stack([-mesh, torch.full_like(mesh, 7.0), mesh], dim=1)
     table = torch.zeros(25000, MESHES, 3, dtype=torch.float64)

@@ -16,7 +16,7 @@ from gradparity.scaler import GradScaler, RanksDisagreeError, ShardedGradScaler
 
 
 def train_fp16(make: Any, steps: int, fused: bool) -> tuple[list[float], list[Any]]:
-    """Run a 2 x 2 mesh in fp16 with a scale at the limit: overflows are natural."""
+    """Train on a 2 x 2 mesh in fp16, with a scale so high that gradients overflow."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)

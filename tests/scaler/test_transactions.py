@@ -36,12 +36,12 @@ BAD = pytest.mark.parametrize("bad", [False, True])
 
 
 class Struck(Exception):
-    """Exception that a call out of the scaler raises."""
+    """Exception raised by something that the scaler calls."""
 
 
 @pytest.fixture(autouse=True)
 def functions_of_subclasses() -> Iterator[None]:
-    """An interrupt between entering a context and its body leaves them switched off."""
+    """Restore torch functions of subclasses, which an interrupt may leave disabled."""
     private: Any = torch._C
     before = private._get_torch_function_state()
     yield
@@ -71,10 +71,11 @@ SEQUENCE = pytest.mark.parametrize("name", SEQUENCES)
 
 
 class RaisesAt(TorchDispatchMode):
-    """Raises at one call out of the scaler: a kernel, a collective, a hook.
+    """Raises in one of the scaler's calls of a kernel, a collective or a hook.
 
-    ``at`` is its number; kernels inside the optimizer's step do not count, since half
-    a step is the optimizer's own affair. ``before_sync``: not after a collective.
+    ``at`` is the number of the call. Kernels inside of the optimizer's step do not
+    count: half a step is the optimizer's fault. With ``before_sync`` it raises only
+    before the first collective.
     """
 
     def __init__(self, optimizer: Any, at: int, *, before_sync: bool = False) -> None:
@@ -151,7 +152,7 @@ class InterruptsAt:
 
 
 class Run:
-    """Two parameters, SGD; each good step takes 1/8 from one and 1/4 from the other."""
+    """Training of two parameters: a good step reduces one by 1/8, the other by 1/4."""
 
     def __init__(self, make: Any, fused: bool) -> None:
         self.params = [nn.Parameter(torch.ones(1)) for _ in range(2)]
@@ -388,7 +389,7 @@ def test_a_call_that_raised_is_made_again(
 def test_the_second_of_two_optimizers_raises(
     name: str, updates: bool, fused: bool
 ) -> None:
-    """The first one's work in the iteration stands."""
+    """The step of the first optimizer stays."""
     calls = SEQUENCES[name]
 
     def trial(at: int) -> bool:
@@ -442,7 +443,7 @@ def test_each_call_out_raises_once_on_ranks(
     alike: bool,
     how: str,
 ) -> None:
-    """``alike``: raise on both ranks, else on one, before its message is sent."""
+    """With ``alike`` both ranks raise; otherwise one does, before its row is sent."""
     calls = SEQUENCES[name]
 
     def sweep() -> list[str]:

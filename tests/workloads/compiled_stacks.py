@@ -107,7 +107,7 @@ class Ddp(Compiled):
 
 
 class OwnStep(Blocks):
-    """No fault: trains by itself."""
+    """No fault: blocks are compiled, and the workload has a ``train_step``."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         made = super().parallelize(model, mesh)
@@ -125,7 +125,7 @@ class OwnStep(Blocks):
 
 
 class Coded(Tensor):
-    """State like torchao's: two tensors, and few operators."""
+    """Tensor subclass like torchao's: holds two tensors and supports few operators."""
 
     mantissa: Tensor
     exponent: Tensor
@@ -179,7 +179,7 @@ class EightBit(torch.optim.Optimizer):
 
 
 def plain_update(exp_avg: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """A momentum, and the update."""
+    """Return the new momentum, and the update."""
     new = 0.9 * exp_avg + gradient
     return new, -0.1 * new
 

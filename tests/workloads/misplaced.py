@@ -495,7 +495,7 @@ class SteppedTwice(Right):
 
 
 class EmbedIsOutOfReach(Right):
-    """Reentrant checkpointing of a layer whose input needs no gradient: no backward."""
+    """A layer has no backward: reentrant checkpointing needs an input with gradient."""
 
     meshes = ({"dp": 2},)
 
@@ -677,15 +677,15 @@ class SequenceStepsTwice(StepsTwice, RightSequence):
 
 
 class MaskOnRank1Twice(StepsTwice, MaskOnRank1):
-    """The fault of its second base class."""
+    """Has the fault of `MaskOnRank1`, and steps twice for each batch."""
 
 
 class NoSumInBackwardTwice(StepsTwice, NoSumInBackward):
-    """The fault of its second base class."""
+    """Has the fault of `NoSumInBackward`, and steps twice for each batch."""
 
 
 class NeverAveragedTwice(StepsTwice, NeverAveraged):
-    """The fault of its second base class."""
+    """Has the fault of `NeverAveraged`, and steps twice for each batch."""
 
 
 class CalledOftener(StepsTwice):
@@ -1028,7 +1028,7 @@ class RightJoinedNorm(Right):
 
 
 class NormForgetsBackward(RightJoinedNorm):
-    """The gradients of the statistics stay on their rank."""
+    """The gradients of the batch statistics are not summed over the ranks."""
 
     sums = _Sum
 

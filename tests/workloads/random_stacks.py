@@ -175,7 +175,7 @@ class Recomputes(Dropout):
 
 
 class RecomputesReentrant(Recomputes):
-    """No fault."""
+    """No fault: as `Recomputes`, by reentrant checkpointing."""
 
     reentrant = True
 
@@ -187,7 +187,7 @@ class ForgetsTheGenerator(Recomputes):
 
 
 class ForgetsTheGeneratorReentrant(Recomputes):
-    """Same fault with reentrant checkpointing."""
+    """Has the fault of `ForgetsTheGenerator`, with reentrant checkpointing."""
 
     reentrant, preserves = True, False
 
@@ -369,7 +369,7 @@ class _LeavesOut(nn.Module):
 
 
 class ReplacesItsDropout(Dropout):
-    """No fault: the layout puts a dropout of its own in place of the model's."""
+    """No fault: the layout replaces the model's dropout by another one."""
 
     p, scales = 0.4, True
 

@@ -92,7 +92,7 @@ class ChoosesBySomethingElse(TopTwo):
 
 
 class MaskedForgetsTheRouter(ForgetsTheRouter, Masked):
-    """The same beside a masked score."""
+    """The router's gradient is lost, and the last expert is masked."""
 
 
 class Mixture(nn.Module):

@@ -138,7 +138,7 @@ class MovesInEachPass(Scheduled, Trains):
 
 
 class BeganElsewhere(Scheduled, Trains):
-    """Schedule by the epoch: the rate is halved once, and constant in the run."""
+    """The schedule halves the rate before the first step; then it is constant."""
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
         return lr_scheduler.ConstantLR(optimizer, 0.5, total_iters=100)

@@ -53,7 +53,7 @@ class Right:
 
 
 class Nested(Right):
-    """No fault: batches are dicts and tuples, one tensor whole numbers; DDP."""
+    """No fault: batches are nested dicts and tuples, with one integer tensor."""
 
     meshes = ({"dp": 2},)
 
@@ -90,7 +90,7 @@ class Draws(Right):
 
 
 class ZeroBiases(Right):
-    """No fault: parts of a bias over ``tp`` are equal, and yet no replicas."""
+    """No fault: parts of a zero bias on ``tp`` ranks are equal, but not replicas."""
 
     def model(self) -> nn.Module:
         found = super().model()
@@ -108,7 +108,7 @@ class BatchStatistics(Right):
 
 
 class Gated(nn.Module):
-    """Gives its output, and the gate that it was multiplied by."""
+    """Model with two outputs: those of a layer and of a gate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Gated(nn.Module):
 
 
 class BalancesAGate(Right):
-    """A weak loss of the gate alone takes the mean over the rows of a rank."""
+    """A small term of the loss, the gate's squared mean, is not a mean over rows."""
 
     def model(self) -> nn.Module:
         return Gated()
@@ -130,7 +130,7 @@ class BalancesAGate(Right):
 
 
 class RowsAlike(Right):
-    """No fault: all rows are one row, and no order of them changes any sum."""
+    """No fault: all rows are equal, so their order has no effect on sums."""
 
     def batch(self, step: int, seed: int) -> Batch:
         return tuple(t[:1].expand(16, -1).clone() for t in super().batch(step, seed))  # type: ignore[return-value]  # two
@@ -166,7 +166,7 @@ class Exact(Right):
 
 
 class ScaledBlock(nn.Module):
-    """A layer under tensor parallelism, with factors and a shift of one element."""
+    """Block of two linear layers, with two factors and a shift of one element each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Scalars(Right):
 
 
 class AtZero(Right):
-    """No fault: one input of a ReLU is zero, up to its rounding."""
+    """No fault: one input of a ReLU is zero up to rounding."""
 
     meshes = ({"tp": 2},)
 
@@ -241,7 +241,7 @@ class AtZeroOnOneRank(AtZero):
 
 
 def summed(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Over the ranks of a group."""
+    """Return the gradient summed over the ranks of a group."""
     found = gradient.clone()
     dist.all_reduce(found, group=group)
     return found
@@ -282,7 +282,7 @@ class ForgetsAllReduce(Right):
 
 
 class NeverAverages(ForgetsAllReduce):
-    """Same workload, under other names of the axis that splits the data."""
+    """Gradients are not averaged; the data axis has one of its usual names."""
 
     meshes: object = (
         {"dp": 2},
@@ -296,7 +296,7 @@ class NeverAverages(ForgetsAllReduce):
 
 
 class NeverAveragesOverRows(NeverAverages):
-    """Same workload, under an axis name of its own."""
+    """Gradients are not averaged; the data axis has a name that only it declares."""
 
     meshes = ({"rows": 2},)
     data_axes = ("rows",)
@@ -330,7 +330,7 @@ class SlightlyOff(Right):
 
 
 class BiasOnOneRank(Right):
-    """A bias that is on all ranks is trained on the first one alone."""
+    """A bias that all ranks have is only trained on rank 0."""
 
     def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
         mine = [(n, p) for n, p in parameters if n != "2.bias" or not rank()]
@@ -431,7 +431,7 @@ class LaidOutThreeTimes(LaidOutOnce):
 
 
 class OtherRowsEachTime(LaidOutOnce):
-    """Each rank keeps half of the rows, and each time the other half."""
+    """Each rank keeps half of a weight's rows, and each call the other half."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         first = model.get_submodule("0")
@@ -486,7 +486,7 @@ class TiedHead(nn.Module):
 
 
 class LosesHalf(Right):
-    """Each rank keeps the same half of a weight; the other half is nowhere."""
+    """All ranks keep the same half of a weight; no rank has the other half."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         assert isinstance(model, nn.Sequential)
@@ -500,7 +500,7 @@ class LosesHalf(Right):
 
 
 class NoMeshes(Right):
-    """A number of ranks and no meshes."""
+    """``meshes`` is a number of ranks."""
 
     meshes = 2
 
@@ -534,7 +534,7 @@ class SaysNonsense(Right):
 
 
 class LeavesOnRank1(Right):
-    """Ends one rank as a script does."""
+    """``parallelize`` exits on rank 1, as a script does."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if rank() == 1:
@@ -562,7 +562,7 @@ class NoOptimizer:
 
 
 class PipelineAxis(Right):
-    """Asks for a pipeline, which the protocol has not."""
+    """The mesh has an axis for a pipeline, which needs a ``train_step``."""
 
     meshes = ({"pp": 2},)
 
@@ -575,7 +575,7 @@ class TakesNoMesh(Right):
 
 
 class LossIsNone(Right):
-    """A method that is none."""
+    """``loss`` is None instead of a method."""
 
     loss = None  # type: ignore[assignment]  # the fault
 
@@ -599,19 +599,19 @@ class UnknownAxis(Right):
 
 
 class DeclaresNoMesh(Right):
-    """Declares an axis that its meshes have not."""
+    """Declares an axis that its meshes do not have."""
 
     data_axes = ("rows",)
 
 
 class DeclaresText(Right):
-    """Declares letters for names."""
+    """``data_axes`` is a string instead of a tuple of names."""
 
     data_axes = "dp"
 
 
 class DeclaresBoth(Right):
-    """Declares that ranks along an axis see the same rows and see others."""
+    """Declares one axis both as a data axis and as a model axis."""
 
     data_axes = model_axes = ("dp",)
 
@@ -626,7 +626,7 @@ class RandomModel(Right):
 
 
 class RandomBatch(Right):
-    """Takes no heed of the seed."""
+    """``batch`` ignores its seed."""
 
     def batch(self, step: int, seed: int) -> Batch:
         x = torch.randn(16, 8, generator=_UNSEEDED)
@@ -637,7 +637,7 @@ _UNSEEDED = torch.Generator()
 
 
 class UnevenBatch(Right):
-    """Inputs and targets have not the same rows."""
+    """Inputs and targets have different numbers of rows."""
 
     def batch(self, step: int, seed: int) -> Batch:
         x, y = super().batch(step, seed)
@@ -645,7 +645,7 @@ class UnevenBatch(Right):
 
 
 class SixRows(Right):
-    """A batch that micro-batches cannot share."""
+    """A batch has six rows, which micro-batches cannot share equally."""
 
     def batch(self, step: int, seed: int) -> Batch:
         x, y = super().batch(step, seed)
@@ -660,7 +660,7 @@ class OneTensor(Right):
 
 
 class WrongShapes(Right):
-    """The model does not take the batch."""
+    """The model does not accept the shape of the inputs."""
 
     def batch(self, step: int, seed: int) -> Batch:
         return torch.zeros(16, 9), torch.zeros(16, 4)
@@ -681,7 +681,7 @@ class SummedLoss(Right):
 
 
 class BatchNorm(Right):
-    """The rows of a batch know of each other."""
+    """A batch norm makes the output of a row depend on other rows."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
@@ -709,7 +709,7 @@ class LeavesOut(Right):
 
 
 class Ddp(Right):
-    """No fault: DDP, which can put off the synchronisation of gradients."""
+    """No fault: DDP, which can defer the synchronisation of gradients."""
 
     meshes: object = ({"dp": 2},)
 

@@ -19,7 +19,7 @@ MicroBatches = list[tuple[Tensor, Tensor]]
 
 @dataclass
 class Engine:
-    """Owner of a module and its optimizer, as engines and trainers are."""
+    """Object with a module and its optimizer, like an engine or a trainer."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -124,7 +124,7 @@ class TrainsAModule(Trains):
 
 
 class Averages(Trains):
-    """No fault: the weights as their average, by the names that DDP gives them."""
+    """No fault: ``ema`` returns the weights themselves, by the names of DDP."""
 
     def ema(self, stack: Engine) -> Any:
         return self.weights(stack)
@@ -440,7 +440,7 @@ class DividesAgain(Pipeline):
 
 
 class ReturnsNoGradients(FlatShards):
-    """Tells of no gradient at all."""
+    """``gradients`` returns an empty dict."""
 
     def gradients(self, stack: Engine) -> Any:
         return {}
@@ -507,7 +507,7 @@ class UnknownAverages(Trains):
 
 
 class AveragesTwice(Trains):
-    """Gives one average under two names."""
+    """``ema`` returns each average under two names."""
 
     def ema(self, stack: Engine) -> Any:
         found = self.weights(stack)
@@ -515,7 +515,7 @@ class AveragesTwice(Trains):
 
 
 class WrongSlices(FlatShards):
-    """Says that it holds more than it does."""
+    """``weights`` declares a larger slice than the rank has."""
 
     def weights(self, stack: Engine) -> Any:
         found = super().weights(stack)
@@ -532,7 +532,7 @@ class OtherSlices(FlatShards):
 
 
 class RoundedCopies(FlatShards):
-    """Makes its copies of the weights from bf16 ones."""
+    """Copies of the weights are made after rounding them to bf16."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         with torch.no_grad():
@@ -542,7 +542,7 @@ class RoundedCopies(FlatShards):
 
 
 class LosesShards(FlatShards):
-    """Does not tell of one weight."""
+    """``weights`` leaves out one parameter."""
 
     def weights(self, stack: Engine) -> Any:
         return {n: w for n, w in super().weights(stack).items() if n != "2.weight"}
@@ -581,7 +581,7 @@ class RunsFromItsWeights(Trains):
 
 
 class HidesAllFromTheJudge(Trains):
-    """An engine, and no word of its weights."""
+    """``parallelize`` returns an engine, and there is no method ``weights``."""
 
     weights = None  # type: ignore[assignment]  # as absent
 
@@ -595,7 +595,7 @@ class ReturnsText(Trains):
 
 
 class ReturnsThree(Trains):
-    """Returns a value too many."""
+    """``train_step`` returns three values."""
 
     def train_step(
         self, stack: Engine, micro_batches: MicroBatches, scaler: Any
@@ -611,6 +611,6 @@ class TrainRaises(Trains):
 
 
 class Alone(Trains):
-    """Engine that the plain reference would fit as well."""
+    """No fault: the reference is one rank, though the plain one would match as well."""
 
     reference = "one rank"

@@ -8,7 +8,7 @@ from gradparity.scaler.sync import OverflowSync
 
 
 class Settling(GradScaler):
-    """First iterations, in which the host reads the exchanged rows."""
+    """Our scaler in its first iterations, whose rows the host reads at once."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         Host.reads_cpu = False  # for good: the ranks of a test class serve it alone
@@ -16,7 +16,7 @@ class Settling(GradScaler):
 
 
 class Settled(Settling):
-    """The later ones: the host reads that at the next sync."""
+    """Our scaler in later iterations, whose rows the host reads at the next sync."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         OverflowSync.settles = 0

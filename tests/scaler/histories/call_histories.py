@@ -43,7 +43,7 @@ QUICK_S, PATIENT_S = 4.0, 15.0
 
 
 class _Departs(Exception):
-    """Exception that hypothesis shrinks; any other is a fault of these tests."""
+    """Raised for a difference, so that hypothesis shrinks the history."""
 
 
 class Ranks(dict[int, Cluster]):

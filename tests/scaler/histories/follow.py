@@ -26,13 +26,13 @@ __all__ = ["EITHER", "HANGS", "Departure", "follow"]
 TOLERANCE = 1e-4
 """Relative tolerance of a norm and of a clipped update: both are sums in fp32."""
 EITHER = ", or as torch has it "
-"""Joins the values of mathematics and torch in a message, if torch is wrong."""
+"""Text between the right value and torch's in a message, if torch is wrong."""
 HANGS = "does not return"
 UNLIMITED = timedelta(minutes=30)
 """Timeout of a process group: longer than any deadline of the parent."""
 LARGEST = float(torch.finfo(torch.float32).max)
 CROSSED = ("cross", "lone-clip", "scalers-cross")
-"""Calls that ranks make in different orders: a scaler is right or all ranks refuse."""
+"""Calls in which ranks differ: results must be right, or all ranks must raise."""
 
 
 def follow(
@@ -62,7 +62,7 @@ class Departure(NamedTuple):
     text: str
     """Description of the difference; empty if this rank has none."""
     made: tuple[Call, ...]
-    """The calls that were made; others had no right result there and were left out."""
+    """Calls that were made; calls without a right result are left out."""
 
 
 class _Refused(Exception):
@@ -108,7 +108,7 @@ class _Follower:
             raise _Refused(f"the constructor raised {error!r:.300}") from error
 
     def run(self) -> Departure | None:
-        """All calls."""
+        """Make all calls; return the first difference on any rank, or None."""
         if self.world.world_size == 1:
             return self._run()
         # a finite timeout: a rank must return even if its peer raised before a
@@ -168,7 +168,7 @@ class _Follower:
     # - The other ranks
 
     def _raised(self, place: int, got: Seen) -> list[bool] | None:
-        """Which ranks raised; None if one does not return."""
+        """Return for each rank if it raised; None if a rank does not return."""
         world = self.world
         if world.world_size == 1:
             return [bool(got.raised)]
@@ -245,9 +245,9 @@ class _Follower:
                 self.moved[name] = max(self.moved.get(name, 0.0), size)
 
     def _divides_once(self) -> bool:
-        """True if torch divides the gradients of this call correctly.
+        """Return True if torch divides the gradients of this call correctly.
 
-        If not, an overflow may make its outcome right by chance.
+        If not, torch's outcome may still be right by chance, because of an overflow.
         """
         mathematics, *torchs = (each.facts.unscaled for each in self.tracks)
         slack = TOLERANCE if self.loose else 0.0
@@ -258,7 +258,7 @@ class _Follower:
         )
 
     def _is_mixed_norm(self, norm: float, order: float) -> bool:
-        """True if ``norm`` fits gradients that are each mathematics' or torch's."""
+        """Return True if ``norm`` fits gradients that are each right or as in torch."""
         counted = [each.facts.counted for each in self.tracks]
         if len(set(map(len, counted))) > 1:
             return True  # not the same gradients: nothing to hold it against
@@ -278,7 +278,7 @@ class _Follower:
         return f"raised on ranks {where} only: {got.raised}"
 
     def _changed(self, before: dict[str, Any], got: Seen) -> str:
-        """The first value that a refused call changed, or the empty string."""
+        """Describe the first value that a refused call changed; empty if none."""
         for name, value in before.items():
             if not _same(got.state[name], value, 0.0):
                 return (
@@ -288,7 +288,7 @@ class _Follower:
         return ""
 
     def _torch_departs_later(self, place: int) -> bool:
-        """True if torch is wrong in a later call of the history."""
+        """Return True if torch is wrong in a later call of the history."""
         mathematics, torchs = self.tracks[:2]
         for call in self.history.calls[place + 1 :]:
             if not self._is_made(call):

@@ -66,7 +66,7 @@ NUMBERS = {
 }
 """Kind of call -> its numbers: of an optimizer, 2 for both, or log2 of a scale.
 
-What a call does is said by the method of its name in `replica`.
+A call is made by the method of `replica` with the same name.
 """
 ON_ONE_RANK = (
     *("inf", "nan", "none", "cross", "elder", "fail", "lone-clip", "scalers-cross"),
@@ -78,12 +78,12 @@ _HISTORY = re.compile(r"(?P<words>[a-z0-9+-]*)@(?P<world_size>[1-8])/(?P<calls>.
 
 @dataclass(frozen=True)
 class Call:
-    """One call on all ranks, or one event between calls."""
+    """One call on all ranks, or an event between calls, such as a backward."""
 
     kind: str
-    """A key of :data:`NUMBERS`."""
+    """Name of the call: a key of :data:`NUMBERS`."""
     which: int = 0
-    """One of its numbers."""
+    """Number of the optimizer, or another value that :data:`NUMBERS` allows."""
     rank: int = 0
     """Rank on which the call differs."""
 
@@ -148,16 +148,16 @@ class Family:
     """Histories with common features; each family is searched for failures."""
 
     kinds: str
-    """Calls, or kinds of which any call is drawn; the first is what calls shrink to."""
+    """Calls, or kinds of calls, to draw from; failing histories shrink to the first."""
     always: str = ""
-    """Words of each set-up."""
+    """Words that every set-up has."""
     maybe: str = ""
-    """Words of some set-ups."""
+    """Words that a set-up may have."""
     world_size: int = 1
     start: str = ""
-    """How each begins."""
+    """Calls with which each history begins."""
     shapes: tuple[str, ...] = ()
-    """Runs of calls, of which some may be left out: iterations of known algorithms."""
+    """Sequences of calls, such as usual iterations; some calls may be left out."""
 
 
 _ITERATION = "back:2,step,step:1,update"

@@ -106,7 +106,7 @@ class _Beyond:
         return not self.step_was_skipped(scheduler.optimizer)
 
     def lacking(self) -> dict[int, bool]:
-        """Return {optimizer: overflow on any rank}, for those that this rank lacks."""
+        """Return {number: overflow on any rank} of optimizers that this rank lacks."""
         used = self.replica.clipped | self.replica.stepped
         bad = self.facts().bad
         return {which: bad[which] for which in used if self.replica.lacks(which)}
@@ -364,13 +364,15 @@ def seen(replica: Replica, call: Call) -> Seen:
 def tracks_of(history: History) -> list[Track]:
     """Return the tracks of the oracle: mathematics, torch and corrected torch.
 
-    Torch may be right by chance, so where it is wrong a scaler may also do as torch
-    without the cause. Of an optimizer in a wrapper torch makes two. A fused step
-    divides gradients in its kernel, and leaves them as they are after an overflow: what
-    another optimizer then does to a gradient of both is right where it would not be
-    without the overflow. A fused step that raised leaves ``grad_scale`` behind, which
-    the next one multiplies. Whether a clip that overflows divides gradients is nobody's
-    promise.
+    Where torch is wrong, a scaler may do as torch does, or as torch would do without
+    the cause. So further tracks run torch without the known causes:
+
+    - an optimizer and its wrapper are two optimizers for torch;
+    - after an overflow a fused step leaves gradients undivided, so a later step of
+      another optimizer that shares one may be right by chance;
+    - a fused step that raised leaves ``grad_scale`` behind, and the next step
+      multiplies it;
+    - a clip that overflows may divide gradients or not: that is not specified.
     """
     tracks = [
         Track(history, Mathematics, exact=True),

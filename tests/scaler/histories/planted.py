@@ -10,7 +10,7 @@ __all__ = ["PLANTED"]
 
 
 class DividesEachParameterOnce(torch.amp.GradScaler):
-    """Leaves a parameter that another optimizer has divided, fresh gradient or not."""
+    """Does not divide a parameter's gradient again, even if it is a new one."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -30,7 +30,7 @@ class DividesEachParameterOnce(torch.amp.GradScaler):
 
 
 class RefusesAfterADrop(torch.amp.GradScaler):
-    """Takes a gradient that was zeroed in place for an accumulation."""
+    """Mistakes a gradient that was zeroed in place for an accumulated one."""
 
     moved = False
 
@@ -84,14 +84,14 @@ class _Clips(torch.amp.GradScaler):
 
 
 class AddsNoDuplicates(_Clips):
-    """Takes the norm of sparse values as they come."""
+    """Norm of sparse gradients is wrong if an index occurs more than once."""
 
     def norm(self, grads: list[torch.Tensor], order: float) -> torch.Tensor:
         return super().norm([g._values() if g.is_sparse else g for g in grads], order)
 
 
 class TakesPowersAsTheyAre(_Clips):
-    """Sums powers of gradients, which overflow."""
+    """Sums powers of gradients without scaling them down, so powers overflow."""
 
     def norm(self, grads: list[torch.Tensor], order: float) -> torch.Tensor:
         powers = torch.stack([(g * 2.0**20).abs().pow(order).sum() for g in grads])
@@ -112,7 +112,7 @@ class KeepsTheUsersScale(torch.amp.GradScaler):
 
 
 class ScalesGradientsBack(torch.amp.GradScaler):
-    """Divides gradients for the step only."""
+    """Multiplies gradients by the scale again after the step."""
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         result = super().step(optimizer, *args, **kwargs)
@@ -123,7 +123,7 @@ class ScalesGradientsBack(torch.amp.GradScaler):
 
 
 class WantsToHash(torch.amp.GradScaler):
-    """Keeps optimizers in a dictionary."""
+    """Uses optimizers as keys of a dictionary, so they must be hashable."""
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self.last = {optimizer: True}
@@ -167,7 +167,7 @@ class TakesTheNormOfItsGroup(TakesTheNormHere):
 
 
 class KnowsOneClass(torch.amp.GradScaler):
-    """Depends on the class of an optimizer's gradients."""
+    """Raises for gradients of a subclass of Tensor."""
 
     def _unscale_grads_(self, optimizer: Any, *rest: Any) -> Any:
         grads = [p.grad for g in optimizer.param_groups for p in g["params"]]
@@ -177,7 +177,7 @@ class KnowsOneClass(torch.amp.GradScaler):
 
 
 class KeepsGroups(torch.amp.GradScaler):
-    """Remembers the groups of an optimizer's first step."""
+    """Raises if an optimizer's list of groups is not that of its first step."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -249,7 +249,7 @@ class RemembersAFailure(torch.amp.GradScaler):
 
 
 class RefusesLongIntervals(torch.amp.GradScaler):
-    """Counts in 32 bits."""
+    """Raises for growth intervals above the range of int32."""
 
     def __init__(self, **settings: Any) -> None:
         if settings["growth_interval"] >= 2**31:
@@ -266,7 +266,7 @@ class ReadsGroupsAsDicts(torch.amp.GradScaler):
 
 
 class ReadsStatesAsDicts(torch.amp.GradScaler):
-    """Asks the states of a fused optimizer for their momentum."""
+    """Assumes that each value of an optimizer's state is a dict."""
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         states = getattr(optimizer, "state", {}).values()
@@ -283,7 +283,7 @@ class FindsInTheDefaultDtype(torch.amp.GradScaler):
 
 
 class LooksForWrappers(torch.amp.GradScaler):
-    """Follows attributes that have groups, for ever."""
+    """Follows attributes with the same groups, without end if they form a ring."""
 
     def inner(self, optimizer: Any) -> Any:
         for value in vars(optimizer).values():

@@ -29,7 +29,7 @@ __all__ = ["CLIPS", "OFFERED", "STEPS", "Replica", "norm_of"]
 SLOPES = {"e": 0.5, "a": 0.25, "b": 0.125}
 """Derivative of the loss by each element."""
 LARGE = 2.0**531
-"""About 1e160: the slopes of fp64 parameters are so much larger."""
+"""Factor of the slopes of fp64 parameters, about 1e160."""
 CLIPS: dict[str, tuple[float, float]] = {
     "clip": (0.125, 2.0),
     "clip-loose": (2.0**600, 2.0),
@@ -45,10 +45,11 @@ OFFERED = {
     "skipped": "step_was_skipped",
     "scheduler": "step_scheduler",
 }
-"""Kind of call -> the method beyond torch's that it needs."""
+"""Kind of call -> method that it needs and that torch's scaler lacks."""
 STEPS = ("step", "retry")
 PARTS = {1: (3,), 2: (2, 1), 4: (2, 1, 1, 2)}
-"""Elements of a sharded parameter on each rank; of 4, the last two are a replica."""
+"""World size -> elements of a sharded parameter on each rank. Of 4 ranks, the last two
+hold a replica."""
 PATIENCE = timedelta(seconds=30)
 
 
@@ -74,7 +75,7 @@ class _Around:
 
 
 class Duck(_Around):
-    """The least that torch's scaler accepts as an optimizer: unhashable, with slots."""
+    """Minimal optimizer that torch's scaler accepts: with slots, and unhashable."""
 
     __slots__ = ("optim", "param_groups")
     __hash__: Any = None
@@ -88,7 +89,7 @@ class Wrapper(_Around):
 
 
 class Ring(Wrapper):
-    """A wrapper that its optimizer knows."""
+    """Wrapper to which its optimizer has a reference."""
 
     def __init__(self, optim: Any) -> None:
         super().__init__(optim)
@@ -96,7 +97,7 @@ class Ring(Wrapper):
 
 
 class Marked(torch.Tensor):
-    """A tensor of another class, as memory estimators and quantizers make them."""
+    """Tensor of a subclass, like those of memory estimators and quantizers."""
 
     @classmethod
     def __torch_function__(
@@ -153,7 +154,7 @@ STRANGE: dict[str, Any] = {
     "bare-groups": BareGroups,
     "duck": Duck,
 }
-"""Word -> what is then made of optimizer 0."""
+"""Word of a set-up -> class that wraps optimizer 0."""
 
 
 class Replica:
@@ -217,7 +218,7 @@ class Replica:
     # - Set-up
 
     def lacks(self, which: int) -> bool:
-        """True if other ranks have an optimizer that this one lacks."""
+        """Return True if this rank lacks an optimizer that other ranks have."""
         return self.idle or ("lacks" in self.words and self.is_last and which == 0)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -228,15 +229,15 @@ class Replica:
         return torch.float64 if wide else torch.float32
 
     def slope(self, name: str) -> float:
-        """The value that a backward adds to each element of a gradient."""
+        """Return the value that a backward adds to each element of a gradient."""
         return SLOPES[name] * (LARGE if "fp64" in self.words else 1.0)
 
     def is_sharded(self, name: str) -> bool:
-        """True if the ranks hold parts of a parameter."""
+        """Return True if each rank holds a part of a parameter."""
         return "permuted" in self.words or ("dtensor" in self.words and name != "a")
 
     def counts(self, name: str) -> bool:
-        """True if this rank's part counts in the global norm."""
+        """Return True if this rank's part counts in the global norm."""
         if "permuted" in self.words:
             return self.rank < 2
         return self.is_sharded(name) or self.rank == 0
@@ -299,9 +300,9 @@ class Replica:
     # - Calls
 
     def allows(self, call: Call) -> bool:
-        """True if a call is meaningful here, for any scaler.
+        """Return True if the call has a right result now, for any scaler.
 
-        A step or a clip without a backward since the last step has no right result.
+        A step or a clip without a backward since the last step has none, for example.
         """
         which = call.which
         # not onto gradients that unscale_ or a clip has divided
@@ -504,7 +505,7 @@ class Replica:
                 parameter.grad = None
 
     def _scale(self, call: Call) -> list[torch.Tensor]:
-        """Scale a list of losses; the products by the scale are looked at."""
+        """Scale a nested list of losses; return the products, divided by the scale."""
         loss = torch.tensor(3.0)
         one, (two,) = self.scaler.scale([loss, (loss,)])
         scale = 1.0 if self.exact else self.scaler.get_scale()
@@ -530,12 +531,12 @@ class Replica:
                 gradient.data.copy_(self.scaler.scale(slope).expand_as(gradient))
 
     def gradients(self, which: int) -> list[Any]:
-        """The gradients of one optimizer, dense and local, as double precision."""
+        """Return an optimizer's gradients: dense, local, in double precision."""
         grads = [p.grad for p in self.held(which)]
         return [_wide(local(g.detach())) for g in grads if g is not None]
 
     def held(self, which: int) -> list[Any]:
-        """The parameters of one optimizer; none on an idle rank."""
+        """Return the parameters of an optimizer; none on an idle rank."""
         if self.lacks(which):
             return []
         return list(self.optimizers[which].param_groups[0]["params"])
@@ -591,7 +592,7 @@ class Replica:
             handle.remove()
 
     def _fail(self, call: Call) -> bool:
-        """Make a call that fails; True if it raised on this rank."""
+        """Make a call that fails; return True if it raised on this rank."""
         self.failed = self.begun_anew = True
         raised = True  # in the oracle it is as if the batch had not been
         if self.world is not None:
@@ -642,7 +643,7 @@ class Replica:
         return bool(self.scaler.step_scheduler(scheduler))
 
     def _update(self, call: Call) -> float:
-        """End the iteration; a collective too many shows in the next all-reduce."""
+        """End the iteration; then sum the ranks, which shows extra collectives."""
         # whether there is anything to end after a failure alone is nobody's promise
         excused = Exception if self.world is None else AssertionError
         with suppress(excused) if self.failed else nullcontext():
@@ -725,7 +726,7 @@ class Replica:
         return state | {"the scale": float(self.scaler.get_scale())}
 
     def is_bad(self, which: int) -> bool:
-        """True if a gradient of this optimizer is not finite."""
+        """Return True if a gradient of this optimizer is not finite."""
         grads = (local(g) for p in self.held(which) if (g := p.grad) is not None)
         return any(
             not bool((g._values() if g.is_sparse else g).isfinite().all())
@@ -733,11 +734,11 @@ class Replica:
         )
 
     def has_gradients(self, which: int) -> bool:
-        """True if this optimizer has any gradient."""
+        """Return True if this optimizer has any gradient."""
         return any(p.grad is not None for p in self.held(which))
 
     def counted(self, which: int) -> list[torch.Tensor]:
-        """Gradients that belong to the global norm, each element once."""
+        """Return gradients that belong to the global norm, each element once."""
         names = {id(p): name for name, p in self.params.items()}
         return [
             _wide(local(p.grad.detach()))
@@ -747,7 +748,7 @@ class Replica:
 
 
 def norm_of(gradients: list[torch.Tensor], order: float) -> float:
-    """The norm of all elements, in plain arithmetic that does not overflow."""
+    """Return the norm of all elements, by plain arithmetic that does not overflow."""
     parts = [abs(each) for g in gradients for each in g.flatten().tolist()]
     largest = max(parts, default=0.0)
     if not math.isfinite(largest) or largest == 0.0:
@@ -757,7 +758,7 @@ def norm_of(gradients: list[torch.Tensor], order: float) -> float:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense copy in double precision."""
+    """Return a dense copy in double precision."""
     dense = tensor.to_dense() if tensor.is_sparse else tensor
     kind = torch.complex128 if dense.is_complex() else torch.float64
     return dense.to(kind, copy=True).flatten().as_subclass(torch.Tensor)
