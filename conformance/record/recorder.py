@@ -4,14 +4,6 @@ It hooks every optimizer of torch and the first call of the outermost model. It 
 not communicate, writes into no tensor, and never makes training wait for a device:
 numbers stay on their device until the last recorded step. An error of the recorder is
 noted, and the job goes on.
-
-[Note: Read points of a step]
-When a step begins: the bits of weights and optimizer states. Once its gradients are
-computed: the gradients, and each weight times the absolute value of its gradient.
-After the step: that product again, with the same gradient. The difference of the two
-products is the update weighted by the gradient. Plain updates of Adam have a direction
-that rounding decides wherever the gradient is small. The weights before a step are
-those after the step before.
 """
 
 from __future__ import annotations
@@ -25,7 +17,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +32,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from .files import Call, Recording, Settings, Stored, as_numbers, copied, write_rank
-from .kept import Box, Sums, Wanted
+from .files import Recording, Stored, as_numbers, write_rank
 from .modules import Blocks, is_traced
 from .orders import ORDERS, TWICE, Orders, Unrecorded
-from .parts import Part, Places, Roots, parts_of, place, trains
+from .parts import Places, Roots, trains
+from .reading import State, Step, dense
 from .rows import keep_rows, tensors_in
 from .steps import StepHooks, parameters_of
 from .weights import begin_from, nudge, write_start
@@ -54,48 +45,6 @@ __all__ = ["Recorder", "install", "record"]
 
 NOTES = 20
 """Largest number of notes: a failing hook fails at every step."""
-
-
-@dataclass
-class _Start:
-    """Parts of an optimizer, and the bits of weights and states when a step begins."""
-
-    parts: list[Part]
-    bits: Sums[tuple[str, str]]
-    """(kind, key of a part) -> bits."""
-
-
-@dataclass
-class _Step:
-    """One running call of an optimizer."""
-
-    call: Call
-    start: _Start
-    sums: Sums[tuple[str, str]]
-    """Tensors read once the gradients are computed, by (kind, key of a part)."""
-    gradients: dict[str, tuple[Tensor, Box]]
-    """Key of a part -> gradient and its box, until the step has ended."""
-    after: Sums[tuple[str, str]] | None = None
-    """Tensors read after the step, by (kind, key of a part)."""
-
-    def stored(self) -> Iterator[tuple[str, Stored]]:
-        """Read all numbers from their devices; yield (key, numbers) of each tensor."""
-        start = f"{self.call.optimizer}/{self.call.step}"
-        boxes, kept = self.sums.boxes, self.sums.read()
-        bits = self.start.bits
-        for (kind, part), each in bits.read().items():
-            yield f"{start}/{kind}/{part}", Stored.of(bits.boxes[kind, part], each)
-        for (kind, part), each in kept.items():
-            if kind != "before":
-                yield f"{start}/{kind}/{part}", Stored.of(boxes[kind, part], each)
-        units = {p.key: torch.finfo(p.weight.dtype).eps for p in self.start.parts}
-        after = {} if self.after is None else self.after.read()
-        for part in (part for kind, part in after if kind == "again"):
-            # the digests differ if a kernel has divided the gradients in place
-            if torch.equal(after["again", part].digest, kept["gradient", part].digest):
-                before = kept["before", part]
-                update = after["after", part].update(before, units[part])
-                yield f"{start}/update/{part}", Stored.of(boxes["before", part], update)
 
 
 class Recorder:
@@ -113,13 +62,13 @@ class Recorder:
         in turn."""
         self.calls = Counter[int]()
         """Number of an optimizer -> count of its calls."""
-        self.running: dict[int, _Step] = {}
+        self.running: dict[int, Step] = {}
         """id of an optimizer -> its running step, if that is recorded."""
         self.preparing: set[int] = set()
         """ids of optimizers whose running step only creates their states."""
-        self.starts: dict[int, _Start] = {}
+        self.starts: dict[int, State] = {}
         """id of an optimizer -> the start of its step, until gradients are computed."""
-        self.done: list[_Step] = []
+        self.done: list[Step] = []
         self.begun: set[tuple[int, str]] = set()
         """(id of an optimizer, key of a part) with a recorded step."""
         self.others: list[Any] | None = None
@@ -127,8 +76,8 @@ class Recorder:
         steps."""
         self.late: set[int] = set()
         """ids of optimizers created later: an inner loop may create many."""
-        self.finals: list[Sums[str]] = []
-        """Bits after the last recorded step of each optimizer."""
+        self.finals: list[tuple[int, State]] = []
+        """Number of an optimizer and its state after its last recorded step."""
         self.prepared: set[int] = set()
         """ids of all parameters of prepared models."""
         self.models = 0
@@ -295,7 +244,7 @@ class Recorder:
         number = self._number(optimizer)
         if number is not None and self.calls[number] in self.steps:
             with self.noting("the weights"), torch.no_grad():
-                self.starts[id(optimizer)] = self._read_start(optimizer)
+                self.starts[id(optimizer)] = self._state_of(optimizer)
 
     def _prepares(self, optimizer: Any) -> bool:
         """Return True for a step that only creates states, before any forward.
@@ -315,7 +264,7 @@ class Recorder:
             for g in every
             if g is not None
         ]
-        return bool(locals_) and not any(map(torch.any, map(_dense, locals_)))
+        return bool(locals_) and not any(map(torch.any, map(dense, locals_)))
 
     def _before(self, optimizer: Any) -> None:
         self.preparing.discard(id(optimizer))
@@ -334,8 +283,9 @@ class Recorder:
         start = self.starts.pop(id(optimizer), None)
         with self.noting("the gradients"), torch.no_grad():
             if self.calls[number] in self.steps:
-                start = start or self._read_start(optimizer)
-                self.running[id(optimizer)] = self._read(optimizer, number, start)
+                start = start or self._state_of(optimizer)
+                step = Step.of(optimizer, number, self.calls[number], start)
+                self.running[id(optimizer)] = step
 
     def _ended(self, optimizer: Any) -> None:
         """Read the results of a step; after the last recorded one write the file."""
@@ -348,7 +298,7 @@ class Recorder:
         self.calls[number] += 1
         if step is not None:
             with self.noting("the update"), torch.no_grad():
-                self._read_after(step)
+                step.end()
                 self.done.append(step)
                 self.begun |= {(id(optimizer), part.key) for part in step.start.parts}
         if self.calls[number] == self.steps.stop:
@@ -356,7 +306,7 @@ class Recorder:
                 every = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
                 self.others = [weakref.ref(each) for each in every]
             with self.noting("the weights after the last step"), torch.no_grad():
-                self._read_final(optimizer, number)
+                self.finals.append((number, self._state_of(optimizer)))
         if self._is_complete():
             self.write()
             if self.orders.stop:
@@ -408,65 +358,8 @@ class Recorder:
             self.calls[number] = self.orders.first
         return self.optimizers[key][0]
 
-    def _read_start(self, optimizer: Any) -> _Start:
-        parts = list(parts_of(optimizer, self.roots))
-        wanted: dict[tuple[str, str], Wanted] = {}
-        for part in parts:
-            is_first = (id(optimizer), part.key) not in self.begun
-            wanted |= _bits_of(optimizer, part, rounded=is_first)
-        return _Start(parts, Sums(wanted))
-
-    def _read(self, optimizer: Any, number: int, start: _Start) -> _Step:
-        parts = start.parts
-        groups = optimizer.param_groups
-        names_by_id: dict[int, list[str]] = {}
-        for part in parts:
-            names_by_id.setdefault(id(part.stepped), []).append(part.name)
-        of_group = [
-            [name for p in group["params"] for name in names_by_id.get(id(p), ())]
-            for group in groups
-        ]
-        call = Call(
-            optimizer=number,
-            kind=type(optimizer).__name__,
-            step=self.calls[number],
-            settings=[
-                Settings.of(names, group)
-                for names, group in zip(of_group, groups, strict=True)
-            ],
-            scale=copied(getattr(optimizer, "grad_scale", None)),
-            found_inf=copied(getattr(optimizer, "found_inf", None)),
-            unnamed=sum(id(p) not in names_by_id for g in groups for p in g["params"]),
-        )
-        gradients: dict[str, tuple[Tensor, Box]] = {}
-        wanted: dict[tuple[str, str], Wanted] = {}
-        for part in parts:
-            if part.stepped.grad is None:
-                call.without_gradient.append(part.name)
-                continue
-            gradient, box = gradients[part.key] = part.cut(_dense(part.stepped.grad))
-            wanted["gradient", part.key] = Wanted(gradient, box)
-            if box == part.box:
-                wanted["before", part.key] = Wanted(part.weight, box, weight=gradient)
-        return _Step(call, start, Sums(wanted), gradients)
-
-    def _read_after(self, step: _Step) -> None:
-        wanted: dict[tuple[str, str], Wanted] = {}
-        for part in step.start.parts:
-            if ("before", part.key) not in step.sums.boxes:
-                continue
-            gradient, box = step.gradients[part.key]
-            wanted["after", part.key] = Wanted(part.weight, box, weight=gradient)
-            wanted["again", part.key] = Wanted(gradient, box, only_bits=True)
-        step.after = Sums(wanted)
-        step.gradients.clear()
-
-    def _read_final(self, optimizer: Any, number: int) -> None:
-        wanted: dict[str, Wanted] = {}
-        for part in parts_of(optimizer, self.roots):
-            for (kind, key), each in _bits_of(optimizer, part, rounded=False).items():
-                wanted[f"{number}/{self.steps.stop}/{kind}/{key}"] = each
-        self.finals.append(Sums(wanted))
+    def _state_of(self, optimizer: Any) -> State:
+        return State.of(optimizer, self.roots, self.begun)
 
     # - The end
 
@@ -534,9 +427,8 @@ class Recorder:
             out.rows_of_blocks, outputs = self.blocks.read()
             for (at, kind, name), (box, sums) in outputs.items():
                 out.tensors[f"0/{at}/{kind}/0/{name}"] = Stored.of(box, sums)
-        for final in self.finals:
-            for key, sums in final.read().items():
-                out.tensors[key] = Stored.of(final.boxes[key], sums)
+        for number, final in self.finals:
+            out.tensors.update(final.stored(number, self.steps.stop))
         out.bags = {step: list(map(int, each)) for step, each in out.bags.items()}
         out.losses = {step: list(map(float, each)) for step, each in out.losses.items()}
 
@@ -559,24 +451,6 @@ class Recorder:
                 self.recording.notes.append(text[:400])
 
 
-def _bits_of(
-    optimizer: Any, part: Part, *, rounded: bool
-) -> dict[tuple[str, str], Wanted]:
-    """Return requests for the digests of a weight and of its optimizer states.
-
-    ``rounded``: also request the digest of the weight in bf16, to match starts.
-    """
-    weight = Wanted(part.weight, part.box, only_bits=True, rounded=rounded)
-    bits = {("weight", part.key): weight}
-    state = getattr(optimizer, "state", None) or {}
-    for key, value in state.get(part.stepped, {}).items():
-        if isinstance(value, Tensor):
-            has_its_shape = value.shape == part.stepped.shape
-            local, box = part.cut(value) if has_its_shape else place(value)
-            bits[f"state.{key}", part.key] = Wanted(local, box, only_bits=True)
-    return bits
-
-
 def _generators(module: nn.Module) -> list[Tensor]:
     """Return the states of the random generators of the CPU and the model's device."""
     device = next(module.parameters()).device
@@ -593,11 +467,6 @@ def _has_values(tensor: Tensor) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    """Return a sparse gradient as a dense copy, and any other one as it is."""
-    return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
 def _rank() -> int:

@@ -1,0 +1,167 @@
+"""Numbers that the recorder reads of one optimizer step.
+
+[Note: Read points of a step]
+When a step begins: the bits of weights and optimizer states. Once its gradients are
+computed: the gradients, and each weight times the absolute value of its gradient.
+After the step: that product again, with the same gradient. The difference of the two
+products is the update weighted by the gradient. Plain updates of Adam have a direction
+that rounding decides wherever the gradient is small. The weights before a step are
+those after the step before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .files import Call, Settings, Stored, copied
+from .kept import Box, Sums, Wanted
+from .parts import Part, Roots, parts_of, place
+
+__all__ = ["State", "Step", "dense"]
+
+
+@dataclass
+class State:
+    """Bits of an optimizer's weights and states between two steps."""
+
+    parts: list[Part]
+    bits: Sums[tuple[str, str]]
+    """(kind, key of a part) -> bits."""
+
+    @classmethod
+    def of(
+        cls, optimizer: Any, roots: Roots, begun: Container[tuple[int, str]]
+    ) -> State:
+        """Start to read the bits.
+
+        Args:
+            optimizer: optimizer whose weights are read.
+            roots: modules that name the weights.
+            begun: (id of an optimizer, key of a part) with a recorded step. Of other
+                parts the weight rounded to bf16 is read as well, to match starts.
+        """
+        parts = list(parts_of(optimizer, roots))
+        wanted: dict[tuple[str, str], Wanted] = {}
+        for part in parts:
+            is_first = (id(optimizer), part.key) not in begun
+            wanted["weight", part.key] = Wanted(
+                part.weight, part.box, only_bits=True, rounded=is_first
+            )
+            state = getattr(optimizer, "state", None) or {}
+            for key, value in state.get(part.stepped, {}).items():
+                if isinstance(value, Tensor):
+                    has_its_shape = value.shape == part.stepped.shape
+                    local, box = part.cut(value) if has_its_shape else place(value)
+                    wanted[f"state.{key}", part.key] = Wanted(
+                        local, box, only_bits=True
+                    )
+        return cls(parts, Sums(wanted))
+
+    def stored(self, number: int, step: int) -> Iterator[tuple[str, Stored]]:
+        """Read the bits from their devices; yield (key, bits) of each tensor.
+
+        Args:
+            number: number of the optimizer.
+            step: step that begins with this state.
+        """
+        for (kind, part), each in self.bits.read().items():
+            box = self.bits.boxes[kind, part]
+            yield f"{number}/{step}/{kind}/{part}", Stored.of(box, each)
+
+
+@dataclass
+class Step:
+    """One running call of an optimizer."""
+
+    call: Call
+    start: State
+    sums: Sums[tuple[str, str]]
+    """Tensors read once the gradients are computed, by (kind, key of a part)."""
+    gradients: dict[str, tuple[Tensor, Box]]
+    """Key of a part -> gradient and its box, until the step has ended."""
+    after: Sums[tuple[str, str]] | None = None
+    """Tensors read after the step, by (kind, key of a part)."""
+
+    @classmethod
+    def of(cls, optimizer: Any, number: int, step: int, start: State) -> Step:
+        """Start to read settings and gradients, once these are computed.
+
+        Args:
+            optimizer: optimizer that steps.
+            number: number of the optimizer.
+            step: number of this step of the optimizer.
+            start: state in which the step began.
+        """
+        parts = start.parts
+        groups = optimizer.param_groups
+        names_by_id: dict[int, list[str]] = {}
+        for part in parts:
+            names_by_id.setdefault(id(part.stepped), []).append(part.name)
+        of_group = [
+            [name for p in group["params"] for name in names_by_id.get(id(p), ())]
+            for group in groups
+        ]
+        call = Call(
+            optimizer=number,
+            kind=type(optimizer).__name__,
+            step=step,
+            settings=[
+                Settings.of(names, group)
+                for names, group in zip(of_group, groups, strict=True)
+            ],
+            scale=copied(getattr(optimizer, "grad_scale", None)),
+            found_inf=copied(getattr(optimizer, "found_inf", None)),
+            unnamed=sum(id(p) not in names_by_id for g in groups for p in g["params"]),
+        )
+        gradients: dict[str, tuple[Tensor, Box]] = {}
+        wanted: dict[tuple[str, str], Wanted] = {}
+        for part in parts:
+            if part.stepped.grad is None:
+                call.without_gradient.append(part.name)
+                continue
+            gradient, box = gradients[part.key] = part.cut(dense(part.stepped.grad))
+            wanted["gradient", part.key] = Wanted(gradient, box)
+            if box == part.box:
+                wanted["before", part.key] = Wanted(part.weight, box, weight=gradient)
+        return cls(call, start, Sums(wanted), gradients)
+
+    def end(self) -> None:
+        """Start to read the weights after the step, and whether it wrote gradients."""
+        wanted: dict[tuple[str, str], Wanted] = {}
+        for part in self.start.parts:
+            if ("before", part.key) not in self.sums.boxes:
+                continue
+            gradient, box = self.gradients[part.key]
+            wanted["after", part.key] = Wanted(part.weight, box, weight=gradient)
+            wanted["again", part.key] = Wanted(gradient, box, only_bits=True)
+        self.after = Sums(wanted)
+        self.gradients.clear()
+
+    def stored(self) -> Iterator[tuple[str, Stored]]:
+        """Read all numbers from their devices; yield (key, numbers) of each tensor."""
+        number, step = self.call.optimizer, self.call.step
+        yield from self.start.stored(number, step)
+        boxes, kept = self.sums.boxes, self.sums.read()
+        for (kind, part), each in kept.items():
+            if kind != "before":
+                key = f"{number}/{step}/{kind}/{part}"
+                yield key, Stored.of(boxes[kind, part], each)
+        units = {p.key: torch.finfo(p.weight.dtype).eps for p in self.start.parts}
+        after = {} if self.after is None else self.after.read()
+        for part in (part for kind, part in after if kind == "again"):
+            # the digests differ if a kernel has divided the gradients in place
+            if torch.equal(after["again", part].digest, kept["gradient", part].digest):
+                before = kept["before", part]
+                update = after["after", part].update(before, units[part])
+                key = f"{number}/{step}/update/{part}"
+                yield key, Stored.of(boxes["before", part], update)
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """Return a sparse gradient as a dense copy, and any other one as it is."""
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
