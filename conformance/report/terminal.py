@@ -131,6 +131,8 @@ class _LogTicker:
         self.clock = clock
         self.start = self.told = clock()
         self.ended = self.failing = 0
+        self.reasons: set[str] = set()
+        """Reasons of skipped cases that were printed."""
 
     def begin(self, scaler: str, scenario: str) -> None:
         pass
@@ -140,9 +142,13 @@ class _LogTicker:
         self.failing += record.status == "fail"
         if record.status != "pass":
             scaler = "" if record.scaler == "none" else f" {record.scaler}"
-            where = plain(f"{record.scenario}{scaler}")
-            why = clipped(_cause(record)[2], LONGEST // 5)
-            self._say(f"{record.status:<12} {where}: {why}")
+            line = f"{record.status:<12} {plain(record.scenario + scaler)}"
+            # the matrix at the end has the causes of all but the skipped cases
+            if record.status == "skipped":
+                why = _cause(record)[2]
+                line += "" if why in self.reasons else f": {clipped(why, LONGEST)}"
+                self.reasons.add(why)
+            self._say(line)
         now = self.clock()
         if now - self.told >= EVERY_S and self.ended < self.planned:
             self.told = now

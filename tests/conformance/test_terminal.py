@@ -65,7 +65,13 @@ def test_a_file_gets_a_line_a_violation_and_no_codes() -> None:
     assert ESCAPE not in seen
     (line,) = seen.splitlines()
     assert line.startswith("fail         fsdp/2/fp32/sgd/none c:D<script>")
-    assert line.endswith(f": {SEEN.cases[-1].failures[0].message}")
+
+
+def test_a_line_of_a_skipped_case_has_its_reason_once() -> None:
+    skipped = [case(f"a:B{n}", "skipped", "needs 4 ranks") for n in range(2)]
+    first, second = watch(report_of(*skipped), terminal=False).splitlines()
+    assert first.endswith("a:B0: needs 4 ranks")
+    assert second.endswith("a:B1")
 
 
 @pytest.mark.parametrize("terminal", [True, False])
