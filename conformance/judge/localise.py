@@ -397,7 +397,7 @@ class _Gradients:
         )
 
     def _never_trained(self, name: str) -> bool:
-        """Return True if no rank has the expected gradient and no rank moved."""
+        """Return True if no rank has the expected gradient or moves the parameter."""
         due = name in self.truth and bool(self.truth[name].any())
         had = any(name in at.gradients for _, at in self.seen)
         return due and not had and not any(m.any() for m, _ in self._moves(name))

@@ -48,9 +48,9 @@ class StackSchedule:
     """Settings that schedules changed in one run."""
 
     settings: tuple[Settings, ...] = ()
-    """For each step: what the reference sets before it; empty if nothing changes."""
+    """For each step: settings that the reference applies first; empty if none change."""
     followed: str = ""
-    """Description of these settings."""
+    """Description of the settings that the reference follows."""
     differs: tuple[int, str] | None = None
     """First step at which ranks step a parameter with different settings, and a
     description."""
