@@ -283,7 +283,7 @@ def _differentiable(output: Any, path: str = "output") -> Iterator[tuple[str, Te
 
 
 def _targets(path: str, value: Tensor, inputs: Mapping[str, Drawn]) -> Drawn:
-    """Return classes if the output can be scores of them, else values of its shape."""
+    """Return random classes if the output may be scores, else values of its shape."""
     *rows, classes = value.shape
     first = next(iter(inputs.values()))
     scores = (classes > 1 and "hidden" not in path) and (

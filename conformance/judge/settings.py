@@ -48,7 +48,7 @@ class StackSchedule:
     """Settings that schedules changed in one run."""
 
     settings: tuple[Settings, ...] = ()
-    """For each step: settings that the reference applies first; empty if none change."""
+    """For each step: settings that the reference applies; empty if none change."""
     followed: str = ""
     """Description of the settings that the reference follows."""
     differs: tuple[int, str] | None = None
