@@ -71,7 +71,7 @@ UNEVEN = 4 * 2.0**-8
 each rank rounds an output's gradient twice: as it is computed, and as it is scaled."""
 MAX_PARTS = 4**4
 """Largest number of parts of a whole that are tried for a plain tensor: 4 dims with 4
-cuts each. A cut follows mesh axes, in chunks, from both ends or strided."""
+cuts each. A dim is cut along mesh axes: in chunks, from both ends or strided."""
 MULTIPLE = 0.5**0.5
 """Largest residual of a tensor that counts as a multiple of the truth, relative to the
 tensor."""
@@ -195,7 +195,7 @@ class Boundaries:
         )
 
     def _without_gradient(self) -> str:
-        """Say where backward reached a module on some ranks only, or ""."""
+        """Say which module has a gradient on some of its ranks only; else ""."""
         for boundary in self.order:
             came = FORWARD_OF.get(boundary.kind)
             if came is None:

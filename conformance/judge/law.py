@@ -68,7 +68,7 @@ class Evidence:
             yield seen[0].step, seen
 
     def decisions(self) -> Iterator[tuple[int, Sequence[Decision]]]:
-        """Yield (step, decisions of all ranks) for each completed step and group."""
+        """Yield (step, decisions of all ranks) by completed step and decision group."""
         for step, seen in self.steps():
             ranks = [
                 self._decisions_due(*pair)

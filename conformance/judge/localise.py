@@ -38,8 +38,9 @@ __all__ = ["first_bad_step", "locate"]
 
 Doubles = NDArray[np.float64]
 PROPORTIONAL = 2.0**-10
-"""Largest relative residual of a multiple of the truth. Factors come from numbers of
-ranks and micro-batches; whole numbers up to 1,024 differ by more than this."""
+"""Largest relative residual of a gradient that counts as a multiple of the truth.
+Factors come from numbers of ranks and micro-batches; whole numbers up to 1,024 differ
+by more than this."""
 NAMED = 4
 """Largest number of parameters that a message names."""
 
@@ -213,7 +214,7 @@ class _Gradients:
         )
 
     def _share(self, factor: float) -> str:
-        """Say if ranks or passes seem to return parts of the loss; else ""."""
+        """Say if each rank or pass seems to return a share of the loss; else ""."""
         due = (
             "Return the mean of what was counted here (sum / count of this rank), or "
             "of the whole batch on every rank"

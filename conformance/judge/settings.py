@@ -37,8 +37,8 @@ Settings = tuple[tuple[str, str, Setting], ...]
 _Values = dict[int, dict[int, Setting]]
 """Step -> rank -> value."""
 _ROUNDING = 16 * 2.0**-24
-"""Relative tolerance: a schedule may be computed at once, or in fp32 with rounding at
-each of a dozen steps."""
+"""Relative tolerance of settings. One side may compute a schedule at once, the other in
+fp32 with rounding at each of a dozen steps."""
 INITIAL_RATE = "initial_lr"
 """Key under which torch's schedulers store the initial learning rate."""
 
