@@ -479,7 +479,7 @@ PATHS = (Path, folder, file)
 
 
 def one_of(what: str, names: Sequence[str]) -> Callable[[str], str]:
-    """Return the type of an argument that accepts only these words."""
+    """Return the type of an argument that accepts only the given words."""
 
     def word(text: str) -> str:
         if text not in names:

@@ -206,9 +206,8 @@ class Parity:
     def doubt(self, step: int, kind: str, parameter: str | None) -> Doubt | None:
         """Return the doubt that makes a difference inconclusive, or None.
 
-        The doubt must also cover the first differences of gradients and updates. If it
-        does not cover one of them, that one has another cause, which may explain this
-        one too.
+        The doubt must also cover the first differences of gradients and updates: an
+        earlier difference without a doubt may be the cause of all later ones.
         """
         rows = [*self.departed.get("gradient", ()), *self.departed.get("update", ())]
         places = [(step, kind, parameter)]

@@ -98,7 +98,7 @@ class Whole:
         return 0.0 if self.sketch is None else _norm(self.sketch.astype(np.float64))
 
     def difference(self, other: Whole) -> NDArray[np.float64]:
-        """Return the difference of two sketches: the sketch of the difference."""
+        """Return the sketch of the difference of two tensors, from their sketches."""
         assert self.sketch is not None and other.sketch is not None
         return self.sketch.astype(np.float64) - other.sketch
 
