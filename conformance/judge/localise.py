@@ -446,7 +446,7 @@ class _Gradients:
     def _values(
         self, name: str, of: Mapping[str, Doubles]
     ) -> Iterator[tuple[RankTrace, Doubles, Doubles]]:
-        """Yield a rank's gradient of a parameter, with the same elements of ``of``."""
+        """Yield (rank, its gradient of a parameter, the same elements of ``of``)."""
         for trace, at in self.seen:
             if name in trace.index and name in at.gradients and name in of:
                 whole = of[name][trace.places(at, name)]
