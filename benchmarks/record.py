@@ -178,7 +178,7 @@ def _share_of_watch(device: str, steps: int, rows: int) -> float:
 
 
 def recorded(folder: Path, factor: float) -> Path:
-    """Record a job with many tensors, whose initial weights are ``factor`` as large."""
+    """Record a job with many tensors; ``factor`` multiplies their initial values."""
     torch.manual_seed(0)
     named = nn.ModuleDict({"all": nn.Module()})
     for number in range(TENSORS):

@@ -70,9 +70,9 @@ class Exact(msgspec.Struct, frozen=True, kw_only=True):
     laws: dict[str, str]
     """Law -> status of its verdict."""
     compared: dict[str, int]
-    """Law -> number of comparisons of its pass; later passes must not have fewer."""
+    """Law -> number of comparisons, if it passes. A later pass must not have fewer."""
     not_compared: dict[str, int] = {}
-    """Law -> number of missing comparisons of its pass; later passes must not have
+    """Law -> number of missing comparisons, if it passes. A later pass must not have
     more."""
     stepped: list[list[bool | None]] | None
     """For each rank: True for each step that was taken; None if nothing was

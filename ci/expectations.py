@@ -53,7 +53,7 @@ class Expectation(
     link: str = ""
     """Where the violation is tracked."""
     expires: date | None = None
-    """The last day on which the entry counts."""
+    """Last day on which the entry counts."""
 
     def __post_init__(self) -> None:
         _check(self)

@@ -21,7 +21,7 @@ Ask = Callable[[str], bool]
 
 
 class Refused(ValueError):
-    """A baseline cannot be made of this report.
+    """Raised if no baseline can be made of a report.
 
     Attributes:
         code: exit code of the gate.

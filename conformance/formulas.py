@@ -23,8 +23,8 @@ FP32_UNIT = 2.0**-24
 """Unit roundoff of fp32."""
 FP32_INSIDE = 1024 * FP32_UNIT
 """Relative tolerance of fp64 runs of a model or loss that computes in fp32 inside. A
-sum of 1,024 terms in fp32 (unit roundoff 2^-24) is off by this in the worst case;
-cutting a layer over all rows changes far more."""
+sum of 1,024 terms in fp32 (unit roundoff 2^-24) is off by this in the worst case. Far
+larger differences arise if rows are cut in a layer that uses all of them."""
 INSIDE_FP64 = 2.0**-40
 """Relative tolerance above the rounding of fp64 (2^-53): sums of up to 8,192 terms,
 each off by one unit."""
@@ -45,8 +45,9 @@ def bias_error(betas: Iterable[float], steps_made: int) -> float:
     """Return the largest relative error of an Adam step with fp32 bias corrections.
 
     A correction is ``1 - beta**t``. Rounding beta changes the power by at most ``t``
-    units, and rounding the power by one more. This error is relative to the difference,
-    which is rounded once more. The second correction is under a root.
+    units, and rounding the power by one more. Relative to ``1 - beta**t`` this error is
+    larger, and the difference is rounded once more. The second correction is under a
+    root, which halves its error.
 
     Args:
         betas: decay rates of the first and the second moment.
@@ -63,11 +64,11 @@ def equal_but_for_rounding(
     """Return True if gradients of two fp64 runs differ by rounding only.
 
     Each tensor may differ by ``FP32_INSIDE`` of its own largest element, since a model
-    may compute in fp32 inside. A tensor whose terms cancel has the rounding of its
-    terms, which may be as large as the largest gradient of all. That is rounding of
-    fp32 if most tensors show it, else of fp64. A small gradient that depends on how
-    rows are cut then counts as a difference: for example the gradient of a gate under
-    its own weak loss.
+    may compute in fp32 inside. If large terms cancel in a tensor, their rounding
+    remains, so a tensor may also differ by rounding of the largest gradient of all.
+    That is fp32 rounding if most tensors show it, else fp64 rounding. So a small
+    gradient that depends on how rows are cut counts as a difference: for example that
+    of a gate under its own weak loss.
     """
     if one.keys() != other.keys():
         return False

@@ -189,7 +189,7 @@ def clipped(text: str, most: int) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a clause for an error that suggests the nearest known word, or ""."""
+    """Return a clause that suggests the nearest known word, for an error; else ""."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -210,7 +210,7 @@ def id_parts(text: str) -> list[str]:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return ``1 run``, ``2 runs``."""
+    """Return a number with its noun, such as ``1 run`` or ``2 runs``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 

@@ -204,7 +204,7 @@ def _counts(rows: Sequence[Example]) -> Iterator[str]:
 
 
 def _alone(rows: Sequence[Example]) -> str:
-    """Return a sentence on scripts without gradparity that names those that pass."""
+    """Return a sentence on scripts without gradparity; names those that do not fail."""
     if not rows:
         return "No check fails."
     text = (

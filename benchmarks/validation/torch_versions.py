@@ -292,7 +292,7 @@ def lines(record: dict[str, Any]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write the record and the table; 1 where anything was wrong."""
+    """Measure, write the record and the table; return 1 if anything was wrong."""
     parser = argparse.ArgumentParser(prog="torch_versions", description=__doc__)
     parser.add_argument("--venv", action="append", default=[], type=Path)
     parser.add_argument("--record", choices=("right", "planted"))

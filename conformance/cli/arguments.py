@@ -47,9 +47,9 @@ _HELP = {
 }
 """Help texts of the additional commands in this package."""
 TOOLS_FOLDER = Path(__file__).parents[2] / "benchmarks"
-"""Tools for work on gradparity itself; exists only in a checkout."""
+"""Folder of the tools for work on gradparity itself; exists only in a checkout."""
 TOOLS = ("mutants",)
-"""Tools that are commands themselves, in addition to ``bench``."""
+"""Names of tools that are also commands of their own, beside ``bench``."""
 _TOOLS_HELP = {
     "bench": "tools for work on gradparity itself",
     "mutants": "test gradparity itself: is each faulty scaler caught by its check",
@@ -86,7 +86,7 @@ minutes.
 class Parser(argparse.ArgumentParser):
     """Argument parser that raises UsageError, and accepts no abbreviated options.
 
-    A script with ``--base`` could change its meaning when an option is added.
+    Otherwise ``--base`` in a script could mean another option after an upgrade.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -479,7 +479,7 @@ PATHS = (Path, folder, file)
 
 
 def one_of(what: str, names: Sequence[str]) -> Callable[[str], str]:
-    """Return the type of an argument that accepts only these words."""
+    """Return the type of an argument that accepts only the given words."""
 
     def word(text: str) -> str:
         if text not in names:

@@ -50,7 +50,7 @@ def _topology(name: str, ranks: object, text: object) -> str:
 
 
 def _with_text(what: str, width: int) -> Callable[[], Iterator[str]]:
-    """Return a function that yields names with their texts."""
+    """Return a function that yields a line with name and text for each entry."""
     return lambda: (f"{n:{width}} {row['text']}" for n, row in rows_of(what).items())
 
 

@@ -20,7 +20,7 @@ from .source import Source
 __all__ = ["ROWS", "Drawn", "Found", "probe"]
 
 ROWS = 8
-"""Number of rows of the batch: 2 ranks, and 3 unequal micro-batches on each of them."""
+"""Number of rows of the batch: enough for 3 unequal micro-batches on 2 ranks."""
 LENGTH = 16
 SIDES = (32, 64, 224)
 """Image sizes to try if the model does not declare its own."""
@@ -72,12 +72,12 @@ class Found:
     inputs: Mapping[str, Drawn] = field(default_factory=dict)
     """Argument of forward -> tensor that is passed."""
     by_name: bool = False
-    """True if forward gets several arguments by name, and not a single one."""
+    """True if forward gets its arguments by name, False if it gets one by position."""
     output: str = "output"
-    """Source text of the tensor in the result of forward."""
+    """Source text of the output tensor, such as ``output.logits``."""
     targets: Drawn = Drawn((ROWS,))
     blocks: tuple[str, ...] = ()
-    """Names of the modules to shard; or of containers of these."""
+    """Names of the modules to shard, or of the containers of these modules."""
     containers: bool = False
     """True if ``blocks`` has containers whose children are all sharded."""
     norms: bool = False
@@ -263,7 +263,7 @@ def _sides(model: nn.Module) -> Iterator[int]:
 
 
 def _differentiable(output: Any, path: str = "output") -> Iterator[tuple[str, Tensor]]:
-    """Yield (source text, tensor) of outputs with gradients; logits come first."""
+    """Yield (source text, tensor) of outputs that need gradients; logits come first."""
     if isinstance(output, Tensor):
         if output.requires_grad and output.is_floating_point() and output.ndim:
             yield path, output
@@ -283,7 +283,7 @@ def _differentiable(output: Any, path: str = "output") -> Iterator[tuple[str, Te
 
 
 def _targets(path: str, value: Tensor, inputs: Mapping[str, Drawn]) -> Drawn:
-    """Return classes if the output can be scores of them, else values of its shape."""
+    """Return random classes if the output may be scores, else values of its shape."""
     *rows, classes = value.shape
     first = next(iter(inputs.values()))
     scores = (classes > 1 and "hidden" not in path) and (

@@ -50,7 +50,7 @@ class Source:
     call: str
     """Name that is called to create the model, such as ``MyModel``."""
     configuration: str = ""
-    """Class of its single argument, if it has one."""
+    """Configuration class of the single argument of ``call``, if ``call`` takes one."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the configuration."""
     make: Callable[[], nn.Module]

@@ -28,7 +28,7 @@ def workload_text(source: Source, found: Found, module: str, refused: str = "") 
 
     Args:
         source: how the model is created.
-        found: its inputs, output and blocks.
+        found: facts about the model: inputs, output, blocks.
         module: name by which the file is imported.
         refused: why the file is rejected as it is; becomes a TODO.
     """

@@ -71,10 +71,10 @@ UNEVEN = 4 * 2.0**-8
 each rank rounds an output's gradient twice: as it is computed, and as it is scaled."""
 MAX_PARTS = 4**4
 """Largest number of parts of a whole that are tried for a plain tensor: 4 dims with 4
-cuts each. A cut follows mesh axes, in chunks, from both ends or strided."""
+cuts each. A dim is cut along mesh axes: in chunks, from both ends or strided."""
 MULTIPLE = 0.5**0.5
-"""Largest residual of a multiple of the truth, relative to the tensor. A larger
-residual means that the tensor is no multiple of the truth."""
+"""Largest residual of a tensor that counts as a multiple of the truth, relative to the
+tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +195,7 @@ class Boundaries:
         )
 
     def _without_gradient(self) -> str:
-        """Say where backward reached a module on some ranks only, or ""."""
+        """Say which module has a gradient on some of its ranks only; else ""."""
         for boundary in self.order:
             came = FORWARD_OF.get(boundary.kind)
             if came is None:
@@ -466,8 +466,8 @@ class Boundaries:
     ) -> Sequence[Doubles]:
         """Return the parts of the truth that a rank's tensor may hold.
 
-        Several parts may be multiples of one gradient, so a gradient has the part of
-        its own tensor.
+        A gradient may be a multiple of several parts of the true gradient. So if
+        possible, the part of its own tensor decides.
         """
         parts = list(self._cut(rank, boundary, truth))
         forward = replace(boundary, kind=FORWARD_OF.get(boundary.kind, ""))

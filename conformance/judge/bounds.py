@@ -197,7 +197,8 @@ def _loss_roundoff(
     """Return the unit roundoff of the narrowest dtype in which a loss was returned.
 
     A loss computed in fp32 from half-precision outputs is not rounded itself; the noise
-    of the outputs is measured. A loss in fp64 may have been fp32 before.
+    of the outputs is measured. A loss in fp64 counts as fp32, because it may be a
+    converted fp32 number.
     """
     if not plain.loss_dtype:
         return precision.roundoff

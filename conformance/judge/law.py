@@ -47,10 +47,11 @@ class Evidence:
     parity: Parity | None = None
     """Comparison with the reference; None if the run stopped early."""
     uninterrupted: tuple[RankTrace, ...] | None = None
-    """The same training without a resume, if the workload changes settings."""
+    """Traces of the same training without a resume, if the workload changes
+    settings."""
     plain: tuple[RankTrace, ...] | None = None
-    """The same training with whole rows and no resume, if the workload averages
-    weights."""
+    """Traces of the same training with whole rows and no resume, if the workload
+    averages weights."""
     scaler: bool = True
     """True if a scaler is checked; else only the training setup."""
 
@@ -67,7 +68,7 @@ class Evidence:
             yield seen[0].step, seen
 
     def decisions(self) -> Iterator[tuple[int, Sequence[Decision]]]:
-        """Yield (step, decisions of all ranks) for each completed step and group."""
+        """Yield (step, decisions of all ranks) by completed step and decision group."""
         for step, seen in self.steps():
             ranks = [
                 self._decisions_due(*pair)
@@ -111,7 +112,7 @@ Judge = Callable[[Evidence], Finding]
 
 @dataclass(frozen=True, kw_only=True)
 class Law:
-    """One rule that every correct scaler, or every correct training setup, keeps."""
+    """One rule that every correct scaler, or every correct training setup, follows."""
 
     id: str
     """Stable id: ``chapter.name``."""
@@ -277,7 +278,7 @@ def inconclusive(message: str) -> Finding:
 
 
 def say_tried_again(finding: Finding, evidence: Evidence) -> Finding:
-    """Add to a finding about a time limit that this is the second try."""
+    """Add to a finding about a time limit that this run is the second try."""
     if not evidence.first_try:
         return finding
     text = f"tried again alone: a first try ran out of time, {evidence.first_try}"

@@ -38,8 +38,9 @@ __all__ = ["first_bad_step", "locate"]
 
 Doubles = NDArray[np.float64]
 PROPORTIONAL = 2.0**-10
-"""Largest relative residual of a multiple of the truth. Factors come from numbers of
-ranks and micro-batches; whole numbers up to 1,024 differ by more than this."""
+"""Largest relative residual of a gradient that counts as a multiple of the truth.
+Factors come from numbers of ranks and micro-batches; whole numbers up to 1,024 differ
+by more than this."""
 NAMED = 4
 """Largest number of parameters that a message names."""
 
@@ -213,7 +214,7 @@ class _Gradients:
         )
 
     def _share(self, factor: float) -> str:
-        """Say if ranks or passes seem to return parts of the loss; else ""."""
+        """Say if each rank or pass seems to return a share of the loss; else ""."""
         due = (
             "Return the mean of what was counted here (sum / count of this rank), or "
             "of the whole batch on every rank"
@@ -397,7 +398,7 @@ class _Gradients:
         )
 
     def _never_trained(self, name: str) -> bool:
-        """Return True if no rank has the expected gradient and no rank moved."""
+        """Return True if no rank has the expected gradient or moves the parameter."""
         due = name in self.truth and bool(self.truth[name].any())
         had = any(name in at.gradients for _, at in self.seen)
         return due and not had and not any(m.any() for m, _ in self._moves(name))
@@ -445,7 +446,7 @@ class _Gradients:
     def _values(
         self, name: str, of: Mapping[str, Doubles]
     ) -> Iterator[tuple[RankTrace, Doubles, Doubles]]:
-        """Yield a rank's gradient of a parameter, with the same elements of ``of``."""
+        """Yield (rank, its gradient of a parameter, the same elements of ``of``)."""
         for trace, at in self.seen:
             if name in trace.index and name in at.gradients and name in of:
                 whole = of[name][trace.places(at, name)]

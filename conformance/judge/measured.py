@@ -32,7 +32,7 @@ __all__ = [
 Seen = Sequence[tuple[RankTrace, StepTrace]]
 """For one step: (trace of the rank, trace of the step) of each rank."""
 ORDER = ("loss", "gradient", "update", "average")
-"""Results of a step, in the order in which they are computed."""
+"""Kinds of results of a step, in the order in which they are computed."""
 
 
 class Lack(Enum):
@@ -139,7 +139,7 @@ class Parity:
     first_bad: dict[str, ParityRow] = field(default_factory=dict)
     """Kind -> worst row of the first step with a row beyond its bound."""
     departed: dict[str, list[ParityRow]] = field(default_factory=dict)
-    """Kind -> all rows beyond their bound in that first step."""
+    """Kind -> all rows beyond their bound in the step of ``first_bad``."""
     per_step: list[float] = field(default_factory=list)
     """Largest ratio of error to bound at each step."""
     per_parameter: dict[str, float] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class Parity:
     reference_norm: list[float] = field(default_factory=list)
     """Norm of the true, whole, unscaled gradient at each step, before clipping."""
     norm_bound: list[float] = field(default_factory=list)
-    """Bound of the error of that norm at each step; infinite if unknown."""
+    """Bound of the error of ``reference_norm`` at each step; infinite if unknown."""
     clip_norm: float | None = None
     """Norm to which gradients must be clipped; None if they are not clipped."""
     doubts: Sequence[Doubt] = ()
@@ -227,9 +227,8 @@ class Parity:
     def doubt(self, step: int, kind: str, parameter: str | None) -> Doubt | None:
         """Return the doubt that makes a difference inconclusive, or None.
 
-        The doubt must also cover the first differences of gradients and updates. If it
-        does not cover one of them, that one has another cause, which may explain this
-        one too.
+        The doubt must also cover the first differences of gradients and updates: an
+        earlier difference without a doubt may be the cause of all later ones.
         """
         rows = [*self.departed.get("gradient", ()), *self.departed.get("update", ())]
         places = [(step, kind, parameter)]

@@ -67,7 +67,8 @@ Doubles = NDArray[np.float64]
 PLAIN = Variation()
 TRUTH = Variation(double=True)
 SHIFTED = Variation(moved=1)
-"""Variation with moved weights; calls and rows are those of the truth."""
+"""Variation in which only the weights are moved; it has the calls and rows of the
+truth."""
 NOISY = (
     PLAIN,
     Variation(permuted=True),

@@ -37,8 +37,8 @@ Settings = tuple[tuple[str, str, Setting], ...]
 _Values = dict[int, dict[int, Setting]]
 """Step -> rank -> value."""
 _ROUNDING = 16 * 2.0**-24
-"""Relative tolerance: a schedule may be computed at once, or in fp32 with rounding at
-each of a dozen steps."""
+"""Relative tolerance of settings. One side may compute a schedule at once, the other in
+fp32 with rounding at each of a dozen steps."""
 INITIAL_RATE = "initial_lr"
 """Key under which torch's schedulers store the initial learning rate."""
 
@@ -48,9 +48,9 @@ class StackSchedule:
     """Settings that schedules changed in one run."""
 
     settings: tuple[Settings, ...] = ()
-    """For each step: what the reference sets before it; empty if nothing changes."""
+    """For each step: settings that the reference applies; empty if none change."""
     followed: str = ""
-    """Description of these settings."""
+    """Description of the settings that the reference follows."""
     differs: tuple[int, str] | None = None
     """First step at which ranks step a parameter with different settings, and a
     description."""

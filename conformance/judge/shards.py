@@ -1,4 +1,4 @@
-"""Steps of an optimizer on the shards of a parameter, as on the ranks.
+"""Step an optimizer on the shards of a parameter, as on the ranks.
 
 An optimizer with a rounded state rounds by blocks of elements, and the blocks of a
 shard are not those of the whole; see [Note: Rounded state] in bounds.

@@ -427,7 +427,7 @@ class Engine:
 
     @property
     def rows(self) -> str:
-        """Name of this rank's rows; equal on ranks with the same rows."""
+        """Text that identifies this rank's rows; equal on ranks with the same rows."""
         return f"rows {self._data_coordinate()[0]}"
 
 

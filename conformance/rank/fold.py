@@ -263,11 +263,11 @@ def _folded(
 def _after_a_step(events: Iterable[Event]) -> Iterator[Event]:
     """Yield uses of gradients from a forward that ran after weights had moved.
 
-    A hook on all modules would be traced into code that a user compiles. So the number
-    of autograd nodes shows that a forward ran. A logged sum of losses also creates
-    nodes, but writes no gradient. The gradients of an optimizer of copies are not
-    visible, and an optimizer of frozen parameters uses none: both count if a forward
-    ran.
+    A higher number of autograd nodes shows that a forward ran: a hook on all modules
+    would be traced into code that a user compiles. A logged sum of losses also creates
+    nodes, so some gradient must have been written as well. That is unknown for an
+    optimizer of copies, and never so for frozen parameters. For both a forward is
+    enough.
     """
     moved: int | None = None  # autograd nodes when the first optimizer had stepped
     evaluated: dict[int, int] = {}  # optimizer -> autograd nodes at its first use

@@ -95,7 +95,7 @@ class Judged:
 
     @contextmanager
     def watch(self, call: str) -> Iterator[None]:
-        """Return a context in which an exception of ``call`` ends the run.
+        """Return a context in which an exception of the scaler's ``call`` ends the run.
 
         The exception is raised as a ``JudgedError`` with the trace.
         """

@@ -106,7 +106,7 @@ class ModuleLog:
 
     passed: dict[Boundary, Passed] = field(default_factory=dict)
     inside: dict[Call, Call] = field(default_factory=dict)
-    """Call of a module -> enclosing call of the module that made it."""
+    """Call of a module -> call of the enclosing module, which made it."""
     collectives: list[Collective] = field(default_factory=list)
     left_out: int = 0
     """Number of tensors beyond the limit of recorded elements."""
@@ -140,7 +140,7 @@ class Watched:
     index: Mapping[str, NDArray[np.int64]]
     """Index map, as in :attr:`RankTrace.index`."""
     rows: str
-    """Name of the rank's rows; equal on ranks with the same rows."""
+    """Text that identifies the rank's rows; equal on ranks with the same rows."""
     log: ModuleLog
     batches: list[Batch]
     """Micro-batches of this rank."""

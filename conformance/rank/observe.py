@@ -326,16 +326,17 @@ def _is_of_parameter(shape: tuple[int, ...]) -> bool:
     [Note: Whose gradient is reduced]
     Hooks on gradients run outside any node of the graph, or in the node that
     accumulates into a parameter. A recomputed forward runs with gradients enabled. In
-    any other node a reduction counts as one of an activation's gradient, with two
+    any other node the reduced tensor counts as an activation's gradient, with two
     exceptions:
 
-    - it has the shape of the gradient that the node passes on to one parameter alone,
-      and no other output of the node has as many dims: a function that reduces for its
-      parameter;
-    - the node passes on its input, and that has other dims: it exists only for a hook
-      (``fully_shard`` creates such nodes).
+    - The tensor has the shape of the gradient that the node passes on to one parameter
+      alone, and no other output of the node has as many dims. Then the node's function
+      reduces for its parameter.
+    - The node passes on gradients with the shapes of those that it got, and the tensor
+      has another number of dims. Then the node exists only for a hook (``fully_shard``
+      creates such nodes).
 
-    In doubt the reduction counts as one of an activation, to avoid false positives.
+    In doubt the tensor counts as an activation's gradient, to avoid false positives.
     """
     if not in_backward():
         return math.prod(shape) > 1  # a norm, a count or a flag is no gradient

@@ -247,7 +247,7 @@ class OwnStep:
         )
 
     def _says(self, seen: StepTrace) -> tuple[str | None, Average | None, int | None]:
-        """Return the workload's schedule, average and skip count."""
+        """Return what the workload reports: its schedule, average and skip count."""
         workload, stack = self.workload, self.engine.module
         schedule = workload.lr_schedule and by_value(workload.lr_schedule(stack))
         average = None

@@ -168,7 +168,7 @@ def _arguments(
 def chooses_in_forward(name: str) -> bool:
     """Return True if the model of a workload chooses by scores.
 
-    False if it cannot be called; ``check_workload`` reports that.
+    Returns False if the model cannot be called; ``check_workload`` reports that.
     """
     workload = resolve_workload(name)
     with torch.random.fork_rng(devices=[]), suppress(WorkloadError):

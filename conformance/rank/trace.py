@@ -93,15 +93,15 @@ class Draw:
     layer: str
     """Class of the module."""
     state: str
-    """Digest of the generators' states at its start: equal digests draw equal
-    numbers."""
+    """Digest of the generators' states at the start of the call. Equal states give
+    equal numbers."""
     recomputed: bool = False
     """True if the call was part of a recomputed forward in backward."""
     applied: str = ""
     """Digest of the tensor to which the numbers were applied, if the module has no
     parameters. Equal digests mean the same activation."""
     varied: bool = False
-    """True if that tensor cannot be equal on two ranks by accident, as zeros can."""
+    """True if the tensor cannot be equal on two ranks by accident, as zeros can."""
     by_row: bool = False
     """True if different elements were dropped in different rows."""
     kept: float | None = None
@@ -164,7 +164,7 @@ class Event:
 
 @dataclass(kw_only=True)
 class Decision:
-    """One rank's part, in one step, of optimizers that decide together."""
+    """One rank's part in the decision of a group of optimizers in one step."""
 
     non_finite: list[str] = field(default_factory=list)
     """Parameters of the group whose local gradient is not finite, scaled or
@@ -195,7 +195,8 @@ class StepTrace:
     loss_dtype: str = ""
     """Name in torch of the loss's dtype; empty if it is a plain number."""
     weight: float | None = 1.0
-    """Weight of this rank in that mean; None if the rank's counts are unknown."""
+    """Weight of this rank in the mean of ``loss``; None if the rank's counts are
+    unknown."""
     counts: tuple[float, ...] = ()
     """Divisors of the sums over all ranks, if the loss is (sum, count)."""
     reported_norm: float | None = None
@@ -264,8 +265,8 @@ class StepTrace:
     """Parameter -> settings of its param group that schedules may change, when the
     optimizer was called. Only with a ``train_step``."""
     copies: list[dict[str, Setting]] = field(default_factory=list)
-    """The same settings, for each param group of optimizers that step copies of
-    parameters."""
+    """Settings as in ``settings``, for each param group of optimizers that step copies
+    of parameters."""
     late: list[str] = field(default_factory=list)
     """Parameters stepped after a later forward, with weights that had moved in this
     step. Only with a ``train_step``."""
@@ -366,7 +367,8 @@ class RankTrace:
     """Wrong calls made after the last step; None if the run did not get there."""
 
     restored: Restored | None = None
-    """Result of the workload's own save and load after the last step; None without."""
+    """Result of the workload's own save and load after the last step; None if it has
+    neither."""
 
     loaded: tuple[int, str] | None = None
     """After the workload loaded its own checkpoint: the number of moved weights that

@@ -60,7 +60,7 @@ __all__ = ["JudgedError", "all_say_right", "checked_collective", "observe_rank"]
 Around = Callable[[Engine, int], AbstractContextManager[None]]
 """(engine, step) -> context in which the step runs."""
 ASK_EVERY_S = 0.05
-"""Interval in seconds. A rank that waits for the checked collective asks so often if
+"""Interval in seconds at which a rank that waits for the checked collective asks if
 another rank has reported a wrong sum."""
 RIGHT, WRONG = "right", "wrong"
 """Reports of a rank about its checked sum."""

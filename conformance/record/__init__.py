@@ -1,4 +1,4 @@
-"""Record a training job as it is, and compare two recordings; watch one in production.
+"""Record a training job as it is, compare two recordings, watch a job in production.
 
 ``recorder`` runs inside the job and keeps numbers that can be summed over ranks.
 ``compare`` reads two recordings and reports how they differ. ``watch`` compares ranks

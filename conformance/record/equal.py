@@ -129,7 +129,7 @@ def _renamed(
 
 
 def replicas_at_start(side: Side) -> Iterator[str]:
-    """Yield a sentence on the first tensor whose replicas begin with other bits."""
+    """Yield a sentence on the first tensor whose replicas begin with different bits."""
     for name, (step, _) in side.run.starts.items():
         if ranks := side.run.replicas.get((step, "weight", name)):
             yield f"replicas of {name} differ at the start: {_unlike(side, ranks)}"
@@ -282,7 +282,7 @@ def equal_inputs(
 def _same_rows(one: Run, other: Run, step: int) -> bool:
     """Return False if both sides recorded a step and trained on different rows.
 
-    Rows cut into pieces, padded otherwise, or rounded differently count as the same.
+    Rows that are cut into pieces, padded or rounded differently count as the same.
     """
     if step not in one.rows or step not in other.rows:
         return True

@@ -237,7 +237,7 @@ def _digest(values: Tensor, words: Tensor) -> Tensor:
 
 
 def keep_bits(part: Tensor, box: Box, *, rounded: bool = False) -> Kept:
-    """Keep the digest of a part alone.
+    """Return only the digest of a part.
 
     Args:
         part: local elements, of any dtype and device; it is only read.
@@ -264,7 +264,7 @@ def keep_values(
     weight: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Kept:
-    """Keep the sketch, norm, largest and non-finite elements of a part.
+    """Return sketch, norm, largest element and number of non-finite ones of a part.
 
     Args:
         part: local elements, of any dtype and device; it is only read.
@@ -275,7 +275,7 @@ def keep_values(
 
     Returns:
         Numbers that add up over parts, on the device of the part. With a ``weight``
-        there is no digest.
+        there is only a sketch; all other numbers are 0.
     """
     device = part.device
     flat = part.detach().reshape(-1)

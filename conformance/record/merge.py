@@ -98,7 +98,7 @@ class Whole:
         return 0.0 if self.sketch is None else _norm(self.sketch.astype(np.float64))
 
     def difference(self, other: Whole) -> NDArray[np.float64]:
-        """Return the difference of two sketches: the sketch of the difference."""
+        """Return the sketch of the difference of two tensors, from their sketches."""
         assert self.sketch is not None and other.sketch is not None
         return self.sketch.astype(np.float64) - other.sketch
 
@@ -271,13 +271,13 @@ class Run:
 
     @property
     def steps(self) -> list[int]:
-        """Recorded steps, in order; in some, no parameter may have a gradient."""
+        """Recorded steps in order; includes steps in which no tensor had a gradient."""
         steps = {step for step, kind, _ in self.tensors if kind == "gradient"}
         return sorted(steps.union(step for step, _ in self.without_gradient))
 
     @cached_property
     def starts(self) -> dict[str, tuple[int, Whole]]:
-        """Parameter -> its first recorded step, and the weight at the start of it."""
+        """Parameter -> its first recorded step, and the weight before that step."""
         stepped, starts = {*self.steps}, dict[str, tuple[int, Whole]]()
         for (step, kind, name), whole in sorted(self.tensors.items(), key=_by_step):
             if kind == "weight" and step in stepped:
@@ -449,7 +449,7 @@ def _rows_of_blocks(
 
 
 def _bags(ranks: Collection[Recording]) -> dict[int, int]:
-    """Add up the bags of ranks with different rows; of tokens if any rank has them."""
+    """Return step -> sum of the bags of ranks; bags of equal rows count once."""
     bags_by_step: dict[int, dict[frozenset[int], int]] = {}
     tokens = any(recording.rows for recording in ranks)
     for recording in ranks:

@@ -213,8 +213,8 @@ class Blocks:
 def _are_any_alike(outputs: Sequence[Kept]) -> bool:
     """Return True if two outputs have equal elements that are not all zero.
 
-    The sums of squares are compared: they do not depend on the keys of rows, and
-    outputs of different rows do not agree in so many digits.
+    The sums of squares are compared, because they do not depend on the keys of rows.
+    For different elements they would not agree in so many digits.
     """
     sizes = [kept.numbers.tolist() for kept in outputs]
     return any(one == other and any(one) for one, other in pairwise(sorted(sizes)))

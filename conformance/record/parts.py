@@ -209,9 +209,10 @@ class Roots:
     def name_of(self, parameter: Tensor) -> str | None:
         """Return the name of a parameter in the job, or None if no module has it.
 
-        An optimizer may step two critics, which are objects of one class. So models are
-        numbered where they share a name: called ones in the order of their first calls,
-        then others as they are asked for. Models that nobody trains have no number.
+        A job may train two models of one class, such as two critics. If models share a
+        name, they get numbers: called models in the order of their first calls, then
+        others in the order in which an optimizer needs them. Models that nobody trains
+        have no number.
         """
         key = id(parameter)
         name = self.names.get(key)
@@ -503,7 +504,7 @@ def pieces_of_megatron(module: nn.Module) -> dict[int, tuple[Any, list[Piece]]]:
 
 
 def _shards(sharded: Any) -> list[Any]:
-    """Return the shards of one checkpoint entry: itself, or its factory's result."""
+    """Return the shards of one checkpoint entry, which may be a factory of shards."""
     if hasattr(sharded, "build"):
         sharded = sharded.build()
     if isinstance(sharded, dict):

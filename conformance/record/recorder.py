@@ -496,7 +496,7 @@ def record(
     Args:
         model: module from which the parameters' names are taken.
         optimizers: objects with ``param_groups`` and ``step``.
-        places: position of a rank's part, for parameters that are no DTensors: (name,
+        places: position of a rank's part, for parameters that are not DTensors: (name,
             parameter) -> (name in the whole model, shape of the whole tensor, position
             of the first element), or None. Needed for shards that are plain tensors,
             and for stages or experts that have one name on several ranks.

@@ -486,7 +486,7 @@ def _number(group: Mapping[str, Any]) -> int | Tensor:
 
 
 def _given(name: str, number: Callable[[], float | Tensor]) -> int | Tensor:
-    """Return the bits of a number of ``equal=``.
+    """Return the bits of a number that a function of ``equal=`` returned.
 
     Raises:
         TypeError: if the function returned no number.

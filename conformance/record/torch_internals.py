@@ -20,7 +20,7 @@ def children_of(module: nn.Module) -> Iterable[nn.Module | None]:
 
 
 def joinable(objects: Iterable[Any]) -> list[Any]:
-    """Return the objects that torch's ``join()`` accepts and that were made."""
+    """Return the objects that torch's ``join()`` accepts and whose constructors ran."""
     return [each for each in objects if hasattr(each, "_join_config")]
 
 

@@ -28,15 +28,16 @@ SELDOM = 32
 """One in this many half-precision weights moves, because one unit in the last place is
 as large as many training steps."""
 NEAR = 32
-"""Distance from a bf16 rounding boundary, in fp32 units in the last place, within which
-a weight moves across the boundary. Otherwise no weight of a small bf16 model would
-change. One in 2,000 does; all weights together then move by 1.1 units."""
+"""Largest distance from a boundary of bf16 rounding, in fp32 units in the last place,
+at which a weight moves across the boundary. Otherwise no weight of a small bf16 model
+would change. One weight in 2,000 does; together all weights then move by 1.1 units."""
 ACROSS = 16
 """Expected number of weights that cross. In a model of fewer than 32,000 weights this
 needs a larger ``NEAR``. With one or two, correct bf16 jobs of 3,000 weights measured
 too little noise in two of eight seeds, and failed."""
 FAR = 512
-"""Largest ``NEAR``: all weights together then move by 26 units, 3e-6 of their size."""
+"""Largest value of ``NEAR``. All weights together then move by 26 units, 3e-6 of their
+size."""
 PLACES = "gradparity.places"
 """Key of the boxes in the metadata of a file with weights."""
 
@@ -77,8 +78,7 @@ def _weights(module: nn.Module, roots: Roots) -> Iterator[tuple[str, Tensor, Box
 def nudge(module: nn.Module, seed: int, roots: Roots) -> None:
     """Move each trained weight of a model to a neighbouring number.
 
-    A few fp32 weights move further: across the nearest point where bf16 rounds up or
-    down.
+    Some fp32 weights move further, across the nearest boundary of bf16 rounding.
     """
     weights = [*_weights(module, roots)]
     sizes = {name: math.prod(box.shape) for name, _, box in weights}

@@ -54,7 +54,7 @@ class Case:
     scenario: Scenario
     verdicts: tuple[Verdict, ...]
     evidence: Evidence | None
-    """None if the harness broke."""
+    """Evidence for the verdicts; None if the harness broke."""
     seconds: float
     problem: str = ""
     """Reason why the harness broke, with the rank; else empty. With a reason, no law is

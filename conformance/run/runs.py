@@ -47,7 +47,8 @@ class _Control:
 
     traces: Traces
     differs: str | None = None
-    """First bitwise difference of a second such run; empty: none; None: not yet run."""
+    """First bitwise difference from a second such run. Empty if there is none; None if
+    no second run was made yet."""
 
 
 class Runs:
@@ -107,8 +108,7 @@ class Runs:
     def control_differs(self, scenario: Scenario) -> str:
         """Describe the first bitwise difference of two runs without a scaler; else "".
 
-        Without this check a nondeterministic kernel would look like a fault of the
-        scaler.
+        Otherwise a nondeterministic kernel would look like a fault of the scaler.
         """
         control = self._control(scenario)
         if control.differs is None:

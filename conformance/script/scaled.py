@@ -100,10 +100,7 @@ class Scaled:
         return bits([*training.params.values(), *tensors])
 
     def due(self, me: int, step: int) -> Iterator[tuple[Fault, str]]:
-        """Yield (fault, parameter) for the planted faults that hit this rank in a step.
-
-        A fault hits all replicas of a tensor, unless it is for one rank alone.
-        """
+        """Yield (fault, parameter) of this rank's faults; replicas overflow too."""
         for fault in self.faults:
             ranks = range(len(self.holdings)) if fault.rank is None else [fault.rank]
             for holding in [

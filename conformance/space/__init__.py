@@ -6,7 +6,8 @@
 - A recipe has two parts: the mathematics, which the reference follows, and the calls,
   which must not change the result.
 - Each choice lists what it needs and what it has (``fixtures/needs.py``). Two choices
-  exclude each other if ``needs - has`` is not empty, and its text is the reason.
+  exclude each other if one needs something that the other does not have; the text of
+  this need is the reason.
 - Presets are covering sets: all pairs or all triples of choices that fit together.
 - Facts that a workload does not declare are found once, by a probe on one process
   (``facts``).

@@ -93,10 +93,11 @@ def _recipe_model(_: ResolvedWorkload, recipe: str, model: str) -> str:
 
 
 def resharded_world(topology: str, world_size: int) -> tuple[str, int]:
-    """Return a world whose scaler saves a state for the given one.
+    """Return (topology, ranks) of a world that saves the state for this world.
 
-    It has the same layout on half or on twice as many ranks, up to 4. If neither fits,
-    it has another layout that supports all models and precisions of this one.
+    A recipe lets this world's scaler begin with that state. The layout is the same, on
+    half as many ranks or on twice as many, up to 4. If neither fits, it is another
+    layout that supports all models and precisions of this one.
     """
     chosen = TOPOLOGIES[topology]
     for ranks in (world_size // 2, 2 * world_size):

@@ -125,9 +125,9 @@ def _model(workload: ResolvedWorkload) -> nn.Module:
 
 
 def _batch_after(workload: ResolvedWorkload, seed: int) -> Batch:
-    """Return the first batch, made after ``seed`` of torch's generator.
+    """Return the first batch, created after torch's generator was seeded.
 
-    Ranks and references call ``batch`` with other states of the generator.
+    Ranks and references call ``batch`` with different states of the generator.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -345,7 +345,7 @@ def _check_made_up(
 
 
 def coarseness(dtype: torch.dtype) -> float:
-    """Return the largest relative change when a number is rounded to 8 bits.
+    """Return the largest relative change of a number that is rounded to 8 bits.
 
     The scale of that rounding may depend on other rows, and changes a value by at most
     this. So a loss that is a mean over rows, except for such scales, changes by less

@@ -39,7 +39,7 @@ class GradientsAndStates(Full):
 
 
 class Hybrid(Full):
-    """Shards within a group of ranks, replicas of them over the groups."""
+    """Hybrid sharding: shards within a group of ranks, replicas across groups."""
 
     meshes = ({"dp_replicate": 2, "dp_shard": 2},)
     strategy = ShardingStrategy.HYBRID_SHARD

@@ -202,7 +202,7 @@ def _limit(name: str) -> int | None:
 
 
 def with_odd_heads(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the settings with an odd number of heads, or None if they have no heads.
+    """Return the settings with an odd number of heads; None if it cannot be set.
 
     Args:
         settings: result of :func:`shrink`.

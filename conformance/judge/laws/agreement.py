@@ -106,7 +106,7 @@ def scale(evidence: Evidence) -> Finding:
     "If growth trackers differ, the scales differ some steps later.",
 )
 def growth(evidence: Evidence) -> Finding:
-    """Compare the growth tracker in the state dict, if the scaler has one."""
+    """Compare the growth tracker in the state dict between ranks, if there is one."""
     return _disagreement(evidence, "growth tracker", lambda s: s.growth_after)
 
 
@@ -120,7 +120,7 @@ def growth(evidence: Evidence) -> Finding:
     decides=True,
 )
 def skip(evidence: Evidence) -> Finding:
-    """Compare whether local parameters changed, optimizer by optimizer."""
+    """Compare, for each optimizer, on which ranks local parameters changed."""
     return _first_split(
         evidence, "decision", evidence.decisions(), lambda d: d.parameters_changed
     )

@@ -26,8 +26,7 @@ from ..law import (
 
 Check = Callable[[Evidence], Finding]
 _Activation = tuple[int, tuple[int, ...], str, str]
-"""(step, rows, module, digest of the tensor to which the module applied its
-numbers)."""
+"""(step, rows, module, digest of the tensor to which random numbers were applied)."""
 
 
 def _where_drawn(check: Check) -> Check:

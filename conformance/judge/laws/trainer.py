@@ -89,7 +89,7 @@ class _Loads:
     lost: Finding | None = None
 
     def counted(self, others: int, what: str, unseen: int) -> Finding:
-        """Return a pass that counts loads and ``others``; inconclusive if too few."""
+        """Return a pass that counts loads and ``others``; inconclusive with too few."""
         if self.compared or self.missed:
             what += f", with {self.compared} loads from a checkpoint"
         total, missed = self.compared + others, self.missed + unseen
@@ -279,7 +279,8 @@ def _as_in_plain_steps(evidence: Evidence) -> tuple[int, Finding | None]:
 
 
 SAFETY = 4.0
-"""Factor of the permitted distance: that of the weights plus rounding in each step."""
+"""Factor of both terms of the permitted distance: the distance of the weights, and the
+rounding of each step."""
 EPS = 2.0**-23
 
 

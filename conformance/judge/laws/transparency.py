@@ -98,13 +98,13 @@ def _differs(rank: int, step: int, name: str, what: str, compared: int) -> Findi
 
 
 ONE_STEP = 0.0
-"""Least fraction of comparisons. The run without a scaler does not skip a bad step, so
-later steps cannot be compared. One step is enough: inexact scaling changes bits in
-every step."""
+"""Least fraction of comparisons: any. The run without a scaler does not skip a bad
+step, so later steps cannot be compared. One step is enough, because inexact scaling
+changes bits in every step."""
 SUBNORMAL = 2.0**-100
-"""Limit below which products in the control run may have been subnormal, and rounded. A
-subnormal term (below 2^-126) is less than an eighth of a unit in the last place of this
-limit."""
+"""Limit below which products in the control run may have been subnormal, and thus
+rounded. Above it, a subnormal term (below 2^-126) is less than an eighth of a unit in
+the last place."""
 
 
 @law(

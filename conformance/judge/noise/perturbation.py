@@ -44,7 +44,7 @@ class Perturbation:
     def gradients(self, run: ReferenceRun, step: int) -> None:
         """Change the gradients in place before the optimizers use them.
 
-        They were recorded before this call.
+        The gradients were recorded before this call.
         """
 
     def optimizer(self, run: ReferenceRun, name: str) -> AbstractContextManager[object]:
