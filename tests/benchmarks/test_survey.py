@@ -10,12 +10,13 @@ import sys
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pytest
 import torch
 
-from gradparity.benchmarks.validation.survey import catalogue, survey
+from gradparity.benchmarks.validation.survey import catalogue, judging, survey
 from gradparity.benchmarks.validation.survey.__main__ import main
 from gradparity.benchmarks.validation.survey.catalogue import ModelType, chosen_types
 from gradparity.benchmarks.validation.survey.findings import (
@@ -41,6 +42,7 @@ from gradparity.benchmarks.validation.survey.script import SYNC_LAST
 from gradparity.benchmarks.validation.survey.survey import Judging, finished
 from gradparity.benchmarks.validation.wild import frame
 from gradparity.conformance.status import UsageError
+from gradparity.multiprocess import RankOutcome, RankState, WorldError
 
 HEADER = Header(
     package="transformers",
@@ -421,3 +423,19 @@ def test_one_plan_is_judged_again_and_all_is_kept(
     assert record.read_text() == begun.read_text()
     assert {path.name for path in pages.iterdir()} == {"a.py", "page.md"}
     assert (tmp_path / "a.json").read_text() == "found/a.json"
+
+
+def test_an_error_while_loading_is_a_run() -> None:
+    """It was dropped, although training from other weights may pass."""
+
+    class Place:
+        def ranks(self, world: int) -> Any:
+            return self
+
+        def run(self, *_: object) -> object:
+            hung = RankOutcome(rank=0, state=RankState.HUNG)
+            raise WorldError((hung,), hung)
+
+    (run,) = judging._misloaded("tp", "llama", cast(Any, Place()))
+    assert (run.name, run.status, run.ended) == (LOADED, "error", "hung")
+    assert not run.misloaded

@@ -133,7 +133,8 @@ def judge_model(plan: str, model: str, place: Place) -> ModelRecord:
     try:
         Stack(kind).output_name()  # it trains on one process
         runs += _misloaded(plan, model, place)
-        for name, scenario in scenarios(plan, model) if not runs else ():
+        loads = not runs or runs[0].status == "error"
+        for name, scenario in scenarios(plan, model) if loads else ():
             runs.append(_run_of(name, runner.run(NO_SCALER, Scenario.parse(scenario))))
             if runs[-1].status == "error":
                 break  # the other recipes would most likely end in the same way
@@ -163,13 +164,14 @@ def judge_model(plan: str, model: str, place: Place) -> ModelRecord:
 
 
 def _misloaded(plan: str, model: str, place: Place) -> list[Run]:
-    """Return a failed run if loaded weights differ from the saved ones, else []."""
+    """Return a run that shows why loading is wrong, or raised an error; else []."""
     world = math.prod(PLANS[plan].mesh.values())
     start = time.monotonic()
     try:
         errors = place.ranks(world).run(misloaded, plan, model)[0]
-    except WorldError:
-        return []  # the first scenario has the reason
+    except WorldError as error:
+        run = Run(name=LOADED, scenario="", status="error", message=plain(str(error)))
+        return [structs.replace(run, ended=error.root.state.value)]
     if not errors:
         return []
     worst = max(errors, key=lambda name: errors[name])
