@@ -141,14 +141,16 @@ def missing_reduction(
     inside = ""
     if moves_rightly:
         inside = (
-            " before the optimizer's step; yet updates are right, so step does it, and "
-            "after any clip: do it in backward (a hook of the parameter), or in "
+            " before the optimizer's step; updates are right, so step does it, after "
+            "any clip: reduce gradients in backward (a hook of the parameter), or in "
             "train_step before the clip"
         )
     if is_multiple and all(abs(ratio - 1) <= most for _, ratio, _ in ratios):
-        return f": each rank has a part of the sum, nothing adds them up{inside}"
+        return f": each rank has a part of the sum, and nothing adds them{inside}"
     if is_multiple and all(abs(ratio - n) <= most * n for n, ratio, _ in ratios):
-        return f": each rank has the one of its rows, nothing averages them{inside}"
+        return (
+            f": each rank has that of its own rows, and nothing averages them{inside}"
+        )
     if is_clipped:
         return (
             ": each rank has its own part, clipped by its own norm; nothing reduces "

@@ -261,7 +261,7 @@ def test_a_factor_of_the_loss_is_reported(runner: Runner) -> None:
     ("stack", "place", "words"),
     [
         (misplaced.NormNotReduced, "tp2/2", "each rank has a part of the sum"),
-        (misplaced.NeverAveraged, "dp2/2", "each rank has the one of its rows"),
+        (misplaced.NeverAveraged, "dp2/2", "each rank has that of its own rows"),
         (misplaced.NoSumInBackward, "tp2/2", "is a partial sum that nothing adds up"),
         (misplaced.SteppedTwice, "dp2/2", "of step 0 that were compared are right"),
         (misplaced.EmbedIsOutOfReach, "dp2/2", "no rank has a gradient of embed."),
@@ -374,7 +374,7 @@ class AveragesLate(NeverAverages):
 def test_an_optimizer_that_averages_inside_its_step_is_told(runner: Runner) -> None:
     model = f"{__name__}:{AveragesLate.__name__}"
     found = located(runner, f"dp2/2/fp32/own/none/model={model},steps=1")
-    assert "updates are right, so step does it, and after any clip" in found.text
+    assert "updates are right, so step does it, after any clip" in found.text
     model = f"{__name__}:{NeverAverages.__name__}"
     found = located(runner, f"dp2/2/fp32/own/none/model={model},steps=1")
     assert "nothing averages them" in found.text
