@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..conformance.cli.arguments import Parser, file, one_of
+from ..conformance.cli.arguments import Parser
+from ..conformance.cli.converters import file, one_of
 from ..conformance.cli.values import check_spec
 from ..conformance.files import create, writing
 from ..conformance.output import say

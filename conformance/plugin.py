@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from .cli.arguments import PATHS, SUITE
+from .cli.arguments import SUITE
+from .cli.converters import PATHS
 from .status import EXIT_CODES, UsageError, WriteError
 
 if TYPE_CHECKING:

@@ -26,12 +26,8 @@ from gradparity.benchmarks.validation.mutants_matrix import (
     as_text,
     write_matrix,
 )
-from gradparity.conformance.cli.arguments import (
-    NARROWING,
-    add_options,
-    folder,
-    repeated,
-)
+from gradparity.conformance.cli.arguments import NARROWING, add_options, repeated
+from gradparity.conformance.cli.converters import folder
 from gradparity.conformance.report.terminal import plain
 from gradparity.conformance.run.recorder import make_header
 from gradparity.conformance.run.runner import Case, Runner

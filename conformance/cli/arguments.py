@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ... import __version__
 from ..status import USAGE, UsageError, did_you_mean, unknown
-from .values import Once, check_alone, check_values, workload_spec
+from . import converters
+from .values import check_alone, check_values
 
 if TYPE_CHECKING:  # the class is private and generic only for type checkers
     Commands = argparse._SubParsersAction[Any]  # noqa: SLF001  # for type checkers alone
@@ -25,7 +26,6 @@ __all__ = [
     "FORMATS",
     "LISTS",
     "NARROWING",
-    "PATHS",
     "SUITE",
     "TOOLS",
     "TOOLS_FOLDER",
@@ -231,7 +231,7 @@ def _add_compare(commands: Commands) -> None:
     exact = "compare two recordings bit for bit"
     compare.add_argument("--exact", action="store_true", help=exact)
     rows = "write all compared values of two recordings to FILE"
-    compare.add_argument("--json", type=file, metavar="FILE", help=rows)
+    compare.add_argument("--json", type=converters.file, metavar="FILE", help=rows)
     page = "write a page about two recordings into DIR"
     compare.add_argument("--html", type=Path, metavar="DIR", help=page)
 
@@ -246,7 +246,7 @@ def _add_replay(commands: Commands) -> None:
     replay.add_argument("scenario", nargs=1, metavar="ID", help="a scenario id")
     replay.add_argument(
         "--script",
-        type=file,
+        type=converters.file,
         metavar="FILE",
         help="also write the scenario as a script that needs only torch",
     )
@@ -260,7 +260,7 @@ def _add_localise(commands: Commands) -> None:
     localise.add_argument("scenario", nargs=1, metavar="ID", help="a scenario id")
     localise.add_argument(
         "--scaler",
-        **repeated("SPEC", "module:attribute to train with (none)", _specs),
+        **repeated("SPEC", "module:attribute to train with (none)", converters.specs),
     )
     add_options(localise, _DEVICES, {"timeout-s": _OUTPUT["timeout-s"]})
 
@@ -280,7 +280,7 @@ def _add_hunt(commands: Commands) -> None:
     _add_budget(hunt, "time to search for each scaler")
     hunt.add_argument(
         "--script",
-        type=file,
+        type=converters.file,
         default=Path("failure.py"),
         metavar="FILE",
         help="where to write a failure as a script that needs only torch",
@@ -290,28 +290,11 @@ def _add_hunt(commands: Commands) -> None:
 def _add_budget(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument(
         "--budget",
-        type=_seconds,
+        type=converters.seconds,
         default=60.0,
         metavar="TIME",
         help=f"{text}; as 60s, 5m or 1h (60s)",
     )
-
-
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def _seconds(text: str) -> float:
-    """Convert ``60s``, ``5m`` or ``1h`` to seconds."""
-    number, unit = text[:-1], text[-1:]
-    try:
-        seconds = float(number) * _UNITS[unit]
-    except (KeyError, ValueError):
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a positive time such as 60s, 5m or 1h"
-        )
-    return seconds
 
 
 def _add_small(commands: Commands) -> None:
@@ -322,7 +305,7 @@ def _add_small(commands: Commands) -> None:
     )
     listing.add_argument(
         "what",
-        type=one_of("list", LISTS),
+        type=converters.one_of("list", LISTS),
         metavar="|".join(LISTS),
         help="the names to list",
     )
@@ -340,7 +323,9 @@ def _add_small(commands: Commands) -> None:
     report = _command(commands, "report", "show a report again, or write its page")
     report.add_argument("report", **_REPORT)
     formats = report.add_mutually_exclusive_group()
-    formats.add_argument("--html", type=folder, metavar="DIR", help="write index.html")
+    formats.add_argument(
+        "--html", type=converters.folder, metavar="DIR", help="write index.html"
+    )
     for name in sorted(entry_points_of(FORMATS).names):
         formats.add_argument(
             f"--{name}",
@@ -362,21 +347,21 @@ def _add_record(commands: Commands) -> None:
     record.add_argument("out", type=Path, metavar="RUN", help="a new folder")
     record.add_argument(
         "--steps",
-        type=_range,
+        type=converters.step_range,
         default=(None, 3),
         metavar="N|A:B",
         help="steps of each optimizer to record: the first N, or from A to B (3)",
     )
     record.add_argument(
         "--first",
-        type=_natural,
+        type=converters.natural,
         default=0,
         metavar="N",
         help="number of the first step of a job that resumes another (0)",
     )
     record.add_argument(
         "--noise",
-        type=_noise_runs,
+        type=converters.noise_runs,
         default=2,
         metavar="N",
         help="runs with moved weights, to measure noise; 0 for the other side (2)",
@@ -399,33 +384,6 @@ def _add_record(commands: Commands) -> None:
         metavar="RUN",
         help="begin from the weights of a run that was recorded with --keep-start",
     )
-
-
-def _range(text: str) -> tuple[int | None, int]:
-    """Parse ``3``, a number of steps, as (None, 3), and ``100:104`` as (100, 104)."""
-    start, colon, stop = text.rpartition(":")
-    if stop.isdecimal() and (start.isdecimal() if colon else True):
-        steps = int(start) if colon else None, int(stop)
-        if steps[1] > (steps[0] or 0):
-            return steps
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is neither a number of steps nor a range such as 100:104"
-    )
-
-
-def _natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
-    return int(text)
-
-
-def _noise_runs(text: str) -> int:
-    if (count := _natural(text)) == 1:
-        raise argparse.ArgumentTypeError(
-            "one run with moved weights shows too little noise for a bound: give 2 or "
-            "more, or 0 for the other side"
-        )
-    return count
 
 
 def _add_tools(commands: Commands) -> None:
@@ -454,83 +412,13 @@ def add_options(parser: argparse.ArgumentParser, *tables: Options) -> None:
             parser.add_argument(f"--{name}", **settings)
 
 
-def folder(text: str) -> Path:
-    """Return a folder that exists or can be created."""
-    path = Path(text)
-    # Refuse this now, not after a run of minutes.
-    for place in (path, *path.parents):
-        if place.is_dir():
-            return path
-        if place.exists():
-            raise argparse.ArgumentTypeError(f"{place} is a file, expected a folder")
-    return path
-
-
-def file(text: str) -> Path:
-    """Return a file that can be written; its folder may be missing."""
-    path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{path} is a folder, expected a file")
-    return folder(str(path.parent)) / path.name
-
-
-PATHS = (Path, folder, file)
-"""Types of options whose value is a file or a folder."""
-
-
-def one_of(what: str, names: Sequence[str]) -> Callable[[str], str]:
-    """Return the type of an argument that accepts only the given words."""
-
-    def word(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(unknown(what, text, names))
-        return text
-
-    return word
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more ranks, got {text}")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
-    return number
-
-
-def _names(text: str) -> list[str]:
-    """Split ``a,b`` into names."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise argparse.ArgumentTypeError(f"needs a name, got {text!r}")
-    return names
-
-
-def _specs(text: str) -> list[str]:
-    """Split a list of scalers; each is ``module:attribute`` or ``none``."""
-    specs = _names(text)
-    for spec in specs:
-        if spec != "none" and not all(spec.partition(":")):
-            raise argparse.ArgumentTypeError(
-                f"{spec!r} is not module:attribute, such as torch.amp:GradScaler"
-            )
-    return specs
-
-
 def repeated(
-    metavar: str, text: str, names: Callable[[str], list[str]] = _names
+    metavar: str, text: str, split: Callable[[str], list[str]] = converters.names
 ) -> dict[str, Any]:
     """Return the settings of an option that takes ``a,b`` and may be repeated."""
     return {
         "action": "extend",
-        "type": names,
+        "type": split,
         "default": [],
         "metavar": f"{metavar},...",
         "help": text,
@@ -543,7 +431,7 @@ _JUDGED: Options = {
     "scaler": repeated(
         "SPEC",
         f"module:attribute to check ({DEFAULT_SCALER}), or none: the training alone",
-        _specs,
+        converters.specs,
     ),
 }
 _SELECTION: Options = {
@@ -566,9 +454,9 @@ _SELECTION: Options = {
         "help": "short for --preset full",
     },
     "workload": {
-        "action": Once,
+        "action": converters.Once,
         "default": "",
-        "type": workload_spec,
+        "type": converters.workload_spec,
         "metavar": "SPEC",
         "help": "module:attribute of your workload (docs/workload.md)",
     },
@@ -577,7 +465,7 @@ _SELECTION: Options = {
     "precision": repeated("NAME", "only these precisions"),
     "optimizer": repeated("NAME", "only these optimizers"),
     "world-size": {
-        "type": _count,
+        "type": converters.count,
         "metavar": "N",
         "help": "ranks, instead of each topology's own number",
     },
@@ -592,7 +480,7 @@ NARROWING: Options = {
 _DEVICES: Options = {
     "device": {
         "default": "cpu",
-        "type": one_of("device", ("cpu", "cuda")),
+        "type": converters.one_of("device", ("cpu", "cuda")),
         "metavar": "cpu|cuda",
         "help": "cpu with gloo (default), or cuda with NCCL, one rank per GPU",
     },
@@ -614,7 +502,9 @@ _RUN: Options = {
         "metavar": "ID",
         "help": "run this scenario instead of a preset; may be repeated",
     },
-    "require": repeated("SPEC", "scalers that decide the exit code (all)", _specs),
+    "require": repeated(
+        "SPEC", "scalers that decide the exit code (all)", converters.specs
+    ),
     "fail-fast": {
         "action": "store_true",
         "help": "stop at the first failed check or error",
@@ -630,17 +520,17 @@ _RUN: Options = {
 }
 _OUTPUT: Options = {
     "out": {
-        "type": folder,
+        "type": converters.folder,
         "metavar": "DIR",
         "help": "folder for report.jsonl and index.html (parity-report)",
     },
     "report": {
-        "type": file,
+        "type": converters.file,
         "metavar": "FILE",
         "help": "write the report to FILE instead, without a page",
     },
     "timeout-s": {
-        "type": _positive,
+        "type": converters.positive,
         "default": 120.0,
         "metavar": "S",
         "help": "limit of one scenario in seconds (120)",

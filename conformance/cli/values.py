@@ -18,35 +18,12 @@ from typing import Any
 from ..status import UsageError, did_you_mean, id_parts, unknown
 from .tables import law_texts, names_of
 
-__all__ = ["Once", "check_alone", "check_spec", "check_values", "workload_spec"]
+__all__ = ["check_alone", "check_spec", "check_values"]
 
 _OPTIONS = ("topology", "model", "precision", "optimizer", "preset")
 """Options whose values are names of a table."""
 _OF_A_WORKLOAD = ("topology", "optimizer")
 """Options whose values come from the workload, if one is given."""
-
-
-class Once(argparse.Action):
-    """Store a value, and reject a different second one, which would hide the first."""
-
-    def __call__(
-        self, parser: Any, parsed: Any, value: Any, option: Any = None
-    ) -> None:
-        """Store ``value``; raise if another value was given before."""
-        before = getattr(parsed, self.dest)
-        if before not in (self.default, value):
-            text = f"a run has one workload: got {before} and {value}"
-            raise argparse.ArgumentError(self, text)
-        setattr(parsed, self.dest, value)
-
-
-def workload_spec(text: str) -> str:
-    """Check the form of a workload, ``module:attribute`` or empty."""
-    if text and not all(text.partition(":")):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not module:attribute, such as mypackage.stack:Workload"
-        )
-    return text
 
 
 def check_alone(

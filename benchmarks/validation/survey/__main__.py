@@ -29,7 +29,7 @@ from gradparity.benchmarks.validation.survey.survey import (
     writing,
 )
 from gradparity.benchmarks.validation.wild import write_pages
-from gradparity.conformance.cli.arguments import folder
+from gradparity.conformance.cli.converters import folder
 from gradparity.conformance.files import write_whole
 from gradparity.conformance.status import (
     EXIT_CODES,
