@@ -188,7 +188,7 @@ def _hangs(pipe: Connection, log: str, limit_s: float) -> None:
         (_hangs, 0.1, "too slow", "not judged within 0.1 s"),
     ],
 )
-def test_a_model_that_ends_or_delays_the_judge_is_reported(
+def test_a_model_whose_process_dies_or_hangs_is_reported(
     child: object,
     limit_s: float,
     verdict: str,
@@ -304,7 +304,7 @@ def test_the_catalogue_is_that_of_the_package() -> None:
 
 
 @needs_transformers
-def test_the_plans_of_a_model_are_judged_in_turn(tmp_path: Path) -> None:
+def test_the_plans_of_a_model_are_run_in_turn(tmp_path: Path) -> None:
     """Plans of one model share references, and only few references are kept."""
     settings = survey.SurveySettings(
         plans=("tp", "ep", "fsdp+tp"), names=("qwen3_moe", "mixtral"), out=tmp_path
@@ -395,7 +395,7 @@ def test_models_share_ranks_of_two_axes(tmp_path: Path) -> None:
     assert [r.name for r in wrong.runs if r.status == "fail"] == [SYNC_LAST]
 
 
-def test_one_plan_is_judged_again_and_all_is_kept(
+def test_one_plan_is_run_again_and_all_others_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gradparity.benchmarks.validation.survey import __main__ as tool

@@ -222,7 +222,7 @@ def test_a_draft_runs_as_it_is_written(
 
 
 @pytest.mark.slow
-def test_a_draft_is_judged_and_a_fault_in_it_is_found(folder: Path) -> None:
+def test_a_draft_runs_and_a_fault_in_it_is_found(folder: Path) -> None:
     assert main(["init", "zoo:plain", "--out", "first_draft.py"]) == 0
     file = folder / "first_draft.py"
     assert is_clean(file)

@@ -21,7 +21,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
         yield made
 
 
-def test_qwen3_under_its_own_plan_is_judged(runner: Runner) -> None:
+def test_qwen3_under_its_own_plan_is_compared(runner: Runner) -> None:
     """Gradients of qwen3 are right, but wrong if micro-batches are accumulated.
 
     The plan's hook sums the accumulated gradient over ``tp`` at each backward, so what

@@ -527,7 +527,7 @@ def test_ranks_whose_counts_are_not_known_have_no_loss_to_compare(
     assert told["parity.gradient"].status == told["parity.update"].status == "pass"
 
 
-def test_a_scaler_is_judged_on_counted_losses(runner: Runner) -> None:
+def test_a_scaler_is_checked_on_counted_losses(runner: Runner) -> None:
     scaler = "gradparity.fixtures.faulty:PlainScaler"
     assert case(runner, Counted, "accumulate-uneven", scaler).status == "pass"
 
