@@ -1,4 +1,4 @@
-"""The arrows that import-linter cannot draw: [tool.importlinter] has the others."""
+"""Rules of imports that import-linter cannot check; pyproject.toml has the others."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The gate as a program: exit codes, a line a reason, JSON, a table of tampering."""
+"""The gate as a program: exit codes, one line per reason, JSON, tampered reports."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""gradparity init: the files that it writes run as they are, and it never pretends."""
+"""gradparity init: its files run unchanged, and what it cannot find is a TODO."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Findings of laws on made-up traces, word by word: counts, groups, steps, limits."""
+"""Findings of checks on synthetic traces, with exact messages, counts and steps."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Functions whose derivative jumps: a side that rounding decides is no failure."""
+"""Functions whose derivative jumps: passes if rounding decides the side of a jump."""
 
 from collections.abc import Callable
 from typing import Any

@@ -56,7 +56,7 @@ class WrongDtype(ScaleOfTheOtherOperand):
 
 
 class FourBits(optim.Optimizer):
-    """Momentum in 4 bits by rows, for tensors with enough elements."""
+    """SGD whose momentum is rounded to 4 bits by rows, but not in small tensors."""
 
     least = 64
 

@@ -1,4 +1,4 @@
-"""Norms that stacks report, factors they clip by, dtypes they reduce in."""
+"""Reported norms, clip factors and dtypes of reductions of workloads."""
 
 import copy
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""``reference = "one rank"``: deterministic training is compared with itself."""
+"""``reference = "one rank"``: training is compared with the same code on one rank."""
 
 import itertools
 from pathlib import Path

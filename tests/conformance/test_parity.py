@@ -388,7 +388,7 @@ def test_one_flipped_weight_is_no_false_positive() -> None:
 
 
 def test_few_references_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """References are kept up to a number of bytes; those of one scenario always."""
+    """References are kept up to a limit in bytes, and always those of one scenario."""
 
     def train(seed: int) -> Reference:
         scenario = Scenario.parse(f"single/1/fp32/sgd/none/steps=1,seed={seed}")

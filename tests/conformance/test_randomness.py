@@ -1,4 +1,4 @@
-"""Random layers: drawn numbers are compared; with layers off, gradients are."""
+"""Random layers: draws are compared; gradients are, with random layers switched off."""
 
 from collections.abc import Callable
 from typing import Any

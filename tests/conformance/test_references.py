@@ -1,4 +1,4 @@
-"""References: trained on a process of their own, from one and the same start."""
+"""References: trained in a separate process, from the same initial weights."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""A scaler begins with a state that one on another number of ranks has saved."""
+"""A scaler resumes from a state that was saved on another number of ranks."""
 
 import pytest
 

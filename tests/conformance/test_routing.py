@@ -1,4 +1,4 @@
-"""Learned routers: a choice that rounding tips passes, and a real fault fails."""
+"""Learned routers: a choice that rounding decides passes, and a real fault fails."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Training steps that call a scaler in unusual forms: right ones break no law."""
+"""Training steps that call a scaler in unusual forms: right ones fail no check."""
 
 from contextlib import nullcontext
 from typing import Any

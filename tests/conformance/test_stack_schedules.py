@@ -141,7 +141,7 @@ class OneRankAlone(WarmsUp):
 
 
 class ClipsTwice(WarmsUp):
-    """Clips once more, to a tenth."""
+    """Clips a second time, to a tenth of the declared norm."""
 
     def clip(self, stack: Engine) -> Tensor:
         norm = super().clip(stack)
@@ -150,7 +150,7 @@ class ClipsTwice(WarmsUp):
 
 
 class AppliesTwice(WarmsUp):
-    """Each step is as long as two."""
+    """Each step is twice as long as it should be."""
 
     @contextmanager
     def doubled(self, module: nn.Module) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Standalone scripts on a workload of one's own: torch, the scaler and the workload."""
+"""Standalone scripts for a user's workload: they need torch, scaler and workload."""
 
 import re
 import subprocess

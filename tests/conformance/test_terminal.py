@@ -1,4 +1,4 @@
-"""The terminal: live progress with time left on one, plain lines in a file."""
+"""Printed progress: live with the time left in a terminal, plain lines in a file."""
 
 import io
 import itertools

@@ -1,4 +1,4 @@
-"""Checks of a trainer's work beside its step, on real ranks and at their limits."""
+"""Checks of schedules, averages, counts of skips and checkpoints of trainers."""
 
 from dataclasses import replace
 from itertools import pairwise

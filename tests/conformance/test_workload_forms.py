@@ -102,7 +102,7 @@ class Weighted(Replicated):
 
 
 class HalfWeights(Weighted):
-    """The weights, and so the counts, are in the dtype of the output."""
+    """Class weights, and so the counts, have the dtype of the output."""
 
     def loss(self, output: Tensor, targets: Tensor) -> Any:
         weights = torch.linspace(0.1, 1.3, VOCABULARY).to(output.dtype)
@@ -203,7 +203,7 @@ class Forces(Replicated):
 
 
 class CountedForces(Forces):
-    """Forces as sums with their counts."""
+    """Losses of energies and forces are sums with counts."""
 
     def loss(self, output: Any, targets: Tensor) -> Any:
         return super().loss(output, targets) * len(targets), len(targets)

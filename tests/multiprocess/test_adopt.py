@@ -1,4 +1,4 @@
-"""Tests written for others: torch's classes."""
+"""Tests of torch's test classes run unchanged on our ranks."""
 
 import importlib
 import subprocess

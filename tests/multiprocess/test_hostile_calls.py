@@ -1,4 +1,4 @@
-"""Hostile tests and programs do no harm to the harness: each was found."""
+"""Tests and programs that once broke the harness do no harm any more."""
 
 import os
 import signal

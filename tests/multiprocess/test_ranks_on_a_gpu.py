@@ -23,7 +23,7 @@ from gradparity.multiprocess.spec import Isolation
 
 pytestmark = pytest.mark.gpu
 SLACK_S = 8.0
-"""Added to each promised time: the machine may be busy with other things."""
+"""Seconds added to each promised time, because the machine may be busy."""
 MIB = 1 << 20
 
 

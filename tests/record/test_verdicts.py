@@ -196,7 +196,7 @@ def test_a_start_that_was_rounded_is_reported() -> None:
 
 
 def test_a_step_without_any_gradient_is_a_step() -> None:
-    """HSDP keeps all gradients to itself while it accumulates."""
+    """HSDP shows no gradients while it accumulates them."""
     other = run(4)
     kept = {k: t for k, t in other.tensors.items() if k[0] == 0 or k[1] == "weight"}
     lacks = frozenset((1, name) for name in "abc")

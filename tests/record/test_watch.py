@@ -1,4 +1,4 @@
-"""``gradparity.watch``: ranks that must be equal are, in a job that goes on."""
+"""``gradparity.watch``: ranks that must be equal are compared while a job runs."""
 
 import copy
 import logging
@@ -336,7 +336,7 @@ def stands_still() -> list[str]:
 
 
 class Masked(nn.Linear):
-    """A block of speech: frames, and a mask that is the same for all batches."""
+    """Linear layer for frames and a mask, which is the same in all batches."""
 
     def forward(self, frames: Tensor, mask: Tensor | None = None) -> Tensor:
         scores = super().forward(frames)

@@ -1,4 +1,4 @@
-"""The norm of a clip if other ranks sync than hold the gradients."""
+"""Norm of a clip, if the ranks that sync are not those that hold the gradients."""
 
 import zlib
 from typing import Any, NamedTuple

@@ -1,7 +1,7 @@
 """The methods that torch's classes offer to optimizers and trainers, to the bit.
 
 torch's own tests call ``_unscale_grads_`` with an ``inv_scale`` and a ``found_inf`` of
-shape (1,), the classes themselves with (), and both are taken on every path.
+shape (1,), the classes themselves with (). Both shapes must be accepted everywhere.
 """
 
 import copy

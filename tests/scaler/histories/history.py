@@ -376,7 +376,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def histories(family: Family) -> st.SearchStrategy[History]:
-    """Histories of one family."""
+    """Return hypothesis's strategy for the histories of one family."""
     size = family.world_size
     call = st.one_of(*(_drawn(kind, size) for kind in family.kinds.split()))
     part = call.map(lambda call: (call,))
