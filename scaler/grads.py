@@ -496,7 +496,7 @@ def tensor_of(numbers: list[Number], device: torch.device) -> torch.Tensor:
 
 
 def any_of(flags: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return (), fp32, on ``device``: 1 if any flag is 1."""
+    """Return a tensor, (), fp32, on ``device``: 1 if any flag is 1, else 0."""
     tensors = [moved_to(flag, device) for flag in flags]
     if len(tensors) == 1:
         return tensors[0]

@@ -94,7 +94,7 @@ class ItemResult(Left):
     """Failure that the test's ``xfail`` marks expect, or None."""
 
     stops: tuple[tuple[str, object], ...] = ()
-    """Attributes of the session by which a test or hook has ended it."""
+    """(attribute, reason) of the session, by which a test or a hook has ended it."""
 
     def phase(self, when: str) -> Phase | None:
         """Return one phase; None if the test did not reach it."""

@@ -693,7 +693,7 @@ def test_a_page_begins_with_where_a_difference_begins(tmp_path: Path) -> None:
 
 
 def test_an_update_may_round_each_weight_to_either_side() -> None:
-    """An error of one rounding unit of the weights is the same, a larger one is not."""
+    """An update may be wrong by one rounding unit of the weights, and not by more."""
     update = values(1, "b")
     off = update.copy()
     off[3] += 1e-4

@@ -64,7 +64,7 @@ NUMBERS = {
     **dict.fromkeys(("step", "retry", "fail", "closure", "lone-clip"), (0, 1)),
     **dict.fromkeys(("user-scale", "skipped", "scheduler", "load"), (0, 1)),
 }
-"""Kind of call -> its numbers: of an optimizer, 2 for both, or log2 of a scale.
+"""Kind of call -> its possible numbers: of an optimizer (2: both), or log2 of a scale.
 
 A call is made by the method of `replica` with the same name.
 """
