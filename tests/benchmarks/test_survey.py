@@ -85,7 +85,7 @@ def wrong(name: str, **departed: float) -> Run:
 
 
 def test_failures_of_one_rule_are_one_family() -> None:
-    """Gradients wrong only after accumulation form another family than others."""
+    """Failures that need accumulation are one family, failures of each run another."""
     one = record("qwen3", wrong("2 equal micro-batches", **{Q_NORM: 0.8}))
     other = record("olmo2", wrong("3 unequal micro-batches", **{Q_NORM: 0.7}))
     beside = record("qwen3", wrong("2 equal micro-batches", **{Q_NORM: 0.8}), plan="ep")
