@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls on the ranks of a cluster with given options."""
+    """Runs functions on the ranks of a cluster with certain options."""
 
     cluster: BaseCluster
     options: CallOptions

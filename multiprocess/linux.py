@@ -168,7 +168,7 @@ def kill_tree(pid: int) -> None:
     """Kill a process and everything in its process group.
 
     Use it only if no one else can wait for the process: otherwise its number may
-    already belong to another one.
+    already belong to another process.
     """
     # Signal both: a new process may not lead a group yet, and an adopted daemon may be
     # in another group.
@@ -182,8 +182,8 @@ def kill_tree(pid: int) -> None:
 def signal_main_thread(pid: int, pidfd: int | None, number: int) -> None:
     """Send a signal to the main thread of a process.
 
-    A signal to the whole process may run on any thread. Then the main thread would have
-    moved on before another thread writes the stacks.
+    The handler of a signal to the whole process may run on any thread. The main thread
+    could then go on before that thread writes the stacks.
 
     Raises:
         ProcessLookupError: There is no such process.

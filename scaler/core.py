@@ -1,7 +1,7 @@
-"""Core of a scaler: the clip, the step, the row of a sync, and a call that raises.
+"""Core of a scaler: clips, steps, rows of a sync, and recovery from a call that raises.
 
-`GradScaler` in ``grad_scaler.py`` has the public calls, which are built from these
-methods. Users may call or override the methods that torch's classes have as well.
+`GradScaler` in ``grad_scaler.py`` builds the public calls from these methods. Users may
+call or override a method if torch's classes also have it.
 """
 
 from __future__ import annotations

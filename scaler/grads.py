@@ -60,7 +60,7 @@ LOWEST_SCALE = torch.finfo(torch.float32).tiny
 class Host:
     """Test switch: ``reads_cpu`` is True if the host reads CPU memory without waiting.
 
-    Tests set it to False, so that a CPU takes every path of an accelerator.
+    Tests set it to False, so that code for accelerators also runs on a CPU.
     """
 
     reads_cpu = True
@@ -91,7 +91,10 @@ def parameters_of(optimizer: Any) -> Iterator[Any]:
 
 
 def gradients_of(optimizer: Any) -> tuple[list[Any], list[torch.Tensor] | None]:
-    """Return an optimizer's gradients, and their local tensors (None if any is sparse).
+    """Return an optimizer's gradients, and their local tensors.
+
+    In place of the local tensors it returns None if a gradient is sparse, pending, or
+    of another class.
 
     Raises:
         AssertionError: a parameter is not a tensor.
@@ -493,7 +496,7 @@ def tensor_of(numbers: list[Number], device: torch.device) -> torch.Tensor:
 
 
 def any_of(flags: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return (), fp32, on ``device``: 1 if any flag is 1."""
+    """Return a tensor, (), fp32, on ``device``: 1 if any flag is 1, else 0."""
     tensors = [moved_to(flag, device) for flag in flags]
     if len(tensors) == 1:
         return tensors[0]

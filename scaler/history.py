@@ -113,9 +113,9 @@ class History:
         self._on_device: torch.Tensor | None = None  # (5,), int64
 
     def overflowed(self, overflow: Overflow, scale: float | None = None) -> None:
-        """Store an overflow; log it if `record` cannot read the scale.
+        """Store an overflow, and log it if ``scale``, that of the step, is given.
 
-        ``scale`` is that of the step, if it is on an accelerator.
+        It is given if `record` will not log, because the scale is on an accelerator.
         """
         self.last_overflow = overflow
         if scale is not None:

@@ -78,7 +78,11 @@ class Part:
         self.state["found_inf_per_device"] = found
 
     def has_stepped(self) -> bool:
-        """Return True if it stepped; after a failure it may step on new gradients."""
+        """Return True if the optimizer has stepped, and may not step again.
+
+        After a call that raised, it may step again if all its gradient tensors are new;
+        then its stage is reset.
+        """
         if self.state["stage"] is not OptState.STEPPED:
             return False
         stepped_on = self.stepped_on

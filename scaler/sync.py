@@ -82,8 +82,8 @@ from .grads import Host, Number, tensor_of
 from .sync_group import GroupState, SyncGroup, exchange, message_device, state_of
 
 SETTLES = 8
-"""Number of iterations that are read at once; by then the phases of a GAN, or of frozen
-parts, have passed."""
+"""Number of first iterations whose rows are read at once. By then each phase of a GAN,
+or of training with frozen parts, has occurred once."""
 
 NOTHING_CHECKED = "No inf checks were recorded prior to update."
 

@@ -131,7 +131,8 @@ class GroupState:
             collectives of one sync belong together.
         is_gloo: True if it exchanges CPU messages by gloo.
         scalers: number of scalers that any rank has synced over it.
-        numbers: numbers of this rank's scalers, by the count at which they were made.
+        numbers: numbers of this rank's scalers, by their index among all scalers that
+            this process has made.
         parts: groups that scalers have created, by their ranks; only the state of the
             whole world has them.
     """

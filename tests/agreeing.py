@@ -1,4 +1,4 @@
-"""Iterations that tests of agreement run on a rank, and their results."""
+"""Iterations of a scaler on one rank and their results, for tests of agreement."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""torch's two classes beside ours: a test that runs on both shows that it is right."""
+"""Helpers to run one test on torch's two scalers and on ours."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ Make = Callable[..., Any]
 
 
 class Done:
-    """The handle of a collective that is over."""
+    """Handle of a finished collective."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -34,7 +34,7 @@ class GroupOfOne(dist.ProcessGroup):
         super().__init__(0, 1)  # type: ignore[call-arg]  # the stubs lack this one
 
     def allreduce(self, *args: Any, **kwargs: Any) -> Any:
-        """Leave the tensors as they are: a group of one rank has no other summand."""
+        """Leave the tensors unchanged, like a sum over a single rank."""
         return Done()
 
 

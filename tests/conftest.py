@@ -105,7 +105,7 @@ def warm_python(warm_socket: str) -> list[str]:
 
 @pytest.fixture(scope="session")
 def warm_ranks(warm_socket: str) -> list[str]:
-    """Return the start of a command line whose ranks are warm as well."""
+    """Return the start of a command line for a program with ranks in warm Pythons."""
     from gradparity.tests import warm_python
 
     return warm_python.command(warm_socket, ranks=True)
@@ -145,14 +145,14 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def two(device: str) -> Iterator[Cluster]:
-    """Two ranks for the tests of one module."""
+    """Cluster of two ranks for the tests of one module."""
     with _ranks(2, device) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def four(device: str) -> Iterator[Cluster]:
-    """Four ranks for the tests of one module."""
+    """Cluster of four ranks for the tests of one module."""
     with _ranks(4, device) as cluster:
         yield cluster
 
@@ -218,7 +218,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
 
 @pytest.fixture(scope="session")
 def site(once: Once) -> Path:
-    """A folder into which the wheel of this tree is installed."""
+    """Folder into which the wheel of this tree is installed."""
     return once("wheel", _install) / "site"
 
 

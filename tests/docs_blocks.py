@@ -87,7 +87,7 @@ def _block(page: Path, token: Token, mark: str) -> Block:
 
 
 def inline_commands(page: Path) -> Iterator[str]:
-    """Code in the text that is a command of ours, such as `gradparity list laws`."""
+    """Return inline code of a page that is a command, like `gradparity list laws`."""
     for token in _inline(page):
         if token.type == "code_inline":
             content = " ".join(token.content.split())
@@ -96,7 +96,7 @@ def inline_commands(page: Path) -> Iterator[str]:
 
 
 def links(page: Path) -> Iterator[str]:
-    """Targets of links that lead to no other site."""
+    """Return the targets of links within this repository."""
     for token in _inline(page):
         target = str(token.attrs.get("href") or token.attrs.get("src") or "")
         if target and not re.match(r"[a-z]+:", target):
@@ -104,7 +104,7 @@ def links(page: Path) -> Iterator[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub makes of a page's headings."""
+    """Return the anchors that GitHub creates for the headings of a page."""
     tokens = _tokens(page)
     heads = [tokens[i + 1] for i, t in enumerate(tokens) if t.type == "heading_open"]
     return {_slug(_plain(token)) for token in heads}

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 IN_NO_EXTRA = ("fairseq2", "lerobot", "rlinf", "verl")
-"""Packages that no extra installs, because they fit beside no other one."""
+"""Packages that no extra installs, because they conflict with other packages."""
 
 
 def needs(module: str) -> list[pytest.MarkDecorator]:

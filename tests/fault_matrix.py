@@ -106,8 +106,8 @@ class Fault:
     says: tuple[str, ...] = ()
     limit_s: float = 60.0
     within_s: float = 2.0
-    """Promised seconds until the error, from the call or, if it hangs, from its limit;
-    on an idle machine."""
+    """Promised seconds until the error, on an idle machine: from the call, or if a rank
+    hangs, from the time limit."""
 
     has: dict[str, Any] = field(default_factory=dict)
     leaves: bool = False

@@ -1,12 +1,12 @@
 """Two hosts on one machine: ``hosts.py LINK FOLDER PROGRAM...`` runs torchrun on both.
 
-Must be started by ``unshare`` as test_ranks_on_hosts.py does: then this process is
-root of namespaces of its own, and all in them ends with it, however it ends. A host is
+Must be started by ``unshare`` as test_ranks_on_hosts.py does. Then this process is root
+in new namespaces, and all processes in them end with it, however it ends. A host is
 a network namespace with its own loopback and one link, 10.77.0.1 or 10.77.0.2. LINK is
 
 - ``veth``: a pair of virtual Ethernet devices;
 - ``slow``: two TUN devices and a wire between them in Python, which takes 10 ms each
-  way and loses 1 % of the packets (the kernel's netem is not everywhere).
+  way and loses 1 % of the packets (the kernel's netem is not available everywhere).
 
 When a file ``cut`` appears in the folder, the second host's end of the link goes down.
 """
@@ -69,7 +69,7 @@ class Host:
 
 
 def two_hosts() -> tuple[Host, Host]:
-    """This process's namespace and one more."""
+    """Return two hosts: this process's namespace, and a new one."""
     holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
     ours = os.readlink("/proc/self/ns/net")
     while os.readlink(f"/proc/{holder.pid}/ns/net") == ours:
@@ -78,7 +78,7 @@ def two_hosts() -> tuple[Host, Host]:
 
 
 def join_by_veth(hosts: tuple[Host, Host]) -> None:
-    """Lay a cable between the hosts."""
+    """Connect the hosts by a pair of virtual Ethernet devices."""
     peer = ("peer", "name", "link0", "netns", str(hosts[1].holder))
     hosts[0].ip("link", "add", "link0", "type", "veth", *peer)
     for host in hosts:
@@ -86,7 +86,7 @@ def join_by_veth(hosts: tuple[Host, Host]) -> None:
 
 
 def join_by_wire(hosts: tuple[Host, Host]) -> None:
-    """Lay a cable that is slow and loses packets."""
+    """Connect the hosts by TUN devices, with delays and lost packets."""
     ends = [tun(host) for host in hosts]
     for host in hosts:
         host.plug()
@@ -104,7 +104,7 @@ def tun(host: Host) -> int:
 
 
 def carry(ends: list[int]) -> None:
-    """Move packets from each end to the other, late and not all of them."""
+    """Forward packets between both ends, with a delay and losses."""
     dice = random.Random(0)
     waiting: list[tuple[float, int, int, bytes]] = []
     for number in range(sys.maxsize):
@@ -140,7 +140,7 @@ def wait_for_the_others(
 
 
 def command_line(pid: int) -> str:
-    """Command line of a process; empty for one that has ended."""
+    """Return the command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200]
     except OSError:

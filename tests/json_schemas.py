@@ -1,4 +1,4 @@
-"""check-jsonschema within this process: a new one takes a fifth of a second."""
+"""Run check-jsonschema in this process: a new process takes a fifth of a second."""
 
 from pathlib import Path
 
@@ -7,12 +7,12 @@ from click.testing import CliRunner
 
 
 def lint(file: Path, schema: str) -> tuple[int, str]:
-    """Return the exit code and the output of a check against a schema it brings."""
+    """Return exit code and output of a check against a schema of check-jsonschema."""
     return _checked("-q", "--builtin-schema", schema, str(file))
 
 
 def lint_by_file(file: Path, schema: Path) -> tuple[int, str]:
-    """The same for a schema of ours."""
+    """Return exit code and output of a check against a schema file of ours."""
     return _checked("--schemafile", str(schema), str(file))
 
 

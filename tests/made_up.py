@@ -1,4 +1,4 @@
-"""Made-up traces for tests of laws: right runs, to be broken in one place."""
+"""Synthetic traces of right runs, which tests of checks then change in one place."""
 
 import copy
 
@@ -104,7 +104,7 @@ def evidence(
 
 
 def add(parity: Parity, row: ParityRow) -> None:
-    """Add one measure of one element."""
+    """Add a row of one element to the comparison."""
     if not parity.add(row.kind, [row], elements=1):
         parity.lacks(row.kind, Lack.NOISE, row.step, 1)
 

@@ -1,4 +1,4 @@
-"""Products of parameters: ``make test`` runs a part, the rest is marked slow."""
+"""Products of test parameters: ``make test`` runs some cases, the rest are slow."""
 
 import itertools
 from collections.abc import Sequence

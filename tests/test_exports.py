@@ -1,4 +1,4 @@
-"""Exports of the rooms: ``__all__`` is complete, sorted and true."""
+"""Exports of the packages: ``__all__`` is complete, sorted and true."""
 
 import importlib
 

@@ -19,7 +19,7 @@ def normal(name: str) -> str:
 
 
 def named() -> set[str]:
-    """Packages of all extras, and packages installed without their dependencies."""
+    """Return packages of all extras, and those installed without dependencies."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [
         line for extra in project["optional-dependencies"].values() for line in extra

@@ -1,4 +1,4 @@
-"""The arrows that import-linter cannot draw: [tool.importlinter] has the others."""
+"""Rules of imports that import-linter cannot check; pyproject.toml has the others."""
 
 import ast
 from pathlib import Path
@@ -8,7 +8,7 @@ import gradparity
 ROOT = Path(gradparity.__file__).parent
 
 
-def test_the_judge_asks_what_a_workload_has_and_not_whose_it_is() -> None:
+def test_checks_depend_on_what_a_workload_has_and_not_on_whose_it_is() -> None:
     """Only code that calls a user's ``train_step`` may read that attribute."""
     reads = [
         f"{path.relative_to(ROOT)}:{node.lineno}"

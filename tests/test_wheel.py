@@ -45,7 +45,7 @@ def package_of(module: Path) -> str:
 
 
 def packages_of_imports(module: Path) -> Iterator[str]:
-    """Packages of ours that ``module`` imports, or imports something from."""
+    """Return our packages that ``module`` imports, or from which it imports."""
     for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
             home = module.parents[node.level - 1]

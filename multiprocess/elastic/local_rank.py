@@ -17,7 +17,7 @@ from ..spec import CallOptions, WorldSpec
 from .store import SignedStore
 
 _MAX_WORLDS = 6
-"""Number of worlds of which an agent keeps a rank: the most recently used."""
+"""Number of worlds, the most recently used ones, of which an agent keeps its rank."""
 
 _SENT = re.compile(r"\w*PATH|(CUDA|GLOO|MKL|NCCL|OMP|TORCH)_\w+")
 """Variables whose change is sent to the ranks of other agents. They go through

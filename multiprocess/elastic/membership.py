@@ -4,8 +4,8 @@ Each agent stores a ``Member`` record when it joins, and then sends a heartbeat 
 second. When it is asked to end it sets the flag ``here/RANK``, and it stores its error
 under ``cause/RANK``.
 
-All records together identify the run. Each has a number that was never used before, so
-what was signed for another run is rejected by each agent of this one.
+All records together identify the run. Each has a new random number, so the agents of a
+run reject what was signed for another run.
 
 A broken network link gives no signal: a connection over it waits for a quarter of an
 hour before it fails. So each side has its own limit:
@@ -53,7 +53,8 @@ _TOGETHER_S = 5.0
 
 _INTERVAL_S = 1.0
 _MAX_BETWEEN_POLLS_S = 2.0
-"""If the leader polls less often, it was itself suspended, and no agent is lost."""
+"""Largest time that one poll adds to the silence of an agent. If more has passed, the
+leader itself was suspended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,8 +276,8 @@ class HeartbeatMonitor:
     def silent(self) -> list[int]:
         """Return ranks whose agent sent no heartbeat for :data:`SILENCE_S`.
 
-        Returns none while another agent is about to join them, so that agents lost
-        together are reported together.
+        Returns none while another agent may soon count as silent too, so that agents
+        lost together are reported together.
         """
         since = linux.now_s() - self._looked
         if self._keys and since >= _INTERVAL_S and self._store.check(self._keys):

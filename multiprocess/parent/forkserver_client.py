@@ -282,8 +282,8 @@ def forkserver() -> ForkserverClient:
 def fork_forkserver() -> bool:
     """Fork this process's forkserver from this process, to share its imports.
 
-    For a program that has imported the modules of its ranks and has done nothing else:
-    a fork copies one thread and all memory.
+    Use it in a program that has only imported the modules of its ranks: a fork copies
+    all memory, but only one thread.
 
     Returns:
         True on success; False if a forkserver exists, or if there are other threads.

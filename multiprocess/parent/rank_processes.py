@@ -99,7 +99,7 @@ class Capture:
         self._live = None if front is None else _LiveOutput(front)
 
     def drain(self, most: int = 1 << 24) -> bool:
-        """Read available bytes, about ``most`` at most; return False at the end."""
+        """Read available bytes, at most about ``most``; return False at the end."""
         while most > 0:
             try:
                 part = os.read(self.fd, _CHUNK)

@@ -2,8 +2,8 @@
 
 A slot is a file lock, which the kernel releases when its owner dies. A world takes as
 many slots as it has ranks. A world larger than the machine takes all slots, and so runs
-alone. One world at a time takes slots, under a gate. So two worlds that each wait for
-the rest of their slots cannot block each other.
+alone. One world at a time takes slots, while it holds a lock. So two worlds that each
+wait for the rest of their slots cannot block each other.
 """
 
 from __future__ import annotations

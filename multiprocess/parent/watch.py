@@ -32,7 +32,7 @@ _LOOK_S = 0.1
 """Interval at which places are read while only some ranks have answered."""
 
 _BEGIN_POLL_S = 0.02
-"""Interval at which ranks that prepare first are asked if they have begun."""
+"""Interval at which it is checked if the ranks of a test have imported it and begun."""
 
 _HARNESS_FRAME = re.compile(
     r'  File "(<string>|.*/multiprocess/rank/(worker|forkserver|endings|unittests)\.py'

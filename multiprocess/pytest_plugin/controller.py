@@ -410,7 +410,7 @@ def _disagreement(outcomes: tuple[RankOutcome, ...]) -> str:
 
 
 def _different_ends(when: str, phases: Sequence[tuple[RankOutcome, Phase]]) -> str:
-    """Say how each rank ended a phase, where another phase has decided the test."""
+    """Return a text that shows how each rank ended a phase, if ranks disagree on it."""
     lines = [
         f"  rank {outcome.rank}: {phase.kind or 'passed'} {phase.reason}".rstrip()
         for outcome, phase in phases

@@ -26,7 +26,7 @@ from ..rank.world import current_world
 from . import internals
 
 FAIL = "fail"
-"""Kind of a phase that failed; others are the kinds of ``Left``, and "" if passed."""
+"""Kind of a phase that failed. Other kinds are those of ``Left``, and "" for passed."""
 
 _FAILED, _PASSED = Left(FAIL, "", ""), Left("", "", "")
 
@@ -94,7 +94,7 @@ class ItemResult(Left):
     """Failure that the test's ``xfail`` marks expect, or None."""
 
     stops: tuple[tuple[str, object], ...] = ()
-    """Attributes of the session by which a test or hook has ended it."""
+    """(attribute, reason) of the session, by which a test or a hook has ended it."""
 
     def phase(self, when: str) -> Phase | None:
         """Return one phase; None if the test did not reach it."""
@@ -300,7 +300,7 @@ class _RankPlugin:
         self._wide: dict[int, list[Any]] = {}
 
     def begin(self) -> None:
-        """Clear the results of the test before."""
+        """Clear the results of the previous test."""
         for reports in (self.reports, self.subtests, self.warnings):
             reports.clear()
         self._errors.clear()
@@ -425,7 +425,10 @@ class _RankPlugin:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any]
     ) -> Generator[None, object, object]:
-        """Keep settings and threads of a wider fixture until it is torn down."""
+        """Keep settings and threads of a fixture with a wider scope than a function.
+
+        They stay until the fixture is torn down.
+        """
         value = yield
         if not isinstance(value, list | tuple | dict) and hasattr(value, "__await__"):
             refuse_unrun(f"the fixture `{fixturedef.argname}`", value)
@@ -437,7 +440,7 @@ class _RankPlugin:
         return value
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        """Restore the settings from before a wider fixture."""
+        """Restore the settings from before a fixture with a wider scope."""
         before = self._wide.pop(id(fixturedef), None)
         if before is not None:
             from ..rank import global_state

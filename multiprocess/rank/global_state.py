@@ -159,7 +159,7 @@ def keep_settings(values: Sequence[object] | None = None) -> list[Any]:
             current values.
 
     Returns:
-        The values that would have been restored before.
+        The values chosen until now, which can be passed to a later call.
     """
     before = list(_given_back)
     _given_back[:] = [get() for get, _ in _SETTINGS] if values is None else values

@@ -34,8 +34,8 @@ CONNECTS: tuple[CodeType, ...] = tuple(
     for backend in ("gloo", "nccl", "nccl2", "nccl_lazy", "ucc", "xccl")
     if (function := getattr(distributed_c10d, f"_create_{backend}_process_group", None))
 )
-"""Functions that connect the ranks of a new group, since torch 2.14; before, the
-function above did."""
+"""Functions that connect the ranks of a new group, since torch 2.14. Before,
+``NEW_GROUP`` connected them."""
 
 
 def process_groups() -> int:

@@ -29,7 +29,7 @@ from .endings import SKIP, XFAIL, conclude, early_end, refuse_unrun
 from .world import current_world
 
 EXIT_0 = Left("exit", "SystemExit", "0")
-"""Early end of a process of torch's classes by ``sys.exit(0)``, which passes."""
+"""Early end of a process of torch's classes by ``sys.exit(0)``; the test passes."""
 
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OF_TORCHRUN = ("MASTER_ADDR", "MASTER_PORT")

@@ -361,7 +361,7 @@ class _Rank:
             messages.send(self._sock, reply)
 
     def _end_call(self, number: int, frame: FrameType | None) -> None:
-        """Raise ``CallEnded`` in the function, once: teardown is not disturbed."""
+        """Raise ``CallEnded`` in the function; only once, so that teardown can end."""
         if self._in_call:
             from ..errors import CallEnded
 

@@ -40,7 +40,7 @@ def row(**changes: object) -> Row:
         ({"law": ""}, False),
     ],
 )
-def test_a_row_is_right_only_if_its_expected_law_was_broken(
+def test_a_row_is_right_only_if_its_expected_check_failed(
     changes: dict[str, object], good: bool
 ) -> None:
     assert row(**changes).as_it_should_be is good

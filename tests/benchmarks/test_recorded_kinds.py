@@ -1,4 +1,4 @@
-"""Variants and faults of the benchmark of recordings: a row for each, and no leak."""
+"""Benchmark of recordings: each variant or fault has a row, and models are freed."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""The page of recordings has the tables that its records make."""
+"""The tables of docs/recordings.md equal those made from its records."""
 
 import pytest
 

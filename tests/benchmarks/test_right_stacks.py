@@ -48,7 +48,7 @@ def test_the_record_is_of_the_corpus_and_on_the_page() -> None:
     assert right_stacks.first_verdicts(entries) in PAGE.read_text()
 
 
-def test_a_part_that_is_judged_again_leaves_the_rest_of_the_record(
+def test_a_part_that_is_run_again_leaves_the_rest_of_the_record(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     old = {"commit": "a" * 40, "started": "2026-01-01", "not_run": "", "first_s": 1.0}
@@ -76,7 +76,7 @@ def test_a_part_that_is_judged_again_leaves_the_rest_of_the_record(
         ("NoMeshes", 1, "0 of 0 right stacks accused over 1 seeds; 1 could not"),
     ],
 )
-def test_the_exit_code_says_whether_any_was_accused(
+def test_the_exit_code_shows_a_false_positive_or_an_empty_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     spec: str,

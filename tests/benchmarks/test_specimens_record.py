@@ -19,7 +19,7 @@ def test_the_page_shows_the_record(name: str) -> None:
     assert f"<!-- recorded: {name} -->\n\n{table}\n\n<!-- end -->" in PAGE.read_text()
 
 
-def test_the_page_marks_a_right_twin_that_was_accused(tmp_path: Any) -> None:
+def test_the_page_marks_a_fixed_version_that_failed(tmp_path: Any) -> None:
     row = {**ROWS["W01"], "fixed_accused": ["seed 3: tp2/2/fp32/own/none"]}
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text())
@@ -28,7 +28,7 @@ def test_the_page_marks_a_right_twin_that_was_accused(tmp_path: Any) -> None:
     assert "**accused**" not in PAGE.read_text()
 
 
-def test_every_specimen_is_recorded_and_judged_by_its_row() -> None:
+def test_every_specimen_is_recorded_and_its_row_is_consistent() -> None:
     assert list(ROWS) == list(SPECIMENS)
     for name, row in ROWS.items():
         pair = SPECIMENS[name]
@@ -61,7 +61,7 @@ def test_a_location_is_right_only_if_it_names_the_module(
     assert placed(SPECIMENS["W01"], found) is right
 
 
-def test_only_the_expected_laws_count_as_caught() -> None:
+def test_only_the_expected_checks_count_as_caught() -> None:
     found = {"laws": ["agreement.replicas"], "problem": "x", "location": {}}
     assert not caught(SPECIMENS["W01"], found)
     assert not caught(SPECIMENS["W32"], found)

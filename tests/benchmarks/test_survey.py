@@ -87,7 +87,7 @@ def wrong(name: str, **departed: float) -> Run:
 
 
 def test_failures_of_one_rule_are_one_family() -> None:
-    """Gradients wrong only after accumulation form another family than others."""
+    """Failures that need accumulation are one family, failures of each run another."""
     one = record("qwen3", wrong("2 equal micro-batches", **{Q_NORM: 0.8}))
     other = record("olmo2", wrong("3 unequal micro-batches", **{Q_NORM: 0.7}))
     beside = record("qwen3", wrong("2 equal micro-batches", **{Q_NORM: 0.8}), plan="ep")
@@ -190,7 +190,7 @@ def _hangs(pipe: Connection, log: str, limit_s: float) -> None:
         (_hangs, 0.1, "too slow", "not judged within 0.1 s"),
     ],
 )
-def test_a_model_that_ends_or_delays_the_judge_is_reported(
+def test_a_model_whose_process_dies_or_hangs_is_reported(
     child: object,
     limit_s: float,
     verdict: str,
@@ -306,7 +306,7 @@ def test_the_catalogue_is_that_of_the_package() -> None:
 
 
 @needs_transformers
-def test_the_plans_of_a_model_are_judged_in_turn(tmp_path: Path) -> None:
+def test_the_plans_of_a_model_are_run_in_turn(tmp_path: Path) -> None:
     """Plans of one model share references, and only few references are kept."""
     settings = survey.SurveySettings(
         plans=("tp", "ep", "fsdp+tp"), names=("qwen3_moe", "mixtral"), out=tmp_path
@@ -397,7 +397,7 @@ def test_models_share_ranks_of_two_axes(tmp_path: Path) -> None:
     assert [r.name for r in wrong.runs if r.status == "fail"] == [SYNC_LAST]
 
 
-def test_one_plan_is_judged_again_and_all_is_kept(
+def test_one_plan_is_run_again_and_all_others_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gradparity.benchmarks.validation.survey import __main__ as tool

@@ -62,7 +62,7 @@ def test_scalers_that_fail_alike_share_an_example() -> None:
     assert f"| `scale.rule` | torch, lightning | `{SMALL}` | 3 |" in page
 
 
-def test_the_reason_of_a_scaler_that_is_not_judged_is_shown() -> None:
+def test_the_reason_why_a_scaler_is_not_tested_is_shown() -> None:
     reasons = not_judged(record())
     assert reasons["fairscale"] == f"{SMALL}: no CUDA"
     assert reasons["deepspeed"] == "deepspeed is not installed"
@@ -78,7 +78,7 @@ def test_a_run_that_was_cut_off_says_so() -> None:
 
 
 @pytest.mark.slow
-def test_judges_smoke_first_then_the_preset(
+def test_smoke_runs_first_then_the_preset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def chosen(settings: RunSettings, place: Place) -> list[Scenario]:

@@ -42,7 +42,7 @@ def test_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["baseline", "x"], "baseline takes no argument, got x"),
     ],
 )
-def test_bad_usage_is_told_in_one_line(
+def test_bad_usage_is_reported_in_one_line(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *words]) == 2

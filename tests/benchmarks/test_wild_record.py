@@ -28,7 +28,7 @@ from gradparity.benchmarks.validation.wild import (
 SCRIPTS = sorted(PAGES.glob("*.py"))
 OWN = [script for script in SCRIPTS if not script.stem.startswith(SURVEYED)]
 LINES = 80
-"""Lines of a script at most, beside the frame that all have."""
+"""Largest number of lines of a script, without the frame that all scripts have."""
 KEYS = {
     "id",
     "package",

@@ -217,7 +217,7 @@ def test_no_baseline_is_made_of_a_bad_report(
     assert not (tmp_path / "b.jsonl").exists()
 
 
-def test_a_baseline_that_is_not_there_is_told_how_to_be_made(
+def test_the_message_about_a_missing_baseline_says_how_to_make_one(
     report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "b.jsonl"

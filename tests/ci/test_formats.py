@@ -288,7 +288,9 @@ def test_the_badge_of_an_incomplete_or_empty_run_has_no_percentage() -> None:
         badge.percentage(2, 1)
 
 
-def test_annotations_are_one_a_law_with_the_command_that_replays_it() -> None:
+def test_each_failed_check_has_one_annotation_with_the_command_that_replays_it() -> (
+    None
+):
     lines = annotations.render(failing_report(3)).splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("::error title=scale.rule%3A mine.amp%3AScaler::")

@@ -1,4 +1,4 @@
-"""The gate as a program: exit codes, a line a reason, JSON, a table of tampering."""
+"""The gate as a program: exit codes, one line per reason, JSON, tampered reports."""
 
 import json
 from collections.abc import Callable
@@ -238,7 +238,7 @@ def test_the_gate_reads_no_numbers_out_of_words(
         assert gate(told, tmp_path, capsys, "--baseline", str(baseline))[0] == 0
 
 
-def test_a_law_that_the_baseline_lacks_is_reported(
+def test_a_check_that_the_baseline_lacks_is_reported(
     tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new = report_of(new_law(c) for c in sample().cases)
@@ -346,7 +346,7 @@ def test_lost_scenarios_are_one_line(
         ("transparency.gradient", ["transparency.bitwise", "parity.gradient"]),
     ],
 )
-def test_the_cause_is_reported_of_laws_that_break_at_one_step(
+def test_one_cause_is_reported_for_checks_that_fail_at_one_step(
     cause: str, others: list[str]
 ) -> None:
     reasons = [
@@ -374,7 +374,7 @@ def test_notes_are_folded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert line.endswith("(and 2 more)")
 
 
-def test_without_a_baseline_every_law_owes_a_pass(
+def test_without_a_baseline_every_check_must_pass(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert gate(sample(), tmp_path, capsys)[0] == 0
@@ -531,7 +531,7 @@ def test_a_scenario_that_a_workload_cannot_run_closes_no_gate(
     )
 
 
-def test_a_reason_names_law_topology_step_and_is_in_json(
+def test_a_reason_names_check_topology_step_and_is_in_json(
     tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = replace(

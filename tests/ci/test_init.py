@@ -1,4 +1,4 @@
-"""gradparity init: the files that it writes run as they are, and it never pretends."""
+"""gradparity init: its files run unchanged, and what it cannot find is a TODO."""
 
 import json
 import subprocess
@@ -222,7 +222,7 @@ def test_a_draft_runs_as_it_is_written(
 
 
 @pytest.mark.slow
-def test_a_draft_is_judged_and_a_fault_in_it_is_found(folder: Path) -> None:
+def test_a_draft_runs_and_a_fault_in_it_is_found(folder: Path) -> None:
     assert main(["init", "zoo:plain", "--out", "first_draft.py"]) == 0
     file = folder / "first_draft.py"
     assert is_clean(file)

@@ -1,4 +1,4 @@
-"""Small reports for the tests of the ci room, and the proof that they are sound."""
+"""Small reports for the tests of ``ci``, and a test that they are sound."""
 
 from collections import Counter
 from collections.abc import Iterable

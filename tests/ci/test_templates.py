@@ -1,4 +1,4 @@
-"""Templates: the shell one is run as a foreign project would run it, from its wheel."""
+"""CI templates: the shell template runs from the wheel, as in another project."""
 
 import os
 import re

@@ -60,7 +60,7 @@ class Compiled(Trains):
 
 
 class CompiledAdam(Compiled):
-    """No fault."""
+    """No fault: a compiled step of Adam computes the corrections in fp32."""
 
     kind = torch.optim.Adam
 
@@ -72,7 +72,7 @@ class CompiledAdamax(Compiled):
 
 
 class CompiledNAdam(Compiled):
-    """No fault."""
+    """No fault: a compiled step of NAdam computes the corrections in fp32."""
 
     kind = torch.optim.NAdam
 

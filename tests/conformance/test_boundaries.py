@@ -1,4 +1,4 @@
-"""Gradients at module boundaries whose reference runs on the whole batch."""
+"""Gradients at module boundaries, compared with a run on the whole batch."""
 
 from typing import Any
 

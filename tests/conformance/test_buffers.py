@@ -1,4 +1,4 @@
-"""Buffers that training moves: equal on all ranks, and as one process moves them."""
+"""Buffers that training changes: compared between ranks, and with one process."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ class TakesThoseOfTheFirst(StatisticsOfRanks):
 
 
 class WholeBatch(Right):
-    """No fault: both ranks see all rows, and move the statistics by them."""
+    """No fault: both ranks see all rows, so their statistics are those of all rows."""
 
     meshes = ({"dp": 1, "tp": 2},)
     momentum = 0.1
@@ -87,7 +87,7 @@ class AnotherMomentum(WholeBatch):
 
 
 class Caches(nn.Module):
-    """A buffer that grows, and one that a forward removes."""
+    """Module with a buffer that grows, and one that forward removes."""
 
     seen: Tensor
     last: Tensor | None

@@ -1,4 +1,4 @@
-"""The catalogue as pytest items, in a stranger's empty folder."""
+"""The catalogue as pytest items, in a user's empty folder."""
 
 import os
 import signal

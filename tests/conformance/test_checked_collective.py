@@ -1,4 +1,4 @@
-"""The checked collective: a stray one is found, and a late rank is waited for."""
+"""The checked collective: it finds an extra collective, and waits for a late rank."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Options make one record, however they are spelt."""
+"""Options of the command line and of pytest lead to the same settings."""
 
 from typing import Any
 

@@ -178,7 +178,7 @@ def test_the_meshes_of_a_workload_are_listed(
     assert {"single", "dp2", "dp2-tp2"} <= {*names} and "fsdp" not in names
 
 
-def test_the_laws_that_are_read_without_torch_are_those_there_are() -> None:
+def test_the_checks_that_are_read_without_torch_are_complete() -> None:
     with pytest.raises(UsageError, match="a group of them"):
         explained("nosuch")
     for name in (*LAWS, *(law.chapter for law in LAWS.values())):
@@ -304,7 +304,7 @@ def test_explain_a_law_and_a_scenario(capsys: pytest.CaptureFixture[str]) -> Non
     assert "mesh:      dp 2" in capsys.readouterr().out
 
 
-def test_run_judges_scalers_side_by_side(
+def test_run_compares_scalers_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -122,7 +122,7 @@ def test_neither_needs_torch() -> None:
         pytest.param({"big": math.nan}, False, id="no number"),
     ],
 )
-def test_rounding_is_told_from_another_gradient(
+def test_rounding_is_distinguished_from_another_gradient(
     off: dict[str, float], equal: bool
 ) -> None:
     one = {n: np.array([size]) for n, size in SIZES.items()}

@@ -137,7 +137,7 @@ def case(
         (StepsFirstGroupTwice, SaysTwice, "parity.update"),
     ],
 )
-def test_what_cannot_be_seen_is_judged_once_it_is_said(
+def test_what_cannot_be_observed_is_checked_once_it_is_declared(
     runner: Runner, inferred: type, declared: type, law: str
 ) -> None:
     unsaid = case(runner, inferred)
@@ -210,6 +210,6 @@ def test_what_says_nothing_is_refused(runner: Runner, stack: type, words: str) -
     assert words in found.problem
 
 
-def test_the_judges_own_loop_has_no_such_optimizers() -> None:
+def test_gradparitys_own_loop_has_no_such_optimizers() -> None:
     with pytest.raises(WorkloadError, match="optimizers: needs train_step"):
         resolve_workload(f"{MODULE}:WithoutTrainStep")

@@ -118,7 +118,7 @@ class MovesOnSkips(Declares, Cosine):
 
 
 class DeclaredBeginsAgain(Declares, BeginsAgain):
-    """The checkpoint loses the declared schedule."""
+    """The checkpoint does not contain the declared schedule."""
 
 
 class ForgetsIt(Trains):

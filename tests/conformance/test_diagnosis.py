@@ -106,7 +106,7 @@ class SumsAndHalves(SumsInFp16):
         ("gradparity.fixtures.faulty.steps:ClipsEachTensorBySize,recipe=clip-norm", ""),
     ],
 )
-def test_what_may_have_to_do_with_a_departure_is_told(
+def test_possible_causes_of_a_difference_are_named(
     runner: Runner, stack: str, told: str
 ) -> None:
     case = runner.run(
@@ -144,7 +144,7 @@ class RightBeforeANorm(OffBeforeANorm):
     off = 0.0
 
 
-def test_a_gradient_that_is_truly_0_is_told_in_words(runner: Runner) -> None:
+def test_a_gradient_whose_true_value_is_0_is_described_in_words(runner: Runner) -> None:
     """The message omits the relative error of a true 0, which would be 1e16."""
     place = f"tp2/2/fp32/own/none/model={HERE}"
     case = runner.run("none", Scenario.parse(f"{place}:OffBeforeANorm,steps=2"))

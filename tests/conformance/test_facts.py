@@ -52,7 +52,7 @@ class MovesABuffer(Right):
         return model
 
 
-def test_ranks_are_told_the_facts_and_find_out_nothing() -> None:
+def test_ranks_get_the_facts_and_find_out_nothing() -> None:
     scenario = Scenario.parse(f"dp2/2/fp32/own/none/model={RIGHT},steps=1")
     told = replace(probe(resolve_workload(RIGHT)), rows=12345)
     with Runner(folder=".") as runner:
@@ -61,7 +61,7 @@ def test_ranks_are_told_the_facts_and_find_out_nothing() -> None:
         assert ranks.run(facts_of, RIGHT) == [told, told]
 
 
-def test_the_process_that_judges_probes_no_workload(
+def test_the_parent_process_probes_no_workload(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     text = f"dp2/2/fp32/own/none/model={RIGHT},steps=2,recipe=recompute"

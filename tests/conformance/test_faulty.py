@@ -63,7 +63,7 @@ BY_SCENARIO: list[tuple[type[Any], Broken]] = sorted(
     ("scaler", "broken"), BY_SCENARIO, ids=lambda x: getattr(x, "__name__", "")
 )
 @pytest.mark.few(36)
-def test_a_faulty_scaler_is_caught_by_its_law(
+def test_a_faulty_scaler_is_caught_by_its_check(
     runner: Runner, scaler: type[Any], broken: Broken
 ) -> None:
     # a scaler with other scales needs references of its own, which take most time
@@ -92,13 +92,13 @@ def test_faulty_scalers_are_found_early_by_a_default_run(runner: Runner) -> None
     ],
 )
 @pytest.mark.few(5)
-def test_a_right_scaler_is_never_accused_where_others_fail(
+def test_a_right_scaler_passes_where_others_fail(
     runner: Runner, scaler: type[Any], scenario: str
 ) -> None:
     assert accusations(judged(runner, scaler, scenario)) == {}
 
 
-def test_every_law_has_a_scaler_or_a_stack_that_breaks_it() -> None:
+def test_every_check_has_a_scaler_or_a_workload_that_fails_it() -> None:
     stacks = FAULTY_STACKS | FAULTY_TRAINERS | FAULTY_STEPS
     every = [*FAULTY.values(), *stacks.values()]
     of_random_layers = {law for law in LAWS if law.startswith(OF_STACKS)}

@@ -1,4 +1,4 @@
-"""Findings of laws on made-up traces, word by word: counts, groups, steps, limits."""
+"""Findings of checks on synthetic traces, with exact messages, counts and steps."""
 
 import math
 from dataclasses import replace
@@ -121,7 +121,7 @@ def test_a_value_of_one_rank_alone_counts_as_not_compared() -> None:
     assert (found.compared, found.not_compared) == (6, 2)
 
 
-def test_a_run_without_steps_passes_no_law() -> None:
+def test_a_run_without_steps_passes_no_check() -> None:
     of = evidence()
     for trace in of.ranks:
         trace.steps.clear()
@@ -347,7 +347,7 @@ def test_a_pass_says_why_an_element_was_not_compared() -> None:
     assert found.message.endswith(left)
 
 
-def test_a_loss_that_nobody_returns_is_told() -> None:
+def test_a_loss_that_nobody_returns_is_reported() -> None:
     found = finding(parity_of(evidence()), "parity.loss")
     assert found.message.endswith("train_step returned no loss on any rank")
 
@@ -689,7 +689,7 @@ def test_a_good_step_after_a_bad_one_is_looked_at() -> None:
     )
 
 
-def test_a_step_without_gradients_is_told() -> None:
+def test_a_step_without_gradients_is_reported() -> None:
     of = replace(evidence(), scaler=False)
     for trace in of.ranks:
         trace.steps[2].decisions[0].parameters_changed = False

@@ -363,7 +363,7 @@ def test_late_is_what_a_forward_with_moved_weights_has_made(
         pytest.param(step(0) + step(0), None, id="nothing of the model"),
     ],
 )
-def test_an_optimizer_that_comes_again_is_told(
+def test_the_optimizer_that_steps_a_parameter_again_is_found(
     events: list[Event], again: int | None
 ) -> None:
     assert steps_again(events) == again

@@ -59,13 +59,13 @@ def _line(output: str, word: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_right_scaler_is_not_accused(tmp_path: Path) -> None:
+def test_a_hunt_finds_no_fault_in_a_right_scaler(tmp_path: Path) -> None:
     code, output = hunted("GradScaler", 4, tmp_path, module="gradparity.scaler")
     assert code == 0, output
     assert int(output.partition(" scenarios tried")[0]) > 0, output
 
 
-def test_a_fault_of_the_judge_ends_a_hunt_as_such(
+def test_an_error_of_gradparity_ends_a_hunt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Functions whose derivative jumps: a side that rounding decides is no failure."""
+"""Functions whose derivative jumps: passes if rounding decides the side of a jump."""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +44,7 @@ def case(runner: Runner, text: str) -> Case:
         ("AtZeroOnOneRank", "fp32", 49),  # there the plain run has an exact zero
     ],
 )
-def test_an_input_at_zero_is_not_accused(
+def test_an_input_at_zero_passes(
     runner: Runner, stack: str, precision: str, seed: int
 ) -> None:
     text = f"tp2/2/{precision}/own/none/model={STACKS}:{stack},steps=1,seed={seed}"
@@ -52,7 +52,9 @@ def test_an_input_at_zero_is_not_accused(
     assert found.status == "pass", found.verdicts
 
 
-def test_without_the_moves_it_is_accused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_moves_it_is_a_false_positive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(bounds, "sides_of", lambda *_: ())
     with Runner(folder=".", timeout_s=60) as other:
         # here, where what is patched is patched

@@ -68,7 +68,9 @@ QUICK = ("B02", "B03b", "B04a", "B21")
     ],
 )
 @pytest.mark.few(1)
-def test_the_scaler_breaks_the_law_and_ours_none(runner: Runner, row: Row) -> None:
+def test_the_scaler_fails_the_check_and_ours_passes_all(
+    runner: Runner, row: Row
+) -> None:
     scenario = Scenario.parse(row.scenario.strip("`"))
     case = runner.run(row.scaler, scenario)
     assert not case.problem

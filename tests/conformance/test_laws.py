@@ -34,7 +34,7 @@ def failures(of: Evidence) -> set[str]:
 
 
 @pytest.mark.parametrize("bad", [False, True])
-def test_a_right_run_breaks_no_law(bad: bool) -> None:
+def test_a_right_run_fails_no_check(bad: bool) -> None:
     found = statuses(evidence(bad=bad))
     assert set(found) == set(LAWS)
     assert {s for s in found.values()} <= {Status.PASS, Status.SKIPPED}
@@ -209,7 +209,7 @@ FAULTS: list[tuple[str, Callable[[Evidence], None], bool]] = [
 
 
 @pytest.mark.parametrize(("law", "break_it", "bad"), FAULTS, ids=[f[0] for f in FAULTS])
-def test_a_fault_fails_its_law(
+def test_a_fault_fails_its_check(
     law: str, break_it: Callable[[Evidence], None], bad: bool
 ) -> None:
     broken = evidence(bad=bad)
@@ -217,7 +217,7 @@ def test_a_fault_fails_its_law(
     assert law in failures(broken)
 
 
-def test_every_law_is_broken_here() -> None:
+def test_every_check_has_a_fault_here() -> None:
     # those of stacks alone are broken beside the stacks that break them
     of_scalers = {law for law in LAWS if not law.startswith(OF_STACKS)}
     assert {law for law, _, _ in FAULTS} == of_scalers
@@ -283,7 +283,7 @@ def unknown() -> Evidence:
 
 
 @pytest.mark.parametrize("law", LAWS)
-def test_no_law_passes_on_nothing(law: str) -> None:
+def test_no_check_passes_on_nothing(law: str) -> None:
     assert finding(stopped(), law).status is not Status.PASS
     if law not in ALWAYS_KNOWN:
         assert finding(silent(), law).status is not Status.PASS
@@ -291,7 +291,7 @@ def test_no_law_passes_on_nothing(law: str) -> None:
 
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
 @pytest.mark.parametrize(("made", "missed"), [(0, 0), (0, 9), (1, 10**6)])
-def test_no_law_passes_on_too_little(law: Law, made: int, missed: int) -> None:
+def test_no_check_passes_on_too_little(law: Law, made: int, missed: int) -> None:
     told = Finding(status="pass", message="", compared=made, not_compared=missed)
     blind = replace(law, judge=lambda _: told)
     found = law_module._finding(blind, evidence())
@@ -395,7 +395,7 @@ NEEDS_A_BAD_STEP = {
 
 
 @pytest.mark.parametrize("bad", [False, True])
-def test_laws_without_a_comparison_are_skipped(bad: bool) -> None:
+def test_checks_without_a_comparison_are_skipped(bad: bool) -> None:
     expected = {law: Status.PASS for law in LAWS}
     expected |= {x: Status.SKIPPED for x in LAWS if x.startswith(OF_STACKS)}
     if not bad:

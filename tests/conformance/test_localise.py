@@ -91,7 +91,7 @@ def test_nothing_departs_in_a_right_stack(runner: Runner, id: str) -> None:
     assert (found.module, found.ranks, found.parameters) == ("", (), ())
 
 
-def test_a_module_that_backward_does_not_reach_on_one_rank_is_told(
+def test_a_module_that_backward_does_not_reach_on_one_rank_is_named(
     runner: Runner,
 ) -> None:
     found = located(runner, own(misplaced.DetachedOnRank1, "dp2/2/fp32"))
@@ -166,7 +166,7 @@ def test_the_report_on_a_wrong_forward(runner: Runner) -> None:
     assert below.collective in below.text
 
 
-def test_a_step_inside_of_a_step_is_told(runner: Runner) -> None:
+def test_a_step_inside_of_a_step_is_reported(runner: Runner) -> None:
     found = located(runner, own(misplaced.NeverAveragedTwice, "dp2/2/fp32"))
     assert "micro-batch 1: what came in is right, the output differs" in found.text
     assert "an optimizer has stepped before it in this step" in found.text
@@ -185,7 +185,7 @@ def test_calls_without_their_like_on_one_rank_are_not_compared(runner: Runner) -
     assert found.compared == 0 < found.not_compared
 
 
-def test_a_narrower_dtype_than_that_of_the_precision_is_told(runner: Runner) -> None:
+def test_a_narrower_dtype_than_that_of_the_precision_is_named(runner: Runner) -> None:
     found = located(runner, own(misplaced.ComputesInBf16, "dp2/2/fp32"))
     assert found.where == "forward"
     assert "it is in torch.bfloat16, and the precision is torch.float32: " in found.text
@@ -215,7 +215,7 @@ def test_a_factor_is_reported_for_a_stack_with_train_step(runner: Runner) -> Non
     assert "all 36 gradients are 4.000 x the truth" in found.text
 
 
-def test_a_stack_without_modules_is_judged_by_its_gradients(runner: Runner) -> None:
+def test_a_workload_without_modules_is_checked_by_its_gradients(runner: Runner) -> None:
     found = located(runner, own(misplaced.HiddenSummed, "dp2/2/fp32"))
     assert (found.where, found.compared) == ("gradient", 0)
     assert "all 36 gradients are 2.000 x the truth" in found.text
@@ -345,7 +345,7 @@ class ZeroesOnce(Trains):
         return super().train_step(stack, micro_batches, scaler)
 
 
-def test_gradients_of_the_last_step_are_told(runner: Runner) -> None:
+def test_gradients_of_the_last_step_are_recognised(runner: Runner) -> None:
     model = f"{__name__}:{ZeroesOnce.__name__}"
     found = located(runner, f"dp2/2/fp32/own/none/model={model},steps=2")
     assert "still contain the gradients of step 0: zero_grad() is missing" in found.text
@@ -371,7 +371,9 @@ class AveragesLate(NeverAverages):
         return AveragesInStep([p for _, p in parameters], lr=0.1)
 
 
-def test_an_optimizer_that_averages_inside_its_step_is_told(runner: Runner) -> None:
+def test_an_optimizer_that_averages_inside_its_step_is_recognised(
+    runner: Runner,
+) -> None:
     model = f"{__name__}:{AveragesLate.__name__}"
     found = located(runner, f"dp2/2/fp32/own/none/model={model},steps=1")
     assert "updates are right, so step does it, after any clip" in found.text
@@ -422,13 +424,13 @@ class Unfreezes(misplaced.Right):
         return super().parallelize(model, mesh)
 
 
-def test_a_gradient_that_is_not_due_is_told(runner: Runner) -> None:
+def test_a_gradient_that_is_not_expected_is_reported(runner: Runner) -> None:
     model = f"{__name__}:{Unfreezes.__name__}"
     found = located(runner, f"dp2/2/fp32/own/none/model={model},steps=1")
     assert "no gradient of head.bias is due: the model freezes it" in found.text
 
 
-def test_a_rank_that_clips_by_its_own_norm_is_told(runner: Runner) -> None:
+def test_a_rank_that_clips_by_its_own_norm_is_named(runner: Runner) -> None:
     # regression: N27
     stack = "gradparity.fixtures.faulty.stacks:ClipsByTheNormOfItsShards"
     found = located(runner, f"dp2/2/fp32/own/none/model={stack},steps=2")
@@ -540,7 +542,9 @@ def test_the_gradient_that_departs_most_is_named(runner: Runner) -> None:
 
 @pytest.mark.parametrize("recipe", ["accumulate", "accumulate-uneven"])
 @pytest.mark.slow
-def test_that_only_the_last_pass_was_kept_is_told(runner: Runner, recipe: str) -> None:
+def test_a_gradient_of_the_last_pass_only_is_recognised(
+    runner: Runner, recipe: str
+) -> None:
     more = f"steps=2,recipe={recipe}"
     found = located(runner, own(misplaced.KeepsTheLastPass, "dp2/2/fp32", more))
     assert found.where == "gradient"
@@ -551,7 +555,7 @@ def test_that_only_the_last_pass_was_kept_is_told(runner: Runner, recipe: str) -
     assert "alone" not in wrong.text
 
 
-def test_that_the_rows_of_one_rank_alone_count_is_told(runner: Runner) -> None:
+def test_a_gradient_of_the_rows_of_one_rank_is_recognised(runner: Runner) -> None:
     found = located(runner, own(misplaced.TakesOneRanksGradients, "dp2/2/fp32"))
     told = "all 36 gradients come from the rows of rank 1 alone; "
     assert found.where == "gradient" and found.text.startswith(told)
@@ -566,7 +570,7 @@ def test_a_model_with_frozen_parts_is_no_first_case(runner: Runner) -> None:
     assert told not in found.text
 
 
-def test_a_share_of_the_loss_is_told(runner: Runner) -> None:
+def test_a_share_of_the_loss_is_recognised(runner: Runner) -> None:
     found = located(runner, own(misplaced.ReturnsItsShare, "dp2/2/fp32"))
     assert found.where == "loss" and found.factor == pytest.approx(0.5)
     assert "it is 0.500 x the truth: a share of it" in found.text

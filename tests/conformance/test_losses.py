@@ -1,4 +1,4 @@
-"""Losses: the dtype in which one is computed, and heads with counts of their own."""
+"""Losses: the dtype of their computation, and heads with separate counts."""
 
 from typing import Any
 

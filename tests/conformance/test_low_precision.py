@@ -56,7 +56,7 @@ class WrongDtype(ScaleOfTheOtherOperand):
 
 
 class FourBits(optim.Optimizer):
-    """Momentum in 4 bits by rows, for tensors with enough elements."""
+    """SGD whose momentum is rounded to 4 bits by rows, but not in small tensors."""
 
     least = 64
 
@@ -115,7 +115,9 @@ STATE = UndeclaredState(fixed=True)
 WRONG = WrongDtype(fixed=True)
 
 
-def test_a_model_that_joins_rows_by_a_scale_is_told_the_line_to_add() -> None:
+def test_the_error_of_a_model_that_joins_rows_by_a_scale_shows_the_line_to_add() -> (
+    None
+):
     with pytest.raises(WorkloadError, match=r"rounds_to = torch\.float8_e4m3fn$"):
         check_workload(f"{HERE}:UNDECLARED")
 
@@ -261,7 +263,7 @@ def test_codes_that_do_not_train_are_a_constant() -> None:
 @pytest.mark.parametrize(
     ("name", "place"), [("Q09Fixed", "tp2/2/fp32"), ("Q10Fixed", "dp2/2/fp32")]
 )
-def test_frozen_codes_are_judged_by_what_is_computed_with_them(
+def test_frozen_codes_are_checked_by_what_is_computed_with_them(
     name: str, place: str
 ) -> None:
     spec = f"gradparity.fixtures.specimens.codes:{name}"

@@ -1,4 +1,4 @@
-"""Norms that stacks report, factors they clip by, dtypes they reduce in."""
+"""Reported norms, clip factors and dtypes of reductions of workloads."""
 
 import copy
 from dataclasses import replace
@@ -34,7 +34,7 @@ def told(case: Case) -> dict[str, Finding]:
     ("stack", "broken"), FAULTY_STACKS.items(), ids=lambda x: getattr(x, "__name__", "")
 )
 @pytest.mark.few(5)
-def test_a_faulty_stack_is_caught_by_its_law(
+def test_a_faulty_workload_is_caught_by_its_check(
     runner: Runner, stack: type[Any], broken: Broken
 ) -> None:
     case = judged(runner, broken.at)
@@ -46,7 +46,9 @@ RIGHT = [(stack, at) for stack, places in RIGHT_STACKS.items() for at in places]
 
 @pytest.mark.parametrize(("stack", "at"), RIGHT, ids=[at[:40] for _, at in RIGHT])
 @pytest.mark.few(5)
-def test_a_right_stack_breaks_no_law(runner: Runner, stack: type[Any], at: str) -> None:
+def test_a_right_workload_fails_no_check(
+    runner: Runner, stack: type[Any], at: str
+) -> None:
     found = told(judged(runner, at))
     accused = {law: f for law, f in found.items() if f.status is not Status.PASS}
     assert {f.status for f in accused.values()} <= {Status.SKIPPED}, accused
@@ -62,7 +64,7 @@ def test_a_right_stack_breaks_no_law(runner: Runner, stack: type[Any], at: str) 
     assert all(found[law].compared for law in decided)
 
 
-def test_right_clipping_of_wrong_gradients_is_not_accused(runner: Runner) -> None:
+def test_right_clipping_of_wrong_gradients_is_inconclusive(runner: Runner) -> None:
     wrong = FAULTY_STACKS[stacks.DoublesOneGradient]
     found = told(judged(runner, wrong.at))
     for law in ("norm.reported", "norm.factor"):

@@ -46,7 +46,7 @@ def test_the_state_of_a_subclass_is_what_it_holds() -> None:
     assert fresh in seen and len(seen) == 4
 
 
-def test_an_error_of_the_judge_is_reported_and_ends_no_run(
+def test_an_error_of_gradparity_is_reported_and_ends_no_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""``reference = "one rank"``: deterministic training is compared with itself."""
+"""``reference = "one rank"``: training is compared with the same code on one rank."""
 
 import itertools
 from pathlib import Path
@@ -69,7 +69,7 @@ ALIKE = ("R05", "R09", "R10")
     [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in ONE_RANK],
 )
 @pytest.mark.few(1)
-def test_the_fault_is_caught_and_the_right_twin_passes(
+def test_the_fault_is_caught_and_the_fixed_version_passes(
     runner: Runner, name: str
 ) -> None:
     pair = ONE_RANK[name]
@@ -85,7 +85,9 @@ def test_the_fault_is_caught_and_the_right_twin_passes(
 
 @pytest.mark.parametrize("name", ["R01", "R04", "R09"])
 @pytest.mark.slow
-def test_in_bf16_and_in_parts_the_right_twin_passes(runner: Runner, name: str) -> None:
+def test_in_bf16_and_in_parts_the_fixed_version_passes(
+    runner: Runner, name: str
+) -> None:
     for more in ({"precision": "bf16-autocast"}, {"recipe": "accumulate"}):
         found = case(runner, ONE_RANK[name].fixed, **more)
         assert found.status == "pass", (more, found.problem, failed(found))

@@ -1,4 +1,4 @@
-"""Printed lines begin no command of a CI system, and any terminal takes them."""
+"""CI systems read no printed line as a command, and any terminal can show the lines."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Steps that a stack skips by its own decision, and counts: agreed on is right."""
+"""Steps that a workload skips by its own decision: right if all ranks agree."""
 
 from typing import Any
 
@@ -78,7 +78,7 @@ class DecidesAlone(SkipsSpikes):
 
 
 class CountsAndSteps(SkipsSpikes):
-    """The count grows, and the step is taken."""
+    """Counts a skipped step, but takes it."""
 
     def is_spike(self, stack: Engine, loss: Any) -> bool:
         stack.kept["skipped"] += super().is_spike(stack, loss)

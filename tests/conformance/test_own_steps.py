@@ -57,7 +57,7 @@ RIGHT = [  # three ranks take longer
 
 @pytest.mark.parametrize("where", RIGHT)
 @pytest.mark.few(4)
-def test_a_right_step_breaks_no_law(runner: Runner, where: str) -> None:
+def test_a_right_step_fails_no_check(runner: Runner, where: str) -> None:
     found = {v.law: v for v in judged(runner, Scenario.parse(where)).verdicts}
     assert {v.status for v in found.values()} <= {Status.PASS, Status.SKIPPED}
     for law in ("parity.gradient", "parity.update"):
@@ -68,7 +68,7 @@ def test_a_right_step_breaks_no_law(runner: Runner, where: str) -> None:
 @pytest.mark.parametrize(
     "broken", [pytest.param(b, id=s.__name__) for s, b in FAULTY_STEPS.items()]
 )
-def test_a_faulty_step_is_caught_by_its_law(runner: Runner, broken: Broken) -> None:
+def test_a_faulty_step_is_caught_by_its_check(runner: Runner, broken: Broken) -> None:
     case = judged(runner, Scenario.parse(broken.at))
     failed = [v.law for v in case.verdicts if v.status is Status.FAIL]
     assert broken.law in failed

@@ -1,6 +1,6 @@
 """Each private name of torch that gradparity uses exists, with its arguments.
 
-ruff sees to it that one module of a room says them (SLF001, PLC2701).
+ruff ensures that only one module of a package uses them (SLF001, PLC2701).
 """
 
 from __future__ import annotations

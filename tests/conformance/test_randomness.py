@@ -1,4 +1,4 @@
-"""Random layers: drawn numbers are compared; with layers off, gradients are."""
+"""Random layers: draws are compared; gradients are, with random layers switched off."""
 
 from collections.abc import Callable
 from typing import Any
@@ -126,7 +126,7 @@ def test_a_right_stack_passes_with_its_random_layers_on_and_off(
         ),
     ],
 )
-def test_a_wrong_stack_breaks_its_law_and_no_other_one_of_the_chapter(
+def test_a_wrong_workload_fails_its_check_and_no_other_of_the_chapter(
     runner: Runner, stack: type, place: str, law: str, words: str
 ) -> None:
     case = runner.run("none", scenario(stack, place))
@@ -171,7 +171,7 @@ def test_only_a_checkpoint_of_its_own_is_loaded_with_random_layers_on() -> None:
     assert "random-resume" in {s.recipe for s in chosen}
 
 
-def test_a_scaler_is_judged_with_random_layers_on(runner: Runner) -> None:
+def test_a_scaler_is_checked_with_random_layers_on(runner: Runner) -> None:
     """The run without a scaler draws the same numbers, so results must be equal."""
     ours = "gradparity.scaler:GradScaler"
     told = statuses(runner.run(ours, scenario(stacks.Dropout, "dp2/2/fp32")))
@@ -204,7 +204,7 @@ def test_presets_try_every_layout_with_random_layers_on(preset: str) -> None:
     assert "random" not in {s.recipe for s in other}
 
 
-def test_draws_that_no_module_shows_in_backward_are_told(runner: Runner) -> None:
+def test_draws_that_no_module_shows_in_backward_are_reported(runner: Runner) -> None:
     """The checkpointed function is a method that draws from its own generator."""
     case = runner.run("none", scenario(stacks.ForgetsItsOwnGenerator, "dp2/2/fp32"))
     (told,) = (v for v in case.verdicts if v.law == "random.recompute")

@@ -1,4 +1,4 @@
-"""References: trained on a process of their own, from one and the same start."""
+"""References: trained in a separate process, from the same initial weights."""
 
 import itertools
 import os
@@ -79,7 +79,7 @@ def test_a_probe_that_seeds_while_references_train_changes_no_bound() -> None:
     assert one is not None and one == other
 
 
-def test_a_run_draws_nothing_from_the_generator_of_the_process_that_judges() -> None:
+def test_a_run_draws_nothing_from_the_generator_of_the_parent() -> None:
     scenario = Scenario.parse(
         "dp2/2/fp32/own/none/model=gradparity.tests.workloads.stacks:Right,steps=2"
     )

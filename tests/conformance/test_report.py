@@ -120,7 +120,7 @@ def test_a_whole_report_comes_back_equal(tmp_path: Path) -> None:
     assert kinds == ["header", "case", "case", "footer"]
 
 
-def test_verdicts_of_the_judge_come_back_equal(tmp_path: Path) -> None:
+def test_verdicts_are_read_as_they_were_written(tmp_path: Path) -> None:
     """Verdicts are written unchanged; values that JSON lacks (nan) become words."""
     of = evidence()
     of.ranks[0].steps[1].scale_after = float("nan")
@@ -288,7 +288,7 @@ def test_a_run_without_a_scaler_has_no_plot_of_its_scale() -> None:
     assert "log2 of the scale" in scale_chart(other, other.curves)
 
 
-def test_laws_that_apply_to_no_run_have_no_column() -> None:
+def test_checks_that_apply_to_no_run_have_no_column() -> None:
     idle = Verdict(law="dtype.reduction", status="skipped", message="no dtype")
     record = case()
     record = msgspec.structs.replace(record, verdicts=(*record.verdicts, idle))
@@ -371,7 +371,7 @@ def test_a_violation_comes_with_a_script(place: Pool, scenario: str) -> None:
     assert "from torch.amp import GradScaler" in page
 
 
-def test_the_first_case_of_each_broken_law_has_a_script(place: Pool) -> None:
+def test_the_first_case_of_each_failed_check_has_a_script(place: Pool) -> None:
     recorder = Recorder(place)
     seen = [
         failing("ddp/2/fp32/sgd/none/seed=1", "agreement.scale"),
@@ -403,7 +403,7 @@ def test_a_script_that_cannot_be_made_ends_no_run(
     assert "no script could be made for ddp/2/fp32/sgd/none" in caplog.text
 
 
-def test_a_cell_names_the_law_that_is_broken_first() -> None:
+def test_a_cell_names_the_check_that_fails_first() -> None:
     """The failure of the earliest step is named, since later ones follow from it."""
     late, soon = (
         Verdict(
@@ -493,7 +493,7 @@ def made_header() -> Header:
     )
 
 
-def test_the_commit_is_that_of_the_code_which_is_judged(
+def test_the_commit_is_that_of_the_tested_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -19,7 +19,7 @@ HEAVY = ("torch", "numpy", "hypothesis")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Folder in which importing torch, or the module that reports name, raises."""
+    """Folder of modules that raise in place of torch, or of a module in a report."""
     for name in (*HEAVY, "setup_evil"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('imported {name}')\n")
     return tmp_path

@@ -1,4 +1,4 @@
-"""A scaler begins with a state that one on another number of ranks has saved."""
+"""A scaler resumes from a state that was saved on another number of ranks."""
 
 import pytest
 
@@ -119,7 +119,7 @@ def test_a_right_scaler_continues_with_the_state(runner: Runner) -> None:
     assert len(record.curves.parity) == len(record.curves.loss) == 4
 
 
-def test_a_run_that_stops_in_the_world_that_saves_is_judged_there(
+def test_a_run_that_stops_in_the_world_that_saves_is_reported_there(
     runner: Runner,
 ) -> None:
     longer = "fsdp/4/fp32/sgd/none/steps=8,recipe=resume-resharded"
@@ -133,7 +133,7 @@ def test_a_run_that_stops_in_the_world_that_saves_is_judged_there(
     assert record.curves is not None and len(record.curves.scale) == 2
 
 
-def test_a_load_that_raises_is_told_with_its_call(runner: Runner) -> None:
+def test_a_load_that_raises_is_reported_with_its_call(runner: Runner) -> None:
     scaler = "gradparity.fixtures.faulty:SavesATrackerForEachRank"
     case = runner.run(scaler, MOVED)
     (finding,) = [v for v in case.verdicts if v.law == "liveness.completes"]

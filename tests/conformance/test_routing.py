@@ -1,4 +1,4 @@
-"""Learned routers: a choice that rounding tips passes, and a real fault fails."""
+"""Learned routers: a choice that rounding decides passes, and a real fault fails."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -44,7 +44,7 @@ def failed(case: Case) -> set[str]:
 
 
 @pytest.mark.slow
-def test_a_right_stack_whose_choice_tips_is_accused_without_the_replay(
+def test_a_right_workload_whose_choice_tips_fails_only_without_the_replay(
     judge: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert case(judge, stacks.TopOne, *TIPS).status == "pass"

@@ -207,7 +207,7 @@ HUNG, VICTIM = RankState.HUNG, RankState.VICTIM
         ((HUNG, HUNG), (SYNC, SYNC), "ranks 0, 1 hang: {}"),
     ],
 )
-def test_a_hang_is_told_with_its_function_and_the_ranks_that_wait(
+def test_a_hang_is_reported_with_its_function_and_the_ranks_that_wait(
     states: tuple[RankState, ...], stacks: tuple[str, str], words: str
 ) -> None:
     case = judged(MadeUp(scaler=[hangs_in(*stacks, *states)]))
@@ -218,7 +218,7 @@ def test_a_hang_is_told_with_its_function_and_the_ranks_that_wait(
 BITWISE = ("transparency.gradient", "transparency.bitwise")
 
 
-def test_two_different_controls_accuse_no_scaler() -> None:
+def test_two_different_controls_make_a_scaler_inconclusive() -> None:
     case = judged(MadeUp(scaler=[moved], control=[right, drifts]))
     for law in BITWISE:
         status, message = said(case, law)
@@ -227,7 +227,7 @@ def test_two_different_controls_accuse_no_scaler() -> None:
     assert case.status is Status.INCONCLUSIVE
 
 
-def test_two_equal_controls_accuse_the_scaler() -> None:
+def test_with_two_equal_controls_the_scaler_fails() -> None:
     place = MadeUp(scaler=[moved])
     case = judged(place)
     assert said(case, "transparency.bitwise")[0] is Status.FAIL
@@ -241,7 +241,7 @@ def test_a_control_whose_parameters_differ_is_seen() -> None:
 
 
 @pytest.mark.parametrize(("run", "controls"), [(right, 1), (moved, 2)])
-def test_a_control_is_made_again_once_where_the_judged_run_differs(
+def test_a_control_is_made_again_once_where_the_tested_run_differs(
     run: Run, controls: int
 ) -> None:
     place = MadeUp(scaler=[run])
@@ -254,7 +254,7 @@ def test_a_control_is_made_again_once_where_the_judged_run_differs(
     assert place.calls.count(NO_SCALER) == controls
 
 
-def test_a_control_without_a_judged_scaler_is_made_once() -> None:
+def test_a_control_without_a_tested_scaler_is_made_once() -> None:
     place = MadeUp(scaler=[right])
     runner = Runner(folder=".", place=place)
     runner.run(NO_SCALER, replace(SCENARIO, init_scale=8.0), parity=False)
@@ -316,7 +316,7 @@ CASES = BEHIND // SCENARIO.world_size
 
 
 @pytest.mark.parametrize("count", [1, CASES, CASES + 3])
-def test_the_judge_may_be_some_cases_behind_and_all_end_in_order(count: int) -> None:
+def test_evaluation_may_be_some_cases_behind_and_all_end_in_order(count: int) -> None:
     runner = Watched(min(count, CASES + 1))
     runner.run_all(seeds(count), runner.begin, runner.end)
     assert runner.ended == runner.begun
@@ -446,7 +446,7 @@ def test_nothing_ends_after_the_case_that_ends_the_run() -> None:
     assert runner.ended == runner.begun[:2]
 
 
-def test_cases_that_were_trained_before_an_interrupt_are_judged() -> None:
+def test_cases_that_were_trained_before_an_interrupt_are_evaluated() -> None:
     runner = Watched(3)
 
     def begin(spec: str, scenario: str) -> None:

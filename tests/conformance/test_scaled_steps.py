@@ -1,4 +1,4 @@
-"""Training steps that call a scaler in unusual forms: right ones break no law."""
+"""Training steps that call a scaler in unusual forms: right ones fail no check."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -246,7 +246,7 @@ def failed(case: Case) -> dict[str, str]:
     ],
 )
 @pytest.mark.few(2)
-def test_a_right_step_breaks_no_law(runner: Runner, stack: type, faults: str) -> None:
+def test_a_right_step_fails_no_check(runner: Runner, stack: type, faults: str) -> None:
     found = judged(runner, stack, faults)
     assert found.status == "pass", (found.problem, failed(found))
 
@@ -257,7 +257,9 @@ FEW = (ClipsAndStepsFused, ClipsByTheScaler, ScaledGan, SharesNoOptimizer)
 
 @pytest.mark.parametrize("stack", FEW)
 @pytest.mark.few(1)
-def test_a_right_step_that_overflows_breaks_no_law(runner: Runner, stack: type) -> None:
+def test_a_right_step_that_overflows_fails_no_check(
+    runner: Runner, stack: type
+) -> None:
     found = judged(runner, stack, "none", f",{OVERFLOWS}")
     assert found.evidence is not None
     assert found.evidence.ranks[0].steps[0].scale_after < 1e38
@@ -274,7 +276,7 @@ def test_a_scaler_that_lets_ranks_disagree_is_caught_in_such_a_step(
     assert {"skip.all-ranks-skip", "agreement.scale"} <= {*failed(found)}
 
 
-def test_a_rank_that_does_not_say_that_it_lacks_an_optimizer_is_not_judged_by_order(
+def test_a_skip_is_undecided_if_a_rank_makes_no_call_for_an_optimizer_it_lacks(
     runner: Runner,
 ) -> None:
     scaler = f"{__name__}:{AgreesOverSharedOptimizers.__name__}"

@@ -1,4 +1,4 @@
-"""A scenario is a value: its id says everything, and bad parts are refused in words."""
+"""A scenario and its id can be converted to each other; errors name the bad part."""
 
 import dataclasses
 

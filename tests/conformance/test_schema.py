@@ -1,4 +1,4 @@
-"""The published schema is that of the records, and as strict as the reader."""
+"""The published schema matches the records, and is as strict as the reader."""
 
 import copy
 import json

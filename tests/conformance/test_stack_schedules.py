@@ -110,7 +110,7 @@ def test_a_schedule_is_followed_over_skips_loads_and_roundings(
     assert found.status == "pass", (found.problem, failed(found), update(found))
 
 
-def test_a_schedule_that_moves_too_often_is_believed(runner: Runner) -> None:
+def test_a_schedule_that_moves_too_often_is_trusted(runner: Runner) -> None:
     found = case(runner, MovesInEachPass, recipe="accumulate")
     assert found.status == "pass", (found.problem, failed(found))
     assert "lr (0.weight: 0.00333333 at step 0, 0.01 at step 1)" in update(found)
@@ -141,7 +141,7 @@ class OneRankAlone(WarmsUp):
 
 
 class ClipsTwice(WarmsUp):
-    """Clips once more, to a tenth."""
+    """Clips a second time, to a tenth of the declared norm."""
 
     def clip(self, stack: Engine) -> Tensor:
         norm = super().clip(stack)
@@ -150,7 +150,7 @@ class ClipsTwice(WarmsUp):
 
 
 class AppliesTwice(WarmsUp):
-    """Each step is as long as two."""
+    """Each step is twice as long as it should be."""
 
     @contextmanager
     def doubled(self, module: nn.Module) -> Iterator[None]:
@@ -289,7 +289,7 @@ def test_a_fault_beside_a_schedule_is_caught(
     assert words in failed(found)[law]
 
 
-def test_a_schedule_that_a_checkpoint_loses_is_told(runner: Runner) -> None:
+def test_a_schedule_that_a_checkpoint_loses_is_reported(runner: Runner) -> None:
     assert case(runner, BeginsAgain).status == "pass"
     found = case(runner, BeginsAgain, recipe="resume")
     assert [*failed(found)] == ["trainer.settings"], (found.problem, failed(found))
@@ -304,7 +304,9 @@ def test_a_rate_that_the_scaler_changes_is_not_followed(runner: Runner) -> None:
     assert "parity.update" in failed(found), (found.problem, update(found))
 
 
-def test_settings_that_differ_by_less_than_bf16_shows_are_told(runner: Runner) -> None:
+def test_settings_that_differ_by_less_than_bf16_shows_are_reported(
+    runner: Runner,
+) -> None:
     found = case(runner, OneGroupOnOneRank, precision="bf16-autocast", steps=2)
     assert found.status == "pass", (found.problem, failed(found))
     assert "; lr of 0.bias is 0.029402 on rank 0 and 0.03 on rank 1" in update(found)

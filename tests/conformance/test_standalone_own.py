@@ -1,4 +1,4 @@
-"""Standalone scripts on a workload of one's own: torch, the scaler and the workload."""
+"""Standalone scripts for a user's workload: they need torch, scaler and workload."""
 
 import re
 import subprocess
@@ -152,7 +152,7 @@ SPECIMENS = {
 
 
 @pytest.mark.parametrize("name", SPECIMENS)
-def test_the_script_of_a_specimen_distinguishes_the_twins(
+def test_the_script_of_a_specimen_distinguishes_broken_from_fixed(
     scripts: Scripts, name: str
 ) -> None:
     place, words = SPECIMENS[name]
@@ -214,7 +214,7 @@ def test_the_script_of_a_right_stack_finds_no_violation(
 
 
 @pytest.mark.slow
-def test_what_departs_is_told_before_a_rank_ends(tmp_path: Path) -> None:
+def test_differences_are_printed_before_a_rank_ends(tmp_path: Path) -> None:
     spec = specimens.SPECIMENS["W15"].broken
     place, words = SPECIMENS["W15"]
     text = standalone_script(Scenario.parse(f"{place},model={spec}"), "none")

@@ -1,4 +1,4 @@
-"""The terminal: live progress with time left on one, plain lines in a file."""
+"""Printed progress: live with the time left in a terminal, plain lines in a file."""
 
 import io
 import itertools
@@ -230,7 +230,7 @@ def test_the_result_is_said_in_words() -> None:
     assert verdict_of(report, "c:D").startswith("c:D fails on ")
 
 
-def test_the_report_shows_how_much_each_law_compared() -> None:
+def test_the_report_shows_how_much_each_check_compared() -> None:
     seen = case("a:B")
     (whole,) = seen.verdicts
     part = replace(whole, law="parity.update", compared=10, not_compared=30)

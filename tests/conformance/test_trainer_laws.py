@@ -1,4 +1,4 @@
-"""Checks of a trainer's work beside its step, on real ranks and at their limits."""
+"""Checks of schedules, averages, counts of skips and checkpoints of trainers."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -35,7 +35,7 @@ def told(case: Case) -> dict[str, Finding]:
     FAULTY_TRAINERS.items(),
     ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_a_faulty_trainer_is_caught_by_its_law(
+def test_a_faulty_trainer_is_caught_by_its_check(
     runner: Runner, trainer: type[Any], broken: Broken
 ) -> None:
     failed = {
@@ -47,14 +47,14 @@ def test_a_faulty_trainer_is_caught_by_its_law(
 
 
 @pytest.mark.parametrize("at", RIGHT_TRAINERS[trainers.WaitsForTheStep])
-def test_a_right_trainer_breaks_no_law(runner: Runner, at: str) -> None:
+def test_a_right_trainer_fails_no_check(runner: Runner, at: str) -> None:
     found = told(judged(runner, at))
     assert {f.status for f in found.values()} <= {Status.PASS, Status.SKIPPED}
     for law in LAWS:
         assert found[f"trainer.{law}"].status is Status.PASS, law
 
 
-def test_a_step_that_only_some_optimizers_take_is_not_judged() -> None:
+def test_a_step_that_only_some_optimizers_take_fails_no_check_of_trainers() -> None:
     e = evidence(bad=True)
     for trace in e.ranks:
         trace.steps[BAD_STEP].decisions[0].parameters_changed = True
@@ -102,7 +102,7 @@ def test_an_average_that_stays_on_one_rank_is_asked_about() -> None:
     assert "let ema(stack) return {} there" in found.message
 
 
-def test_averages_that_drift_apart_are_told_at_the_first_step() -> None:
+def test_averages_that_drift_apart_are_reported_at_the_first_step() -> None:
     e = evidence()
     averages(e, 1, *"01abc")
     found = finding(e, "trainer.average")
@@ -203,7 +203,7 @@ def test_after_other_skips_a_schedule_may_be_another() -> None:
     assert found.not_compared == 2 * (RESUMED.steps - 1)
 
 
-def test_weights_that_a_load_has_rounded_are_told() -> None:
+def test_weights_that_a_load_has_rounded_are_reported() -> None:
     e = evidence(scenario=RESUMED)
     assert finding(e, "trainer.weights").compared == 2
     e.ranks[1].loaded = (3, "w")

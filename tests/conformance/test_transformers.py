@@ -1,4 +1,4 @@
-"""A tensor-parallel plan that is not ours: gradients laid out unlike parameters."""
+"""A tensor-parallel plan of transformers, with gradients laid out unlike parameters."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,12 +21,12 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
         yield made
 
 
-def test_qwen3_under_its_own_plan_is_judged(runner: Runner) -> None:
+def test_qwen3_under_its_own_plan_is_compared(runner: Runner) -> None:
     """Gradients of qwen3 are right, but wrong if micro-batches are accumulated.
 
     The plan's hook sums the accumulated gradient over ``tp`` at each backward, so what
     came before the last micro-batch is multiplied by the number of ranks. If this no
-    longer fails, transformers has cured it.
+    longer fails, transformers has fixed it.
     """
     place, settings = "tp2/2/fp32/own/none", "model=examples.qwen3:Stack,steps=2"
     right = runner.run("none", Scenario.parse(f"{place}/{settings}"))

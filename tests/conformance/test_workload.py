@@ -94,7 +94,7 @@ def test_a_wrong_scaler_is_caught_on_a_right_stack(runner: Runner) -> None:
         ),
     ],
 )
-def test_a_wrong_stack_is_caught_and_no_scaler_accused(
+def test_a_wrong_workload_is_caught_and_no_check_of_scalers_fails(
     runner: Runner, stack: type, law: str, words: str
 ) -> None:
     found = case(runner, stack)

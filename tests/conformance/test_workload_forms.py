@@ -102,7 +102,7 @@ class Weighted(Replicated):
 
 
 class HalfWeights(Weighted):
-    """The weights, and so the counts, are in the dtype of the output."""
+    """Class weights, and so the counts, have the dtype of the output."""
 
     def loss(self, output: Tensor, targets: Tensor) -> Any:
         weights = torch.linspace(0.1, 1.3, VOCABULARY).to(output.dtype)
@@ -203,7 +203,7 @@ class Forces(Replicated):
 
 
 class CountedForces(Forces):
-    """Forces as sums with their counts."""
+    """Losses of energies and forces are sums with counts."""
 
     def loss(self, output: Any, targets: Tensor) -> Any:
         return super().loss(output, targets) * len(targets), len(targets)
@@ -236,7 +236,7 @@ def test_updates_that_rounding_decides_say_so(runner: Runner) -> None:
     assert "on the gradient is below the bound of its error" in found.message
 
 
-def test_a_script_is_refused_where_fp64_needs_the_judges_context() -> None:
+def test_a_script_is_refused_where_fp64_needs_gradparitys_context() -> None:
     text = f"dp2/2/fp32/own/none/model={spec(Weighted)},steps=1"
     with pytest.raises(UsageError, match="forward makes new tensors without a dtype"):
         standalone_script(Scenario.parse(text), "none")
@@ -445,7 +445,7 @@ def test_an_optimizer_that_is_forgotten_did_not_step(runner: Runner) -> None:
     assert found["parity.update"].status is Status.FAIL
 
 
-def test_a_schedule_of_the_stack_is_followed_and_told(runner: Runner) -> None:
+def test_a_schedule_of_the_workload_is_followed_and_reported(runner: Runner) -> None:
     case = judged(runner, WarmsUp)
     assert case.status is Status.PASS, [v for v in case.verdicts if v.status != "pass"]
     update = next(v for v in case.verdicts if v.law == "parity.update")
@@ -501,7 +501,7 @@ class RaisesInBf16(Replicated):
         return output
 
 
-def test_a_reference_that_raises_is_not_the_judges_fault() -> None:
+def test_a_reference_that_raises_is_an_error_of_the_workload() -> None:
     where = f"dp2/2/bf16-autocast/own/none/model={spec(RaisesInBf16)},steps=1"
     scenario = Scenario.parse(where)
     schedule = Schedule(skipped=(frozenset(),), scales=(1.0,))

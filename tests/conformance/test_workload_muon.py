@@ -1,4 +1,4 @@
-"""Optimizers of whole matrices: errors by rounding pass."""
+"""Optimizers of whole matrices: errors by rounding pass, and other updates fail."""
 
 from typing import Any
 

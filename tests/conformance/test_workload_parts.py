@@ -1,4 +1,4 @@
-"""Ranks and backwards see their shards, micro-batches, counts and idle layers."""
+"""Workloads with their own shards, micro-batches or counts, and with idle layers."""
 
 from html import unescape
 from pathlib import Path
@@ -380,7 +380,7 @@ class RefusesOne(Ddp):
 
 
 class CountIsText(Ddp):
-    """The count is a word."""
+    """The count is a string."""
 
     def loss(self, output: Tensor, targets: Tensor) -> Any:
         return (output - targets).square().sum(), "all"
@@ -475,7 +475,7 @@ class ClipsToNothing(StepTakesNoScaler):
 
 
 class ReducesInText(Ddp):
-    """``reduce_dtype`` is a word."""
+    """``reduce_dtype`` is a string."""
 
     reduce_dtype = "bf16"
 
@@ -527,7 +527,7 @@ def test_ranks_whose_counts_are_not_known_have_no_loss_to_compare(
     assert told["parity.gradient"].status == told["parity.update"].status == "pass"
 
 
-def test_a_scaler_is_judged_on_counted_losses(runner: Runner) -> None:
+def test_a_scaler_is_checked_on_counted_losses(runner: Runner) -> None:
     scaler = "gradparity.fixtures.faulty:PlainScaler"
     assert case(runner, Counted, "accumulate-uneven", scaler).status == "pass"
 

@@ -1,4 +1,4 @@
-"""The walks of docs/architecture.md list functions that really run, in order."""
+"""Numbered lists of docs/architecture.md name functions that really run, in order."""
 
 import os
 import re
@@ -84,7 +84,7 @@ def ours(path: str) -> str:
 
 
 def missed(walk: Iterable[tuple[str, str]], ran: list[tuple[str, str]]) -> list[str]:
-    """Return functions of a walk that did not run, or ran out of order."""
+    """Return functions of a list that did not run, or ran out of order."""
     wrong, last = [], -1
     for function in walk:
         place = ran.index(function) if function in ran else -1
@@ -103,7 +103,7 @@ def test_a_wrong_walk_is_seen() -> None:
 
 
 def lost_paths(text: str) -> list[str]:
-    """Files, folders and modules that the page names and that do not exist."""
+    """Return files, folders and modules that the page names but that do not exist."""
     named = re.findall(r"`([\w./-]+/[\w.-]*|\w+\.(?:py|md))`", text)
     # the page names a file from the root, or in the folder that it speaks of
     rooms = (ROOT / room for room in ROOMS)

@@ -21,7 +21,7 @@ SECTION = re.compile(
 ENTRY = re.compile(r"^( +[\w*`]+: (\w+).*)$", re.MULTILINE)
 RETURNS = re.compile(r"^ *(?:Returns|Yields):\n( +(\w+).*)$", re.MULTILINE)
 AT_MOST = 20
-"""Empty names that may be left; lower it when there are fewer."""
+"""Number of empty names that may remain; lower it when there are fewer."""
 
 
 BUDGETS = {
@@ -75,14 +75,14 @@ def modules(*rooms: str) -> list[tuple[Path, Words]]:
 
 
 def decoded(docstrings: list[str]) -> Iterator[str]:
-    """First lines of docstrings that have to be decoded."""
+    """Yield the first line of each docstring that begins with a forbidden word."""
     for text in docstrings:
         if text.split()[0] in BEGINNINGS:
             yield text.strip().partition("\n")[0]
 
 
 def decoded_entries(docstrings: list[str]) -> Iterator[str]:
-    """Entries of ``Args:``, ``Attributes:``, ``Returns:`` that have to be decoded."""
+    """Yield entries of sections like ``Args:`` that begin with a forbidden word."""
     for text in docstrings:
         for line, word in RETURNS.findall(text):
             if word in BEGINNINGS:

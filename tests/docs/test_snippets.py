@@ -96,7 +96,7 @@ def runnable(found: list[Block]) -> list[Block]:
 
 
 def parameter(block: Block) -> Any:
-    """Return a block as a parameter, with marks for its cost and its packages."""
+    """Return a block as a case of ``parametrize``, marked for its cost and packages."""
     sessions = any(command.startswith("pytest") for command in block.commands)
     marks = [pytest.mark.slow] * sessions
     words = {word for command in block.commands for word in command.split()}

@@ -66,7 +66,7 @@ def slurm(
 
 
 @pytest.mark.slow
-def test_two_agents_meet_and_the_gate_judges_them(tmp_path: Path) -> None:
+def test_two_agents_meet_and_the_gate_passes(tmp_path: Path) -> None:
     done = slurm(tmp_path, OURS, *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     (report,) = (tmp_path / "parity-report").glob("*/report.jsonl")

@@ -75,7 +75,7 @@ def judged(runner: Runner, package: str, scaler: str, workload: str, at: str) ->
         row("lerobot", "lerobot_step:LeRobotOurs", "ddp2/2", slow=True),
     ],
 )
-def test_with_our_scaler_no_law_is_broken(
+def test_with_our_scaler_no_check_fails(
     runner: Runner, package: str, workload: str, at: str
 ) -> None:
     found = judged(runner, package, OURS, workload, at)

@@ -239,7 +239,7 @@ def test_earlier_backwards_that_zero_drops_are_found(judged: Judge, stack: str) 
         ),
     ],
 )
-def test_a_finding_of_docs_wild_is_one_for_the_judge(
+def test_a_finding_of_docs_wild_fails_its_checks(
     judged: Judge, stack: str, place: str, recipe: str, laws: set[str]
 ) -> None:
     """A workload fails these checks, or none if the package's version has no fault."""

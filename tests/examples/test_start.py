@@ -1,4 +1,4 @@
-"""The newcomer's path of docs/start.md: copy, run, break, run."""
+"""Steps of docs/start.md: copy a workload, run it, break it, and run it again."""
 
 from pathlib import Path
 

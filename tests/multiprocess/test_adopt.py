@@ -1,4 +1,4 @@
-"""Tests written for others: torch's classes."""
+"""Tests of torch's test classes run unchanged on our ranks."""
 
 import importlib
 import subprocess
@@ -126,7 +126,7 @@ class TestOurs(TestCase):
 
 
 @pytest.mark.parametrize("action", ["default", "error"])
-def test_warnings_of_our_class_are_judged_by_the_session(
+def test_warnings_of_our_class_pass_the_filters_of_the_session(
     session: Session, action: str
 ) -> None:
     done = session(WARNS, "-W", action)

@@ -1,4 +1,4 @@
-"""The end of an agent's run: its first reason is the only one."""
+"""End of an agent's run: the first reason is kept, and later ones are ignored."""
 
 import os
 from collections.abc import Callable

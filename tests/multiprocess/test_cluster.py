@@ -1,4 +1,4 @@
-"""Promises of a cluster without failures."""
+"""Behaviour of a cluster in which no call fails."""
 
 import gc
 import io

@@ -1,4 +1,4 @@
-"""Code that runs in ranks is measured when the parent is, by coverage's own patches."""
+"""Coverage of ranks is measured if the parent's is, by coverage's own patches."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Examples of the pages run: the foreign project, and torch's simulated ranks."""
+"""Examples of the documentation run: a user's project, and torch's simulated ranks."""
 
 import shutil
 import subprocess

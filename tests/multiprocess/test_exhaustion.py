@@ -1,4 +1,4 @@
-"""Ranks out of memory and full disks: real ones, if the kernel allows."""
+"""Ranks without memory, and full disks; both are real where the kernel allows it."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The fault matrix: each fault has its outcome, and an innocent call follows."""
+"""The fault matrix: each fault is reported as promised, and the next call works."""
 
 import os
 import re
@@ -26,7 +26,7 @@ from gradparity.tests.fault_matrix import (
 )
 
 SLACK_S = 8.0
-"""Added to each promised time: the machine may be busy with other things."""
+"""Seconds added to each promised time, because the machine may be busy."""
 
 
 @pytest.fixture(scope="module")

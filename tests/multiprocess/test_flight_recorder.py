@@ -1,4 +1,4 @@
-"""A desync names the collective, the ranks and the lines."""
+"""The report of a desync names the collective, the ranks and the lines."""
 
 import sys
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Each private name of torch that ranks use exists.
 
-ruff sees to it that one module says them (SLF001, PLC2701).
+ruff ensures that only one module uses them (SLF001, PLC2701).
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""Hostile tests and programs do no harm to the harness: each was found."""
+"""Tests and programs that once broke the harness do no harm any more."""
 
 import os
 import signal
@@ -59,7 +59,9 @@ def test_far_apart(world):
     assert "1 skipped" in done.stdout, done.stdout
 
 
-def test_a_skip_of_one_rank_is_told_with_what_the_others_did(session: Session) -> None:
+def test_a_skip_of_one_rank_is_reported_with_what_the_others_did(
+    session: Session,
+) -> None:
     done = session("""
 @pytest.mark.world(world_size=3, timeout_s=60)
 def test_divided(world):
@@ -214,7 +216,7 @@ def test_a_call_may_remove_its_own_folder(cluster: Cluster, tmp_path: Path) -> N
     assert cluster.run(os.getcwd) == [os.getcwd()] * 3
 
 
-def test_a_parent_in_a_removed_folder_is_told() -> None:
+def test_a_parent_in_a_removed_folder_gets_an_error_that_says_so() -> None:
     done = program("""
 import os, tempfile
 from gradparity.multiprocess import Cluster

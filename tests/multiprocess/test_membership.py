@@ -79,7 +79,7 @@ def test_a_late_agent_is_not_named_with_a_silent_one(clock: Clock) -> None:
     assert clock.pass_time(1, seconds=1) == [[2]]
 
 
-def test_a_leader_that_was_suspended_accuses_no_agent(clock: Clock) -> None:
+def test_a_leader_that_was_suspended_reports_no_agent_as_lost(clock: Clock) -> None:
     clock.pass_time(1, 2, seconds=5)
     clock.now += 100.0
     assert clock.monitor.silent() == []

@@ -1,4 +1,4 @@
-"""``make test`` runs under nothing_left.py: here it is seen to fail, and to pass."""
+"""nothing_left.py, under which ``make test`` runs, fails and passes as it should."""
 
 import os
 import subprocess

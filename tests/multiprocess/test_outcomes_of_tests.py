@@ -644,7 +644,7 @@ def test_torchs_classes_hide_nothing(common: Any, session: Session) -> None:
     assert done.stdout.count("so its code has not run") >= 2
 
 
-def test_each_kind_is_told_apart_behind_partials_and_methods() -> None:
+def test_each_kind_is_recognised_behind_partials_and_methods() -> None:
     async def coroutine() -> None: ...
     async def async_generator() -> AsyncIterator[None]:
         yield

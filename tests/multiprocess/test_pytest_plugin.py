@@ -1,4 +1,4 @@
-"""``@pytest.mark.world`` as a stranger's test suite meets it."""
+"""``@pytest.mark.world`` in the test suite of a user."""
 
 import re
 import subprocess
@@ -39,7 +39,7 @@ class Done:
 
 @pytest.fixture
 def session(pytester: pytest.Pytester) -> Session:
-    """Run pytest on a test module, within this process: torch is there already."""
+    """Run pytest on a test module in this process, which has imported torch."""
 
     def run(body: str, *options: str) -> Done:
         pytester.makepyfile(test_it=HEAD + body)

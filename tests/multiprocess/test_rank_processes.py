@@ -1,4 +1,4 @@
-"""Resources of a world are given back once, and other processes are not hit."""
+"""Resources of a world are released once, and no signal reaches other processes."""
 
 import gc
 import os

@@ -23,7 +23,7 @@ from gradparity.multiprocess.spec import Isolation
 
 pytestmark = pytest.mark.gpu
 SLACK_S = 8.0
-"""Added to each promised time: the machine may be busy with other things."""
+"""Seconds added to each promised time, because the machine may be busy."""
 MIB = 1 << 20
 
 
@@ -190,7 +190,7 @@ def test_a_hang_in_a_collective_ends_at_the_limit_with_its_place(
     assert cluster.run(total) == [12.0, 12.0]
 
 
-def test_a_collective_that_one_rank_never_issues_is_told(cluster: Cluster) -> None:
+def test_a_collective_that_one_rank_never_issues_is_reported(cluster: Cluster) -> None:
     def act() -> None:
         if current_world().rank == 0:
             total()
@@ -203,7 +203,9 @@ def test_a_collective_that_one_rank_never_issues_is_told(cluster: Cluster) -> No
     assert cluster.run(total) == [12.0, 12.0]
 
 
-def test_a_collective_alone_that_nothing_waits_for_is_told(cluster: Cluster) -> None:
+def test_a_collective_alone_that_nothing_waits_for_is_reported(
+    cluster: Cluster,
+) -> None:
     def act() -> None:
         world = current_world()
         if world.rank == 0:

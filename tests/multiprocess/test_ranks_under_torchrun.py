@@ -1,4 +1,4 @@
-"""The same tests on the ranks that torchrun made."""
+"""Sessions of pytest, and programs, on the ranks of torchrun."""
 
 import socket
 import subprocess

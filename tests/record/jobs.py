@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Words in, scores of words out."""
+    """Language model: maps words to scores of words."""
 
     def __init__(self, drop: float = 0.0) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def loss_of(scores: Tensor, words: Tensor) -> Tensor:
 
 
 def pipeline(fault: str) -> None:
-    """Two stages that share the blocks, four micro-batches."""
+    """Train a pipeline of two stages, with four micro-batches."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     dist.init_process_group("gloo")

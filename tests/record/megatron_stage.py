@@ -11,7 +11,7 @@ LAYERS, FEATURES, HIDDEN = 2, 6, 8
 
 @dataclass(frozen=True)
 class Shard:
-    """One entry of a sharded state dict; layers are an axis in front."""
+    """One entry of a sharded state dict; its first axis counts layers."""
 
     key: str
     data: Tensor

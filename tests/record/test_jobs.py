@@ -212,7 +212,7 @@ def trained(output: str) -> set[str]:
         ),
     ],
 )
-def test_a_fault_is_told_and_what_cannot_be_compared_is_no_fault(
+def test_a_fault_is_named_and_what_cannot_be_compared_is_no_fault(
     against: Against, tmp_path: Path, fault: str, code: int, words: str
 ) -> None:
     json_file = ("--json", str(tmp_path / "x"))
@@ -262,7 +262,7 @@ def test_outputs_of_blocks_tell_where_a_difference_begins(
 
 
 @pytest.mark.slow
-def test_a_fault_on_ranks_is_told(against: Against) -> None:
+def test_a_fault_on_ranks_is_named(against: Against) -> None:
     code, told, _ = against("fsdp", "one", 2)
     assert code == 1 and "blocks.1.mix.weight" in told.splitlines()[0], told
 
@@ -453,7 +453,7 @@ def test_a_command_that_does_not_exist_leaves_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "r").exists()
 
 
-def test_steps_that_never_come_are_told(command: Command, tmp_path: Path) -> None:
+def test_steps_that_never_come_are_reported(command: Command, tmp_path: Path) -> None:
     options = ("--noise", "0", "--steps", "100:102")
     done = record(tmp_path / "r", *options, of=command("plain"))
     assert done.returncode == 2
@@ -524,7 +524,7 @@ def test_a_second_process_of_a_rank_overwrites_nothing(
         ([".", "--", "true"], ". exists: choose another name"),
     ],
 )
-def test_bad_usage_is_told_in_one_line(
+def test_bad_usage_is_reported_in_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -536,7 +536,7 @@ def test_bad_usage_is_told_in_one_line(
     assert words in capsys.readouterr().err
 
 
-def test_a_broken_recording_is_told_in_one_line(
+def test_a_broken_recording_is_reported_in_one_line(
     one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = tmp_path / "broken"
@@ -566,7 +566,7 @@ def test_a_broken_recording_is_told_in_one_line(
 
 
 @pytest.mark.parametrize("stop", [False, True])
-def test_a_job_that_fails_though_it_was_stopped_is_told(
+def test_a_job_that_fails_though_it_was_stopped_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], stop: bool
 ) -> None:
     """The message explains that ``--stop`` ends ranks while others wait for them."""

@@ -118,7 +118,7 @@ def test_parts_on_a_gpu_add_up_to_the_whole() -> None:
     torch.testing.assert_close(first.sketch, right.sketch, rtol=1e-11, atol=1e-11)
 
 
-def test_a_triton_that_does_not_run_is_told_once(
+def test_a_triton_that_does_not_run_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def compiled(*_: Any) -> Any:

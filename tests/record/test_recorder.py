@@ -1,4 +1,4 @@
-"""Training loops of this process, recorded."""
+"""Recordings of training loops in this process."""
 
 import copy
 import gc
@@ -289,7 +289,9 @@ def test_a_part_that_is_called_before_the_model_is_no_model(tmp_path: Path) -> N
     assert [*run.names(OUTPUT, 0)] == ["0", "1", "2"]
 
 
-def test_updates_of_an_optimizer_that_writes_gradients_are_told(tmp_path: Path) -> None:
+def test_updates_of_an_optimizer_that_writes_gradients_are_not_compared(
+    tmp_path: Path,
+) -> None:
     class Clips(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             for parameter in self.param_groups[0]["params"]:
@@ -497,7 +499,7 @@ def test_a_tensor_of_no_module_is_a_replica_where_ranks_begin_equal(
 
 
 class Averages(torch.optim.SGD):
-    """Sums gradients over ranks in its own step."""
+    """Optimizer that sums gradients over ranks in its own step."""
 
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
@@ -529,7 +531,7 @@ def test_gradients_that_a_step_sums_are_averaged(
 
 
 class Sharp(torch.optim.SGD):
-    """Takes its gradients at other weights, as sharpness-aware optimizers do."""
+    """Optimizer that computes gradients at other weights, as SAM does."""
 
     def step(self, closure: Any = None) -> Any:
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -646,7 +648,7 @@ def test_a_step_within_a_step_is_a_part_of_it(tmp_path: Path) -> None:
 def test_a_job_in_bf16_begins_with_the_rounded_weights_of_one_in_fp32(
     tmp_path: Path,
 ) -> None:
-    """Two optimizers step in turn; each part is matched at its own first step."""
+    """The weights of each optimizer are compared before its own first step."""
     runs = []
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)

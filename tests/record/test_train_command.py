@@ -1,4 +1,4 @@
-"""``gradparity train`` makes a scenario a job that ``record`` can run."""
+"""``gradparity train`` runs a scenario as a job, which ``record`` can record."""
 
 import subprocess
 import sys

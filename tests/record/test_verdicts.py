@@ -48,7 +48,7 @@ def test_what_noise_explains_is_the_same() -> None:
     ("factor", "words"),
     [(0.5, "is 0.500 x that of one"), (0.0, "is zero"), (1.0001, "")],
 )
-def test_a_factor_is_told(factor: float, words: str) -> None:
+def test_a_factor_is_named(factor: float, words: str) -> None:
     key = (1, "gradient", "b")
     wrong = changed(run(4), key, sketch=factor * values(1, "b"))
     found = against(wrong)
@@ -58,7 +58,7 @@ def test_a_factor_is_told(factor: float, words: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_outputs_of_another_dtype_are_told(dtype: str) -> None:
+def test_outputs_of_another_dtype_are_named(dtype: str) -> None:
     other = replace(run(4), outputs=frozenset({dtype}))
     assert against(other).code == SAME
     wrong = changed(other, (1, "gradient", "b"), sketch=2 * values(1, "b"))
@@ -69,7 +69,7 @@ def test_outputs_of_another_dtype_are_told(dtype: str) -> None:
     assert (told in against(wrong).lines) == (dtype == "bfloat16")
 
 
-def test_zeros_of_the_first_side_and_more_tensors_are_told() -> None:
+def test_zeros_of_the_first_side_and_more_tensors_are_named() -> None:
     runs = [
         changed(each, (1, "gradient", "b"), sketch=np.zeros(SIZE))
         for each in (ONE.run, *ONE.noisy)
@@ -95,7 +95,7 @@ def test_a_difference_without_noise_is_beyond_every_bound() -> None:
     assert replace(row, bound=0.2).ratio == 0.5
 
 
-def test_a_gradient_of_the_step_before_is_told() -> None:
+def test_a_gradient_of_the_step_before_is_recognised() -> None:
     late = changed(run(4), (1, "gradient", "b"), sketch=values(0, "b"))
     assert "is the tensor of the step before" in against(late).lines[0]
 
@@ -152,7 +152,7 @@ def test_a_job_that_does_not_repeat_itself_has_no_noise(
     assert "so its noise cannot be used" in told.lines[0]
 
 
-def test_clipping_at_every_step_is_told() -> None:
+def test_clipping_at_every_step_is_named() -> None:
     def clipped(of: Run, squares: Sequence[float]) -> Run:
         for step, square in enumerate(squares):
             of = changed(of, (step, "gradient", "a"), square=square)
@@ -184,7 +184,7 @@ def test_a_renamed_tensor_is_found_by_its_bits() -> None:
     assert "3 of 3 tensors have equal bits, 3 under another name" in found.lines[1]
 
 
-def test_a_start_that_was_rounded_is_told() -> None:
+def test_a_start_that_was_rounded_is_reported() -> None:
     in_bf16 = changed(run(4), (0, "weight", "a"), digest=100)
     found = against(in_bf16)
     assert found.code == SAME and "1 of them after rounding to bf16" in found.lines[1]
@@ -196,7 +196,7 @@ def test_a_start_that_was_rounded_is_told() -> None:
 
 
 def test_a_step_without_any_gradient_is_a_step() -> None:
-    """HSDP keeps all gradients to itself while it accumulates."""
+    """HSDP shows no gradients while it accumulates them."""
     other = run(4)
     kept = {k: t for k, t in other.tensors.items() if k[0] == 0 or k[1] == "weight"}
     lacks = frozenset((1, name) for name in "abc")
@@ -360,7 +360,7 @@ def test_a_choice_of_an_implementation_is_no_other_setting(key: str) -> None:
     assert against(replace(run(4), settings=its), one).code == SAME
 
 
-def test_what_was_not_compared_is_told() -> None:
+def test_what_was_not_compared_is_reported() -> None:
     other = replace(not_proved(), replicas={(0, "gradient", "a"): (1,)}, unnamed=2)
     other = replace(other, notes=("rank 0: rows: no",))
     told = "\n".join(against(other).lines)
@@ -372,7 +372,7 @@ def test_what_was_not_compared_is_told() -> None:
     assert "the recorder noted: rank 0: rows: no" in told
 
 
-def test_how_many_ranks_each_side_has_is_told() -> None:
+def test_how_many_ranks_each_side_has_is_reported() -> None:
     assert "ranks: 1 in one, 4 in mesh" in against(replace(run(4), ranks=4)).lines
 
 
@@ -492,7 +492,7 @@ def test_of_replicas_that_differ_the_one_that_is_furthest_apart_is_named() -> No
     assert against(other).lines[0].startswith("step 0: replicas of c differ")
 
 
-def test_a_side_that_has_fewer_steps_is_told() -> None:
+def test_a_side_that_has_fewer_steps_is_reported() -> None:
     tensors = {key: each for key, each in run(4).tensors.items() if not key[0]}
     short = Side(name="mesh", run=replace(run(4), tensors=tensors))
     told = "compared: step 0 alone; one has step 1, too"
@@ -593,7 +593,7 @@ def test_zeros_that_move_nothing_are_as_good_as_no_gradient(moves: bool) -> None
     assert found.lines[0].startswith(told if moves else "same: "), found.lines
 
 
-def test_ranks_with_other_settings_are_told() -> None:
+def test_ranks_with_other_settings_are_named() -> None:
     ranks: dict[int, dict[str, Any]] = {
         0: {"lr": 0.1, "fused": None},
         1: {"lr": 0.2, "fused": True},
@@ -609,7 +609,7 @@ def test_ranks_with_other_settings_are_told() -> None:
     assert against(replace(run(4), other_settings={(1, "b"): ranks})).code == SAME
 
 
-def test_a_rank_that_does_not_step_a_parameter_is_told() -> None:
+def test_a_rank_that_does_not_step_a_parameter_is_named() -> None:
     left = replace(run(4), left={"b": (1,)})
     assert against(left).code == SAME  # another rank may step it for all
     # stepped for the first time in the last recorded step
@@ -709,7 +709,7 @@ def test_a_line_search_amplifies_rounding(count: int, kind: str, code: int) -> N
 
 
 def test_an_update_may_round_each_weight_to_either_side() -> None:
-    """An error of one rounding unit of the weights is the same, a larger one is not."""
+    """An update may be wrong by one rounding unit of the weights, and not by more."""
     update = values(1, "b")
     off = update.copy()
     off[3] += 1e-4

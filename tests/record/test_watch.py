@@ -1,4 +1,4 @@
-"""``gradparity.watch``: ranks that must be equal are, in a job that goes on."""
+"""``gradparity.watch``: ranks that must be equal are compared while a job runs."""
 
 import copy
 import logging
@@ -95,7 +95,9 @@ def job(fault: str, shards: bool, watched: bool = True) -> tuple[list[str], Tens
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_ranks_that_must_be_equal_are_told_apart(four: Cluster, fault: str) -> None:
+def test_differences_of_ranks_that_must_be_equal_are_reported(
+    four: Cluster, fault: str
+) -> None:
     told = [said for said, _ in four.run(job, fault, False)]
     assert all(bool(said) == bool(FAULTS[fault]) for said in told), told
     for said in told:
@@ -292,7 +294,7 @@ def clips_all() -> list[list[str]]:
     return [clips(*case) for case in CLIPS]
 
 
-def test_a_norm_that_is_not_of_all_shards_is_told(four: Cluster) -> None:
+def test_a_norm_that_is_not_of_all_shards_is_reported(four: Cluster) -> None:
     for told in four.run(clips_all):
         for (layout, fault, limit), said in zip(CLIPS, told, strict=True):
             if not fault:
@@ -334,7 +336,7 @@ def stands_still() -> list[str]:
 
 
 class Masked(nn.Linear):
-    """A block of speech: frames, and a mask that is the same for all batches."""
+    """Linear layer for frames and a mask, which is the same in all batches."""
 
     def forward(self, frames: Tensor, mask: Tensor | None = None) -> Tensor:
         scores = super().forward(frames)
@@ -533,7 +535,7 @@ def test_a_norm_of_fsdp2_is_sent_as_a_plain_tensor(two: Cluster) -> None:
             assert text.endswith("holds a part: return its full_tensor()")
 
 
-def test_one_process_can_watch_and_bad_use_is_told() -> None:
+def test_one_process_can_watch_and_bad_use_raises() -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with gradparity.watch(model, optimizer) as watch:

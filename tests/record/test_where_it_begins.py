@@ -144,7 +144,7 @@ def without(other: Run, kind: str) -> Run:
     ],
     ids=["other pieces", "no gradients", "no outputs"],
 )
-def test_what_hides_the_block_is_told(change: Any, words: str) -> None:
+def test_what_hides_the_block_is_named(change: Any, words: str) -> None:
     one = replace(ONE, run=replace(ONE.run, bags={0: 1, 1: 1}))
     comparison = compare(one, Side(name="mesh", run=change(times(WRONG))))
     assert comparison.code == DIFFERENT

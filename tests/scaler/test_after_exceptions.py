@@ -444,7 +444,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("settled", [False, True])
-def test_a_mistake_of_one_rank_is_told_to_the_others(
+def test_a_mistake_of_one_rank_is_reported_to_the_others(
     two: Cluster, mistake: Any, settled: bool
 ) -> None:
     def run() -> list[str]:

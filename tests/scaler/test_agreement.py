@@ -1,4 +1,4 @@
-"""Ranks agree on one mesh: one collective, one verdict, one scale."""
+"""Ranks agree on one mesh: one collective, one decision, one scale."""
 
 from typing import Any
 

@@ -103,7 +103,7 @@ class Side:
 
 
 class Machine(RuleBasedStateMachine):
-    """Drives both sides; each rule is one call."""
+    """State machine that makes each call on both scalers, and compares the results."""
 
     @initialize(
         kinds=st.tuples(*[st.sampled_from(sorted(OPTIMIZERS))] * 2),
@@ -215,7 +215,7 @@ class Machine(RuleBasedStateMachine):
 
 
 class OnAnAccelerator(Machine):
-    """Drives both sides with late reads, as on an accelerator."""
+    """State machine like `Machine`, with late reads as on an accelerator."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -154,7 +154,7 @@ def test_b11e_a_rank_that_does_not_load(two: Cluster) -> None:
 
 @HOW
 def test_a_load_ends_a_row_of_skips_on_every_rank(two: Cluster, how: str) -> None:
-    """A rank that was replaced has seen no skip; the limit is reached on all alike."""
+    """A replaced rank has counted no skips, but all ranks reach the limit together."""
 
     def run() -> list[str]:
         def make() -> GradScaler:
@@ -182,7 +182,7 @@ def test_a_load_ends_a_row_of_skips_on_every_rank(two: Cluster, how: str) -> Non
 
 
 def test_a_load_numbers_optimizers_anew(two: Cluster) -> None:
-    """A rank that was replaced knows no number of an optimizer."""
+    """A replaced rank does not know the numbers of the optimizers."""
 
     def run() -> float:
         params = [parameter(torch.ones(2)) for _ in "ab"]

@@ -1,7 +1,6 @@
 """Tests on an accelerator: no synchronisation, and capture in a CUDA graph.
 
-Run with ``pytest -m gpu`` where there is one; elsewhere each test is skipped, which
-says why.
+Run with ``pytest -m gpu`` on a machine with a GPU; elsewhere the tests are skipped.
 """
 
 from collections.abc import Callable

@@ -302,7 +302,7 @@ print(sorted(name for name in heavy if name in set(sys.modules) - before))
 
 @pytest.mark.parametrize("write", ["autograd", "local", "new"])
 def test_a_shared_dtensor_with_a_fresh_gradient(two: Cluster, write: str) -> None:
-    """Autograd adds through the DTensor, ``fully_shard`` to its local tensor."""
+    """Autograd accumulates into the DTensor, ``fully_shard`` into its local tensor."""
 
     def train() -> list[list[float]]:
         mesh = init_device_mesh(device_type(), (2,))

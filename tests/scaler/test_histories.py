@@ -216,7 +216,7 @@ def test_ranks_in_another_order_are_found(ranks: Ranks) -> None:
     assert found is not None and "should be" in found.text
 
 
-def test_a_departure_is_told_as_a_line_to_run_again(
+def test_a_difference_is_reported_as_a_line_to_run_again(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Mine(CallHistories):

@@ -1,4 +1,4 @@
-"""Ranks agree over several meshes, or over the one that they are asked to."""
+"""Ranks agree over several meshes, or over the one mesh that is passed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The norm of a clip if other ranks sync than hold the gradients."""
+"""Norm of a clip, if the ranks that sync are not those that hold the gradients."""
 
 import zlib
 from typing import Any, NamedTuple
@@ -181,7 +181,7 @@ def test_each_parameter_is_counted_once(
         assert counts[1:] == [1, 1]  # what is known is not asked again
 
 
-def test_replicas_are_told_apart_again_when_gradients_change(two: Cluster) -> None:
+def test_replicas_are_identified_again_when_gradients_change(two: Cluster) -> None:
     """Zero or missing gradients cannot show which ranks hold replicas."""
 
     def run() -> list[tuple[float, float]]:
@@ -209,7 +209,7 @@ def test_replicas_are_told_apart_again_when_gradients_change(two: Cluster) -> No
             assert norm == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_was_told_apart_stays_so_without_a_gradient(two: Cluster) -> None:
+def test_identified_replicas_stay_so_without_a_gradient(two: Cluster) -> None:
     """If parameters train in turns, each set of them needs a table only once."""
 
     def run() -> list[int]:

@@ -1,4 +1,4 @@
-"""The patch of docs/torch-patch.md, applied to the source of the torch that is here."""
+"""The patch of docs/torch-patch.md, applied to the source of the installed torch."""
 
 import importlib.util
 import os

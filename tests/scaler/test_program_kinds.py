@@ -1,4 +1,4 @@
-"""Programs of one process, beside torch's class or the expected numbers."""
+"""Programs in one process, compared with torch's class or with expected numbers."""
 
 import sys
 import warnings

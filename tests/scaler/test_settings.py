@@ -1,4 +1,4 @@
-"""B11, B04, B16: settings, copies, states."""
+"""Settings, copies and saved states of a scaler (B11, B04, B16)."""
 
 import copy
 import math

@@ -1,7 +1,7 @@
 """The methods that torch's classes offer to optimizers and trainers, to the bit.
 
 torch's own tests call ``_unscale_grads_`` with an ``inv_scale`` and a ``found_inf`` of
-shape (1,), the classes themselves with (), and both are taken on every path.
+shape (1,), the classes themselves with (). Both shapes must be accepted everywhere.
 """
 
 import copy
@@ -429,7 +429,7 @@ def test_per_optimizer_states_is_the_dict_that_torch_has(make: Any) -> None:
 
 
 @CLASSES
-def test_a_stage_that_somebody_else_sets_is_believed(make: Any) -> None:
+def test_a_stage_that_somebody_else_sets_is_trusted(make: Any) -> None:
     # accelerate and Lightning mark an optimizer that a closure has unscaled.
     p = filled(0.0)
     p.grad = torch.full((2,), 1.0)

@@ -112,7 +112,7 @@ class RaisesAt(TorchDispatchMode):
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Count, and raise."""
+        """Count in this context, and raise at the chosen place."""
         self.is_on = True
         try:
             with self:
@@ -139,7 +139,7 @@ class InterruptsAt:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Count, and raise."""
+        """Count in this context, and raise at the chosen place."""
         before = sys.gettrace()
         sys.settrace(self._trace)
         try:

@@ -248,7 +248,7 @@ class WrongByName(Right):
 
 
 class Inductor(FullyShard):
-    """No fault: blocks become machine code."""
+    """No fault: blocks are compiled to machine code."""
 
     backend: Backend = "inductor"
 

@@ -84,7 +84,7 @@ class SeedsInBatch(Dropout):
 
 
 class OwnStep(Dropout):
-    """No fault: an engine makes the step and creates the module again."""
+    """No fault: ``train_step`` trains a new module with the given one's weights."""
 
     meshes: object = ({"dp": 2},)
 
@@ -332,7 +332,7 @@ class ConfiguredBlocks(Blocks):
 
 
 class DropsLayers(Dropout):
-    """No fault: blocks are left out by chance, with a probability of the class."""
+    """No fault: each rank leaves out blocks of the model at random."""
 
     meshes: object = ({"dp": 2},)
 

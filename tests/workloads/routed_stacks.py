@@ -33,7 +33,7 @@ class TopOne(Right):
 
 
 class TopTwo(TopOne):
-    """No fault: each row goes to two of four."""
+    """No fault: each row goes to two of four experts."""
 
     k = 2
 

@@ -521,7 +521,7 @@ class ModelExits(Right):
 
 
 class SaysNonsense(Right):
-    """Returns a list as its average, and a word as its count of skips."""
+    """``ema`` returns a list, and ``skipped_steps`` a string."""
 
     def train_step(self, stack: object, micro_batches: object, scaler: object) -> None:
         raise NotImplementedError
@@ -555,7 +555,7 @@ class Dies(Right):
 
 
 class NoOptimizer:
-    """Lacks a call."""
+    """Lacks the method ``optimizer``."""
 
     meshes = ({"dp": 2},)
     model = batch = loss = parallelize = Right.model

@@ -96,7 +96,7 @@ class TrainsOnTwoAxes(TrainsSharded):
 
 
 class Renames(Right):
-    """No fault: the module to call has other names of parameters."""
+    """No fault: parameters of the laid-out module have other names."""
 
     meshes = ({"dp": 2},)
 
@@ -268,7 +268,7 @@ class LogsBetween(TwoOptimizers):
 
 
 class LogsBetweenRight(LogsBetween):
-    """No fault."""
+    """No fault: a sum of losses is logged between two steps."""
 
     factor = 1.0
 
@@ -318,7 +318,7 @@ class EvaluatesAgain(Trains):
 
 
 class Owned(torch.optim.Optimizer):
-    """Steps this rank's parameters by an optimizer inside, and sends them to others."""
+    """Steps this rank's parameters by an inner optimizer, then broadcasts all."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 1e-2})
@@ -566,7 +566,7 @@ class WeightsNotParameters(Renames):
 
 
 class WeightsAreAList(Trains):
-    """``weights`` returns no dict."""
+    """``weights`` returns a list."""
 
     def weights(self, stack: Engine) -> Any:
         return [*stack.module.parameters()]
@@ -587,7 +587,7 @@ class HidesAllFromTheJudge(Trains):
 
 
 class ReturnsText(Trains):
-    """The loss is a word."""
+    """The loss is a string."""
 
     def backward(self, stack: Engine, micro_batches: MicroBatches, scaler: Any) -> Any:
         super().backward(stack, micro_batches, scaler)

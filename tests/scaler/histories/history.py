@@ -64,7 +64,7 @@ NUMBERS = {
     **dict.fromkeys(("step", "retry", "fail", "closure", "lone-clip"), (0, 1)),
     **dict.fromkeys(("user-scale", "skipped", "scheduler", "load"), (0, 1)),
 }
-"""Kind of call -> its numbers: of an optimizer, 2 for both, or log2 of a scale.
+"""Kind of call -> its possible numbers: of an optimizer (2: both), or log2 of a scale.
 
 A call is made by the method of `replica` with the same name.
 """
@@ -376,7 +376,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def histories(family: Family) -> st.SearchStrategy[History]:
-    """Histories of one family."""
+    """Return hypothesis's strategy for the histories of one family."""
     size = family.world_size
     call = st.one_of(*(_drawn(kind, size) for kind in family.kinds.split()))
     part = call.map(lambda call: (call,))

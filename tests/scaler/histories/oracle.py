@@ -3,9 +3,9 @@
 `Mathematics` never scales: it has the correct gradients in double precision and applies
 only the rule of the scale. `AgreedTorch` is torch's class with found_inf shared between
 ranks, because by itself it would let ranks disagree. All ranks are simulated in one
-process, call by call. If torch's outcome is the mathematical one, a judged scaler must
-have the same; if torch is wrong or raises, the scaler may do as mathematics or as
-torch, or refuse.
+process, call by call. If torch's outcome is the mathematical one, a tested scaler must
+have the same outcome. If torch is wrong or raises, the scaler may do as mathematics or
+as torch, or refuse.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class RefusesAfterADrop(torch.amp.GradScaler):
 
 
 class DividesByAnEarlierScale(torch.amp.GradScaler):
-    """Divides by the scale of the last scaled loss that wanted a gradient."""
+    """Divides by the scale of the last scaled loss that required a gradient."""
 
     seen: Any = None
 
@@ -237,7 +237,7 @@ class ClipsLater(_Clips):
 
 
 class RemembersAFailure(torch.amp.GradScaler):
-    """Takes gradients for divided if the division has raised."""
+    """Counts gradients as divided even if the division raised."""
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -258,7 +258,7 @@ class RefusesLongIntervals(torch.amp.GradScaler):
 
 
 class ReadsGroupsAsDicts(torch.amp.GradScaler):
-    """Asks groups for names that torch's scaler never asks for."""
+    """Reads keys of param groups that torch's scaler never reads."""
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self.names = [group.get("name") for group in optimizer.param_groups]
@@ -275,7 +275,7 @@ class ReadsStatesAsDicts(torch.amp.GradScaler):
 
 
 class FindsInTheDefaultDtype(torch.amp.GradScaler):
-    """Makes found_inf without a dtype."""
+    """Creates found_inf in the default dtype."""
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, *rest: Any) -> Any:
         found = super()._unscale_grads_(optimizer, inv_scale, *rest)

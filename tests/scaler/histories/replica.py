@@ -1,6 +1,6 @@
 """One rank of a history: parameters, optimizers, and how each call is made on them.
 
-The same code drives the judged scaler on a rank of the world and, for all ranks within
+The same code drives the tested scaler on a rank of the world and, for all ranks within
 one process, the scalers of the oracle (`oracle`).
 """
 
@@ -175,7 +175,7 @@ class Replica:
         exact: bool = False,
         world: World | None = None,
     ) -> None:
-        """Build it.
+        """Create the parameters, optimizers and scaler of a rank.
 
         Args:
             history: its set-up is used.
@@ -222,7 +222,7 @@ class Replica:
         return self.idle or ("lacks" in self.words and self.is_last and which == 0)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a parameter."""
+        """Return the dtype of a parameter."""
         if "complex" in self.words and name != "b":
             return torch.complex128 if self.exact else torch.complex64
         wide = self.exact or "fp64" in self.words
@@ -479,17 +479,17 @@ class Replica:
     _clear = _zero
 
     def _inf(self, call: Call) -> None:
-        """An infinity in the first element of a or b, on one rank."""
+        """Write an infinity into the first element of a or b, on one rank."""
         if call.rank == self.rank:
             self._spoil("ab"[call.which], 0, math.inf)
 
     def _nan(self, call: Call) -> None:
-        """A nan in the last element of e or b, on one rank."""
+        """Write a nan into the last element of e or b, on one rank."""
         if call.rank == self.rank:
             self._spoil("eb"[call.which], -1, math.nan)
 
     def _both(self, call: Call) -> None:
-        """An infinity in the first element of a or b, on all ranks."""
+        """Write an infinity into the first element of a or b, on all ranks."""
         self._spoil("ab"[call.which], 0, math.inf)
 
     def _spoil(self, name: str, place: int, value: float) -> None:
@@ -499,7 +499,7 @@ class Replica:
             (part._values() if part.is_sparse else part)[place] = value
 
     def _none(self, call: Call) -> None:
-        """An optimizer's gradients are None on one rank."""
+        """Set an optimizer's gradients to None on one rank."""
         if call.rank == self.rank:
             for parameter in self.held(call.which):
                 parameter.grad = None
