@@ -58,7 +58,8 @@ from ..space.scenario import Scenario
 from ..status import rank_list
 from .compare import Doubles, compare, multiple_of, sizes
 from .cuts import cuts
-from .reference import Schedule, rows_apart
+from .reference import Schedule
+from .reference_run import rows_apart
 from .watched_references import Expected, OnOneProcess, OnOneRank, parts_of
 
 __all__ = ["BACKWARD", "FORWARD", "Boundaries", "Direction"]

@@ -105,12 +105,8 @@ from .compare import (
 from .kept import Kept, bytes_of
 from .noise.sides import Limits, sides_of
 from .one_rank import one_rank_references
-from .reference import (
-    Reference,
-    Schedule,
-    check_equal_start,
-    train_reference,
-)
+from .reference import Reference, Schedule, train_reference
+from .reference_run import check_equal_start
 from .variants import NOISY, TRUTH, in_shards, longer, on_sides
 
 __all__ = [

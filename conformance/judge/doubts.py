@@ -12,7 +12,7 @@ from ...fixtures import REFERENCE_LINE
 from ..space.scenario import Scenario
 from ..status import rank_list
 from .measured import Doubt, Seen
-from .reference import rows_apart
+from .reference_run import rows_apart
 
 __all__ = ["doubts_of"]
 

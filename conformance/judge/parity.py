@@ -26,7 +26,8 @@ from .bounds import ParityBounds, make_parity_bounds
 from .compare import SAFETY_FACTOR, Doubles, compare, multiple_of, sizes
 from .doubts import doubts_of
 from .measured import ClipRow, Lack, Parity, ParityRow, Seen, gradient_of
-from .reference import Idle, Reference, Schedule, check_equal_start
+from .reference import Reference, Schedule
+from .reference_run import Idle, check_equal_start
 from .settings import StackSchedule, other_than_reference, stack_schedule
 from .shards import Shards
 

@@ -29,7 +29,8 @@ from .compare import Doubles, Pair, Spread, relative_floor, sizes
 from .noise.sides import JumpLog, sides_of
 from .noise.weights import jittered
 from .one_rank import watched_on_one_rank
-from .reference import ReferenceRun, Schedule, reference_before
+from .reference import Schedule, reference_before
+from .reference_run import ReferenceRun
 from .variants import PLAIN, TRUTH
 
 __all__ = ["Expected", "OnOneProcess", "OnOneRank", "parts_of"]

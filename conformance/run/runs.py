@@ -14,7 +14,8 @@ from ...multiprocess import WorldError
 from ..judge.bounds import expected_choices
 from ..judge.laws.transparency import first_difference
 from ..judge.parity import followed_schedule
-from ..judge.reference import Idle, Schedule
+from ..judge.reference import Schedule
+from ..judge.reference_run import Idle
 from ..rank.fold import fold
 from ..rank.modules import Watched
 from ..rank.routing import Choices, chooses_in_forward

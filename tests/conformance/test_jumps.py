@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradparity.conformance import Case, Runner, Scenario
-from gradparity.conformance.judge import bounds, reference
+from gradparity.conformance.judge import bounds, reference_run
 from gradparity.conformance.judge.bounds import make_parity_bounds
 from gradparity.conformance.judge.noise.sides import JumpLog, Sides, sides_of
 from gradparity.conformance.judge.noise.ties import FLIPPED
@@ -265,12 +265,12 @@ def test_functions_that_cannot_be_noted_run_as_they_are() -> None:
 
 
 def test_scores_that_were_moved_are_no_noise_of_scores() -> None:
-    key = reference._Key(
+    key = reference_run.Setup(
         model="gradparity.tests.workloads.routed_stacks:TopOne",
         optimizer="own",
         steps=1,
         seed=0,
     )
-    run = reference.ReferenceRun(key, "fp32", on_sides(moves(1)))
-    run.step(0, frozenset(), 1.0, reference.Idle())
+    run = reference_run.ReferenceRun(key, "fp32", on_sides(moves(1)))
+    run.step(0, frozenset(), 1.0, reference_run.Idle())
     assert run.errors == [{}]

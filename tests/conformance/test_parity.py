@@ -18,9 +18,9 @@ from gradparity.conformance.judge.reference import (
     LEAST,
     Reference,
     Schedule,
-    rows_apart,
     train_reference,
 )
+from gradparity.conformance.judge.reference_run import rows_apart
 from gradparity.conformance.judge.variants import (
     NOISY,
     PLAIN,

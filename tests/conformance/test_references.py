@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gradparity.conformance import Case, Runner, Scenario, Status
-from gradparity.conformance.judge import reference
+from gradparity.conformance.judge import reference, reference_run
 from gradparity.conformance.judge.bounds import make_parity_bounds
 from gradparity.conformance.judge.reference import Schedule
 from gradparity.conformance.rank import layout
@@ -103,7 +103,7 @@ def test_references_that_begin_with_other_weights_are_an_error() -> None:
 def test_any_reference_of_a_case_may_be_the_one_that_begins_elsewhere(
     monkeypatch: pytest.MonkeyPatch, wrong: int
 ) -> None:
-    for cached in (reference._train, reference.rows_apart):
+    for cached in (reference._train, reference_run.rows_apart):
         cached.cache_clear()
     made, right = itertools.count(), layout.initial_model
 
@@ -114,14 +114,14 @@ def test_any_reference_of_a_case_may_be_the_one_that_begins_elsewhere(
                 next(model.parameters())[0] += 1e-6
         return model
 
-    monkeypatch.setattr(reference, "initial_model", initial_model)
+    monkeypatch.setattr(reference_run, "initial_model", initial_model)
     schedule = Schedule(skipped=(frozenset(),) * 3, scales=(1.0,) * 3)
     try:
         with pytest.raises(WorkloadError, match=r"model: .* different weights"):
             make_parity_bounds(DIGITS, schedule)
     finally:
         reference._train.cache_clear()
-        reference.rows_apart.cache_clear()
+        reference_run.rows_apart.cache_clear()
 
 
 def test_a_crash_of_user_code_in_a_reference_ends_its_process_alone() -> None:

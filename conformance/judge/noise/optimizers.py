@@ -14,7 +14,7 @@ from ...rank.elementwise import HalfNoise, not_elementwise
 from .perturbation import Perturbation
 
 if TYPE_CHECKING:
-    from ..reference import ReferenceRun
+    from ..reference_run import ReferenceRun
 
 __all__ = ["EvenShards", "LongerSteps", "RoundedMatrices"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ....fixtures import Batch
 
 if TYPE_CHECKING:
-    from ..reference import ReferenceRun
+    from ..reference_run import ReferenceRun
 
 __all__ = ["Perturbation"]
 

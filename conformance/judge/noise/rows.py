@@ -9,7 +9,7 @@ from ....fixtures import Batch
 from .perturbation import Perturbation
 
 if TYPE_CHECKING:
-    from ..reference import ReferenceRun
+    from ..reference_run import ReferenceRun
 
 __all__ = ["Rows"]
 

@@ -38,7 +38,7 @@ from .perturbation import Perturbation
 from .ties import FLIPPED
 
 if TYPE_CHECKING:
-    from ..reference import ReferenceRun
+    from ..reference_run import ReferenceRun
 
 __all__ = ["BOTH", "STAY", "Inputs", "JumpLog", "Limits", "Sides", "sides_of"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from .perturbation import Perturbation
 
 if TYPE_CHECKING:
-    from ..reference import ReferenceRun
+    from ..reference_run import ReferenceRun
 
 __all__ = ["CODES", "FLIPPED", "StateTies", "near_one", "of_ties"]
 

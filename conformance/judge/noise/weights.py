@@ -16,7 +16,7 @@ from .perturbation import Perturbation
 from .ties import near_one, of_ties
 
 if TYPE_CHECKING:
-    from ..reference import ReferenceRun
+    from ..reference_run import ReferenceRun
 
 __all__ = ["MOVED", "RoundedWeights", "jittered"]
 
