@@ -27,7 +27,7 @@ SPEED = {
 """Tools that measure time and memory, by module name."""
 
 VALIDATION = {
-    "specimens": "known faults beside their right twins: docs/specimens.md",
+    "specimens": "known faults beside their fixed versions: docs/specimens.md",
     "right_stacks": "right setups, of which none may fail: docs/first-verdicts.md",
     "mutants": "faulty scalers against the checks: docs/mutants.md",
     "judge_mutants": "mutated checks against their tests: docs/mutants.md",

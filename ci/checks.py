@@ -244,7 +244,7 @@ def check_vanished(report: Report, baseline: Baseline) -> Iterator[Reason]:
             continue
         for law in old.exact.laws:
             if case.verdict(law) is None:
-                yield _vanished(old, f"check {law} is not judged in {where}", law)
+                yield _vanished(old, f"check {law} was not run in {where}", law)
 
 
 def _vanished(old: BaselineCase, text: str, law: str = "") -> Reason:

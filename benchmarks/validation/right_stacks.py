@@ -346,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="right-stacks", description=__doc__)
     parser.add_argument("--only", default="", help="entries with this text in them")
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--jobs", type=int, default=2, help="entries judged at once")
+    parser.add_argument("--jobs", type=int, default=2, help="entries run at once")
     parser.add_argument("--record", action="store_true", help="write the results")
     parser.add_argument("--list", action="store_true", help="only list the corpus")
     given = parser.parse_args(argv)
@@ -381,7 +381,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = sum(bool(each.accused) for each in found.values())
     left = sum(bool(each.not_run) for each in found.values())
     print(
-        f"{wrong} of {len(found) - left} right stacks accused over {given.seeds} seeds"
+        f"{wrong} of {len(found) - left} right setups failed over {given.seeds} seeds"
         + (f"; {left} could not be run" if left else "")
     )
     return 1 if wrong or left == len(found) else 0

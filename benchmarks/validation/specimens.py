@@ -265,8 +265,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="specimens", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=ALL, default=None)
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--jobs", type=int, default=2, help="pairs judged at once")
-    parser.add_argument("--no-peers", action="store_true", help="the judge alone")
+    parser.add_argument("--jobs", type=int, default=2, help="pairs run at once")
+    parser.add_argument("--no-peers", action="store_true", help="gradparity alone")
     parser.add_argument("--page", type=Path, metavar="JSON", help="only write the page")
     given = parser.parse_args(argv)
     if given.page is not None:

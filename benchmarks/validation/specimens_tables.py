@@ -52,8 +52,8 @@ def _made(record: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{made['started'][:10]}, torch {made['torch']}, Python {made['python']}, "
         f"{made['cores']} cores, load average {made['load_average_at_start']} at the "
-        f"start, commit {made['commit']}: {record['seconds'] / 60:.0f} minutes for the "
-        "judge."
+        f"start, commit {made['commit']}: {record['seconds'] / 60:.0f} minutes for "
+        "gradparity alone."
     )
     if "note" in made:
         yield ""
@@ -64,7 +64,7 @@ def _sums(record: dict[str, Any]) -> Iterator[str]:
     rows = {n: r for n, r in record["specimens"].items() if r["is_fault"]}
     known = {n: r for n, r in rows.items() if n.startswith("W")}
     unseen = {n: r for n, r in rows.items() if n not in known}
-    yield row("", "of the list", "others", "right twins accused")
+    yield row("", "of the list", "others", "fixed versions that fail")
     yield "|---|---|---|---|"
     twins = sum(bool(r["fixed_accused"]) for r in rows.values())
     over = f"{twins} of {len(rows)}, {record['seeds']} seeds"
@@ -90,7 +90,9 @@ def _alarm(found: Mapping[str, Any], twin: str, key: str) -> bool:
 
 
 def _each(rows: Rows) -> Iterator[str]:
-    yield row("", "fault", "reported in", "law", "named", "right twin", *PEERS.values())
+    yield row(
+        "", "fault", "reported in", "check", "named", "fixed version", *PEERS.values()
+    )
     yield "|---|---|---|---|---|---|" + "---|" * len(PEERS)
     for name, found in rows.items():
         yield row(
@@ -108,7 +110,7 @@ def _law(found: Mapping[str, Any]) -> str:
     told = found["broken"]
     laws = ", ".join(f"`{law}`" for law in told["laws"])
     if not found["is_fault"]:
-        return f"accused: {laws}" if laws else "none, rightly"
+        return f"fails: {laws}" if laws else "none, rightly"
     if found["caught"]:
         return laws or "raised: the report names the call"
     return f"missed ({laws})" if laws else "**missed**"
@@ -124,7 +126,7 @@ def _module(found: Mapping[str, Any]) -> str:
 
 def _twin(found: Mapping[str, Any]) -> str:
     wrong = found["fixed_accused"]
-    return f"**accused** {len(wrong)} times" if wrong else "clean"
+    return f"**fails** {len(wrong)} times" if wrong else "passes"
 
 
 def _mark(found: Mapping[str, Any], key: str) -> str:
@@ -132,4 +134,4 @@ def _mark(found: Mapping[str, Any], key: str) -> str:
     if broken is None:
         return "cannot"
     text = "alarm" if broken else "-"
-    return f"{text}, twin too" if fixed else text
+    return f"{text}, fixed too" if fixed else text

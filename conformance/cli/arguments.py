@@ -156,7 +156,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for spec in getattr(parsed, "require", ()):
         if spec not in judged:
             raise UsageError(
-                f"--require {spec} is not judged: add --scaler {spec}, or choose one "
+                f"--require {spec} is not checked: add --scaler {spec}, or choose one "
                 f"of {', '.join(judged)}"
             )
     return parsed

@@ -36,7 +36,7 @@ def doubts_of(
         text = ", and the reference, on one rank, did not: draw them in batch()"
         return [*_drawn(steps, text)]
     text = (
-        ", though every dropout that the judge knows of was off: set the probability "
+        ", though every dropout that gradparity knows of was off: set the probability "
         "to 0 where it is kept out of the modules' attributes"
     )
     # a workload cannot declare both

@@ -254,7 +254,7 @@ def narrowed(evidence: Evidence) -> str:
         return ""
     return (
         f"products of fp32 numbers round them first on {rank_list(ranks)}, as with "
-        'TF32: call torch.set_float32_matmul_precision("highest") while it is judged, '
+        'TF32: call torch.set_float32_matmul_precision("highest") while it is checked, '
         "or choose a --precision in which nothing is fp32"
     )
 

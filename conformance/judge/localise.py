@@ -258,7 +258,7 @@ class _Gradients:
             )
         if scenario.parsed_recipe.training.frozen:
             texts.append(
-                "half of the model is frozen here: judge the scenario without "
+                "half of the model is frozen here: run the scenario without "
                 "recipe=frozen first, which compares all gradients"
             )
         return "".join(f"; {text}" for text in texts)

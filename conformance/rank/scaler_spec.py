@@ -111,7 +111,7 @@ def load_scaler(spec: str, folder: str) -> Any:
 
 def _unfit(spec: str, text: str) -> UsageError:
     return UsageError(
-        f"scaler {spec!r} cannot be judged: it {text}; what it must offer is in {PAGE}"
+        f"scaler {spec!r} cannot be checked: it {text}; what it must offer is in {PAGE}"
     )
 
 

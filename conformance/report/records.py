@@ -436,7 +436,7 @@ class ReportWriter:
         """
         cases = self._counts.total()
         if not reason and cases != self._planned:
-            reason = f"{cases} of {self._planned} planned cases were judged"
+            reason = f"{cases} of {self._planned} planned cases were run"
         footer = Footer(
             complete=not reason,
             cases=cases,

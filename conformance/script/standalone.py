@@ -133,7 +133,7 @@ def _refusal(scenario: Scenario, spec: str) -> str:
         f"topology {scenario.topology!r}: a pipeline {needs}": (
             scenario.parsed_topology.pipelined
         ),
-        f"{scenario.model}: it has random layers, which the judge turns off, or its "
+        f"{scenario.model}: it has random layers, which gradparity turns off, or its "
         "second forward of a batch gives other outputs than the first": facts.draws,
         f"{scenario.model}: its forward makes new tensors without a dtype, and the "
         "script trains in fp64, too: make them in the dtype of the inputs": (

@@ -47,7 +47,7 @@ _LIMITS = {
 }
 """Field -> limits of its value; scalers rightly reject other settings."""
 _MOST = {
-    "world_size": (1024, "each rank is a process, and one process judges all of them"),
+    "world_size": (1024, "each rank is a process, and one process compares them"),
     "steps": (1000, "all steps are held in memory, and rounding adds up in long runs"),
     "seed": (2**32, "workloads seed generators of 64 bits with multiples of it"),
     "growth_interval": (2**31 - 1, "scalers count good steps in 32 bits"),

@@ -484,7 +484,7 @@ def _check_alone(
         if not seen and OfWorkload.LOOP in workload.has:
             raise workload.refuse(
                 "optimizer",
-                "calls no hooks in step, so the judge cannot see what it steps with: "
+                "calls no hooks in step, so gradparity cannot see what it steps with: "
                 "its class must call super().__init__(parameters, defaults), also one "
                 "that wraps another optimizer and shares its groups",
             )

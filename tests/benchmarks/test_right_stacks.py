@@ -70,10 +70,10 @@ def test_a_part_that_is_run_again_leaves_the_rest_of_the_record(
 @pytest.mark.parametrize(
     ("spec", "code", "told"),
     [
-        ("Right", 0, "0 of 1 right stacks accused"),
-        ("SumsForMean", 1, "1 of 1 right stacks accused"),
+        ("Right", 0, "0 of 1 right setups failed"),
+        ("SumsForMean", 1, "1 of 1 right setups failed"),
         # a run that judged nothing is no pass
-        ("NoMeshes", 1, "0 of 0 right stacks accused over 1 seeds; 1 could not"),
+        ("NoMeshes", 1, "0 of 0 right setups failed over 1 seeds; 1 could not"),
     ],
 )
 def test_the_exit_code_shows_a_false_positive_or_an_empty_run(

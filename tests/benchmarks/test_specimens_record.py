@@ -24,8 +24,8 @@ def test_the_page_marks_a_fixed_version_that_failed(tmp_path: Any) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text())
     write_tables({**RECORD, "specimens": {**ROWS, "W01": row}}, page)
-    assert "**accused** 1 times" in page.read_text()
-    assert "**accused**" not in PAGE.read_text()
+    assert "**fails** 1 times" in page.read_text()
+    assert "**fails**" not in PAGE.read_text()
 
 
 def test_every_specimen_is_recorded_and_its_row_is_consistent() -> None:

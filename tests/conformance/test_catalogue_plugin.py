@@ -64,8 +64,8 @@ def test_a_session_that_asks_for_nothing_pays_nothing(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--gradparity-scaler", "nosuch:Thing"], "cannot import"),
-        (["--gradparity-scaler", "os:getcwd"], "cannot be judged"),
-        (["--gradparity-scaler", "decimal:Decimal"], "cannot be judged"),
+        (["--gradparity-scaler", "os:getcwd"], "cannot be checked"),
+        (["--gradparity-scaler", "decimal:Decimal"], "cannot be checked"),
         (["--gradparity-scaler", PLAIN, "--gradparity-topology=ring"], "unknown"),
         (["--gradparity-topology", "fsdp"], "needs --gradparity-scaler"),
     ],
@@ -104,7 +104,7 @@ def test_choosing_stopping_and_trying_again(pytester: pytest.Pytester) -> None:
     failing_first = (*chosen(FSDP, *SCENARIOS), *judged[-1:])
     assert here(pytester, *failing_first, "-x").ret == 1
     assert [c.scenario for c in read_report(report).cases] == [FSDP]
-    assert "1 of 3 planned cases were judged" in read_report(report).incomplete
+    assert "1 of 3 planned cases were run" in read_report(report).incomplete
 
 
 def apart(folder: Path, *options: str) -> "subprocess.Popen[str]":
@@ -189,5 +189,5 @@ def test_a_crashed_worker_costs_its_case_alone(tmp_path: Path) -> None:
     found = read_report(tmp_path / "parity-report" / "report.jsonl")
     assert len(found.cases) == found.header.planned - 1 == 2
     assert {case.status for case in found.cases} == {"pass"}
-    assert "planned cases were judged" in found.incomplete
+    assert "planned cases were run" in found.incomplete
     wait_until(lambda: not marked(tmp_path))

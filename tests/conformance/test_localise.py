@@ -562,7 +562,7 @@ def test_a_gradient_of_the_rows_of_one_rank_is_recognised(runner: Runner) -> Non
 
 
 def test_a_model_with_frozen_parts_is_no_first_case(runner: Runner) -> None:
-    told = "judge the scenario without recipe=frozen first"
+    told = "run the scenario without recipe=frozen first"
     more = "steps=2,recipe=frozen"
     found = located(runner, own(misplaced.AveragedTwice, "dp2/2/fp32", more))
     assert found.where == "gradient" and told in found.text

@@ -104,7 +104,7 @@ NAMED = 3
 """Largest number of parameters that a message names."""
 OWN_SKIP = (
     ". If train_step skips such steps on purpose, count them in skipped_steps(stack), "
-    f"which all ranks must agree on, or, to judge the decision itself: {REFERENCE_LINE}"
+    f"which all ranks must agree on, or, to check the decision itself: {REFERENCE_LINE}"
 )
 
 
