@@ -30,7 +30,7 @@ VALIDATION = {
     "specimens": "known faults beside their fixed versions: docs/specimens.md",
     "right_stacks": "right setups, of which none may fail: docs/first-verdicts.md",
     "mutants": "faulty scalers against the checks: docs/mutants.md",
-    "judge_mutants": "mutated checks against their tests: docs/mutants.md",
+    "code_mutants": "mutated code against its tests: docs/mutants.md",
     "histories": "call histories of the scaler for MINUTES: docs/mutants.md",
     "survey": "the parallel plans of transformers: docs/wild/transformers.md",
     "survey_scalers": "scalers that people use: docs/known-scalers.md",

@@ -104,7 +104,7 @@ WORSE: dict[str, tuple[Edit, int, str]] = {
         1,
         "too-few: parity.gradient could not make 3 comparisons, was 0",
     ),
-    "a law is gone": (first(drop_law), 1, "vanished: check scale.rule is not judged"),
+    "a law is gone": (first(drop_law), 1, "vanished: check scale.rule was not run in"),
     "a scenario is gone": (
         lambda r: report_of(r.cases[1:]),
         1,

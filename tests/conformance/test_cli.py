@@ -59,7 +59,7 @@ FAULTY_CASE = "fsdp/2/fp32/sgd/inf@r1s1:up.weight/steps=3"
         (["run", "--topology", "hsdp", "--world-size", "7"], "cannot be built on 7"),
         (["run", "--scenario", "what"], "is not a scenario id"),
         (["run", "--timeout-s", "0"], "must be positive"),
-        (["run", "--require", "a:B"], "is not judged"),
+        (["run", "--require", "a:B"], "is not checked"),
         (["run", "--zzz"], "--zzz; gradparity run --help lists"),
         (["run", "--workload", "stack.py"], "is not module:attribute"),
         (["run", "--topolgy", "ddp"], "--topolgy; did you mean --topology?"),

@@ -1,12 +1,11 @@
-"""Mutate the checks and count the mutants that their tests kill.
+"""Mutate modules of every room and count the mutants that their tests kill.
 
-Each mutant is one change of one expression or statement in ``conformance/judge/laws``
-or ``conformance/judge/parity.py``; a forked child, which has torch already, imports the
-judge with the mutant in place and runs the judge's tests. mutmut leaves decorated
-functions alone, and every law is one; cosmic-ray starts a process, and so torch, a
-mutant.
+Each mutant is one change of one expression or statement. A forked child, which has
+torch already, puts the mutant in place and runs the module's tests, those that start no
+other process. mutmut leaves decorated functions alone, and every check is one;
+cosmic-ray starts a process, and so torch, for each mutant.
 
-    python benchmarks/validation/judge_mutants.py --seconds 600 --out benchmarks/results
+    gradparity bench code-mutants --seconds 600 --out benchmarks/results
 """
 
 from __future__ import annotations
@@ -34,20 +33,41 @@ from gradparity.conformance.files import write_whole
 
 ROOT = Path(__file__).parents[2]
 LAWS = sorted(
-    p for p in (ROOT / "conformance/judge/laws").glob("*.py") if p.stem[0] != "_"
+    p.relative_to(ROOT).as_posix()
+    for p in (ROOT / "conformance/judge/laws").glob("*.py")
+    if p.stem[0] != "_"
 )
-PARITY = ROOT / "conformance/judge/parity.py"
-TARGETS = [*LAWS, PARITY]
-TESTS = (
-    "tests/conformance/test_laws.py",
-    "tests/conformance/test_findings.py",
-)
-TESTS_OF_PARITY = (
-    "tests/conformance/test_findings.py",
-    "tests/conformance/test_parity_rows.py",
-    "tests/conformance/test_parity.py",
-)
-"""Tests of ``parity.py``, quick ones first; the laws' tests never run its numbers."""
+PARITY = "conformance/judge/parity.py"
+TESTS_BY_MODULE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(LAWS, ("conformance/test_laws", "conformance/test_findings")),
+    **dict.fromkeys(
+        ["ci/baseline.py", "ci/checks.py", "ci/decision.py"],
+        ("ci/test_baseline", "ci/test_gate", "ci/test_expectations"),
+    ),
+    **dict.fromkeys(
+        [f"conformance/record/{name}.py" for name in ("compare", "equal", "merge")],
+        ("record/test_verdicts", "record/test_where_it_begins"),
+    ),
+    **dict.fromkeys(
+        ["multiprocess/parent/root_cause.py", "multiprocess/report.py"],
+        ("multiprocess/test_root_cause",),
+    ),
+    "multiprocess/elastic/membership.py": ("multiprocess/test_membership",),
+    "scaler/policy.py": ("scaler/test_policy", "scaler/test_settings"),
+    **dict.fromkeys(
+        ["scaler/grads.py", "scaler/iteration.py"],
+        (
+            *("scaler/test_division", "scaler/test_torch_steps"),
+            *("scaler/test_totals", "scaler/test_range_and_dtypes"),
+        ),
+    ),
+    PARITY: (
+        "conformance/test_findings",
+        "conformance/test_parity_rows",
+        "conformance/test_parity",
+    ),
+}
+"""Module -> its tests that run in one process, quick ones first."""
 LIMIT_S = 120
 """CPU seconds of the child, so that a busy machine kills no mutant. A child that sleeps
 ends after ten times as many seconds."""
@@ -150,6 +170,10 @@ CHANGES: dict[str, Change] = {
 }
 
 
+UNCHANGED = "unchanged"
+"""Change of a mutant that is the module itself: its tests must pass."""
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One change of one node."""
@@ -206,6 +230,8 @@ def mutated(mutant: Mutant) -> CodeType:
     """Return the code of a module, changed by ``mutant`` and compiled."""
     path = ROOT / mutant.path
     tree = ast.parse(path.read_text(encoding="utf-8"))
+    if mutant.change == UNCHANGED:
+        return compile(tree, str(path), "exec")
     target = list(ast.walk(tree))[mutant.place]
     new = CHANGES[mutant.change](target)
     assert new is not None
@@ -248,30 +274,29 @@ def _put_in_place(mutant: Mutant) -> None:
                 setattr(module, key, space[key])
 
 
-def killed(mutant: Mutant | None) -> bool:
+def killed(mutant: Mutant, tests: Sequence[str]) -> bool:
     """Return True if the tests fail or hang with ``mutant`` in place."""
     child = os.fork()
     if child == 0:
-        _run_tests(mutant)
+        _run_tests(mutant, tests)
     _, status = os.waitpid(child, 0)
     return status != 0
 
 
-def _run_tests(mutant: Mutant | None) -> None:
+def _run_tests(mutant: Mutant, tests: Sequence[str]) -> None:
     signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
     signal.alarm(10 * LIMIT_S)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-    if mutant is None:
-        os._exit(_tested(TESTS))
-    if "gradparity.conformance" in sys.modules:  # its references are kept, too
-        _put_in_place(mutant)
-        os._exit(_tested(TESTS_OF_PARITY))
     loader = _Loader(mutant)
-    sys.meta_path.insert(0, loader)
-    importlib.import_module(loader.name)  # pytest would put its own loader first
-    os._exit(_tested(TESTS))
+    if loader.name in sys.modules:  # what was computed with it is kept
+        _put_in_place(mutant)
+    else:
+        sys.meta_path.insert(0, loader)
+        # before pytest, which would put its own loader first
+        importlib.import_module(loader.name)
+    os._exit(_tested(tests))
 
 
 def _tested(tests: Sequence[str]) -> int:
@@ -279,7 +304,9 @@ def _tested(tests: Sequence[str]) -> int:
 
     quiet = [f"-pno:{p}" for p in ("xdist", "cacheprovider")]
     plain = ["-x", "-q", "-o", "addopts=", "-W", "ignore", "--timeout=0"]
-    return int(pytest.main([*plain, *quiet, *tests]))
+    fast = ["-m", "not slow and not extras"]
+    paths = [f"tests/{name}.py" for name in tests]
+    return int(pytest.main([*plain, *quiet, *fast, *paths]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -300,22 +327,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import gradparity.fixtures  # noqa: F401
     import gradparity.multiprocess  # noqa: F401
 
-    if killed(None):
-        print("the unchanged judge fails its tests", file=sys.stderr)
-        return 1
-    modules = [p for p in TARGETS if options.only in str(p)]
-    for path in sorted(modules, key=lambda path: path == PARITY):
-        if path == PARITY and _tested(TESTS_OF_PARITY):  # trains the references once
-            print("the unchanged judge fails its tests", file=sys.stderr)
+    modules = [name for name in TESTS_BY_MODULE if options.only in name]
+    for name in modules:
+        tests = TESTS_BY_MODULE[name]
+        if name == PARITY and _tested(tests):  # trains the references, for all children
             return 1
-        record = _judged(path, options.seconds / len(modules))
+        if killed(Mutant(name, 0, UNCHANGED, "", "", 0), tests):
+            print(f"{name}: the unchanged code fails its tests", file=sys.stderr)
+            return 1
+        record = _judged(ROOT / name, tests, options.seconds / len(modules))
         print(json.dumps(record, indent=1))
         if options.out is not None:
-            _keep(options.out / "judge_mutants.json", path, record)
+            _keep(options.out / "code_mutants.json", name, record)
     return 0
 
 
-def _judged(path: Path, seconds: float) -> dict[str, Any]:
+def _judged(path: Path, tests: Sequence[str], seconds: float) -> dict[str, Any]:
     """Test as many mutants of one module as the time allows; return their record."""
     everyone = list(mutants(path))
     # a run that ends early has judged a fair sample
@@ -326,7 +353,7 @@ def _judged(path: Path, seconds: float) -> dict[str, Any]:
         if time.monotonic() > end:
             break
         judged += 1
-        if not killed(mutant):
+        if not killed(mutant, tests):
             text = f"{mutant.change}: {mutant.before} -> {mutant.after}"
             survivors.append(f"line {mutant.line}: {text}")
     return {
@@ -344,10 +371,10 @@ def _commit() -> str:
     return subprocess.run(git, capture_output=True, text=True).stdout.strip()
 
 
-def _keep(file: Path, path: Path, record: dict[str, Any]) -> None:
+def _keep(file: Path, name: str, record: dict[str, Any]) -> None:
     """Replace the record of one module in a file; the other records stay."""
     old = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    new = old | {str(path.relative_to(ROOT)): record}
+    new = old | {name: record}
     write_whole(file, json.dumps(new, indent=1, sort_keys=True) + "\n")
 
 
