@@ -267,7 +267,7 @@ class OwnStep:
         return schedule, average, skips
 
     def restored(self) -> Restored | None:
-        """Save and load with the workload's own methods, and a new scaler."""
+        """Save, then load into a new scaler, by the workload's own methods."""
         workload, judged = self.workload, self.judged
         if workload.save_checkpoint is None or judged.scaler is None:
             return None

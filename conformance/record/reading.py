@@ -42,7 +42,7 @@ class State:
         Args:
             optimizer: optimizer whose weights are read.
             roots: modules that name the weights.
-            begun: (id of an optimizer, key of a part) with a recorded step. Of other
+            begun: (id of an optimizer, key of a part) with a recorded step. For other
                 parts the weight rounded to bf16 is read as well, to match starts.
         """
         parts = list(parts_of(optimizer, roots))

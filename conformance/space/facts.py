@@ -275,7 +275,7 @@ _CREATE = {
 
 
 def _first_calls(workload: ResolvedWorkload) -> tuple[bool, int]:
-    """Return if a forward draws random numbers, and the loss's number of counts."""
+    """Return True if a forward draws random numbers, and the number of loss counts."""
     draws, counts = False, 0
     with suppress(WorkloadError):
         model, again = _seeded(workload), _seeded(workload)
