@@ -3,8 +3,8 @@
 Each mutant is one change of one expression or statement in ``conformance/judge/laws``
 or ``conformance/judge/parity.py``; a forked child, which has torch already, imports the
 judge with the mutant in place and runs the judge's tests. mutmut leaves decorated
-functions alone, and every law is one; cosmic-ray starts a process, and so torch, a
-mutant.
+functions alone, and every law is one; cosmic-ray starts a process for each mutant,
+which then imports torch.
 
     python benchmarks/validation/judge_mutants.py --seconds 600 --out benchmarks/results
 """
@@ -47,7 +47,7 @@ TESTS_OF_PARITY = (
     "tests/conformance/test_parity_rows.py",
     "tests/conformance/test_parity.py",
 )
-"""Tests of ``parity.py``, quick ones first; the laws' tests never run its numbers."""
+"""Tests of mutants of ``parity.py``, quick ones first; tests of laws do not run it."""
 LIMIT_S = 120
 """CPU seconds of the child, so that a busy machine kills no mutant. A child that sleeps
 ends after ten times as many seconds."""

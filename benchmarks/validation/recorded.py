@@ -137,7 +137,7 @@ FAULTS = (
 
 
 class Linear(nn.Linear):
-    """Linear layer that rounds as a bf16 kernel with fp32 sums does, or uses one."""
+    """Linear layer that uses a bf16 kernel with fp32 sums, or rounds as it does."""
 
     rounds = native = False
 

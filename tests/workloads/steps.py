@@ -280,7 +280,7 @@ class TakesWrongTurns(TakesTurns):
 
 
 class ClipsInTurns(TakesTurns):
-    """No fault: each turn clips its own gradient, and the last turn's norm is reported."""
+    """No fault: each turn clips its own gradient; the last turn's norm is reported."""
 
     clip_norm = 0.25
 
