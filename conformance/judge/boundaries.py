@@ -516,7 +516,7 @@ class Boundaries:
     ) -> list[int]:
         """Return where the rows of a rank's micro-batch may begin in a whole batch.
 
-        They come after the rows of earlier micro-batches, in one of the equal shares.
+        The rows follow those of earlier micro-batches, in one of the equal shares.
         In a reference on one rank, a call has the rows of all ranks in equal parts.
         """
         rows = [len(batch.tensors[0]) for batch in self.ranks[rank].batches]

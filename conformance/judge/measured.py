@@ -241,8 +241,8 @@ def gradient_of(
 ) -> NDArray[np.floating]:
     """Return a rank's gradient, summed over the ranks on which it is partial.
 
-    It is not summed on the ranks themselves: extra collectives would hang if the ranks
-    disagree on whether to step.
+    The ranks themselves do not sum: extra collectives would hang if the ranks disagree
+    on whether to step.
     """
     ranks = at.partial.get(name)
     if not ranks:

@@ -137,7 +137,7 @@ def _both(before: Any, after: Any) -> Any:
 
 
 class OwnStep:
-    """Runs ``train_step`` and records the same as gradparity's own loop."""
+    """Runs ``train_step``, and records what gradparity's own loop records."""
 
     def __init__(self, engine: Engine, judged: Judged, files: str | None) -> None:
         self.engine = engine
@@ -280,7 +280,7 @@ class OwnStep:
         return Restored(saved=saved, loaded=loaded, new=new)
 
     def resume(self) -> tuple[int, str]:
-        """Replace the laid-out model by a new one that loads its own checkpoint.
+        """Lay the model out anew, and load the workload's own checkpoint into it.
 
         Returns:
             The number of weights that were restored, and the first that was not.

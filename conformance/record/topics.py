@@ -61,7 +61,7 @@ class Answer:
     """Largest and smallest number among ranks, each with a rank that sent it."""
 
     own: int
-    """Number of this rank; valid only if it sent one."""
+    """Number that this rank sent; meaningless if this rank sent none."""
     most: int | None
     """Largest number, with its rank in the lower 16 bits; None if no rank sent one."""
     least: int | None

@@ -78,7 +78,7 @@ class OwnOptimizer:
 
 
 def laid_out(job: str, model: nn.Module, world: int) -> tuple[nn.Module, int, int]:
-    """Return the laid-out model, the number of data ranks, and this one's index."""
+    """Return the laid-out model, the number of data ranks, and this rank's index."""
     rank = dist.get_rank() if world > 1 else 0
     blocks = [each for each in model.modules() if isinstance(each, Block)]
     if job == "ddp":
