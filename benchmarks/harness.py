@@ -191,7 +191,7 @@ ADOPTED = (
 """Torch's test class, and how many such classes run one after another."""
 COMMON = "torch.testing._internal.common_distributed"
 SLOW_S = 1.5e-3
-"""Seconds from which on a collective of two ranks on one machine counts as slow."""
+"""Least seconds for which a collective of two ranks on one machine counts as slow."""
 RESULTS = Path(__file__).parent / "results" / "harness.json"
 
 

@@ -101,7 +101,7 @@ def _name(node: ast.AST) -> ast.AST | None:
 
 
 def _dropped(node: ast.AST) -> ast.AST | None:
-    """Replace a statement that only has an effect by ``pass``."""
+    """Replace an expression statement or ``x += y`` by ``pass``; leave docstrings."""
     is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     return (
         ast.Pass()

@@ -218,7 +218,7 @@ def _derived(
     adaptive: bool,
     loss_roundoff: float,
 ) -> ParityBounds:
-    """Derive the bounds from these references."""
+    """Derive the bounds from the errors of the given references."""
     always = (frozenset[str](),) * len(skipped)  # every step computes a loss
     no_norm = [frozenset({"norm"}) if names else frozenset[str]() for names in skipped]
     every = [*runs, *sides]

@@ -467,7 +467,7 @@ class _Gradients:
         return _common(factors, self.rest)
 
     def _holds(self, boundaries: Boundaries) -> str:
-        """Say if gradients are those of a part or contain the last step's; else ""."""
+        """Say if gradients lack some rows or still contain the last step's; else ""."""
         values = [v for name in self.names for v in self._values(name, self.truth)]
         if sum(mine.size for _, mine, _ in values) < 2:
             return ""  # of single numbers any is a multiple of any other

@@ -236,7 +236,7 @@ def _of_copies(
     """Return settings of optimizers that step copies of the parameters.
 
     A setting with one value in all groups applies to each parameter. If groups have
-    different values, it is unknown which parameter has which.
+    different values, it is unknown which parameter has which value.
 
     Returns:
         Key -> values that all groups on all ranks share; and a description of the other

@@ -25,7 +25,7 @@ from .merge import Run, Side, Whole
 __all__ = ["KINDS", "Row", "rows_of_sides"]
 
 FACTOR = 8.0
-"""Factor from noise to bound; correct variants reached 0.17 of this bound at most."""
+"""Factor from noise to bound; correct variants reached 0.17 of the bound at most."""
 UNIT = 2.0**-24
 """Unit roundoff of fp32: the smallest noise of a tensor, relative to its norm."""
 KINDS = ("gradient", "update")

@@ -27,7 +27,7 @@ class _Running:
     last: Any
     """Handle of our hook, which runs after the optimizer's own hooks."""
     depth: int = 1
-    """Number of nested calls of ``step``: a class may call that of its base."""
+    """Number of nested calls of ``step``: a class may call the ``step`` of its base."""
 
 
 @dataclass

@@ -53,7 +53,7 @@ class Number:
 
     value: int | Tensor = 0
     is_given: bool = True
-    """False if this rank has no such number."""
+    """False if this rank has no number to send."""
 
 
 @dataclass(frozen=True)
@@ -507,7 +507,7 @@ def _given(name: str, number: Callable[[], float | Tensor]) -> int | Tensor:
 def _plain(what: str, value: Any) -> Any:
     """Return the local tensor of a replicated DTensor, such as FSDP2's norm.
 
-    On a device a DTensor cannot be put into one message with plain tensors.
+    On an accelerator one message cannot hold a DTensor beside plain tensors.
 
     Raises:
         TypeError: if a rank holds a part of the DTensor.

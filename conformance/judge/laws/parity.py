@@ -133,7 +133,7 @@ _OF_UPDATES = (
 
 
 def _most_lacking(parity: Parity, kind: str) -> tuple[int, Lack]:
-    """Return (first step, reason) of the main reason why elements were not compared."""
+    """Return the main reason why elements were not compared, after its first step."""
     lacking = parity.lacking[kind].items()
     why, (_, since) = max(lacking, key=lambda each: each[1][0])
     return since, why
