@@ -494,7 +494,7 @@ def rows(
     """Yield the result of each variant and each fault; an error counts as its result.
 
     Args:
-        job: sizes and device of all of them.
+        job: sizes and device of each training.
         half: True rounds products to bf16.
         seed: seed of weights and data.
         noise: number of nudged runs of the reference.
