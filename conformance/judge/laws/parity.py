@@ -133,7 +133,7 @@ _OF_UPDATES = (
 
 
 def _most_lacking(parity: Parity, kind: str) -> tuple[int, Lack]:
-    """Return the first step with the main reason for missing elements, and the reason."""
+    """Return the main reason for missing elements, preceded by its first step."""
     lacking = parity.lacking[kind].items()
     why, (_, since) = max(lacking, key=lambda each: each[1][0])
     return since, why
