@@ -101,7 +101,7 @@ def faults() -> list[Fault]:
 
 
 def pairs(what: str) -> list[tuple[str, str]]:
-    """Return (scaler, scenario id) of the ``right`` cases, or of the ``planted`` ones."""
+    """Return (scaler, scenario id) of the ``right`` or of the ``planted`` cases."""
     from gradparity.conformance.space.catalogue import Selection, select
 
     if what == "planted":

@@ -45,7 +45,7 @@ class StepHooks:
     ended: Callable[[Optimizer], object]
     only_plain: bool = False
     """True to ignore compiled steps, whose graph a hook would change. Also ignores a
-    step inside that of an optimizer with the same parameters, as in torch's
+    step inside the step of an optimizer with the same parameters, as in torch's
     ``ZeroRedundancyOptimizer``."""
     _running: dict[int, _Running] = field(default_factory=dict)
     """id of an optimizer -> its running step."""
