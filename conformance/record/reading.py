@@ -131,7 +131,7 @@ class Step:
         return cls(call, start, Sums(wanted), gradients)
 
     def end(self) -> None:
-        """Start to read the weights after the step, and whether it wrote gradients."""
+        """Start to read the weights after the step, and the bits of gradients again."""
         wanted: dict[tuple[str, str], Wanted] = {}
         for part in self.start.parts:
             if ("before", part.key) not in self.sums.boxes:

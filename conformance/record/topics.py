@@ -86,7 +86,7 @@ class Answer:
 
     @property
     def where(self) -> str:
-        """Description of these two ranks."""
+        """The two ranks as a text, ``on rank 3 than on rank 1``; else empty."""
         return " than ".join(f"on rank {rank}" for rank in reversed(self.ranks))
 
 
@@ -98,7 +98,7 @@ class Topic(Protocol):
     """Part of a watch: provides its numbers of a step, and reads the answers."""
 
     size: int
-    """Largest number of numbers that it sends at a step."""
+    """Largest number of numbers that the topic sends at a step."""
 
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
         """Return the numbers of a step, and a function that reads the answers.
