@@ -4,12 +4,12 @@
    tree for ours, ``MultiProcContinuousTest`` and ``MultiProcessTestCase``.
 2. Milliseconds of one warm call above the function's own work, by isolation.
 3. Seconds from each fault of the matrix to the error in the parent, world 4.
-4. A collective after work, where a rank's threads preempt one another and where not.
+4. A collective after work, with and without preemption between a rank's threads.
 5. Ten sessions at once on this machine.
 6. A large world: start, all_reduce, stop, memory.
-7. What it costs: tests that train beside the same bodies in plain processes, the start
-   of a large world, the memory of a rank; tests of torch's classes by those and
-   adopted. ``--cost`` measures these alone.
+7. Cost: tests that train, beside the same bodies in plain processes; the start of a
+   large world; the memory of a rank; tests on torch's classes, and the same tests on
+   our ranks. ``--cost`` measures these alone.
 
 ``gradparity bench harness`` writes ``results/harness.json`` and, from it, the tables of
 ``docs/harness-inside.md``; ``--out FILE`` writes that file alone. The peers need the
@@ -191,7 +191,7 @@ ADOPTED = (
 """Torch's test class, and how many such classes run one after another."""
 COMMON = "torch.testing._internal.common_distributed"
 SLOW_S = 1.5e-3
-"""Seconds from which on a collective of two ranks on one machine counts as slow."""
+"""Least seconds for which a collective of two ranks on one machine counts as slow."""
 RESULTS = Path(__file__).parent / "results" / "harness.json"
 
 

@@ -5,7 +5,7 @@ returns the scaler it trained with. The arms differ only in the changes that
 docs/integrations lists for the trainer.
 
 Compute is in bf16. CPUs of this kind have no fp16 arithmetic; its emulation is some
-forty times slower and would hide the cost of a scaler. Gradients are fp32 in both.
+forty times slower and would hide the cost of a scaler. Gradients are in fp32.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ GOAL = 1.02
 
 
 class Turns:
-    """Batches for one trainer; it gets each of them only when it has its turn."""
+    """Batches for one trainer, which gets each batch only when it has its turn."""
 
     def __init__(self, count: int) -> None:
         self.count = count

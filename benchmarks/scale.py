@@ -302,7 +302,7 @@ def provenance() -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write the JSON, print the tables; of our record also into the page."""
+    """Measure, write the JSON and print tables; write those of our record into docs."""
     parser = argparse.ArgumentParser(prog="gradparity bench scale")
     parser.add_argument("--quick", action="store_true", help="few ranks, few timings")
     parser.add_argument("--json", type=Path, default=RESULTS)

@@ -65,7 +65,7 @@ def _command(title: str, text: str) -> str:
 
 
 def _data(text: str) -> str:
-    """Return the text of a workflow command, escaped so that it starts no other one."""
+    """Return a workflow command's text, escaped so that it starts no other command."""
     # Other runners look for their commands anywhere in a line.
     return harmless(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 

@@ -66,9 +66,9 @@ def equal_but_for_rounding(
     Each tensor may differ by ``FP32_INSIDE`` of its own largest element, since a model
     may compute in fp32 inside. If large terms cancel in a tensor, their rounding
     remains, so a tensor may also differ by rounding of the largest gradient of all.
-    That is fp32 rounding if most tensors show it, else fp64 rounding. So a small
-    gradient that depends on how rows are cut counts as a difference: for example that
-    of a gate under its own weak loss.
+    The rounding is that of fp32 if most tensors show fp32 rounding, else that of fp64.
+    So a small gradient that depends on how rows are cut counts as a difference: for
+    example the gradient of a gate under its own weak loss.
     """
     if one.keys() != other.keys():
         return False

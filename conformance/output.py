@@ -72,7 +72,7 @@ _NAMES = {True: "standard output", False: "standard error"}
 class _Stream:
     """Output stream that accepts any text and breaks CI commands in it.
 
-    Not a subclass of `io.IOBase`, whose finalizer flushes. The stream below may be
+    Not a subclass of `io.IOBase`, whose finalizer flushes. The wrapped stream may be
     closed by then, and from Python 3.13 on the error would be printed.
     """
 

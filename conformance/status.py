@@ -63,7 +63,7 @@ class WriteError(Exception):
 
 @contextmanager
 def as_usage(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these types into :class:`UsageError`; also a decorator.
+    """Turn errors of the given types into :class:`UsageError`; also a decorator.
 
     Use it only around functions that parse the caller's input. Never judge inside it:
     an error there is a fault of gradparity, whatever its type.

@@ -52,7 +52,8 @@ def flush_standard_streams() -> None:
 def fill_standard_descriptors() -> None:
     """Open the null device as stdin, stdout and stderr if they are closed.
 
-    Otherwise the next pipe would get that number and receive a program's output.
+    Otherwise the next pipe would get the number of stdout and receive a program's
+    output.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
@@ -216,7 +217,7 @@ def sockets() -> frozenset[str]:
 def give_up_silent(limit_s: float, except_for: frozenset[str]) -> None:
     """Make TCP connections fail if the other host stops acknowledging.
 
-    A connection that only awaits an answer has no data to be acknowledged: for it the
+    A connection that only awaits an answer has no data to be acknowledged: there the
     kernel sends probes.
 
     Args:

@@ -45,7 +45,7 @@ class Rendezvous:
     host: str
     port: int
     prefix: str
-    """Prefix of this world's keys in the store at that port."""
+    """Prefix of this world's keys in the store at ``port``."""
 
     local_rank: int
     """Index among the ranks of this machine; selects the device."""

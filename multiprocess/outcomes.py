@@ -15,7 +15,7 @@ class Collective:
     """Name of the process group."""
 
     number: int
-    """Number among this rank's collectives of that group, from 1. Sends and receives
+    """Number among this rank's collectives of ``group``, from 1. Sends and receives
     are counted separately, since only some ranks of a group take part in them."""
 
     op: str
@@ -53,7 +53,7 @@ class Place(enum.Enum):
     """A wait for a key of a store."""
 
     DONE = 4
-    """The wait for other ranks after the end of its own test."""
+    """The wait for other ranks after the end of the rank's own test."""
 
     DEBUGGER = 5
     """A debugger, which waits for its user."""

@@ -75,7 +75,7 @@ class WorldSpec:
 
     @property
     def kind(self) -> WorldSpec:
-        """Spec with the settings of the ranks; those of a call have their defaults."""
+        """Spec with the settings of ranks; settings of calls have their defaults."""
         return replace(self, timeout_s=60.0, isolation="pool")
 
     def __post_init__(self) -> None:

@@ -78,8 +78,8 @@ class _Measured(NamedTuple):
     def divisor(self) -> torch.Tensor | None:
         """Return the divisor by which a kernel unscales and clips, (), fp32.
 
-        None if fp32 cannot hold it. On an accelerator that is not checked, because the
-        check would synchronise: a norm beyond fp32 then clips to zero.
+        None if fp32 cannot hold it. On an accelerator the range is not checked, because
+        a check would synchronise: a norm beyond fp32 then clips to zero.
         """
         factor, divisor = self.factor, self.carried
         if isinstance(factor, torch.Tensor) or isinstance(divisor, torch.Tensor):

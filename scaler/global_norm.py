@@ -272,8 +272,8 @@ def local_norms(
 ) -> tuple[list[Number], torch.Tensor | None]:
     """Return this rank's part of the global norm of the unscaled gradients.
 
-    ``scale`` is the scale that they still carry. If it is a tensor, the result is
-    computed on its device.
+    ``scale`` is the scale that the gradients still carry. If ``scale`` is a tensor, the
+    result is computed on its device.
 
     Returns:
         For MESHES meshes: mesh, kind and norm, zeros if unused. And found_inf, (),

@@ -113,9 +113,9 @@ class History:
         self._on_device: torch.Tensor | None = None  # (5,), int64
 
     def overflowed(self, overflow: Overflow, scale: float | None = None) -> None:
-        """Store an overflow, and log it if ``scale``, that of the step, is given.
+        """Store an overflow, and log it if ``scale`` (the step's) is given.
 
-        It is given if `record` will not log, because the scale is on an accelerator.
+        Pass ``scale`` if `record` will not log, because the scale is on an accelerator.
         """
         self.last_overflow = overflow
         if scale is not None:

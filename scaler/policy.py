@@ -215,7 +215,7 @@ _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
 
 
 def check_number(name: str, value: SupportsFloat) -> float:
-    """Return a setting as a float; names without their own rule are scales.
+    """Return a setting as a float; without a rule for its name, check it as a scale.
 
     Raises:
         InvalidSettingError: the value is not a number, or is not allowed for this

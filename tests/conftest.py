@@ -169,8 +169,8 @@ def _ranks(world_size: int, device: str) -> Cluster:
 def counted_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the clock of a hunt by one that moves by a second when it is read.
 
-    Each scenario reads it once. So a budget is a number of draws and of attempts to
-    shrink, and does not depend on the load of the machine.
+    Each scenario reads the clock once. So a budget is a number of draws and of attempts
+    to shrink, and does not depend on the load of the machine.
     """
     module = importlib.import_module("gradparity.conformance.run.hunt")
     clock = SimpleNamespace(monotonic=map(float, itertools.count()).__next__)

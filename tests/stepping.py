@@ -102,9 +102,10 @@ WAYS = [step, unscale, clip, clip_and_step]
 def exchanged(how: str) -> Iterator[None]:
     """Act as on an accelerator, on a CPU.
 
-    ``how``: ``"cpu"``, the host reads everything at once; ``"settling"``, the first
-    iterations of an accelerator, in which it reads what ranks exchange; ``"settled"``,
-    the later ones, in which it reads that at the next sync.
+    Args:
+        how: ``"cpu"``: the host reads everything at once. ``"settling"``: first
+            iterations on an accelerator, whose rows the host reads at once.
+            ``"settled"``: later iterations, whose rows it reads at the next sync.
     """
     reads, settles = Host.reads_cpu, OverflowSync.settles
     Host.reads_cpu = how == "cpu"
@@ -116,7 +117,8 @@ def exchanged(how: str) -> Iterator[None]:
 
 
 HOW = pytest.mark.parametrize("how", ["cpu", "settling"])
-"""Tests of errors that are raised at once: on a CPU, and early on an accelerator."""
+"""Mark of tests of errors that are raised at once: runs them as on a CPU, and as in the
+first iterations on an accelerator."""
 
 
 def acting(how: str, run: Callable[..., Any]) -> Callable[..., Any]:

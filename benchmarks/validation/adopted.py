@@ -1,16 +1,18 @@
 """torch's own distributed tests, unchanged, on torch's classes and on our ranks.
 
-``gradparity bench adopted FOLDER`` takes a folder with test files and a
-line of provenance in ``origin.txt``; the files themselves are not part of this project.
-Of each class of a file a seeded sample of its tests is run three times, in one session
-each: by torch's classes as they are, whose processes take ten seconds and more of CPU,
-so that only a few are; by torch's classes with forked processes, for the verdicts of
-all; and with ``--gradparity-adopt``. Recorded are the verdicts and the CPU seconds of
-the whole process tree, test by test, in ``results/adopted.json``; from it the table in
-``docs/adopted.md`` is written, at the mark with the name of that file: each file that
-``--out`` names in ``results`` has a separate table. ``--side`` runs one
-session alone (``none``: the table only); a run that was cut off goes on with the tests
-that have no verdict yet.
+``gradparity bench adopted FOLDER`` takes a folder with test files and a line of
+provenance in ``origin.txt``; the files themselves are not part of this project. For
+each file and each class of torch, a seeded sample of tests runs in three sessions:
+
+1. on torch's classes as they are: fewer tests, as one takes ten seconds of CPU or more;
+2. on torch's classes with forked processes, for the verdicts of all sampled tests;
+3. on our ranks, with ``--gradparity-adopt``.
+
+For each test its verdicts, and the CPU seconds of its whole process tree, are recorded
+in ``results/adopted.json``, or in the file that ``--out`` names. The table of a record
+is written into ``docs/adopted.md``, at the mark with the name of the record's file.
+``--side`` runs one session alone (``none``: the table only). A run that was cut off
+continues with the tests that have no verdict yet.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class Job:
     tensor_parallel: bool = False
     sequence_parallel: bool = False
     pipeline: bool = False
-    """True for two stages; then the head is also tied to the embedding, one on each
-    stage."""
+    """True for two stages; then the last stage's head is also tied to the embedding on
+    the first stage."""
     distributed_optimizer: bool = False
     dtype: torch.dtype = torch.float32
     gated: bool = False

@@ -35,7 +35,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Scenario in which the scaler's law first failed; for a right scaler, the first in
     which any law failed."""
     message: str = ""
-    """Message of that failure."""
+    """Message of the failure in ``scenario``."""
     broken: int = 0
     """Number of scenarios in which the harness broke; they do not count."""
 

@@ -137,7 +137,7 @@ FAULTS = (
 
 
 class Linear(nn.Linear):
-    """Linear layer that rounds as a bf16 kernel with fp32 sums does, or uses one."""
+    """Linear layer that uses a bf16 kernel with fp32 sums, or rounds as it does."""
 
     rounds = native = False
 
@@ -491,10 +491,10 @@ def run(out: Path, job: Job, half: bool, seed: int, kind: str) -> None:
 def rows(
     job: Job, half: bool, seed: int, noise: int, kinds: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the result of each variant and each fault; an error of one is its result.
+    """Yield the result of each variant and each fault; an error counts as its result.
 
     Args:
-        job: sizes and device of all of them.
+        job: sizes and device of each training.
         half: True rounds products to bf16.
         seed: seed of weights and data.
         noise: number of nudged runs of the reference.
@@ -570,7 +570,7 @@ def summary(kept: Sequence[dict[str, Any]], device: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and record; 1 if a right variant is accused or one cannot run."""
+    """Measure, print and record; return 1 if a right variant fails or cannot run."""
     parser = argparse.ArgumentParser(prog="recorded", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seeds", type=int, default=3)

@@ -167,7 +167,7 @@ def caught(pair: Pair, found: dict[str, Any]) -> bool:
 
 
 def placed(pair: Pair, found: dict[str, Any]) -> bool:
-    """Return True if the report names the faulty module, or none if none is faulty."""
+    """Return True if the report names the faulty module, or none if all are right."""
     if not caught(pair, found) or not found["location"]:
         return False
     module: str = found["location"]["module"]

@@ -101,7 +101,7 @@ def faults() -> list[Fault]:
 
 
 def pairs(what: str) -> list[tuple[str, str]]:
-    """Return (scaler, scenario id) of all cases: either ``right`` or ``planted``."""
+    """Return (scaler, scenario id) of the ``right`` or of the ``planted`` cases."""
     from gradparity.conformance.space.catalogue import Selection, select
 
     if what == "planted":
@@ -167,7 +167,7 @@ def run_in(python: str, what: str, path: Path, scratch: Path) -> Report:
 
 
 def gated(cases: Sequence[CaseRecord], report: Report, baseline: Baseline) -> Decision:
-    """Return the gate's decision on some cases, by the same cases of the baseline."""
+    """Return the gate's decision on some cases; the baseline is cut to these cases."""
     keys = {case.key for case in cases}
     kept = tuple(case for case in baseline.cases if case.key in keys)
     assert len(kept) == len(keys), "the baseline lacks a case"

@@ -4,10 +4,10 @@
 
 All faults together are recorded in results/torchrun_faults.json, and the table of
 docs/decisions/harness.md is written from the record; chosen ones are printed only. In
-each way two ranks run three cases, and rank 1 has its fault in the second. With agents
-all faults come in one run of torchrun. Without, each has its own, with what torchrun
-gives for it: ``@record``, a limit on collectives, and one restart, after which the
-cases that had not begun are run.
+each way two ranks run three cases, and rank 1 has its fault in the second case. With
+agents all faults come in one run of torchrun. Without agents each fault has a run of
+its own, with torchrun's own means: ``@record``, a limit on collectives, and one
+restart, which runs the cases that had not begun.
 """
 
 from __future__ import annotations

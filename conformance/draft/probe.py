@@ -25,7 +25,8 @@ LENGTH = 16
 SIDES = (32, 64, 224)
 """Image sizes to try if the model does not declare its own."""
 MOST_LAYERS = 8
-"""Number of first layers that suggest a shape, if an argument's name suggests none."""
+"""Number of layers, from the first on, whose sizes are tried as the shape of an
+argument whose name suggests none."""
 MOST_TRIALS = 32
 _IDS = re.compile(r"(.*_)?(input_ids|token_ids|tokens?|ids|idx|src|tgt)")
 _IMAGES = re.compile(r"pixel_values|(.*_)?(images?|imgs?)")
@@ -204,7 +205,10 @@ def _chosen(model: nn.Module, parameters: Sequence[Parameter]) -> Iterator[list[
 
 
 def _candidates(model: nn.Module, name: str) -> Iterator[Drawn]:
-    """Yield tensors to try for one argument, by its name, else by the first layers."""
+    """Yield tensors to try for an argument.
+
+    The argument's name suggests their shapes; if it does not, the first layers do.
+    """
     words, sides = _words(model), list(_sides(model))
     layers = [m for m in model.modules() if any(True for _ in m.parameters(False))]
     channels = [m.in_channels for m in layers if isinstance(m, nn.Conv2d)]

@@ -69,7 +69,7 @@ FORWARD_OF = {INPUT_GRADIENT: INPUT, OUTPUT_GRADIENT: OUTPUT}
 """Kind of a gradient -> kind of the tensor whose gradient it is."""
 UNEVEN = 4 * 2.0**-8
 """Permitted relative difference of two ranks' factors. In bf16 (unit roundoff 2^-8)
-each rank rounds an output's gradient twice: as it is computed, and as it is scaled."""
+each rank rounds an output's gradient twice: when it is computed and when scaled."""
 MAX_PARTS = 4**4
 """Largest number of parts of a whole that are tried for a plain tensor: 4 dims with 4
 cuts each. A dim is cut along mesh axes: in chunks, from both ends or strided."""
@@ -516,7 +516,7 @@ class Boundaries:
     ) -> list[int]:
         """Return where the rows of a rank's micro-batch may begin in a whole batch.
 
-        They come after the rows of earlier micro-batches, in one of the equal shares.
+        The rows follow those of earlier micro-batches, in one of the equal shares.
         In a reference on one rank, a call has the rows of all ranks in equal parts.
         """
         rows = [len(batch.tensors[0]) for batch in self.ranks[rank].batches]

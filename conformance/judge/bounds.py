@@ -15,9 +15,9 @@ hides one bad element, an element hides a drift. docs/parity.md derives
 [Note: Quantisation]
 Rounding to 8 bits changes values by 3 to 12 %, and by the same error in every correct
 run, whatever the order of its sums. Eight times that error is as large as the value
-itself. So the error that all runs share counts ``SHARED`` times. One time stands for
-the rounding. The other stands for values at a tie, which a run may round the other way:
-that moves a result by no more than the rounding of all values did. The part that
+itself. So the error that all runs share counts ``SHARED`` times: once for the rounding,
+and once for values at a tie, which a run may round the other way. Such ties move a
+result by no more than the rounding of all values did. The part of the error that
 differs between runs (for example through a scale per group of rows) counts
 ``SAFETY_FACTOR`` times, as all noise.
 
@@ -218,7 +218,7 @@ def _derived(
     adaptive: bool,
     loss_roundoff: float,
 ) -> ParityBounds:
-    """Derive the bounds from these references."""
+    """Derive the bounds from the errors of the given references."""
     always = (frozenset[str](),) * len(skipped)  # every step computes a loss
     no_norm = [frozenset({"norm"}) if names else frozenset[str]() for names in skipped]
     every = [*runs, *sides]
@@ -354,7 +354,7 @@ def _sides(
 
 
 def _noise(bounds: Sequence[dict[str, Pair]]) -> Limits:
-    """Return the noise of the largest element from which ``bounds`` were derived."""
+    """Convert each bound of a largest element back to the noise it was derived from."""
     return tuple(
         tuple(
             (name, largest / SAFETY_FACTOR)

@@ -87,7 +87,7 @@ class Spread:
     """Largest change by a side run, which flips choices that rounding decides."""
 
     def widened(self, errors: Iterable[Pair], effects: Iterable[Pair] = ()) -> Spread:
-        """Return the spread with the runs of one more step.
+        """Return the spread, extended by the runs at one more step.
 
         Args:
             errors: Errors of correct runs; non-finite ones do not count. Without a

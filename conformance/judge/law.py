@@ -53,7 +53,7 @@ class Evidence:
     """Traces of the same training with whole rows and no resume, if the workload
     averages weights."""
     scaler: bool = True
-    """True if a scaler is checked; else only the training setup."""
+    """True if a scaler is checked; False if only the training setup is."""
 
     @property
     def unseen(self) -> int:

@@ -284,7 +284,7 @@ class _Gradients:
     def way_out(self, found: Location) -> str:
         """Return the line that declares a one-rank reference if that may help; else "".
 
-        That is so if no other explanation was found, and the workload can use
+        It may help if no other explanation was found, and the workload can use
         ``reference = "one rank"``. Such a reference does not detect a fault that also
         occurs on one rank.
         """
@@ -406,7 +406,7 @@ class _Gradients:
     def _moves(self, name: str) -> Iterator[tuple[Doubles, Doubles]]:
         """Yield the actual and the right update of a parameter in this step.
 
-        One pair for each rank that holds it.
+        There is one pair for each rank that holds the parameter.
         """
         before = self.updates[self.step - 1][name] if self.step else 0.0
         for trace, at in self.seen:
@@ -467,7 +467,7 @@ class _Gradients:
         return _common(factors, self.rest)
 
     def _holds(self, boundaries: Boundaries) -> str:
-        """Say if gradients are those of a part or contain the last step's; else ""."""
+        """Say if gradients lack some rows or still contain the last step's; else ""."""
         values = [v for name in self.names for v in self._values(name, self.truth)]
         if sum(mine.size for _, mine, _ in values) < 2:
             return ""  # of single numbers any is a multiple of any other

@@ -103,10 +103,10 @@ class Doubt:
 
     since_step: int
     since: str = "loss"
-    """First kind of comparison in that step, in the order of :data:`ORDER`."""
+    """First kind of comparison that may differ in ``since_step``; see :data:`ORDER`."""
     parameters: frozenset[str] = frozenset()
-    """Parameters that may differ in that step, beside the loss; empty means all. In
-    later steps all may differ."""
+    """Parameters that may differ in ``since_step``, beside the loss; empty means all.
+    In later steps all may differ."""
     text: str
     """Reason of the doubt, and how to remove it."""
 
@@ -241,8 +241,8 @@ def gradient_of(
 ) -> NDArray[np.floating]:
     """Return a rank's gradient, summed over the ranks on which it is partial.
 
-    It is not summed on the ranks themselves: extra collectives would hang if the ranks
-    disagree on whether to step.
+    The ranks themselves do not sum: extra collectives would hang if the ranks disagree
+    on whether to step.
     """
     ranks = at.partial.get(name)
     if not ranks:

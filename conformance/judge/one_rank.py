@@ -96,7 +96,7 @@ class OneRank:
     text: str
     """Description of the runs."""
     undecided: str = ""
-    """Reason why nothing can be compared with them; else empty."""
+    """Reason why nothing can be compared with these references; else empty."""
 
     @property
     def nbytes(self) -> int:

@@ -218,7 +218,7 @@ def _still(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (step, rank, optimizer) of steps that correctly move no parameter.
 
-    Gradients may be zero there: behind a layer that begins at zero, or in a shard of an
+    Gradients may be zero, behind a layer that begins at zero or in a shard of an
     embedding without tokens. Or the optimizer only prepares in its first step.
     """
     for seen, skipped, moves in zip(

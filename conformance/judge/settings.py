@@ -63,8 +63,8 @@ def stack_schedule(
 ) -> StackSchedule:
     """Find which settings change, from all steps of all ranks.
 
-    If ranks have different values, the reference follows the first rank. The others are
-    then reported: no schedule gives two ranks different values.
+    If ranks have different values, the reference follows the first rank. Ranks with
+    other values are reported: no schedule gives two ranks different values.
     """
     values_by_setting: dict[tuple[str, str], _Values] = {}
     for step, seen in enumerate(steps):
@@ -236,7 +236,7 @@ def _of_copies(
     """Return settings of optimizers that step copies of the parameters.
 
     A setting with one value in all groups applies to each parameter. If groups have
-    different values, it is unknown which parameter has which.
+    different values, it is unknown which parameter has which value.
 
     Returns:
         Key -> values that all groups on all ranks share; and a description of the other
@@ -284,7 +284,7 @@ def _differences(
 
 
 def _told(led: Mapping[int, Setting], before: Collection[Setting]) -> str:
-    """Describe when a setting had its first two values."""
+    """Describe the first two values of a setting, each with its first step."""
     first: dict[Setting, str] = {}
     for step, value in led.items():
         first.setdefault(value, f"at step {step}")

@@ -132,8 +132,8 @@ class OnOneRank:
     def expected(self, each: Watched) -> tuple[dict[Boundary, Expected], ModuleLog]:
         """Return the tensors with bounds, and the truth's log.
 
-        If modules are called more or less often on the rank than here, it is unknown
-        which calls correspond, and nothing is compared.
+        If the rank calls modules more or less often than the reference does, it is
+        unknown which calls correspond, and nothing is compared.
         """
         mine, due = ([len(rows) for rows in log.rows] for log in (each.log, self.truth))
         if mine == due:
@@ -176,7 +176,7 @@ def _bounded(
 def _largest_distance(
     logs: Sequence[ModuleLog], boundary: Boundary, value: NDArray[np.floating]
 ) -> Pair:
-    """Return the largest distance of some runs from a value; inf if one lacks it."""
+    """Return the largest distance of runs from a value; inf if a run has no value."""
     norms, largest_ones = [0.0], [0.0]
     for log in logs:
         passed = log.passed.get(boundary)

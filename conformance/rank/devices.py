@@ -157,8 +157,8 @@ def set_deterministic(device: torch.device) -> None:
 
     Bitwise laws compare two runs. On CUDA some kernels sum in the order in which their
     threads arrive, and matrix products may round to TF32 or sum in half precision.
-    Uninitialised memory is filled with nan, so that reading it shows in every run and
-    does not depend on the old content.
+    Uninitialised memory is filled with nan: reading such memory then gives nan in every
+    run, whatever its old content was.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # a module property

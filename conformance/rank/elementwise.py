@@ -24,9 +24,9 @@ STEPS = 4
 """Number of steps of the probe. SOAP only prepares in its first step. The third step
 uses state left by the second, and the fourth shows the effect of that use."""
 EQUAL = 1e-9
-"""Relative difference in fp64 up to which two updates are equal. Elementwise operations
-on permuted elements differ by a few units of 2^-53, because vectors end elsewhere. A
-sum over the matrix changes the update by its own size."""
+"""Relative difference in fp64 up to which two updates are equal. Permuting elements
+changes elementwise operations by a few units of 2^-53, because the processor's vectors
+then hold other elements. A sum over the matrix changes the update by its own size."""
 
 
 @cache

@@ -242,8 +242,8 @@ class Engine:
     def weight_of(self, parts: Iterable[Batch]) -> float | None:
         """Return the weight of these micro-batches in the loss of the whole batch.
 
-        If the loss is (sum, count), calling it gives the count. The call needs an
-        output of the right form, whatever its values: the model on one process gives
+        If the loss is (sum, count), a call of the loss gives the count. The call needs
+        an output of the right form, whatever its values: the model on one process gives
         one. Returns None if that model rejects the inputs of a shard, or if the loss
         has several counts.
         """

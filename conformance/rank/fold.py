@@ -4,23 +4,23 @@ While a workload trains, a rank only records what happens to optimizers (``Event
 Afterwards :func:`fold` combines the events of all ranks:
 
 - **Decision groups** are connected components. Parameters that one call of an optimizer
-  holds together belong together, on whatever rank. So do an optimizer and those that
-  step inside its calls. So do the n-th optimizers of two ranks, because one line of the
-  program calls them. Their parameters may differ, in a pipeline or with ZeRO.
-- **Ranks with fewer optimizers** than others are joined by the parameters that they
-  share with them. An optimizer that shares none may be the n-th or a later one. Then
+  holds together belong together, on whatever rank. So do an optimizer and any optimizer
+  that steps inside its calls. So do the n-th optimizers of two ranks, because one line
+  of the program calls both; their parameters may differ, in a pipeline or with ZeRO.
+- **Ranks with fewer optimizers** are joined to other ranks by the parameters that both
+  have. An optimizer without shared parameters may be the n-th or a later one. Then
   ranks are joined by order, and ``RankTrace.unjoined`` says so.
 - **Parameters without an optimizer** form one more group. Optimizers of other tensors,
   such as fp32 copies, decide for that group. If the group is empty, these optimizers
   train something beside the model.
 - **A parameter is left to another rank** if that rank uses its gradient, with the same
-  elements, and this rank does not. If one rank steps it by an optimizer inside another
-  (ZeRO-1), the inner call counts, on every rank.
+  elements, and this rank does not. If some rank steps the parameter by an optimizer
+  inside another optimizer (ZeRO-1), the inner call counts, on every rank.
 - **A step is skipped by the workload's own decision**, and not by a scaler's, if three
   things hold on all ranks: no optimizer or scaler was asked to step, no weight moved,
   and the rank counted a skip (``skipped_steps``).
-- **Settings** are read when an optimizer is passed to the scaler, else when it steps;
-  the innermost call is read last. Inside its call the scaler may have changed them.
+- **Settings** are read when an optimizer is passed to the scaler, else when it steps.
+  The innermost call is read last, because the scaler may change settings in its call.
 """
 
 from __future__ import annotations
@@ -265,9 +265,9 @@ def _after_a_step(events: Iterable[Event]) -> Iterator[Event]:
 
     A higher number of autograd nodes shows that a forward ran: a hook on all modules
     would be traced into code that a user compiles. A logged sum of losses also creates
-    nodes, so some gradient must have been written as well. That is unknown for an
-    optimizer of copies, and never so for frozen parameters. For both a forward is
-    enough.
+    nodes, so some gradient must have been written as well. Writes are unknown for an
+    optimizer of copies, and frozen parameters have none: for both, the forward alone
+    decides.
     """
     moved: int | None = None  # autograd nodes when the first optimizer had stepped
     evaluated: dict[int, int] = {}  # optimizer -> autograd nodes at its first use

@@ -262,9 +262,8 @@ class ReductionLog(CallLog):
     """Records the reductions of gradients, from the first backward to the step.
 
     Backward also reduces gradients of activations, in the compute dtype, which is
-    right. The running autograd node distinguishes them ([Note: Whose gradient is
-    reduced]). Their size does not, because an activation may have the size of a
-    parameter.
+    right. The running autograd node tells both kinds apart ([Note: Whose gradient is
+    reduced]). The size cannot, because an activation may have the size of a parameter.
     """
 
     def __init__(self) -> None:

@@ -137,7 +137,7 @@ def _both(before: Any, after: Any) -> Any:
 
 
 class OwnStep:
-    """Runs ``train_step`` and records the same as gradparity's own loop."""
+    """Runs ``train_step``, and records what gradparity's own loop records."""
 
     def __init__(self, engine: Engine, judged: Judged, files: str | None) -> None:
         self.engine = engine
@@ -267,7 +267,7 @@ class OwnStep:
         return schedule, average, skips
 
     def restored(self) -> Restored | None:
-        """Save and load with the workload's own methods, and a new scaler."""
+        """Save, then load into a new scaler, by the workload's own methods."""
         workload, judged = self.workload, self.judged
         if workload.save_checkpoint is None or judged.scaler is None:
             return None
@@ -280,7 +280,7 @@ class OwnStep:
         return Restored(saved=saved, loaded=loaded, new=new)
 
     def resume(self) -> tuple[int, str]:
-        """Replace the laid-out model by a new one that loads its own checkpoint.
+        """Lay the model out anew, and load the workload's own checkpoint into it.
 
         Returns:
             The number of weights that were restored, and the first that was not.

@@ -38,8 +38,9 @@ routers choose among 512 experts."""
 CHUNK = 64
 """Number of rows that are compared with the reference at a time, to limit memory."""
 MASKED = -(2.0**100)
-"""Score of a masked choice. A mask is the lowest number of a dtype, or minus infinity,
-so it differs between fp64 and a rank; this value is further away than any noise."""
+"""Score that replaces the score of a masked choice. A mask is the lowest number of a
+dtype or minus infinity, so fp64 and a rank have different ones. ``MASKED`` is further
+from any other score than noise."""
 _aten = torch.ops.aten
 _CHOOSE = {_aten.topk.default, _aten.argmax.default, _aten.max.dim}
 

@@ -133,7 +133,7 @@ class Group:
     """A param group at the time of an event."""
 
     names: tuple[str, ...] = ()
-    """Names of its parameters in the model; empty if it steps other tensors."""
+    """Names of the group's parameters in the model; empty if it has other tensors."""
     settings: dict[str, Setting] = field(default_factory=dict)
     """Settings that schedules may change, if known."""
 

@@ -252,10 +252,9 @@ def checked_collective(
 ) -> tuple[float, float]:
     """Return the result of an all-reduce and the expected sum.
 
-    A stray collective would pair with it and change the result. A rank waits for late
-    peers up to the time limit of the run. The result is nan if the all-reduce failed.
-    It is also nan if another rank got a wrong sum, since this one may then have no
-    partner.
+    A stray collective would pair with this one and change the result. A rank waits for
+    late peers up to the time limit of the run. The result is nan if the all-reduce
+    failed, or if another rank got a wrong sum: then this rank may have no partner.
     """
     ranks = dist.get_world_size()
     value = torch.tensor([_summand(rank, step)], device=device)

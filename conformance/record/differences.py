@@ -4,7 +4,8 @@
 The reference job was recorded again twice or more: unchanged, and with each weight
 moved to a neighbouring number. The distances of these runs from the first one are the
 noise of the job. The bound of a tensor is ``FACTOR`` times the largest noise that it
-showed up to this step. It is at least the bound of the median tensor of the step. A
+showed up to this step, or that of the median tensor if that is more: a small tensor in
+16 bits may show none, and after a step the moved weights may round as the others do. A
 bound as large as the tensor compares nothing. The bound of an update also allows one
 unit in the last place of each weight: a few elements round to the other side, which two
 nudged runs need not show.
@@ -25,7 +26,7 @@ from .merge import Run, Side, Whole
 __all__ = ["KINDS", "Row", "rows_of_sides"]
 
 FACTOR = 8.0
-"""Factor from noise to bound; correct variants reached 0.17 of this bound at most."""
+"""Factor from noise to bound; correct variants reached 0.17 of the bound at most."""
 UNIT = 2.0**-24
 """Unit roundoff of fp32: the smallest noise of a tensor, relative to its norm."""
 KINDS = ("gradient", "update")
@@ -79,6 +80,7 @@ def rows_of_sides(
         kinds: kinds of tensors.
     """
     worst: dict[tuple[str, str], float] = {}
+    least = dict.fromkeys(kinds, UNIT)
     for step in steps:
         for kind in kinds:
             pairs = dict(_pairs(one.run, other.run, names, step, kind))
@@ -93,12 +95,12 @@ def rows_of_sides(
                 for name, (mine, _) in pairs.items()
             }
             shares = [noises[n] / size for n, size in sizes.items() if size]
-            least = max(median(shares) if shares else 0.0, UNIT)
+            least[kind] = max(median(shares or [0.0]), least[kind])
             for name, (mine, theirs) in pairs.items():
                 size = sizes[name]
                 both = mine.is_finite and theirs.is_finite
                 distance = mine.distance(theirs) if both else math.inf
-                noise = max(worst[kind, name], size * least)
+                noise = max(worst[kind, name], size * least[kind])
                 bound = FACTOR * noise
                 if kind == "update" and both:  # see [Note: Bounds]
                     bound = max(bound, math.sqrt(max(mine.square, theirs.square)))

@@ -1,6 +1,6 @@
 """Starts, rows, settings and replicas of two recordings: they must be equal exactly.
 
-If one of them differs, that is the result, and numbers are not compared.
+If any of them differs, the difference is the result, and numbers are not compared.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class Kept:
     rounded: Tensor
     """Digest after rounding to bf16; 0 if not requested."""
     sketch: Tensor | None
-    """float64 of shape (SLOTS,), or all elements of a tensor with fewer."""
+    """float64 of shape (SLOTS,); all elements if the tensor has fewer than SLOTS."""
     numbers: Tensor
     """(3,) float64: sum of squares, largest absolute value, number of non-finite
     elements; zeros without a sketch."""

@@ -85,7 +85,7 @@ class Whole:
     def is_rounded(self) -> bool:
         """True if each element is exactly a bf16 number.
 
-        In fp32 such a number has its bits of bf16, followed by 16 zeros.
+        The fp32 form of such a number is its bf16 form followed by 16 zero bits.
         """
         return self.rounded is not None and self.digest in (
             self.rounded,

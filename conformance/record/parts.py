@@ -225,7 +225,7 @@ class Roots:
         return name if number == 1 else f"{name} (model {number})"
 
     def learn(self, module: nn.Module) -> None:
-        """Read the layout of a module, if it is one of Megatron."""
+        """Read the layout of a Megatron module; nothing for other modules."""
         try:
             if pieces := pieces_of_megatron(module):
                 self.checkpointed |= pieces

@@ -42,7 +42,7 @@ class State:
         Args:
             optimizer: optimizer whose weights are read.
             roots: modules that name the weights.
-            begun: (id of an optimizer, key of a part) with a recorded step. Of other
+            begun: (id of an optimizer, key of a part) with a recorded step. For other
                 parts the weight rounded to bf16 is read as well, to match starts.
         """
         parts = list(parts_of(optimizer, roots))
@@ -131,7 +131,7 @@ class Step:
         return cls(call, start, Sums(wanted), gradients)
 
     def end(self) -> None:
-        """Start to read the weights after the step, and whether it wrote gradients."""
+        """Start to read the weights after the step, and the bits of gradients again."""
         wanted: dict[tuple[str, str], Wanted] = {}
         for part in self.start.parts:
             if ("before", part.key) not in self.sums.boxes:

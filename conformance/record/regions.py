@@ -41,7 +41,7 @@ class Region:
     text: str
     """Rows and columns that differ, in words; empty if all tiles do."""
     holders: tuple[int, ...]
-    """Ranks that hold elements of these tiles; empty if all ranks do."""
+    """Ranks that hold elements of the differing tiles; empty if all ranks do."""
     shares: dict[int, float]
     """Rank -> share of the difference that lies in tiles of which it holds elements."""
 

@@ -27,7 +27,7 @@ class _Running:
     last: Any
     """Handle of our hook, which runs after the optimizer's own hooks."""
     depth: int = 1
-    """Number of nested calls of ``step``: a class may call that of its base."""
+    """Number of nested calls of ``step``: a class may call the ``step`` of its base."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class StepHooks:
     ended: Callable[[Optimizer], object]
     only_plain: bool = False
     """True to ignore compiled steps, whose graph a hook would change. Also ignores a
-    step inside that of an optimizer with the same parameters, as in torch's
+    step inside the step of an optimizer with the same parameters, as in torch's
     ``ZeroRedundancyOptimizer``."""
     _running: dict[int, _Running] = field(default_factory=dict)
     """id of an optimizer -> its running step."""

@@ -53,7 +53,7 @@ class Number:
 
     value: int | Tensor = 0
     is_given: bool = True
-    """False if this rank has no such number."""
+    """False if this rank has no number to send."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Answer:
     """Largest and smallest number among ranks, each with a rank that sent it."""
 
     own: int
-    """Number of this rank; valid only if it sent one."""
+    """Number that this rank sent; meaningless if this rank sent none."""
     most: int | None
     """Largest number, with its rank in the lower 16 bits; None if no rank sent one."""
     least: int | None
@@ -86,7 +86,7 @@ class Answer:
 
     @property
     def where(self) -> str:
-        """Description of these two ranks."""
+        """The two ranks as a text, ``on rank 3 than on rank 1``; else empty."""
         return " than ".join(f"on rank {rank}" for rank in reversed(self.ranks))
 
 
@@ -98,7 +98,7 @@ class Topic(Protocol):
     """Part of a watch: provides its numbers of a step, and reads the answers."""
 
     size: int
-    """Largest number of numbers that it sends at a step."""
+    """Largest number of numbers that the topic sends at a step."""
 
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
         """Return the numbers of a step, and a function that reads the answers.
@@ -507,7 +507,7 @@ def _given(name: str, number: Callable[[], float | Tensor]) -> int | Tensor:
 def _plain(what: str, value: Any) -> Any:
     """Return the local tensor of a replicated DTensor, such as FSDP2's norm.
 
-    On a device a DTensor cannot be put into one message with plain tensors.
+    On an accelerator one message cannot hold a DTensor beside plain tensors.
 
     Raises:
         TypeError: if a rank holds a part of the DTensor.

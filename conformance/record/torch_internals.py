@@ -25,5 +25,5 @@ def joinable(objects: Iterable[Any]) -> list[Any]:
 
 
 def in_join(objects: Iterable[Any]) -> bool:
-    """Return True within torch's ``join()`` of one of these joinable objects."""
+    """Return True within torch's ``join()`` of one of the given joinable objects."""
     return any(each._join_config.enable for each in objects)

@@ -62,7 +62,7 @@ KB."""
 LAST_S = 5.0
 """Seconds to wait for the last messages."""
 UNREAD = 16
-"""Number of unread messages from which on a rank waits before it sends more."""
+"""Limit of unread messages; above it a rank waits before it sends the next one."""
 _LOG = logging.getLogger("gradparity.watch")
 
 

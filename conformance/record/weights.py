@@ -32,9 +32,9 @@ NEAR = 32
 at which a weight moves across the boundary. Otherwise no weight of a small bf16 model
 would change. One weight in 2,000 does; together all weights then move by 1.1 units."""
 ACROSS = 16
-"""Expected number of weights that cross. In a model of fewer than 32,000 weights this
-needs a larger ``NEAR``. With one or two, correct bf16 jobs of 3,000 weights measured
-too little noise in two of eight seeds, and failed."""
+"""Expected number of weights that cross a boundary of bf16 rounding. A model of fewer
+than 32,000 weights needs a larger ``NEAR`` for it. If only one or two cross, too little
+noise is measured: correct bf16 jobs of 3,000 weights failed with two of eight seeds."""
 FAR = 512
 """Largest value of ``NEAR``. All weights together then move by 26 units, 3e-6 of their
 size."""

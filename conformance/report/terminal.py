@@ -55,7 +55,8 @@ __all__ = [
 ]
 
 CELL = 240
-"""Number of characters from which on a cell gets no further cause."""
+"""Largest number of characters of all causes in a cell; the first cause is always
+shown."""
 LONGEST = 1000
 """Largest number of characters of a message: an exception may print a whole tensor."""
 EVERY_S = 10.0

@@ -131,11 +131,14 @@ def why_not_run(
     frozen parameters, recomputation, a second layout, and deferred gradient
     synchronisation. So these exceptions are not a fault of the workload:
 
-    - one of ``parallelize`` with such a choice;
-    - one of ``train_step`` with frozen parameters or recomputation, or on such a mesh,
-      where a hand-written schedule may wait for a stage that does not exist;
-    - one of forward or backward that a module does not support in its ``no_sync()``;
-    - one that half precision also raises on one process (:func:`why_not_alone`).
+    - an exception of ``parallelize`` with such a choice;
+    - an exception of ``train_step`` with frozen parameters or recomputation, or on a
+      mesh with an axis of size 1, where a hand-written schedule may wait for a stage
+      that does not exist;
+    - an exception of forward or backward with deferred synchronisation, since a module
+      may not support them in its ``no_sync()``;
+    - an exception that one process, too, raises in the scenario's half precision
+      (:func:`why_not_alone`).
 
     Args:
         failure: failure of the world.

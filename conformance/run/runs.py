@@ -48,8 +48,8 @@ class _Control:
 
     traces: Traces
     differs: str | None = None
-    """First bitwise difference from a second such run. Empty if there is none; None if
-    no second run was made yet."""
+    """First bitwise difference from a second run without a scaler. Empty if there is
+    none; None if no second run was made yet."""
 
 
 class Runs:

@@ -55,7 +55,7 @@ class Waiting(Generic[S, C]):
 
         Args:
             seen: the observed case.
-            size: memory that it uses until then, in the unit of ``catch_up``.
+            size: memory that the case uses while it waits, in the unit of ``catch_up``.
         """
         self._cases.append((size, self._thread.submit(self._judged, seen)))
 

@@ -62,7 +62,7 @@ def text_batch(step: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 BATCHES = {"digits": digits_batch, "text": text_batch}
-"""Data set -> its batches; a script has no digits, so these are random."""
+"""Data set -> its batches; a script has no file of digits, so it draws random ones."""
 
 
 def halves(batch: Any) -> list[Any]:

@@ -1,9 +1,9 @@
 """Facts about a workload, found by running it once on one process.
 
 :func:`probe` calls the model on the first batch, with and without the changes that
-gradparity may make to it. A run does so once for a workload, on the process that trains
+gradparity may make to it. A run probes each workload once, on the process that trains
 references (``run/launcher.py``, [Note: One process]). Other processes get the facts by
-:func:`remember`. Facts that only references need are computed there.
+:func:`remember`. Facts that only references need are found where references train.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ _CREATE = {
 
 
 def _first_calls(workload: ResolvedWorkload) -> tuple[bool, int]:
-    """Return if a forward draws random numbers, and the loss's number of counts."""
+    """Return True if a forward draws random numbers, and the number of loss counts."""
     draws, counts = False, 0
     with suppress(WorkloadError):
         model, again = _seeded(workload), _seeded(workload)

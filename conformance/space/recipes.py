@@ -30,8 +30,8 @@ CLIP_VALUE = 2.0**-8
 """Limit of clipping by value: some gradients of every built-in model exceed it. For a
 user's workload see ``clip_value_of``."""
 CLIP_NORM = 2.0**-2
-"""Limit of clipping by norm: first gradients of every built-in model exceed it. Those
-of a user's workload may not, see ``clip_norm_of``."""
+"""Limit of clipping by norm: first gradients of every built-in model exceed it. For a
+user's workload see ``clip_norm_of``."""
 LR_DECAY = 0.75
 """Factor of the learning rate at each step, if a scheduler runs."""
 Z_LOSS = 2.0**-6

@@ -217,7 +217,7 @@ class Scenario:
 
     @property
     def saved_by(self) -> Scenario | None:
-        """Scenario on another world whose scaler saves the state to begin with."""
+        """Scenario on another world, which saves the state that this scenario loads."""
         if not self.parsed_recipe.resharded:
             return None
         topology, world_size = resharded_world(self.topology, self.world_size)

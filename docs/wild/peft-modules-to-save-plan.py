@@ -90,7 +90,7 @@ def trained(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor | None]:
 
 
 def rank_main(rank: int, folder: str) -> dict[str, Tensor | None]:
-    """Return these gradients for a model that was loaded under its plan."""
+    """Return the gradients of `trained` for a model that was loaded under its plan."""
     plan = DistributedConfig(tp_size=2)
     model = LlamaForCausalLM.from_pretrained(folder, distributed_config=plan)
     return trained(model, torch.float32)

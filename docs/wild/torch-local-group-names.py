@@ -80,7 +80,7 @@ def total(rank: int, group: Any) -> str:
 
 
 def after_another(rank: int) -> str:
-    """Return the sum in such a group, after rank 0 has joined one more group."""
+    """Return the sum in a group made by members, after rank 0 joined one more group."""
     dist.new_group([0])  # on all ranks, as documented
     try:
         group = made_by_members(rank)
@@ -90,7 +90,7 @@ def after_another(rank: int) -> str:
 
 
 def before_others(rank: int) -> str:
-    """Return the sum in a pair that all ranks create after such a group."""
+    """Return the sum in a pair that all ranks create after a group made by members."""
     try:
         made_by_members(rank)
         pairs = [dist.new_group(pair, timeout=LIMIT) for pair in PAIRS]

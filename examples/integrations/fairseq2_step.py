@@ -6,9 +6,9 @@ r"""fairseq2 0.8.1 in fp16 as a workload: its loss scaler in the order of its tr
 Runs with our scaler by default. With --scaler torch.amp:GradScaler it runs with the
 scaler that the package uses. docs/integrations lists which checks fail with which.
 
-Needs fairseq2, installed with --no-deps. optim/fp16_loss_scaler.py runs as it is;
-The order is that of trainer.py, lines 587 to 630: backward, unscale, clip, step, and
-the schedule only if ``overflowed`` is not set.
+Needs fairseq2, installed with --no-deps. optim/fp16_loss_scaler.py runs as it is. The
+order is that of trainer.py, lines 587 to 630: backward, unscale, clip, step, and the
+schedule only if ``overflowed`` is not set.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def on_cpu(*args: Any, device: Any = None, **settings: Any) -> Any:
 
 
 class Part(MixedPrecisionOptimizer):  # type: ignore[misc]  # its types are not followed
-    """Optimizer of the chain; its parameters are their own main parameters."""
+    """Optimizer of the chain; its parameters are fp32, so they need no main copies."""
 
     is_stub_optimizer = False
 

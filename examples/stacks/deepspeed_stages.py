@@ -7,8 +7,8 @@ Needs deepspeed. Zero3, Owned1 and Owned2 end with PASS, Zero2 with FAIL in the 
 that accumulate; each takes under half a minute on two cores.
 
 Each backward ends an accumulation where ``gradient_accumulation_steps`` is 1. Stages 1
-and 2 then train on the last one of a step, stage 3 adds all of them up.
-``managed_gradient_accumulation: false`` makes ``step()`` the end.
+and 2 then train on the last backward of a step, and stage 3 on the sum of all.
+``managed_gradient_accumulation: false`` lets ``step()`` end an accumulation instead.
 """
 
 from typing import Any

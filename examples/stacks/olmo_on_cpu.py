@@ -1,4 +1,4 @@
-"""Stand-ins for OLMo-core's clients for clouds and its trainer, which are left out.
+"""Stand-ins for OLMo-core's cloud clients and trainer, which the workloads lack.
 
 Not a stack to run. docs/stacks.md has the reasons.
 """

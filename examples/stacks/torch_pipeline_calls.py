@@ -5,8 +5,8 @@ r"""torch's 1F1B as a workload: two calls of the schedule a step, clipping over 
 
 Needs torch alone. Ends with PASS in about half a minute on two cores.
 
-The schedule does not scale gradients: it would divide what earlier calls have left
-again. The loss is divided instead.
+The schedule does not scale gradients: it would also divide the gradients that earlier
+calls have left. The loss is divided instead.
 """
 
 from typing import Any

@@ -47,5 +47,5 @@ class Stack(torchao_int8.Stack):
 
 
 def keep(layer: Any, part: Int8) -> None:
-    """Replace a layer's weight by this part of it."""
+    """Replace a layer's weight by ``part``, the rank's own codes and scales."""
     layer.weight = nn.Parameter(part, requires_grad=False)

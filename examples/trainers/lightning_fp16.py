@@ -26,7 +26,7 @@ from gradparity.examples.integrations.use_in_lightning import MixedPrecision
 from gradparity.fixtures import MODELS, loss
 
 EPOCH = 3
-"""Steps in an epoch; Lightning resumes at the start of one."""
+"""Number of steps in an epoch; Lightning resumes at the start of an epoch."""
 
 
 class Text(LightningModule):  # type: ignore[misc]  # its types are not followed

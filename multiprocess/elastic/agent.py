@@ -57,7 +57,8 @@ Message = CallRequest | int
 """Message of the leader: a call, or finally the exit code of every agent."""
 
 _numbers = itertools.count()
-"""Counter for the names of this process's agents; equal names in all processes."""
+"""Counter that names the agents of this process (``agent0``); all processes count
+alike, so their agents have equal names."""
 
 
 class Ended(BaseException):

@@ -206,6 +206,6 @@ class RemoteRanks:
         return self._failed
 
     def report_fault(self) -> int:
-        """Tell the other agents that a rank of this one failed; return its number."""
+        """Tell other agents that this agent's rank failed; return the fault number."""
         self._failed = True
         return self._store.set_flag(self._key)

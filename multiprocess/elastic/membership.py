@@ -138,7 +138,7 @@ class Membership:
     def why_ended(self) -> str:
         """Post that this agent is present; name the agents that do not.
 
-        Called when torchrun has asked this process to end, because another one has
+        Called when torchrun has asked this process to end, because another process has
         ended.
         """
         self._store.set_flag(f"here/{self._rank}")

@@ -34,7 +34,7 @@ class Fact:
     waited_s: float = 0.0
     place: Place = Place.BODY
     left_by: int | None = None
-    """Rank that ended without the collective for which this one waits."""
+    """Rank that ended without making the collective in which this rank waits."""
 
     stacks: str = ""
     collectives: tuple[Collective, ...] = ()

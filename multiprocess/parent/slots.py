@@ -64,7 +64,8 @@ class SlotPool:
             The names of the slots.
 
         Raises:
-            HarnessError: Others held them for too long, or no lock file can be made.
+            HarnessError: Other runs held the slots for too long, or no lock file can
+                be made.
         """
         # A world larger than the number of slots takes all of them, and so runs alone.
         count = min(wanted, len(self.names))

@@ -381,7 +381,7 @@ class _RankPlugin:
         return result
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep collection errors; a module that is skipped only on ranks is one too."""
+        """Keep collection errors; a module skipped only on ranks counts as an error."""
         if not report.passed:
             self.collect_errors.append(report.longreprtext)
 

@@ -41,7 +41,7 @@ def create(size: int) -> int:
 
 
 class RecordWriter:
-    """A rank's side of the memory."""
+    """Writes a rank's records and its place into the memory."""
 
     def __init__(self, fd: int, rank: int, size: int) -> None:
         self._memory = mmap.mmap(fd, size * REGION)

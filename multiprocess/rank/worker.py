@@ -74,8 +74,8 @@ the rank that hangs from those that wait for it."""
 # A gloo group keeps 3 threads and 5 descriptors in a world of 2, and more in larger
 # ones, until it is destroyed.
 _MAX_GROUPS = 48
-"""A rank with this many leftover process groups is not used again. To destroy the
-groups is no alternative: packages keep them in module variables and use them later."""
+"""A rank with this many leftover process groups is not used again. The groups cannot be
+destroyed instead: packages keep them in module variables and use them later."""
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _OUR_FILES = (

@@ -87,7 +87,7 @@ def wrong(name: str, **departed: float) -> Run:
 
 
 def test_failures_of_one_rule_are_one_family() -> None:
-    """Failures that need accumulation are one family, failures of each run another."""
+    """Failures that need accumulation are one family, and other failures another."""
     one = record("qwen3", wrong("2 equal micro-batches", **{Q_NORM: 0.8}))
     other = record("olmo2", wrong("3 unequal micro-batches", **{Q_NORM: 0.7}))
     beside = record("qwen3", wrong("2 equal micro-batches", **{Q_NORM: 0.8}), plan="ep")
@@ -426,7 +426,7 @@ def test_one_plan_is_run_again_and_all_others_are_kept(
 
 
 def test_an_error_while_loading_is_a_run() -> None:
-    """It was dropped, although training from other weights may pass."""
+    """A failed load is recorded, because training from other weights may still pass."""
 
     class Place:
         def ranks(self, world: int) -> Any:

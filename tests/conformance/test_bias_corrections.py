@@ -87,7 +87,7 @@ class Longer(Trains):
 
 
 class LongerOnOneRank(Trains):
-    """Steps on rank 1 are longer by that error; the other ranks are right."""
+    """Steps on rank 1 are longer, as in `Longer`; steps on other ranks are right."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         engine = super().parallelize(model, mesh)

@@ -14,7 +14,7 @@ from gradparity.tests.workloads.misplaced import RightContext
 
 
 class Towers(nn.Module):
-    """Model with two towers and a temperature; that output has no rows."""
+    """Model with two towers and a temperature, which is an output without rows."""
 
     def __init__(self) -> None:
         super().__init__()

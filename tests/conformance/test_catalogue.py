@@ -70,7 +70,7 @@ def test_quick_holds_every_choice() -> None:
     "limit", [plain.HIGHEST, plain.LOWEST, plain.SMALL, plain.NO_POWER_OF_TWO]
 )
 def test_the_scale_is_driven_to_its_limits(preset: str, limit: str) -> None:
-    """Each of these scenarios shows the fault of a scaler; see test_faulty.py."""
+    """Each scenario ``limit`` shows the fault of a scaler; see test_faulty.py."""
     assert limit in [s.id for s in select(preset, Selection())]
 
 

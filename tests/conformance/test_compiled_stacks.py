@@ -106,7 +106,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_not_recomputed(runner: Runner) -
 
 @pytest.mark.slow
 def test_a_warm_rank_compiles_as_often_as_a_new_one(runner: Runner) -> None:
-    """Otherwise a rank reaches Dynamo's limit: code then runs uncompiled, or raises."""
+    """More compilations reach Dynamo's limit: code then runs uncompiled, or raises."""
     for seed in range(10):  # a run with the same seed is not made again
         assert failed(runner.run("none", scenario(stacks.WrongByName, seed=seed)))
 

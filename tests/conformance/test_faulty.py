@@ -56,7 +56,7 @@ def accusations(case: Case) -> dict[str, str]:
 BY_SCENARIO: list[tuple[type[Any], Broken]] = sorted(
     FAULTY.items(), key=lambda item: item[1].at
 )
-"""Faulty scalers, sorted by scenario: those of one scenario share a run without one."""
+"""Faulty scalers by scenario: all of one scenario share a run without a scaler."""
 
 
 @pytest.mark.parametrize(

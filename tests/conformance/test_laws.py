@@ -249,7 +249,7 @@ ALWAYS_KNOWN = {
     "scale.positive": "the scale",
     "scale.continuity": "the scale",
 }
-"""Checks that read only what every trace of a step contains -> that part."""
+"""Check -> the value that it reads, for checks of a value that every trace contains."""
 
 
 def stopped() -> Evidence:

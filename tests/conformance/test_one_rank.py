@@ -533,7 +533,7 @@ class WrongOnOneRank(Trains):
 
 
 class RateOfRanks(Trains):
-    """The learning rate is twice the declared one, so that is the known cause."""
+    """The learning rate is twice the declared one, which is reported as the cause."""
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)

@@ -489,7 +489,7 @@ def test_workloads_that_cannot_be_compared_are_refused_in_one_line(
 
 
 def test_calls_with_other_rows_than_were_given_are_not_compared() -> None:
-    """A pipeline drops the rest of a division: 11 rows become four calls of two."""
+    """A pipeline drops the remainder of rows: 11 rows become four calls of two rows."""
     batch = Batch(inputs=torch.zeros(11, 2), targets=torch.zeros(11))
     log = ModuleLog(rows=[[2, 2, 2, 2]])
     for call in range(4):

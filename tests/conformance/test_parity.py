@@ -229,7 +229,7 @@ def test_adam_leaves_elements_out_whose_sign_rounding_decides() -> None:
 
 @pytest.mark.slow
 def test_adam_errs_more_where_gradients_are_small() -> None:
-    """An error fails in an update of a large gradient, and passes in one of a small."""
+    """One error of an update fails if its gradient is large, and passes if small."""
     scenario = Scenario.parse("single/1/fp16-autocast/adam/none/steps=3")
     (trace,) = traces_of(scenario)
     name = "head.weight"

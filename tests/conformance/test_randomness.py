@@ -1,4 +1,4 @@
-"""Random layers: draws are compared; gradients are, with random layers switched off."""
+"""Random layers: draws are compared with the layers on, and gradients with them off."""
 
 from collections.abc import Callable
 from typing import Any

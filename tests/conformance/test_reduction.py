@@ -267,7 +267,7 @@ def test_the_place_of_a_reduction_shows_whose_gradient_it_is(
 def after_backward() -> Seen:
     """Return the logged reductions of an engine that reduces after all passes.
 
-    Other messages in between are no reductions of gradients.
+    The engine also sends messages that are not gradients, which the log must leave out.
     """
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

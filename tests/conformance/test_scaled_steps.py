@@ -177,7 +177,7 @@ class ClipsWithoutOptimizer(SharesNoOptimizer):
 
 
 class SaysNothing(SharesNoOptimizer):
-    """No fault: a rank that lacks an optimizer makes no call instead of it."""
+    """No fault: a rank without the optimizer makes no call, instead of passing None."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         engine = super().parallelize(model, mesh)

@@ -1,4 +1,4 @@
-"""A scaler under test must offer these calls; one without them is refused."""
+"""A scaler under test is refused if it lacks a required method or argument."""
 
 from pathlib import Path
 from typing import Any

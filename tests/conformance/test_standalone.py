@@ -206,7 +206,7 @@ def test_every_failure_of_the_parity_preset_is_shown(
 ) -> None:
     """The script finds faults of torch's class, and no false positives.
 
-    Every second scenario of four topologies: a script takes two seconds of a core.
+    Runs every second scenario of four topologies: a script takes two seconds of a core.
     """
     topologies = ["single", "fsdp", "tp", "fsdp+tp"]
     chosen = select("parity", Selection(topologies=topologies))[::2]

@@ -119,7 +119,7 @@ def test_counts_that_are_rounded_to_half_precision_leave_no_hole(
 
 
 class BatchNormInParts(Replicated):
-    """Batch norm over micro-batches of four rows, which one process has as well."""
+    """Batch norm over micro-batches of four rows; one process has the same batches."""
 
     factor = 1.0
 
@@ -191,7 +191,7 @@ class Energies(nn.Module):
 
 
 class Forces(Replicated):
-    """Forward itself needs autograd, and the loss depends on those gradients."""
+    """Forward itself computes gradients by autograd, and the loss depends on them."""
 
     def model(self) -> nn.Module:
         return Energies()

@@ -1,4 +1,4 @@
-"""Names and batches of a workload that look like a wrapper's, and are its own."""
+"""Names and batches of a workload that look as if a wrapper had made them."""
 
 from typing import Any, NamedTuple
 

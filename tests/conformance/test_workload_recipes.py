@@ -225,7 +225,7 @@ def test_a_rank_that_fails_leaves_the_folder_to_those_that_still_write(
 
 
 class LeavesTheAverageIn(steps.Trains):
-    """After a save the weights stay replaced by others, as by an average."""
+    """After a save the weights stay changed, as if an average had been left in them."""
 
     def save_checkpoint(self, stack: Held, scaler: Any, folder: str) -> None:
         super().save_checkpoint(stack, scaler, folder)

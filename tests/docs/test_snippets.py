@@ -172,7 +172,7 @@ def help_of(*command: str) -> str:
 
 
 def run_make(words: list[str]) -> None:
-    """Check only that the target exists: targets run the suite, or for minutes."""
+    """Check only that the target exists: running targets would take minutes."""
     done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stderr
 

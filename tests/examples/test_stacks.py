@@ -1,7 +1,7 @@
 """Frameworks as workloads: right ones pass, wrong ones fail a check.
 
-Each failure is a fault of a released package, and a script that needs only that package
-shows it again. If a test fails because it is gone, the package was fixed.
+Each failure is a fault of a released package, which a script shows with that package
+alone. If a test fails because the fault is gone, the package was fixed.
 """
 
 import importlib
@@ -351,7 +351,7 @@ def premultiplied() -> dict[str, torch.Tensor]:
 
 
 def without(call: Callable[..., Any], *given: Any) -> Any:
-    """Call a function on a rank, with a stand-in for torch.cuda of examples/stacks."""
+    """Call a function on a rank while examples/stacks replaces torch.cuda."""
     stand_in = importlib.import_module("gradparity.examples.stacks.without_cuda")
     with stand_in.without_cuda():
         return call(*given)

@@ -190,7 +190,7 @@ def membership(raw: HashStore, rank: int) -> Membership:
 
 
 def nothing() -> None:
-    """Check that never ends a wait."""
+    """Do nothing: a ``check`` argument that never ends a wait."""
 
 
 def test_agents_agree_on_a_run_that_was_never_before() -> None:

@@ -78,7 +78,7 @@ class OwnOptimizer:
 
 
 def laid_out(job: str, model: nn.Module, world: int) -> tuple[nn.Module, int, int]:
-    """Return the laid-out model, the number of data ranks, and this one's index."""
+    """Return the laid-out model, the number of data ranks, and this rank's index."""
     rank = dist.get_rank() if world > 1 else 0
     blocks = [each for each in model.modules() if isinstance(each, Block)]
     if job == "ddp":
@@ -163,7 +163,7 @@ def train(
 ) -> None:
     """Train steps 0 to 2, with a fault.
 
-    A continued job then trains steps 3 to 5, and a resumed one only these.
+    A continued job also trains steps 3 to 5; a resumed job trains only steps 3 to 5.
     """
     resumed = fault in ("resumed", "forgets")
     if resumed:
@@ -213,7 +213,7 @@ def train(
 def end() -> None:
     """Exit without cleanup: a thread of gloo may still use the last collective.
 
-    It would abort the process when Python ends.
+    The thread would abort the process when Python ends.
     """
     dist.destroy_process_group()
     os._exit(0)

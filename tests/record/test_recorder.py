@@ -249,7 +249,7 @@ def test_a_kernel_that_skips_is_a_step_that_is_skipped(tmp_path: Path) -> None:
 def test_a_model_can_be_saved_copied_and_traced_while_it_is_recorded(
     tmp_path: Path,
 ) -> None:
-    """A hook on the model would be saved and copied with it, and so the recorder."""
+    """A hook on the model would be saved and copied, and the recorder with the hook."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     saved = pickle.dumps(model)

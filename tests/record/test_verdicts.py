@@ -530,7 +530,7 @@ def test_a_parameter_that_joins_later_is_compared() -> None:
 
 
 def test_equal_starts_under_other_names_are_paired_by_their_first_gradients() -> None:
-    """Norm weights all start as ones, and the other model has them in another order."""
+    """Norm weights all start as ones, and each side has them in another order."""
 
     def norms(given: Run, names: Sequence[str]) -> Run:
         for step, name in itertools.product(range(2), names):

@@ -20,7 +20,7 @@ from gradparity.tests.record.runs import changed, nudged, run, values, whole
 
 BLOCKS = ("first", "second", "third")
 WRONG = {("gradient", "b"): 1.5}
-"""One wrong gradient of a parameter, without which blocks are not compared."""
+"""A wrong gradient of a parameter: without one, blocks are not compared."""
 
 
 def with_blocks(plain: Run, draw: int = 0) -> Run:

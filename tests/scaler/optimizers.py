@@ -56,7 +56,7 @@ class Group:
 
 
 class Wrapper:
-    """Wraps an optimizer, and keeps the groups that it had then."""
+    """Wraps an optimizer, and keeps the groups that it has at the time of wrapping."""
 
     def __init__(self, inner: Any) -> None:
         self.optimizer = inner

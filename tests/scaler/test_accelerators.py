@@ -162,7 +162,7 @@ def test_a_step_without_a_scale_or_gradients_raises_on_all_ranks(
 
 @pytest.mark.parametrize("how", ["cpu", "settling", "settled"])
 def test_an_update_without_a_step_raises_once(two: Cluster, how: str) -> None:
-    """Only ``update`` raises, and not the next sync, which reads the row of it."""
+    """Only ``update`` raises, and not the next sync, which reads the update's row."""
 
     def run() -> list[str]:
         seen = []
@@ -240,7 +240,7 @@ def test_one_process_on_an_accelerator_knows_its_overflow() -> None:
 def test_replicas_beside_own_parameters_on_an_accelerator(
     two: Cluster, how: str
 ) -> None:
-    """The first clips identify replicas at once; later one clip is wrong, and warns."""
+    """Early clips identify replicas at once; a late clip is wrong once, and warns."""
 
     def run() -> tuple[list[float], int]:
         shared, own = (parameter(torch.zeros(1)) for _ in range(2))
@@ -276,7 +276,7 @@ def test_a_copy_to_the_host_is_waited_for() -> None:
 # regression: S14
 @pytest.mark.parametrize("how", ["settling", "settled"])
 def test_nothing_is_read_while_a_graph_is_captured(two: Cluster, how: str) -> None:
-    """Rows from before and from within are read at the next sync outside of it."""
+    """Rows from before the graph and from within are read at the next sync after it."""
 
     def run() -> list[Any]:
         seen = []

@@ -290,7 +290,7 @@ class Failing(GradScaler):
 def test_the_batch_after_an_exception(
     two: Cluster, fused: bool, call: Call, at: int, updates: bool, cause: str
 ) -> None:
-    """After an error, on every rank training goes on as without the dropped batch."""
+    """After an error, training on every rank goes on as without the dropped batch."""
 
     def run() -> tuple[list[str], float, dict[str, Any]]:
         p, narrow = scalar_weight(), scalar_weight(dtype=torch.float16)

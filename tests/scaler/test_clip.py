@@ -149,7 +149,7 @@ def test_overflow_is_skipped_and_named(fused: bool, bad: float) -> None:
 def test_gradients_are_clipped_after_a_clip(
     fused: bool, where: str, iteration: int
 ) -> None:
-    """torch's clip after the scaler's reads and changes unscaled gradients."""
+    """After the scaler's clip, torch's clip reads and changes unscaled gradients."""
     params = parameters_with([torch.zeros(4), torch.zeros(4)])
     optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
     scaler = scaled()

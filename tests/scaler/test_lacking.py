@@ -1,4 +1,4 @@
-"""Ranks agree though one lacks something, and say so where they cannot."""
+"""Ranks agree although one rank lacks something, or raise where they cannot agree."""
 
 from typing import Any
 

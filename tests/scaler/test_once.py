@@ -37,7 +37,7 @@ def test_b10a_wrapped_optimizer_is_unscaled_once(make: Any) -> None:
 def test_b10b_shared_parameter_is_divided_as_by_torch(
     make: Any, fused: tuple[int, int]
 ) -> None:
-    """torch divides it for each optimizer, and so does this class, which warns once."""
+    """Both classes divide the gradient once for each optimizer; ours warns once."""
     found, kinds = [], (torch.amp.GradScaler, make)
     for kind in kinds:
         shared, first, second = parameter(0.0), parameter(0.0), parameter(0.0)

@@ -172,7 +172,7 @@ def test_a_skip_is_known_for_each_optimizer_also_after_the_update(fused: bool) -
 
 @pytest.mark.slow
 def test_our_tests_of_torchs_classes_pass_with_the_patch(tmp_path: Path) -> None:
-    """They run in a torch that has imported the patched file."""
+    """Our tests run in a torch that has imported the patched file."""
     source = tmp_path / "grad_scaler.py"
     source.write_text(patched_source())
     plugin = tmp_path / "patched_torch.py"

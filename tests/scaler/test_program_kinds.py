@@ -174,7 +174,7 @@ class OneElement(GradScaler):
 
 
 class TorchOneElement(torch.amp.GradScaler):
-    """torch's class with the same override."""
+    """torch's class with the override of `OneElement`."""
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, *_: Any) -> Any:
         return one_element(optimizer, inv_scale)

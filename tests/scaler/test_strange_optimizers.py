@@ -333,7 +333,7 @@ def test_an_optimizer_beside_torch(pair: Pair, explicit: bool, name: str) -> Non
 @pytest.mark.parametrize("name", FUSED_ONES)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_fused_optimizer_beside_torch(ours: Any, explicit: bool, name: str) -> None:
-    """Our classes are compared with torch's plain one; its sharded one is wrong."""
+    """Our classes are compared with torch's plain class; the sharded one is wrong."""
     make = FUSED_ONES[name]
     assert run(ours, make, explicit) == run(torch_plain, make, explicit)
 

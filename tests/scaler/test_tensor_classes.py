@@ -91,7 +91,7 @@ def test_subclasses_step_and_skip(make: Any, kind: Any, call: Any) -> None:
 @BOTH
 @pytest.mark.parametrize("call", WAYS)
 def test_whole_iterations_under_fake_tensors(make: Any, call: Any) -> None:
-    """Memory estimators do this; an unfused step cannot know whether to skip."""
+    """Memory estimators train so; the step is fused, as an unfused one reads values."""
     with FakeTensorMode():
         p = nn.Parameter(torch.ones(2, 3))
         optimizer = torch.optim.AdamW([p], fused=True)

@@ -1,4 +1,4 @@
-"""Each private name of torch that the scaler uses exists, and is called as it was."""
+"""Each private name of torch that the scaler uses exists, with its arguments."""
 
 import ast
 import inspect

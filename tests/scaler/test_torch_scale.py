@@ -1,4 +1,4 @@
-"""``scale`` and the scale, as torch's public tests ask for them, on both classes.
+"""``scale()`` and the value of the scale, checked as in torch's public tests.
 
 Each test runs on torch's class and on ours: on torch's it shows that the test is right.
 """

@@ -384,7 +384,7 @@ class BackwardRaises(Right):
 
 
 class CollectiveRaises(Right):
-    """The backend has no such reduction, and raises in the collective."""
+    """The backend lacks a kind of reduction, and raises in the collective."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         dist.all_reduce(torch.ones(1), op=dist.ReduceOp.BAND)

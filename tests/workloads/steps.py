@@ -280,7 +280,7 @@ class TakesWrongTurns(TakesTurns):
 
 
 class ClipsInTurns(TakesTurns):
-    """No fault: each turn clips its own gradient, and the norm is that of the last."""
+    """No fault: each turn clips its own gradient; the last turn's norm is reported."""
 
     clip_norm = 0.25
 
@@ -369,7 +369,7 @@ class Pipeline(Trains):
     meshes = ({"pp": 2},)
     clip_norm = None  # type: ignore[assignment]  # as absent
     scales = False
-    """True if each call of the schedule divides all gradients, also those before it."""
+    """True if a call of the schedule also divides the gradients of earlier calls."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         assert isinstance(model, nn.Sequential)

@@ -3,8 +3,8 @@
 Failures are one family where the same rule of a plan (or, without a rule, the same
 class of module) leaves a gradient wrong in the same kind of run: in any, or only where
 micro-batches are accumulated. Plans share rules, so one cause may show under several
-plans. Of each family one script is kept, that of its smallest model, and every failure
-of it must be confirmed by its own script.
+plans. The script of a family's smallest model is kept. Every failure of a family must
+be confirmed by a script of its own.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Family:
 
     @property
     def names(self) -> list[str]:
-        """Model types; those under other plans have the plan in parentheses."""
+        """Model types; the plan follows in parentheses if it is not the first one."""
         return [self.name_of(failure) for failure in self.failures]
 
     def name_of(self, failure: Failure) -> str:
@@ -202,7 +202,7 @@ def _failures(model: ModelRecord) -> Iterable[tuple[Failure, Rule]]:
 
 
 def what(family: Family, plan: str = "") -> str:
-    """Return the finding in one sentence; ``plan`` is by default its first."""
+    """Return the finding in one sentence; ``plan`` is the family's first by default."""
     if family.misloads:
         return f"weights loaded wrong under the {plan or family.first.plan} plan"
     leaves = sorted({_leaf(f.parameter) for f in family.failures})

@@ -84,7 +84,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     parameter: str = ""
     """Parameter with the largest error."""
     error: float = 0.0
-    """Error of that gradient, relative to the true gradient's norm."""
+    """Error of the gradient of ``parameter``, relative to the true gradient's norm."""
     bound: float = 0.0
     departed: dict[str, float] = {}
     """Parameter -> largest error of its gradient in the first bad step."""

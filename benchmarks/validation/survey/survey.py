@@ -92,10 +92,10 @@ class SurveySettings:
         return self.out / "survey.jsonl"
 
     def chosen(self) -> list[tuple[str, ModelType]]:
-        """(plan, model type) of all that is to be judged, model after model.
+        """(plan, model type) of each run of the survey, model after model.
 
-        The plans of a model share its references, of which few are kept: the plan with
-        an odd number of heads is last, since that is another model.
+        Few references are kept, and the plans of a model share them. The plan with an
+        odd number of heads is last, because it changes the model.
 
         Raises:
             UsageError: for a name that no model has.
@@ -278,8 +278,8 @@ class Judging:
     def take(self) -> ModelRecord | None:
         """Return the record, once the pipe is readable or the time is over.
 
-        If the model ends the child or exceeds its time, that is its verdict. Returns
-        None if the child has only become ready.
+        The verdict is ``crashed`` if the model ended the child, and ``too slow`` if it
+        exceeded its time. Returns None if the child has only become ready.
         """
         record = self._record
         assert record is not None

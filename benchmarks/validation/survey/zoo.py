@@ -249,7 +249,7 @@ WRITTEN_INPUTS: Mapping[str, Mapping[str, str]] = {
         ).to(model.dtype)"""
     },
 }
-"""The same inputs as source code for a script."""
+"""Model type -> argument -> source code of its value, for scripts of findings."""
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _REPLACED: Mapping[str, tuple[str, ...]] = {
     "doge": tuple(

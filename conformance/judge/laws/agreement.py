@@ -33,9 +33,9 @@ DRIFT = (
 def _disagreement(
     evidence: Evidence, what: str, read: Callable[[StepTrace], object]
 ) -> Finding:
-    """Return the first step at which ``read`` differs between ranks.
+    """Return a finding on the first step at which ``read`` differs between ranks.
 
-    None means that a rank does not know the value.
+    A rank for which ``read`` returns None does not know the value, and is left out.
     """
     return _first_split(evidence, what, evidence.steps(), read)
 

@@ -169,7 +169,7 @@ def _slack(parity: Parity, step: int) -> float:
 
 
 def _rows_of(parity: Parity, step: int) -> tuple[list[ClipRow], list[ClipRow]]:
-    """Return the rows of a step with gradients above noise, and the other rows."""
+    """Return two lists of a step's clip rows: those above the noise, and all others."""
     rows = [row for row in parity.clipped if row.step == step]
     clear = [row for row in rows if row.above_noise]
     return clear, [row for row in rows if not row.above_noise]

@@ -133,14 +133,14 @@ _OF_UPDATES = (
 
 
 def _most_lacking(parity: Parity, kind: str) -> tuple[int, Lack]:
-    """Return why most elements were not compared, and since which step."""
+    """Return the main reason for missing elements, preceded by its first step."""
     lacking = parity.lacking[kind].items()
     why, (_, since) = max(lacking, key=lambda each: each[1][0])
     return since, why
 
 
 def _lacking(kind: str, otherwise: str = STOPPED) -> Callable[[Evidence], str]:
-    """Return a function that says why most of the missing values were not compared."""
+    """Return a function that gives the main reason for missing elements."""
 
     def why_not(evidence: Evidence) -> str:
         if evidence.parity is None or not evidence.parity.lacking.get(kind):

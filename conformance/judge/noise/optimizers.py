@@ -35,17 +35,17 @@ class RoundedMatrices(Perturbation):
 
 @dataclass(frozen=True)
 class LongerSteps(Perturbation):
-    """Makes steps longer, by as much as fp32 bias corrections of Adam may.
+    """Makes Adam's steps longer, as rounded bias corrections in fp32 may.
 
     See [Note: Bias corrections] in bounds.
     """
 
     share: float
-    """Fraction of the largest error of a bias correction."""
+    """Fraction of the largest error of a bias correction, by which steps are longer."""
 
     @contextmanager
     def optimizer(self, run: ReferenceRun, name: str) -> Iterator[None]:
-        """Make the optimizer step inside this context longer."""
+        """Lengthen the step that the optimizer makes inside this context."""
         betas = run.optimizers[name].param_groups[0].get("betas", ())
         if not betas:
             yield

@@ -258,7 +258,7 @@ class _Follower:
         )
 
     def _is_mixed_norm(self, norm: float, order: float) -> bool:
-        """Return True if ``norm`` fits gradients that are each right or as in torch."""
+        """Return True if gradients that each equal those of some track fit ``norm``."""
         counted = [each.facts.counted for each in self.tracks]
         if len(set(map(len, counted))) > 1:
             return True  # not the same gradients: nothing to hold it against
