@@ -68,20 +68,6 @@ TESTS_BY_MODULE: dict[str, tuple[str, ...]] = {
     ),
 }
 """Module -> its tests that run in one process, quick ones first."""
-=======
-PARITY = ROOT / "conformance/judge/parity.py"
-TARGETS = [*LAWS, PARITY]
-TESTS = (
-    "tests/conformance/test_laws.py",
-    "tests/conformance/test_findings.py",
-)
-TESTS_OF_PARITY = (
-    "tests/conformance/test_findings.py",
-    "tests/conformance/test_parity_rows.py",
-    "tests/conformance/test_parity.py",
-)
-"""Tests of mutants of ``parity.py``, quick ones first; tests of laws do not run it."""
->>>>>>> w3:benchmarks/validation/judge_mutants.py
 LIMIT_S = 120
 """CPU seconds of the child, so that a busy machine kills no mutant. A child that sleeps
 ends after ten times as many seconds."""
