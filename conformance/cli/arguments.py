@@ -350,7 +350,7 @@ def _add_record(commands: Commands) -> None:
         type=converters.step_range,
         default=(None, 3),
         metavar="N|A:B",
-        help="steps of each optimizer to record: the first N, or from A to B (3)",
+        help="steps of each optimizer to record: the first N, or A to B - 1 (3)",
     )
     record.add_argument(
         "--first",

@@ -33,7 +33,7 @@ from .merge import Run, Side
 from .modules import GRADIENT, OUTPUT
 from .regions import Region, region_of
 
-__all__ = ["Comparison", "Row", "Side", "compare"]
+__all__ = ["Comparison", "Row", "Side", "compare", "tell_steps"]
 
 WHOLE = 3.0
 """Largest median over tensors of distance / noise. Correct variants of a job reached
@@ -104,7 +104,7 @@ def compare(one: Side, other: Side) -> Comparison:
             sides = (one, other)
             comparison.leads += [t for side in sides for t in replicas_at_start(side)]
         if steps:
-            _tell_steps(comparison, one, other, steps)
+            tell_steps(comparison, one, other, steps)
         return comparison
     comparison.rows = list(rows_of_sides(one, other, names, steps))
     left = other.run.left
@@ -125,7 +125,7 @@ def compare(one: Side, other: Side) -> Comparison:
             f"the optimizer of {other.name} sums gradients in its step, and the next "
             "step shows whether its factor is right: record 2 steps",
         )
-    _tell_steps(comparison, one, other, steps)
+    tell_steps(comparison, one, other, steps)
     comparison.facts += _clipped(one.run, other.run, steps)
     comparison.facts += _losses(one.run, other.run, steps)
     comparison.facts += _left_out(one.run, other.run, names, comparison.rows, steps)
@@ -154,13 +154,13 @@ def _locate(
     ]
     factor = words[0] if len(words) > 1 and len({*words}) == 1 else ""
     is_update = bool(wrong) and all(row.kind == "update" for row in wrong)
-    found.blocks, where = _where(one, other, at, factor, is_update=is_update)
+    found.blocks, where = _where(
+        one, other, at, factor, is_update=is_update, is_first=at == steps[0]
+    )
     found.leads += [where] if where else []
 
 
-def _tell_steps(
-    found: Comparison, one: Side, other: Side, steps: Sequence[int]
-) -> None:
+def tell_steps(found: Comparison, one: Side, other: Side, steps: Sequence[int]) -> None:
     """Add a line on steps that only one side has; a job that broke off is undecided."""
     for side, longer in ((one, other), (other, one)):
         lost = sorted({*longer.run.steps} - {*steps})
@@ -168,8 +168,8 @@ def _tell_steps(
             continue
         ended = f": {side.name} ended with {side.code}" if side.code else ""
         text = (
-            f"compared: step {listed(steps)} alone; {longer.name} has step "
-            f"{listed(lost)}, too{ended}"
+            f"compared: step {listed(steps)}; {longer.name} also has step "
+            f"{listed(lost)}{ended}"
         )
         if side.code and found.code == SAME:
             found.decide(UNDECIDED, text)
@@ -377,7 +377,13 @@ def _spread(rows: Sequence[Row], step: int) -> float:
 
 
 def _where(
-    one: Side, other: Side, step: int, factor: str, *, is_update: bool
+    one: Side,
+    other: Side,
+    step: int,
+    factor: str,
+    *,
+    is_update: bool,
+    is_first: bool,
 ) -> tuple[list[Row], str]:
     """Find where a step begins to differ, from the outputs of blocks if recorded.
 
@@ -394,17 +400,19 @@ def _where(
     if not forward:
         return [], "where: no block has an output on both sides" if every else ""
     start = f"where: step {step}: "
-    of = f"{len(forward)} of {len(every)} blocks"
+    of = f"{len(forward)} of {len(every)} compared"
     wrong = [row for row in forward if row.differs]
     if wrong:
         row, number = wrong[0], forward.index(wrong[0])
         before = f", after {forward[number - 1].name}" if number else ""
+        words = f": it {row.words}" if row.words else ""
+        changed = "" if is_first else ". Weights may also have changed between steps"
         return forward, (
-            f"{start}in forward. {row.name} is the first of {of} whose output differs"
-            f"{before}: by {row.distance:.2g} of its size, noise explains "
-            f"{row.bound:.2g}{f': it {row.words}' if row.words else ''}"
+            f"{start}in forward. {row.name} is the first block whose output differs"
+            f"{before}, by {row.distance:.2g} of its size, and noise explains "
+            f"{row.bound:.2g}{words} ({of}){changed}"
         )
-    same = f"{start}outputs of {of} are the same. "
+    same = f"{start}outputs of blocks are the same ({of}). "
     names = {row.name: row.name for row in forward}
     last = [n for n in names if (step, GRADIENT, n) in one.run.tensors][-1:]
     scaled = _scaled(other, one.run, step, last[0]) if last else None

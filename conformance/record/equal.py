@@ -37,7 +37,11 @@ PLACES = (
     "declare them: gradparity.record(model, optimizer, places=...), see "
     "docs/record-details.md"
 )
-SKIPPED = ". If a scaler skips steps on one side alone, that is what differs"
+SKIPPED = (
+    ". Fewer rows come from ranks that get the same ones, from a step that only one "
+    "scaler skips, or from a lost micro-batch"
+)
+RESUMED = ". If one job resumes the other at step N, record it with --first N"
 FREE = frozenset(
     {"foreach", "fused", "capturable", "differentiable", "initial_lr"}
     | {"is_expert_parallel"}  # Megatron: tells which ranks hold the group
@@ -173,10 +177,12 @@ def other_inputs(
     if not _same_rows(one.run, other.run, step):
         mine, its = one.run.rows[step], other.run.rows[step]
         yield (
-            f"rows differ at step {step}: the model was given {len(mine)} and "
-            f"{len(its)} rows, {len(mine & its)} of them on both sides. Give both the "
-            "same data in the same order, for example without shuffling"
+            f"rows differ at step {step}: the model was given {len(mine)} rows in "
+            f"{one.name} and {len(its)} in {other.name}, {len(mine & its)} of them on "
+            "both sides. Give both the same data in the same order, for example "
+            "without shuffling"
             + (SKIPPED if mine < its or its < mine else "")
+            + (RESUMED if not mine & its else "")
         )
     for name, key, mine, its in _settings(one.run, other.run, names, step):
         if not _equal(mine, its):

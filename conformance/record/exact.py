@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ..status import counted
 from .compare import (
     DIFFERENT,
     NO_STEP,
@@ -12,8 +13,10 @@ from .compare import (
     UNDECIDED,
     Comparison,
     Side,
+    tell_steps,
 )
 from .equal import other_inputs
+from .merge import Key, Run, Whole
 from .modules import GRADIENT, OUTPUT
 
 __all__ = ["compare_exactly"]
@@ -23,17 +26,29 @@ def compare_exactly(one: Side, other: Side) -> Comparison:
     """Compare all that was recorded bit for bit, step by step.
 
     Weights and states of the optimizer come first, then outputs of blocks and
-    gradients.
+    gradients. Those after the last common step are compared, too.
     """
     a, b = one.run, other.run
-    steps = sorted({s for s, _, _ in a.tensors} & {s for s, _, _ in b.tensors})
+    steps = sorted({*a.steps} & {*b.steps})
     if not steps:
         return Comparison(code=NOT_COMPARABLE, headline=NO_STEP)
-    first = next(_inexact(one, other, steps), None)
-    if first is not None:
-        return Comparison(code=DIFFERENT, headline=first)
+    if differences := list(_first_inexact(one, other, steps)):
+        first, *others = differences
+        different = Comparison(code=DIFFERENT, headline=first)
+        if others:
+            more = counted(len(others), "more difference")
+            different.facts.append(f"{more} in that step")
+        if drew := a.drew | b.drew:
+            where = f": {', '.join(b.drops[:4])}" if b.drops else ""
+            different.leads.append(
+                f"random numbers are drawn in forward from step {min(drew)} on{where}. "
+                "A resumed job must restore the states of the random generators"
+            )
+        tell_steps(different, one, other, steps)
+        return different
     both = {*a.tensors} & {*b.tensors}
-    keys = [key for key in a.tensors if key in both and _is_exact(key)]
+    keys = [k for k in a.tensors if k in both and k[0] in steps and _is_exact(k)]
+    keys += _ends(a, b, steps)
     parts = [
         key for key in keys if not (a.tensors[key].is_whole and b.tensors[key].is_whole)
     ]
@@ -43,7 +58,7 @@ def compare_exactly(one: Side, other: Side) -> Comparison:
     comparison = Comparison(
         code=SAME,
         headline=f"same, bit for bit: {len(keys) - len(parts)} tensors of "
-        f"{len(steps)} steps",
+        f"{counted(len(steps), 'step')}",
     )
     if parts:
         step, kind, name = parts[0]
@@ -51,10 +66,11 @@ def compare_exactly(one: Side, other: Side) -> Comparison:
             f"not compared: {len(parts)} tensors, because elements were not recorded "
             f"on both sides ({_called(kind)} of {name}, step {step}, first)"
         )
+    tell_steps(comparison, one, other, steps)
     return comparison
 
 
-_ORDER = {OUTPUT: 1, GRADIENT: 2, "gradient": 3}
+_ORDER = {OUTPUT: 1, GRADIENT: 2, "gradient": 3, "update": 4}
 """Kind of tensor -> its position in a step; weights and states come first."""
 
 
@@ -70,22 +86,38 @@ def _called(kind: str) -> str:
     return f"the optimizer's {key}" if dot else f"the {state}"
 
 
-def _inexact(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str]:
-    """Yield differences of two runs as text, in the order of a step's computation."""
+def _ends(a: Run, b: Run, steps: Sequence[int]) -> list[Key]:
+    """Return the weights and states after the last common step, if both have them."""
+    end = steps[-1] + 1
+    both = {*a.tensors} & {*b.tensors}
+    return [k for k in a.tensors if k in both and k[0] == end and k[1] not in _ORDER]
+
+
+def _first_inexact(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str]:
+    """Yield the differences of the first step that has some, in words."""
     a, b = one.run, other.run
     own = {name: name for _, name in a.settings}
     for step in steps:
-        yield from other_inputs(one, other, own, step)
+        texts = list(other_inputs(one, other, own, step))
         keys = [k for k in {**a.tensors, **b.tensors} if k[0] == step and _is_exact(k)]
         for key in sorted(keys, key=lambda key: _ORDER.get(key[1], 0)):
-            what = f"{_called(key[1])} of {key[2]}"
             mine, its = a.tensors.get(key), b.tensors.get(key)
-            if (mine is None or its is None) and key[1] in (OUTPUT, GRADIENT):
-                continue  # one side was recorded without modules
-            if mine is None or its is None:
+            if mine is not None and its is not None:
+                texts += _other_bits(key, mine, its)
+            elif key[1] not in (OUTPUT, GRADIENT):  # recorded with --modules alone
                 lacks = one if mine is None else other
-                yield f"step {step}: {lacks.name} lacks {what}"
-            elif (
-                mine.is_whole and its.is_whole and mine.digest != its.digest
-            ) or mine.shape != its.shape:
-                yield f"step {step}: {what} has other bits"
+                which = f"{_called(key[1])} of {key[2]}"
+                texts.append(f"step {step}: {lacks.name} lacks {which}")
+        if texts:
+            yield from texts
+            return
+    for key in _ends(a, b, steps):
+        yield from _other_bits(key, a.tensors[key], b.tensors[key])
+
+
+def _other_bits(key: Key, mine: Whole, its: Whole) -> list[str]:
+    step, kind, name = key
+    is_known = mine.is_whole and its.is_whole
+    if mine.shape == its.shape and not (is_known and mine.digest != its.digest):
+        return []
+    return [f"step {step}: {_called(kind)} of {name} has other bits"]

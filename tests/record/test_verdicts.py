@@ -45,7 +45,7 @@ def test_what_noise_explains_is_the_same() -> None:
 
 
 def test_a_step_without_noise_has_that_of_the_steps_before() -> None:
-    """In bf16, moved weights may round as the others do once a step has moved all."""
+    """Moved weights may round to the same bf16 numbers once a step has moved all."""
     plain = ONE.run.tensors
 
     def still(noisy: Run) -> Run:
@@ -275,7 +275,7 @@ def all_other() -> Run:
         (
             replace(run(4), rows={0: frozenset({1, 2}), 1: frozenset({1, 3})}),
             NOT_COMPARABLE,
-            "rows differ at step 1: the model was given 2 and 2 rows, 1 of them on",
+            "rows differ at step 1: the model was given 2 rows in one and 2 in mesh, 1",
         ),
         (
             replace(run(4), settings={(0, "b"): {"lr": 0.2}}),
@@ -438,6 +438,40 @@ def test_bits_are_compared_step_by_step() -> None:
     ]
     kernel = replace(run(), settings={(0, "a"): {"lr": 0.1, "fused": True}})
     assert compare_exactly(one, Side(name="mesh", run=kernel)).code == SAME
+    drew = replace(other, drew=frozenset({1}), drops=("drop",))
+    found = compare_exactly(one, Side(name="mesh", run=drew))
+    assert found.leads[0].startswith("random numbers are drawn in forward from step 1")
+    assert ": drop. A resumed job must restore" in found.leads[0]
+
+
+def test_the_weights_after_the_last_common_step_are_compared_to_the_bit() -> None:
+    """A longer recording has them as the start of a step, a shorter one as its end."""
+    short, end = run(steps=1), (1, "weight", "a")
+    tensors = {**short.tensors, end: run(steps=2).tensors[end]}
+    one = Side(name="one", run=replace(short, tensors=tensors))
+    mesh = Side(name="mesh", run=run(steps=2))
+    for first, second in ((one, mesh), (mesh, one)):
+        found = compare_exactly(first, second)
+        assert (found.code, found.lines) == (
+            SAME,
+            [
+                "same, bit for bit: 7 tensors of 1 step",
+                "compared: step 0; mesh also has step 1",
+            ],
+        )
+    other = Side(name="mesh", run=changed(run(steps=2), end, digest=5))
+    assert compare_exactly(one, other).lines[:1] == [
+        "step 1: the weight of a has other bits"
+    ]
+
+
+def test_rows_of_another_step_ask_for_the_first_step() -> None:
+    other = replace(run(4), rows={0: frozenset({3, 4}), 1: frozenset({5, 6})})
+    found = against(other)
+    assert found.code == NOT_COMPARABLE
+    assert found.headline.endswith("record it with --first N")
+    fewer = replace(run(4), rows={0: frozenset({1}), 1: frozenset({1, 2})})
+    assert "ranks that get the same ones" in against(fewer).headline
 
 
 def test_runs_for_the_noise_whose_weights_were_not_moved_decide_nothing() -> None:
@@ -515,7 +549,7 @@ def test_of_replicas_that_differ_the_one_that_is_furthest_apart_is_named() -> No
 def test_a_side_that_has_fewer_steps_is_reported() -> None:
     tensors = {key: each for key, each in run(4).tensors.items() if not key[0]}
     short = Side(name="mesh", run=replace(run(4), tensors=tensors))
-    told = "compared: step 0 alone; one has step 1, too"
+    told = "compared: step 0; one also has step 1"
     found = compare(ONE, short)
     assert (found.code, found.lines[1]) == (SAME, told)
     found = compare(ONE, replace(short, code=7))

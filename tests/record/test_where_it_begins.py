@@ -45,18 +45,18 @@ def against(other: Run) -> Comparison:
     return compare(ONE, Side(name="mesh", run=other))
 
 
-def times(factors: Mapping[tuple[str, str], float]) -> Run:
-    """Return a run in which some tensors of step 0 are multiplied by a factor."""
+def times(factors: Mapping[tuple[str, str], float], step: int = 0) -> Run:
+    """Return a run in which some tensors of a step are multiplied by a factor."""
     other = with_blocks(run(4), 4)
     for (kind, name), factor in factors.items():
-        sketch = other.tensors[0, kind, name].sketch
+        sketch = other.tensors[step, kind, name].sketch
         assert sketch is not None
-        other = changed(other, (0, kind, name), sketch=factor * sketch)
+        other = changed(other, (step, kind, name), sketch=factor * sketch)
     return other
 
 
 ALL = {("gradient", name): 2.0 for name in "abc"}
-OUTPUTS = "outputs of 3 of 3 blocks are the same. "
+OUTPUTS = "outputs of blocks are the same (3 of 3 compared). "
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ OUTPUTS = "outputs of 3 of 3 blocks are the same. "
     [
         (
             {(OUTPUT, "second"): 2.0, (OUTPUT, "third"): 0.5},
-            "in forward. second is the first of 3 of 3 blocks whose output differs, "
-            "after first: by 1 of its size, noise explains ",
+            "in forward. second is the first block whose output differs, after first, "
+            "by 1 of its size, and noise explains ",
         ),
         (
             {(OUTPUT, "first"): 2.0},
-            "in forward. first is the first of 3 of 3 blocks whose output differs: by ",
+            "in forward. first is the first block whose output differs, by ",
         ),
         (
             {(GRADIENT, "first"): 3.0},
@@ -99,6 +99,14 @@ def test_the_first_block_that_differs_is_named(
     comparison = against(times(WRONG | dict(factors)))
     assert comparison.code == DIFFERENT
     assert comparison.lines[1].startswith(f"where: step 0: {words}"), comparison.lines
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_weights_may_have_changed_before_a_later_step(step: int) -> None:
+    """Code beside the optimizer changed them, such as a decay on one side alone."""
+    where = against(times(WRONG | {(OUTPUT, "first"): 2.0}, step)).lines[1]
+    assert where.startswith(f"where: step {step}: in forward. first is the first block")
+    assert ("changed between steps" in where) == (step == 1)
 
 
 def test_an_update_that_differs_alone_is_one_of_the_optimizer() -> None:
