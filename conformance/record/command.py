@@ -79,8 +79,8 @@ def record(
         raise UsageError(f"{out} exists: choose another name, or delete it")
     if orders.start and not any(Path(orders.start).glob("start-*.safetensors")):
         raise UsageError(
-            f"--start {Path(orders.start).parent}: that run has no weights: record it again with "
-            "--keep-start"
+            f"--start {Path(orders.start).parent}: that run has no weights: record it "
+            "again with --keep-start"
         )
     try:
         out.mkdir(parents=True)

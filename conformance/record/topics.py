@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..status import rank_list
+from ..status import counted, rank_list
 from .kept import BITS, Box
 from .landing import Landing
 from .parts import place
@@ -32,6 +32,7 @@ __all__ = [
     "Weights",
     "digest_of",
     "rank_here",
+    "warn",
     "weights_of",
 ]
 
@@ -40,7 +41,6 @@ SLACK = 0.02
 UNSEEN = 4
 """Number of steps without rows before a warning; the number of sets if that is
 larger."""
-_LOG = logging.getLogger("gradparity.watch")
 
 
 class RanksDifferError(RuntimeError):
@@ -186,6 +186,8 @@ class Weights:
         """ids of parameters that the watch checks, or has warned about."""
         self._last: dict[str, int] = {}
         """Parameter -> its digest when it was checked last."""
+        self._still = set[str]()
+        """Parameters that stood still when they were checked last."""
 
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
         """Return two numbers for each weight in turn: its bits, and its settings."""
@@ -206,9 +208,14 @@ class Weights:
                 trained.add(each.name)
 
         def read(answers: Sequence[Answer]) -> Iterator[str]:
-            for each, bits, settings in zip(
-                turn, answers[::2], answers[1::2], strict=True
-            ):
+            # settings first, because other ones lead to other bits
+            for each, settings in zip(turn, answers[1::2], strict=True):
+                if settings.ranks:
+                    yield (
+                        f"{rank_list(settings.ranks)} have different settings for "
+                        f"{each.name}{self._shown(each)}"
+                    )
+            for each, bits in zip(turn, answers[::2], strict=True):
                 if rank in each.ranks:
                     self._moves(step, each, bits.own, each.name in trained)
                 if bits.ranks:
@@ -217,20 +224,19 @@ class Weights:
                         f"{each.name} has other bits {bits.where}. If these are "
                         "different tensors, name them in apart="
                     )
-                if settings.ranks:
-                    where = settings.where
-                    yield f"the settings for {each.name} differ {where}"
 
         return numbers, read
 
     def _moves(self, step: int, weight: _Weight, digest: int, trains: bool) -> None:
-        """Warn of a trained weight that has not changed since it was checked last."""
+        """Warn once of a trained weight that stands still between two checks."""
         speaks = not weight.same or rank_here() == weight.ranks[0]
-        if trains and speaks and self._last.get(weight.name) == digest:
+        if self._last.get(weight.name) != digest:
+            self._still.discard(weight.name)
+        elif trains and speaks and weight.name not in self._still:
+            self._still.add(weight.name)
             turns = len(self.turns)
             here = "" if weight.same else f", what rank {rank_here()} holds of it,"
-            text = "step %d: %s%s did not move in %d steps"
-            _LOG.warning(text, step, weight.name, here, turns)
+            warn(step, f"{weight.name}{here} did not move in {turns} steps")
         self._last[weight.name] = digest
 
     def _learn(self, step: int) -> None:
@@ -245,17 +251,29 @@ class Weights:
         later = self._groups.keys() - self._known - watched
         self._known |= later
         if later and step:
-            text = (
-                "step %d: %d parameters joined an optimizer after watch was called, "
-                "and are not watched: close the watch and call watch again"
+            warn(
+                step,
+                f"{counted(len(later), 'parameter')} joined an optimizer after watch "
+                "was called, and is not watched: close the watch and call watch again",
             )
-            _LOG.warning(text, step, len(later))
 
     def _group(self, parameter: nn.Parameter) -> Mapping[str, Any]:
         """Return the param group of a parameter; empty if it has none."""
         optimizer, at = self._groups.get(id(parameter), (0, -1))
         groups = self._optimizers[optimizer].param_groups
         return groups[at] if 0 <= at < len(groups) else {}
+
+    def _shown(self, weight: _Weight) -> str:
+        """Return this rank's settings of a weight as text; empty if it has none."""
+        if rank_here() not in weight.ranks:
+            return ""
+        group = self._group(self._named[weight.name])
+        numbers = ", ".join(
+            f"{key} {float(value):g}"
+            for key, value in group.items()
+            if not isinstance(value, bool) and isinstance(value, int | float | Tensor)
+        )
+        return f" (rank {rank_here()} has {numbers})"
 
     def _settings(self, parameter: nn.Parameter) -> int | Tensor:
         """Return one number for the settings of a parameter's param group."""
@@ -277,13 +295,18 @@ class Numbers:
 
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
         """Return the user's numbers."""
+        own = {name: _given(name, number) for name, number in self._equal.items()}
 
         def read(answers: Sequence[Answer]) -> Iterator[str]:
-            for name, answer in zip(self._equal, answers, strict=True):
+            for (name, bits), answer in zip(own.items(), answers, strict=True):
                 if answer.ranks:
-                    yield f"{name} differs {answer.where}"
+                    (value,) = struct.unpack("d", struct.pack("q", int(bits)))
+                    yield (
+                        f"{name} differs between {rank_list(answer.ranks)} (it is "
+                        f"{value:g} on rank {rank_here()})"
+                    )
 
-        return [Number(_given(*each)) for each in self._equal.items()], read
+        return [*map(Number, own.values())], read
 
 
 class Clipped:
@@ -342,9 +365,10 @@ class Clipped:
             after, due = math.sqrt(square), min(whole, limit)
             if abs(after - due) > SLACK * due:  # the comparison is False for nan
                 yield (
-                    f"the gradients of all shards have the norm {after:.4g} after "
-                    f"clipping; with a norm of {whole:.4g} before and a limit of "
-                    f"{limit:.4g} they have {due:.4g}"
+                    f"after clipping, the gradients of all shards have the norm "
+                    f"{after:.4g} and should have {due:.4g}: clipped= gave on rank "
+                    f"{rank_here()} a norm of {whole:.4g} and a limit of {limit:.4g}. "
+                    "Is that the norm of all shards, each replica counted once?"
                 )
 
         return (), read
@@ -439,8 +463,8 @@ class Data:
                 # only a warning: many trainers seed all ranks alike, which weakens
                 # dropout
                 self._logged = True
-                text = "ranks %s and ranks %s draw the same numbers, as in dropout"
-                _LOG.warning(f"step %d: {text}", step, *sets)
+                who = " and ".join(map(rank_list, sets))
+                warn(step, f"{who} draw the same numbers, as in dropout")
 
         return numbers, read
 
@@ -454,12 +478,12 @@ class Data:
         if self._unseen == max(UNSEEN, len(self._sets)):
             self._unseen = -1
             if rank_here() == 0:
-                text = (
-                    "step %d: rows are not compared, because no rank called the "
-                    "watched model with rows. Give watch the module that the training "
-                    "loop calls: the one that torch.compile returned, or DDP's"
+                warn(
+                    step,
+                    "rows are not compared, because no rank called the watched model "
+                    "with rows. Give watch the module that the training loop calls: "
+                    "the one that torch.compile returned, or DDP's",
                 )
-                _LOG.warning(text, step)
 
 
 def _plus(total: Tensor | None, digest: Tensor) -> Tensor:
@@ -551,6 +575,13 @@ def digest_of(part: Tensor) -> Tensor:
     bits = flat.view(BITS[flat.element_size()]).to(torch.int64)
     places = torch.arange(flat.numel(), dtype=torch.int64, device=flat.device)
     return (bits * (places * 2 * 0x9E3779B1 + 1)).sum()
+
+
+def warn(step: int, text: str) -> None:
+    """Log a warning of the watch."""
+    logging.getLogger("gradparity.watch").warning(
+        "gradparity.watch: step %d: %s", step, text
+    )
 
 
 def rank_here() -> int:

@@ -46,6 +46,7 @@ from .topics import (
     Weights,
     digest_of,
     rank_here,
+    warn,
     weights_of,
 )
 from .torch_internals import in_join, joinable
@@ -127,7 +128,7 @@ class Watch:
         if in_join(self.joinable):
             self._stop()
             text = "within join() ranks take other numbers of steps"
-            _LOG.warning(f"step %d: the watch ends: {text}", self.step)
+            warn(self.step, f"the watch ends: {text}")
             return
         # send before reading, which may raise: no rank falls behind if the job goes on
         self._send()
@@ -276,7 +277,7 @@ def watch(
         group = dist.new_group()
         everyone = [None] * _world()
         dist.all_gather_object(everyone, (own, here), group)
-    topics: list[Topic] = [Numbers(equal or {})]
+    topics: list[Topic] = []
     handles = []
     if mesh is not None:
         sets: dict[tuple[int, ...], list[int]] = {}
@@ -290,10 +291,12 @@ def watch(
         rank = rank_here()
         mine = [named[each.name] for each in weights if each.is_counted_by(rank)]
         topics.append(Clipped(mine, clipped, period, group, device))
-    room = (MOST - sum(topic.size for topic in topics)) // 2
+    numbers = Numbers(equal or {})
+    room = (MOST - numbers.size - sum(topic.size for topic in topics)) // 2
     turn = max(1, min(-(-len(weights) // period), room))
     watching = Watch(
-        [Weights(named, optimizers, weights, turn), *topics],
+        # causes first: other numbers and settings lead to other weights
+        [numbers, Weights(named, optimizers, weights, turn), *topics],
         act,
         device,
         group,

@@ -28,7 +28,7 @@ FAULTS = {
     "quiet": (),  # two ranks call no model as one: their rows are not seen
     # the largest and the least are named: rank 1, and one that differs from it
     "drift": ("norm.weight has other bits on rank ", "on rank 1"),
-    "rate": ("the settings for ", "on rank 1"),
+    "rate": (" have different settings for ", " has lr 0.01"),
     "rows": ("rank 0 and rank 1 train on different rows",),
     "same": (" train on the same rows",),
     "skips": ("rank 3",),
@@ -187,7 +187,7 @@ def test_megatrons_layout_says_which_ranks_hold_the_same(four: Cluster) -> None:
     assert told[3]
 
 
-def test_a_weight_that_never_moves_is_logged(
+def test_a_weight_that_never_moves_is_logged_once(
     four: Cluster,
 ) -> None:
     assert four.run(stands_still) == [["gate.weight"], [], [], []]
@@ -228,9 +228,13 @@ def of_shards(fault: str) -> tuple[list[str], list[str]]:
     ("fault", "said", "log"),
     [
         ("", "", ""),
-        ("rate", "the settings for 0.bias differ on rank 1 than on rank 0", ""),
-        ("scale", "scale differs on rank 2 than on rank ", ""),
-        ("draws", "", "ranks (0,) and ranks (1,) draw the same numbers"),
+        ("rate", "ranks 0, 1 have different settings for 0.bias (rank ", ""),
+        ("scale", "scale differs between ranks ", ""),
+        (
+            "draws",
+            "",
+            "watch: step 0: rank 0 and rank 1 draw the same numbers",
+        ),
     ],
 )
 def test_ranks_without_replicas_are_watched(
@@ -301,7 +305,10 @@ def test_a_norm_that_is_not_of_all_shards_is_reported(four: Cluster) -> None:
                 assert said == [], (layout, limit)
             else:
                 assert len(said) == 2, (layout, fault, limit, said)  # steps 0 and 2
-                assert "step 0: the gradients of all shards have the norm " in said[0]
+                assert (
+                    "after clipping, the gradients of all shards have the norm "
+                    in said[0]
+                )
 
 
 @contextmanager
@@ -332,7 +339,7 @@ def stands_still() -> list[str]:
         for _ in range(6):
             model.get_parameter("up.weight").grad = torch.ones(2, 2)
             optimizer.step()
-    return sorted({text.split(": ")[1].split()[0] for text in texts})
+    return [text.split(": ")[2].split()[0] for text in texts]
 
 
 class Masked(nn.Linear):
@@ -611,3 +618,36 @@ def test_a_message_is_below_1_kb_for_a_large_model() -> None:
         assert watch._sent[-1].landing.read()[1].nbytes <= 1024
         watch.step += 1
     watch.close()
+
+
+def steps_apart(fault: str) -> list[str]:
+    """Train copies whose rank 1 has another rate, or skips a step; return messages."""
+    rank = current_world().rank
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said, step = list[str](), 0
+    watching = gradparity.watch(
+        model, optimizer, period=1, act=said.append, equal={"step": lambda: step}
+    )
+    if fault == "rate" and rank == 1:
+        optimizer.param_groups[0]["lr"] = 0.2
+    with watching:
+        for step in range(3):  # read by equal=
+            if fault == "skip" and rank == 1 and step == 1:
+                continue
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.5 + step)
+            optimizer.step()
+    return said
+
+
+def test_a_cause_is_reported_before_its_consequence(two: Cluster) -> None:
+    first, second = two.run(steps_apart, "rate")
+    text = "gradparity.watch: step 0: ranks 0, 1 have different settings for head.bias"
+    assert first[0].startswith(f"{text} (rank 0 has lr 0.1, ")
+    assert second[0].startswith(f"{text} (rank 1 has lr 0.2, ")
+    assert any("has other bits" in each for each in first)
+    first, _ = two.run(steps_apart, "skip")
+    text = "step 1: step differs between ranks 0, 1 (it is 1 on rank 0)"
+    assert first[0] == f"gradparity.watch: {text}"
+    assert "has other bits" in first[1]
