@@ -14,13 +14,14 @@ from datetime import date
 
 import msgspec
 
-from ..conformance.report.records import Report
+from ..conformance.report.records import HARNESS, Report
 from ..conformance.status import VERBS, UsageError
 from .baseline import Baseline
 from .checks import FAILURES, Checked, check_cases, check_vanished, check_whole
 from .expectations import Expectation
 from .integrity import contradictions
 from .reasons import (
+    BEGINS,
     KINDS,
     Cause,
     Outcome,
@@ -79,7 +80,7 @@ def decide(report: Report, terms: Terms) -> Decision:
     # If a report contradicts itself, no other reason counts.
     broken = [Reason(kind="invalid", text=text) for text in contradictions(report)]
     if broken:
-        return _decision(report, broken, [], 0)
+        return _decision(report, broken, _so_far(report), 0)
     checked = list(check_cases(report, terms.baseline))
     live = [
         e
@@ -131,6 +132,24 @@ def _decision(
         cases=len(report.cases),
         judged=judged,
     )
+
+
+def _so_far(report: Report) -> list[str]:
+    """Return what an incomplete report shows: errors first, then failed checks."""
+    if not report.incomplete:
+        return []
+    ended, failed = [], []
+    for case in sorted(report.cases, key=at):
+        again = f"; again: {case.replay}" if case.replay else ""
+        if case.problem:
+            text = f"error: {at(case)}: {case.problem}{again}"
+            ended.append((case.whose or HARNESS, text))
+        elif case.failures:
+            first = case.failures[0]
+            where = f"; {BEGINS}: {case.location.text}" if case.location else ""
+            text = f"failing: {first.law} in {at(case)}: {first.message}{where}{again}"
+            failed.append((first.cause or first.law, text))
+    return [*folded(ended), *folded(failed)]
 
 
 def _excuse(

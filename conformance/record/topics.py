@@ -269,9 +269,9 @@ class Weights:
             return ""
         group = self._group(self._named[weight.name])
         numbers = ", ".join(
-            f"{key} {float(value):g}"
+            f"{key} {float(value) if isinstance(value, Tensor) else value}"
             for key, value in group.items()
-            if not isinstance(value, bool) and isinstance(value, int | float | Tensor)
+            if key != "params" and not isinstance(value, bool | None)
         )
         return f" (rank {rank_here()} has {numbers})"
 

@@ -329,6 +329,33 @@ def test_a_harness_that_broke_is_one_line_however_many_cases_it_lost(
     )
 
 
+def test_an_incomplete_report_shows_what_ended_it_and_what_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A gate in CI hides the run's own output."""
+    raised, failed, *_ = (worse(case) for case in sample().cases)
+    problem, replay = "train_step: raised KeyError: 'x'", "gradparity replay X"
+    raised = replace(
+        raised, status="error", verdicts=(), curves=None, problem=problem, replay=replay
+    )
+    report, ended = report_of([raised, failed]), "2 of 3 cases ran"
+    assert report.footer is not None
+    report = replace(
+        report, footer=replace(report.footer, complete=False, reason=ended)
+    )
+    code, told = gate(report, tmp_path, capsys)
+    assert code == 3
+    line, error, failing = told.splitlines()[1:]
+    assert line == f"invalid: {ended}"
+    assert (
+        error
+        == f"note: error: {raised.scenario} {raised.scaler}: {problem}; again: {replay}"
+    )
+    assert failing.startswith(
+        f"note: failing: {failed.failures[0].law} in {failed.scenario}"
+    )
+
+
 def test_lost_scenarios_are_one_line(
     tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
