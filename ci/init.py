@@ -121,7 +121,12 @@ def _init(parsed: argparse.Namespace) -> int:
         if parsed.out is not None:
             raise UsageError(f"{spec} is a workload already: leave out --out")
         return _write_job(parsed, job, spec)
-    _refuse_existing(out, "choose another name with --out")
+    way = "choose another name with --out"
+    if job is not None:
+        way += (
+            f", or write the job for it: init {_module(out)}:Workload --ci {parsed.ci}"
+        )
+    _refuse_existing(out, way)
     code = _write_workload(find_source(spec), out, workload)
     return code if job is None else max(code, _write_job(parsed, job, workload))
 
@@ -203,7 +208,7 @@ def _write_job(parsed: argparse.Namespace, path: Path, workload: str) -> int:
     if "TODO" in text:
         say(
             f"{path} has a TODO: this installation does not know the repository of "
-            "gradparity. Write it into the file, or give --source"
+            "gradparity. Write it into the file, or delete the file and give --source"
         )
         return EXIT_CODES["inconclusive"]
     if parsed.ci == "gitlab":
