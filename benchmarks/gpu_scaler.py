@@ -3,9 +3,9 @@
     gradparity bench gpu-scaler --commit ID [--json FILE]
 
 One process has plain tensors; then two ranks, which share the GPU over NCCL, have
-DTensors. Both scalers alternate; a time is the median of calls, each from one device
-synchronisation to the next. An iteration of the scaler ends each call, not timed. A
-kernel is one that the profiler saw on the device, a wait one that it saw on the host.
+DTensors. Both scalers alternate. A time is the median of calls, each from one device
+synchronisation to the next. The end of the scaler's iteration is not timed. The
+profiler counts kernels on the device and waits on the host.
 The record becomes ``results/gpu_scaler.json``, with its table in docs/gpu-results.md.
 """
 

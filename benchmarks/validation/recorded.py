@@ -4,9 +4,9 @@
     gradparity bench recorded --device cuda --noise 5 --seeds 1
 
 A small Llama is trained as one process would, in fp32 and with products rounded to bf16
-as tensor cores do; on a GPU one of 101 million parameters, with products in bf16. Its
-variants must be the same, and its faults must be told, by the numbers or by what must
-be equal exactly. The record is ``results/recorded.json``, of a GPU
+as tensor cores do; on a GPU one of 101 million parameters, with products in bf16.
+``compare`` must call its right variants the same, and report its faults, by numbers or
+by rows and settings. The record is ``results/recorded.json``, of a GPU
 ``results/recorded-cuda.json``. A variant that cannot run is a row with code 3.
 """
 

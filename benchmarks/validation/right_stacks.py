@@ -1,12 +1,12 @@
-"""Right stacks: the judge must accuse none of them, whatever the seed.
+"""Right training setups, all of which must pass, whatever the seed.
 
     gradparity bench right-stacks
 
-One corpus: every workload of the examples, the right twin of every specimen, every
-stack that was found to be accused and was right, and the right scalers. Each runs in
-all scenarios of ``--quick``, with weights and batches of several seeds. Exit code 1: a
-stack was accused, or broke. What an environment cannot run (a package is missing) is
-named and counted, and is no pass.
+They are the workloads of the examples, the fixed version of each specimen, setups that
+were once false positives, and the right scalers. Each runs in all scenarios of
+``--quick``, with weights and batches of several seeds. Exit code 1: one failed or
+broke. What cannot run, for example because a package is missing, is named and counted,
+and is not a pass.
 """
 
 from __future__ import annotations

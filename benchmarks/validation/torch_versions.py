@@ -1,12 +1,12 @@
-"""One baseline over versions of torch: false alarms, and planted faults that close it.
+"""One baseline over versions of torch: false alarms, and planted faults it refuses.
 
     gradparity bench torch-versions --venv DIR [--venv DIR ...]
 
-The baseline is recorded in this environment; each other one (a virtual environment with
-torch and the packages of pyproject.toml, gradparity not among them) judges the same
-right stacks and scalers, and the same with a fault each. Then ``gate --any-torch``
-says: what is right must pass, each fault must close it. A faulty stack or scaler is
-renamed to its right twin before it is gated, as if its source had been edited.
+The baseline is recorded in this environment. Each DIR is a virtual environment with
+another torch and the packages of pyproject.toml, without gradparity. There the same
+right setups and scalers run, and each of them with a fault. Then ``gate --any-torch``
+must pass the right ones and fail each fault. A faulty setup or scaler gets the name of
+its right version before it is gated, as if its source had been edited.
 
 The record goes to ``benchmarks/results/torch_versions.json``, its table
 to docs/gate-tests.md.

@@ -1,4 +1,4 @@
-"""Megatron-Core: learned attention sinks of ranks other than 0 miss in the norm.
+"""Megatron-Core: the norm leaves out attention sinks of ranks other than 0.
 
 python megatron-core-sink-norm.py; exit code 1 where the bug shows.
 """

@@ -1,4 +1,4 @@
-"""torch: FSDP1's NO_SHARD never averages what the last micro-batch passes by.
+"""torch: FSDP1's NO_SHARD averages no parameter that the last micro-batch skips.
 
 python torch-fsdp1-no-shard.py; exit code 1 where the bug shows.
 """
