@@ -44,6 +44,40 @@ def test_what_noise_explains_is_the_same() -> None:
     assert all(0 < row.ratio < 1 for row in found.rows)
 
 
+def rounded(fine: Run) -> Run:
+    """Return a run with a thousand times the noise, as in 16 bits."""
+    tensors = {
+        key: each
+        if each.sketch is None
+        else replace(each, sketch=1000 * each.sketch - 999 * values(key[0], key[2]))
+        for key, each in fine.tensors.items()
+    }
+    return replace(fine, tensors=tensors)
+
+
+@pytest.mark.parametrize(
+    ("in_16_bits", "kind", "count", "code"),
+    [
+        (True, "update", 1, SAME),
+        (True, "update", 2, DIFFERENT),
+        (True, "gradient", 1, DIFFERENT),
+        (False, "update", 1, DIFFERENT),
+    ],
+)
+def test_rounding_may_flip_an_element_of_an_update_in_16_bits(
+    in_16_bits: bool, kind: str, count: int, code: int
+) -> None:
+    other, one = run(4), ONE
+    if in_16_bits:
+        other = rounded(other)
+        one = replace(ONE, noisy=[rounded(each) for each in ONE.noisy])
+    flipped = other.tensors[1, kind, "b"].sketch
+    assert flipped is not None
+    flipped = flipped.copy()
+    flipped[:count] *= -1
+    assert against(changed(other, (1, kind, "b"), sketch=flipped), one).code == code
+
+
 def test_a_step_without_noise_has_that_of_the_steps_before() -> None:
     """Moved weights may round to the same bf16 numbers once a step has moved all."""
     plain = ONE.run.tensors
