@@ -139,8 +139,8 @@ def _pairs(
 def _without_flips(mine: Whole, its: Whole) -> float:
     """Return the distance of two updates without the most different numbers kept."""
     differences = np.sort(np.abs(mine.difference(its)))
-    kept = len(differences) - max(1, len(differences) // FLIPS)
-    return float(np.linalg.norm(differences[:kept]))
+    count = len(differences) - max(1, len(differences) // FLIPS)
+    return float(np.linalg.norm(differences[:count]))
 
 
 def _noise(side: Side, name: str, step: int, kind: str) -> float:
