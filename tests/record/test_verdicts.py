@@ -154,11 +154,12 @@ def test_a_gradient_of_the_step_before_is_recognised() -> None:
     assert "is the tensor of the step before" in against(late).lines[0]
 
 
-def test_a_difference_that_is_spread_over_all_tensors_is_one() -> None:
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_difference_that_is_spread_over_all_tensors_is_one(step: int) -> None:
     """All tensors are off by 5 times their noise, each less than the limit of 8."""
     other = run()
     for key, each in run().tensors.items():
-        if key[1] == "gradient":
+        if key[1] == "gradient" and key[0] == step:
             away = max(each.distance(noisy.tensors[key]) for noisy in ONE.noisy)
             assert each.sketch is not None
             off = np.zeros(SIZE)
@@ -166,7 +167,8 @@ def test_a_difference_that_is_spread_over_all_tensors_is_one() -> None:
             other = changed(other, key, sketch=each.sketch + off)
     found = against(other)
     assert found.code == DIFFERENT, found.lines
-    assert "step 0 differs as a whole: the median tensor differs by 5" in found.lines[0]
+    text = f"step {step} differs as a whole: the median tensor differs by 5"
+    assert text in found.lines[0]
 
 
 def test_noise_as_large_as_every_tensor_decides_nothing() -> None:
@@ -560,6 +562,9 @@ def test_rows_that_the_job_computes_may_differ_by_rounding(
     assert any(told in line for line in found.lines) == (code == SAME)
     fewer = replace(other, rows={0: frozenset(data)}, sums={0: data})
     assert against(fewer, Side(name="one", run=one)).code == NOT_COMPARABLE
+    far = {**mine, 4: (9.0, 5.0, -3.0, 2.0)}  # no row of the other side is near it
+    more = replace(one, rows={0: frozenset(far)}, sums={0: far})
+    assert against(other, Side(name="one", run=more)).code == NOT_COMPARABLE
 
 
 def test_of_replicas_that_differ_the_one_that_is_furthest_apart_is_named() -> None:

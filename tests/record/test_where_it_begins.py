@@ -88,10 +88,13 @@ OUTPUTS = "outputs of blocks are the same (3 of 3 compared). "
                 f"{OUTPUTS}So are the gradients of outputs. Gradients of parameters "
                 "are computed, summed or kept in another way",
             )
-            for factors in ({}, {("gradient", "a"): 1.5})
+            for factors in ({}, {("gradient", "a"): 1.5}, {("update", "a"): 1.5})
         ),
     ],
-    ids=["forward", "first block", "backward", "loss", "parameters", "some"],
+    ids=[
+        *("forward", "first block", "backward", "loss", "parameters", "some"),
+        "gradient and update",
+    ],
 )
 def test_the_first_block_that_differs_is_named(
     factors: Mapping[tuple[str, str], float], words: str
