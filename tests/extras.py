@@ -15,7 +15,7 @@ IN_NO_EXTRA = ("fairseq2", "lerobot", "rlinf", "verl")
 
 
 def needs(module: str) -> list[pytest.MarkDecorator]:
-    """Return the marks of a test that imports ``module``: none if torch is enough."""
+    """Return marks for tests that import ``module``; no marks for torch itself."""
     if module == "torch":
         return []
     if module in IN_NO_EXTRA:

@@ -1,11 +1,13 @@
-"""torch's own distributed tests, unchanged, on torch's classes and on our ranks.
+"""torch's own distributed tests, unchanged, on torch's processes and on our ranks.
 
 ``gradparity bench adopted FOLDER`` takes a folder with test files and a line of
 provenance in ``origin.txt``; the files themselves are not part of this project. For
-each file and each class of torch, a seeded sample of tests runs in three sessions:
+each file and each of torch's base classes, such as ``MultiProcessTestCase``, a seeded
+sample of tests runs in three sessions:
 
-1. on torch's classes as they are: fewer tests, as one takes ten seconds of CPU or more;
-2. on torch's classes with forked processes, for the verdicts of all sampled tests;
+1. on torch's spawned processes; not all of the sample, because each test takes ten
+   seconds of CPU or more;
+2. on forked processes in place of spawned ones, for the verdicts of the whole sample;
 3. on our ranks, with ``--gradparity-adopt``.
 
 For each test its verdicts, and the CPU seconds of its whole process tree, are recorded

@@ -74,7 +74,7 @@ class Comparison:
 
     @property
     def lines(self) -> list[str]:
-        """All sentences, the result first."""
+        """Sentences that describe the comparison; the first one states the result."""
         return [self.headline, *self.leads, *self.facts]
 
     def decide(self, code: int, headline: str) -> None:

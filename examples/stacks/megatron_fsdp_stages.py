@@ -19,7 +19,7 @@ class Zero2(Zero3):
 
 
 class Zero1(Zero3):
-    """States are sharded; gradients are reduced in place, so once a step."""
+    """ZeRO 1: optimizer states are sharded, and each step reduces gradients once."""
 
     settings: ClassVar = {"zero_dp_strategy": 1}
 

@@ -127,9 +127,9 @@ def _distance(got: float, due: float) -> float:
 def _is_of_its_gradients(
     evidence: Evidence, step: int, seen: Sequence[StepTrace], reported: dict[int, float]
 ) -> bool:
-    """Return True if gradients are wrong, and the reported norm is correct for them.
+    """Return True if the reported norm is that of gradients which are wrong themselves.
 
-    Then norm and clipping are right, and ``parity.gradient`` reports the gradients.
+    Then the norm is not at fault: ``parity.gradient`` reports these gradients.
     """
     parity = evidence.parity
     assert parity is not None
