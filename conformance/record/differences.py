@@ -137,10 +137,14 @@ def _pairs(
 
 
 def _without_flips(mine: Whole, its: Whole) -> float:
-    """Return the distance of two updates without the most different numbers kept."""
+    """Return the distance of two updates without the most different numbers kept.
+
+    Of fewer than four numbers all count, so that a scalar is compared.
+    """
     differences = np.sort(np.abs(mine.difference(its)))
-    count = len(differences) - max(1, len(differences) // FLIPS)
-    return float(np.linalg.norm(differences[:count]))
+    size = len(differences)
+    flips = max(size // FLIPS, size > 3)
+    return float(np.linalg.norm(differences[: size - flips]))
 
 
 def _noise(side: Side, name: str, step: int, kind: str) -> float:

@@ -16,7 +16,7 @@ from .compare import (
     tell_steps,
 )
 from .equal import other_inputs
-from .merge import Key, Run, Whole
+from .merge import Key, Run
 from .modules import GRADIENT, OUTPUT
 
 __all__ = ["compare_exactly"]
@@ -48,7 +48,7 @@ def compare_exactly(one: Side, other: Side) -> Comparison:
         return different
     both = {*a.tensors} & {*b.tensors}
     keys = [k for k in a.tensors if k in both and k[0] in steps and _is_exact(k)]
-    keys += _ends(a, b, steps)
+    keys += _ends(a, b, steps)  # both have all of these: none is lacking
     parts = [
         key for key in keys if not (a.tensors[key].is_whole and b.tensors[key].is_whole)
     ]
@@ -87,37 +87,44 @@ def _called(kind: str) -> str:
 
 
 def _ends(a: Run, b: Run, steps: Sequence[int]) -> list[Key]:
-    """Return the weights and states after the last common step, if both have them."""
+    """Return the keys of weights and states after the last common step.
+
+    A longer recording has them as the start of its next step, for the parameters that
+    this step moves. So of recordings of unequal length only keys of both are returned.
+    """
     end = steps[-1] + 1
-    both = {*a.tensors} & {*b.tensors}
-    return [k for k in a.tensors if k in both and k[0] == end and k[1] not in _ORDER]
+    every = {**a.tensors, **b.tensors}
+    if a.steps != b.steps:
+        every = {key: each for key, each in a.tensors.items() if key in b.tensors}
+    return [key for key in every if key[0] == end and key[1] not in _ORDER]
 
 
 def _first_inexact(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str]:
     """Yield the differences of the first step that has some, in words."""
     a, b = one.run, other.run
     own = {name: name for _, name in a.settings}
+    every = {**a.tensors, **b.tensors}
     for step in steps:
         texts = list(other_inputs(one, other, own, step))
-        keys = [k for k in {**a.tensors, **b.tensors} if k[0] == step and _is_exact(k)]
+        keys = [key for key in every if key[0] == step and _is_exact(key)]
         for key in sorted(keys, key=lambda key: _ORDER.get(key[1], 0)):
-            mine, its = a.tensors.get(key), b.tensors.get(key)
-            if mine is not None and its is not None:
-                texts += _other_bits(key, mine, its)
-            elif key[1] not in (OUTPUT, GRADIENT):  # recorded with --modules alone
-                lacks = one if mine is None else other
-                which = f"{_called(key[1])} of {key[2]}"
-                texts.append(f"step {step}: {lacks.name} lacks {which}")
+            texts += _unlike(one, other, key)
         if texts:
             yield from texts
             return
     for key in _ends(a, b, steps):
-        yield from _other_bits(key, a.tensors[key], b.tensors[key])
+        yield from _unlike(one, other, key)
 
 
-def _other_bits(key: Key, mine: Whole, its: Whole) -> list[str]:
+def _unlike(one: Side, other: Side, key: Key) -> Iterator[str]:
+    """Yield a sentence if a tensor is on one side only, or has other bits."""
     step, kind, name = key
-    is_known = mine.is_whole and its.is_whole
-    if mine.shape == its.shape and not (is_known and mine.digest != its.digest):
-        return []
-    return [f"step {step}: {_called(kind)} of {name} has other bits"]
+    what = f"{_called(kind)} of {name}"
+    mine, its = one.run.tensors.get(key), other.run.tensors.get(key)
+    if mine is None or its is None:
+        if kind not in (OUTPUT, GRADIENT):  # recorded with --modules alone
+            yield f"step {step}: {(one if mine is None else other).name} lacks {what}"
+    elif (
+        mine.is_whole and its.is_whole and mine.digest != its.digest
+    ) or mine.shape != its.shape:
+        yield f"step {step}: {what} has other bits"

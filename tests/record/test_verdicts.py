@@ -19,6 +19,7 @@ from gradparity.conformance.record.compare import (
     Side,
     compare,
 )
+from gradparity.conformance.record.differences import _without_flips
 from gradparity.conformance.record.exact import compare_exactly
 from gradparity.conformance.record.files import Recording, Stored, write_rank
 from gradparity.conformance.record.kept import Box, keep_values
@@ -34,6 +35,7 @@ from gradparity.tests.record.runs import (
     nudged,
     run,
     values,
+    whole,
 )
 
 
@@ -504,6 +506,15 @@ def test_the_weights_after_the_last_common_step_are_compared_to_the_bit() -> Non
     assert compare_exactly(one, other).lines[:1] == [
         "step 1: the weight of a has other bits"
     ]
+    lacks = Side(name="mesh", run=short)  # as long, and without the weight at its end
+    assert compare_exactly(one, lacks).lines == ["step 1: mesh lacks the weight of a"]
+
+
+def test_the_update_of_a_scalar_is_compared_in_16_bits() -> None:
+    mine, its = whole(np.ones(1), 1), whole(-np.ones(1), 2)
+    assert _without_flips(mine, its) == 2
+    mine, its = whole(np.ones(4), 1), whole(np.array([1.0, 1, 1, -1]), 2)
+    assert _without_flips(mine, its) == 0
 
 
 def test_rows_of_another_step_ask_for_the_first_step() -> None:
