@@ -15,7 +15,8 @@ from datetime import date
 import msgspec
 
 from ..conformance.report.records import HARNESS, Report
-from ..conformance.status import VERBS, UsageError
+from ..conformance.report.terminal import LONGEST
+from ..conformance.status import VERBS, UsageError, clipped
 from .baseline import Baseline
 from .checks import FAILURES, Checked, check_cases, check_vanished, check_whole
 from .expectations import Expectation
@@ -142,7 +143,7 @@ def _so_far(report: Report) -> list[str]:
     for case in sorted(report.cases, key=at):
         again = f"; again: {case.replay}" if case.replay else ""
         if case.problem:
-            text = f"error: {at(case)}: {case.problem}{again}"
+            text = f"error: {at(case)}: {clipped(case.problem, LONGEST)}{again}"
             ended.append((case.whose or HARNESS, text))
         elif case.failures:
             first = case.failures[0]

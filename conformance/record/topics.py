@@ -254,7 +254,7 @@ class Weights:
             warn(
                 step,
                 f"{counted(len(later), 'parameter')} joined an optimizer after watch "
-                "was called, and is not watched: close the watch and call watch again",
+                "was called. To watch all, close the watch and call watch again",
             )
 
     def _group(self, parameter: nn.Parameter) -> Mapping[str, Any]:
@@ -268,11 +268,8 @@ class Weights:
         if rank_here() not in weight.ranks:
             return ""
         group = self._group(self._named[weight.name])
-        numbers = ", ".join(
-            f"{key} {float(value) if isinstance(value, Tensor) else value}"
-            for key, value in group.items()
-            if key != "params" and not isinstance(value, bool | None)
-        )
+        values = ((key, _text_of(group[key])) for key in group if key != "params")
+        numbers = ", ".join(f"{key} {text}" for key, text in values if text)
         return f" (rank {rank_here()} has {numbers})"
 
     def _settings(self, parameter: nn.Parameter) -> int | Tensor:
@@ -303,7 +300,7 @@ class Numbers:
                     (value,) = struct.unpack("d", struct.pack("q", int(bits)))
                     yield (
                         f"{name} differs between {rank_list(answer.ranks)} (it is "
-                        f"{value:g} on rank {rank_here()})"
+                        f"{value:.9g} on rank {rank_here()})"
                     )
 
         return [*map(Number, own.values())], read
@@ -507,6 +504,17 @@ def _number(group: Mapping[str, Any]) -> int | Tensor:
             if isinstance(each, bool | int | float | Tensor):
                 total = _wrapped(total * 31) + _wrapped(_bits(each) * (2 * at + 1))
     return _wrapped(total)
+
+
+def _text_of(value: Any) -> str:
+    """Return a number of a param group, or several, as text; "" for other values."""
+    if isinstance(value, tuple | list):
+        texts = [*map(_text_of, value)]
+        return f"({', '.join(texts)})" if texts and all(texts) else ""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = float(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return f"{value:g}" if is_number else ""
 
 
 def _given(name: str, number: Callable[[], float | Tensor]) -> int | Tensor:

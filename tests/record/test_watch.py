@@ -625,6 +625,9 @@ def steps_apart(fault: str) -> list[str]:
     rank = current_world().rank
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    # values that are no numbers, as optimizers of others have
+    optimizer.param_groups[0] |= {"names": ["a", "b"], "betas": (0.9, 0.99)}
+    optimizer.param_groups[0]["many"] = torch.zeros(2)
     said, step = list[str](), 0
     watching = gradparity.watch(
         model, optimizer, period=1, act=said.append, equal={"step": lambda: step}
@@ -646,6 +649,8 @@ def test_a_cause_is_reported_before_its_consequence(two: Cluster) -> None:
     text = "gradparity.watch: step 0: ranks 0, 1 have different settings for head.bias"
     assert first[0].startswith(f"{text} (rank 0 has lr 0.1, ")
     assert second[0].startswith(f"{text} (rank 1 has lr 0.2, ")
+    assert "betas (0.9, 0.99)" in first[0]
+    assert "names" not in first[0] and "many" not in first[0]
     assert any("has other bits" in each for each in first)
     first, _ = two.run(steps_apart, "skip")
     text = "step 1: step differs between ranks 0, 1 (it is 1 on rank 0)"
