@@ -48,7 +48,7 @@ def main(url: str, root: Path = ROOT) -> None:
 
 
 def replace(file: Path, pattern: re.Pattern[str], by: str) -> None:
-    """Replace all matches; exit with an error if there is none."""
+    """Replace all matches; exit with an error if nothing matches."""
     text, count = pattern.subn(by, file.read_text(encoding="utf-8"))
     if not count:
         sys.exit(f"{file} has no match of {pattern.pattern}")

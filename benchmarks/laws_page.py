@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the page.
 
     Args:
-        argv: arguments; those of the process if None.
+        argv: arguments; None means ``sys.argv``.
 
     Returns:
         0 written, 2 bad usage.

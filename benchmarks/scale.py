@@ -110,7 +110,7 @@ WORK: dict[str, tuple[Any, Callable[..., None]]] = {
 
 
 def _medians(work: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Any]:
-    # Alternate in each repeat, so that other load on the machine affects all alike.
+    # Each repeat runs all of them: other load on the machine then affects each.
     took: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(repeats):
         for name, act in work.items():
@@ -302,7 +302,7 @@ def provenance() -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write the JSON and print tables; write those of our record into docs."""
+    """Measure, or read a record; print its tables, and write ours into the page."""
     parser = argparse.ArgumentParser(prog="gradparity bench scale")
     parser.add_argument("--quick", action="store_true", help="few ranks, few timings")
     parser.add_argument("--json", type=Path, default=RESULTS)

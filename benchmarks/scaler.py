@@ -10,7 +10,7 @@
 Without ``--json`` the record becomes ``results/scaler.json``, and the tables of
 docs/scaler-speed.md are written from it.
 
-Both sides of a ratio alternate within one run, so that noise affects them alike. Ranks
+Both sides of a ratio alternate within one run, so noise affects both. Ranks
 start each repeat at the same time, and the slower one counts. Each figure is the median
 over the repeats. The calls of a training loop between backward and the optimizer's
 arithmetic are timed; the optimizer itself does nothing. Each repeat is an iteration,

@@ -383,7 +383,7 @@ def table(result: dict[str, Any]) -> Iterator[str]:
 
 
 def cost(tests: Iterable[Mapping[str, Any]]) -> tuple[float, float, int]:
-    """Return CPU seconds of torch's classes, those of ours, and the number of tests.
+    """Return the CPU seconds of torch's classes and of ours, and the number of tests.
 
     Args:
         tests: Tests; those that spawned no process (skipped ones) are left out.

@@ -83,7 +83,7 @@ def hurt(model: Any, fault: str) -> None:
 
 
 def loop(model: Any, step: Callable[[Tensor], None], optimizer: Any) -> None:
-    """Train in a loop like those of most tutorials."""
+    """Train in a plain loop, as most tutorials do."""
     for batch in batches():
         optimizer.zero_grad()
         step(model(**batch).loss)

@@ -12,16 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ...fixtures import (
-    Counts,
-)
+from ...fixtures import Counts
 from ..rank.routing import Choices, chooses_in_forward
 from ..space.scenario import Scenario
+from .compare import Doubles
 from .kept import Kept, bytes_of
 from .noise.sides import BOTH, Inputs
 from .reference_run import Idle, ReferenceRun, Setup, buffers_of_passes
@@ -29,15 +24,7 @@ from .settings import Settings
 from .shards import Shards
 from .variants import NOISY, TRUTH, Variant
 
-__all__ = [
-    "Reference",
-    "Schedule",
-    "reference_before",
-    "train_reference",
-]
-
-Doubles = NDArray[np.float64]
-T = TypeVar("T")
+__all__ = ["Reference", "Schedule", "reference_before", "train_reference"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -37,6 +35,7 @@ from ..space.facts import (
 )
 from ..space.recipes import LR_DECAY, Training
 from ..space.workload_checks import ROUNDING
+from .compare import Doubles
 from .noise.rows import Rows
 from .noise.sides import Inputs, JumpLog
 from .settings import Planned, Settings, settings_of
@@ -52,7 +51,6 @@ __all__ = [
     "rows_apart",
 ]
 
-Doubles = NDArray[np.float64]
 T = TypeVar("T")
 
 

@@ -29,7 +29,7 @@ from gradparity.benchmarks.validation.survey.survey import (
     writing,
 )
 from gradparity.benchmarks.validation.wild import write_pages
-from gradparity.conformance.cli.converters import folder
+from gradparity.conformance.cli.converters import folder, positive
 from gradparity.conformance.files import write_whole
 from gradparity.conformance.status import (
     EXIT_CODES,
@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--plan", action="append", choices=PLANS, help="only this one; repeatable")
     add("--model", nargs="+", default=[], metavar="NAME", help="types or folders")
     add("--out", type=folder, default=Path("survey-transformers"), metavar="DIR")
-    add("--limit", type=_limit, default=60.0, metavar="S", help="a model's (60)")
+    add("--limit", type=positive, default=60.0, metavar="S", help="a model's (60)")
     add("--jobs", type=_jobs, default=2, metavar="N", help="models at a time (2)")
     add("--no-scripts", action="store_true", help="do not confirm failures by scripts")
     add("--record", action="store_true", help="write records and pages of docs/wild")
@@ -155,16 +155,6 @@ def _jobs(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no positive number of models")
     return int(text)
-
-
-def _limit(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
-    return number
 
 
 if __name__ == "__main__":
