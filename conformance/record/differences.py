@@ -169,7 +169,9 @@ def _words(one: Side, mine: Whole, its: Whole, name: str, step: int, kind: str) 
     assert mine.sketch is not None and its.sketch is not None
     factor = float(mine.sketch @ its.sketch) / mine.norm**2
     rest = float(np.linalg.norm(its.sketch - factor * mine.sketch)) / mine.norm
-    if rest <= 0.01 * abs(factor) and abs(factor - 1) > 0.01:
+    # a factor is named to three digits: it must explain nine tenths of a difference
+    off = abs(factor - 1)
+    if off >= 0.001 and rest <= min(0.01 * abs(factor), 0.1 * off):
         return f"is {factor:.3f} x that of {one.name}"
     before = one.run.tensors.get((step - 1, kind, name))
     if before is not None and before.norm:

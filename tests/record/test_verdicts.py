@@ -102,7 +102,12 @@ def test_a_step_without_noise_has_that_of_the_steps_before() -> None:
 
 @pytest.mark.parametrize(
     ("factor", "words"),
-    [(0.5, "is 0.500 x that of one"), (0.0, "is zero"), (1.0001, "")],
+    [
+        (0.5, "is 0.500 x that of one"),
+        (1.01, "is 1.010 x that of one"),
+        (0.0, "is zero"),
+        (1.0001, ""),
+    ],
 )
 def test_a_factor_is_named(factor: float, words: str) -> None:
     key = (1, "gradient", "b")
