@@ -174,8 +174,28 @@ def _words(one: Side, mine: Whole, its: Whole, name: str, step: int, kind: str) 
     if off >= 0.001 and rest <= min(0.01 * abs(factor), 0.1 * off):
         return f"is {factor:.3f} x that of {one.name}"
     before = one.run.tensors.get((step - 1, kind, name))
-    if before is not None and before.norm:
-        late = its.distance(before) / before.norm
-        if late <= 0.01:
-            return "is the tensor of the step before"
-    return ""
+    if before is None or not before.is_finite or not before.norm:
+        return ""
+    if its.distance(before) <= 0.01 * before.norm:
+        return "is the tensor of the step before"
+    return _sum_of_steps(one, mine, its, before, kind)
+
+
+def _sum_of_steps(one: Side, mine: Whole, its: Whole, before: Whole, kind: str) -> str:
+    """Say if a tensor is a multiple of this step's plus one of the step before.
+
+    This is so if gradients are not zeroed; clipping changes the two factors.
+    """
+    assert mine.sketch is not None and before.sketch is not None
+    if its.sketch is None or its.sketch.size <= 8:
+        return ""  # two factors explain any few numbers
+    steps = np.stack([mine.sketch, before.sketch], 1).astype(np.float64)
+    factors = np.linalg.lstsq(steps, its.sketch.astype(np.float64))[0]
+    rest = np.linalg.norm(its.sketch - steps @ factors)
+    if rest > 0.01 * its.norm or abs(factors[1]) * before.norm < 0.05 * its.norm:
+        return ""
+    end = ", as without zero_grad()" if kind == "gradient" else ""
+    return (
+        f"is {factors[0]:.3f} x that of {one.name} plus {factors[1]:.3f} x that of the "
+        f"step before{end}"
+    )

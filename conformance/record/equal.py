@@ -412,7 +412,7 @@ def lacking(
             more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
             yield (
                 f"{lacks.name} does not train {alone[0]}{more}: no recorded optimizer "
-                f"steps it, but one of {has.name} does"
+                f"steps it, but one of {has.name} does{_tied(has, lacks, alone[0])}"
             )
     for step in steps:
         for mine, its in names.items():
@@ -438,6 +438,26 @@ def lacking(
             has, name, lacks = (one, mine, other) if first else (other, its, one)
             if first != second and not _does_nothing(has.run, step, name):
                 yield f"step {step}: {lacks.name} has no gradient of {mine}"
+
+
+def _tied(has: Side, lacks: Side, name: str) -> str:
+    """Return a hint if a tensor that one side lacks may be tied to another one there.
+
+    Vectors get no hint: those of layer norms all begin alike.
+    """
+    step, start = has.run.starts[name]
+    alike = [
+        other
+        for other, (at, its) in has.run.starts.items()
+        if (at, its.shape, its.digest) == (step, start.shape, start.digest)
+        and other != name
+    ]
+    if len(start.shape) < 2 or len(alike) != 1:
+        return ""
+    return (
+        f". It begins with the bits of {alike[0]}: {lacks.name} may tie these two, and "
+        f"{has.name} does not"
+    )
 
 
 def _does_nothing(run: Run, step: int, name: str) -> bool:

@@ -101,17 +101,27 @@ def test_a_step_without_noise_has_that_of_the_steps_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "words"),
+    ("factors", "words"),
     [
-        (0.5, "is 0.500 x that of one"),
-        (1.01, "is 1.010 x that of one"),
-        (0.0, "is zero"),
-        (1.0001, ""),
+        ((0, 0.5), "is 0.500 x that of one"),
+        ((0, 1.01), "is 1.010 x that of one"),
+        ((0, 0.0), "is zero"),
+        ((0, 1.0001), ""),
+        ((1, 0.0), "is the tensor of the step before"),
+        (
+            (0.1, 0.9),
+            "is 0.900 x that of one plus 0.100 x that of the step before, as without "
+            "zero_grad()",
+        ),
+        ((0.02, 0.98), ""),
     ],
 )
-def test_a_factor_is_named(factor: float, words: str) -> None:
+def test_multiples_of_this_step_and_the_one_before_are_named(
+    factors: tuple[float, float], words: str
+) -> None:
     key = (1, "gradient", "b")
-    wrong = changed(run(4), key, sketch=factor * values(1, "b"))
+    sketch = factors[0] * values(0, "b") + factors[1] * values(1, "b")
+    wrong = changed(run(4), key, sketch=sketch)
     found = against(wrong)
     assert found.code == DIFFERENT
     which = f"{words}: it " if words else ""
@@ -417,8 +427,27 @@ def test_a_parameter_that_one_side_does_not_train_comes_first() -> None:
     found = against(run(4), replace(ONE, run=replace(ONE.run, tensors=more)))
     assert found.code == DIFFERENT
     assert found.lines[0].startswith("one does not train b: ")
+    assert "tie" not in found.lines[0]
     assert against(replace(frozen, tensors=two, unnamed=1)).code == SAME
     assert against(not_proved()).code == SAME
+
+
+@pytest.mark.parametrize(("shape", "is_named"), [((4, 4), True), ((SIZE,), False)])
+def test_a_tensor_that_may_be_tied_on_one_side_is_named(
+    shape: tuple[int, ...], is_named: bool
+) -> None:
+    """Vectors are not named: those of layer norms all begin alike."""
+
+    def alike(plain: Run) -> Run:
+        start = replace(plain.tensors[0, "weight", "a"], shape=shape)
+        ends = {(0, "weight", name): start for name in "ab"}
+        return replace(plain, tensors={**plain.tensors, **ends})
+
+    other = replace(alike(run(4)), unstepped=("b",))
+    found = against(other, Side(name="one", run=alike(ONE.run)))
+    assert found.code == DIFFERENT
+    words = "begins with the bits of a: mesh may tie these two, and one does not"
+    assert (words in found.lines[0]) == is_named
 
 
 @pytest.mark.parametrize("key", ["fused", "is_expert_parallel"])
