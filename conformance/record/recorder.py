@@ -1,9 +1,9 @@
 """Recorder: runs inside a training job and records some steps of its optimizers.
 
-It hooks every optimizer of torch and the first call of the outermost model. It does
-not communicate, writes into no tensor, and never makes training wait for a device:
-numbers stay on their device until the last recorded step. An error of the recorder is
-noted, and the job goes on.
+It hooks every optimizer of torch, and calls of the outermost model. It does not
+communicate, writes into no tensor, and never makes training wait for a device: numbers
+stay on their device until the last recorded step. An error of the recorder is noted,
+and the job goes on.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from .parts import Places, Roots, trains
 from .reading import State, Step, dense
 from .rows import keep_rows, tensors_in
 from .steps import StepHooks, parameters_of
+from .torch_internals import around_compiled
 from .weights import begin_from, nudge, write_start
 
 __all__ = ["Recorder", "install", "record"]
@@ -98,6 +100,7 @@ class Recorder:
         self.calls_of_modules: list[Any] = []
         """Handles of global module hooks. Hooks on the model itself would be saved and
         copied with it."""
+        self.compile_in_place = nn.Module.compile
         self.hooks = StepHooks(self._begins, self._before, self._ended, only_plain=True)
 
     def install(self) -> None:
@@ -106,6 +109,14 @@ class Recorder:
             register_module_forward_pre_hook(self._called),
             register_module_forward_hook(self._left, always_call=True),
         ]
+        compile_in_place = self.compile_in_place
+
+        @wraps(compile_in_place)
+        def compiles(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            compile_in_place(module, *args, **kwargs)
+            around_compiled(module, self._called, self._left)
+
+        nn.Module.compile = compiles  # type: ignore[method-assign,assignment]
         self.hooks.install()
         atexit.register(self.write)
 
@@ -187,6 +198,7 @@ class Recorder:
     def _look_away(self) -> None:
         for handle in self.calls_of_modules:
             handle.remove()
+        nn.Module.compile = self.compile_in_place  # type: ignore[method-assign]
         if self.blocks is not None:
             self.blocks.remove()
 

@@ -479,7 +479,8 @@ class Data:
                     step,
                     "rows are not compared, because no rank called the watched model "
                     "with rows. Give watch the module that the training loop calls: "
-                    "the one that torch.compile returned, or DDP's",
+                    "DDP's, or the one that torch.compile returned, not one that "
+                    "model.compile() changed",
                 )
 
 

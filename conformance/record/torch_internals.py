@@ -5,18 +5,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
-__all__ = ["children_of", "in_join", "joinable"]
+__all__ = ["around_compiled", "children_of", "in_join", "joinable"]
 
 
 def children_of(module: nn.Module) -> Iterable[nn.Module | None]:
     """Return a module's children, without creating the object behind a lazy proxy."""
     children: dict[str, nn.Module | None] = module.__dict__["_modules"]
     return children.values()
+
+
+def around_compiled(
+    module: nn.Module,
+    before: Callable[[nn.Module, Any], None],
+    after: Callable[[nn.Module, Any, Any], None],
+) -> None:
+    """Call two functions around each call of a module that was compiled in place.
+
+    Its hooks are inside of the compiled code, which calls none of ours. Copies of the
+    module, and files with it, have no compiled code.
+    """
+    run: Any = module._compiled_call_impl
+
+    # the recorder finds the keyword arguments of a call in the frame of this name
+    @functools.wraps(run)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        before(module, args)
+        output = run(*args, **kwargs)
+        after(module, args, output)
+        return output
+
+    module._compiled_call_impl = inner
 
 
 def joinable(objects: Iterable[Any]) -> list[Any]:

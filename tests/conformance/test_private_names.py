@@ -123,6 +123,13 @@ def test_ranks_of_a_group(two: Cluster) -> None:
 def test_private_names_of_recording_work() -> None:
     outer = torch.nn.Sequential(torch.nn.Linear(2, 2))
     assert list(of_recording.children_of(outer)) == [outer[0]]
+    calls, layer = list[str](), torch.nn.Linear(2, 2)
+    layer.compile(backend="eager")
+    of_recording.around_compiled(
+        layer, lambda *_: calls.append("before"), lambda *_: calls.append("after")
+    )
+    layer(torch.ones(1, 2))
+    assert calls == ["before", "after"]
 
     def body() -> list[bool]:
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))

@@ -271,6 +271,46 @@ def test_a_model_can_be_saved_copied_and_traced_while_it_is_recorded(
     assert {*run.rows} == {0, 1}
 
 
+class Keyword(nn.Module):
+    """A linear layer with a keyword argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(3, 1)
+
+    def forward(self, *, rows: Tensor) -> Tensor:
+        outputs: Tensor = self.inside(rows)
+        return outputs
+
+
+def test_a_model_that_is_compiled_in_place_is_recorded(tmp_path: Path) -> None:
+    """Its hooks are part of the compiled code."""
+    plain = nn.Module.compile
+
+    def losses() -> Losses:
+        model = Keyword()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model.compile(backend="eager", fullgraph=True)
+        for step in range(2):
+            optimizer.zero_grad()
+            yield model(rows=rows(step)).sum()
+            optimizer.step()
+        assert b"gradparity" not in pickle.dumps(model)
+        copy.deepcopy(model)(rows=rows(0))
+
+    run = recorded(tmp_path / "plain", losses(), steps=(0, 2))
+    given = [rows_of([rows(step)], floats=True)[0].tolist() for step in range(2)]
+    assert run.rows == {step: {*digests} for step, digests in enumerate(given)}
+    assert run.notes == () and run.outputs == {"float32"}
+    assert nn.Module.compile is plain
+    torch.manual_seed(0)
+    first = recorded(tmp_path / "first", losses(), steps=(0, 2))
+    torch.manual_seed(0)
+    nudged = recorded(tmp_path / "nudged", losses(), steps=(0, 2), nudge=1)
+    key = (0, "weight", "inside.weight")
+    assert first.tensors[key].digest != nudged.tensors[key].digest
+
+
 def test_a_part_that_is_called_before_the_model_is_no_model(tmp_path: Path) -> None:
     """A job may call a single layer first, to learn its output size."""
 
