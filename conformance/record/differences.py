@@ -6,10 +6,17 @@ moved to a neighbouring number. The distances of these runs from the first one a
 noise of the job. The bound of a tensor is ``FACTOR`` times the largest noise that it
 showed up to this step, or that of the median tensor if that is more: a small tensor in
 16 bits may show none, and after a step the moved weights may round as the others do. A
-bound as large as the tensor compares nothing. The bound of an update also allows one
-unit in the last place of each weight: a few elements round to the other side, which two
-nudged runs need not show. In 16 bits, one in ``FLIPS`` numbers kept of an update may
-also differ at will: Lion steps by the sign of a sum, which rounding may decide.
+bound as large as the tensor compares nothing.
+
+If the module of a parameter returns numbers of 16 bits, its gradient is rounded to
+them. Nudged runs of a small model may repeat that rounding exactly, but micro-batches
+and ranks round each summand instead. So the noise of such a gradient, and of its
+update, is at least ``ROUNDING``.
+
+The bound of an update also allows one unit in the last place of each weight: a few
+elements round to the other side, which two nudged runs need not show. In 16 bits, one
+in ``FLIPS`` numbers kept of an update may also differ at will: Lion steps by the sign
+of a sum, which rounding may decide.
 """
 
 from __future__ import annotations
@@ -33,6 +40,10 @@ UNIT = 2.0**-24
 COARSE = 2.0**-13
 """Noise of the median gradient, relative to its norm, that only 16 bits cause: fp32
 reached 1e-5."""
+ROUNDING = {"bfloat16": 0.42 * 2.0**-8, "float16": 0.42 * 2.0**-11}
+"""Noise of a rounded gradient, relative to its norm: the root mean square of rounding
+errors that are uniform within half a unit in the last place, of numbers that are spread
+evenly on a logarithmic scale."""
 FLIPS = 32
 """One in so many numbers kept of an update may differ at will in 16 bits."""
 KINDS = ("gradient", "update")
@@ -86,6 +97,10 @@ def rows_of_sides(
         kinds: kinds of tensors.
     """
     worst: dict[tuple[str, str], float] = {}
+    units = [
+        {name: ROUNDING[dtype] for name, dtype in run.in_16_bits.items()}
+        for run in (one.run, other.run)
+    ]
     least = dict.fromkeys(kinds, UNIT)
     for step in steps:
         for kind in kinds:
@@ -94,6 +109,10 @@ def rows_of_sides(
             for name, its in names.items():
                 if name in pairs and other.noisy:
                     noises[name] += _noise(other, its, step, kind)
+            for name, (mine, _) in pairs.items():
+                unit = max(units[0].get(name, 0.0), units[1].get(names[name], 0.0))
+                if mine.is_finite and kind in KINDS:
+                    noises[name] = max(noises[name], unit * mine.norm)
             for name, noise in noises.items():
                 worst[kind, name] = max(worst.get((kind, name), 0.0), noise)
             sizes = {

@@ -153,6 +153,8 @@ class Recording(msgspec.Struct):
     """Dropout modules with a probability above 0."""
     outputs: set[str] = set()
     """Dtypes of the model's outputs."""
+    in_16_bits: dict[str, list[str]] = {}
+    """Dtype of 16 bits -> parameters whose own module returned numbers of it."""
     unstepped: list[str] = []
     """Parameters that require a gradient and are in no optimizer."""
     notes: list[str] = []
@@ -184,6 +186,7 @@ class _Header(msgspec.Struct):
     drew: list[int]
     drops: list[str]
     outputs: list[str]
+    in_16_bits: dict[str, list[str]]
     unstepped: list[str]
     notes: list[str]
     places: list[Box]
@@ -230,6 +233,7 @@ def write_rank(folder: Path, rank: int, recording: Recording) -> None:
         drew=sorted(recording.drew),
         drops=recording.drops,
         outputs=sorted(recording.outputs),
+        in_16_bits=recording.in_16_bits,
         unstepped=recording.unstepped,
         notes=recording.notes,
         places=[*places],
@@ -331,6 +335,7 @@ def _read(path: Path) -> Recording:
         drew=set(header.drew),
         drops=header.drops,
         outputs=set(header.outputs),
+        in_16_bits=dict(header.in_16_bits),
         unstepped=header.unstepped,
         notes=header.notes,
         tensors={

@@ -251,6 +251,8 @@ class Run:
     drops: tuple[str, ...]
     outputs: frozenset[str]
     """Dtypes of the model's outputs, on all ranks."""
+    in_16_bits: Mapping[str, str]
+    """Parameter -> dtype of 16 bits of which its own module returned numbers."""
     unstepped: tuple[str, ...]
     without_gradient: frozenset[tuple[int, str]]
     """(step, parameter) pairs without a gradient on any rank."""
@@ -387,6 +389,12 @@ def read_merged(*folders: Path) -> Run:
         drew=frozenset(step for r in ranks.values() for step in r.drew),
         drops=tuple(first.drops),
         outputs=frozenset(dtype for r in ranks.values() for dtype in r.outputs),
+        in_16_bits={
+            name: dtype
+            for recording in ranks.values()
+            for dtype, names in recording.in_16_bits.items()
+            for name in names
+        },
         unstepped=tuple(sorted(unstepped.keys() - stepped)),
         without_gradient=frozenset(lacking - had),
         unnamed=len(hidden)

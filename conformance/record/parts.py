@@ -264,10 +264,13 @@ class Roots:
             if not called or not called.isdisjoint(map(id, root.modules()))
         ]
         every = (p for module in models for p in module.parameters())
-        named = ((self.name_of(p), p) for p in every if p.requires_grad)
+        return sorted(self.names_of(every).difference(stepped))
+
+    def names_of(self, parameters: Iterable[Tensor]) -> set[str]:
+        """Return the names of the pieces of trainable parameters."""
+        named = ((self.name_of(p), p) for p in parameters if p.requires_grad)
         trained = ((name, p, place(p)[1]) for name, p in named if name is not None)
-        names = {piece.name for each in trained for piece in self.pieces(*each)}
-        return sorted(names.difference(stepped))
+        return {piece.name for each in trained for piece in self.pieces(*each)}
 
 
 def trains(module: nn.Module) -> bool:

@@ -45,6 +45,7 @@ from .weights import begin_from, nudge, write_start
 
 __all__ = ["Recorder", "install", "record"]
 
+IN_16_BITS = {torch.bfloat16, torch.float16}
 NOTES = 20
 """Largest number of notes: a failing hook fails at every step."""
 
@@ -97,6 +98,8 @@ class Recorder:
         self.written = False
         self.outer: set[int] = set()
         """ids of the called models."""
+        self.in_16_bits: dict[torch.dtype, dict[int, nn.Module]] = {}
+        """Dtype of 16 bits -> modules that returned numbers of it, by id."""
         self.calls_of_modules: list[Any] = []
         """Handles of global module hooks. Hooks on the model itself would be saved and
         copied with it."""
@@ -192,7 +195,13 @@ class Recorder:
             nudge(module, self.orders.nudge, self.roots)
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
-        if id(module) in self.outer and not is_traced():
+        if id(module) not in self.inner or is_traced():
+            return
+        if self._records_next():
+            with self.noting("the output of a module"):
+                for dtype in {t.dtype for t in tensors_in(output)} & IN_16_BITS:
+                    self.in_16_bits.setdefault(dtype, {})[id(module)] = module
+        if id(module) in self.outer:
             self._leaves(module, output)
 
     def _look_away(self) -> None:
@@ -422,6 +431,14 @@ class Recorder:
         )
         stepped = {part.name for step in self.done for part in step.start.parts}
         out.unstepped = self.roots.unstepped(stepped)
+        out.in_16_bits = {
+            str(dtype).removeprefix("torch."): sorted(
+                self.roots.names_of(
+                    p for m in modules.values() for p in m.parameters(recurse=False)
+                )
+            )
+            for dtype, modules in self.in_16_bits.items()
+        }
         for step in self.done:
             out.calls.append(step.call)
             step.call.settings = [s.read() for s in step.call.settings]

@@ -57,6 +57,7 @@ def run(draw: int = 0, names: Sequence[str] = NAMES, steps: int = 2) -> Run:
         drew=frozenset(),
         drops=(),
         outputs=frozenset({"float32"}),
+        in_16_bits={},
         unstepped=(),
         without_gradient=frozenset(),
         unnamed=0,
