@@ -67,7 +67,7 @@ def import_rewritten(files: Mapping[str, str]) -> None:
 
 _rewritten: dict[str, str] = {}
 _seen_modules: tuple[object, ...] = ()
-"""Number of modules and the latest one, at the last search."""
+"""Length of ``sys.modules`` at the last search, with id and file of the last module."""
 
 
 def rewritten_modules() -> dict[str, str]:
