@@ -391,7 +391,10 @@ def _read_by_kernel(parts: Sequence[Wanted]) -> tuple[list[int], Batch | None]:
 
 
 def _bits_of_equal(parts: Sequence[Wanted]) -> tuple[list[int], Batch]:
-    """Keep the digests of small parts with the same dtype and box."""
+    """Return the indices of all these parts, and their digests.
+
+    The parts are small, and all have the same dtype and box.
+    """
     box, rounded = parts[0].box, parts[0].rounded
     values = torch.stack([each.part.detach().reshape(-1) for each in parts])
     words = keys_of(box, 0, values.device).words

@@ -244,7 +244,7 @@ class Run:
     sums: Mapping[int, Mapping[int, Sequence[float | None]]]
     """Step -> digest of a floating-point row -> its sums."""
     bags: Mapping[int, int]
-    """Step -> one number for all rows, in any order; equal rows of ranks count once."""
+    """Step -> a hash of all rows in any order; equal rows of ranks count once."""
     losses: Mapping[int, float]
     """Step -> mean loss over ranks and micro-batches, if the model returns a loss."""
     drew: frozenset[int]
