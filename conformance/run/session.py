@@ -1,4 +1,4 @@
-"""The run command: choose scenarios, judge every scaler in them, write the report."""
+"""The run command: choose scenarios, check every scaler in them, write the report."""
 
 from __future__ import annotations
 
