@@ -157,7 +157,7 @@ class Right:
 
 
 def caught(pair: Pair, found: dict[str, Any]) -> bool:
-    """Return True if a law that fits the fault found a broken workload.
+    """Return True if a check that fits the fault found a broken workload.
 
     A workload that raises has no verdict; then the report names its call.
     """

@@ -74,7 +74,7 @@ def id_of(scenario: str) -> str:
 def faults() -> list[Fault]:
     """Return broken specimens that their record says are found, and faulty scalers.
 
-    One scaler for each law is enough: all of them take minutes (``gradparity
+    One scaler for each check is enough: all of them take minutes (``gradparity
     mutants``).
     """
     from gradparity.fixtures.faulty import FAULTY

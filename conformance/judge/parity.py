@@ -43,7 +43,7 @@ __all__ = [
 def demanded_schedule(traces: Sequence[RankTrace]) -> Schedule:
     """Return the skips that the rule demands, the scales, and changed settings.
 
-    The scales are those of the first rank; the agreement laws check the other ranks.
+    The scales are those of the first rank; the agreement checks check the other ranks.
     """
     steps = list(_steps(traces))
     return Schedule(

@@ -10,7 +10,7 @@ batches and once with two micro-batches.
 
 ``quick`` covers every choice (topology, precision, optimizer, parameter order, recipe,
 faults, model) at least once, ``default`` every pair, ``full`` every triple. Each of
-them also drives the scale to its limits. All presets have the same laws. Scenarios that
+them also drives the scale to its limits. All presets have equal checks. Scenarios that
 add the most new choices for their cost come first, so that a common fault shows early.
 """
 

@@ -55,8 +55,8 @@ class _Beside:
 def _beside(evidence: Evidence, what: str) -> Iterator[_Beside]:
     """Yield values of ``what`` around each step that was clearly taken or skipped.
 
-    A step that breaks the rule, or that only some optimizers took, is left to the laws
-    on skips.
+    A step that breaks the rule, or that only some optimizers took, is left to the
+    checks of skips.
     """
     for step, seen in evidence.steps():
         bad = any(s.non_finite for s in seen)
