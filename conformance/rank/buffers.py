@@ -1,7 +1,7 @@
 """Buffers that training changes: statistics of a norm, the bias of a router.
 
-A buffer is compared if it is floating, is in the ``state_dict``, and has on the rank
-the name and shape that it has on one process. Others are caches, or parts of a buffer.
+A buffer is compared if it is floating, is in the ``state_dict``, and has the same name
+and shape on the rank as on one process. Others are caches, or parts of a buffer.
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ def _is_whole(buffer: Tensor, whole: Tensor) -> bool:
 def _overwritten(root: nn.Module) -> set[nn.Module]:
     """Return modules whose buffers the next forward receives from another rank.
 
-    ``DistributedDataParallel`` does so by default: it broadcasts those of the first
-    rank.
+    By default ``DistributedDataParallel`` broadcasts the buffers of the first rank.
     """
     return {
         module

@@ -207,8 +207,8 @@ def _uses(trace: RankTrace) -> tuple[set[Elements], set[Elements], set[Elements]
     """Return the gradients that optimizers of a rank use, in any step.
 
     Returns:
-        Three sets: all of them; those used in a call that is not inside another; those
-        used inside of another call.
+        Three sets: all of these gradients; those used in an outermost call; those used
+        in a call inside another call.
     """
     used, outside, inside = set[str](), set[str](), set[str]()
     for seen in trace.steps:

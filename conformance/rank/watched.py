@@ -66,7 +66,7 @@ class WatchedScaler:
         handing: Callable[[Any], AbstractContextManager[None]],
         new_scale: float | None,
     ) -> None:
-        """Take the scaler and what to do around its calls.
+        """Take the scaler and the functions that surround its calls.
 
         Args:
             scaler: the tested scaler.
