@@ -78,10 +78,10 @@ class Evidence:
                 yield step, each
 
     def _decisions_due(self, trace: RankTrace, at: StepTrace) -> Iterator[Decision]:
-        """Yield a rank's decisions; "did not move" is unknown if nothing had to move.
+        """Yield a rank's decisions, with None for "did not move" if no move was due.
 
-        Parameters need not move if gradients are zero, the learning rate is 0, the
-        workload skipped the step itself, or the reference does not move them either.
+        No parameter of a decision has to move if its gradients are zero, the learning
+        rate is 0, the workload skipped the step itself, or the reference moves none.
         """
         for number, decision in enumerate(at.decisions):
             names = [n for owned in trace.owned[number : number + 1] for n in owned]

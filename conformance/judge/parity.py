@@ -43,7 +43,7 @@ __all__ = [
 def demanded_schedule(traces: Sequence[RankTrace]) -> Schedule:
     """Return the skips that the rule demands, the scales, and changed settings.
 
-    The scales are those of the first rank; the agreement checks check the other ranks.
+    The scales are those of the first rank; the agreement checks compare the others.
     """
     steps = list(_steps(traces))
     return Schedule(
@@ -78,7 +78,11 @@ def _held_still(seen: Seen) -> frozenset[str]:
 
 
 def followed_schedule(scenario: Scenario, traces: Sequence[RankTrace]) -> Schedule:
-    """Return the demanded schedule, with the gradients that a workload left out."""
+    """Return the demanded schedule, completed for references of a user's workload.
+
+    For a user's workload it has the parameters without a gradient, and the shards of a
+    rounded state. It has no settings if the workload itself gives them.
+    """
     schedule = demanded_schedule(traces)
     if _gives_settings(scenario.workload):
         schedule = replace(schedule, settings=())
@@ -355,9 +359,10 @@ def _gradient(
     name: str,
     parity_bounds: ParityBounds,
 ) -> Iterator[_Measured]:
-    """Yield the comparison of a gradient; if the truth is zero, None counts as zeros.
+    """Yield the comparison of one gradient with the truth.
 
-    None is also right if another rank steps the parameter and sends the new weights.
+    A gradient of None counts as zeros if the truth is zero. None is also right if
+    another rank steps the parameter and sends the new weights.
     """
     true, had = parity_bounds.truth.gradients[step].get(name), name in at.gradients
     if not had and (true is None or name in trace.left):
