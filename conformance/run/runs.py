@@ -169,7 +169,7 @@ class Runs:
         return fold(results)
 
     def _saved(self, spec: str, scenario: Scenario) -> Saved | None:
-        """Train the run that saves the scaler's first state; return the state or None."""
+        """Train to get the state with which the scaler begins; return it, or None."""
         other = scenario.saved_by
         if other is None or spec == NO_SCALER:
             return None
