@@ -115,7 +115,7 @@ def _selection(spec: str, seed: int) -> Selection:
 def judged_right(
     runner: Runner, spec: str, seed: int, not_tried: str = ""
 ) -> Iterator[Case]:
-    """Judge a right workload in all scenarios of ``--quick``.
+    """Run a right workload in all scenarios of ``--quick``; yield each checked case.
 
     Args:
         runner: runner of the cases.

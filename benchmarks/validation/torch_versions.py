@@ -72,7 +72,7 @@ def id_of(scenario: str) -> str:
 
 
 def faults() -> list[Fault]:
-    """Return broken specimens that their record says are found, and faulty scalers.
+    """Return faulty scalers, and broken specimens that are found by their record.
 
     One scaler for each check is enough: all of them take minutes (``gradparity
     mutants``).

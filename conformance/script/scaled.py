@@ -100,7 +100,7 @@ class Scaled:
         return bits([*training.params.values(), *tensors])
 
     def due(self, me: int, step: int) -> Iterator[tuple[Fault, str]]:
-        """Yield (fault, parameter) of a step's faults on rank ``me`` or its replicas."""
+        """Yield (fault, parameter) for faults of ``step`` on ``me`` or its replicas."""
         for fault in self.faults:
             ranks = range(len(self.holdings)) if fault.rank is None else [fault.rank]
             for holding in [
