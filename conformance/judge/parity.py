@@ -81,7 +81,8 @@ def followed_schedule(scenario: Scenario, traces: Sequence[RankTrace]) -> Schedu
     """Return the demanded schedule, completed for references of a user's workload.
 
     For a user's workload it has the parameters without a gradient, and the shards of a
-    rounded state. It has no settings if the workload itself gives them.
+    rounded state. It has no settings if gradparity's loop or the workload's scheduler
+    gives them.
     """
     schedule = demanded_schedule(traces)
     if _gives_settings(scenario.workload):
@@ -96,7 +97,7 @@ def followed_schedule(scenario: Scenario, traces: Sequence[RankTrace]) -> Schedu
 
 
 def _gives_settings(workload: ResolvedWorkload) -> bool:
-    """Return True if the workload's own loop or scheduler gives the settings.
+    """Return True if gradparity's loop or the workload's scheduler gives the settings.
 
     Then the reference does not follow the ranks.
     """

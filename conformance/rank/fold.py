@@ -193,7 +193,7 @@ def _first_place(part: set[Member]) -> float:
 
 
 def _left(ranks: Sequence[RankTrace]) -> Iterator[frozenset[str]]:
-    """Yield for each rank the parameters that an optimizer of another rank steps."""
+    """Yield for each rank its parameters that only another rank's optimizer steps."""
     used, outside, inside = zip(*map(_uses, ranks), strict=True)
     anywhere, inner = set[Elements]().union(*used), set[Elements]().union(*inside)
     for trace, mine, outer, own in zip(ranks, used, outside, inside, strict=True):

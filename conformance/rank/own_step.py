@@ -198,11 +198,12 @@ class OwnStep:
             raise self.workload.refuse("train_step", f"{text} changed in any step")
 
     def check_gradients(self, trace: RankTrace) -> None:
-        """Check that the gradients of a whole run were visible.
+        """Check that parameters that the recipe froze had no gradient in the whole run.
+
+        Only a workload with ``weights`` is checked: it may create its parameters anew.
 
         Raises:
-            CannotError: if a workload that recreates its parameters trains those that
-                the recipe froze.
+            CannotError: if such a parameter had a gradient that is not zero.
         """
         engine, frozen = self.engine, self.engine.scenario.parsed_recipe.training.frozen
         for name in engine.index if frozen and engine.gives_weights else ():

@@ -255,7 +255,7 @@ def _precisions(one: Side, other: Side) -> Iterator[str]:
 
 
 def _clipped(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
-    """Yield a warning if the whole gradient has the same norm at every step.
+    """Yield a warning if the whole gradient has one norm at all steps of both sides.
 
     Clipping causes that, and hides a wrong factor of the loss.
     """

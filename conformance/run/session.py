@@ -81,7 +81,7 @@ class RunSettings:
         """Return the scenarios to run.
 
         Args:
-            place: place on which the checks of workloads run.
+            place: its separate rank checks the workloads.
 
         Raises:
             UsageError: for unknown names or ids, a combination that cannot be trained,

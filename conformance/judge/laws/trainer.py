@@ -89,7 +89,10 @@ class _Loads:
     lost: Finding | None = None
 
     def counted(self, others: int, what: str, unseen: int) -> Finding:
-        """Return a pass that counts loads and ``others``; inconclusive with too few."""
+        """Return a pass that counts loads and ``others``.
+
+        Returns an inconclusive finding if the run stopped before every load.
+        """
         if self.compared or self.missed:
             what += f", with {self.compared} loads from a checkpoint"
         total, missed = self.compared + others, self.missed + unseen
