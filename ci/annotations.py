@@ -37,7 +37,7 @@ def _groups(report: Report) -> Iterator[list[Violation]]:
     groups: dict[tuple[str, str], list[Violation]] = {}
     for case in report.cases:
         for verdict in case.failures:
-            # A broken law fails in many cases: one line a case would fill the ten at
+            # A check often fails in many cases: one line a case would fill the ten at
             # once.
             groups.setdefault((case.scaler, verdict.law), []).append((case, verdict))
     yield from groups.values()

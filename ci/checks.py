@@ -177,7 +177,7 @@ def _counts(case: CaseRecord, old: BaselineCase) -> str:
     for law, before in old.exact.compared.items():
         verdict = case.verdict(law)
         if verdict is None or verdict.status != "pass":
-            continue  # reported under its own law
+            continue  # reported under its own check
         # More comparisons promise no less, so they are no reason; the next baseline
         # records them.
         if verdict.compared < before:

@@ -90,7 +90,7 @@ def followed_schedule(scenario: Scenario, traces: Sequence[RankTrace]) -> Schedu
     if OfWorkload.JUDGED in scenario.workload.has:
         idle = tuple(_idle(seen) for seen in _steps(traces))
         schedule = replace(schedule, idle=idle)
-    # declared owners mean that optimizers step copies, whose shards nobody sees
+    # declared optimizers step copies, whose shards are unknown
     if scenario.workload.rounds_state and scenario.workload.owners is None:
         schedule = replace(schedule, shards=_shards(traces))
     return schedule

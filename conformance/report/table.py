@@ -92,7 +92,7 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def _groups(report: Report) -> dict[tuple[str, ...], list[CaseRecord]]:
-    """Return cases by scaler, layout and precision, in the order of the report."""
+    """Return cases by scaler, layout, rank count and precision, in report order."""
     groups: dict[tuple[str, ...], list[CaseRecord]] = {}
     for case in report.cases:
         key = (case.scaler, case.topology, str(case.world_size), case.precision)

@@ -252,7 +252,7 @@ class Runner:
                         return
                 waiting.catch_up(0)
             except BaseException:  # also Ctrl-C
-                # first judge the cases whose ranks have ended
+                # first check the cases whose ranks have ended
                 waiting.end_all()
                 raise
 
@@ -272,7 +272,7 @@ class Runner:
                 # A slow run proves nothing, because the machine may have been busy. The
                 # failed world was ended, so the second try has new ranks.
                 seen.traces, seen.first_try = self.runs.run(spec, scenario), late
-            # bitwise laws need fp32, where scaling is exact, and a control run that
+            # bitwise checks need fp32, where scaling is exact, and a control run that
             # cannot skip
             compared = spec != NO_SCALER and scenario.faults == "none"
             if seen.complete and compared and scenario.parsed_precision.is_full:

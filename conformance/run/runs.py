@@ -76,7 +76,7 @@ class Runs:
         if spec != NO_SCALER:
             return self.traces(spec, scenario)
         try:
-            # without a scaler the judged run is the control, and trains once
+            # without a scaler the checked run is the control, and trains once
             return self.control(scenario)
         except WorldError as failure:
             return traces_of(failure, judged=False)
