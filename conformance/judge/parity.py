@@ -107,7 +107,7 @@ def _gives_settings(workload: ResolvedWorkload) -> bool:
 def _shards(ranks: Sequence[RankTrace]) -> Shards:
     """Return the shards in which optimizers hold parameters, if they are known.
 
-    The shard of a rank also counts if this rank does not step it.
+    A rank's shard also counts if that rank does not step it.
     """
     events = [e for trace in ranks for seen in trace.steps for e in seen.events]
     if any(event.groups and not event.names for event in events):

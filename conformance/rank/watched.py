@@ -125,7 +125,7 @@ class WatchedScaler:
     def _call(
         self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Call a method of the scaler, observed."""
+        """Call a method of the scaler, and observe the call."""
         with ExitStack() as around:
             for optimizer in self._optimizers(name, [*args, *kwargs.values()]):
                 around.enter_context(self._handing(optimizer))

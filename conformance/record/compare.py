@@ -453,9 +453,9 @@ def _where(
 
 
 def _scaled(side: Side, reference: Run, step: int, last: str) -> Side | None:
-    """Return the side with gradients of outputs scaled so that block ``last`` agrees.
+    """Scale gradients of all outputs by the factor with which block ``last`` agrees.
 
-    Returns None if no such factor is known.
+    Returns the scaled side; None if no such factor is known.
     """
     mine = reference.tensors.get((step, GRADIENT, last))
     its = side.run.tensors.get((step, GRADIENT, last))

@@ -35,7 +35,7 @@ COARSE = 2.0**-13
 """Noise of the median gradient, relative to its norm, that only 16 bits cause: fp32
 reached 1e-5."""
 FLIPS = 32
-"""In 16 bits, one in this many numbers kept of an update may differ by any amount."""
+"""Numbers kept of an update, of which one may differ by any amount in 16 bits."""
 KINDS = ("gradient", "update")
 
 

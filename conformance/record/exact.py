@@ -25,9 +25,9 @@ __all__ = ["compare_exactly"]
 def compare_exactly(one: Side, other: Side) -> Comparison:
     """Compare all that was recorded bit for bit, step by step.
 
-    Only the first step that differs is reported: first its weights and optimizer
-    states, then outputs of blocks and gradients. If no step differs, weights and states
-    after the last common step are compared.
+    Only the first step that differs is reported: its rows and settings, then weights
+    and optimizer states, then outputs of blocks and gradients. If no step differs,
+    weights and states after the last common step are compared.
     """
     a, b = one.run, other.run
     steps = sorted({*a.steps} & {*b.steps})

@@ -264,7 +264,7 @@ def keep_values(
     weight: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Kept:
-    """Return sketch, norm, largest element and number of non-finite ones of a part.
+    """Return digest, sketch, sum of squares, largest and number of non-finite elements.
 
     Args:
         part: local elements, of any dtype and device; it is only read.
@@ -274,8 +274,8 @@ def keep_values(
         rows: (rows,) int64 digests that name the rows of the whole, in any order.
 
     Returns:
-        Numbers that add up over parts, on the device of the part. With a ``weight``
-        there is only a sketch; all other numbers are 0.
+        Numbers on the device of the part; `Kept.plus` merges those of several parts.
+        With a ``weight`` there is only a sketch; all other numbers are 0.
     """
     device = part.device
     flat = part.detach().reshape(-1)

@@ -108,7 +108,7 @@ class _Batch:
 
 
 def _moved(box: Box, size: int, first: int) -> Box:
-    """Return a box with another whole size, and another position, in dim 0."""
+    """Return a box whose whole size and position in dim 0 are replaced."""
     shape, offsets = (size, *box.shape[1:]), (first, *box.offsets[1:])
     return Box(shape, offsets, box.local, box.summand)
 

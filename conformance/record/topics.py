@@ -433,7 +433,7 @@ class Data:
         return [self._sets[n] for n in pair]
 
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
-        """Return digests of rows and generators for two sets; pairs take turns."""
+        """Return digests of rows and of random draws, to compare two sets of ranks."""
         rank, sets = rank_here(), self._pair(step)
         rows, inputs, state = self._rows, self._inputs, self._state
         self._rows = self._inputs = self._state = None

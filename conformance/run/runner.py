@@ -257,7 +257,7 @@ class Runner:
                 raise
 
     def _observe(self, spec: str, scenario: Scenario) -> _Seen:
-        """Train a scenario on ranks; repeat the control run if results differ."""
+        """Train a scenario on ranks, and do the other runs that its checks need."""
         seen, start = _Seen(spec=spec, scenario=scenario), time.monotonic()
         if reason := self.place.not_runnable(scenario.most_ranks):
             seen.case = _not_run(spec, scenario, reason)

@@ -65,8 +65,8 @@ OVERFLOWS_OF_ITSELF: dict[bool, dict[str, Any]] = {
     False: {"init_scale": 2.0**21, "steps": 9, "growth_interval": 2},
     True: {"init_scale": OVERFLOWING_SCALE, "steps": 12, "growth_interval": 2},
 }
-"""True for a user's workload, False for built-in models -> settings with which steps
-are bad, then good, then bad again."""
+"""Settings with which steps are bad, then good, then bad again; key True for a user's
+workload, False for built-in models."""
 
 WHEN: dict[str, tuple[str, ...]] = {
     "never": (),

@@ -179,7 +179,7 @@ def schedule(evidence: Evidence) -> Finding:
     of_stack=True,
 )
 def average(evidence: Evidence) -> Finding:
-    """Compare bits of the average before and after skipped steps, and between ranks."""
+    """Compare averages around skipped steps, between ranks, and with other runs."""
     loads = _loads(evidence, "average", "the running average")
     if loads.lost is not None:
         return loads.lost

@@ -157,7 +157,7 @@ class JumpLog(TorchFunctionMode):
             return func(*values[: len(args)], **dict(named))
 
         def call_with(place: int, value: Any) -> Any:
-            """Return the result with one argument replaced."""
+            """Call the function with one argument replaced."""
             return call([*arguments[:place], value, *arguments[place + 1 :]])
 
         in_place = writes(func, kwargs) or kwargs.get("inplace")
