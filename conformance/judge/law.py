@@ -202,7 +202,7 @@ def _finding(law: Law, evidence: Evidence) -> Finding:
 
 
 def _if_enough(law: Law, finding: Finding, evidence: Evidence) -> Finding:
-    """Return a pass as inconclusive if the check made too few comparisons."""
+    """Return the finding; inconclusive instead of a pass if too little was compared."""
     n_compared, due = finding.compared, finding.compared + finding.not_compared
     if finding.status != Status.PASS or (n_compared and n_compared >= law.least * due):
         return finding
