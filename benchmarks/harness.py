@@ -281,7 +281,7 @@ def faults(size: int, repeats: int) -> dict[str, dict[str, float]]:
 
 
 def detection_s(cluster: Cluster, fault: Fault) -> float:
-    """Let rank 1 have the fault once; return the seconds until the parent knows."""
+    """Trigger the fault once on rank 1; return the seconds until its error."""
     cluster.start()
     began = time.perf_counter()
     try:

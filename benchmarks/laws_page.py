@@ -1,4 +1,4 @@
-"""Write ``docs/laws.md`` from the definitions of the laws."""
+"""Write ``docs/laws.md`` from the definitions of the checks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Annotations: GitHub workflow commands, one for each broken law of a scaler.
+"""Annotations: GitHub workflow commands, one for each failed check of a scaler.
 
-GitHub shows ten errors of a step and drops the others. So violations of one law share a
-line, and the last line counts the missing ones.
+GitHub shows ten errors of a step and drops the others. So violations of one check share
+a line, and the last line counts the missing ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _groups(report: Report) -> Iterator[list[Violation]]:
     groups: dict[tuple[str, str], list[Violation]] = {}
     for case in report.cases:
         for verdict in case.failures:
-            # A broken law fails in many cases: one line a case would fill the ten at
+            # A check often fails in many cases: one line a case would fill the ten at
             # once.
             groups.setdefault((case.scaler, verdict.law), []).append((case, verdict))
     yield from groups.values()

@@ -68,11 +68,11 @@ class Exact(msgspec.Struct, frozen=True, kw_only=True):
 
     status: str
     laws: dict[str, str]
-    """Law -> status of its verdict."""
+    """Check -> status of its verdict."""
     compared: dict[str, int]
-    """Law -> number of comparisons, if it passes. A later pass must not have fewer."""
+    """Check that passes -> number of comparisons. A later pass must not have fewer."""
     not_compared: dict[str, int] = {}
-    """Law -> number of missing comparisons, if it passes. A later pass must not have
+    """Check that passes -> number of missing comparisons. A later pass must not have
     more."""
     stepped: list[list[bool | None]] | None
     """For each rank: True for each step that was taken; None if nothing was

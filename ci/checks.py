@@ -1,7 +1,7 @@
 """Check a report against a baseline, case by case, by pure functions.
 
-Verdicts of laws are checked directly. The other comparisons become verdicts with an id
-in the chapter ``baseline``, so that an expectation can name them.
+Verdicts of the report are compared directly. Each other comparison becomes a verdict
+whose id begins with ``baseline.``, so that an expectation can name it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 DECIDED = "baseline.decided"
-"""Id of the check that a case decides at least one law."""
+"""Id of the rule that at least one check of a new case is not skipped."""
 
 
 FAILURES = ("fail", "error")
@@ -76,7 +76,7 @@ def _reason(
 ) -> Reason | None:
     """Return why a verdict fails the gate, or None.
 
-    A new case must pass or skip. In a known case, a law that is not in the baseline
+    A new case must pass or skip. In a known case, a check that is not in the baseline
     must pass: otherwise a later change from pass to skipped would not be noticed.
     """
     now = verdict.status
@@ -108,10 +108,10 @@ def place(case: CaseRecord) -> str:
 
 
 def _decides(case: CaseRecord) -> Iterator[Checked]:
-    """Check that a new case decides at least one law.
+    """Yield a failure if all checks of a new case were skipped.
 
-    Other checks report inconclusive and broken laws, and laws of a known case that got
-    worse. A scenario that the workload cannot run does not count as a failure.
+    Inconclusive and failed checks have their own reasons. A scenario that the workload
+    cannot run is accepted.
     """
     if case.status != "skipped" and {v.status for v in case.verdicts} <= {"skipped"}:
         why = case.verdicts[0].message if case.verdicts else "it has no verdicts"
@@ -177,7 +177,7 @@ def _counts(case: CaseRecord, old: BaselineCase) -> str:
     for law, before in old.exact.compared.items():
         verdict = case.verdict(law)
         if verdict is None or verdict.status != "pass":
-            continue  # reported under its own law
+            continue  # reported under its own check
         # More comparisons promise no less, so they are no reason; the next baseline
         # records them.
         if verdict.compared < before:
@@ -234,7 +234,7 @@ _NUMBERS: dict[str, tuple[str, Check]] = {
 
 
 def check_vanished(report: Report, baseline: Baseline) -> Iterator[Reason]:
-    """Yield a reason for each scenario and law of the baseline that is missing."""
+    """Yield a reason for each scenario and check of the baseline that is missing."""
     now = {c.key: c for c in report.cases}
     for old in baseline.cases:
         case = now.get(old.key)

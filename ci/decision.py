@@ -43,12 +43,12 @@ class Terms:
     today: date
     """Date by which the expiry of expectations is checked."""
     baseline: Baseline | None = None
-    """Baseline; None means that every law must pass."""
+    """Baseline; None means that every check must pass."""
     expectations: Sequence[Expectation] = ()
     strict: bool = False
     """True if an expectation without effect fails the gate."""
     min_cases: int = 0
-    """Required number of cases with at least one decided law."""
+    """Required number of cases in which at least one check passes or fails."""
     any_torch: bool = False
     """True if the baseline also holds for other minor versions of torch."""
 

@@ -99,7 +99,7 @@ def _passes_rest_on_something(case: CaseRecord) -> Iterator[str]:
 
 
 def _parity_is_borne_out(case: CaseRecord) -> Iterator[str]:
-    """Check that a parity law fails if another one passes and a ratio is above 1."""
+    """Report a contradiction: parity passes, no part fails, and a ratio is above 1."""
     statuses = {v.status for v in case.verdicts if v.law.startswith("parity.")}
     if case.curves and "pass" in statuses and not statuses & {"fail", "error"}:
         if _beyond_bound(case.curves):
@@ -136,8 +136,7 @@ _EVIDENCE: dict[str, tuple[Callable[[Curves], bool], str]] = {
         "a step was taken by some ranks and skipped by others",
     ),
 }
-"""Law -> (function that returns True if the curves show that it is broken,
-description)."""
+"""Id of a check -> (function that returns True if curves show its violation, text)."""
 
 _RULES: tuple[Callable[[CaseRecord], Iterator[str]], ...] = (
     _one_verdict_a_law,

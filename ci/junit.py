@@ -1,4 +1,4 @@
-"""JUnit XML: one suite for each case, one test for each law.
+"""JUnit XML: one suite for each case, one test for each check.
 
 Ranks and numbers are properties. A case in which the harness broke has a single test,
 ``harness``, with one error. Inconclusive is an ``error`` of type ``inconclusive``, so

@@ -83,7 +83,7 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step: int | None = None
     ranks: tuple[int, ...] = ()
     cause: str = ""
-    """Kind of the violation, if the law has several kinds."""
+    """Kind of the violation, if the check has several kinds."""
     replay: str = ""
     """Command that runs the case again."""
     where: str = ""
@@ -141,7 +141,7 @@ def causes_of(reasons: Sequence[Reason], laws: Iterable[str] = ()) -> tuple[Caus
 
     Args:
         reasons: all reasons of a report.
-        laws: ids in the order of ``Header.laws``; if two laws break at one step, the
+        laws: ids in the order of ``Header.laws``; if two checks fail at one step, the
             first one is the cause.
     """
     places = {law: place for place, law in enumerate(laws)}

@@ -190,7 +190,7 @@ def _devices(parsed: argparse.Namespace) -> Devices:
 
 
 def _localise(parsed: argparse.Namespace) -> int:
-    """Judge one scenario and print the first module that differs from the reference."""
+    """Run one scenario; print the first module that differs from the reference."""
     from .rank.scaler_spec import NO_SCALER, load_scaler
     from .run.launcher import place_of
     from .run.runner import Runner

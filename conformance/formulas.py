@@ -1,4 +1,4 @@
-"""Formulas that several parts of the judge use; without torch.
+"""Formulas that several parts of the comparison use; without torch.
 
 The tested scaler has its own formulas, so that both do not share a mistake.
 """

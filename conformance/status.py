@@ -1,4 +1,4 @@
-"""Statuses, verdicts and exit codes, shared by laws, reports, commands and gates.
+"""Statuses, verdicts and exit codes, shared by checks, reports, commands and gates.
 
 This module imports only the standard library and msgspec, so that reading a report does
 not import torch.
@@ -65,8 +65,8 @@ class WriteError(Exception):
 def as_usage(*kinds: type[Exception]) -> Iterator[None]:
     """Turn errors of the given types into :class:`UsageError`; also a decorator.
 
-    Use it only around functions that parse the caller's input. Never judge inside it:
-    an error there is a fault of gradparity, whatever its type.
+    Use it only around functions that parse the caller's input. Never compare runs
+    inside it: an error there is a fault of gradparity, whatever its type.
     """
     try:
         yield
@@ -77,7 +77,7 @@ def as_usage(*kinds: type[Exception]) -> Iterator[None]:
 
 
 class Status(StrEnum):
-    """Result of one law in one run, or of a whole run."""
+    """Result of one check in one run, or of a whole run."""
 
     PASS = "pass"
     """The rule was checked and holds."""
@@ -88,7 +88,7 @@ class Status(StrEnum):
     ERROR = "error"
     """A call of the workload raised, or the harness broke: there is no verdict."""
     SKIPPED = "skipped"
-    """The law does not apply; the message says why."""
+    """The check does not apply; the message says why."""
 
 
 RANKING = ("pass", "skipped", "inconclusive", "fail", "error")
@@ -109,7 +109,7 @@ def as_number(value: float) -> Number:
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Result of a law in a run."""
+    """Result of a check in a run."""
 
     status: Word
     message: str
@@ -118,8 +118,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     parameter: str | None = None
     numbers: dict[str, Number] = {}
     cause: str = ""
-    """Kind of the violation, if a law has several kinds: text that is equal in all runs
-    with that cause."""
+    """Kind of the violation, if a check has several kinds: a text that is equal in all
+    runs with that cause."""
     compared: Count = 0
     """Number of comparisons made."""
     not_compared: Count = 0
@@ -127,7 +127,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Verdict(Finding, frozen=True):
-    """A finding with the id of its law; used by the judge, the report and the gate."""
+    """A finding with the id of its check; used by checks, reports and the gate."""
 
     law: str
 
@@ -163,7 +163,7 @@ def worst_of(statuses: Iterable[str]) -> str:
 
 
 def case_status(verdicts: Iterable[str]) -> str:
-    """Return the status of a case; inconclusive if all its laws were skipped."""
+    """Return the status of a case; inconclusive if all its checks were skipped."""
     worst = worst_of(verdicts)
     return Status.INCONCLUSIVE.value if worst == Status.SKIPPED else worst
 

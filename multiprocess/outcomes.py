@@ -38,10 +38,10 @@ class Collective:
 
 
 class Place(enum.Enum):
-    """Where the main thread of a rank is, as noted by the rank itself."""
+    """State of a rank's main thread, noted by the rank itself: for what it waits."""
 
     BODY = 0
-    """The function, outside of any wait."""
+    """The function runs, and the rank waits for nothing."""
 
     COLLECTIVE = 1
     """A collective, or a wait for an earlier one."""

@@ -133,7 +133,7 @@ class TestCase(unittest.TestCase):
     """Time limit of one test."""
 
     grace_s = 0.7
-    """After the first fault: seconds for other ranks to end: see ``WorldSpec``."""
+    """Seconds for other ranks to end after the first fault; see ``WorldSpec``."""
 
     rank = MAIN_PROCESS_RANK
     _unexpected: WorldError | None = None

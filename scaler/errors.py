@@ -98,7 +98,7 @@ CALLS = (
     "update()",
     "load_state_dict()",
 )
-"""Purpose of a sync -> methods that make it."""
+"""Methods that make a sync of each purpose: index with CHECK, CLIP, UPDATE or LOAD."""
 
 
 def peer_failed(

@@ -5,12 +5,13 @@ Inside the mesh of a DTensor, the placements determine how many ranks hold each 
 Outside of it, and for plain tensors, two ranks may hold the same parameters (data
 parallel) or different ones (pipeline stages, experts). But replicas have bitwise equal
 gradients, or training would diverge, and different gradients do not have bitwise equal
-norms. So for each mesh with gradients, a rank sends the norm of its part, the identity
-of the mesh (its ranks) and its kind. A plain tensor has a mesh of this rank alone.
-Every rank adds up the powers of each mesh, and counts meshes of one kind with equal
-sums once. The sums do not depend on the order of the ranks, since replicas may list
-theirs in different orders. All ranks compute from the same numbers, so they always clip
-alike.
+norms. So for each mesh with gradients, a rank sends three numbers: a hash of the mesh's
+ranks, its kind, and the norm of the local gradients. The kind is a hash of the mesh's
+axes and number of elements. A plain tensor has a mesh of this rank alone. Every rank
+raises the norms to the power of their order, and adds up those of each mesh. Meshes of
+one kind with equal sums count once. The sums do not depend on the order of the ranks,
+since replicas may list theirs in different orders. All ranks compute from the same
+numbers, so they always clip alike.
 
 One mesh may hold replicas and also parameters that no other mesh holds: see
 `replicas.py`.
@@ -115,7 +116,7 @@ class GradsByMesh(dict[Layout, Gradients]):
     """Local gradients by layout, then by device and dtype.
 
     Attributes:
-        kinds: mesh -> its kind and number of elements, as one number.
+        kinds: hash of a mesh -> hash of its axes and its number of elements.
     """
 
     kinds: Mapping[float, float] = {}
@@ -276,8 +277,9 @@ def local_norms(
     result is computed on its device.
 
     Returns:
-        For MESHES meshes: mesh, kind and norm, zeros if unused. And found_inf, (),
-        fp32: 1 if a local gradient is not finite; None if there are no gradients.
+        First a flat list: mesh, kind and norm of each of MESHES meshes; zeros if
+        unused. Then found_inf, (), fp32: 1 if a local gradient is not finite; None if
+        there are no gradients.
 
     Raises:
         ValueError: the gradients are on more than MESHES meshes.
@@ -357,8 +359,8 @@ def norm_alone(entries: list[Number], norm_type: float) -> Number:
 
 
 ROUNDING = 2.0**-12
-"""Largest relative difference of norms of equal gradients that are summed in different
-orders: twice the 6e-5 of [Note: Exact enough] in grads.py."""
+"""Largest relative difference between norms of equal gradients, if their elements were
+added in different orders: twice the 6e-5 of [Note: Exact enough] in grads.py."""
 
 
 def norm_on_host(

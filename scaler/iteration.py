@@ -1,6 +1,6 @@
-"""Iteration of a scaler: a part for each optimizer, and its longer-lived record.
+"""State of a scaler's iteration, and the longer-lived record of each optimizer.
 
-- `Iteration` has a `Part` for each optimizer; it undoes a call that raised.
+- `Iteration` has a `Part` for each optimizer; `begin_anew` undoes a call that raised.
 - `OptimizerRecord` is state that outlives an iteration. A wrapper shares the record of
   the optimizer inside it.
 """
@@ -27,7 +27,7 @@ from .grads import (
 from .sync import OverflowSync, SyncResult
 
 State = dict[str, Any]
-"""State that torch keeps for an optimizer in an iteration."""
+"""Dictionary that torch keeps for an optimizer in an iteration."""
 
 
 def _refresh_per_optimizer_state() -> State:
@@ -36,14 +36,14 @@ def _refresh_per_optimizer_state() -> State:
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """Part of one optimizer in an iteration.
+    """State of one optimizer in one iteration.
 
     Attributes:
         optimizer: None on a rank that lacks it.
         record: state that outlives the iteration; None without an optimizer.
-        state: torch's state of the optimizer in this iteration.
+        state: torch's dictionary of the optimizer in this iteration.
         key: id of the optimizer that was passed first, if there are wrappers.
-        result: result of its sync; None without one.
+        result: result of the optimizer's last sync, or None.
         is_clipped: True if a clip was called.
         is_undivided: True if a clip found an overflow and did not divide the gradients.
         stepped_on: weak references to the gradients of its step, if a later call in the
@@ -122,7 +122,7 @@ class Part:
 
 
 class Iteration:
-    """Parts of one iteration.
+    """State of one iteration: a `Part` for each optimizer.
 
     Attributes:
         parts: id of an optimizer -> its part; a wrapper shares that of its optimizer.
@@ -176,7 +176,12 @@ class Iteration:
         return next((part for part in self.lacked if not part.is_clipped), None)
 
     def looked_at(self, part: Part, *, is_over: bool = False) -> None:
-        """Store a part whose optimizer this rank lacks; remove it if ``is_over``."""
+        """Store the part of an optimizer that this rank lacks, or remove it.
+
+        Args:
+            part: part to store.
+            is_over: true to remove the part.
+        """
         self.lacked = [each for each in self.lacked if each is not part]
         if not is_over:
             self.lacked.append(part)

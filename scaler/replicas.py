@@ -1,15 +1,16 @@
 """Identify parameters of which several ranks hold a replica, by their gradients.
 
 [Note: Replicas by parameter]
-`global_norm` counts meshes of one kind with equal sums once: those of data-parallel
-replicas. But one optimizer may have two kinds of parameters on one mesh: those that
-other ranks hold as well, and those that only these ranks hold. Hand-written tensor or
-expert parallelism is an example. Then the sums of two meshes differ, and their replicas
-would be added twice. So if meshes of one kind have different sums, the ranks exchange a
-table once: shape and sum of bits of each gradient. A parameter belongs to all meshes
-with bitwise equal entries. From then on each rank sends one sum for each set of meshes.
-The sums of one set must be equal up to rounding. If they differ, or if a rank has a
-gradient of a parameter that was in no table, the ranks exchange the table again.
+`global_norm` adds up the powers of the gradients on each mesh. It counts meshes of one
+kind with equal sums once: those of data-parallel replicas. But one optimizer may have
+two kinds of parameters on one mesh: those that other ranks hold as well, and those that
+only these ranks hold. Hand-written tensor or expert parallelism is an example. Then the
+sums of two meshes differ, and their replicas would be added twice. So if meshes of one
+kind have different sums, the ranks exchange a table once: shape and sum of bits of each
+gradient. A parameter belongs to all meshes with bitwise equal entries. From then on
+each rank sends one sum for each set of meshes. The sums of one set must be equal up to
+rounding. If they differ, or if a rank has a gradient of a parameter that was in no
+table, the ranks exchange the table again.
 
 On an accelerator the host must read the rows at once for this, as in the first
 iterations. A later clip may turn out to need a table when its rows are read at the next
@@ -52,7 +53,7 @@ def entries_told_apart(
     norm_type: float,
     carried: Number,
 ) -> list[list[float]]:
-    """Return the entries of all ranks for a norm, with replicas identified.
+    """Identify replicas; return (mesh, kind, norm) of each entry of each rank.
 
     Makes three more collectives, on all ranks, because all read the same rows of
     ``result``. Sets `Holders` in the record of the optimizer.
@@ -111,7 +112,12 @@ class Holders:
         return sets
 
     def keep(self, parameters: Sequence[Any], sets: Sequence[float]) -> None:
-        """Store the result of a table, with weak references to its parameters."""
+        """Store a hash of the meshes that hold each parameter.
+
+        Args:
+            parameters: parameters; the references to them are weak.
+            sets: hash for each parameter.
+        """
         self._sets = {
             key: entry for key, entry in self._sets.items() if entry[0]() is not None
         }

@@ -75,7 +75,7 @@ PAIRS = pytest.mark.parametrize(
 
 
 def bits(value: Any) -> Any:
-    """Return what must be equal in two results: dtype, shape, layout and every bit."""
+    """Return a result as values to compare: dtype, shape, layout and every bit."""
     if isinstance(value, Tensor):
         if value.is_sparse:
             indices, values = value._indices(), value._values()

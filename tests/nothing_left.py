@@ -1,6 +1,6 @@
 """Run a command and fail if it leaves anything behind: ``nothing_left.py COMMAND...``.
 
-Looked for, once the command has ended and its last processes had time to do so:
+Once the command and its last processes have had time to end, it looks for:
 
 1. processes: an orphaned descendant becomes a child of this process, so none can hide;
 2. sockets that listen: they belong to such a process and are named with it;

@@ -1,4 +1,4 @@
-"""A comparison that makes each run once: tests ask several things about one run."""
+"""Runner that makes each run once, for tests that check several facts of a run."""
 
 from __future__ import annotations
 

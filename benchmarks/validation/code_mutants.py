@@ -188,7 +188,7 @@ class Mutant:
 
 
 def _places(tree: ast.Module) -> Iterator[tuple[int, ast.AST]]:
-    """Yield the nodes to change: no texts, types or entries of ``@law``.
+    """Yield (index, node) to change; texts, types and ``@law`` are left out.
 
     ``strict=`` of a ``zip`` is left out, because the lists have equal lengths. So are
     the settings of dataclasses, because frozen ones are never assigned to.

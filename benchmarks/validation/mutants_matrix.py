@@ -17,23 +17,23 @@ __all__ = ["Matrix", "Row", "as_text", "read_matrix", "write_matrix"]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of the laws for one scaler."""
+    """Results of the checks for one scaler."""
 
     scaler: str
     """Class name in ``fixtures.faulty``."""
     fault: str
     """First line of the scaler's docstring."""
     law: str
-    """Law that must catch the scaler; empty for a right scaler."""
+    """Check that must catch the scaler; empty for a right scaler."""
     tried: int
     """Number of scenarios that ran with it."""
     accused: dict[str, int]
     """Check -> number of scenarios in which it failed."""
     preset: str = ""
-    """First preset in which the scaler's law failed; empty if none did."""
+    """First preset in which the scaler's check failed; empty if none did."""
     scenario: str = ""
-    """Scenario in which the scaler's law first failed; for a right scaler, the first in
-    which any law failed."""
+    """Scenario in which the scaler's check first failed; for a right scaler, the first
+    in which any check failed."""
     message: str = ""
     """Message of the failure in ``scenario``."""
     broken: int = 0
@@ -75,7 +75,7 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def as_text(matrix: Matrix) -> str:
-    """Return the matrix as Markdown: provenance, both tables, legend of the laws."""
+    """Return the matrix as Markdown: provenance, both tables, legend of the checks."""
     return "\n".join(
         [
             *_summary(matrix),
@@ -113,7 +113,7 @@ def _summary(matrix: Matrix) -> Iterator[str]:
 
 
 def _letters() -> dict[str, str]:
-    """Return law -> short head of its column."""
+    """Return check -> short head of its column."""
     # names would make a table of some thirty columns too wide to read raw
     return dict(
         zip(LAWS, string.ascii_uppercase + string.ascii_lowercase, strict=False)

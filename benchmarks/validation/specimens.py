@@ -115,7 +115,7 @@ def _selection(spec: str, seed: int) -> Selection:
 def judged_right(
     runner: Runner, spec: str, seed: int, not_tried: str = ""
 ) -> Iterator[Case]:
-    """Judge a right workload in all scenarios of ``--quick``.
+    """Run a right workload in all scenarios of ``--quick``; yield each checked case.
 
     Args:
         runner: runner of the cases.
@@ -157,7 +157,7 @@ class Right:
 
 
 def caught(pair: Pair, found: dict[str, Any]) -> bool:
-    """Return True if a law that fits the fault found a broken workload.
+    """Return True if a check that fits the fault found a broken workload.
 
     A workload that raises has no verdict; then the report names its call.
     """

@@ -1,4 +1,4 @@
-"""Judge scalers that people use, and write ``docs/known-scalers.md``.
+"""Check scalers that people use, and write ``docs/known-scalers.md``.
 
 gradparity bench survey-scalers --preset quick
 """

@@ -1,7 +1,7 @@
 """Confirm violations of a report by their standalone scripts: no harness, only torch.
 
-For each scaler and each law that it breaks, the smallest failing scenarios are written
-as scripts and run, until one shows the failure by itself.
+For each scaler and each check that it fails, the smallest failing scenarios are written
+as scripts and run, until one script shows the failure by itself.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from gradparity.conformance.status import UsageError
 __all__ = ["Confirmation", "broken_laws", "confirm", "examples"]
 
 TRIES = 3
-"""Number of scripts to run for a law; scripts compare less finely, so the first ones
+"""Number of scripts to run for a check; scripts compare less finely, so the first ones
 may not show the violation."""
 TIMEOUT_S = 300.0
 
 
 class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of the scripts for one law that a scaler breaks."""
+    """Result of the scripts for one check that a scaler fails."""
 
     scaler: str
     law: str
@@ -42,7 +42,7 @@ class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def broken_laws(cases: Iterable[CaseRecord]) -> list[str]:
-    """Return the laws that any of the cases fails, in the order of their chapters."""
+    """Return the checks that any of the cases fails, in the order of their chapters."""
     failed = {verdict.law for case in cases for verdict in case.failures}
     return [law for law in LAWS if law in failed]
 
@@ -55,7 +55,7 @@ def examples(cases: Iterable[CaseRecord], law: str) -> list[CaseRecord]:
 
 
 def confirm(report: Report, scalers: Iterable[str], folder: Path) -> list[Confirmation]:
-    """Run scripts for every broken law of ``scalers``, and keep them in ``folder``.
+    """Run scripts for every failed check of ``scalers``, and keep them in ``folder``.
 
     Args:
         report: report with the violations.
@@ -86,7 +86,7 @@ def _confirm(
 
 
 class _Scripts:
-    """Scripts by scaler and scenario; a script that several laws share runs once."""
+    """Scripts by scaler and scenario; a script that several checks share runs once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,9 +1,9 @@
-"""Judge the known scalers: first each adapter on easy scenarios, then the preset.
+"""Check the known scalers: first each adapter on easy scenarios, then the preset.
 
 1. smoke: scenarios that every loss scaler gets right; a scaler that fails there, or is
-   not installed, is not judged, with the reason.
+   not installed, is not checked, with the reason.
 2. run: the preset, for all that are left, in one run that shares its references.
-3. confirm: each law that one of them breaks, by a standalone script.
+3. confirm: each check that one of them fails, by a standalone script.
 
 A folder holds both reports, the scripts with what they said, and the versions;
 ``survey_scalers.py`` makes the page of it.
@@ -75,7 +75,7 @@ def judge_peers(
         console: where progress is shown.
 
     Raises:
-        UsageError: an unknown peer or preset, or none that could be judged.
+        UsageError: an unknown peer or preset, or none that could be checked.
     """
     for name in names:
         if name not in PEERS:

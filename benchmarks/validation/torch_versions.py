@@ -72,9 +72,9 @@ def id_of(scenario: str) -> str:
 
 
 def faults() -> list[Fault]:
-    """Return broken specimens that their record says are found, and faulty scalers.
+    """Return faulty scalers, and broken specimens that are found by their record.
 
-    One scaler for each law is enough: all of them take minutes (``gradparity
+    One scaler for each check is enough: all of them take minutes (``gradparity
     mutants``).
     """
     from gradparity.fixtures.faulty import FAULTY

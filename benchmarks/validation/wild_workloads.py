@@ -3,8 +3,8 @@
     gradparity run --scaler none --workload \
       gradparity.benchmarks.validation.wild_workloads:Lasso
 
-Each is the layout that a finding is about, and nothing else. DTensors stay DTensors up
-to the loss: the judge's loop gets plain tensors from ``train_step``.
+Each is the layout that a finding is about, and nothing else. Outputs stay DTensors up
+to the loss or the penalty, which converts them to plain tensors.
 """
 
 from __future__ import annotations

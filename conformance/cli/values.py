@@ -33,7 +33,7 @@ def check_alone(
 
     Args:
         parsed: parsed command line of ``run``.
-        options: these options, with their settings.
+        options: option that ``--scenario`` overrides -> its settings.
 
     Raises:
         UsageError: names the option.

@@ -88,7 +88,7 @@ class Found:
 
     @property
     def refused(self) -> str:
-        """Why the layout in the file cannot shard the model; empty if it can."""
+        """Reason why the layout in the file cannot shard the model; empty if it can."""
         if not self.scalars:
             return ""
         return (

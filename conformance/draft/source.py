@@ -1,4 +1,4 @@
-"""How a workload file imports and creates the model that the user has named."""
+"""Find the code that imports and creates the model that the user has named."""
 
 from __future__ import annotations
 

@@ -1,17 +1,18 @@
-"""Judge a run from its traces: checks, references, bounds and parity.
+"""Check a run by its traces: checks, references, bounds and parity.
 
 All functions are pure.
 
-- A law (a check) reads ``Evidence`` and returns a ``Finding``. Each file of ``laws`` is
-  one chapter.
+- A check (class ``Law``) reads ``Evidence`` and returns a ``Finding``. Each file of
+  ``laws`` is one chapter of checks.
 - A reference is trained on one process in fp64. It skips the steps that the *rule*
-  demands, whatever the run did. Other correct runs of it differ by rounding only. Their
-  distance from it is the noise, and a bound is a multiple of the noise.
+  demands, whatever the run did. Side runs are correct runs that differ from the
+  reference by rounding only. Their distance from it is the noise, and a bound is a
+  multiple of the noise.
 - A workload whose training is not plain is compared with itself on one rank
   (``one_rank``).
 - A doubt says from which step on, and for which parameters, a correct run may differ
-  from the reference. A difference under a doubt is inconclusive, in every law.
-- Values that could not be compared are counted. A law that compared too few values is
+  from the reference. A difference under a doubt is inconclusive, in every check.
+- Values that could not be compared are counted. A check that compared too few values is
   inconclusive.
 - Diagnosis (``localise``, ``boundaries``, ``diagnosis``) runs after the verdicts and
   changes none.

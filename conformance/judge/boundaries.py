@@ -529,7 +529,10 @@ class Boundaries:
     def _features(
         self, rank: int, boundary: Boundary, size: int, whole: int
     ) -> NDArray[np.int64] | None:
-        """Return the features that this rank's weight or bias belongs to, or None."""
+        """Return the indices of the features that this rank's weight or bias has.
+
+        Returns None if they are unknown.
+        """
         index = self.ranks[rank].index
         comes_out = boundary.kind in (OUTPUT, OUTPUT_GRADIENT)
         for leaf, dim in (("bias", 0), ("weight", 0), ("weight", 1)):

@@ -1,7 +1,8 @@
 """Compare one tensor with its true value, relative to the spread of correct runs.
 
-All comparisons of the judge are made here, without torch. An error has two sizes, the
-norm and the largest element: a norm hides one bad element, an element hides a drift.
+All comparisons with a reference are made here, without torch. An error has two sizes,
+the norm and the largest element: a norm hides one bad element, an element hides a
+drift.
 """
 
 from __future__ import annotations

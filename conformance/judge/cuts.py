@@ -30,9 +30,9 @@ def cuts(
     Args:
         size: number of indices of the part.
         whole: number of indices of the whole.
-        coordinate: mesh axis -> place of the rank along it.
+        coordinate: mesh axis -> index of the rank along it.
         axes: mesh axis -> number of ranks.
-        starts: further places where the part may begin.
+        starts: further indices at which the part may begin.
     """
     places = np.arange(whole)
     if size >= whole:

@@ -1,7 +1,7 @@
 """Doubts: reasons why a correct run may differ from the reference.
 
-One rule in :mod:`.law` makes a difference under a doubt inconclusive, in every law that
-compares with the reference.
+One rule in :mod:`.law` makes a difference under a doubt inconclusive, in every check
+that compares with the reference.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Law (a check): an id, a sentence, a reason and a pure function of the evidence.
+"""Checks (class ``Law``): id, sentence, reason and pure function of the evidence.
 
-A law reads only :class:`Evidence` and never calls ``torch.distributed``, so it can be
+A check reads only :class:`Evidence` and never calls ``torch.distributed``, so it can be
 tested on made-up traces.
 """
 
@@ -39,7 +39,7 @@ class Evidence:
     ranks: tuple[RankTrace, ...]
     """Trace of each rank; shorter than the scenario if the run stopped early."""
     control: tuple[RankTrace, ...] | None = None
-    """Traces of the same scenario without a scaler, if a law needs them."""
+    """Traces of the same scenario without a scaler, if a check needs them."""
     control_differs: str = ""
     """First bitwise difference between two runs without a scaler; else empty."""
     first_try: str = ""
@@ -78,10 +78,10 @@ class Evidence:
                 yield step, each
 
     def _decisions_due(self, trace: RankTrace, at: StepTrace) -> Iterator[Decision]:
-        """Yield a rank's decisions; "did not move" is unknown if nothing had to move.
+        """Yield a rank's decisions, with None for "did not move" if no move was due.
 
-        Parameters need not move if gradients are zero, the learning rate is 0, the
-        workload skipped the step itself, or the reference does not move them either.
+        No parameter of a decision has to move if its gradients are zero, the learning
+        rate is 0, the workload skipped the step itself, or the reference moves none.
         """
         for number, decision in enumerate(at.decisions):
             names = [n for owned in trace.owned[number : number + 1] for n in owned]
@@ -100,11 +100,11 @@ class Evidence:
 
 
 MOST = 0.5
-"""Default of ``Law.least``. Laws compare every step on every rank, and a fault may be
+"""Default of ``Law.least``. Checks compare every step on every rank, and a fault may be
 anywhere. If less than half was compared, a fault is more likely where nothing was
-compared. A law with another value gives the reason beside its constant."""
+compared. A check with another value gives the reason beside its constant."""
 ANY_SHARE = 0.0
-"""``Law.least`` of a law that needs only one comparison, because the other expected
+"""``Law.least`` of a check that needs only one comparison, because the other expected
 ones may be impossible. The missing ones are still counted."""
 STOPPED = "the run stopped before the others"
 Judge = Callable[[Evidence], Finding]
@@ -122,9 +122,9 @@ class Law:
     """Why a training run needs the rule."""
     judge: Judge
     of_stack: bool = False
-    """True if the law also applies to training without a scaler."""
+    """True if the check also applies to training without a scaler."""
     decides: bool = False
-    """True if the law compares decisions that optimizers make together on all ranks."""
+    """True if the check compares decisions that all ranks' optimizers make together."""
     least: float = MOST
     """Least fraction of the expected comparisons that a pass needs."""
     hidden: str | Callable[[Evidence], str] = STOPPED
@@ -137,7 +137,7 @@ class Law:
 
 
 LAWS: dict[str, Law] = {}
-"""All laws by id, in the order of their chapters."""
+"""All checks by id, in the order of their chapters."""
 
 
 def law(
@@ -150,7 +150,7 @@ def law(
     least: float = MOST,
     hidden: str | Callable[[Evidence], str] = STOPPED,
 ) -> Callable[[Judge], Judge]:
-    """Register the decorated function in :data:`LAWS`; see the fields of Law."""
+    """Register the decorated function in :data:`LAWS`; see the fields of ``Law``."""
 
     def enter(judge: Judge) -> Judge:
         assert id not in LAWS, f"two checks are called {id}"
@@ -170,7 +170,7 @@ def law(
 
 
 def judge(evidence: Evidence) -> list[Verdict]:
-    """Apply every law to the evidence."""
+    """Apply every check to the evidence."""
     return [_named(each.id, _finding(each, evidence)) for each in LAWS.values()]
 
 
@@ -202,7 +202,7 @@ def _finding(law: Law, evidence: Evidence) -> Finding:
 
 
 def _if_enough(law: Law, finding: Finding, evidence: Evidence) -> Finding:
-    """Return a pass as inconclusive if it made fewer comparisons than the law needs."""
+    """Return the finding; inconclusive instead of a pass if too little was compared."""
     n_compared, due = finding.compared, finding.compared + finding.not_compared
     if finding.status != Status.PASS or (n_compared and n_compared >= law.least * due):
         return finding
@@ -215,7 +215,7 @@ def _if_enough(law: Law, finding: Finding, evidence: Evidence) -> Finding:
 
 
 def _doubt_of(law: Law, finding: Finding, evidence: Evidence) -> str:
-    """Return why a correct run may differ where the law failed; else empty."""
+    """Return why a correct run may differ where the check failed; else empty."""
     if narrow := narrowed(evidence):
         return narrow
     parity, step = evidence.parity, finding.step
@@ -268,7 +268,7 @@ def bad_gradient(evidence: Evidence, seen: Sequence[StepTrace | Decision]) -> st
 
 
 def skipped(message: str) -> Finding:
-    """Return a finding that the law does not apply, with the reason."""
+    """Return a finding that the check does not apply, with the reason."""
     return Finding(status=Status.SKIPPED, message=message)
 
 

@@ -214,7 +214,7 @@ class _Gradients:
         )
 
     def _share(self, factor: float) -> str:
-        """Say if each rank or pass seems to return a share of the loss; else ""."""
+        """Say that each rank or pass returned a share of the loss, if it seems so."""
         due = (
             "Return the mean of what was counted here (sum / count of this rank), or "
             "of the whole batch on every rank"

@@ -1,4 +1,4 @@
-"""Result of comparing one run with the truth, as laws read it.
+"""Result of comparing one run with the truth, as checks read it.
 
 :mod:`.parity` computes it.
 """

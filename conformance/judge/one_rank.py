@@ -266,7 +266,7 @@ def _train(
         watched: receives the tensors at module boundaries in the last step.
         sides: how to move inputs of functions whose derivative jumps.
     """
-    # imported here, because judging needs no code that makes a run
+    # imported here, because checks need no code that makes a run
     from ..rank.watched_step import watched_step
     from ..rank.worker import observe_rank
 
@@ -290,7 +290,7 @@ def _train(
 
     # begin with the generators' states of the ranks
     seed_everything(0)
-    # The reference runs eagerly: compiled code is what is judged.
+    # The reference runs eagerly: compiled code is what is tested.
     with torch.compiler.set_stance("force_eager"):
         try:
             seen = observe_rank(

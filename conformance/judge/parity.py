@@ -43,7 +43,7 @@ __all__ = [
 def demanded_schedule(traces: Sequence[RankTrace]) -> Schedule:
     """Return the skips that the rule demands, the scales, and changed settings.
 
-    The scales are those of the first rank; the agreement laws check the other ranks.
+    The scales are those of the first rank; the agreement checks compare the others.
     """
     steps = list(_steps(traces))
     return Schedule(
@@ -78,21 +78,26 @@ def _held_still(seen: Seen) -> frozenset[str]:
 
 
 def followed_schedule(scenario: Scenario, traces: Sequence[RankTrace]) -> Schedule:
-    """Return the demanded schedule, with the gradients that a workload left out."""
+    """Return the demanded schedule, completed for references of a user's workload.
+
+    For a user's workload it has the parameters without a gradient, and the shards of a
+    rounded state. It has no settings if gradparity's loop or the workload's scheduler
+    gives them.
+    """
     schedule = demanded_schedule(traces)
     if _gives_settings(scenario.workload):
         schedule = replace(schedule, settings=())
     if OfWorkload.JUDGED in scenario.workload.has:
         idle = tuple(_idle(seen) for seen in _steps(traces))
         schedule = replace(schedule, idle=idle)
-    # declared owners mean that optimizers step copies, whose shards nobody sees
+    # declared optimizers step copies, whose shards are unknown
     if scenario.workload.rounds_state and scenario.workload.owners is None:
         schedule = replace(schedule, shards=_shards(traces))
     return schedule
 
 
 def _gives_settings(workload: ResolvedWorkload) -> bool:
-    """Return True if the workload's own loop or scheduler gives the settings.
+    """Return True if gradparity's loop or the workload's scheduler gives the settings.
 
     Then the reference does not follow the ranks.
     """
@@ -102,7 +107,7 @@ def _gives_settings(workload: ResolvedWorkload) -> bool:
 def _shards(ranks: Sequence[RankTrace]) -> Shards:
     """Return the shards in which optimizers hold parameters, if they are known.
 
-    The shard of a rank also counts if this rank does not step it.
+    A rank's shard also counts if that rank does not step it.
     """
     events = [e for trace in ranks for seen in trace.steps for e in seen.events]
     if any(event.groups and not event.names for event in events):
@@ -355,9 +360,10 @@ def _gradient(
     name: str,
     parity_bounds: ParityBounds,
 ) -> Iterator[_Measured]:
-    """Yield the comparison of a gradient; if the truth is zero, None counts as zeros.
+    """Yield the comparison of one gradient with the truth.
 
-    None is also right if another rank steps the parameter and sends the new weights.
+    A gradient of None counts as zeros if the truth is zero. None is also right if
+    another rank steps the parameter and sends the new weights.
     """
     true, had = parity_bounds.truth.gradients[step].get(name), name in at.gradients
     if not had and (true is None or name in trace.left):

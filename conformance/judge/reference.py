@@ -1,6 +1,7 @@
 """Reference training: the same model and batches on one process, without a scaler.
 
-References train on a separate rank (``Place.alone``), not in the judge's process.
+References train on a separate rank (``Place.alone``), not in the process that runs the
+checks.
 
 A reference skips a step if the *rule* demands it (a non-finite gradient anywhere),
 whatever the tested scaler did. Variants take rows in another order and round

@@ -132,7 +132,7 @@ class Planned:
     def of(
         cls, workload: ResolvedWorkload, optimizer: str, named: dict[str, nn.Parameter]
     ) -> Planned | None:
-        """Return the settings of a workload; None if it has no ``scheduler``."""
+        """Plan the settings of a workload; return None if it has no ``scheduler``."""
         trained = {n: p for n, p in named.items() if p.requires_grad}
         return workload.scheduler and cls(workload, optimizer, trained)
 

@@ -52,7 +52,7 @@ def parts_of(workload: ResolvedWorkload, step: int, seed: int) -> list[Batch]:
 
 
 class OnOneProcess:
-    """Plain references that stand before one step: the truth and a noisy run."""
+    """Plain references, trained up to one step: the truth and a noisy run."""
 
     def __init__(self, scenario: Scenario, schedule: Schedule, step: int) -> None:
         self.scenario = scenario

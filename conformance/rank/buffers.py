@@ -1,7 +1,8 @@
 """Buffers that training changes: statistics of a norm, the bias of a router.
 
-A buffer is compared if it is floating, is in the ``state_dict``, and has on the rank
-the name and shape that it has on one process. Others are caches, or parts of a buffer.
+A buffer is compared if it is fp32 or fp64 in the model, is in the ``state_dict``, and
+has the same name and shape on the rank as on one process. Other buffers are caches, or
+parts of a buffer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["buffers_as_they_are", "buffers_on_rank", "saved_buffers"]
 
 
 def saved_buffers(workload: ResolvedWorkload, model: nn.Module) -> dict[str, Tensor]:
-    """Return name -> floating buffer of a whole model, if in its ``state_dict``.
+    """Return name -> fp32 or fp64 buffer in the ``state_dict`` of a whole model.
 
     Args:
         workload: its ``local_buffers`` are left out: ranks keep different ones on
@@ -46,7 +47,10 @@ def saved_buffers(workload: ResolvedWorkload, model: nn.Module) -> dict[str, Ten
 
 
 def buffers_on_rank(engine: Engine) -> dict[str, Tensor]:
-    """Return name -> buffer that is whole on this rank, in any floating dtype."""
+    """Return name -> buffer that is whole on this rank, in any floating dtype.
+
+    Returns none if forwards are recomputed, which moves buffers twice.
+    """
     # a forward that runs again in backward moves its buffers twice, by the recipe
     if not engine.buffers or engine.scenario.parsed_recipe.recompute:
         return {}
@@ -74,8 +78,7 @@ def _is_whole(buffer: Tensor, whole: Tensor) -> bool:
 def _overwritten(root: nn.Module) -> set[nn.Module]:
     """Return modules whose buffers the next forward receives from another rank.
 
-    ``DistributedDataParallel`` does so by default: it broadcasts those of the first
-    rank.
+    By default ``DistributedDataParallel`` broadcasts the buffers of the first rank.
     """
     return {
         module

@@ -155,10 +155,10 @@ def narrows_products(device: torch.device) -> bool:
 def set_deterministic(device: torch.device) -> None:
     """Make this rank compute the same bits in every run, and fp32 without TF32.
 
-    Bitwise laws compare two runs. On CUDA some kernels sum in the order in which their
-    threads arrive, and matrix products may round to TF32 or sum in half precision.
-    Uninitialised memory is filled with nan: reading such memory then gives nan in every
-    run, whatever its old content was.
+    Bitwise checks compare two runs. On CUDA some kernels sum in the order in which
+    their threads arrive, and matrix products may round to TF32 or sum in half
+    precision. Uninitialised memory is filled with nan: reading such memory then gives
+    nan in every run, whatever its old content was.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # a module property

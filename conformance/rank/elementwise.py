@@ -35,8 +35,8 @@ def not_elementwise(spec: str, optimizer: str) -> frozenset[str]:
 
     The probe steps with gradients and with a permutation of them: an elementwise
     optimizer gives the same updates, permuted. If a state is rounded by blocks of
-    elements, a permutation changes the blocks. Then only the last element is changed,
-    and distant elements must move by the same bits.
+    elements, a permutation changes the blocks. Then the probe changes the last element
+    of the gradients instead: the first half of the updates must keep its bits.
 
     Args:
         spec: a workload.

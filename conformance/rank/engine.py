@@ -65,7 +65,7 @@ class Engine:
     scenario: Scenario
     module: Any
     """Module to call: the model, its wrapper, or a pipeline stage's part. If the
-    workload has a ``train_step``: any object that this accepts."""
+    workload has a ``train_step``: any object that ``train_step`` accepts."""
     mesh: DeviceMesh
     parameters: dict[str, nn.Parameter]
     """Name in the full model -> parameter on this rank."""
@@ -358,7 +358,11 @@ class Engine:
     def _pass(
         self, part: Batch, prepare: Prepare, where: tuple[int, int], weight: float
     ) -> float:
-        """Run one micro-batch; ``weight`` is its weight in the batch's mean loss."""
+        """Run forward and backward of one micro-batch; return its weighted loss.
+
+        ``where`` is (index, number of micro-batches). ``weight`` is the weight of the
+        micro-batch in the mean loss of the batch.
+        """
         losses, counts = self._objective(part)
         weights = [weight] * len(losses)
         if counts:

@@ -38,7 +38,7 @@ class Events:
         """Gradients at their first use in this step, each with its version."""
 
     def note(self, kind: Kind, optimizer: Any) -> None:
-        """Record an event; at ``USES`` also record gradients not yet used."""
+        """Record an event; at ``USES`` also gradients not yet recorded in this step."""
         nodes = nodes_made()  # count them first: the calls below may make nodes
         ends = kind in (Kind.RETURNED, Kind.STEPPED)
         groups = () if ends else tuple(groups_of(self.engine, optimizer))

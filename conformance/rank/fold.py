@@ -193,7 +193,7 @@ def _first_place(part: set[Member]) -> float:
 
 
 def _left(ranks: Sequence[RankTrace]) -> Iterator[frozenset[str]]:
-    """Yield for each rank the parameters that an optimizer of another rank steps."""
+    """Yield for each rank its parameters that only another rank's optimizer steps."""
     used, outside, inside = zip(*map(_uses, ranks), strict=True)
     anywhere, inner = set[Elements]().union(*used), set[Elements]().union(*inside)
     for trace, mine, outer, own in zip(ranks, used, outside, inside, strict=True):
@@ -207,8 +207,8 @@ def _uses(trace: RankTrace) -> tuple[set[Elements], set[Elements], set[Elements]
     """Return the gradients that optimizers of a rank use, in any step.
 
     Returns:
-        Three sets: all of them; those used in a call that is not inside another; those
-        used inside of another call.
+        Three sets: all of these gradients; those used in an outermost call; those used
+        in a call inside another call.
     """
     used, outside, inside = set[str](), set[str](), set[str]()
     for seen in trace.steps:

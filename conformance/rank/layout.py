@@ -270,7 +270,7 @@ def _read_places(
     """Read from a layout of element numbers which elements this rank holds."""
     device = next(model.parameters()).device
     drawn = [] if device.type == "cpu" else [device]
-    # fork the generator, so that the judged layout draws the same without this one
+    # fork the generator, so that the tested layout draws the same without this one
     with torch.random.fork_rng(drawn, device_type=device.type):
         if variation is not None:
             model = variation.change_weights(model, scenario.parsed_precision.roundoff)

@@ -197,7 +197,7 @@ def numbers_laid_out_as(tensor: Tensor) -> Places:
 
 
 def partial_ranks(gradient: Tensor) -> tuple[tuple[int, ...], int]:
-    """Return the ranks over which a gradient is a partial sum, which is legal.
+    """Return the ranks over which a gradient is still to be summed, a legal state.
 
     Returns:
         The ranks, including this one; empty if the gradient is not partial. And the

@@ -98,7 +98,7 @@ _CHECKPOINT = ("save_checkpoint", "load_checkpoint")
 
 
 def _is_of_none(error: BaseException | None) -> bool:
-    """True if user code used ``scaler`` although it is None."""
+    """Return True if code used an attribute of None, such as of a missing scaler."""
     while error is not None:
         if isinstance(error, AttributeError) and error.name and error.obj is None:
             return True
@@ -108,7 +108,7 @@ def _is_of_none(error: BaseException | None) -> bool:
 
 @contextmanager
 def _scaler_at_fault() -> Iterator[None]:
-    """Raise the scaler's ``JudgedError`` in place of a workload's error around it."""
+    """Raise the scaler's ``JudgedError`` in place of a ``WorkloadError`` around it."""
     try:
         yield
     except WorkloadError as error:
@@ -198,11 +198,12 @@ class OwnStep:
             raise self.workload.refuse("train_step", f"{text} changed in any step")
 
     def check_gradients(self, trace: RankTrace) -> None:
-        """Check that the gradients of a whole run were visible.
+        """Check that parameters that the recipe froze had no gradient in the whole run.
+
+        Only a workload with ``weights`` is checked: it may create its parameters anew.
 
         Raises:
-            CannotError: if a workload that recreates its parameters trains those that
-                the recipe froze.
+            CannotError: if such a parameter had a gradient that is not zero.
         """
         engine, frozen = self.engine, self.engine.scenario.parsed_recipe.training.frozen
         for name in engine.index if frozen and engine.gives_weights else ():
@@ -267,7 +268,11 @@ class OwnStep:
         return schedule, average, skips
 
     def restored(self) -> Restored | None:
-        """Save, then load into a new scaler, by the workload's own methods."""
+        """Save the run and load it into a new scaler, by the workload's own methods.
+
+        Returns:
+            The scaler's states; None if the workload cannot save or there is no scaler.
+        """
         workload, judged = self.workload, self.judged
         if workload.save_checkpoint is None or judged.scaler is None:
             return None

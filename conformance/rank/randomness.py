@@ -120,7 +120,7 @@ class DrawLog:
 
     @contextmanager
     def _part(self, module: nn.Module) -> Iterator[None]:
-        """Surround the forward of a recomputed part, whose hooks do not run again."""
+        """Observe the forward of a recomputed part, whose hooks do not run again."""
         self._enter(module, (), {})
         try:
             yield
@@ -154,7 +154,7 @@ class DrawLog:
         self.draws.append(draw)
 
     def _meet(self, module: nn.Module) -> None:
-        """Observe the generators that a module created during its call, too."""
+        """Also observe the generators that a module created during its call."""
         for generator in generators_of(module):
             if not any(generator is each for each in self._generators):
                 # the generator's state before the first number
@@ -210,7 +210,7 @@ def _floating(tree: Any) -> Iterator[Tensor]:
 
 
 def _applied(tensors: list[Tensor]) -> tuple[str, bool]:
-    """Return the digest of the tensor that gets random numbers, and if it is unique.
+    """Return the digest of the tensor that gets random numbers; True if it is unique.
 
     Zeros, or attention heads that start at zero, are equal by accident on ranks with
     different activations.
@@ -225,7 +225,7 @@ def _applied(tensors: list[Tensor]) -> tuple[str, bool]:
 
 
 def _dropped(given: Tensor | None, output: Tensor | None) -> dict[str, Any]:
-    """Return ``by_row`` and ``kept`` of a call, from its input and output.
+    """Return the fields ``by_row`` and ``kept`` of a call's ``Draw``.
 
     Rows may share one draw on purpose, for example if a whole layer is dropped or
     features are masked. Then no element is 0 in one row and nonzero in another.

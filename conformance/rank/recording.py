@@ -64,7 +64,7 @@ def recording_draws(engine: Engine, seen: StepTrace) -> Iterator[None]:
 
 @contextmanager
 def recording_reductions(engine: Engine, seen: StepTrace) -> Iterator[None]:
-    """Record the dtypes of gradient reductions, if the workload promises one."""
+    """Record the dtypes of gradient reductions, if the workload promises a dtype."""
     if engine.scenario.promised_dtype is None:
         yield
         return

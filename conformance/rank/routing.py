@@ -47,7 +47,10 @@ _CHOOSE = {_aten.topk.default, _aten.argmax.default, _aten.max.dim}
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """Choices of all calls of one kind in one step of a reference, row by row."""
+    """Choices in one step of a reference, row by row, of all calls of one kind.
+
+    Calls of one kind have the same operator, number of scores and number of choices.
+    """
 
     scores: NDArray[np.float64]
     """Array of shape (rows, choices)."""

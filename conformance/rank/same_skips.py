@@ -102,7 +102,7 @@ class SameSkips:
         return norm
 
     def step_was_skipped(self, optimizer: Any) -> bool:
-        """Return whether the last step of this optimizer was skipped."""
+        """Return True if the last step of this optimizer was skipped."""
         return self.skipped[id(optimizer)]
 
     def step_scheduler(self, scheduler: Any, *args: Any, **kwargs: Any) -> bool:

@@ -66,7 +66,7 @@ class WatchedScaler:
         handing: Callable[[Any], AbstractContextManager[None]],
         new_scale: float | None,
     ) -> None:
-        """Take the scaler and what to do around its calls.
+        """Take the scaler and the functions that surround its calls.
 
         Args:
             scaler: the tested scaler.
@@ -125,7 +125,7 @@ class WatchedScaler:
     def _call(
         self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Call a method of the scaler, observed."""
+        """Call a method of the scaler, and observe the call."""
         with ExitStack() as around:
             for optimizer in self._optimizers(name, [*args, *kwargs.values()]):
                 around.enter_context(self._handing(optimizer))

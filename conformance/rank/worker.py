@@ -200,7 +200,7 @@ def _observe_step(
     for scheduler in engine.schedulers:
         scheduler.step()
     seen.checked_sum = checked_collective(trace.rank, seen.step, engine.device)
-    # complete even if the check below ends the run, so that laws may use this step
+    # complete even if the check below ends the run, so that checks may use this step
     seen.complete = True
     if not all_say_right(seen):
         raise JudgedError(trace)

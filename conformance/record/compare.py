@@ -161,7 +161,10 @@ def _locate(
 
 
 def tell_steps(found: Comparison, one: Side, other: Side, steps: Sequence[int]) -> None:
-    """Add a line on steps that only one side has; a job that broke off is undecided."""
+    """Add a line on steps that only one side has.
+
+    If the job of the shorter side failed and nothing differs, the result is undecided.
+    """
     for side, longer in ((one, other), (other, one)):
         lost = sorted({*longer.run.steps} - {*steps})
         if not lost:
@@ -252,7 +255,10 @@ def _precisions(one: Side, other: Side) -> Iterator[str]:
 
 
 def _clipped(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
-    """Yield a warning if clipping gave all gradients one norm at every step."""
+    """Yield a warning if the whole gradient has one norm at all steps of both sides.
+
+    Clipping causes that, and hides a wrong factor of the loss.
+    """
     norms = []
     for run in (one, other):
         squares = dict.fromkeys(steps, 0.0)
@@ -385,11 +391,11 @@ def _where(
     is_update: bool,
     is_first: bool,
 ) -> tuple[list[Row], str]:
-    """Find where a step begins to differ, from the outputs of blocks if recorded.
+    """Compare the blocks at a step; return their rows, and where the step differs.
 
     The result is only a hint. The loss of a rank may be a mean over its own rows or its
-    micro-batch, which scales its gradients: so gradients of outputs are compared up to
-    one factor, taken from the last block.
+    micro-batch, which scales its gradients. So gradients of outputs are compared up to
+    one factor, taken from the last block. Without recorded blocks both are empty.
     """
     every = one.run.names(OUTPUT, step)
     if every and one.run.rows.get(step) != other.run.rows.get(step):
@@ -447,9 +453,9 @@ def _where(
 
 
 def _scaled(side: Side, reference: Run, step: int, last: str) -> Side | None:
-    """Return the side with gradients of outputs scaled so that block ``last`` agrees.
+    """Scale gradients of all outputs by the factor with which block ``last`` agrees.
 
-    Returns None if no such factor is known.
+    Returns the scaled side; None if no such factor is known.
     """
     mine = reference.tensors.get((step, GRADIENT, last))
     its = side.run.tensors.get((step, GRADIENT, last))
@@ -489,7 +495,7 @@ def _left_out(
     rows: Sequence[Row],
     steps: Sequence[int],
 ) -> Iterator[str]:
-    """Yield one sentence for each part that was not compared, with the reason."""
+    """Yield a sentence for each group of tensors not compared, with the reason."""
     every = one.starts
     if unproved := [name for name in every if name not in names]:
         yield (

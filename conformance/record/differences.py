@@ -3,20 +3,21 @@
 [Note: Bounds]
 The reference job was recorded again twice or more: unchanged, and with each weight
 moved to a neighbouring number. The distances of these runs from the first one are the
-noise of the job. The bound of a tensor is ``FACTOR`` times the largest noise that it
-showed up to this step, or that of the median tensor if that is more: a small tensor in
-16 bits may show none, and after a step the moved weights may round as the others do. A
-bound as large as the tensor compares nothing.
+noise of the job. The bound of a tensor is ``FACTOR`` times its largest noise up to this
+step, or times the relative noise of the median tensor if that is larger. Its own noise
+may be too small by chance: a small tensor in 16 bits may show none, and after a step
+the moved weights may round like the unmoved ones. A bound as large as the tensor
+compares nothing.
 
 If the module of a parameter returns numbers of 16 bits, its gradient is rounded to
 them. Nudged runs of a small model may repeat that rounding exactly, but micro-batches
 and ranks round each summand instead. So the noise of such a gradient, and of its
 update, is at least ``ROUNDING``.
 
-The bound of an update also allows one unit in the last place of each weight: a few
-elements round to the other side, which two nudged runs need not show. In 16 bits, one
-in ``FLIPS`` numbers kept of an update may also differ at will: Lion steps by the sign
-of a sum, which rounding may decide.
+The bound of an update also allows one unit in the last place of each weight, because
+two nudged runs may miss a few elements that round the other way. In 16 bits, one in
+``FLIPS`` numbers kept of an update may also differ by any amount: Lion steps by the
+sign of a sum, which rounding may decide.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ ROUNDING = {"bfloat16": 0.42 * 2.0**-8, "float16": 0.42 * 2.0**-11}
 errors that are uniform within half a unit in the last place, of numbers that are spread
 evenly on a logarithmic scale."""
 FLIPS = 32
-"""One in so many numbers kept of an update may differ at will in 16 bits."""
+"""Numbers kept of an update, of which one may differ by any amount in 16 bits."""
 KINDS = ("gradient", "update")
 
 
@@ -57,14 +58,13 @@ class Row:
     kind: str
     name: str
     distance: float
-    """Norm of the difference, relative to the tensor of the first side."""
+    """Norm of the difference, relative to the norm of the first side's tensor."""
     bound: float
-    """Largest distance that noise explains, relative to the same tensor."""
+    """Largest distance that noise explains, relative to the same norm."""
     noise: float
-    """Largest distance between correct runs of the job."""
+    """Largest distance between correct runs of the job, relative to the same norm."""
     words: str = ""
-    """Description of the second side: a multiple of the first, zeros, the step
-    before."""
+    """Description of the second side's tensor, such as ``is zero``; else empty."""
 
     @property
     def differs(self) -> bool:
@@ -156,9 +156,10 @@ def _pairs(
 
 
 def _without_flips(mine: Whole, its: Whole) -> float:
-    """Return the distance of two updates without the most different numbers kept.
+    """Return the distance of two updates, ignoring the numbers that differ most.
 
-    Of fewer than four numbers all count, so that a scalar is compared.
+    One in ``FLIPS`` numbers is ignored, and at least one. Of fewer than four numbers
+    all count, so that a scalar is compared.
     """
     differences = np.sort(np.abs(mine.difference(its)))
     size = len(differences)
@@ -167,7 +168,10 @@ def _without_flips(mine: Whole, its: Whole) -> float:
 
 
 def _noise(side: Side, name: str, step: int, kind: str) -> float:
-    """Return the largest distance of a noise run; inf if a value is not finite."""
+    """Return the largest distance of a noise run from the plain run.
+
+    Non-finite tensors: inf if only some of the runs have one, 0 if all have.
+    """
     plain = side.run.tensors[step, kind, name]
     again = [run.tensors.get((step, kind, name)) for run in side.noisy]
     every = [plain, *(each for each in again if each)]

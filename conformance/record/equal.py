@@ -99,8 +99,8 @@ def _renamed(
 ) -> dict[str, str]:
     """Match tensors by their initial bits, whatever their names.
 
-    Several tensors may have equal bits, such as all ones. Among them, names with a
-    common ending are matched; otherwise those with the nearest first gradients.
+    Several tensors may have equal bits, such as all ones. Among them, tensors are
+    matched if one name ends with the other, then by the nearest first gradients.
     """
 
     def bits(run: Run, name: str) -> tuple[Any, ...]:
@@ -146,7 +146,7 @@ def _unlike(side: Side, ranks: Sequence[int]) -> str:
 
 
 def other_on_ranks(side: Side) -> Iterator[str]:
-    """Yield differences between the ranks of one side."""
+    """Yield sentences on settings or steps that differ between ranks of one side."""
     yield from _settings_on_ranks(side)
     for name, ranks in side.run.left.items():
         _, start = side.run.starts.get(name, (0, None))
@@ -193,7 +193,7 @@ def other_inputs(
 
 
 def other_again(side: Side, steps: Sequence[int]) -> Iterator[str]:
-    """Yield differences of a noise run from the plain run that it repeats.
+    """Yield sentences on noise runs that differ from the plain run that they repeat.
 
     Weights are compared only at step 0: later ones may differ by noise, and nudged runs
     begin with moved weights.
@@ -350,9 +350,10 @@ def _equal(mine: Any, its: Any) -> bool:
 
 
 def unplaced(one: Side, other: Side) -> Iterator[str]:
-    """Yield tensors with differing replicas whose shape differs on the other side.
+    """Yield sentences on tensors with unequal replicas and another shape on each side.
 
-    They may be parts: an expert or a shard in a plain tensor has the name of the whole.
+    Such replicas may be parts: an expert or a shard in a plain tensor has the name of
+    the whole.
     """
     for side, its in ((one, other), (other, one)):
         theirs = its.run.starts
@@ -369,7 +370,10 @@ def unplaced(one: Side, other: Side) -> Iterator[str]:
 def lacking(
     one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
 ) -> Iterator[str]:
-    """Yield replicas that differ, and tensors that only one side has."""
+    """Yield sentences on unequal replicas, and on what only one side does.
+
+    One side only may train a tensor, step it, skip its step or have its gradient.
+    """
     for side in (one, other):
         # first step at which the gradient differs, by name
         first_by_name = dict[str, int]()

@@ -25,8 +25,9 @@ __all__ = ["compare_exactly"]
 def compare_exactly(one: Side, other: Side) -> Comparison:
     """Compare all that was recorded bit for bit, step by step.
 
-    Weights and states of the optimizer come first, then outputs of blocks and
-    gradients. Those after the last common step are compared, too.
+    Only the first step that differs is reported: its rows and settings, then weights
+    and optimizer states, then outputs of blocks and gradients. If no step differs,
+    weights and states after the last common step are compared.
     """
     a, b = one.run, other.run
     steps = sorted({*a.steps} & {*b.steps})
@@ -89,8 +90,9 @@ def _called(kind: str) -> str:
 def _ends(a: Run, b: Run, steps: Sequence[int]) -> list[Key]:
     """Return the keys of weights and states after the last common step.
 
-    A longer recording has them as the start of its next step, for the parameters that
-    this step moves. So of recordings of unequal length only keys of both are returned.
+    If one side has more steps, it has recorded these weights and states at the start of
+    its next step, and only of parameters that this step moves. Then only keys of both
+    sides are returned.
     """
     end = steps[-1] + 1
     every = {**a.tensors, **b.tensors}
@@ -100,7 +102,10 @@ def _ends(a: Run, b: Run, steps: Sequence[int]) -> list[Key]:
 
 
 def _first_inexact(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str]:
-    """Yield the differences of the first step that has some, in words."""
+    """Yield a sentence for each difference at the first step that differs.
+
+    If no step differs, the weights and states after the last step are compared.
+    """
     a, b = one.run, other.run
     own = {name: name for _, name in a.settings}
     every = {**a.tensors, **b.tensors}

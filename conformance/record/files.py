@@ -100,7 +100,7 @@ class Call(msgspec.Struct):
 
 
 class Stored(msgspec.Struct):
-    """Numbers stored for one part of a tensor."""
+    """Numbers stored for one rank's part of a tensor."""
 
     place: Box
     digest: int
@@ -145,7 +145,7 @@ class Recording(msgspec.Struct):
     rows_of_blocks: dict[int, list[Any]] = {}
     """Step -> digests of the rows of the first input, to which block outputs belong."""
     bags: dict[int, list[Any]] = {}
-    """Step -> for each call of the model: one number for its rows, in any order."""
+    """Step -> for each call of the model: a hash of its rows, whatever their order."""
     losses: dict[int, list[Any]] = {}
     drew: set[int] = set()
     """Steps whose forward drew random numbers."""

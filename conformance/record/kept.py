@@ -264,7 +264,7 @@ def keep_values(
     weight: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Kept:
-    """Return sketch, norm, largest element and number of non-finite ones of a part.
+    """Return digest, sketch, sum of squares, largest and number of non-finite elements.
 
     Args:
         part: local elements, of any dtype and device; it is only read.
@@ -274,8 +274,8 @@ def keep_values(
         rows: (rows,) int64 digests that name the rows of the whole, in any order.
 
     Returns:
-        Numbers that add up over parts, on the device of the part. With a ``weight``
-        there is only a sketch; all other numbers are 0.
+        Numbers on the device of the part; `Kept.plus` merges those of several parts.
+        With a ``weight`` there is only a sketch; all other numbers are 0.
     """
     device = part.device
     flat = part.detach().reshape(-1)
@@ -391,7 +391,10 @@ def _read_by_kernel(parts: Sequence[Wanted]) -> tuple[list[int], Batch | None]:
 
 
 def _bits_of_equal(parts: Sequence[Wanted]) -> tuple[list[int], Batch]:
-    """Keep the digests of small parts with the same dtype and box."""
+    """Return the indices of all these parts, and their digests.
+
+    The parts are small, and all have the same dtype and box.
+    """
     box, rounded = parts[0].box, parts[0].rounded
     values = torch.stack([each.part.detach().reshape(-1) for each in parts])
     words = keys_of(box, 0, values.device).words

@@ -155,7 +155,7 @@ def _keep(  # type: ignore[no-untyped-def]  # compiled by Triton
 
 
 def batch_of(parts: Sequence[Wanted], rows: Sequence[NDArray[np.int64]]) -> Batch:
-    """Compute the numbers of parts with one device, dtype and dtype of weights.
+    """Compute the numbers of parts that share a device, a dtype and weights' dtype.
 
     Args:
         parts: tensors with dtypes in ``DTYPES``.

@@ -167,7 +167,7 @@ def _distance(first: Stored, other: Stored) -> float:
 
 
 def _share_of(part: Stored, rank: int, replicas: int) -> Stored:
-    """Divide a replica by the number of replicas, so that their sum is their mean."""
+    """Divide a replica by the number of replicas: added up, they give the mean."""
     where = replace(part.place, summand=(rank,))
     sketch = None if part.sketch is None else part.sketch / np.float32(replicas)
     return msgspec.structs.replace(part, place=where, sketch=sketch)
@@ -244,7 +244,7 @@ class Run:
     sums: Mapping[int, Mapping[int, Sequence[float | None]]]
     """Step -> digest of a floating-point row -> its sums."""
     bags: Mapping[int, int]
-    """Step -> one number for all rows, in any order; equal rows of ranks count once."""
+    """Step -> a hash of all rows in any order; equal rows of ranks count once."""
     losses: Mapping[int, float]
     """Step -> mean loss over ranks and micro-batches, if the model returns a loss."""
     drew: frozenset[int]

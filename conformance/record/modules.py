@@ -87,10 +87,11 @@ class _Batch:
         return cls(rows, len(rows), 0)
 
     def of_rank(self, box: Box) -> Box | None:
-        """Return the box of an output in this rank's rows; None if it has other rows.
+        """Return the position of an output among this rank's rows.
 
-        Dim 0 of the output has one element for each row. In an output with two dims it
-        may have several for each row: the tokens of all rows.
+        None if the output does not belong to these rows. Dim 0 of the output has one
+        element for each row. In an output with two dims it may have several for each
+        row: the tokens of all rows.
         """
         count = len(self.rows)
         if not box.shape:
@@ -107,7 +108,7 @@ class _Batch:
 
 
 def _moved(box: Box, size: int, first: int) -> Box:
-    """Return a box with another whole size, and another position, in dim 0."""
+    """Return a box whose whole size and position in dim 0 are replaced."""
     shape, offsets = (size, *box.shape[1:]), (first, *box.offsets[1:])
     return Box(shape, offsets, box.local, box.summand)
 

@@ -243,7 +243,7 @@ class Recorder:
                 self.recording.losses.setdefault(self._next(), []).append(loss.detach())
 
     def _next(self) -> int:
-        """Return the number of the next step, by the first optimizer's calls."""
+        """Return the number of the next step; the first optimizer counts the steps."""
         return self.calls[0] if self.optimizers else self.orders.first
 
     def _records_next(self) -> bool:
@@ -252,10 +252,10 @@ class Recorder:
     # - Optimizers
 
     def _begins(self, optimizer: Any) -> None:
-        """Read the weights before a closure runs, which may move them.
+        """Read an optimizer's weights when its step begins.
 
-        The closure of a sharpness-aware optimizer moves them before it computes
-        gradients.
+        A closure may move them later: that of a sharpness-aware optimizer does so
+        before it computes gradients.
         """
         # a step that raised an error may have left its entry
         self.running.pop(id(optimizer), None)

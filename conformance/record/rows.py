@@ -66,11 +66,11 @@ def keep_rows(out: Recording, step: int, inputs: Sequence[Any]) -> list[Tensor]:
 
 
 def bag_of(values: Iterable[Any]) -> Tensor | None:
-    """Return one int64 number for the elements of the first input, in any order.
+    """Return an int64 hash of the first input's elements, whatever their order.
 
-    The numbers of parts add up to the number of the whole. So context parallelism may
-    cut rows, and rows may lie along any dim. A floating-point input is used if no input
-    has integers.
+    The hashes of parts add up to the hash of the whole. So context parallelism may cut
+    rows, and rows may lie along any dim. A floating-point input is used if no input has
+    integers.
 
     Args:
         values: arguments of the model; dicts, tuples and lists are searched.
@@ -145,10 +145,10 @@ def sums_of(values: Iterable[Any]) -> list[Tensor]:
 
 
 def digests_of_floats(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield one int64 number for each floating-point input, for any order of its rows.
+    """Yield an int64 hash of each floating-point input, whatever the order of its rows.
 
     Costs less memory than `rows_of`: an input may be a batch of images. Equal rows give
-    equal numbers on ranks with the same kind of device.
+    equal hashes on ranks with the same type of device.
     """
     for rows in _flat(values, True):
         if rows.element_size() > 1:
@@ -175,14 +175,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def _flat(
     values: Iterable[Any], is_float: bool, most: int | None = None
 ) -> Iterator[Tensor]:
-    """Yield the first ``most`` rows of each input of one kind, as (rows, elements)."""
+    """Yield ``most`` rows of each float or integer input, as (rows, elements)."""
     for tensor in _inputs(values, is_float):
         rows = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         yield rows[:most].flatten(1)
 
 
 def _inputs(values: Iterable[Any], is_float: bool) -> Iterator[Tensor]:
-    """Yield each input of one kind that has rows in dim 0.
+    """Yield each float or integer input (``is_float``) that has rows in dim 0.
 
     Each part of a nested tensor is one row. Of a DTensor only this rank's part is read.
     If no input has two dims, each sequence of integers is one row: some jobs

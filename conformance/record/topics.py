@@ -39,8 +39,8 @@ __all__ = [
 SLACK = 0.02
 """Relative tolerance of a norm: clipping rounds gradients, in bf16 by 0.2 %."""
 UNSEEN = 4
-"""Number of steps without rows before a warning; the number of sets if that is
-larger."""
+"""Number of steps without rows before a warning. If there are more sets of ranks, their
+number is used."""
 
 
 class RanksDifferError(RuntimeError):
@@ -98,7 +98,7 @@ class Topic(Protocol):
     """Part of a watch: provides its numbers of a step, and reads the answers."""
 
     size: int
-    """Largest number of numbers that the topic sends at a step."""
+    """Upper limit of the numbers that the topic sends at a step."""
 
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
         """Return the numbers of a step, and a function that reads the answers.
@@ -423,14 +423,17 @@ class Data:
             self._state = self._generator.get_rng_state()
 
     def _pair(self, step: int) -> list[tuple[int, ...]]:
-        """Return two sets of ranks: neighbours in early steps, others later."""
+        """Return the two sets of ranks to compare at a step.
+
+        Early steps pair each set with the next one, later steps with sets further on.
+        """
         count = len(self._sets)
         distance = 1 + step // count % max(1, count - 1)
         pair = dict.fromkeys((step % count, (step + distance) % count))
         return [self._sets[n] for n in pair]
 
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
-        """Return digests of rows and generators for two sets; pairs take turns."""
+        """Return digests of rows and of random draws, to compare two sets of ranks."""
         rank, sets = rank_here(), self._pair(step)
         rows, inputs, state = self._rows, self._inputs, self._state
         self._rows = self._inputs = self._state = None

@@ -58,7 +58,7 @@ NONE = -(2**63)
 ODD = 0x1E3779B97F4A7C15
 """Odd factor that mixes the bits of a digest into its upper ones, which are sent."""
 MOST = 60
-"""Largest number of numbers in a message: with 16 bytes for each it stays below 1
+"""Upper limit of the numbers in a message: with 16 bytes for each it stays below 1
 KB."""
 LAST_S = 5.0
 """Seconds to wait for the last messages."""

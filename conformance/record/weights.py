@@ -76,9 +76,10 @@ def _weights(module: nn.Module, roots: Roots) -> Iterator[tuple[str, Tensor, Box
 
 @torch.no_grad()
 def nudge(module: nn.Module, seed: int, roots: Roots) -> None:
-    """Move each trained weight of a model to a neighbouring number.
+    """Move the trained weights of a model to neighbouring numbers.
 
-    Some fp32 weights move further, across the nearest boundary of bf16 rounding.
+    In 16 bits only one weight in ``SELDOM`` moves. Some fp32 weights move further,
+    across the nearest boundary of bf16 rounding.
     """
     weights = [*_weights(module, roots)]
     sizes = {name: math.prod(box.shape) for name, _, box in weights}

@@ -75,7 +75,7 @@ def _verdicts(old: CaseRecord, new: CaseRecord) -> list[Change]:
 
 
 def _broken(old: CaseRecord, new: CaseRecord, where: str) -> Iterator[Change]:
-    """Yield a change if the harness broke in a case, so that no law was applied."""
+    """Yield a change if the harness broke in a case, so that no check was applied."""
     if old.status != new.status:
         kind = "regression" if is_worse(new.status, old.status) else "fix"
         text = f"{kind}: {old.status} -> {new.status} in {where}: "

@@ -93,7 +93,7 @@ def render_page(report: Report) -> str:
 
 
 def _missed(report: Report) -> dict[str, tuple[str, str]]:
-    """Return law -> the scenario with most missing comparisons, and its message."""
+    """Return check -> the scenario with most missing comparisons, and its message."""
     most: dict[str, tuple[int, str, str]] = {}
     for case in report.cases:
         for verdict in case.verdicts:
@@ -104,14 +104,14 @@ def _missed(report: Report) -> dict[str, tuple[str, str]]:
 
 
 def _chapters(report: Report) -> list[str]:
-    """Return the chapters of the report's laws, in their order."""
+    """Return the chapters of the report's checks, in order: prefixes of their ids."""
     seen = (v.law for case in report.cases for v in case.verdicts)
     laws = report.header.laws or dict.fromkeys(seen)  # a report of an earlier version
     return list(dict.fromkeys(law.partition(".")[0] for law in laws))
 
 
 def _idle_chapters(report: Report, chapters: Sequence[str]) -> list[str]:
-    """Return chapters whose laws applied to no run; they get no column."""
+    """Return chapters whose checks applied to no run; they get no column."""
     used = {
         v.law.partition(".")[0]
         for case in report.cases
@@ -180,7 +180,7 @@ def _tallies(report: Report) -> dict[str, dict[str, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Result of one chapter of laws in one row of the matrix."""
+    """Result of one chapter of checks in one row of the matrix."""
 
     status: str
     link: str
@@ -306,13 +306,13 @@ def _story(records: Sequence[CaseRecord]) -> Story:
 
 
 _DECISIONS = {"agreement", "skip", "scale"}
-"""Chapters whose violations show in the scale and decisions of each rank."""
+"""Chapters of checks whose violations show in each rank's scale and decisions."""
 _VALUES = {"parity", "transparency"}
-"""Chapters whose violations show in errors of gradients and losses."""
+"""Chapters of checks whose violations show in errors of gradients and losses."""
 
 
 def _broken(records: Sequence[CaseRecord]) -> set[str]:
-    """Return the chapters of all laws that are broken in the records."""
+    """Return the chapters of all checks that fail in the records."""
     return {v.law.partition(".")[0] for record in records for v in record.failures}
 
 

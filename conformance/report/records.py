@@ -52,7 +52,7 @@ __all__ = [
 
 SCHEMA_VERSION = 2
 HARNESS = "harness"
-"""Name used instead of a law if the harness broke."""
+"""Name used instead of a check if the harness broke."""
 
 
 class ReportError(UsageError):
@@ -83,7 +83,7 @@ class Launcher(_Part, frozen=True, kw_only=True):
 
 
 class LawText(_Part, frozen=True, kw_only=True):
-    """Texts of a law, so that a page can be rendered without the judge."""
+    """Texts of a check, so that a page can be rendered without the check's code."""
 
     text: str
     """The rule in one sentence."""
@@ -118,7 +118,7 @@ class Header(_Line, frozen=True, kw_only=True, tag="header"):
     gpus: tuple[str, ...] = ()
     """Names of the GPUs on the machine of rank 0, if ranks use CUDA."""
     laws: dict[str, LawText] = {}
-    """Law -> its texts; if two laws break at one step, the first one is the cause."""
+    """Check -> its texts; of two checks that fail at a step, the first is the cause."""
     require: tuple[str, ...] = ()
     """Scalers that decide the result of the report; empty means all of them."""
     reference: str = ""
@@ -129,7 +129,7 @@ class Header(_Line, frozen=True, kw_only=True, tag="header"):
 
 
 class Curves(_Part, frozen=True, kw_only=True):
-    """Numbers for the plots, from which some laws can be checked again."""
+    """Numbers for the plots, and for a second evaluation of some checks."""
 
     loss: list[Number | None]
     """Mean loss of each step over the ranks that have one."""
@@ -234,7 +234,8 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
     verdicts: tuple[Verdict, ...]
     seconds: float
     problem: str = ""
-    """Why there is no verdict, naming the rank; else empty. Then no law is judged."""
+    """Reason why there is no verdict, with the rank; else empty. No check is applied if
+    there is a reason."""
     whose: str = ""
     """Owner of the call in ``problem``, such as ``your train_step``; empty if the
     harness broke."""
@@ -242,7 +243,7 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
     """Command that runs this case again."""
     script: str = ""
     """Program that shows the violation with torch only; present in the first case in
-    which a scaler breaks a law."""
+    which a scaler fails a check."""
     location: Location | None = None
     """First module, loss or update that differs; null if the case was not localised."""
     worst: tuple[Comparison, ...] = ()
@@ -256,7 +257,7 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
         return self.scaler, self.scenario
 
     def verdict(self, law: str) -> Verdict | None:
-        """Return the verdict of one law, or None."""
+        """Return the verdict of one check, or None."""
         return next((v for v in self.verdicts if v.law == law), None)
 
     @property
@@ -304,7 +305,7 @@ class Footer(_Line, frozen=True, kw_only=True, tag="footer"):
     """Result of the run."""
 
     complete: bool
-    """True if every planned case was judged."""
+    """True if every planned case was run and checked."""
     cases: Count
     counts: dict[Word, Count]
     """Case status -> number of cases."""

@@ -92,7 +92,7 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def _groups(report: Report) -> dict[tuple[str, ...], list[CaseRecord]]:
-    """Return cases by scaler, layout and precision, in the order of the report."""
+    """Return cases by scaler, layout, rank count and precision, in report order."""
     groups: dict[tuple[str, ...], list[CaseRecord]] = {}
     for case in report.cases:
         key = (case.scaler, case.topology, str(case.world_size), case.precision)
@@ -140,7 +140,7 @@ def _cells(cases: Sequence[CaseRecord]) -> Iterator[str]:
 
 
 def _verdict(cases: Sequence[CaseRecord]) -> str:
-    """Return the worst status, its number of cases, and the laws broken there."""
+    """Return the worst status, its number of cases, and the checks that fail there."""
     status = _status(cases)
     word = _WORDS.get(status, status)
     of = [case for case in cases if case.status == status]

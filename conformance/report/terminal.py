@@ -79,7 +79,7 @@ class Ticker(Protocol):
         """Report that a case begins."""
 
     def end(self, record: CaseRecord) -> None:
-        """Report that a case has been judged."""
+        """Report that a case has been checked."""
 
 
 @contextmanager
@@ -217,7 +217,10 @@ def cell(records: Sequence[CaseRecord]) -> str:
 
 
 def _cause(record: CaseRecord) -> tuple[str, str, str]:
-    """Return a run's chapter (empty unless it failed), its cause's key, the message."""
+    """Return chapter and key of a run's failure, and its message.
+
+    The chapter of checks is empty if the run did not fail.
+    """
     if record.failures:
         first = record.failures[0]
         chapter = first.law.partition(".")[0]
@@ -242,10 +245,10 @@ def _number(value: Number) -> str:
 
 
 def coverage(report: Report) -> dict[str, str]:
-    """Return law -> its number of comparisons, out of those that were expected.
+    """Return check -> number of comparisons, and how many were expected, as text.
 
-    Laws that compare tensors with the reference count elements. Laws that applied to no
-    run are left out.
+    Checks that compare tensors with the reference count elements. Checks that applied
+    to no run are left out.
     """
     n_compared, due = Counter[str](), Counter[str]()
     for verdict in (v for case in report.cases for v in case.verdicts):
@@ -256,7 +259,7 @@ def coverage(report: Report) -> dict[str, str]:
 
 
 def _left_out(report: Report) -> str:
-    """Return one line on the laws that could not compare everything."""
+    """Return one line on the checks that could not compare everything."""
     shares = coverage(report)
     part = {law: text for law, text in shares.items() if len({*text.split(" of ")}) > 1}
     words = [f"{law} {text}" for law, text in part.items()]

@@ -50,7 +50,7 @@ def traces_of(failure: WorldError, *, judged: bool) -> tuple[RankTrace, ...]:
 
     Args:
         failure: failure of a run.
-        judged: true if there was a scaler; then a hang counts as the scaler's.
+        judged: true if the run had a scaler; then a hang counts as the scaler's fault.
 
     Raises:
         WorldError: if neither the scaler nor a stray collective caused the failure.

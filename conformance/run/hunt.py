@@ -1,7 +1,7 @@
 """The hunt: draw scenarios from the whole space, and shrink one with a violation.
 
 Hypothesis draws a scenario from the fixtures' tables, and warm clusters run it. If a
-law fails, hypothesis shrinks towards the first entry of every table (fewest ranks,
+check fails, hypothesis shrinks towards the first entry of every table (fewest ranks,
 fp32, SGD, no fault). The smallest failing scenario is printed as a ``gradparity
 replay`` command.
 """

@@ -90,7 +90,7 @@ class Place:
         return folder
 
     def ranks(self, world: int) -> BaseCluster:
-        """Return the world of this size; create it if needed."""
+        """Return the cluster of this size; create it if needed."""
         if world not in self._worlds:
             self._worlds[world] = self._make(world)
         return self._worlds[world]
@@ -253,7 +253,7 @@ def waiting_place(outcome: RankOutcome) -> str:
 
 
 def _waiting_places(failure: WorldError) -> str:
-    """Describe where each rank waited that did not end; else ""."""
+    """Describe where ranks waited when they were killed; else ""."""
     ranks_by_place: dict[str, list[int]] = {}
     for outcome in failure.outcomes:
         if place := waiting_place(outcome):

@@ -1,4 +1,4 @@
-"""Convert a judged case to its record in the report."""
+"""Convert a checked case to its record in the report."""
 
 from __future__ import annotations
 
@@ -139,9 +139,9 @@ def replay_command(scaler: str, scenario: str, devices: Devices | None = None) -
 class Recorder:
     """Creates the records of one report.
 
-    The first case in which a scaler breaks a law contains a script that shows it. The
-    script cannot be created while the report is rendered: that needs the judge, and may
-    import modules that a scenario names.
+    The first case in which a scaler fails a check contains a script that shows the
+    failure. The script cannot be created while the report is rendered: that needs the
+    reference, and may import modules that a scenario names.
     """
 
     def __init__(self, place: Place) -> None:

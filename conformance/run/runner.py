@@ -1,8 +1,8 @@
-"""Runner: run a scaler in a scenario and judge it.
+"""Runner: run a scaler in a scenario and check the result.
 
 Three functions follow each other. ``_observe`` has the scenario trained (``Runs``).
-``_judge`` compares the traces with references and applies the laws. ``localise`` finds
-the first module that differs if parity fails.
+``_judge`` compares the traces with references and applies the checks. If parity fails,
+``localise`` finds the first module that differs.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ __all__ = ["Case", "Runner"]
 
 _LOGGER = logging.getLogger(__name__)
 BEHIND = 24
-"""Largest number of traces (one for each rank) of cases that wait to be judged. They
-stay in memory until then. One case may wait, however many ranks it has."""
+"""Largest number of traces (one for each rank) of cases that wait for their checks.
+Waiting traces stay in memory. One case may wait, however many ranks it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,8 @@ class Case:
     """Evidence for the verdicts; None if the harness broke."""
     seconds: float
     problem: str = ""
-    """Reason why the harness broke, with the rank; else empty. With a reason, no law is
-    applied."""
+    """Reason why the harness broke, with the rank; else empty. With a reason, no checks
+    are applied."""
     error: Exception | None = None
     """Exception behind ``problem``."""
     skipped: bool = False
@@ -87,7 +87,7 @@ class Case:
 
     @property
     def status(self) -> Status:
-        """Worst verdict; inconclusive if all laws are skipped."""
+        """Worst verdict; inconclusive if all checks are skipped."""
         if self.problem:
             return Status.ERROR
         if self.skipped:
@@ -97,7 +97,7 @@ class Case:
 
 @dataclass(kw_only=True)
 class _Seen:
-    """Traces of one case before it is judged; fields as in :class:`Evidence`."""
+    """Traces of one case before its checks; fields as in :class:`Evidence`."""
 
     spec: str
     scenario: Scenario
@@ -204,12 +204,12 @@ class Runner:
         self.place.__exit__(kind, error, trace)
 
     def run(self, spec: str, scenario: Scenario, *, parity: bool = True) -> Case:
-        """Train one scenario with one scaler, and judge it.
+        """Train one scenario with one scaler, and check the run.
 
         Args:
             spec: ``module:attribute`` of the scaler, or ``none``.
             scenario: scenario to train.
-            parity: false to leave parity inconclusive, if only other laws matter: a
+            parity: false to leave parity inconclusive, if only other checks matter: a
                 scaler with other scales needs new references, which cost most of the
                 time.
         """
@@ -222,17 +222,17 @@ class Runner:
         begin: Callable[[str, str], None],
         end: Callable[[Case], bool],
     ) -> None:
-        """Judge all pairs in order; cases are judged while the next ones train.
+        """Run all pairs in order; checks of a case run while the next cases train.
 
-        References train on a separate rank: one after the other they would leave half
-        of two cores idle. Ranks take longer in some cases and references in others, so
-        the thread that judges may be some cases behind.
+        References train on a separate rank at the same time: otherwise half of two
+        cores would be idle. Ranks take longer in some cases and references in others,
+        so the thread that runs the checks may be some cases behind.
 
         Args:
             pairs: (``module:attribute`` of a scaler, scenario).
             begin: called with scaler and scenario id before the ranks start.
-            end: called with each judged case, in order and in any thread; True ends the
-                run.
+            end: called with each checked case, in order and in any thread; True ends
+                the run.
         """
         pairs = [*pairs]
         with ThreadPoolExecutor(1, "judge") as judge:
@@ -252,12 +252,12 @@ class Runner:
                         return
                 waiting.catch_up(0)
             except BaseException:  # also Ctrl-C
-                # first judge the cases whose ranks have ended
+                # first check the cases whose ranks have ended
                 waiting.end_all()
                 raise
 
     def _observe(self, spec: str, scenario: Scenario) -> _Seen:
-        """Train a scenario on ranks; repeat the control run if results differ."""
+        """Train a scenario on ranks, and do the other runs that its checks need."""
         seen, start = _Seen(spec=spec, scenario=scenario), time.monotonic()
         if reason := self.place.not_runnable(scenario.most_ranks):
             seen.case = _not_run(spec, scenario, reason)
@@ -272,7 +272,7 @@ class Runner:
                 # A slow run proves nothing, because the machine may have been busy. The
                 # failed world was ended, so the second try has new ranks.
                 seen.traces, seen.first_try = self.runs.run(spec, scenario), late
-            # bitwise laws need fp32, where scaling is exact, and a control run that
+            # bitwise checks need fp32, where scaling is exact, and a control run that
             # cannot skip
             compared = spec != NO_SCALER and scenario.faults == "none"
             if seen.complete and compared and scenario.parsed_precision.is_full:
@@ -290,7 +290,7 @@ class Runner:
         return seen
 
     def _judge(self, seen: _Seen, parity: bool = True) -> Case:
-        """Compare the traces with the references and apply the laws."""
+        """Compare the traces with the references and apply the checks."""
         if seen.case is not None:
             return seen.case
         start = time.monotonic()
@@ -370,7 +370,7 @@ class Runner:
     def _stack_fault(self, spec: str, scenario: Scenario) -> Case | None:
         """Return the case to report if a workload is wrong without a scaler, or None.
 
-        The scaler is not blamed for such a fault.
+        Such a fault does not count against the scaler.
         """
         if spec == NO_SCALER or OfWorkload.JUDGED not in scenario.workload.has:
             return None
@@ -411,7 +411,7 @@ def _unjudged(stack: Case) -> Case | None:
 def _not_run(
     spec: str, scenario: Scenario, reason: str, status: Status = Status.SKIPPED
 ) -> Case:
-    """Return a case that did not run: all its laws have the given status."""
+    """Return a case that did not run: all its checks have the given status."""
     return Case(
         scaler=spec,
         scenario=scenario,

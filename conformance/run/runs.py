@@ -69,17 +69,20 @@ class Runs:
         self._never_laid_out: dict[tuple[str, str], bool] = {}
 
     def run(self, spec: str, scenario: Scenario) -> Traces:
-        """Return the traces of a run; of one that failed, up to its failure."""
+        """Train, or use the cached run without a scaler; return the traces.
+
+        The traces of a failed run end at its failure.
+        """
         if spec != NO_SCALER:
             return self.traces(spec, scenario)
         try:
-            # without a scaler the judged run is the control, and trains once
+            # without a scaler the checked run is the control, and trains once
             return self.control(scenario)
         except WorldError as failure:
             return traces_of(failure, judged=False)
 
     def traces(self, spec: str, scenario: Scenario) -> Traces:
-        """Train again, and return the traces; of a failed run, up to its failure.
+        """Train without the cache; return the traces, which may end at a failure.
 
         Args:
             spec: ``module:attribute`` of the scaler, or ``none``.
@@ -109,7 +112,8 @@ class Runs:
     def control_differs(self, scenario: Scenario) -> str:
         """Describe the first bitwise difference of two runs without a scaler; else "".
 
-        Otherwise a nondeterministic kernel would look like a fault of the scaler.
+        A difference shows that a kernel is nondeterministic, and not that the scaler
+        has a fault.
         """
         control = self._control(scenario)
         if control.differs is None:
@@ -118,7 +122,7 @@ class Runs:
         return control.differs
 
     def _followed(self, spec: str, scenario: Scenario) -> Traces:
-        """Return the traces, with the reference's choices in routers.
+        """Train with the choices that routers make in the reference; return the traces.
 
         The reference trains first, as if no step were skipped. If the run then skips
         steps, it runs again with the choices of a reference that skips the same steps.
@@ -151,7 +155,7 @@ class Runs:
         scenario: Scenario,
         choices: tuple[dict[str, Choices], ...] = (),
     ) -> Traces:
-        """Return the traces of all ranks."""
+        """Train a scenario; return the traces of all ranks."""
         results = self.place.ranks(scenario.world_size).run(
             observe_rank,
             scenario,
@@ -165,7 +169,7 @@ class Runs:
         return fold(results)
 
     def _saved(self, spec: str, scenario: Scenario) -> Saved | None:
-        """Return the state with which the scaler begins, or None."""
+        """Train to get the state with which the scaler begins; return it, or None."""
         other = scenario.saved_by
         if other is None or spec == NO_SCALER:
             return None

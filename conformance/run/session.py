@@ -1,4 +1,4 @@
-"""The run command: choose scenarios, judge every scaler in them, write the report."""
+"""The run command: choose scenarios, check every scaler in them, write the report."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class RunSettings:
         """Return the scenarios to run.
 
         Args:
-            place: place on which the checks of workloads run.
+            place: its separate rank checks the workloads.
 
         Raises:
             UsageError: for unknown names or ids, a combination that cannot be trained,

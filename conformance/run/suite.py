@@ -1,7 +1,7 @@
 """The catalogue as pytest items; ``plugin.py`` loads this if its option is set.
 
-The scenarios are chosen as by ``gradparity run``. Each becomes one item, which is
-judged on warm clusters. Its record is sent with the test's report to the process that
+The scenarios are chosen as by ``gradparity run``. Each becomes one item, which runs
+on warm clusters. Its record is sent with the test's report to the process that
 writes ``report.jsonl`` (xdist's controller, or the only process).
 """
 
@@ -101,7 +101,7 @@ class Suite:
         ]
 
     def judge(self, spec: str, scenario: Scenario) -> CaseRecord:
-        """Judge one case on the clusters that all items share."""
+        """Run and check one case on the clusters that all items share."""
         return self._recorder.record(self._runner.run(spec, scenario))
 
     def plan(self, ids: Sequence[str]) -> None:

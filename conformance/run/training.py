@@ -25,7 +25,7 @@ def train(id: str, spec: str, place: Place) -> int:
     Args:
         id: scenario id; ``model=file.py:Class`` in it names a workload.
         spec: the scaler to train with, or ``none``.
-        place: place of the ranks.
+        place: where the ranks come from.
 
     Returns:
         The number of steps.

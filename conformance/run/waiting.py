@@ -1,4 +1,4 @@
-"""Queue of cases that are judged while the next ones train."""
+"""Queue of cases whose checks run while the next cases train."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Generic, TypeVar
 __all__ = ["Waiting"]
 
 S = TypeVar("S")
-"""Type of an observed case."""
+"""Type of a case that has trained."""
 C = TypeVar("C")
-"""Type of a judged case."""
+"""Type of a case that has been checked."""
 
 
 class Waiting(Generic[S, C]):
-    """Cases that are judged in a second thread, and ended in order.
+    """Cases that a second thread checks, and that end in order.
 
-    Localising needs the ranks, which train another case. Such a case is kept, with all
-    cases after it, until :meth:`catch_up` ends them in the thread that uses the ranks.
-    A lock ensures that only one thread at a time ends a case.
+    To localise a failure takes the ranks, which train another case. A case with such a
+    failure waits, with all cases after it, until :meth:`catch_up` ends them in the
+    thread that uses the ranks. A lock ensures that one thread at a time ends a case.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class Waiting(Generic[S, C]):
         """Begin with no cases.
 
         Args:
-            thread: executor with one worker, which judges the cases.
-            judge: takes an observed case and returns the judged case.
-            needs_ranks: judged case -> true if ``complete`` needs free ranks for it.
-            complete: completes a judged case; called while the ranks are free.
+            thread: executor with one worker, which checks the cases.
+            judge: takes a case that has trained and returns the checked case.
+            needs_ranks: checked case -> true if ``complete`` needs free ranks for it.
+            complete: completes a checked case; called while the ranks are free.
             end: called with each case; True ends the run.
         """
         self._thread, self._judge, self._needs_ranks = thread, judge, needs_ranks
@@ -51,10 +51,10 @@ class Waiting(Generic[S, C]):
         self._stopped = False
 
     def add(self, seen: S, size: int) -> None:
-        """Submit a case to be judged.
+        """Submit a case to be checked.
 
         Args:
-            seen: the observed case.
+            seen: case that has trained.
             size: memory that the case uses while it waits, in the unit of ``catch_up``.
         """
         self._cases.append((size, self._thread.submit(self._judged, seen)))

@@ -100,7 +100,7 @@ class Scaled:
         return bits([*training.params.values(), *tensors])
 
     def due(self, me: int, step: int) -> Iterator[tuple[Fault, str]]:
-        """Yield (fault, parameter) of faults here, planted on this rank or replicas."""
+        """Yield (fault, parameter) for faults of ``step`` on ``me`` or its replicas."""
         for fault in self.faults:
             ranks = range(len(self.holdings)) if fault.rank is None else [fault.rank]
             for holding in [

@@ -5,7 +5,7 @@ workload. It consists of ``template.py``, the workload (the user's class, or the
 of the built-in model and layout) and, for a scaler, ``scaled.py``. It compares the
 gradients of each step, and the weights after it, with one process in fp64, and the
 scaler with its documented rule. It prints one line for each difference; its exit code
-is then 1. It cannot show violations of finer laws; its exit code is then 0.
+is then 1. It cannot show violations of finer checks; its exit code is then 0.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Training:
         if mesh and run.placed:
             self.module = self.build()
             placed_weights = run.placed(work.weights(self.module), self.shapes)
-        else:  # a twin's elements are their own numbers; some keep the last stack made
+        else:  # a first layout holds element numbers; some keep the last stack made
             twin = self.named(self.build(numbered=True))
             self.module = self.build()
             placed_weights = {

@@ -10,7 +10,7 @@ batches and once with two micro-batches.
 
 ``quick`` covers every choice (topology, precision, optimizer, parameter order, recipe,
 faults, model) at least once, ``default`` every pair, ``full`` every triple. Each of
-them also drives the scale to its limits. All presets have the same laws. Scenarios that
+them also drives the scale to its limits. All presets have equal checks. Scenarios that
 add the most new choices for their cost come first, so that a common fault shows early.
 """
 
@@ -65,8 +65,8 @@ OVERFLOWS_OF_ITSELF: dict[bool, dict[str, Any]] = {
     False: {"init_scale": 2.0**21, "steps": 9, "growth_interval": 2},
     True: {"init_scale": OVERFLOWING_SCALE, "steps": 12, "growth_interval": 2},
 }
-"""True for a user's workload, False for built-in models -> settings with which steps
-are bad, then good, then bad again."""
+"""Settings with which steps are bad, then good, then bad again; key True for a user's
+workload, False for built-in models."""
 
 WHEN: dict[str, tuple[str, ...]] = {
     "never": (),

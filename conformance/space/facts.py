@@ -111,7 +111,7 @@ def remember(name: str, facts: WorkloadFacts) -> None:
 
 
 def probe(workload: ResolvedWorkload) -> WorkloadFacts:
-    """Find the facts of a workload; the random generators are not changed."""
+    """Find the facts of a workload; torch's random generator is not changed."""
     with torch.random.fork_rng(devices=[]):
         draws, counts = _first_calls(workload)
         exceeded, middle = _limits(workload)

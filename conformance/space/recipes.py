@@ -159,7 +159,7 @@ class Recipe:
             OfWorkload.SCHEDULES: training.decay,
             OfWorkload.CLIPS_NORMS: of_norm,
             OfWorkload.CHECKPOINTS: self.resume,
-            # the judge's own loop saves no generator
+            # gradparity's own loop saves no generator
             OfWorkload.OWN_CHECKPOINTS: self.resume and training.random,
             OfWorkload.RANDOM_LAYERS: training.random,
             OfWorkload.RECOMPUTED: self.recompute,

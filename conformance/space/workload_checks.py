@@ -347,9 +347,9 @@ def _check_made_up(
 def coarseness(dtype: torch.dtype) -> float:
     """Return the largest relative change of a number that is rounded to 8 bits.
 
-    The scale of the rounding may depend on other rows, and changes a value by at most
-    the result. So a loss that is a mean over rows, except for such scales, changes by
-    less when its rows are cut.
+    The scale of the rounding may depend on other rows, which changes a value by at most
+    this relative amount. So a loss that is a mean over rows, except for such scales,
+    changes by less when its rows are cut.
     """
     if dtype.is_floating_point:
         return torch.finfo(dtype).eps / 2

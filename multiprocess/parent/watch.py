@@ -26,13 +26,13 @@ _CRASH_GRACE_S = 0.25
 once."""
 
 _POLL_S = 0.05
-"""Interval at which the store is asked for faults of ranks watched by others."""
+"""Interval at which the store is read for faults of ranks that others watch."""
 
 _LOOK_S = 0.1
-"""Interval at which places are read while only some ranks have answered."""
+"""Interval at which each rank's ``Place`` is read while only some have answered."""
 
 _BEGIN_POLL_S = 0.02
-"""Interval at which it is checked if the ranks of a test have imported it and begun."""
+"""Interval of the check that all ranks have imported a test and started it."""
 
 _HARNESS_FRAME = re.compile(
     r'  File "(<string>|.*/multiprocess/rank/(worker|forkserver|endings|unittests)\.py'

@@ -21,7 +21,7 @@ from _pytest.runner import runtestprotocol
 from _pytest.skipping import Xfail, xfailed_key
 
 SETTINGS = "_hypothesis_internal_use_settings"
-"""Attribute that holds a test's settings; hypothesis has no public name for it."""
+"""Attribute of a test that holds its hypothesis settings; there is no public name."""
 
 
 def configure(config: pytest.Config) -> None:

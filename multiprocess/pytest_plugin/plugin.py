@@ -182,7 +182,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail tests that cannot run on ranks, instead of running them here."""
+    """Fail a marked test that no rank can run; skip it if there are too few ranks."""
     if _on_ranks(item):
         from .controller import refuse
 

@@ -77,7 +77,7 @@ class AgentRunner:
 
 
 class PoolRunner:
-    """Keeps one warm cluster for each kind of world, the most recently used."""
+    """Keeps a warm cluster for each kind of world; ends the least recently used."""
 
     def __init__(self, live: bool, report: Report) -> None:
         self.live = live

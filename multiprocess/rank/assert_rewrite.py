@@ -67,14 +67,14 @@ def import_rewritten(files: Mapping[str, str]) -> None:
 
 _rewritten: dict[str, str] = {}
 _seen_modules: tuple[object, ...] = ()
-"""Number of modules and the latest one, at the last search."""
+"""Length of ``sys.modules`` at the last search, with id and file of the last module."""
 
 
 def rewritten_modules() -> dict[str, str]:
     """Return name -> file of modules that pytest has rewritten in this process."""
     global _seen_modules, _rewritten
-    # Asked before each call: looking through some thousand modules takes longer than a
-    # call, so they are only when one has been added.
+    # Called before each call on ranks: a search through some thousand modules takes
+    # longer than that, so it is made only after a module was added.
     latest = next(reversed(sys.modules.values()))
     seen = len(sys.modules), id(latest), getattr(latest, "__file__", None)
     if "_pytest.assertion.rewrite" in sys.modules and _seen_modules != seen:

@@ -66,10 +66,10 @@ def conclude(
 
 
 def never_runs(fn: Any) -> str:
-    """Return the type of object that calling ``fn`` creates without running it, or "".
+    """Return "a coroutine", "a generator", ... if calling ``fn`` only creates one.
 
-    One such type is a coroutine. Only the function itself counts: a decorator around a
-    coroutine may run it.
+    Otherwise return "". Only ``fn`` itself is checked: a decorator around a coroutine
+    function may run it.
     """
     while isinstance(fn, functools.partial):
         fn = fn.func

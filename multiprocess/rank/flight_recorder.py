@@ -325,7 +325,7 @@ def _group_of_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _resolved(group: Any) -> Any:
-    """Return the process group, given in any form, or None."""
+    """Return the group of a mesh or (mesh, axis); any other argument unchanged."""
     if isinstance(group, tuple) and len(group) == 2:
         return group[0].get_group(group[1])
     if isinstance(group, DeviceMesh):

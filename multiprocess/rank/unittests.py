@@ -33,7 +33,7 @@ EXIT_0 = Left("exit", "SystemExit", "0")
 
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OF_TORCHRUN = ("MASTER_ADDR", "MASTER_PORT")
-"""Variables that differ between a rank and its parent, beside ``_OF_RANKS``."""
+"""Environment variables that a rank sets anew, beside ``_OF_RANKS``."""
 
 ExcInfo = (
     tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
@@ -82,7 +82,7 @@ class CaseRef:
 
 @dataclass(frozen=True)
 class CaseResult(Left):
-    """Result of a test of our own class; its kind is empty unless it ended early."""
+    """Result of a test of our own class; ``kind`` is empty unless it ended early."""
 
     warnings: tuple[tuple[str, type[Warning], str, int], ...] = ()
     """(text, category, file, line) of each warning, for the parent's filters."""

@@ -28,7 +28,7 @@ class Towers(nn.Module):
 
 
 class Contrasts:
-    """No fault: each row is compared with the rows of all ranks."""
+    """Compares each row with the rows of all ranks: no fault."""
 
     meshes = ({"dp": 2},)
     reference = "one rank"

@@ -206,7 +206,7 @@ def test_a_step_that_did_not_end_has_no_decision() -> None:
 
 
 def used(found: RankTrace) -> tuple[str, str]:
-    """Return the gradients of the first step, and the parameters of another rank."""
+    """Return the names of the gradients of step 0, and of ``left``, each as a word."""
     return "".join(found.steps[0].gradients), "".join(sorted(found.left))
 
 

@@ -29,7 +29,7 @@ def whole(values: Any, digest: int) -> Whole:
 
 
 def values(step: int, name: str, draw: int = 0) -> Any:
-    """Return a gradient, with a different noise for each ``draw``; none for 0."""
+    """Return a gradient, with other noise for each ``draw``, and no noise for 0."""
     true = np.random.default_rng([step, *name.encode()]).normal(size=SIZE)
     noise = np.random.default_rng([step, draw, *name.encode()]).normal(size=SIZE)
     return true * (1 + NOISE * bool(draw) * noise)

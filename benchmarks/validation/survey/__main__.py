@@ -1,4 +1,4 @@
-"""Judge each model type of transformers that ships a plan.
+"""Check each model type of transformers that ships a parallel plan.
 
 gradparity bench survey --plan tp --model qwen3
 """

@@ -27,7 +27,7 @@ __all__ = [
 
 
 WEIGHTS = "weights"
-"""Name used in place of a law: a model must be loaded as it was saved."""
+"""Name used in place of a check: a model must be loaded as it was saved."""
 LOADED = "weights as loaded"
 """Name of the run that checks loaded weights; it is recorded only if it fails."""
 ODD_HEADS = "3 heads over 2 ranks"

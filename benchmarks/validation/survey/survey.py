@@ -130,7 +130,7 @@ def writing(out: Path) -> Iterator[None]:
 
 
 def conduct(settings: SurveySettings, console: Console) -> Survey:
-    """Judge the models without a record; return all records of the folder.
+    """Check the models without a record; return all records of the folder.
 
     Raises:
         UsageError: if the folder holds a survey of other versions.
@@ -237,7 +237,7 @@ class Judging:
         self._process: SpawnProcess | None = None
         self._pipe: Connection | None = None
         self._record: ModelRecord | None = None
-        """Facts about the model that is judged now."""
+        """Facts about the model that is checked now."""
         self._begun = self._until = 0.0
 
     def __enter__(self) -> Self:

@@ -304,7 +304,7 @@ def misloaded(plan: str, model: str) -> dict[str, float]:
     """Return parameters that differ after a model was saved and loaded under a plan.
 
     Empty if the output of the loaded model is right: then the plan only concatenates
-    the parts of a DTensor in another order, and parity judges the rest. Runs on every
+    the parts of a DTensor in another order, and parity checks the rest. Runs on every
     rank of a world.
 
     Args:

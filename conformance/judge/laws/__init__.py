@@ -1,6 +1,6 @@
-"""All laws; importing this package fills ``LAWS`` in this order.
+"""All checks; importing this package fills ``LAWS`` in this order.
 
-If two laws break at one step, the first one is the cause: ranks that disagree take
+If two checks break at one step, the first one is the cause: ranks that disagree take
 different steps, and different steps give different weights.
 """
 

@@ -71,7 +71,7 @@ def _first_split(
 def _split(
     step: int, what: str, groups: dict[object, list[int]], cause: str
 ) -> Finding:
-    # the smaller group is named as the one that departs
+    # the smaller group is named as the one that differs
     minority = min(groups.values(), key=len)
     parts = [f"{rank_list(r)} {_words(what, v)}" for v, r in groups.items()]
     return Finding(

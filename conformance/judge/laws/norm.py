@@ -127,9 +127,9 @@ def _distance(got: float, due: float) -> float:
 def _is_of_its_gradients(
     evidence: Evidence, step: int, seen: Sequence[StepTrace], reported: dict[int, float]
 ) -> bool:
-    """Return True if the reported norm is that of gradients which are wrong themselves.
+    """Return True if the gradients are wrong, and the reported norm is right for them.
 
-    Then the norm is not at fault: ``parity.gradient`` reports these gradients.
+    Then the norm is not at fault: ``parity.gradient`` reports the gradients.
     """
     parity = evidence.parity
     assert parity is not None

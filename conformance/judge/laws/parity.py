@@ -133,7 +133,7 @@ _OF_UPDATES = (
 
 
 def _most_lacking(parity: Parity, kind: str) -> tuple[int, Lack]:
-    """Return the main reason for missing elements, preceded by its first step."""
+    """Return the first step and the main reason of missing elements."""
     lacking = parity.lacking[kind].items()
     why, (_, since) = max(lacking, key=lambda each: each[1][0])
     return since, why

@@ -250,7 +250,7 @@ def size(evidence: Evidence) -> Finding:
 )
 @_where_drawn
 def recompute(evidence: Evidence) -> Finding:
-    """Check that each recomputed draw repeats one of the step's first forward."""
+    """Check that each recomputed draw repeats a draw of the step's first forward."""
     compared, missed, outside = 0, 0, _outside(evidence)
     for step, seen in evidence.steps():
         for trace, s in zip(evidence.ranks, seen, strict=True):

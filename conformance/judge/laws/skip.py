@@ -91,7 +91,7 @@ def _reason(evidence: Evidence, step: int) -> str:
 
 
 def _part(seen: Sequence[Decision]) -> str:
-    """Name the parameters that did not move although others did; else return ""."""
+    """Name the parameters that did not move, if their ranks train others; else ""."""
     still = [d for d in seen if d.parameters_changed is False]
     if not all(d.others for d in still):
         return ""

@@ -55,8 +55,8 @@ class _Beside:
 def _beside(evidence: Evidence, what: str) -> Iterator[_Beside]:
     """Yield values of ``what`` around each step that was clearly taken or skipped.
 
-    A step that breaks the rule, or that only some optimizers took, is left to the laws
-    on skips.
+    A step that breaks the rule, or that only some optimizers took, is left to the
+    checks of skips.
     """
     for step, seen in evidence.steps():
         bad = any(s.non_finite for s in seen)
@@ -89,12 +89,15 @@ class _Loads:
     lost: Finding | None = None
 
     def counted(self, others: int, what: str, unseen: int) -> Finding:
-        """Return a pass that counts loads and ``others``; inconclusive with too few."""
+        """Return a pass that counts loads and ``others``.
+
+        Returns an inconclusive finding if the run stopped before every load.
+        """
         if self.compared or self.missed:
             what += f", with {self.compared} loads from a checkpoint"
         total, missed = self.compared + others, self.missed + unseen
         finding = count_or_inconclusive(total, what, missed)
-        # the law is about steps and a load, and steps alone are half of it
+        # the check is about steps and a load, and steps alone are half of it
         if total and self.stopped and not self.compared:
             text = f"{finding.message}: the run stopped before one"
             return replace(finding, status=Status.INCONCLUSIVE, message=text)
@@ -176,7 +179,7 @@ def schedule(evidence: Evidence) -> Finding:
     of_stack=True,
 )
 def average(evidence: Evidence) -> Finding:
-    """Compare bits of the average before and after skipped steps, and between ranks."""
+    """Compare averages around skipped steps, between ranks, and with other runs."""
     loads = _loads(evidence, "average", "the running average")
     if loads.lost is not None:
         return loads.lost

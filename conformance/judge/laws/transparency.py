@@ -73,7 +73,7 @@ def first_difference(once: Sequence[RankTrace], again: Sequence[RankTrace]) -> s
 
 
 def _undecided(evidence: Evidence) -> Finding | None:
-    """Return the finding of both laws if they do not apply to this scaler, or None."""
+    """Return the finding of both checks if they cannot compare this run, else None."""
     reason = _not_applicable(evidence)
     if reason:
         return skipped(reason)

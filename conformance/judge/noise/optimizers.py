@@ -62,7 +62,7 @@ class LongerSteps(Perturbation):
 class EvenShards(Perturbation):
     """Gives optimizers each parameter in equal parts along dim 0.
 
-    For a rounded state whose shards are unknown; see [Note: Rounded state] in bounds.
+    Used for a rounded state with unknown shards; see [Note: Rounded state] in bounds.
     """
 
     shards: int

@@ -157,7 +157,7 @@ class JumpLog(TorchFunctionMode):
             return func(*values[: len(args)], **dict(named))
 
         def call_with(place: int, value: Any) -> Any:
-            """Return the result with one argument replaced."""
+            """Call the function with one argument replaced."""
             return call([*arguments[:place], value, *arguments[place + 1 :]])
 
         in_place = writes(func, kwargs) or kwargs.get("inplace")
@@ -223,7 +223,10 @@ def _as_part_of(value: Tensor, part: Tensor) -> Tensor:
 
 
 def _derivative(value: Tensor, called: Callable[[Tensor], Any]) -> Tensor:
-    """Return the derivative of the summed result, or the result of a comparison."""
+    """Return the derivative of the sum of ``called(value)``.
+
+    If the result has no derivative, as that of a comparison, return the result.
+    """
     with torch.enable_grad():
         leaf = value.clone().requires_grad_()
         result = called(leaf * 1)  # a function that works in place must not get a leaf
