@@ -6,6 +6,7 @@ import pickle
 from collections import UserDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,27 @@ def test_a_model_that_is_compiled_in_place_is_recorded(tmp_path: Path) -> None:
     nudged = recorded(tmp_path / "nudged", losses(), steps=(0, 2), nudge=1)
     key = (0, "weight", "inside.weight")
     assert first.tensors[key].digest != nudged.tensors[key].digest
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_of_modules_that_return_16_bits_are_known(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    def wide(forward: Any, inputs: Tensor) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return forward(inputs.float())
+
+    def losses() -> Losses:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model[1].forward = partial(wide, model[1].forward)
+        with torch.autocast("cpu", dtype):
+            loss = model(rows(0)).sum()
+        yield loss
+        optimizer.step()
+
+    known = recorded(tmp_path, losses(), steps=(0, 1)).in_16_bits
+    assert known == dict.fromkeys(("0.weight", "0.bias"), str(dtype)[6:])
 
 
 def test_a_part_that_is_called_before_the_model_is_no_model(tmp_path: Path) -> None:

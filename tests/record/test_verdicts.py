@@ -128,6 +128,24 @@ def test_multiples_of_this_step_and_the_one_before_are_named(
     assert found.lines[0].startswith(f"step 1: the gradient of b {which}differs by ")
 
 
+@pytest.mark.parametrize("side", ["one", "other", "none"])
+@pytest.mark.parametrize(("factor", "is_rounding"), [(1.004, True), (1.02, False)])
+def test_rounding_to_16_bits_is_noise(
+    side: str, factor: float, is_rounding: bool
+) -> None:
+    """Nudged runs of a small model may repeat the rounding of a gradient exactly."""
+    key = (1, "gradient", "b")
+    other = changed(run(4), key, sketch=factor * values(1, "b"))
+    one, dtypes = ONE, {"b": "bfloat16"}
+    if side == "one":
+        one = replace(ONE, run=replace(ONE.run, in_16_bits=dtypes))
+    elif side == "other":
+        other = replace(other, in_16_bits=dtypes)
+    found = against(other, one)
+    is_same = is_rounding and side != "none"
+    assert found.code == (SAME if is_same else DIFFERENT), found.lines
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_outputs_of_another_dtype_are_named(dtype: str) -> None:
     other = replace(run(4), outputs=frozenset({dtype}))
