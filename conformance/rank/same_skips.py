@@ -44,10 +44,11 @@ class SameSkips:
         """id of an optimizer -> True if its last step was skipped."""
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply the losses by the scale."""
+        """Multiply the losses by the scale, in any nest of iterables as in torch."""
         if isinstance(outputs, Tensor):
             return outputs * self.get_scale()
-        return [each * self.get_scale() for each in outputs]
+        scaled = map(self.scale, outputs)
+        return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
 
     def unscale_(self, optimizer: Any) -> None:
         """Divide the gradients by the scale."""

@@ -270,7 +270,7 @@ class Weights:
         group = self._group(self._named[weight.name])
         values = ((key, _text_of(group[key])) for key in group if key != "params")
         numbers = ", ".join(f"{key} {text}" for key, text in values if text)
-        return f" (rank {rank_here()} has {numbers})"
+        return f" (rank {rank_here()} has {numbers})" if numbers else ""
 
     def _settings(self, parameter: nn.Parameter) -> int | Tensor:
         """Return one number for the settings of a parameter's param group."""

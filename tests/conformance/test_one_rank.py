@@ -603,6 +603,7 @@ def test_the_scaler_of_one_rank_skips_where_it_must() -> None:
     alone = variation.Alone(variation=Variation(), skipped=skipped, scales=(4.0, 2.0))
     scenario = Scenario.parse("single/1/fp32/sgd/none")
     scaler = SameSkips(alone, scenario, lambda optimizer: names[id(optimizer)])
+    assert scaler.scale((torch.ones(()), [torch.ones(())])) == (4.0, [4.0])
     for _ in range(2):
         for p, optimizer in zip((weight, other), optimizers, strict=True):
             optimizer.zero_grad()
