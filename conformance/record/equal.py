@@ -247,9 +247,10 @@ def unmoved(side: Side) -> str:
                 "began with other weights than plain and computed the same gradients "
                 f"at step {first}"
             )
+            rounds = "its numbers of 16 bits round the moved weights away, or "
             why = (
-                "the model does not compute with the tensors that the optimizer steps. "
-                f"{STEP_ITS_WEIGHTS}"
+                f"{rounds if side.run.in_16_bits else ''}the model does not compute "
+                f"with the tensors that the optimizer steps. {STEP_ITS_WEIGHTS}"
             )
         else:
             continue

@@ -603,6 +603,10 @@ def test_weights_on_which_no_gradient_depends_measure_no_noise() -> None:
     assert found.code == UNDECIDED
     assert found.lines[0].startswith("nudged-1 of one began with other weights than")
     assert "does not compute with the tensors that the optimizer" in found.lines[0]
+    assert "16 bits" not in found.lines[0]
+    narrow = replace(ONE.run, in_16_bits={"a": "bfloat16"})
+    one = replace(ONE, run=narrow, noisy=(run(1), same, nudged(3)))
+    assert "16 bits round the moved weights away, or" in against(run(4), one).lines[0]
     moved = changed(same, (0, "gradient", "b"), digest=2)
     one = replace(ONE, noisy=(run(1), moved, nudged(3)))
     assert against(run(4), one).code == SAME
