@@ -11,8 +11,9 @@ compares nothing.
 
 If the module of a parameter returns numbers of 16 bits, its gradient is rounded to
 them. Nudged runs of a small model may repeat that rounding exactly, but micro-batches
-and ranks round each summand instead. So the noise of such a gradient, and of its
-update, is at least ``ROUNDING``.
+and ranks round each summand instead. So the noise of such a gradient is at least
+``ROUNDING``. That of its update is twice as much: the update is a product with the
+gradient, and may be a multiple of the gradient itself.
 
 The bound of an update also allows one unit in the last place of each weight, because
 two nudged runs may miss a few elements that round the other way. In 16 bits, one in
@@ -45,6 +46,8 @@ ROUNDING = {"bfloat16": 0.42 * 2.0**-8, "float16": 0.42 * 2.0**-11}
 """Noise of a rounded gradient, relative to its norm: the root mean square of rounding
 errors that are uniform within half a unit in the last place, of numbers that are spread
 evenly on a logarithmic scale."""
+ROUNDED = {"gradient": 1, "update": 2}
+"""Kind of tensor -> factor of ``ROUNDING`` in its noise."""
 FLIPS = 32
 """Numbers kept of an update, of which one may differ by any amount in 16 bits."""
 KINDS = ("gradient", "update")
@@ -105,20 +108,18 @@ def rows_of_sides(
     for step in steps:
         for kind in kinds:
             pairs = dict(_pairs(one.run, other.run, names, step, kind))
-            noises = {name: _noise(one, name, step, kind) for name in pairs}
-            for name, its in names.items():
-                if name in pairs and other.noisy:
-                    noises[name] += _noise(other, its, step, kind)
-            for name, (mine, _) in pairs.items():
-                unit = max(units[0].get(name, 0.0), units[1].get(names[name], 0.0))
-                if mine.is_finite and kind in KINDS:
-                    noises[name] = max(noises[name], unit * mine.norm)
-            for name, noise in noises.items():
-                worst[kind, name] = max(worst.get((kind, name), 0.0), noise)
             sizes = {
                 name: mine.norm if mine.is_finite else 0.0
                 for name, (mine, _) in pairs.items()
             }
+            noises = dict[str, float]()
+            for name, size in sizes.items():
+                noise, its = _noise(one, name, step, kind), names[name]
+                if other.noisy:
+                    noise += _noise(other, its, step, kind)
+                unit = max(units[0].get(name, 0.0), units[1].get(its, 0.0))
+                noise = noises[name] = max(noise, ROUNDED.get(kind, 0) * unit * size)
+                worst[kind, name] = max(worst.get((kind, name), 0.0), noise)
             shares = [noises[n] / size for n, size in sizes.items() if size]
             least[kind] = max(median(shares or [0.0]), least[kind])
             for name, (mine, theirs) in pairs.items():
