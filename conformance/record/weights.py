@@ -27,12 +27,16 @@ __all__ = ["begin_from", "nudge", "write_start"]
 SELDOM = 32
 """One in this many half-precision weights moves, because one unit in the last place is
 as large as many training steps."""
+BF16, FP16 = 2**16, 2**13
+"""Distance between numbers of bf16, and of fp16, in fp32 units in the last place. TF32
+rounds like fp16."""
 NEAR = 32
 """Largest distance from a boundary of bf16 rounding, in fp32 units in the last place,
-at which a weight moves across the boundary. Otherwise no weight of a small bf16 model
-would change. One weight in 2,000 does; together all weights then move by 1.1 units."""
+at which a weight moves across the boundary; for fp16 an eighth. Otherwise no weight of
+a small model in 16 bits would change. One weight in 2,000 does; together all weights
+then move by 1.1 units."""
 ACROSS = 16
-"""Expected number of weights that cross a boundary of bf16 rounding. A model of fewer
+"""Expected number of weights that cross a boundary of rounding. A model of fewer
 than 32,000 weights needs a larger ``NEAR`` for it. If only one or two cross, too little
 noise is measured: correct bf16 jobs of 3,000 weights failed with two of eight seeds."""
 FAR = 512
@@ -79,12 +83,12 @@ def nudge(module: nn.Module, seed: int, roots: Roots) -> None:
     """Move the trained weights of a model to neighbouring numbers.
 
     In 16 bits only one weight in ``SELDOM`` moves. Some fp32 weights move further,
-    across the nearest boundary of bf16 rounding.
+    across the nearest boundary of rounding to bf16 or fp16.
     """
     weights = [*_weights(module, roots)]
     sizes = {name: math.prod(box.shape) for name, _, box in weights}
-    # bf16 numbers are 2**16 units apart; half of the near weights cross
-    reach = max(NEAR, min(FAR, ACROSS * 2**16 // max(1, sum(sizes.values()))))
+    # half of the near weights cross
+    reach = max(NEAR, min(FAR, ACROSS * BF16 // max(1, sum(sizes.values()))))
     for _, part, box in weights:
         if not part.numel() or not part.is_floating_point():
             continue
@@ -99,10 +103,13 @@ def nudge(module: nn.Module, seed: int, roots: Roots) -> None:
             moved = torch.where(stays, part, moved)
         elif part.dtype == torch.float32:
             bits = part.view(torch.int32)
-            past = (bits & 0xFFFF) - 0x8000  # above 0, bf16 rounds up
-            across = bits - past + torch.where(past > 0, -1, 1)
-            near = (past.abs() <= reach) & ((words >> 10) & 1).bool().view(part.shape)
-            moved = torch.where(near, across.to(torch.int32).view(part.dtype), moved)
+            for apart, bit in ((FP16, 11), (BF16, 10)):
+                past = bits % apart - apart // 2  # above 0 a weight rounds up
+                across = bits - past + torch.where(past > 0, -1, 1)
+                crosses = ((words >> bit) & 1).bool().view(part.shape)
+                near = (past.abs() <= reach * apart // BF16) & crosses
+                across = across.to(torch.int32).view(part.dtype)
+                moved = torch.where(near, across, moved)
         part.copy_(moved)
 
 

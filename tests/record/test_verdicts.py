@@ -146,6 +146,41 @@ def test_rounding_to_16_bits_is_noise(
     assert found.code == (SAME if is_same else DIFFERENT), found.lines
 
 
+@pytest.mark.parametrize(
+    ("size", "factor", "code"),
+    [
+        (1, 1.09, SAME),
+        (1, 1.13, DIFFERENT),
+        (2, 1.02, SAME),
+        (2, 1.06, DIFFERENT),
+        (3, 1.012, SAME),
+        (3, 1.02, DIFFERENT),
+    ],
+)
+def test_rounded_summands_of_a_few_numbers_may_cancel(
+    size: int, factor: float, code: int
+) -> None:
+    def few(plain: Run) -> Run:
+        small = {
+            key: replace(
+                each,
+                shape=(size,),
+                held=size,
+                sketch=None if each.sketch is None else each.sketch[:size],
+            )
+            for key, each in plain.tensors.items()
+            if key[2] == "b"
+        }
+        rounded = {"b": "bfloat16"}
+        return replace(plain, tensors={**plain.tensors, **small}, in_16_bits=rounded)
+
+    one = Side(name="one", run=few(ONE.run), noisy=[few(each) for each in ONE.noisy])
+    sketch = factor * values(1, "b")[:size]
+    other = changed(few(run(4)), (1, "gradient", "b"), sketch=sketch)
+    found = against(other, one)
+    assert found.code == code, found.lines
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_outputs_of_another_dtype_are_named(dtype: str) -> None:
     other = replace(run(4), outputs=frozenset({dtype}))
