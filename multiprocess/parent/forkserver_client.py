@@ -25,6 +25,7 @@ from .. import linux
 from ..errors import ForkserverError
 from ..rank import forkserver as server
 from ..rank.worker import COSTLY, PRELOAD
+from .python_internals import interpreter_options
 
 _LONGEST = 30_000
 """Longest variable for a new process, in characters; the kernel's limit is 128 KiB."""
@@ -62,7 +63,10 @@ def _started(fd: int, errors_fd: int, *, fork: bool) -> subprocess.Popen[bytes]:
     with linux.in_memory(json.dumps(import_path()).encode()) as path_fd:
         return subprocess.Popen(
             # -P: files in the current folder must not hide installed packages.
-            [sys.executable, "-P", "-c", boot, str(path_fd), str(fd)],
+            [
+                *(sys.executable, *interpreter_options()),
+                *("-P", "-c", boot, str(path_fd), str(fd)),
+            ],
             pass_fds=(path_fd, fd),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
