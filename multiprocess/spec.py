@@ -43,8 +43,8 @@ class WorldSpec:
     process group, "group" only the ranks, "process" nothing."""
 
     start_timeout_s: float = 120.0
-    """Time limit of the forkserver's imports, and for the ranks to join their process
-    group."""
+    """Time limit of the forkserver's imports, for the ranks to join their process
+    group, and for the import of a test."""
 
     grace_s: float = 0.7
     """After the first fault: seconds for the other ranks to end by themselves. Then, if

@@ -1,13 +1,16 @@
 """Settings of a test's world: marker, command line and ini file."""
 
 import re
+import time
+from dataclasses import replace
 
 import pytest
 import torch
 
-from gradparity.multiprocess import WorldSpec
+from gradparity.multiprocess import Cluster, WorldError, WorldSpec, current_world
 from gradparity.multiprocess.pytest_plugin import settings
 from gradparity.multiprocess.pytest_plugin.settings import defaults_of, world_of
+from gradparity.multiprocess.spec import CallOptions
 from gradparity.multiprocess.testcase import TestCase, use
 from gradparity.tests.multiprocess.test_pytest_plugin import Session, session
 
@@ -105,6 +108,38 @@ def test_it():
     assert "1 failed" in done.stdout
     hung = r"rank 1: hung, stopped by a signal after \d{1,2}\.\d s"
     assert re.search(hung, done.stdout), done.stdout
+
+
+def start_within(cluster: Cluster, limit_s: float) -> CallOptions:
+    """Limit the imports of the next test, on ranks that are already running."""
+    cluster.start()
+    assert cluster._ranks is not None
+    cluster._ranks.spec = replace(cluster.spec, start_timeout_s=limit_s)
+    return CallOptions(timeout_s=60.0, is_test=True)
+
+
+def test_a_test_may_take_longer_than_its_import() -> None:
+    def test() -> int:
+        current_world()._begin()
+        time.sleep(2.5)
+        return 7
+
+    with Cluster(1) as cluster:
+        outcomes = cluster.submit(start_within(cluster, 2.0), test)
+    assert outcomes[0].value == 7
+
+
+def test_an_import_that_never_ends_names_its_limit() -> None:
+    def test() -> None:
+        if current_world().rank == 0:
+            current_world()._begin()
+        time.sleep(1000)
+
+    with Cluster(2) as cluster, pytest.raises(WorldError) as caught:
+        cluster.submit(start_within(cluster, 0.5), test)
+    message = caught.value.outcomes[1].message or ""
+    says = r"still importing the test after \d+\.\d s; start_timeout_s limits this"
+    assert re.match(says, message), message
 
 
 class Base(TestCase):
