@@ -170,6 +170,25 @@ def test_gpu_slots_are_named_as_in_cuda_visible_devices(
     assert visible_gpus(8) == []
 
 
+@pytest.mark.parametrize(
+    ("listed", "names"),
+    [
+        ("-1", []),
+        ("0,-1,1", ["0"]),
+        ("1,8,0", ["1"]),
+        ("NoDevFiles", []),
+        ("0,0", []),
+        ("GPU-7a,GPU-3b", ["GPU-7a", "GPU-3b"]),
+        ("GPU-7a,,1", ["GPU-7a"]),
+    ],
+)
+def test_gpus_are_counted_as_cuda_counts_them(
+    monkeypatch: pytest.MonkeyPatch, listed: str, names: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    assert visible_gpus(8) == names
+
+
 def test_a_world_sees_the_gpus_of_its_slots(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
