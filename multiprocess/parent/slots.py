@@ -130,8 +130,17 @@ def cpu_slots() -> SlotPool:
 
     They only make runs faster. If no lock file can be written, as on a full disk, tests
     run without slots.
+
+    Raises:
+        HarnessError: The environment variable for their number is no number.
     """
-    count = int(os.environ.get(SLOTS_VARIABLE, cores() * _RANKS_PER_CORE))
+    wanted = os.environ.get(SLOTS_VARIABLE, str(cores() * _RANKS_PER_CORE))
+    if not wanted.strip().isdecimal():
+        raise HarnessError(
+            f"{SLOTS_VARIABLE} must be a number of slots, or 0 for none; it is "
+            f"{wanted!r}"
+        )
+    count = int(wanted)
     return SlotPool(
         names=[f"cpu{index}" for index in range(count)],
         optional=True,

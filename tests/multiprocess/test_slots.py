@@ -144,6 +144,15 @@ def test_zero_cpu_slots_hold_nothing(
         assert held == ()
 
 
+@pytest.mark.parametrize("count", ["abc", "-1", ""])
+def test_a_wrong_number_of_cpu_slots_names_its_variable(
+    monkeypatch: pytest.MonkeyPatch, count: str
+) -> None:
+    monkeypatch.setenv(SLOTS_VARIABLE, count)
+    with pytest.raises(HarnessError, match=f"{SLOTS_VARIABLE} must be a .* '{count}'$"):
+        cpu_slots()
+
+
 def test_without_lock_files_cpu_slots_are_optional_and_gpu_slots_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
