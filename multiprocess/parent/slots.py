@@ -191,9 +191,7 @@ def default_folder() -> Path:
 
 def _is_gpu(name: str, count: int) -> bool:
     """Return True for the UUID of a device, or an index below ``count``."""
-    return name.startswith(("GPU-", "MIG-")) or (
-        name.isdecimal() and int(name) < count
-    )
+    return name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < count)
 
 
 def _installed_gpus() -> int:
