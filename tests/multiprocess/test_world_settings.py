@@ -1,8 +1,10 @@
 """Settings of a test's world: marker, command line and ini file."""
 
+import math
 import re
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -240,3 +242,34 @@ def test_a_backend_that_torch_does_not_take_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=says):
         WorldSpec(world_size=2, **settings)  # type: ignore[arg-type]  # names of fields
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ({"timeout_s": "60"}, "timeout_s must be a number, got '60'"),
+        ({"timeout_s": True}, "timeout_s must be a number, got True"),
+        ({"start_timeout_s": None}, "start_timeout_s must be a number, got None"),
+        ({"start_timeout_s": math.inf}, "start_timeout_s must be above 0 and finite"),
+        ({"grace_s": "a"}, "grace_s must be a number, got 'a'"),
+        ({"grace_s": -1}, "grace_s must be finite and not negative: -1"),
+        ({"grace_s": math.nan}, "grace_s must be finite and not negative: nan"),
+        ({"seed": "1"}, "seed must be an int, got '1'"),
+        ({"seed": 2**64}, "seed must have 64 bits at most, got 18446744073709551616"),
+        ({"threads": 1.5}, "threads must be an int, got 1.5"),
+        ({"output_limit": 0}, "output_limit must be above 0"),
+        ({"share_devices": 1}, "share_devices must be a bool, got 1"),
+        ({"default_group": "no"}, "default_group must be a bool, got 'no'"),
+        ({"preload": 3}, "preload must be a tuple of names, got 3"),
+        ({"isolation": 3}, "isolation must be one of pool, group, process; got 3"),
+    ],
+)
+def test_a_setting_of_another_type_or_range_is_refused(
+    setting: dict[str, Any], says: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{says}"):
+        world_of(2, setting, {}, None)
+
+
+def test_the_least_grace_and_seed_are_accepted() -> None:
+    assert WorldSpec(world_size=1, grace_s=0, seed=-(2**63)).grace_s == 0
