@@ -313,9 +313,14 @@ def _following(item: pytest.Item) -> pytest.Item | None:
 
 
 def _size(item: pytest.Item, marker: pytest.Mark) -> Any:
-    parameters = getattr(getattr(item, "callspec", None), "params", {})
-    if _MARK in parameters:
-        return parameters[_MARK]
+    call = getattr(item, "callspec", None)
+    if _MARK in getattr(call, "params", {}):
+        if any(mark.name == _MARK for mark in call.marks):
+            raise ValueError(
+                "a parameter has the marker `world` and its test has one: their world "
+                "sizes may differ. Leave out one of the two"
+            )
+        return call.params[_MARK]
     # A conftest may add the marker after collection.
     sizes = sizes_of(marker.args, marker.kwargs)
     if len(sizes) > 1:

@@ -459,6 +459,21 @@ def test_sizes(world):
     ]
 
 
+def test_a_marker_of_a_parameter(session: Session) -> None:
+    done = session("""
+@pytest.mark.parametrize("x", [1, pytest.param(3, marks=pytest.mark.world(3))])
+def test_alone(x):
+    assert not dist.is_initialized() or dist.get_world_size() == x
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("x", [2, pytest.param(3, marks=pytest.mark.world(3))])
+def test_both(x):
+    assert dist.get_world_size() == x
+""")
+    assert "3 passed, 1 error" in done.stdout, done.stdout
+    assert "test_both[3]: a parameter has the marker `world` and its test" in done.stdout
+
+
 # regression: M8
 ADDS_MARKERS = """
 import pytest
