@@ -185,6 +185,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fail a marked test that no rank can run; skip it if there are too few ranks."""
     if _on_ranks(item):
         from .controller import refuse
+        from .internals import skip_at_item
 
         refuse(item)
         try:
@@ -193,7 +194,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         except (TypeError, ValueError) as error:
             pytest.fail(f"{item.nodeid}: {error}", pytrace=False)
         if too_small:
-            pytest.skip(too_small)
+            skip_at_item(too_small)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -186,6 +186,23 @@ def test_too_many():
     assert "needs at least 4 CPU cores, and there are 3" in done.stdout
 
 
+def test_a_skip_for_too_few_ranks_names_the_line_of_its_test(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "cores", lambda: 3)
+    done = session("""
+@pytest.mark.world("all", min_size=4)
+def test_one():
+    raise AssertionError
+
+@pytest.mark.world("all", min_size=4)
+def test_two():
+    raise AssertionError
+""")
+    skips = re.findall(r"SKIPPED \[1\] test_it\.py:(\d+): needs", done.stdout)
+    assert len({*skips}) == 2, done.stdout
+
+
 def test_a_world_may_have_as_many_ranks_as_there_are_gpus_or_agents(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
