@@ -314,7 +314,7 @@ def _following(item: pytest.Item) -> pytest.Item | None:
 
 
 def _size(item: pytest.Item, marker: pytest.Mark) -> Any:
-    call = getattr(item, "callspec", None)
+    call: Any = getattr(item, "callspec", None)
     if _MARK in getattr(call, "params", {}):
         if any(mark.name == _MARK for mark in call.marks):
             raise ValueError(
