@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 
 from .. import linux
 from ..errors import ForkserverError
+from ..python_internals import interpreter_options
 from ..rank import forkserver as server
 from ..rank.worker import COSTLY, PRELOAD
-from .python_internals import interpreter_options
 
 _LONGEST = 30_000
 """Longest variable for a new process, in characters; the kernel's limit is 128 KiB."""

@@ -471,7 +471,9 @@ def test_both(x):
     assert dist.get_world_size() == x
 """)
     assert "3 passed, 1 error" in done.stdout, done.stdout
-    assert "test_both[3]: a parameter has the marker `world` and its test" in done.stdout
+    assert (
+        "test_both[3]: a parameter has the marker `world` and its test" in done.stdout
+    )
 
 
 # regression: M8
