@@ -58,10 +58,13 @@ class Place(enum.Enum):
     DEBUGGER = 5
     """A debugger, which waits for its user."""
 
+    IMPORTING = 6
+    """The import of the test, before its function; the parent notes this one."""
+
     @property
     def waits(self) -> bool:
         """True if a rank waits for other ranks at this place."""
-        return self not in (Place.BODY, Place.DEBUGGER)
+        return self not in (Place.BODY, Place.DEBUGGER, Place.IMPORTING)
 
 
 @dataclass(frozen=True)

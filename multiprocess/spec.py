@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -14,6 +15,20 @@ ISOLATIONS: tuple[str, ...] = get_args(Isolation)
 # torch's answers for the two usual backends. Asking torch takes a second, to import it
 # in a parent that needs it for nothing else.
 _USUAL = MappingProxyType({"gloo": ("cpu", "cuda"), "nccl": ("cuda",)})
+
+_TYPES = MappingProxyType(
+    {
+        int: ("world_size", "threads", "seed", "output_limit"),
+        float: ("timeout_s", "start_timeout_s", "grace_s"),
+        str: ("backend", "device", "pg_options"),
+        bool: ("share_devices", "default_group"),
+    }
+)
+"""Type -> settings of ``WorldSpec`` that have it."""
+
+_NOUNS = MappingProxyType(
+    {int: "an int", float: "a number", str: "a str", bool: "a bool"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +58,8 @@ class WorldSpec:
     process group, "group" only the ranks, "process" nothing."""
 
     start_timeout_s: float = 120.0
-    """Time limit of the forkserver's imports, and for the ranks to join their process
-    group."""
+    """Time limit of the forkserver's imports, for the ranks to join their process
+    group, and for the import of a test."""
 
     grace_s: float = 0.7
     """After the first fault: seconds for the other ranks to end by themselves. Then, if
@@ -79,16 +94,18 @@ class WorldSpec:
         return replace(self, timeout_s=60.0, isolation="pool")
 
     def __post_init__(self) -> None:
-        size = self.world_size
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"world_size must be an int, got {size!r}")
-        if size < 1:
-            raise ValueError(f"world_size must be at least 1, got {size}")
+        for kind, names in _TYPES.items():
+            for name in names:
+                _check_type(name, getattr(self, name), kind)
+        if self.world_size < 1:
+            raise ValueError(f"world_size must be at least 1, got {self.world_size}")
+        for name in ("timeout_s", "start_timeout_s", "threads", "output_limit"):
+            check_positive(name, getattr(self, name))
+        if not 0 <= self.grace_s < math.inf:
+            raise ValueError(f"grace_s must be finite and not negative: {self.grace_s}")
+        if not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed must have 64 bits at most, got {self.seed}")
         check_isolation(self.isolation)
-        for name in ("backend", "device", "pg_options"):
-            value = getattr(self, name)
-            if not isinstance(value, str):
-                raise TypeError(f"{name} must be a str, got {value!r}")
         devices = devices_of(self.backend)
         default = "cpu" if "cpu" in devices else devices[0]
         object.__setattr__(self, "device", self.device or default)
@@ -105,8 +122,6 @@ class WorldSpec:
             )
         for name in ("preload", "visible_devices"):
             _make_tuple(self, name)
-        for name in ("timeout_s", "start_timeout_s", "threads", "output_limit"):
-            check_positive(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,14 +185,22 @@ def check_isolation(value: str) -> None:
 
 
 def check_positive(name: str, value: float) -> None:
-    """Raise ``ValueError`` unless ``value`` is above zero."""
-    if not value > 0:
-        raise ValueError(f"{name} must be above 0, got {value!r}")
+    """Raise ``TypeError`` or ``ValueError`` unless a number is above 0 and finite."""
+    _check_type(name, value, float)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be above 0 and finite, got {value!r}")
+
+
+def _check_type(name: str, value: object, kind: type) -> None:
+    """Raise ``TypeError`` for a setting of another type; an int is also a float."""
+    is_of_kind = isinstance(value, (int, float) if kind is float else kind)
+    if not is_of_kind or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"{name} must be {_NOUNS[kind]}, got {value!r}")
 
 
 def _make_tuple(spec: WorldSpec, name: str) -> None:
     """Convert a list in a setting to a tuple, which is hashable."""
     value = getattr(spec, name)
-    if isinstance(value, str) or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, list | tuple) or not {*map(type, value)} <= {str}:
         raise TypeError(f"{name} must be a tuple of names, got {value!r}")
     object.__setattr__(spec, name, tuple(value))

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from .cluster import Cluster
-from .errors import WorldError
+from .errors import FailedAssertion, WorldError
 from .outcomes import Left, RankOutcome
 from .parent.slots import cpu_slots
 from .rank.endings import SKIP, XFAIL, refuse_unrun
@@ -61,7 +61,9 @@ def use(submit: Submit | None, defaults: Mapping[str, Any] = _NO_DEFAULTS) -> No
     _submit, _defaults = submit or _submit_to_own_ranks, defaults
 
 
-def run_on_ranks(spec: WorldSpec, fn: Callable[..., Any], *args: Any) -> None:
+def run_on_ranks(
+    spec: WorldSpec, fn: Callable[..., Any], *args: Any
+) -> list[CaseResult]:
     """Run one test on every rank; raise the exception for unittest.
 
     Args:
@@ -69,6 +71,9 @@ def run_on_ranks(spec: WorldSpec, fn: Callable[..., Any], *args: Any) -> None:
         fn: Function that runs on each rank and finds the test by ``CaseRef.find``. It
             returns a ``Left`` if it skips.
         *args: Its arguments.
+
+    Returns:
+        The results of the ranks, if ``fn`` is ``run_case``.
 
     Raises:
         SkipTest: All ranks skipped the test.
@@ -89,6 +94,7 @@ def run_on_ranks(spec: WorldSpec, fn: Callable[..., Any], *args: Any) -> None:
         raise unittest.SkipTest(left.reason)
     if isinstance(left, Left) and left.kind == XFAIL:
         raise WorldError(outcomes, outcomes[0])
+    return results
 
 
 class TestCase(unittest.TestCase):
@@ -194,14 +200,21 @@ class TestCase(unittest.TestCase):
             method()
             return
         try:
-            run_on_ranks(self._spec(), run_case, CaseRef.of(self))
+            results = run_on_ranks(self._spec(), run_case, CaseRef.of(self))
         except WorldError as failure:
             # A test may expect its own failure. It does not expect a failure of setUp
             # or tearDown, or a crash.
             if not isinstance(failure.root.value, Left) and _expects_failure(self):
                 self._unexpected = failure
                 return
+            if isinstance(failure.root.exception, AssertionError):
+                raise FailedAssertion(failure.outcomes, failure.root) from None
             raise
+        # Skipped once more, for the result of the session.
+        for each in dict.fromkeys(s for r in results for s in r.skipped_subtests):
+            message = () if each.message is None else (each.message,)
+            with self.subTest(*message, **dict(each.parameters)):
+                self.skipTest(each.reason)
 
     def _callTearDown(self) -> None:
         __tracebackhide__ = True

@@ -453,8 +453,8 @@ class GradScaler(ScalerCore):
         try:
             if new_scale is not None:
                 chosen = checked_scale(new_scale, self._device, self._policy)
-            if iteration.has_new and not self._has_warned:
-                self._has_warned = iteration.warns_of_shared_parameters()
+            may_warn = iteration.has_new and not self._has_warned
+            warns = may_warn and iteration.shares_parameters()
             self._sync.end_iteration(
                 self._row,
                 "update",
@@ -477,6 +477,15 @@ class GradScaler(ScalerCore):
         elif chosen is not None:
             scale.fill_(chosen)
         self._end_iteration()
+        if warns:  # last: a warning may be an error
+            self._has_warned = True
+            warnings.warn(
+                "Two optimizers of this scaler share a parameter. As with "
+                "torch.amp.GradScaler, each of them divides its gradient by the scale: "
+                "give it a gradient of its own, by zero_grad() and another backward(), "
+                "before each step().",
+                stacklevel=2,
+            )
         most = self._policy.max_consecutive_skips
         if most is None or not flags:
             return

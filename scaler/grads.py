@@ -360,7 +360,7 @@ def norms(tensors: list[torch.Tensor], norm_type: float) -> Norms:
     if kind == "cuda":
         if is_fast and dtype is not torch.float64:
             # fp64 sums of fp32 squares cannot overflow: no second read.
-            return torch.stack(foreach_norm(tensors, norm_type, torch.float64))
+            return _norms_cuda(tensors, norm_type)
         return _in_fp64(tensors, norm_type)
     # Subclasses need not know the kernels for lists.
     if not is_fast or not {*map(type, tensors)} <= {torch.Tensor}:
@@ -396,6 +396,12 @@ def _in_fp64(tensors: list[torch.Tensor], norm_type: float) -> Norms:
         return [float(norm.item()) for norm in each]
     except RuntimeError:  # one may hold nothing (FakeTensor)
         return torch.stack(each)
+
+
+def _norms_cuda(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    # The kernel refuses an infinite order if a tensor is empty; one zero has norm 0.
+    filled = [each if each.numel() else each.new_zeros(1) for each in tensors]
+    return torch.stack(foreach_norm(filled, norm_type, torch.float64))
 
 
 def _norms_cpu(tensors: list[torch.Tensor], norm_type: float) -> list[float]:

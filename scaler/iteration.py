@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -216,25 +215,14 @@ class Iteration:
         for each in list(self.parts.values()):
             each.begin_anew(scale)
 
-    def warns_of_shared_parameters(self) -> bool:
-        """Warn if two optimizers share a parameter, at the line that called `update`.
-
-        Returns:
-            True if there was a warning.
-        """
+    def shares_parameters(self) -> bool:
+        """Return True if two optimizers share a parameter."""
         owners: dict[int, Part] = {}
         for part in self.parts.values():
             for parameter in parameters_of(part.optimizer):
                 if not getattr(parameter, "requires_grad", True):
                     continue  # frozen: it has no gradient to divide
                 if owners.setdefault(id(parameter), part) is not part:
-                    warnings.warn(
-                        "Two optimizers of this scaler share a parameter. As with "
-                        "torch.amp.GradScaler, each of them divides its gradient by "
-                        "the scale: give it a gradient of its own, by zero_grad() and "
-                        "another backward(), before each step().",
-                        stacklevel=3,
-                    )
                     return True
         return False
 

@@ -565,6 +565,7 @@ def _on_its_way(result: SyncResult) -> SyncResult:
         host = torch.empty_like(result.rows, device="cpu", pin_memory=True)
         host.copy_(result.rows, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        # The copy is on the rows' device, which need not be the current one.
+        event.record(torch.cuda.current_stream(result.rows.device))
         result.copy = (host, event)
     return result

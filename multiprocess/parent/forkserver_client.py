@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from .. import linux
 from ..errors import ForkserverError
+from ..python_internals import interpreter_options
 from ..rank import forkserver as server
 from ..rank.worker import COSTLY, PRELOAD
 
@@ -62,7 +63,10 @@ def _started(fd: int, errors_fd: int, *, fork: bool) -> subprocess.Popen[bytes]:
     with linux.in_memory(json.dumps(import_path()).encode()) as path_fd:
         return subprocess.Popen(
             # -P: files in the current folder must not hide installed packages.
-            [sys.executable, "-P", "-c", boot, str(path_fd), str(fd)],
+            [
+                *(sys.executable, *interpreter_options()),
+                *("-P", "-c", boot, str(path_fd), str(fd)),
+            ],
             pass_fds=(path_fd, fd),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -48,6 +48,7 @@ _DOING = {
     Place.STORE: "waiting for a key of a store",
     Place.DONE: "done, waiting for other ranks",
     Place.DEBUGGER: "in a debugger",
+    Place.IMPORTING: "still importing the test",
 }
 
 
@@ -149,6 +150,8 @@ def observed(fact: Fact) -> RankOutcome:
         return replace(blank, state=RankState.EXITED, exit_code=code, message=message)
     what = "stopped by a signal" if fact.stopped else _DOING[fact.place]
     message = f"{what} after {fact.waited_s:.1f} s"
+    if fact.place is Place.IMPORTING:
+        message += "; start_timeout_s limits this"
     if fact.left_by is not None:
         message += f"; rank {fact.left_by} has ended without issuing it"
     return replace(
@@ -214,11 +217,13 @@ def _root(
         # 3. its wait for other ranks failed: an observed fault, while a rank that is
         #    still in its body was only ended with the call;
         ended,
-        # 4. hangs in its body: explains those that wait for it in a collective;
+        # 4. imports the test: the limit of the others has not begun;
+        [o for o in hung if o.place is Place.IMPORTING],
+        # 5. hangs in its body: explains those that wait for it in a collective;
         [o for o in hung if o.rank not in waiting],
-        # 5. hangs in a collective: `outcomes_of` looks for the odd one by the records;
+        # 6. hangs in a collective: `outcomes_of` looks for the odd one by the records;
         [o for o in hung if o.place is not Place.DONE],
-        # 6. is done with its test, and waits for the other ranks.
+        # 7. is done with its test, and waits for the other ranks.
         hung,
     )
     for group in groups:
@@ -246,6 +251,8 @@ def _suffered(
         return outcome.state is RankState.RAISED and lost
     if root.state is not RankState.HUNG:
         return not _stopped(outcome)
+    if root.place is Place.IMPORTING:
+        return outcome.place is not Place.IMPORTING
     if outcome.place is Place.DONE:
         return root.place is not Place.DONE
     return outcome.rank in waiting and root.rank not in waiting

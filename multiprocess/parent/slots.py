@@ -9,6 +9,7 @@ wait for the rest of their slots cannot block each other.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -129,8 +130,17 @@ def cpu_slots() -> SlotPool:
 
     They only make runs faster. If no lock file can be written, as on a full disk, tests
     run without slots.
+
+    Raises:
+        HarnessError: The environment variable for their number is no number.
     """
-    count = int(os.environ.get(SLOTS_VARIABLE, cores() * _RANKS_PER_CORE))
+    wanted = os.environ.get(SLOTS_VARIABLE, str(cores() * _RANKS_PER_CORE))
+    if not wanted.strip().isdecimal():
+        raise HarnessError(
+            f"{SLOTS_VARIABLE} must be a number of slots, or 0 for none; it is "
+            f"{wanted!r}"
+        )
+    count = int(wanted)
     return SlotPool(
         names=[f"cpu{index}" for index in range(count)],
         optional=True,
@@ -155,6 +165,9 @@ def gpu_slots(visible: Sequence[str]) -> SlotPool:
 def visible_gpus(count: int | None = None) -> list[str]:
     """Return the devices that the caller may use, in the caller's order.
 
+    CUDA ignores all devices after a wrong name, such as -1, and all devices if one
+    comes twice.
+
     Args:
         count: Number of devices of the machine; found without torch by default.
     """
@@ -162,7 +175,9 @@ def visible_gpus(count: int | None = None) -> list[str]:
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if allowed is None:
         return [str(index) for index in range(count)]
-    return [name.strip() for name in allowed.split(",") if name.strip()][:count]
+    listed = [name.strip() for name in allowed.split(",")]
+    names = list(itertools.takewhile(lambda name: _is_gpu(name, count), listed))
+    return [] if len(set(names)) < len(names) else names[:count]
 
 
 def default_folder() -> Path:
@@ -172,6 +187,11 @@ def default_folder() -> Path:
     Lock files stay after a run, so they do not belong in the temporary folder.
     """
     return cache_folder() / "slots" / socket.gethostname()
+
+
+def _is_gpu(name: str, count: int) -> bool:
+    """Return True for the UUID of a device, or an index below ``count``."""
+    return name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < count)
 
 
 def _installed_gpus() -> int:

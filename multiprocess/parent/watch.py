@@ -8,6 +8,7 @@ then dump their stacks. Observations are only collected here, and evaluated late
 
 from __future__ import annotations
 
+import math
 import re
 import selectors
 from dataclasses import replace
@@ -75,6 +76,8 @@ class Watch:
         self._until = self._began + (
             spec.start_timeout_s if self._prepares else self._limit_s
         )
+        self._grace_until = math.inf
+        """End of the grace period; known once a rank has failed."""
         self._grace_s = spec.grace_s
         self._replies: dict[int, Reply] = {}
         self._failing: dict[int, Reply] = {}
@@ -125,7 +128,7 @@ class Watch:
 
     def _look(self, left: list[RankProcess]) -> list[Fact]:
         ranks = self._processes.ranks
-        self._places = {r.rank: self._processes.place(r.rank) for r in ranks}
+        self._places = {r.rank: self._place(r.rank) for r in ranks}
         if left:
             # Look before asking for stacks, which continues a stopped rank.
             self._stopped = {rank.rank for rank in left if _is_stopped(rank)}
@@ -136,10 +139,10 @@ class Watch:
         while self._unfinished():
             if self._prepares:
                 self._look_for_the_begin()
-            left_s = self._until - linux.now_s()
+            left_s = min(self._until, self._grace_until) - linux.now_s()
             if left_s <= 0:
                 if self._debugs():
-                    self._until = linux.now_s() + self._grace_s
+                    self._until = self._grace_until = linux.now_s() + self._grace_s
                     continue
                 return
             if self._prepares:
@@ -160,7 +163,7 @@ class Watch:
                     self._take(key)
             # A fault on another host gives our ranks the same grace as one here.
             if self._others is not None and self._others.failed():
-                self._end_by(self._grace_s)
+                self._end_within(self._grace_s)
 
     def _send(self, key: selectors.SelectorKey) -> None:
         rank: RankProcess = key.data
@@ -202,7 +205,7 @@ class Watch:
             without = None if call is None else ended_without(call, ended)
             if without is not None:
                 self._left_by[waiting.rank] = without
-                self._end_by(self._grace_s)
+                self._end_within(self._grace_s)
 
     def _look_for_waits_in_teardown(self) -> None:
         """Start the grace period if a rank that has failed waits for others."""
@@ -218,15 +221,20 @@ class Watch:
         ):
             self._prepares = False
             self._began = linux.now_s()
-            self._end_by(self._limit_s)
+            self._until = self._began + self._limit_s
 
     def _fault(self, grace_s: float) -> None:
-        self._end_by(grace_s)
+        self._end_within(grace_s)
         if self._others is not None:
             self._order = self._order or self._others.report_fault()
 
-    def _end_by(self, grace_s: float) -> None:
-        self._until = min(self._until, linux.now_s() + grace_s)
+    def _end_within(self, grace_s: float) -> None:
+        self._grace_until = min(self._grace_until, linux.now_s() + grace_s)
+
+    def _place(self, rank: int) -> Place:
+        place = self._processes.place(rank)
+        imports = self._prepares and not self._processes.has_begun(rank)
+        return Place.IMPORTING if imports and place is Place.BODY else place
 
     def _debugs(self) -> bool:
         """Return True while a user debugs a rank."""

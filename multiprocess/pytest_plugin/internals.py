@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from _pytest._code.code import (
@@ -76,6 +76,11 @@ def accepts(item: pytest.Item, error: BaseException) -> bool:
         return isinstance(error, raises)
     # pytest.RaisesExc exists since pytest 8.4
     return hasattr(raises, "matches") and bool(raises.matches(error))
+
+
+def skip_at_item(reason: str) -> NoReturn:
+    """Skip the running test; the report names the test's line, not the caller's."""
+    raise pytest.skip.Exception(reason, _use_item_location=True)
 
 
 def temporary_folder(config: pytest.Config) -> str | None:

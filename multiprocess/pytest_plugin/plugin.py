@@ -185,6 +185,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fail a marked test that no rank can run; skip it if there are too few ranks."""
     if _on_ranks(item):
         from .controller import refuse
+        from .internals import skip_at_item
 
         refuse(item)
         try:
@@ -193,7 +194,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         except (TypeError, ValueError) as error:
             pytest.fail(f"{item.nodeid}: {error}", pytrace=False)
         if too_small:
-            pytest.skip(too_small)
+            skip_at_item(too_small)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -313,9 +314,14 @@ def _following(item: pytest.Item) -> pytest.Item | None:
 
 
 def _size(item: pytest.Item, marker: pytest.Mark) -> Any:
-    parameters = getattr(getattr(item, "callspec", None), "params", {})
-    if _MARK in parameters:
-        return parameters[_MARK]
+    call: Any = getattr(item, "callspec", None)
+    if _MARK in getattr(call, "params", {}):
+        if any(mark.name == _MARK for mark in call.marks):
+            raise ValueError(
+                "a parameter has the marker `world` and its test has one: their world "
+                "sizes may differ. Leave out one of the two"
+            )
+        return call.params[_MARK]
     # A conftest may add the marker after collection.
     sizes = sizes_of(marker.args, marker.kwargs)
     if len(sizes) > 1:

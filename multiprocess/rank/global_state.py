@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .torch_internals import default_device
+
 
 def _determinism() -> tuple[bool, bool]:
     return (
@@ -91,7 +93,8 @@ _PRODUCTS: tuple[Any, ...] = (
 
 def _flushes_denormals() -> bool:
     # torch has no getter, but this product shows the setting
-    return not torch.full((), 1e-40).mul(1.0).item()
+    tiny = torch.full((), 1e-40, dtype=torch.float32, device="cpu")
+    return not tiny.mul(1.0).item()
 
 
 def _handlers() -> list[Any]:
@@ -123,6 +126,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 # Typed loosely, because each setter takes what its getter returned.
 _SETTINGS: tuple[tuple[Callable[[], object], Callable[..., object]], ...] = (
+    (default_device, torch.set_default_device),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_num_threads, torch.set_num_threads),
@@ -176,7 +180,6 @@ def restored_settings() -> Iterator[None]:
         finally:
             # An alarm that the call has set would strike in the next one.
             signal.alarm(0)
-            torch.set_default_device(None)
             for (get, put), value in zip(_SETTINGS, _given_back, strict=True):
                 if get() != value:  # some setters cost more than a whole call
                     put(value)

@@ -10,6 +10,7 @@ import sys
 from types import CodeType
 from typing import Any
 
+import torch
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d
@@ -18,6 +19,7 @@ __all__ = [
     "BACKWARD",
     "CONNECTS",
     "NEW_GROUP",
+    "default_device",
     "forget_meshes",
     "functional",
     "process_groups",
@@ -41,6 +43,15 @@ CONNECTS: tuple[CodeType, ...] = tuple(
 def process_groups() -> int:
     """Return the number of process groups of this process."""
     return len(distributed_c10d._world.pg_map)
+
+
+def default_device() -> torch.device | None:
+    """Return the device that ``torch.set_default_device`` has set, or None.
+
+    ``torch.get_default_device`` returns the CPU in place of None.
+    """
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
 
 
 def forget_meshes() -> None:

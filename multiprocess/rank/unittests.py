@@ -25,6 +25,7 @@ from unittest import mock
 from .. import linux
 from ..environment import on_torchrun
 from ..outcomes import Failed, Left
+from ..python_internals import message_of
 from .endings import SKIP, XFAIL, conclude, early_end, refuse_unrun
 from .world import current_world
 
@@ -80,12 +81,32 @@ class CaseRef:
         return cls
 
 
+class Shown(str):
+    """Text of a value; its ``repr`` is the text itself."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True)
+class SkippedSubtest:
+    """Subtest that was skipped on a rank."""
+
+    message: str | None
+    parameters: tuple[tuple[str, Shown], ...]
+    reason: str
+
+
 @dataclass(frozen=True)
 class CaseResult(Left):
     """Result of a test of our own class; ``kind`` is empty unless it ended early."""
 
     warnings: tuple[tuple[str, type[Warning], str, int], ...] = ()
     """(text, category, file, line) of each warning, for the parent's filters."""
+
+    skipped_subtests: tuple[SkippedSubtest, ...] = ()
 
 
 def run_case(case: CaseRef) -> CaseResult:
@@ -101,9 +122,11 @@ def run_case(case: CaseRef) -> CaseResult:
         warnings.simplefilter("default")
         test = cls(case.method)
         test._become_rank(current_world())
-        left = _run_by_unittest(test) or Left("", "", "")
+        result = _Result()
+        left = _run_by_unittest(test, result) or Left("", "", "")
     seen = ((str(w.message), w.category, w.filename, w.lineno) for w in caught)
-    return CaseResult(left.kind, left.name, left.reason, tuple(seen))
+    skipped = tuple(result.skipped_subtests)
+    return CaseResult(left.kind, left.name, left.reason, tuple(seen), skipped)
 
 
 def _warn_of_thread(error: threading.ExceptHookArgs) -> None:
@@ -184,7 +207,7 @@ def run_threaded_test(case: CaseRef) -> Left | None:
             try:
                 test = cls(case.method)
                 with _threads_agree(cls, test.world_size):
-                    return _run_by_unittest(test)
+                    return _run_by_unittest(test, _Result())
             finally:
                 cls.tearDownClass()
         finally:
@@ -230,8 +253,7 @@ def _runs(cls: type[Any], name: str) -> Iterator[None]:
             setattr(cls, name, own)
 
 
-def _run_by_unittest(test: unittest.TestCase) -> Left | None:
-    result = _Result()
+def _run_by_unittest(test: unittest.TestCase, result: _Result) -> Left | None:
     test.run(result)
     return conclude(result.raised, result.early)
 
@@ -242,6 +264,7 @@ class _Result(unittest.TestResult):
     def __init__(self) -> None:
         super().__init__()
         self.raised: list[tuple[str, BaseException]] = []
+        self.skipped_subtests: list[SkippedSubtest] = []
         self._expected: BaseException | None = None
 
     def addError(self, test: unittest.TestCase, err: ExcInfo) -> None:
@@ -262,9 +285,14 @@ class _Result(unittest.TestResult):
             self._keep(subtest, err)
 
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:
-        """Keep a skip of the whole test; a skipped subtest does not count."""
+        """Keep a skip of the test, or of a subtest, which does not end the test."""
         if not hasattr(test, "test_case"):
             self.raised.append((test.id(), unittest.SkipTest(reason)))
+            return
+        subtest: Any = test
+        shown = tuple((name, Shown(repr(v))) for name, v in subtest.params.items())
+        skipped = SkippedSubtest(message_of(subtest), shown, reason)
+        self.skipped_subtests.append(skipped)
 
     def addExpectedFailure(self, test: unittest.TestCase, err: ExcInfo) -> None:
         """Keep an expected failure, which the parent expects as well."""

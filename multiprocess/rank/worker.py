@@ -66,10 +66,11 @@ ACKNOWLEDGED_S = 15.0
 """Seconds without an acknowledgement after which the store's host counts as cut off."""
 
 _CONNECT_S = 60.0
+"""Time limit for a connection to a store, and of an agent's waits for keys."""
 
-_GROUP_TIMEOUT = datetime.timedelta(hours=2)
-"""Time limit longer than any deadline of the parent: only the parent can distinguish
-the rank that hangs from those that wait for it."""
+_RANK_TIMEOUT = datetime.timedelta(hours=2)
+"""Time limit of process groups and stores, longer than any deadline of the parent: only
+the parent can distinguish the rank that hangs from those that wait for it."""
 
 # A gloo group keeps 3 threads and 5 descriptors in a world of 2, and more in larger
 # ones, until it is destroyed.
@@ -250,14 +251,18 @@ class _Rank:
         assert_rewrite.import_rewritten(context.modules)
 
     def _open_store(self, prefix: str) -> Store:
-        if self._rendezvous is not None:
-            meet = self._rendezvous
-            return connect(meet.host, meet.port, f"{meet.prefix}/{prefix}")
         from torch.distributed import FileStore, PrefixStore
 
-        # A file without a name needs no removal, whatever ends first.
-        store = FileStore(f"/proc/self/fd/{self._store_fd}", self._spec.world_size)
-        return PrefixStore(prefix, store)
+        store: Store
+        if self._rendezvous is not None:
+            meet = self._rendezvous
+            store = connect(meet.host, meet.port, f"{meet.prefix}/{prefix}")
+        else:
+            # A file without a name needs no removal, whatever ends first.
+            path = f"/proc/self/fd/{self._store_fd}"
+            store = PrefixStore(prefix, FileStore(path, self._spec.world_size))
+        store.set_timeout(_RANK_TIMEOUT)
+        return store
 
     def _make_group(self) -> None:
         import torch.distributed as dist
@@ -278,7 +283,7 @@ class _Rank:
             store=self._open_store(f"group{self._groups_made}"),
             rank=self._rank,
             world_size=self._spec.world_size,
-            timeout=_GROUP_TIMEOUT,
+            timeout=_RANK_TIMEOUT,
             # With its device known, NCCL connects now. A rank that cannot take part
             # then fails while it joins, and not in the first call.
             device_id=self._world.device if self._connects_by_device() else None,

@@ -3,12 +3,15 @@
 import importlib
 import subprocess
 import sys
+import unittest
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gradparity.multiprocess import Cluster
 from gradparity.multiprocess.pytest_plugin import adopt
+from gradparity.multiprocess.testcase import TestCase, use
 from gradparity.tests.fault_matrix import MATRIX
 from gradparity.tests.multiprocess.test_pytest_plugin import Session, session
 
@@ -140,6 +143,40 @@ def test_warnings_of_our_class_pass_the_filters_of_the_session(
         assert done.stdout.count("DeprecationWarning: on rank") == 2
 
 
+def test_unittest_counts_tests_of_our_class_as_its_own() -> None:
+    class Mixed(TestCase):
+        def test_parts(self) -> None:
+            for part in "ab":
+                with self.subTest("named", part=part):
+                    if part == "b":
+                        self.skipTest("not today")
+            with self.subTest(rank=self.rank):
+                self.skipTest("on this rank")
+
+        def test_wrong(self) -> None:
+            self.assertEqual(self.rank, 1)
+
+        def test_error(self) -> None:
+            raise ValueError("boo")
+
+    result = unittest.TestResult()
+    with Cluster(2) as cluster:
+        use(lambda spec, *args: cluster.submit(*args))
+        try:
+            unittest.defaultTestLoader.loadTestsFromTestCase(Mixed).run(result)
+        finally:
+            use(None)
+    assert [test.id().split(".")[-1] for test, _ in result.failures] == ["test_wrong"]
+    assert [test.id().split(".")[-1] for test, _ in result.errors] == ["test_error"]
+    assert "rank 0: raised AssertionError: 0 != 1" in result.failures[0][1]
+    skips = [(test.id().split(".")[-1], reason) for test, reason in result.skipped]
+    assert skips == [
+        ("test_parts [named] (part='b')", "not today"),
+        ("test_parts (rank=0)", "on this rank"),
+        ("test_parts (rank=1)", "on this rank"),
+    ]
+
+
 @pytest.mark.slow
 def test_our_class_without_pytest(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("""
@@ -162,7 +199,7 @@ unittest.main()
     )
     assert done.returncode == 1
     assert "world of 2: rank 0: raised AssertionError: 0 != 1" in done.stderr
-    assert "FAILED (errors=1)" in done.stderr
+    assert "FAILED (failures=1)" in done.stderr
 
 
 TORCHS = """

@@ -28,6 +28,7 @@ from gradparity.multiprocess import (
     WorldSpec,
     current_world,
 )
+from gradparity.multiprocess.rank.worker import _RANK_TIMEOUT
 from gradparity.multiprocess.report import render_output
 from gradparity.multiprocess.spec import CallOptions
 
@@ -161,6 +162,16 @@ def test_the_store_is_empty_in_each_call(cluster: Cluster) -> None:
 
     assert cluster.run(use_store) == [False, False]
     assert cluster.run(use_store) == [False, False]
+
+
+def test_only_the_limit_of_the_call_limits_waits_for_the_store(
+    cluster: Cluster,
+) -> None:
+    def limit() -> Any:
+        store: Any = current_world().store  # its stub lacks this
+        return store.timeout
+
+    assert cluster.run(limit) == [_RANK_TIMEOUT] * 2
 
 
 def test_generators_are_seeded_alike_in_each_call(cluster: Cluster) -> None:

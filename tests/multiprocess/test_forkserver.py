@@ -5,13 +5,14 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gradparity.multiprocess import Cluster, ForkserverError
+from gradparity.multiprocess import Cluster, ForkserverError, WorldError
 from gradparity.multiprocess.linux import has_ended
 from gradparity.multiprocess.parent import forkserver_client
 
@@ -139,6 +140,22 @@ def test_a_file_that_hides_a_module_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(ForkserverError) as caught:
         Cluster(1).start()
     assert f'File "{hiding}", line 1' in str(caught.value)
+
+
+@pytest.mark.usefixtures("own_server")
+def test_ranks_have_the_options_of_the_parents_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "warnoptions", ["error:look here:UserWarning"])
+
+    def look() -> list[str]:
+        warnings.warn("another one", stacklevel=1)
+        return list(sys.warnoptions)
+
+    with Cluster(1) as cluster:
+        assert cluster.run(look) == [sys.warnoptions]
+        with pytest.raises(WorldError, match="raised UserWarning: look here"):
+            cluster.run(lambda: warnings.warn("look here", stacklevel=1))
 
 
 def test_a_question_for_gpus_loads_no_driver_before_a_fork(

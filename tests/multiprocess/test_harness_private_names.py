@@ -6,6 +6,7 @@ ruff ensures that only one module uses them (SLF001, PLC2701).
 import inspect
 from types import FunctionType
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -19,6 +20,17 @@ def test_what_makes_groups_is_one_function() -> None:
     makers = {n for n, f in functions if f" {name}(" in inspect.getsource(f)} - {name}
     assert makers == {"init_process_group", "_new_group_with_tag"}
     assert owner is distributed_c10d and internals.BACKWARD.co_name.endswith("backward")
+
+
+def test_the_default_device_is_known_once_it_is_set() -> None:
+    def look() -> list[str]:
+        before = internals.default_device()
+        torch.set_default_device("meta")
+        return [str(before), str(internals.default_device())]
+
+    with Cluster(1) as cluster:
+        assert cluster.run(look) == [["None", "meta"]]
+        assert cluster.run(look) == [["None", "meta"]]
 
 
 def test_groups_are_counted() -> None:

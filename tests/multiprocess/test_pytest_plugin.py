@@ -125,6 +125,38 @@ def test_output(world):
     assert "torn down on 1" in done.stdout
 
 
+def test_a_default_device_of_a_module_is_that_of_all_its_tests(
+    session: Session,
+) -> None:
+    done = session("""
+if "GRADPARITY_WORLD" in os.environ:  # this process runs other tests, too
+    torch.set_default_device("meta")
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("turn", [0, 1])
+def test_module(turn):
+    assert torch.ones(1).is_meta
+    torch.set_default_device("cpu")  # its own: the next test has meta
+
+@pytest.fixture(scope="class")
+def on_cpu():
+    torch.set_default_device("cpu")
+    yield
+    torch.set_default_device("meta")
+
+class TestOnCpu:
+    @pytest.mark.world(2)
+    @pytest.mark.parametrize("turn", [0, 1])
+    def test_fixture(self, world, on_cpu, turn):
+        assert total(world) == 1
+
+@pytest.mark.world(2)
+def test_last():
+    assert torch.ones(1).is_meta
+""")
+    assert "5 passed" in done.stdout, done.stdout
+
+
 def test_failing_tests(session: Session) -> None:
     done = session(
         """
@@ -425,6 +457,23 @@ def test_sizes(world):
         "test_it.py::test_sizes[world1]",
         "test_it.py::test_plain",
     ]
+
+
+def test_a_marker_of_a_parameter(session: Session) -> None:
+    done = session("""
+@pytest.mark.parametrize("x", [1, pytest.param(3, marks=pytest.mark.world(3))])
+def test_alone(x):
+    assert not dist.is_initialized() or dist.get_world_size() == x
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("x", [2, pytest.param(3, marks=pytest.mark.world(3))])
+def test_both(x):
+    assert dist.get_world_size() == x
+""")
+    assert "3 passed, 1 error" in done.stdout, done.stdout
+    assert (
+        "test_both[3]: a parameter has the marker `world` and its test" in done.stdout
+    )
 
 
 # regression: M8

@@ -38,6 +38,7 @@ def test_raise(world):
 def test_innocent(world, doubled):
     assert total(world) == 1
     assert doubled == 2 * world.rank
+    assert world.store.timeout.total_seconds() > 3600
 
 @pytest.mark.world(world_size=2, timeout_s=1)
 def test_hang(world):

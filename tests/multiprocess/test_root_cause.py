@@ -13,6 +13,7 @@ OK, RAISED, EXITED = RankState.OK, RankState.RAISED, RankState.EXITED
 KILLED, HUNG, VICTIM = RankState.KILLED, RankState.HUNG, RankState.VICTIM
 
 IN_COLLECTIVE, ELSEWHERE, DONE = Place.COLLECTIVE, Place.BODY, Place.DONE
+IMPORTING = Place.IMPORTING
 
 
 def ok(rank: int) -> Fact:
@@ -78,6 +79,9 @@ def reported(fact: Fact, order: int) -> Fact:
         ([ended(0, 2.0, 1), ended(1, 1.0, 1)], [EXITED, EXITED], 1),
         ([hung(0, DONE), hung(1)], [VICTIM, HUNG], 1),
         ([hung(0, DONE), hung(1, IN_COLLECTIVE)], [VICTIM, HUNG], 1),
+        ([hung(0), hung(1, IMPORTING)], [VICTIM, HUNG], 1),
+        ([hung(0, IMPORTING), hung(1, IMPORTING)], [HUNG, HUNG], 0),
+        ([raised(0, 1.0), hung(1, IMPORTING)], [RAISED, VICTIM], 0),
         ([hung(0), hung(1, stopped=True)], [HUNG, HUNG], 1),
         ([raised(0, 1.0), hung(1, stopped=True)], [RAISED, HUNG], 1),
         (

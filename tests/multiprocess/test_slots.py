@@ -144,6 +144,15 @@ def test_zero_cpu_slots_hold_nothing(
         assert held == ()
 
 
+@pytest.mark.parametrize("count", ["abc", "-1", ""])
+def test_a_wrong_number_of_cpu_slots_names_its_variable(
+    monkeypatch: pytest.MonkeyPatch, count: str
+) -> None:
+    monkeypatch.setenv(SLOTS_VARIABLE, count)
+    with pytest.raises(HarnessError, match=f"{SLOTS_VARIABLE} must be a .* '{count}'$"):
+        cpu_slots()
+
+
 def test_without_lock_files_cpu_slots_are_optional_and_gpu_slots_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +177,25 @@ def test_gpu_slots_are_named_as_in_cuda_visible_devices(
         assert held == ("5",)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus(8) == []
+
+
+@pytest.mark.parametrize(
+    ("listed", "names"),
+    [
+        ("-1", []),
+        ("0,-1,1", ["0"]),
+        ("1,8,0", ["1"]),
+        ("NoDevFiles", []),
+        ("0,0", []),
+        ("GPU-7a,GPU-3b", ["GPU-7a", "GPU-3b"]),
+        ("GPU-7a,,1", ["GPU-7a"]),
+    ],
+)
+def test_gpus_are_counted_as_cuda_counts_them(
+    monkeypatch: pytest.MonkeyPatch, listed: str, names: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    assert visible_gpus(8) == names
 
 
 def test_a_world_sees_the_gpus_of_its_slots(

@@ -1,13 +1,18 @@
 """Settings of a test's world: marker, command line and ini file."""
 
+import math
 import re
+import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from gradparity.multiprocess import WorldSpec
+from gradparity.multiprocess import Cluster, WorldError, WorldSpec, current_world
 from gradparity.multiprocess.pytest_plugin import settings
 from gradparity.multiprocess.pytest_plugin.settings import defaults_of, world_of
+from gradparity.multiprocess.spec import CallOptions
 from gradparity.multiprocess.testcase import TestCase, use
 from gradparity.tests.multiprocess.test_pytest_plugin import Session, session
 
@@ -107,6 +112,38 @@ def test_it():
     assert re.search(hung, done.stdout), done.stdout
 
 
+def start_within(cluster: Cluster, limit_s: float) -> CallOptions:
+    """Limit the imports of the next test, on ranks that are already running."""
+    cluster.start()
+    assert cluster._ranks is not None
+    cluster._ranks.spec = replace(cluster.spec, start_timeout_s=limit_s)
+    return CallOptions(timeout_s=60.0, is_test=True)
+
+
+def test_a_test_may_take_longer_than_its_import() -> None:
+    def test() -> int:
+        current_world()._begin()
+        time.sleep(2.5)
+        return 7
+
+    with Cluster(1) as cluster:
+        outcomes = cluster.submit(start_within(cluster, 2.0), test)
+    assert outcomes[0].value == 7
+
+
+def test_an_import_that_never_ends_names_its_limit() -> None:
+    def test() -> None:
+        if current_world().rank == 0:
+            current_world()._begin()
+        time.sleep(1000)
+
+    with Cluster(2) as cluster, pytest.raises(WorldError) as caught:
+        cluster.submit(start_within(cluster, 0.5), test)
+    message = caught.value.outcomes[1].message or ""
+    says = r"still importing the test after \d+\.\d s; start_timeout_s limits this"
+    assert re.match(says, message), message
+
+
 class Base(TestCase):
     timeout_s = 50.0
     backend = "gloo"
@@ -147,6 +184,23 @@ def test_too_many():
 """)
     assert "3 passed, 1 skipped" in done.stdout, done.stdout
     assert "needs at least 4 CPU cores, and there are 3" in done.stdout
+
+
+def test_a_skip_for_too_few_ranks_names_the_line_of_its_test(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "cores", lambda: 3)
+    done = session("""
+@pytest.mark.world("all", min_size=4)
+def test_one():
+    raise AssertionError
+
+@pytest.mark.world("all", min_size=4)
+def test_two():
+    raise AssertionError
+""")
+    skips = re.findall(r"SKIPPED \[1\] test_it\.py:(\d+): needs", done.stdout)
+    assert len({*skips}) == 2, done.stdout
 
 
 def test_a_world_may_have_as_many_ranks_as_there_are_gpus_or_agents(
@@ -205,3 +259,34 @@ def test_a_backend_that_torch_does_not_take_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=says):
         WorldSpec(world_size=2, **settings)  # type: ignore[arg-type]  # names of fields
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ({"timeout_s": "60"}, "timeout_s must be a number, got '60'"),
+        ({"timeout_s": True}, "timeout_s must be a number, got True"),
+        ({"start_timeout_s": None}, "start_timeout_s must be a number, got None"),
+        ({"start_timeout_s": math.inf}, "start_timeout_s must be above 0 and finite"),
+        ({"grace_s": "a"}, "grace_s must be a number, got 'a'"),
+        ({"grace_s": -1}, "grace_s must be finite and not negative: -1"),
+        ({"grace_s": math.nan}, "grace_s must be finite and not negative: nan"),
+        ({"seed": "1"}, "seed must be an int, got '1'"),
+        ({"seed": 2**64}, "seed must have 64 bits at most, got 18446744073709551616"),
+        ({"threads": 1.5}, "threads must be an int, got 1.5"),
+        ({"output_limit": 0}, "output_limit must be above 0"),
+        ({"share_devices": 1}, "share_devices must be a bool, got 1"),
+        ({"default_group": "no"}, "default_group must be a bool, got 'no'"),
+        ({"preload": 3}, "preload must be a tuple of names, got 3"),
+        ({"isolation": 3}, "isolation must be one of pool, group, process; got 3"),
+    ],
+)
+def test_a_setting_of_another_type_or_range_is_refused(
+    setting: dict[str, Any], says: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{says}"):
+        world_of(2, setting, {}, None)
+
+
+def test_the_least_grace_and_seed_are_accepted() -> None:
+    assert WorldSpec(world_size=1, grace_s=0, seed=-(2**63)).grace_s == 0

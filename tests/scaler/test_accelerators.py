@@ -63,6 +63,15 @@ def test_no_rank_steps_when_one_has_raised(two: Cluster, fused: bool) -> None:
     assert "PeerFailedError" in (first, second)
 
 
+def test_the_host_waits_for_the_rows_on_their_own_device() -> None:
+    result = mock.Mock()
+    with mock.patch.object(sync, "torch") as fake:
+        fake.cuda.is_current_stream_capturing.return_value = False
+        sync._on_its_way(result)
+    fake.cuda.current_stream.assert_called_once_with(result.rows.device)
+    fake.cuda.Event().record.assert_called_once_with(fake.cuda.current_stream())
+
+
 @FUSED
 @pytest.mark.parametrize("bad_rank", [None, 0, 1])
 def test_overflow_anywhere_skips_everywhere(

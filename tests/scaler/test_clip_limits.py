@@ -14,7 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from gradparity.multiprocess import Cluster
-from gradparity.scaler import GradScaler, PeerFailedError, RanksDisagreeError
+from gradparity.scaler import (
+    GradScaler,
+    PeerFailedError,
+    RanksDisagreeError,
+    global_norm,
+    history,
+)
+from gradparity.scaler.grads import _norms_cuda
 from gradparity.tests.beside_torch import (
     ours_plain,
     ours_sharded,
@@ -34,6 +41,31 @@ def with_gradient(gradient: Tensor) -> nn.Parameter:
 
 
 # - What is counted
+
+
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+def test_an_empty_shard_has_norm_0_by_the_kernel_of_accelerators(
+    norm_type: float,
+) -> None:
+    pair = [torch.full((1,), -2.0), torch.ones(0)]
+    assert _norms_cuda(pair, norm_type).tolist() == [2.0, 0.0]
+    assert _norms_cuda(pair[1:], norm_type).tolist() == [0.0]
+
+
+def test_an_empty_shard_hides_no_norm_and_no_overflow_of_an_accelerator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (global_norm, history):
+        monkeypatch.setattr(module, "norms", _norms_cuda)
+    full, empty = with_gradient(torch.ones(3)), with_gradient(torch.ones(0))
+    optimizer, scaler = sgd(empty, full), GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.zeros(()))
+    assert float(scaler.clip_and_step(optimizer, 1.0, INF)) == 1.0
+    scaler.update()
+    full.grad = torch.full((3,), INF)
+    scaler.step(optimizer)
+    scaler.update()
+    assert str(scaler.last_overflow) == "inf in parameter 1 on rank 0"
 
 
 @OURS

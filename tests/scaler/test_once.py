@@ -210,6 +210,24 @@ def test_the_warning_on_shared_parameters_names_the_line_of_update(
     assert [w.filename for w in warned] == [__file__] * (not frozen)
 
 
+def test_a_warning_that_is_an_error_ends_the_iteration_first() -> None:
+    shared, own = parameter(), parameter()
+    first, second = sgd(shared, own), sgd(shared)
+    scaler = scaled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for turn in range(3):
+            for optimizer, p in ((first, own), (second, shared)):
+                p.grad = torch.full_like(p, 4.0)
+                scaler.step(optimizer)
+            if turn == 0:
+                with pytest.raises(UserWarning, match="share a parameter"):
+                    scaler.update()
+            else:
+                scaler.update()
+            assert scaler.counters.steps == turn + 1
+
+
 # regression: T25
 def test_parameters_that_an_optimizer_drops_are_freed() -> None:
     p, scaler = parameter(), scaled()
