@@ -122,7 +122,7 @@ def read_record(folder: Path) -> Record:
 
 
 def not_judged(record: Record) -> dict[str, str]:
-    """Return peer -> reason why it was not run."""
+    """Return name of a scaler that was not run -> reason."""
     fallen = _fallen(record.smoke)
     reasons: dict[str, str] = {}
     for name, peer in PEERS.items():

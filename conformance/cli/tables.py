@@ -113,7 +113,10 @@ def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
 def _entries(
     table: ast.expr | None, functions: Mapping[str, ast.FunctionDef]
 ) -> Iterator[tuple[str, Row]]:
-    """Yield the entries of ``{"a": ...}`` or ``{t.name: t for t in (T(...),)}``."""
+    """Yield (key, row) of a table that is ``{"a": ...}`` or a comprehension of it.
+
+    The comprehension has the form ``{t.name: t for t in (T(...),)}``.
+    """
     if isinstance(table, ast.Dict):
         for key, value in zip(table.keys, table.values, strict=True):
             function = functions.get(value.id) if isinstance(value, ast.Name) else None

@@ -157,7 +157,10 @@ def merge(parts: Iterable[tuple[int, Stored]], *, averages: bool = False) -> Who
 
 
 def _distance(first: Stored, other: Stored) -> float:
-    """Return the distance of two replicas relative to the first; 0 without sketches."""
+    """Return the distance of two replicas, divided by the norm of the first.
+
+    It is 0 if no sketches were recorded.
+    """
     if first.sketch is None or other.sketch is None:
         return 0.0
     mine, its = first.sketch.astype(np.float64), other.sketch.astype(np.float64)

@@ -100,7 +100,7 @@ WAYS: dict[str, tuple[Any, bool, bool]] = {
 
 
 def rank_main(rank: int) -> dict[str, Any]:
-    """Return way -> gradient of the middle layer."""
+    """Return name of a setup in ``WAYS`` -> gradient of the middle layer."""
     found = {}
     for way, (wrap, deferred, branch) in WAYS.items():
         model, x, y = problem(torch.float32)

@@ -36,7 +36,7 @@ _allowed: set[int] = set()
 
 
 def allow_present(*, only: bool = False) -> None:
-    """Allow the threads that run Python code now, in addition to those allowed before.
+    """Do not report the threads that run Python code now, nor those allowed before.
 
     Args:
         only: True to forget the threads allowed before, at the start of a call.

@@ -191,7 +191,7 @@ class SaysNothing(SharesNoOptimizer):
 
 
 class AgreesOverSharedOptimizers(PlainScaler):
-    """No fault: a rank alone decides about an optimizer that no other rank has."""
+    """No fault: ranks agree whether to skip an optimizer that they share."""
 
     own = False
 

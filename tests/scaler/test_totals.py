@@ -1,4 +1,4 @@
-"""Each shard is added, each replica counted once: on the host, on a device, by hand."""
+"""Global norms add each shard and count each replica once, on CPU and accelerator."""
 
 import math
 from collections import defaultdict
