@@ -192,7 +192,9 @@ class Agent:
                 self._own.end(spec)
                 return False, ready
             own = self._own.run(request, self._others("run"))
-            limit_s = options.timeout_s + spec.grace_s + _REPORT_S
+            # a rank on another host may still import the test
+            imports_s = spec.start_timeout_s if options.is_test else 0.0
+            limit_s = imports_s + options.timeout_s + spec.grace_s + _REPORT_S
             return True, self._gather("fact", own, spec.world_size, limit_s)
         except BaseException:  # also Ctrl-C, or the timeout of pytest-timeout
             # Agents that can still be reached leave this call for the next request.
