@@ -6,7 +6,8 @@ pytest-xdist's workers use the same ones; pytest has no public names for them.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -46,6 +47,20 @@ def unconfigure(config: pytest.Config) -> None:
 def protocol(item: pytest.Item, following: pytest.Item | None) -> list[Any]:
     """Run setup, call and teardown of a test; return their reports."""
     return list(runtestprotocol(item, log=False, nextitem=following))
+
+
+@contextmanager
+def kept_conftests(session: pytest.Session) -> Iterator[None]:
+    """Keep conftests whose folder has not been collected yet (since pytest 9.1).
+
+    pytest drops them at the end of each collection, and with them their fixtures.
+    """
+    waiting = getattr(session._fixturemanager, "_pending_conftests", {})
+    before = dict(waiting)
+    try:
+        yield
+    finally:
+        waiting.update(before)
 
 
 def tear_down_to(session: pytest.Session, following: pytest.Item | None) -> None:

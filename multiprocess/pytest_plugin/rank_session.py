@@ -14,7 +14,8 @@ import warnings
 from collections.abc import Generator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import pytest
 
@@ -298,6 +299,7 @@ class _RankPlugin:
         self._latest: tuple[object, BaseException] | None = None
         """Report and exception of the last phase; None if it passed."""
         self._wide: dict[int, list[Any]] = {}
+        self._folders: dict[Path, pytest.Collector] = {}
 
     def begin(self) -> None:
         """Clear the results of the previous test."""
@@ -379,6 +381,25 @@ class _RankPlugin:
         result = yield
         self.collected = [*before, *(item for item in items if item not in before)]
         return result
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collect_directory(
+        self, path: Path
+    ) -> Generator[None, pytest.Collector | None, pytest.Collector | None]:
+        """Use one node per folder for all files, as one collection of them would.
+
+        Fixtures of a conftest belong to the node of its folder.
+        """
+        node = yield
+        return None if node is None else self._folders.setdefault(path, node)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_finish(
+        self, session: pytest.Session
+    ) -> Generator[None, object, object]:
+        """Keep the conftests of folders that a later file needs."""
+        with internals.kept_conftests(session):
+            return (yield)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep collection errors; a module skipped only on ranks counts as an error."""
