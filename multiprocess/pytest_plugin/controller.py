@@ -28,6 +28,7 @@ from ..spec import CallOptions, WorldSpec
 from . import internals
 from .rank_session import (
     FAIL,
+    ItemId,
     ItemOrder,
     ItemResult,
     Phase,
@@ -183,11 +184,8 @@ class ItemRun:
         following = self._following
         order = ItemOrder(
             session=_session_order(self._item.config),
-            file=str(self._item.path),
-            name=self._item.nodeid,
-            following=following
-            if following is None
-            else (str(following.path), following.nodeid),
+            test=ItemId.of(self._item),
+            following=None if following is None else ItemId.of(following),
             # Not the test's seed: new examples in each session find more.
             draw_seed=random.Random(os.urandom(8)).getrandbits(64),
         )
@@ -264,12 +262,13 @@ class ItemRun:
 
     def _take_subtests(self, results: Sequence[tuple[int, ItemResult]]) -> None:
         """Report each subtest once; the report of a rank on which it failed wins."""
-        config, hook = self._item.config, self._item.ihook
+        item, config = self._item, self._item.config
         merged: dict[tuple[str, int], Any] = {}
         for rank, result in results:
             seen: dict[str, int] = {}
             for data in result.subtests:
                 report = _deserialised(config, data)
+                report.nodeid, report.location = item.nodeid, item.location
                 name = repr(getattr(report, "context", None))
                 seen[name] = seen.get(name, 0) + 1
                 other = merged.get((name, seen[name]))
@@ -277,7 +276,7 @@ class ItemRun:
                     report.sections.append(("Rank", str(rank)))
                     merged[name, seen[name]] = report
         for report in merged.values():
-            hook.pytest_runtest_logreport(report=report)
+            item.ihook.pytest_runtest_logreport(report=report)
         failed = sum(report.failed for report in merged.values())
         if failed:
             text = f"contains {failed} failed subtest{'s' * (failed > 1)}"

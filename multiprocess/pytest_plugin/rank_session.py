@@ -52,17 +52,36 @@ class SessionOrder:
     reports."""
 
 
+class ItemId(NamedTuple):
+    """Name of a test in the parent's session and in those of ranks.
+
+    Node ids may differ: in a file outside of the root folder they depend on pytest's
+    arguments.
+    """
+
+    file: str
+    names: tuple[str, ...]
+    """Names of the nodes below the file: classes, and the test."""
+
+    @classmethod
+    def of(cls, item: pytest.Item) -> Self:
+        """Return the id of a test."""
+        folders = pytest.Session | pytest.Directory | pytest.File
+        inner = [node for node in item.listchain() if not isinstance(node, folders)]
+        return cls(str(item.path), tuple(node.name for node in inner))
+
+    def __str__(self) -> str:
+        return "::".join((self.file, *self.names))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ItemOrder:
     """Order to a rank to run a test."""
 
     session: SessionOrder
-    file: str
-    name: str
-    """Node id of the test."""
-
-    following: tuple[str, str] | None
-    """File and node id of the next test on these ranks, whose fixtures are kept."""
+    test: ItemId
+    following: ItemId | None
+    """Next test on these ranks, whose fixtures are kept."""
 
     draw_seed: int
     """Seed of hypothesis, equal on all ranks."""
@@ -118,8 +137,8 @@ def run_item(order: ItemOrder) -> ItemResult | Failed:
     if _session is None:
         _session = RankSession(order.session)
     session = _session
-    item = session.item(order.file, order.name)
-    following = None if order.following is None else session.item(*order.following)
+    item = session.item(order.test)
+    following = session.following(order.following)
     session.plugin.draw_seed = order.draw_seed
     current_world()._begin()  # noqa: SLF001  # its own world
     return session.run(item, following)
@@ -162,29 +181,44 @@ class RankSession:
         current_world()._trace_crashes()  # noqa: SLF001  # its own world; pytest's faulthandler has taken them
         self.session = pytest.Session.from_config(self.config)
         self.config.hook.pytest_sessionstart(session=self.session)
-        self._items: dict[str, pytest.Item] = {}
-        self._files: set[str] = set()
+        self._items: dict[str, dict[ItemId, pytest.Item]] = {}
+        """File -> its tests."""
         self._expected: pytest.Item | None = None
 
-    def item(self, file: str, name: str) -> pytest.Item:
-        """Return a test by its id; its file is collected at the first request."""
-        if file not in self._files:
+    def item(self, test: ItemId) -> pytest.Item:
+        """Return a test; its file is collected at the first request.
+
+        Raises:
+            HarnessError: This rank does not find the test.
+        """
+        if test.file not in self._items:
             self.plugin.collect_errors.clear()
-            self.session.perform_collect([file])
+            self.session.perform_collect([test.file])
             if self.plugin.collect_errors:
                 raise HarnessError(
-                    f"{file} cannot be collected on this rank, and could in the "
+                    f"{test.file} cannot be collected on this rank, and could in the "
                     "parent:\n" + "\n".join(self.plugin.collect_errors)
                 )
-            self._items.update((item.nodeid, item) for item in self.plugin.collected)
-            self._files.add(file)
-        if name not in self._items:
+            collected = self.plugin.collected
+            self._items[test.file] = {ItemId.of(item): item for item in collected}
+        items = self._items[test.file]
+        if test not in items:
             raise HarnessError(
-                f"{name} is not among the {len(self.plugin.collected)} tests that this "
-                f"rank found in {file}, and was in the parent: parameters must be the "
-                "same in every process, so no sets, times or random values"
+                f"{test} is not among the {len(items)} tests that this rank found "
+                "there, and was in the parent: parameters must be the same in every "
+                "process, so no sets, times or random values"
             )
-        return self._items[name]
+        return items[test]
+
+    def following(self, test: ItemId | None) -> pytest.Item | None:
+        """Return the next test; None if this rank does not find it.
+
+        The order to run it then reports the error.
+        """
+        try:
+            return None if test is None else self.item(test)
+        except (Exception, SystemExit):  # any module may raise any error
+            return None
 
     def run(
         self, item: pytest.Item, following: pytest.Item | None
