@@ -11,7 +11,7 @@ import pickle
 import random
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +39,9 @@ from .runner import Runner, UnsuitableWorld
 
 _RUN: pytest.StashKey[ItemRun] = pytest.StashKey()
 _SESSION = pytest.StashKey[SessionOrder]()
+
+_FOLLOWED = (RankState.OK, RankState.VICTIM)
+"""States of ranks without a failure of their own."""
 
 _CONFIGURE_NODE = "pytest_configure_node"
 """Hook of pytest-xdist in which plugins configure a worker."""
@@ -135,6 +138,9 @@ class ItemRun:
         self._runner = runner
         self._following = following
         self._ended: dict[str, BaseException] = {}
+        self._expected: set[str] = set()
+        """Phases that failed as the test's ``xfail`` mark expects."""
+
         self._outcomes: tuple[RankOutcome, ...] = ()
         self.failure: WorldError | None = None
         self.failed_in = "call"
@@ -144,7 +150,7 @@ class ItemRun:
         """Run the whole test on the ranks; raise what its setup raised there."""
         __tracebackhide__ = True
         self._ended, self._outcomes, self.failure = {}, (), None
-        self._reports = {}
+        self._expected, self._reports = set(), {}
         options = self._item.config.option
         if getattr(options, "setuponly", False) or getattr(options, "setupplan", False):
             return
@@ -207,7 +213,9 @@ class ItemRun:
         self._take_subtests([(o.rank, r) for o, r in results])
         self._take_warnings([result for _, result in results])
         # A rank without a result has died or hangs, so ranks ended differently.
-        all_ended = len(results) == len(self._outcomes)
+        all_ended = len(results) == len(self._outcomes) and all(
+            result.phase("teardown") for _, result in results
+        )
         if all_ended:
             self._take_expectation([result.expected for _, result in results])
         for _, result in results:
@@ -222,19 +230,20 @@ class ItemRun:
         for when in ("setup", "call", "teardown"):
             phases = [(o, p) for o, r in results if (p := r.phase(when)) is not None]
             kinds = {phase.kind for _, phase in phases}
+            failed = [
+                (o, p) for o, p in phases if p.kind == FAIL and o.state not in _FOLLOWED
+            ]
+            if self._is_expected(p for _, p in failed):
+                self._expected.add(when)
             if self.failure is not None and when == self.failed_in:
-                self._ended[when] = _for_pytest(self._item, self.failure)
-            elif FAIL in kinds:
-                failed = [(o, p) for o, p in phases if p.kind == FAIL]
-                own = [o for o, _ in failed if o.state is not RankState.VICTIM]
-                if when == "teardown" and own:
-                    text = "\n".join(
-                        f"rank {rank}:\n{report.longreprtext}"
-                        for rank, report in self._reports.get(when, [])
-                        if report.failed
-                    )
-                    self._ended[when] = pytest.fail.Exception(text, pytrace=False)
-            elif all_ended and len(kinds) > 1:
+                self._ended[when] = _for_pytest(self.failure)
+            elif failed:
+                reports = dict(self._reports[when])
+                text = "\n".join(
+                    f"rank {o.rank}:\n{reports[o.rank].longreprtext}" for o, _ in failed
+                )
+                self._ended[when] = pytest.fail.Exception(text, pytrace=False)
+            elif all_ended and FAIL not in kinds and len(kinds) > 1:
                 text = _disagreement(self._outcomes) or _different_ends(when, phases)
                 self._ended[when] = pytest.fail.Exception(text, pytrace=False)
             elif all_ended and kinds & {SKIP, XFAIL}:
@@ -243,8 +252,20 @@ class ItemRun:
                 kind = pytest.skip if phase.kind == SKIP else pytest.xfail
                 self._ended[when] = kind.Exception(phase.reason)
 
+    def _is_expected(self, failed: Iterable[Phase]) -> bool:
+        """Return True if all failures of a phase are of the test, and expected."""
+        own = [o for o in self._outcomes if o.state not in _FOLLOWED]
+        if any(_left(o) == SKIP for o in self._outcomes) or any(map(_is_fault, own)):
+            return False
+        expected = [phase.is_expected for phase in failed]
+        return bool(expected) and all(expected)
+
     def _place_of_failure(self) -> str:
         assert self.failure is not None
+        own = [o.value for o in self._outcomes if o.state not in _FOLLOWED]
+        # pytest shows nothing of the phases after a setup that failed.
+        if any(isinstance(v, ItemResult) and v.failed == "setup" for v in own):
+            return "setup"
         root = self.failure.root.value
         if isinstance(root, ItemResult):
             if root.failed is not None:
@@ -323,6 +344,9 @@ class ItemRun:
         raised = self._ended.get(call.when)
         if call.excinfo is None or call.excinfo.value is not raised:
             return  # a subtest of another plugin
+        if early_end(call.excinfo.value) is None:
+            is_expected = call.when in self._expected
+            internals.apply_expectation(self._item, report, is_expected)
         if report.failed and self.failure is not None and call.when == self.failed_in:
             notes = list(getattr(raised, "__notes__", []))
             title = _disagreement(self.failure.outcomes)
@@ -383,7 +407,8 @@ def _deserialised(config: pytest.Config, data: Mapping[str, Any]) -> Any:
     return config.hook.pytest_report_from_serializable(config=config, data=dict(data))
 
 
-def _for_pytest(item: pytest.Item, failure: WorldError) -> BaseException:
+def _for_pytest(failure: WorldError) -> BaseException:
+    """Return the exception by which pytest and its plugins see a failed world."""
     disagreement = _disagreement(failure.outcomes)
     if disagreement:
         return pytest.fail.Exception(disagreement, pytrace=False)
@@ -394,17 +419,34 @@ def _for_pytest(item: pytest.Item, failure: WorldError) -> BaseException:
         early_end(error) is not None or (any(exits) and not all(exits))
     ):
         return failure
-    # The exception of a rank, so that xfail(raises=...) can compare it. If several
-    # ranks fail on their own, one that the mark does not accept.
-    followed = (RankState.OK, RankState.VICTIM)
-    own = [o.exception or failure for o in failure.outcomes if o.state not in followed]
-    return next((e for e in [error, *own] if not internals.accepts(item, e)), error)
+    return error
+
+
+def _is_fault(outcome: RankOutcome) -> bool:
+    """Return True if a rank failed otherwise than by an exception of its test.
+
+    It may have died, for example, also in the teardown after the exception.
+    """
+    result = outcome.value
+    if not isinstance(result, ItemResult) or result.failed is None:
+        return True
+    return result.phase("teardown") is None and not outcome.place.waits
+
+
+def _left(outcome: RankOutcome) -> str:
+    """Return the kind of an early end such as a skip, or ""."""
+    return outcome.value.kind if isinstance(outcome.value, Left) else ""
 
 
 def _disagreement(outcomes: tuple[RankOutcome, ...]) -> str:
-    if not any(isinstance(o.value, Left) and o.value.kind for o in outcomes):
+    if not any(map(_left, outcomes)):
         return ""
-    lines = [f"  {outcome.headline}" for outcome in outcomes]
+    lines = [
+        f"  rank {outcome.rank}: {_left(outcome)} {outcome.value.reason}"
+        if outcome.ok and _left(outcome)
+        else f"  {outcome.headline}"
+        for outcome in outcomes
+    ]
     return "\n".join(["the ranks do not agree on the outcome:", *lines, ""])
 
 

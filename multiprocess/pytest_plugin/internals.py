@@ -81,16 +81,32 @@ def expect_failure(item: pytest.Item, expected: Mapping[str, Any]) -> None:
         item.stash[xfailed_key] = Xfail(**expected)
 
 
-def accepts(item: pytest.Item, error: BaseException) -> bool:
-    """Return False if the ``xfail`` mark of a test names other exceptions."""
+def expects(item: pytest.Item, error: BaseException) -> bool:
+    """Return True if an ``xfail`` mark of a test accepts an exception."""
     mark = item.stash.get(xfailed_key, None)
-    raises: Any = None if mark is None else mark.raises
+    if mark is None:
+        return False
+    raises: Any = mark.raises
     if raises is None:
         return True
     if isinstance(raises, type | tuple):
         return isinstance(error, raises)
     # pytest.RaisesExc exists since pytest 8.4
     return hasattr(raises, "matches") and bool(raises.matches(error))
+
+
+def apply_expectation(
+    item: pytest.Item, report: pytest.TestReport, is_expected: bool
+) -> None:
+    """Report a failure of a test with an ``xfail`` mark as expected, or as failed."""
+    mark = item.stash.get(xfailed_key, None)
+    if mark is None or item.config.option.runxfail:
+        return
+    if is_expected:
+        report.outcome, report.wasxfail = "skipped", mark.reason
+    else:
+        report.outcome = "failed"
+        vars(report).pop("wasxfail", None)
 
 
 def temporary_folder(config: pytest.Config) -> str | None:

@@ -95,10 +95,16 @@ class Phase(Left):
     report: Mapping[str, Any]
     """Report of pytest, serialised by pytest."""
 
+    is_expected: bool
+    """True if it failed, and the ``xfail`` mark of the test accepts the exception."""
+
 
 @dataclass(frozen=True)
 class ItemResult(Left):
-    """Result of a test on one rank, in a form that can be sent to the parent."""
+    """Result of a test on one rank, in a form that can be sent to the parent.
+
+    It has no phase of a teardown that has not ended yet.
+    """
 
     phases: tuple[Phase, ...] = ()
     subtests: tuple[Mapping[str, Any], ...] = ()
@@ -238,7 +244,7 @@ class RankSession:
             del item.user_properties[properties:]
         expected = internals.expected_failure(item)
         stops = [(each, getattr(self.session, each)) for each in _STOPS]
-        phases = [plugin.phase(self.config, report) for report in plugin.reports]
+        phases = [plugin.phase(item, report) for report in plugin.reports]
         early = next((p for p in phases if p.kind not in ("", FAIL)), None)
         failed = next((p for p in phases if p.kind == FAIL), None)
         left = _PASSED if early is None or failed is not None else early
@@ -268,7 +274,7 @@ class RankSession:
         internals.unconfigure(self.config)
 
 
-def _failed(error: BaseException, report: Any, result: ItemResult | None) -> Failed:
+def _failed(error: BaseException, report: Any, result: ItemResult) -> Failed:
     followed = getattr(error, "_gradparity_followed", False)
     # A failure of another rank has its traceback on that rank.
     text = str(error) if followed else report.longreprtext
@@ -330,7 +336,7 @@ class _RankPlugin:
         self.collected: list[pytest.Item] = []
         # Keep the reports, too, so that no new one gets the id of an old one.
         self._errors: dict[int, tuple[object, BaseException]] = {}
-        self._latest: tuple[object, BaseException] | None = None
+        self._latest: tuple[pytest.TestReport, BaseException] | None = None
         """Report and exception of the last phase; None if it passed."""
         self._wide: dict[int, list[Any]] = {}
         self._folders: dict[Path, pytest.Collector] = {}
@@ -364,15 +370,18 @@ class _RankPlugin:
         return report
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_teardown(self) -> None:
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
         """Report a failure to the parent before the teardown, which may block.
 
         Other ranks may have ended by then. A failed subtest does not count.
         """
-        report, error = self._latest or (None, None)
-        if error is None or isinstance(error, CallEnded) or early_end(error):
+        if self._latest is None:
             return
-        current_world()._fail(_failed(error, report, None))  # noqa: SLF001  # its own world
+        report, error = self._latest
+        if isinstance(error, CallEnded) or early_end(error):
+            return
+        result = ItemResult(**vars(_PASSED), phases=(self.phase(item, report),))
+        current_world()._fail(_failed(error, report, result))  # noqa: SLF001  # its own world
 
     def pytest_exception_interact(
         self, call: pytest.CallInfo[None], report: Any
@@ -508,7 +517,7 @@ class _RankPlugin:
             return self._errors[id(report)][1]
         return pytest.fail.Exception(report.longreprtext, pytrace=False)
 
-    def phase(self, config: pytest.Config, report: pytest.TestReport) -> Phase:
+    def phase(self, item: pytest.Item, report: pytest.TestReport) -> Phase:
         """Return a report's phase (setup, call or teardown) and how it ended."""
         # Not by the report's outcome: a mark that expects a failure is about all ranks
         # together, and the parent applies it.
@@ -518,5 +527,9 @@ class _RankPlugin:
             left = early_end(error) or _FAILED
         elif report.failed and "xfail" not in report.keywords:
             left = _FAILED  # a hook of the rank has changed the report
-        sent = serialised(config, report)
-        return Phase(**vars(left), when=report.when, report=sent)
+        return Phase(
+            **vars(left),
+            when=report.when,
+            report=serialised(item.config, report),
+            is_expected=left is _FAILED and internals.expects(item, self.error(report)),
+        )
