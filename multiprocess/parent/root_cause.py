@@ -40,6 +40,11 @@ class Fact:
     collectives: tuple[Collective, ...] = ()
     output: str = ""
 
+    @property
+    def answered(self) -> bool:
+        """True if the rank has ended the call, including its teardown."""
+        return self.reply is not None and not self.reply.tears_down
+
 
 _DOING = {
     Place.BODY: "still running",

@@ -40,6 +40,8 @@ from .runner import Runner, UnsuitableWorld
 _RUN: pytest.StashKey[ItemRun] = pytest.StashKey()
 _SESSION = pytest.StashKey[SessionOrder]()
 
+_PHASES = ("setup", "call", "teardown")
+
 _FOLLOWED = (RankState.OK, RankState.VICTIM)
 """States of ranks without a failure of their own."""
 
@@ -201,7 +203,7 @@ class ItemRun:
             is_test=True,
             live=self._runner.live,
         )
-        return self._runner.run(self._spec, options, run_item, order)
+        return self._runner.run_item(self._spec, options, order, self._item, following)
 
     # -- N ranks, one result
 
@@ -226,8 +228,9 @@ class ItemRun:
             for name, reason in result.stops:
                 setattr(self._item.session, name, reason)
         if self.failure is not None:
-            self.failed_in = self._place_of_failure()
-        for when in ("setup", "call", "teardown"):
+            own = [o.value for o in self._outcomes if o.state not in _FOLLOWED]
+            self.failed_in = min(map(_place_of_failure, own), key=_PHASES.index)
+        for when in _PHASES:
             phases = [(o, p) for o, r in results if (p := r.phase(when)) is not None]
             kinds = {phase.kind for _, phase in phases}
             failed = [
@@ -259,20 +262,6 @@ class ItemRun:
             return False
         expected = [phase.is_expected for phase in failed]
         return bool(expected) and all(expected)
-
-    def _place_of_failure(self) -> str:
-        assert self.failure is not None
-        own = [o.value for o in self._outcomes if o.state not in _FOLLOWED]
-        # pytest shows nothing of the phases after a setup that failed.
-        if any(isinstance(v, ItemResult) and v.failed == "setup" for v in own):
-            return "setup"
-        root = self.failure.root.value
-        if isinstance(root, ItemResult):
-            if root.failed is not None:
-                return root.failed
-            ended = [phase.when for phase in root.phases if phase.kind]
-            return ended[0] if ended else "call"
-        return "call"
 
     def _take_reports(self, results: Sequence[tuple[RankOutcome, ItemResult]]) -> None:
         config = self._item.config
@@ -382,9 +371,10 @@ def report_unended(item: pytest.Item, failure: WorldError) -> None:
         longrepr=None,
         when="teardown",
     )
-    title = "the pytest sessions of ranks failed at their end:\n"
+    title = "fixtures that outlived this test on its ranks failed:\n"
     show(item, failure, report, title)
-    item.ihook.pytest_runtest_logreport(report=report)
+    with internals.reporting(item):
+        item.ihook.pytest_runtest_logreport(report=report)
 
 
 def show(
@@ -420,6 +410,14 @@ def _for_pytest(failure: WorldError) -> BaseException:
     ):
         return failure
     return error
+
+
+def _place_of_failure(result: object) -> str:
+    """Return the phase in which a rank failed, by its result."""
+    if not isinstance(result, ItemResult):
+        return "call"
+    ended = [phase.when for phase in result.phases if phase.kind]
+    return result.failed or next(iter(ended), "call")
 
 
 def _is_fault(outcome: RankOutcome) -> bool:

@@ -1,4 +1,4 @@
-"""All private names of pytest that the plugin uses, and one of hypothesis.
+"""Private names of pytest that the plugin uses, and of hypothesis and pytest-xdist.
 
 pytest-xdist's workers use the same ones; pytest has no public names for them.
 """
@@ -107,6 +107,21 @@ def apply_expectation(
     else:
         report.outcome = "failed"
         vars(report).pop("wasxfail", None)
+
+
+@contextmanager
+def reporting(item: pytest.Item) -> Iterator[None]:
+    """Let a worker of pytest-xdist send a report of a test that has ended before."""
+    plugins: set[Any] = item.config.pluginmanager.get_plugins()
+    workers = [p for p in plugins if type(p).__name__ == "WorkerInteractor"]
+    before = [worker.item_index for worker in workers]
+    try:
+        for worker in workers:
+            worker.item_index = item.session.items.index(item)
+        yield
+    finally:
+        for worker, index in zip(workers, before, strict=True):
+            worker.item_index = index
 
 
 def temporary_folder(config: pytest.Config) -> str | None:

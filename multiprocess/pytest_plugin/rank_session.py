@@ -138,7 +138,7 @@ _session: RankSession | None = None
 
 
 def run_item(order: ItemOrder) -> ItemResult | Failed:
-    """Run a test on this rank; then tear down fixtures the next one does not use."""
+    """Run a test on this rank; then end the fixtures that the next one does not use."""
     global _session
     if _session is None:
         _session = RankSession(order.session)
@@ -148,6 +148,12 @@ def run_item(order: ItemOrder) -> ItemResult | Failed:
     session.plugin.draw_seed = order.draw_seed
     current_world()._begin()  # noqa: SLF001  # its own world
     return session.run(item, following)
+
+
+def end_fixtures(test: ItemId) -> None:
+    """End the fixtures on this rank that a test does not use."""
+    if _session is not None:
+        _session.tear_down_to(_session.following(test))
 
 
 def end_session() -> None:
@@ -182,14 +188,13 @@ class RankSession:
         self.config.pluginmanager.register(self.plugin, "gradparity-rank")
         internals.write_nowhere(self.config)
         internals.configure(self.config)
-        # In force until this call ends; `end` runs in another call.
+        # In force until this call ends; `tear_down_to` runs in another call.
         self._filters = warnings.filters
         current_world()._trace_crashes()  # noqa: SLF001  # its own world; pytest's faulthandler has taken them
         self.session = pytest.Session.from_config(self.config)
         self.config.hook.pytest_sessionstart(session=self.session)
         self._items: dict[str, dict[ItemId, pytest.Item]] = {}
         """File -> its tests."""
-        self._expected: pytest.Item | None = None
 
     def item(self, test: ItemId) -> pytest.Item:
         """Return a test; its file is collected at the first request.
@@ -232,10 +237,6 @@ class RankSession:
         """Run a test and return its result, inside a ``Failed`` if it failed."""
         plugin = self.plugin
         plugin.begin()
-        if self._expected is not None and self._expected is not item:
-            # The parent announced another test, and then left it out.
-            internals.tear_down_to(self.session, item)
-        self._expected = following
         properties = len(item.user_properties)
         try:
             self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -264,10 +265,14 @@ class RankSession:
         report = next(r for r in plugin.reports if r.when == failed.when)
         return _failed(plugin.error(report), report, result)
 
+    def tear_down_to(self, item: pytest.Item | None) -> None:
+        """Tear down the fixtures that a test does not use, outside of a test."""
+        warnings.filters = self._filters
+        internals.tear_down_to(self.session, item)
+
     def end(self) -> None:
         """Tear down all fixtures, and end session and plugins."""
-        warnings.filters = self._filters
-        internals.tear_down_to(self.session, None)
+        self.tear_down_to(None)
         # plugins read the exit status there
         code = self.session.exitstatus = pytest.ExitCode.OK
         self.config.hook.pytest_sessionfinish(session=self.session, exitstatus=code)
