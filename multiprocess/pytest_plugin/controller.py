@@ -56,7 +56,7 @@ _OWN_OF_A_RANK: Mapping[str, Any] = {
     "dist": "no",
     "gradparity_adopt": False,
     "lf": False,
-    "log_file": None,
+    "log_file": os.devnull,  # a rank would empty the session's file
     "maxfail": 0,
     "numprocesses": None,
     "pyargs": False,
@@ -107,6 +107,8 @@ def take_over(
         _allow_fixtures(test)
     run = ItemRun(item, spec, runner, following)
     item.stash[_RUN] = run
+    if hasattr(item, "fixturenames"):
+        item.fixturenames = []  # hooks look for their values, which are on the ranks
     # On the instance, since plugins that look at the item expect the test's own class.
     for name in ("setup", "runtest", "teardown"):
         setattr(item, name, getattr(run, name))
@@ -516,6 +518,9 @@ def _options(config: pytest.Config) -> Iterator[tuple[str, Any]]:
     # The forkserver has imported the plugins before any session.
     ignored = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
     yield "pythonwarnings", [*(config.option.pythonwarnings or ()), ignored]
+    # Other ranks may still read a folder that a rank made for all of them.
+    overrides = config.option.override_ini or ()
+    yield "override_ini", [*overrides, "tmp_path_retention_policy=all"]
     yield "plugins", [*config.option.plugins, "no:terminal"]
     yield "gradparity_rank", True
 

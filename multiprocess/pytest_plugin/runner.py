@@ -92,7 +92,7 @@ class Runner(ABC):
             if options.isolation != "process":  # these ranks keep no fixture
                 nodes = item.listchain()
                 kept_nodes = self._kept_nodes.get(cluster.spec, [])
-                if cluster.is_warm and nodes[: len(kept_nodes)] != kept_nodes:
+                if nodes[: len(kept_nodes)] != kept_nodes and cluster.is_warm:
                     _end_fixtures(cluster, options, order.test)
                 next_nodes = [] if following is None else following.listchain()
                 pairs = zip(nodes, next_nodes, strict=False)
