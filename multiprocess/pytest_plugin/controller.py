@@ -262,6 +262,10 @@ class ItemRun:
         own = [o for o in self._outcomes if o.state not in _FOLLOWED]
         if any(_left(o) == SKIP for o in self._outcomes) or any(map(_is_fault, own)):
             return False
+        # Once a rank has ended its teardown, the others have the grace time. A rank
+        # that nobody ended hangs in its teardown.
+        if not any(_is_torn_down(o) or o.place.waits for o in own):
+            return False
         expected = [phase.is_expected for phase in failed]
         return bool(expected) and all(expected)
 
@@ -340,6 +344,11 @@ class ItemRun:
             internals.apply_expectation(self._item, report, is_expected)
         if report.failed and self.failure is not None and call.when == self.failed_in:
             notes = list(getattr(raised, "__notes__", []))
+            notes += [
+                f"rank {outcome.rank} died in its teardown: {death}"
+                for outcome in self.failure.outcomes
+                if (death := _death(outcome))
+            ]
             title = _disagreement(self.failure.outcomes)
             show(self._item, self.failure, report, title, notes)
 
@@ -428,9 +437,21 @@ def _is_fault(outcome: RankOutcome) -> bool:
     It may have died, for example, also in the teardown after the exception.
     """
     result = outcome.value
-    if not isinstance(result, ItemResult) or result.failed is None:
-        return True
-    return result.phase("teardown") is None and not outcome.place.waits
+    failed = isinstance(result, ItemResult) and result.failed is not None
+    return not failed or bool(_death(outcome))
+
+
+def _is_torn_down(outcome: RankOutcome) -> bool:
+    result = outcome.value
+    return isinstance(result, ItemResult) and result.phase("teardown") is not None
+
+
+def _death(outcome: RankOutcome) -> str:
+    """Return how a rank died in its teardown, after its test had failed; else ""."""
+    if outcome.state is not RankState.RAISED:
+        return ""
+    code = outcome.exit_code
+    return outcome.signal or ("" if code is None else f"exit code {code}")
 
 
 def _left(outcome: RankOutcome) -> str:

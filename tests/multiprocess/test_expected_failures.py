@@ -47,13 +47,24 @@ def ends_early(world):
 
 def test_crashes_after_its_failure(ends_early):
     raise ValueError
+
+@pytest.fixture
+def never_ends(world):
+    yield
+    if world.rank == 0:
+        time.sleep(100)
+
+def test_hangs_after_its_failure(world, never_ends):
+    if world.rank == 0:
+        raise ValueError
 """
 
 
 # regression: H2-A5
 def test_only_exceptions_of_tests_are_expected(session: Session) -> None:
     done = session(UNEXPECTED)
-    assert "8 failed in" in done.stdout, done.stdout
+    assert "9 failed in" in done.stdout, done.stdout
+    assert "rank 0 died in its teardown: exit code 3" in done.stdout
     assert "rank 1: skip away" in done.stdout
 
 
@@ -121,6 +132,23 @@ def test_it(world, meets):
     total(world)
 """)
     assert "1 xfailed" in done.stdout and done.returncode == 0, done.stdout
+
+
+# regression: H2-A5
+def test_a_teardown_that_is_slower_than_others_is_expected(session: Session) -> None:
+    done = session("""
+@pytest.fixture
+def is_slow(world):
+    yield
+    if world.rank == 0:
+        time.sleep(5)
+
+@pytest.mark.world(2, grace_s=0.1)
+@pytest.mark.xfail
+def test_it(is_slow):
+    raise ValueError
+""")
+    assert "1 xfailed" in done.stdout, done.stdout
 
 
 # regression: H2-A7
