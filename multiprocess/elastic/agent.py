@@ -395,11 +395,11 @@ class AgentCluster(BaseCluster):
         try:
             ready, facts = self._attempt(options, payload, new=not warm)
             if warm and not ready:  # lost between two calls, so no call is its cause
-                _, facts = self._attempt(options, payload, new=True)
+                ready, facts = self._attempt(options, payload, new=True)
         except BaseException:
             self._world = 0
             raise
-        self._answered = all(fact.answered for fact in facts)
+        self._answered = ready and all(fact.answered for fact in facts)
         try:
             outcomes = outcomes_or_raise(facts)
         except WorldError:

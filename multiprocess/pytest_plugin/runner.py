@@ -202,11 +202,11 @@ class PoolRunner(Runner):
 
 def _end_fixtures(cluster: BaseCluster, options: CallOptions, test: ItemId) -> None:
     """End the fixtures on ranks that their next test does not use."""
+    # The ranks may have to import the test first.
+    limit_s = max(options.timeout_s, cluster.spec.start_timeout_s)
     try:
         cluster.submit(
-            CallOptions(timeout_s=options.timeout_s, live=options.live),
-            end_fixtures,
-            test,
+            CallOptions(timeout_s=limit_s, live=options.live), end_fixtures, test
         )
     except WorldError as failure:
         assert cluster.last_call is not None  # ranks with fixtures have had a test
