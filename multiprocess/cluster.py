@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from .errors import NotPicklableError
+from .errors import NotPicklableError, WorldError
 from .messages import Context, pickled
 from .outcomes import RankOutcome
 from .parent.rank_processes import RankProcesses, current_context
@@ -40,11 +40,23 @@ class Calls:
         return self.cluster.submit(self.options, fn, *args, **kwargs)
 
 
+@dataclass(frozen=True)
+class LastCall:
+    """Call that ranks get before they end, unless they hang or have died."""
+
+    fn: Callable[[], object]
+    report: Callable[[WorldError], None]
+    """Called if ``fn`` fails."""
+
+
 class BaseCluster(ABC):
     """Base class of worlds of ranks; a subclass defines how a call reaches them."""
 
     def __init__(self, spec: WorldSpec) -> None:
         self.spec = spec
+        self.last_call: LastCall | None = None
+        self._options = CallOptions(timeout_s=spec.timeout_s)
+        """Options of the previous call."""
 
     @property
     def world_size(self) -> int:
@@ -98,6 +110,36 @@ class BaseCluster(ABC):
         self, options: CallOptions, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> tuple[RankOutcome, ...]:
         """Call a function with these options; return each rank's outcome."""
+
+    @property
+    @abstractmethod
+    def is_warm(self) -> bool:
+        """True if the next call finds the ranks of the previous one."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the ranks; a later call starts new ones."""
+
+    def _make_last_call(self) -> None:
+        """Make the last call on ranks that have answered the previous one."""
+        if self.last_call is None:
+            return
+        options = CallOptions(
+            timeout_s=max(self.spec.timeout_s, self._options.timeout_s),
+            live=self._options.live,
+        )
+        try:
+            self._call_again(options, pickled_call(self.last_call.fn, (), {}))
+        except WorldError as failure:
+            self.last_call.report(failure)
+
+    @abstractmethod
+    def _call_again(self, options: CallOptions, payload: bytes) -> None:
+        """Call the ranks of the previous call, if they are still there.
+
+        Raises:
+            WorldError: At least one rank did not return.
+        """
 
 
 class Cluster(BaseCluster):
@@ -159,6 +201,11 @@ class Cluster(BaseCluster):
         return cluster
 
     @property
+    def is_warm(self) -> bool:
+        """True if the next call finds the ranks of the previous one."""
+        return self._ranks is not None and self._ranks.intact()
+
+    @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of the warm ranks, in rank order; empty if none are running."""
         return () if self._ranks is None else self._ranks.pids
@@ -187,9 +234,7 @@ class Cluster(BaseCluster):
     def close(self) -> None:
         """End the ranks; a later call starts new ones."""
         with self._lock:
-            ranks = self._release()
-            if ranks is not None:
-                ranks.stop()
+            self._end(RankProcesses.stop)
 
     def submit(
         self, options: CallOptions, fn: Callable[..., Any], *args: Any, **kwargs: Any
@@ -211,12 +256,11 @@ class Cluster(BaseCluster):
             context = current_context()
             changed = None if context == self._sent else context
             self._sent = context
+            self._options = options
             try:
                 outcomes = _call(ranks, payload, options, changed)
-            # also Ctrl-C: the ranks are in the middle of the call
-            except BaseException:
-                self._release()
-                ranks.kill()
+            except BaseException:  # also Ctrl-C
+                self._end(RankProcesses.kill)
                 raise
             if not ranks.reusable:
                 self.close()
@@ -224,8 +268,7 @@ class Cluster(BaseCluster):
 
     def _warm_ranks(self) -> RankProcesses:
         if self._ranks is not None and not self._ranks.intact():
-            self._ranks.kill()
-            self._release()
+            self._end(RankProcesses.kill)
         if self._ranks is None:
             self._sent = current_context()
             self._ranks = _started(self.spec, self._sent)
@@ -236,12 +279,21 @@ class Cluster(BaseCluster):
             self._finalizer.atexit = False
         return self._ranks
 
-    def _release(self) -> RankProcesses | None:
-        """Give up the ranks of this cluster, and return them."""
-        ranks, self._ranks = self._ranks, None
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        return ranks
+    def _call_again(self, options: CallOptions, payload: bytes) -> None:
+        ranks = self._ranks
+        if ranks is not None and ranks.answered and ranks.intact():
+            _call(ranks, payload, options, None)
+
+    def _end(self, end: Callable[[RankProcesses], None]) -> None:
+        """Make the last call, and end the ranks."""
+        try:
+            self._make_last_call()
+        finally:
+            ranks, self._ranks = self._ranks, None
+            if self._finalizer is not None:
+                self._finalizer.detach()
+            if ranks is not None:
+                end(ranks)
 
 
 def pickled_call(
@@ -285,6 +337,8 @@ def _call(
 
 
 def _outcomes(ranks: RankProcesses, options: CallOptions) -> tuple[RankOutcome, ...]:
+    ranks.answered = False  # an exception such as Ctrl-C leaves them in the call
     facts = Watch(ranks, options).facts()
+    ranks.answered = all(fact.answered for fact in facts)
     ranks.reusable = all(fact.reply and fact.reply.reusable for fact in facts)
     return outcomes_or_raise(facts)

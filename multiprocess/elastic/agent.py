@@ -376,6 +376,8 @@ class AgentCluster(BaseCluster):
         super().__init__(spec)
         self._agent = agent
         self._world = 0
+        self._answered = False
+        """True if all ranks have ended the previous call."""
 
     def submit(
         self, options: CallOptions, fn: Callable[..., Any], *args: Any, **kwargs: Any
@@ -388,23 +390,44 @@ class AgentCluster(BaseCluster):
             Ended: torchrun ended the agents.
         """
         payload = pickled_call(fn, args, kwargs)
-        warm = self._world > 0 and options.isolation != "process"
+        if options.isolation == "process":
+            self.close()
+        warm = self.is_warm
+        self._options = options
         try:
             ready, facts = self._attempt(options, payload, new=not warm)
             if warm and not ready:  # lost between two calls, so no call is its cause
-                _, facts = self._attempt(options, payload, new=True)
+                ready, facts = self._attempt(options, payload, new=True)
         except BaseException:
             self._world = 0
             raise
-        replies = [fact.reply for fact in facts]
-        reusable = all(reply and reply.reusable for reply in replies)
-        if not reusable:
-            self._world = 0
+        self._answered = ready and all(fact.answered for fact in facts)
         try:
-            return outcomes_or_raise(facts)
+            outcomes = outcomes_or_raise(facts)
         except WorldError:
-            self._world = 0
+            self.close()
             raise
+        if not all(fact.reply and fact.reply.reusable for fact in facts):
+            self.close()
+        return outcomes
+
+    @property
+    def is_warm(self) -> bool:
+        """True if the next call finds the ranks of the previous one."""
+        return self._world > 0
+
+    def close(self) -> None:
+        """Give up the ranks; they end with their agents, or if others replace them."""
+        try:
+            if self.is_warm and self._answered:
+                self._make_last_call()
+        finally:
+            self._world = 0
+
+    def _call_again(self, options: CallOptions, payload: bytes) -> None:
+        ready, facts = self._attempt(options, payload, new=False)
+        if ready:
+            outcomes_or_raise(facts)
 
     def _attempt(
         self, options: CallOptions, payload: bytes, *, new: bool

@@ -16,7 +16,7 @@ from ..parent.watch import OtherRanks, Watch
 from ..spec import CallOptions, WorldSpec
 from .store import SignedStore
 
-_MAX_WORLDS = 6
+MAX_WORLDS = 6
 """Number of worlds, the most recently used ones, of which an agent keeps its rank."""
 
 _SENT = re.compile(r"\w*PATH|(CUDA|GLOO|MKL|NCCL|OMP|TORCH)_\w+")
@@ -133,7 +133,7 @@ class LocalRanks:
             world.processes.kill()
         # The leader gets no message about this. If it asks for one of these ranks, the
         # answer is that the rank is lost, and all agents make a new one.
-        while len(self._worlds) >= _MAX_WORLDS:
+        while len(self._worlds) >= MAX_WORLDS:
             self.end(next(iter(self._worlds)))
         processes = RankProcesses(spec, (self._rank,))
         context = self._context(request)

@@ -231,6 +231,9 @@ class RankProcesses:
         self.spec = spec
         self.owner = linux.getpid()
         self.runs = 0
+        self.answered = False
+        """True if all ranks have ended the previous call."""
+
         self.reusable = True
         self.ranks: list[RankProcess] = []
         # One forkserver for all ranks, because another one would lack the imports.

@@ -40,6 +40,11 @@ class Fact:
     collectives: tuple[Collective, ...] = ()
     output: str = ""
 
+    @property
+    def answered(self) -> bool:
+        """True if the rank has ended the call, including its teardown."""
+        return self.reply is not None and not self.reply.tears_down
+
 
 _DOING = {
     Place.BODY: "still running",
@@ -139,15 +144,19 @@ def observed(fact: Fact) -> RankOutcome:
         collectives=fact.collectives,
         ended_at_s=fact.ended_at_s,
     )
-    if fact.reply is not None:
+    if fact.reply is not None and fact.answered:
         return _answered(blank, fact.reply)
     code = fact.exit_code
     if code is not None and code < 0:
         name = linux.signal_name(-code)
-        return replace(blank, state=RankState.KILLED, signal=name, message=name)
-    if code is not None:
+        blank = replace(blank, state=RankState.KILLED, signal=name, message=name)
+    elif code is not None:
         message = f"exit code {code}"
-        return replace(blank, state=RankState.EXITED, exit_code=code, message=message)
+        blank = replace(blank, state=RankState.EXITED, exit_code=code, message=message)
+    if fact.reply is not None:  # the rank had failed, and its teardown did not end
+        return _answered(blank, fact.reply)
+    if code is not None:
+        return blank
     what = "stopped by a signal" if fact.stopped else _DOING[fact.place]
     message = f"{what} after {fact.waited_s:.1f} s"
     if fact.place is Place.IMPORTING:

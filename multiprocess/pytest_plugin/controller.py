@@ -11,7 +11,7 @@ import pickle
 import random
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from ..spec import CallOptions, WorldSpec
 from . import internals
 from .rank_session import (
     FAIL,
+    ItemId,
     ItemOrder,
     ItemResult,
     Phase,
@@ -38,6 +39,11 @@ from .runner import Runner, UnsuitableWorld
 
 _RUN: pytest.StashKey[ItemRun] = pytest.StashKey()
 _SESSION = pytest.StashKey[SessionOrder]()
+
+_PHASES = ("setup", "call", "teardown")
+
+_FOLLOWED = (RankState.OK, RankState.VICTIM)
+"""States of ranks without a failure of their own."""
 
 _CONFIGURE_NODE = "pytest_configure_node"
 """Hook of pytest-xdist in which plugins configure a worker."""
@@ -50,7 +56,7 @@ _OWN_OF_A_RANK: Mapping[str, Any] = {
     "dist": "no",
     "gradparity_adopt": False,
     "lf": False,
-    "log_file": None,
+    "log_file": os.devnull,  # a rank would empty the session's file
     "maxfail": 0,
     "numprocesses": None,
     "pyargs": False,
@@ -101,6 +107,8 @@ def take_over(
         _allow_fixtures(test)
     run = ItemRun(item, spec, runner, following)
     item.stash[_RUN] = run
+    if hasattr(item, "fixturenames"):
+        item.fixturenames = []  # hooks look for their values, which are on the ranks
     # On the instance, since plugins that look at the item expect the test's own class.
     for name in ("setup", "runtest", "teardown"):
         setattr(item, name, getattr(run, name))
@@ -134,6 +142,9 @@ class ItemRun:
         self._runner = runner
         self._following = following
         self._ended: dict[str, BaseException] = {}
+        self._expected: set[str] = set()
+        """Phases that failed as the test's ``xfail`` mark expects."""
+
         self._outcomes: tuple[RankOutcome, ...] = ()
         self.failure: WorldError | None = None
         self.failed_in = "call"
@@ -143,14 +154,14 @@ class ItemRun:
         """Run the whole test on the ranks; raise what its setup raised there."""
         __tracebackhide__ = True
         self._ended, self._outcomes, self.failure = {}, (), None
-        self._reports = {}
+        self._expected, self._reports = set(), {}
         options = self._item.config.option
         if getattr(options, "setuponly", False) or getattr(options, "setupplan", False):
             return
         try:
             self._outcomes = self._run()
         except UnsuitableWorld as reason:
-            pytest.skip(str(reason))
+            internals.skip_at_item(str(reason))
         except WorldError as failure:
             self.failure = failure
             self._outcomes = failure.outcomes
@@ -183,11 +194,8 @@ class ItemRun:
         following = self._following
         order = ItemOrder(
             session=_session_order(self._item.config),
-            file=str(self._item.path),
-            name=self._item.nodeid,
-            following=following
-            if following is None
-            else (str(following.path), following.nodeid),
+            test=ItemId.of(self._item),
+            following=None if following is None else ItemId.of(following),
             # Not the test's seed: new examples in each session find more.
             draw_seed=random.Random(os.urandom(8)).getrandbits(64),
         )
@@ -197,7 +205,7 @@ class ItemRun:
             is_test=True,
             live=self._runner.live,
         )
-        return self._runner.run(self._spec, options, run_item, order)
+        return self._runner.run_item(self._spec, options, order, self._item, following)
 
     # -- N ranks, one result
 
@@ -209,7 +217,9 @@ class ItemRun:
         self._take_subtests([(o.rank, r) for o, r in results])
         self._take_warnings([result for _, result in results])
         # A rank without a result has died or hangs, so ranks ended differently.
-        all_ended = len(results) == len(self._outcomes)
+        all_ended = len(results) == len(self._outcomes) and all(
+            result.phase("teardown") for _, result in results
+        )
         if all_ended:
             self._take_expectation([result.expected for _, result in results])
         for _, result in results:
@@ -220,23 +230,25 @@ class ItemRun:
             for name, reason in result.stops:
                 setattr(self._item.session, name, reason)
         if self.failure is not None:
-            self.failed_in = self._place_of_failure()
-        for when in ("setup", "call", "teardown"):
+            own = [o.value for o in self._outcomes if o.state not in _FOLLOWED]
+            self.failed_in = min(map(_place_of_failure, own), key=_PHASES.index)
+        for when in _PHASES:
             phases = [(o, p) for o, r in results if (p := r.phase(when)) is not None]
             kinds = {phase.kind for _, phase in phases}
+            failed = [
+                (o, p) for o, p in phases if p.kind == FAIL and o.state not in _FOLLOWED
+            ]
+            if self._is_expected(p for _, p in failed):
+                self._expected.add(when)
             if self.failure is not None and when == self.failed_in:
-                self._ended[when] = _for_pytest(self._item, self.failure)
-            elif FAIL in kinds:
-                failed = [(o, p) for o, p in phases if p.kind == FAIL]
-                own = [o for o, _ in failed if o.state is not RankState.VICTIM]
-                if when == "teardown" and own:
-                    text = "\n".join(
-                        f"rank {rank}:\n{report.longreprtext}"
-                        for rank, report in self._reports.get(when, [])
-                        if report.failed
-                    )
-                    self._ended[when] = pytest.fail.Exception(text, pytrace=False)
-            elif all_ended and len(kinds) > 1:
+                self._ended[when] = _for_pytest(self.failure)
+            elif failed:
+                reports = dict(self._reports[when])
+                text = "\n".join(
+                    f"rank {o.rank}:\n{reports[o.rank].longreprtext}" for o, _ in failed
+                )
+                self._ended[when] = pytest.fail.Exception(text, pytrace=False)
+            elif all_ended and FAIL not in kinds and len(kinds) > 1:
                 text = _disagreement(self._outcomes) or _different_ends(when, phases)
                 self._ended[when] = pytest.fail.Exception(text, pytrace=False)
             elif all_ended and kinds & {SKIP, XFAIL}:
@@ -245,15 +257,17 @@ class ItemRun:
                 kind = pytest.skip if phase.kind == SKIP else pytest.xfail
                 self._ended[when] = kind.Exception(phase.reason)
 
-    def _place_of_failure(self) -> str:
-        assert self.failure is not None
-        root = self.failure.root.value
-        if isinstance(root, ItemResult):
-            if root.failed is not None:
-                return root.failed
-            ended = [phase.when for phase in root.phases if phase.kind]
-            return ended[0] if ended else "call"
-        return "call"
+    def _is_expected(self, failed: Iterable[Phase]) -> bool:
+        """Return True if all failures of a phase are of the test, and expected."""
+        own = [o for o in self._outcomes if o.state not in _FOLLOWED]
+        if any(_left(o) == SKIP for o in self._outcomes) or any(map(_is_fault, own)):
+            return False
+        # Once a rank has ended its teardown, the others have the grace time. A rank
+        # that nobody ended hangs in its teardown.
+        if not any(_is_torn_down(o) or o.place.waits for o in own):
+            return False
+        expected = [phase.is_expected for phase in failed]
+        return bool(expected) and all(expected)
 
     def _take_reports(self, results: Sequence[tuple[RankOutcome, ItemResult]]) -> None:
         config = self._item.config
@@ -264,12 +278,13 @@ class ItemRun:
 
     def _take_subtests(self, results: Sequence[tuple[int, ItemResult]]) -> None:
         """Report each subtest once; the report of a rank on which it failed wins."""
-        config, hook = self._item.config, self._item.ihook
+        item, config = self._item, self._item.config
         merged: dict[tuple[str, int], Any] = {}
         for rank, result in results:
             seen: dict[str, int] = {}
             for data in result.subtests:
                 report = _deserialised(config, data)
+                report.nodeid, report.location = item.nodeid, item.location
                 name = repr(getattr(report, "context", None))
                 seen[name] = seen.get(name, 0) + 1
                 other = merged.get((name, seen[name]))
@@ -277,7 +292,7 @@ class ItemRun:
                     report.sections.append(("Rank", str(rank)))
                     merged[name, seen[name]] = report
         for report in merged.values():
-            hook.pytest_runtest_logreport(report=report)
+            item.ihook.pytest_runtest_logreport(report=report)
         failed = sum(report.failed for report in merged.values())
         if failed:
             text = f"contains {failed} failed subtest{'s' * (failed > 1)}"
@@ -324,8 +339,16 @@ class ItemRun:
         raised = self._ended.get(call.when)
         if call.excinfo is None or call.excinfo.value is not raised:
             return  # a subtest of another plugin
+        if early_end(call.excinfo.value) is None:
+            is_expected = call.when in self._expected
+            internals.apply_expectation(self._item, report, is_expected)
         if report.failed and self.failure is not None and call.when == self.failed_in:
             notes = list(getattr(raised, "__notes__", []))
+            notes += [
+                f"rank {outcome.rank} died in its teardown: {death}"
+                for outcome in self.failure.outcomes
+                if (death := _death(outcome))
+            ]
             title = _disagreement(self.failure.outcomes)
             show(self._item, self.failure, report, title, notes)
 
@@ -359,9 +382,10 @@ def report_unended(item: pytest.Item, failure: WorldError) -> None:
         longrepr=None,
         when="teardown",
     )
-    title = "the pytest sessions of ranks failed at their end:\n"
+    title = "fixtures that outlived this test on its ranks failed:\n"
     show(item, failure, report, title)
-    item.ihook.pytest_runtest_logreport(report=report)
+    with internals.reporting(item):
+        item.ihook.pytest_runtest_logreport(report=report)
 
 
 def show(
@@ -384,7 +408,8 @@ def _deserialised(config: pytest.Config, data: Mapping[str, Any]) -> Any:
     return config.hook.pytest_report_from_serializable(config=config, data=dict(data))
 
 
-def _for_pytest(item: pytest.Item, failure: WorldError) -> BaseException:
+def _for_pytest(failure: WorldError) -> BaseException:
+    """Return the exception by which pytest and its plugins see a failed world."""
     disagreement = _disagreement(failure.outcomes)
     if disagreement:
         return pytest.fail.Exception(disagreement, pytrace=False)
@@ -395,17 +420,54 @@ def _for_pytest(item: pytest.Item, failure: WorldError) -> BaseException:
         early_end(error) is not None or (any(exits) and not all(exits))
     ):
         return failure
-    # The exception of a rank, so that xfail(raises=...) can compare it. If several
-    # ranks fail on their own, one that the mark does not accept.
-    followed = (RankState.OK, RankState.VICTIM)
-    own = [o.exception or failure for o in failure.outcomes if o.state not in followed]
-    return next((e for e in [error, *own] if not internals.accepts(item, e)), error)
+    return error
+
+
+def _place_of_failure(result: object) -> str:
+    """Return the phase in which a rank failed, by its result."""
+    if not isinstance(result, ItemResult):
+        return "call"
+    ended = [phase.when for phase in result.phases if phase.kind]
+    return result.failed or next(iter(ended), "call")
+
+
+def _is_fault(outcome: RankOutcome) -> bool:
+    """Return True if a rank failed otherwise than by an exception of its test.
+
+    It may have died, for example, also in the teardown after the exception.
+    """
+    result = outcome.value
+    failed = isinstance(result, ItemResult) and result.failed is not None
+    return not failed or bool(_death(outcome))
+
+
+def _is_torn_down(outcome: RankOutcome) -> bool:
+    result = outcome.value
+    return isinstance(result, ItemResult) and result.phase("teardown") is not None
+
+
+def _death(outcome: RankOutcome) -> str:
+    """Return how a rank died in its teardown, after its test had failed; else ""."""
+    if outcome.state is not RankState.RAISED:
+        return ""
+    code = outcome.exit_code
+    return outcome.signal or ("" if code is None else f"exit code {code}")
+
+
+def _left(outcome: RankOutcome) -> str:
+    """Return the kind of an early end such as a skip, or ""."""
+    return outcome.value.kind if isinstance(outcome.value, Left) else ""
 
 
 def _disagreement(outcomes: tuple[RankOutcome, ...]) -> str:
-    if not any(isinstance(o.value, Left) and o.value.kind for o in outcomes):
+    if not any(map(_left, outcomes)):
         return ""
-    lines = [f"  {outcome.headline}" for outcome in outcomes]
+    lines = [
+        f"  rank {outcome.rank}: {_left(outcome)} {outcome.value.reason}"
+        if outcome.ok and _left(outcome)
+        else f"  {outcome.headline}"
+        for outcome in outcomes
+    ]
     return "\n".join(["the ranks do not agree on the outcome:", *lines, ""])
 
 
@@ -477,6 +539,9 @@ def _options(config: pytest.Config) -> Iterator[tuple[str, Any]]:
     # The forkserver has imported the plugins before any session.
     ignored = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
     yield "pythonwarnings", [*(config.option.pythonwarnings or ()), ignored]
+    # Other ranks may still read a folder that a rank made for all of them.
+    overrides = config.option.override_ini or ()
+    yield "override_ini", [*overrides, "tmp_path_retention_policy=all"]
     yield "plugins", [*config.option.plugins, "no:terminal"]
     yield "gradparity_rank", True
 

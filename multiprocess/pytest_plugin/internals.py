@@ -1,4 +1,4 @@
-"""All private names of pytest that the plugin uses, and one of hypothesis.
+"""Private names of pytest that the plugin uses, and of hypothesis and pytest-xdist.
 
 pytest-xdist's workers use the same ones; pytest has no public names for them.
 """
@@ -6,7 +6,8 @@ pytest-xdist's workers use the same ones; pytest has no public names for them.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import pytest
@@ -48,6 +49,20 @@ def protocol(item: pytest.Item, following: pytest.Item | None) -> list[Any]:
     return list(runtestprotocol(item, log=False, nextitem=following))
 
 
+@contextmanager
+def kept_conftests(session: pytest.Session) -> Iterator[None]:
+    """Keep conftests whose folder has not been collected yet (since pytest 9.1).
+
+    pytest drops them at the end of each collection, and with them their fixtures.
+    """
+    waiting = getattr(session._fixturemanager, "_pending_conftests", {})
+    before = dict(waiting)
+    try:
+        yield
+    finally:
+        waiting.update(before)
+
+
 def tear_down_to(session: pytest.Session, following: pytest.Item | None) -> None:
     """Tear down the fixtures of all nodes that the next test does not need."""
     session._setupstate.teardown_exact(following)
@@ -66,16 +81,47 @@ def expect_failure(item: pytest.Item, expected: Mapping[str, Any]) -> None:
         item.stash[xfailed_key] = Xfail(**expected)
 
 
-def accepts(item: pytest.Item, error: BaseException) -> bool:
-    """Return False if the ``xfail`` mark of a test names other exceptions."""
+def expects(item: pytest.Item, error: BaseException) -> bool:
+    """Return True if an ``xfail`` mark of a test accepts an exception."""
     mark = item.stash.get(xfailed_key, None)
-    raises: Any = None if mark is None else mark.raises
+    if mark is None:
+        return False
+    raises: Any = mark.raises
     if raises is None:
         return True
     if isinstance(raises, type | tuple):
         return isinstance(error, raises)
     # pytest.RaisesExc exists since pytest 8.4
     return hasattr(raises, "matches") and bool(raises.matches(error))
+
+
+def apply_expectation(
+    item: pytest.Item, report: pytest.TestReport, is_expected: bool
+) -> None:
+    """Report a failure of a test with an ``xfail`` mark as expected, or as failed."""
+    mark = item.stash.get(xfailed_key, None)
+    if mark is None or item.config.option.runxfail:
+        return
+    if is_expected:
+        report.outcome, report.wasxfail = "skipped", mark.reason
+    else:
+        report.outcome = "failed"
+        vars(report).pop("wasxfail", None)
+
+
+@contextmanager
+def reporting(item: pytest.Item) -> Iterator[None]:
+    """Let a worker of pytest-xdist send a report of a test that has ended before."""
+    plugins: set[Any] = item.config.pluginmanager.get_plugins()
+    workers = [p for p in plugins if type(p).__name__ == "WorkerInteractor"]
+    before = [worker.item_index for worker in workers]
+    try:
+        for worker in workers:
+            worker.item_index = item.session.items.index(item)
+        yield
+    finally:
+        for worker, index in zip(workers, before, strict=True):
+            worker.item_index = index
 
 
 def skip_at_item(reason: str) -> NoReturn:

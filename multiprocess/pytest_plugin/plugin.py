@@ -29,7 +29,6 @@ from .settings import (
 
 if TYPE_CHECKING:
     from ..elastic.agent import Agent
-    from ..errors import WorldError
     from .runner import Runner
 
 _MARK = "world"
@@ -40,9 +39,6 @@ _RUNNER = pytest.StashKey["Runner"]()
 _WANTED = pytest.StashKey[Wanted]()
 _DEFAULTS = pytest.StashKey[Mapping[str, Any]]()
 _AGENT: pytest.StashKey[Agent] = pytest.StashKey()
-_LATEST = pytest.StashKey[pytest.Item]()
-"""Test that is running, or has run last."""
-
 _EXIT_CODE = pytest.StashKey[int]()
 _AFTER = pytest.StashKey[dict[pytest.Item, pytest.Item]]()
 
@@ -158,7 +154,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Make setup, call and teardown of a marked test run on ranks."""
-    item.config.stash[_LATEST] = item
     if not _on_ranks(item):
         return (yield)
     # a wrong marker is reported in the test's setup
@@ -178,6 +173,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     finally:
         if debugs is not None:
             plugins.register(debugs, _PDB)
+        _runner(item.config).report_late()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -258,8 +254,10 @@ def _has_classes(session: pytest.Session) -> bool:
 
 def _close_runner(config: pytest.Config) -> None:
     if _RUNNER in config.stash:
-        config.stash[_RUNNER].close()
+        runner = config.stash[_RUNNER]
         del config.stash[_RUNNER]
+        runner.close()
+        runner.report_late()
 
 
 def _runner(config: pytest.Config) -> Runner:
@@ -267,15 +265,12 @@ def _runner(config: pytest.Config) -> Runner:
         from .controller import report_unended, shows_live
         from .runner import AgentRunner, PoolRunner
 
-        def report(failure: WorldError) -> None:
-            report_unended(config.stash[_LATEST], failure)
-
         agent = config.stash.get(_AGENT, None)
         live = shows_live(config)
         config.stash[_RUNNER] = (
-            PoolRunner(live, report)
+            PoolRunner(live, report_unended)
             if agent is None
-            else AgentRunner(agent, live, report)
+            else AgentRunner(agent, live, report_unended)
         )
     return config.stash[_RUNNER]
 

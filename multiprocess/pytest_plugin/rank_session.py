@@ -14,7 +14,8 @@ import warnings
 from collections.abc import Generator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import pytest
 
@@ -51,17 +52,36 @@ class SessionOrder:
     reports."""
 
 
+class ItemId(NamedTuple):
+    """Name of a test in the parent's session and in those of ranks.
+
+    Node ids may differ: in a file outside of the root folder they depend on pytest's
+    arguments.
+    """
+
+    file: str
+    names: tuple[str, ...]
+    """Names of the nodes below the file: classes, and the test."""
+
+    @classmethod
+    def of(cls, item: pytest.Item) -> Self:
+        """Return the id of a test."""
+        folders = pytest.Session | pytest.Directory | pytest.File
+        inner = [node for node in item.listchain() if not isinstance(node, folders)]
+        return cls(str(item.path), tuple(node.name for node in inner))
+
+    def __str__(self) -> str:
+        return "::".join((self.file, *self.names))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ItemOrder:
     """Order to a rank to run a test."""
 
     session: SessionOrder
-    file: str
-    name: str
-    """Node id of the test."""
-
-    following: tuple[str, str] | None
-    """File and node id of the next test on these ranks, whose fixtures are kept."""
+    test: ItemId
+    following: ItemId | None
+    """Next test on these ranks, whose fixtures are kept."""
 
     draw_seed: int
     """Seed of hypothesis, equal on all ranks."""
@@ -75,10 +95,16 @@ class Phase(Left):
     report: Mapping[str, Any]
     """Report of pytest, serialised by pytest."""
 
+    is_expected: bool
+    """True if it failed, and the ``xfail`` mark of the test accepts the exception."""
+
 
 @dataclass(frozen=True)
 class ItemResult(Left):
-    """Result of a test on one rank, in a form that can be sent to the parent."""
+    """Result of a test on one rank, in a form that can be sent to the parent.
+
+    It has no phase of a teardown that has not ended yet.
+    """
 
     phases: tuple[Phase, ...] = ()
     subtests: tuple[Mapping[str, Any], ...] = ()
@@ -112,16 +138,22 @@ _session: RankSession | None = None
 
 
 def run_item(order: ItemOrder) -> ItemResult | Failed:
-    """Run a test on this rank; then tear down fixtures the next one does not use."""
+    """Run a test on this rank; then end the fixtures that the next one does not use."""
     global _session
     if _session is None:
         _session = RankSession(order.session)
     session = _session
-    item = session.item(order.file, order.name)
-    following = None if order.following is None else session.item(*order.following)
+    item = session.item(order.test)
+    following = session.following(order.following)
     session.plugin.draw_seed = order.draw_seed
     current_world()._begin()  # noqa: SLF001  # its own world
     return session.run(item, following)
+
+
+def end_fixtures(test: ItemId) -> None:
+    """End the fixtures on this rank that a test does not use."""
+    if _session is not None:
+        _session.tear_down_to(_session.following(test))
 
 
 def end_session() -> None:
@@ -156,34 +188,48 @@ class RankSession:
         self.config.pluginmanager.register(self.plugin, "gradparity-rank")
         internals.write_nowhere(self.config)
         internals.configure(self.config)
-        # In force until this call ends; `end` runs in another call.
+        # In force until this call ends; `tear_down_to` runs in another call.
         self._filters = warnings.filters
         current_world()._trace_crashes()  # noqa: SLF001  # its own world; pytest's faulthandler has taken them
         self.session = pytest.Session.from_config(self.config)
         self.config.hook.pytest_sessionstart(session=self.session)
-        self._items: dict[str, pytest.Item] = {}
-        self._files: set[str] = set()
-        self._expected: pytest.Item | None = None
+        self._items: dict[str, dict[ItemId, pytest.Item]] = {}
+        """File -> its tests."""
 
-    def item(self, file: str, name: str) -> pytest.Item:
-        """Return a test by its id; its file is collected at the first request."""
-        if file not in self._files:
+    def item(self, test: ItemId) -> pytest.Item:
+        """Return a test; its file is collected at the first request.
+
+        Raises:
+            HarnessError: This rank does not find the test.
+        """
+        if test.file not in self._items:
             self.plugin.collect_errors.clear()
-            self.session.perform_collect([file])
+            self.session.perform_collect([test.file])
             if self.plugin.collect_errors:
                 raise HarnessError(
-                    f"{file} cannot be collected on this rank, and could in the "
+                    f"{test.file} cannot be collected on this rank, and could in the "
                     "parent:\n" + "\n".join(self.plugin.collect_errors)
                 )
-            self._items.update((item.nodeid, item) for item in self.plugin.collected)
-            self._files.add(file)
-        if name not in self._items:
+            collected = self.plugin.collected
+            self._items[test.file] = {ItemId.of(item): item for item in collected}
+        items = self._items[test.file]
+        if test not in items:
             raise HarnessError(
-                f"{name} is not among the {len(self.plugin.collected)} tests that this "
-                f"rank found in {file}, and was in the parent: parameters must be the "
-                "same in every process, so no sets, times or random values"
+                f"{test} is not among the {len(items)} tests that this rank found "
+                "there, and was in the parent: parameters must be the same in every "
+                "process, so no sets, times or random values"
             )
-        return self._items[name]
+        return items[test]
+
+    def following(self, test: ItemId | None) -> pytest.Item | None:
+        """Return the next test; None if this rank does not find it.
+
+        The order to run it then reports the error.
+        """
+        try:
+            return None if test is None else self.item(test)
+        except (Exception, SystemExit):  # any module may raise any error
+            return None
 
     def run(
         self, item: pytest.Item, following: pytest.Item | None
@@ -191,10 +237,6 @@ class RankSession:
         """Run a test and return its result, inside a ``Failed`` if it failed."""
         plugin = self.plugin
         plugin.begin()
-        if self._expected is not None and self._expected is not item:
-            # The parent announced another test, and then left it out.
-            internals.tear_down_to(self.session, item)
-        self._expected = following
         properties = len(item.user_properties)
         try:
             self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -203,7 +245,7 @@ class RankSession:
             del item.user_properties[properties:]
         expected = internals.expected_failure(item)
         stops = [(each, getattr(self.session, each)) for each in _STOPS]
-        phases = [plugin.phase(self.config, report) for report in plugin.reports]
+        phases = [plugin.phase(item, report) for report in plugin.reports]
         early = next((p for p in phases if p.kind not in ("", FAIL)), None)
         failed = next((p for p in phases if p.kind == FAIL), None)
         left = _PASSED if early is None or failed is not None else early
@@ -223,17 +265,21 @@ class RankSession:
         report = next(r for r in plugin.reports if r.when == failed.when)
         return _failed(plugin.error(report), report, result)
 
+    def tear_down_to(self, item: pytest.Item | None) -> None:
+        """Tear down the fixtures that a test does not use, outside of a test."""
+        warnings.filters = self._filters
+        internals.tear_down_to(self.session, item)
+
     def end(self) -> None:
         """Tear down all fixtures, and end session and plugins."""
-        warnings.filters = self._filters
-        internals.tear_down_to(self.session, None)
+        self.tear_down_to(None)
         # plugins read the exit status there
         code = self.session.exitstatus = pytest.ExitCode.OK
         self.config.hook.pytest_sessionfinish(session=self.session, exitstatus=code)
         internals.unconfigure(self.config)
 
 
-def _failed(error: BaseException, report: Any, result: ItemResult | None) -> Failed:
+def _failed(error: BaseException, report: Any, result: ItemResult) -> Failed:
     followed = getattr(error, "_gradparity_followed", False)
     # A failure of another rank has its traceback on that rank.
     text = str(error) if followed else report.longreprtext
@@ -295,9 +341,10 @@ class _RankPlugin:
         self.collected: list[pytest.Item] = []
         # Keep the reports, too, so that no new one gets the id of an old one.
         self._errors: dict[int, tuple[object, BaseException]] = {}
-        self._latest: tuple[object, BaseException] | None = None
+        self._latest: tuple[pytest.TestReport, BaseException] | None = None
         """Report and exception of the last phase; None if it passed."""
         self._wide: dict[int, list[Any]] = {}
+        self._folders: dict[Path, pytest.Collector] = {}
 
     def begin(self) -> None:
         """Clear the results of the previous test."""
@@ -328,15 +375,18 @@ class _RankPlugin:
         return report
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_teardown(self) -> None:
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
         """Report a failure to the parent before the teardown, which may block.
 
         Other ranks may have ended by then. A failed subtest does not count.
         """
-        report, error = self._latest or (None, None)
-        if error is None or isinstance(error, CallEnded) or early_end(error):
+        if self._latest is None:
             return
-        current_world()._fail(_failed(error, report, None))  # noqa: SLF001  # its own world
+        report, error = self._latest
+        if isinstance(error, CallEnded) or early_end(error):
+            return
+        result = ItemResult(**vars(_PASSED), phases=(self.phase(item, report),))
+        current_world()._fail(_failed(error, report, result))  # noqa: SLF001  # its own world
 
     def pytest_exception_interact(
         self, call: pytest.CallInfo[None], report: Any
@@ -379,6 +429,25 @@ class _RankPlugin:
         result = yield
         self.collected = [*before, *(item for item in items if item not in before)]
         return result
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collect_directory(
+        self, path: Path
+    ) -> Generator[None, pytest.Collector | None, pytest.Collector | None]:
+        """Use one node per folder for all files, as one collection of them would.
+
+        Fixtures of a conftest belong to the node of its folder.
+        """
+        node = yield
+        return None if node is None else self._folders.setdefault(path, node)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_finish(
+        self, session: pytest.Session
+    ) -> Generator[None, object, object]:
+        """Keep the conftests of folders that a later file needs."""
+        with internals.kept_conftests(session):
+            return (yield)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep collection errors; a module skipped only on ranks counts as an error."""
@@ -453,7 +522,7 @@ class _RankPlugin:
             return self._errors[id(report)][1]
         return pytest.fail.Exception(report.longreprtext, pytrace=False)
 
-    def phase(self, config: pytest.Config, report: pytest.TestReport) -> Phase:
+    def phase(self, item: pytest.Item, report: pytest.TestReport) -> Phase:
         """Return a report's phase (setup, call or teardown) and how it ended."""
         # Not by the report's outcome: a mark that expects a failure is about all ranks
         # together, and the parent applies it.
@@ -463,5 +532,9 @@ class _RankPlugin:
             left = early_end(error) or _FAILED
         elif report.failed and "xfail" not in report.keywords:
             left = _FAILED  # a hook of the rank has changed the report
-        sent = serialised(config, report)
-        return Phase(**vars(left), when=report.when, report=sent)
+        return Phase(
+            **vars(left),
+            when=report.when,
+            report=serialised(item.config, report),
+            is_expected=left is _FAILED and internals.expects(item, self.error(report)),
+        )

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ..cluster import BaseCluster, Cluster
+from ..cluster import BaseCluster, Cluster, LastCall
 from ..environment import unsupported
 from ..errors import HarnessError, WorldError
 from ..outcomes import RankOutcome
 from ..parent.forkserver_client import forkserver
 from ..parent.slots import cpu_slots, gpu_slots, visible_gpus
 from ..spec import CallOptions, WorldSpec
+from .rank_session import ItemId, ItemOrder, end_fixtures, end_session, run_item
 
 if TYPE_CHECKING:
     from ..elastic.agent import Agent, AgentCluster
@@ -26,15 +29,91 @@ if TYPE_CHECKING:
 _MAX_IDLE_RANKS = 16
 
 
-Report = Callable[[WorldError], None]
-"""Function that reports ranks whose pytest session did not end."""
+Report = Callable[[pytest.Item, WorldError], None]
+"""Function that reports an error of fixtures that outlived a test on ranks."""
 
 
 class UnsuitableWorld(Exception):
     """A world of these settings cannot be run here."""
 
 
-class AgentRunner:
+class Runner(ABC):
+    """Runs tests on clusters that stay warm."""
+
+    def __init__(self, live: bool, report: Report) -> None:
+        """Start with no cluster.
+
+        Args:
+            live: True to show the ranks' output while they run.
+            report: Called between two tests with the last test of a cluster, if
+                fixtures that outlived it fail.
+        """
+        self.live = live
+        self._report = report
+        self._late: list[tuple[pytest.Item, WorldError]] = []
+        self._kept_nodes: dict[WorldSpec, list[object]] = {}
+        """Kind of world -> nodes whose fixtures its ranks keep for the next test."""
+
+    @abstractmethod
+    def _cluster(self, spec: WorldSpec) -> AbstractContextManager[BaseCluster]:
+        """Hold the cluster of a world for a call, with the resources of its ranks."""
+
+    def run(
+        self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
+    ) -> tuple[RankOutcome, ...]:
+        """Return the outcome of each rank, or raise ``WorldError``."""
+        with self._cluster(spec) as cluster:
+            return cluster.submit(options, fn, *args)
+
+    def run_item(
+        self,
+        spec: WorldSpec,
+        options: CallOptions,
+        order: ItemOrder,
+        item: pytest.Item,
+        following: pytest.Item | None,
+    ) -> tuple[RankOutcome, ...]:
+        """Run a test; before it, end the fixtures kept for a test that was left out.
+
+        Args:
+            spec: Settings of its world.
+            options: Options of the call.
+            order: Order to the ranks.
+            item: The test.
+            following: Next test on the same ranks.
+
+        Returns:
+            The outcome of each rank.
+
+        Raises:
+            WorldError: At least one rank failed.
+        """
+        with self._cluster(spec) as cluster:
+            if options.isolation != "process":  # these ranks keep no fixture
+                nodes = item.listchain()
+                kept_nodes = self._kept_nodes.get(cluster.spec, [])
+                if nodes[: len(kept_nodes)] != kept_nodes and cluster.is_warm:
+                    _end_fixtures(cluster, options, order.test)
+                next_nodes = [] if following is None else following.listchain()
+                pairs = zip(nodes, next_nodes, strict=False)
+                self._kept_nodes[cluster.spec] = [a for a, b in pairs if a is b]
+                cluster.last_call = LastCall(end_session, partial(self._keep, item))
+            return cluster.submit(options, run_item, order)
+
+    def _keep(self, item: pytest.Item, failure: WorldError) -> None:
+        self._late.append((item, failure))
+
+    def report_late(self) -> None:
+        """Report errors of fixtures that outlived their tests."""
+        while self._late:
+            self._report(*self._late.pop(0))
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the pytest sessions of all ranks."""
+
+
+class AgentRunner(Runner):
     """Runs tests on the ranks of torchrun's agents; larger worlds are skipped."""
 
     def __init__(self, agent: Agent, live: bool, report: Report) -> None:
@@ -43,29 +122,31 @@ class AgentRunner:
         Args:
             agent: The agent of rank 0.
             live: True to show the ranks' output while they run.
-            report: Called if the sessions of ranks do not end.
+            report: Reports an error of fixtures that outlived a test.
         """
-        self.live = live
-        self._report = report
+        super().__init__(live, report)
         self._agent = agent
         self._clusters: dict[WorldSpec, AgentCluster] = {}
 
-    def run(
-        self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
-    ) -> tuple[RankOutcome, ...]:
-        """Return the outcome of each rank, or raise ``WorldError``."""
+    @contextlib.contextmanager
+    def _cluster(self, spec: WorldSpec) -> Iterator[BaseCluster]:
         torchrun_size = self._agent.size
         if spec.world_size > torchrun_size:
             raise UnsuitableWorld(
                 f"needs {spec.world_size} ranks, torchrun made {torchrun_size}"
             )
         from ..elastic.agent import AgentCluster, Ended
+        from ..elastic.local_rank import MAX_WORLDS
 
         kind = spec.kind
-        if kind not in self._clusters:
-            self._clusters[kind] = AgentCluster(self._agent, kind)
+        cluster = self._clusters.pop(kind, None) or AgentCluster(self._agent, kind)
+        self._clusters[kind] = cluster  # order: least recently used first
+        warm = [c for c in self._clusters.values() if c.is_warm and c is not cluster]
         try:
-            return self._clusters[kind].submit(options, fn, *args)
+            # Otherwise the agents would end these ranks, and their fixtures not.
+            for other in warm[: max(0, len(warm) + 1 - MAX_WORLDS)]:
+                other.close()
+            yield cluster
         except (Ended, HarnessError) as error:  # no world can be started any more
             pytest.exit(f"{error}", returncode=3)
 
@@ -73,29 +154,27 @@ class AgentRunner:
         """End the pytest sessions of the ranks; the ranks end with their agents."""
         with contextlib.suppress(Exception):
             for cluster in self._clusters.values():
-                _end_session(cluster, self.live, self._report)
+                cluster.close()
 
 
-class PoolRunner:
+class PoolRunner(Runner):
     """Keeps a warm cluster for each kind of world; ends the least recently used."""
 
     def __init__(self, live: bool, report: Report) -> None:
-        self.live = live
-        self._report = report
+        """Start the forkserver."""
+        super().__init__(live, report)
         self._clusters: dict[WorldSpec, Cluster] = {}
         if not unsupported():  # otherwise each test reports it
             forkserver()  # it imports torch while the session goes on
 
-    def run(
-        self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
-    ) -> tuple[RankOutcome, ...]:
-        """Return the outcome of each rank, or raise ``WorldError``."""
+    @contextlib.contextmanager
+    def _cluster(self, spec: WorldSpec) -> Iterator[BaseCluster]:
         with contextlib.ExitStack() as slots:
             slots.enter_context(cpu_slots().hold(spec.world_size))
             if spec.device == "cuda":
                 names = slots.enter_context(_gpus(spec, self._warm_gpus(spec.kind)))
                 spec = replace(spec, visible_devices=names)
-            return self._cluster(spec.kind).submit(options, fn, *args)
+            yield self._of_kind(spec.kind)
 
     def _warm_gpus(self, kind: WorldSpec) -> tuple[str, ...]:
         """Return the GPUs on which a world of this kind ran last."""
@@ -106,10 +185,10 @@ class PoolRunner:
     def close(self) -> None:
         """End the ranks of all clusters."""
         for cluster in self._clusters.values():
-            self._close(cluster)
+            cluster.close()
         self._clusters.clear()
 
-    def _cluster(self, kind: WorldSpec) -> Cluster:
+    def _of_kind(self, kind: WorldSpec) -> Cluster:
         cluster = self._clusters.pop(kind, None) or Cluster.of(kind)
         # Warm ranks take memory, so end those that were used longest ago.
         self._clusters[kind] = cluster  # order: least recently used first
@@ -117,28 +196,21 @@ class PoolRunner:
         for other in list(self._clusters.values()):
             if other is not cluster and idle + kind.world_size > _MAX_IDLE_RANKS:
                 idle -= len(other.pids)
-                self._close(other)
+                other.close()
         return cluster
 
-    def _close(self, cluster: Cluster) -> None:
-        if cluster.pids:
-            _end_session(cluster, self.live, self._report)
-        cluster.close()
 
-
-Runner = PoolRunner | AgentRunner
-"""Runs a function on every rank of a world."""
-
-
-def _end_session(cluster: BaseCluster, live: bool, report: Report) -> None:
-    """End the remaining fixtures on the ranks; report their errors."""
-    from .rank_session import end_session
-
+def _end_fixtures(cluster: BaseCluster, options: CallOptions, test: ItemId) -> None:
+    """End the fixtures on ranks that their next test does not use."""
+    # The ranks may have to import the test first.
+    limit_s = max(options.timeout_s, cluster.spec.start_timeout_s)
     try:
-        options = CallOptions(timeout_s=cluster.spec.timeout_s, live=live)
-        cluster.submit(options, end_session)
+        cluster.submit(
+            CallOptions(timeout_s=limit_s, live=options.live), end_fixtures, test
+        )
     except WorldError as failure:
-        report(failure)
+        assert cluster.last_call is not None  # ranks with fixtures have had a test
+        cluster.last_call.report(failure)
 
 
 def _gpus(

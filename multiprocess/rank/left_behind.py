@@ -1,7 +1,6 @@
-"""Threads and collectives that a call leaves running when it ends.
+"""Threads, collectives and process groups that a call leaves when it ends.
 
-Either may interfere with a collective of the next call on the same ranks. Then an
-innocent test fails.
+Each may interfere with the next call on the same ranks. Then an innocent test fails.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 import torch
+import torch.distributed as dist
 
 from . import flight_recorder
 
@@ -34,20 +34,27 @@ _KEPT = (
 _allowed: set[int] = set()
 """Ids of the threads that may be running when the call ends."""
 
+_allowed_group: dist.ProcessGroup | None = None
+"""Default process group that may exist when the call ends."""
+
 
 def allow_present(*, only: bool = False) -> None:
-    """Do not report the threads that run Python code now, nor those allowed before.
+    """Do not report the current default process group and the running threads.
+
+    Threads count if they run Python code. Those allowed before stay allowed.
 
     Args:
         only: True to forget the threads allowed before, at the start of a call.
     """
+    global _allowed_group
     if only:
         _allowed.clear()
     _allowed.update(sys._current_frames())
+    _allowed_group = _default_group()
 
 
 def describe() -> str:
-    """Describe the threads and processes that the call left running."""
+    """Describe what the call left behind; return "" if that is nothing."""
     left = _threads_left()
     for _ in range(_LOOKS):
         if not left:
@@ -58,7 +65,13 @@ def describe() -> str:
         f"an asynchronous collective that it never waited for ({op}, {where})"
         for op, where in flight_recorder.unwaited()
     ]
+    if (group := _default_group()) is not None and group is not _allowed_group:
+        left.append("a default process group that it made")
     return ", ".join(left)
+
+
+def _default_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def _threads_left() -> list[str]:

@@ -179,6 +179,8 @@ def run_continuous_test(case: CaseRef, file_name: str) -> Left | None:
     """
     import torch.distributed as dist
 
+    from . import left_behind
+
     cls, world = case.find(), current_world()
 
     def run() -> None:
@@ -190,6 +192,7 @@ def run_continuous_test(case: CaseRef, file_name: str) -> Left | None:
             cls._init_pg(world.rank, world.world_size, file_name)
             changed = {k: v for k, v in os.environ.items() if before.get(k) != v}
             _prepared = cls, changed
+            left_behind.allow_present()  # the next tests of the class use this group
         os.environ.update(_prepared[1])
         cls._run_test_given_id(case.method)
 

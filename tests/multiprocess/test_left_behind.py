@@ -82,6 +82,49 @@ class TestOurs(TestCase):
     assert "2 passed" in done.stdout, done.stdout
 
 
+# regression: H2-B16
+def test_a_process_group_of_a_test_does_not_reach_the_next(
+    session: Session, tmp_path: Path
+) -> None:
+    done = session(f"""
+import pathlib
+from gradparity.multiprocess import TestCase, current_world
+
+seen = pathlib.Path({str(tmp_path)!r})
+
+def make_group():
+    world = current_world()
+    store = dist.PrefixStore("own", world.store)
+    dist.init_process_group(
+        "gloo", store=store, rank=world.rank, world_size=world.world_size
+    )
+    dist.barrier()
+
+class TestOurs(TestCase):
+    default_group = False
+
+    def test_a(self):
+        make_group()
+
+    test_b = test_c = test_a
+
+@pytest.fixture(scope="module")
+def group():
+    make_group()
+    yield
+    dist.destroy_process_group()
+
+@pytest.mark.world(2, default_group=False, seed=1)
+@pytest.mark.parametrize("turn", range(3))
+def test_keeps_the_group_of_a_fixture(group, turn):
+    (seen / str(os.getpid())).touch()
+    dist.barrier()
+""")
+    assert "6 passed" in done.stdout, done.stdout
+    assert done.stdout.count("has left a default process group") == 6
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_ranks_stay_where_nothing_can_reach_the_next_test(
     session: Session, tmp_path: Path
 ) -> None:

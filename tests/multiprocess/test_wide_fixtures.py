@@ -1,0 +1,193 @@
+"""Fixtures that outlive their tests on ranks are torn down, and hide no failure."""
+
+from pathlib import Path
+
+import pytest
+
+from gradparity.tests.multiprocess.test_files_on_ranks import files
+from gradparity.tests.multiprocess.test_pytest_plugin import HEAD, Session, session
+from gradparity.tests.multiprocess.test_ranks_under_torchrun import Torchrun, torchrun
+
+pytest_plugins = ["pytester"]
+__all__ = ["session", "torchrun"]
+
+SERVER = """
+import threading
+
+@pytest.fixture(scope="session")
+def server(world_of):
+    yield
+    raise ValueError("the server reported an error")
+
+@pytest.fixture(scope="session")
+def world_of():
+    with open("lines", "a") as file:
+        file.write("up\\n")
+    yield
+    with open("lines", "a") as file:
+        file.write("down\\n")
+
+def leave_a_thread():
+    threading.Thread(target=time.sleep, args=[9], daemon=True).start()
+
+def leave_a_collective():
+    dist.all_reduce(torch.ones(1), async_op=True)
+
+def fail():
+    raise KeyError("of the test")
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    "end", [dist.destroy_process_group, leave_a_thread, leave_a_collective, fail, int]
+)
+def test_it(server, end):
+    end()
+
+@pytest.mark.world(1)
+def test_last():
+    pass
+"""
+
+
+# regression: H2-A2
+def test_ranks_that_are_replaced_end_their_fixtures(
+    session: Session, pytester: pytest.Pytester
+) -> None:
+    done = session(SERVER)
+    assert "1 failed, 5 passed, 5 errors" in done.stdout, done.stdout
+    for end in ("destroy_process_group", "leave_a_thread", "leave_a_collective"):
+        assert f"{end}] - rank " in done.stdout
+    lines = (pytester.path / "lines").read_text().split()
+    assert lines.count("up") == lines.count("down") == 10
+
+
+# regression: H2-A2
+def test_a_fixture_of_ranks_that_fail_may_end_with_a_barrier(session: Session) -> None:
+    done = session("""
+@pytest.fixture(scope="module", autouse=True)
+def meets():
+    yield
+    dist.barrier()
+    print("met")
+    raise ValueError("after the barrier")
+
+@pytest.mark.world(2)
+def test_it(world):
+    assert world.rank == 0
+
+@pytest.mark.world(2)
+@pytest.mark.skip("the last test of the fixture")
+def test_other(world):
+    pass
+""")
+    assert "1 failed, 1 skipped, 1 error" in done.stdout, done.stdout
+    assert "raised ValueError: after the barrier" in done.stdout
+
+
+# regression: H2-A2
+def test_ranks_that_hang_or_die_end_no_fixture(session: Session) -> None:
+    done = session("""
+@pytest.fixture(scope="module", autouse=True)
+def wide():
+    yield
+    raise ValueError("of the last test")
+
+@pytest.mark.world(2, timeout_s=1)
+def test_hangs(world):
+    if world.rank == 1:
+        time.sleep(100)
+
+@pytest.mark.world(2)
+def test_dies(world):
+    if world.rank == 1:
+        os._exit(3)
+
+@pytest.mark.world(1, timeout_s=1)
+def test_hangs_alone():
+    time.sleep(100)
+""")
+    assert "3 failed, 1 error" in done.stdout, done.stdout
+    assert "ERROR test_it.py::test_dies" in done.stdout  # the last on its ranks
+
+
+FIRST = """
+@pytest.fixture(scope="module")
+def wide(world_size):
+    yield
+    END
+
+@pytest.fixture(scope="module")
+def world_size():
+    return dist.get_world_size()
+
+@pytest.mark.world(2)
+def test_uses(wide):
+    pass
+
+@pytest.mark.world(2)
+@pytest.mark.skip("the last test of the fixture")
+def test_skipped(wide):
+    pass
+"""
+
+NEXT = """
+@pytest.mark.world(2)
+@pytest.mark.xfail
+def test_innocent(world):
+    assert total(world) == 1
+"""
+
+
+# regression: H2-A3
+@pytest.mark.parametrize(
+    ("end", "says", "options"),
+    [
+        ('raise ValueError("boo")', "raised ValueError: boo", ()),
+        ("os._exit(3)", "exited with code 3", ()),
+        ("os._exit(3)", "exited with code 3", ("-n1",)),
+    ],
+    ids=["raises", "dies", "dies under xdist"],
+)
+def test_a_fixture_of_tests_before_fails_no_other_test(
+    pytester: pytest.Pytester, end: str, says: str, options: tuple[str, ...]
+) -> None:
+    first = HEAD + FIRST.replace("END", end)
+    files(pytester.path, test_first=first, test_next=HEAD + NEXT)
+    done = pytester.runpytest_inprocess("-q", "-rA", *options)
+    done.assert_outcomes(passed=1, skipped=1, errors=1, xpassed=1)
+    done.stdout.fnmatch_lines(["ERROR test_first.py::test_uses*"])
+    done.stdout.fnmatch_lines([f"*root cause: rank ?: {says}*"])
+
+
+TORCHRUN = """
+@pytest.fixture(scope="session")
+def wide():
+    yield
+    raise ValueError("boo")
+
+@pytest.mark.world(2)
+def test_fails(wide, world):
+    assert world.rank == 0
+
+@pytest.mark.world(2)
+def test_passes(wide):
+    pass
+
+@pytest.mark.world(2, isolation="process")
+def test_alone():
+    pass
+
+@pytest.mark.world(2)
+def test_last(wide):
+    pass
+"""
+
+
+# regression: H2-A2
+@pytest.mark.slow
+def test_ranks_of_torchrun_end_their_fixtures(
+    torchrun: Torchrun, tmp_path: Path
+) -> None:
+    (tmp_path / "test_it.py").write_text(HEAD + TORCHRUN)
+    done = torchrun("-m", "pytest", "-p", "no:cacheprovider", "-q", "-rA", "test_it.py")
+    assert "1 failed, 3 passed, 3 errors" in done.stdout, done.stdout
