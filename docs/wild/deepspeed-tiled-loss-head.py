@@ -43,7 +43,7 @@ def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
 
 
 def off(found: Any, exact: torch.Tensor) -> float:
-    """Return the relative error; a missing gradient counts as zero."""
+    """Return the relative error of a gradient; a missing one counts as zero."""
     return float(((0 if found is None else found) - exact).norm() / exact.norm())
 
 
