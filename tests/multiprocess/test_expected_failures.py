@@ -160,13 +160,13 @@ def fails_first(world):
     if world.rank == 0:
         raise ValueError("of the teardown")
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, grace_s=9)
 def test_call_and_teardown(world, fails_first):
     if world.rank == 1:
         time.sleep(0.4)
         raise KeyError("of the call")
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, grace_s=9)
 @pytest.mark.xfail(raises=KeyError)
 def test_only_the_call_is_expected(world, fails_first):
     if world.rank == 1:
@@ -179,7 +179,7 @@ def fails_late(world):
         time.sleep(0.4)
         raise KeyError("of the setup")
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, grace_s=9)
 def test_setup_and_call(world, fails_late):
     raise ValueError("of the call on rank 0")
 """)
