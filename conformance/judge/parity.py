@@ -43,7 +43,8 @@ __all__ = [
 def demanded_schedule(traces: Sequence[RankTrace]) -> Schedule:
     """Return the skips that the rule demands, the scales, and changed settings.
 
-    The scales are those of the first rank; the agreement checks compare the others.
+    The scales come from the first rank. Agreement checks compare them with the scales
+    of the other ranks.
     """
     steps = list(_steps(traces))
     return Schedule(

@@ -271,7 +271,8 @@ class OwnStep:
         """Save the run and load it into a new scaler, by the workload's own methods.
 
         Returns:
-            The scaler's states; None if the workload cannot save or there is no scaler.
+            The scaler's states, or None if the workload has no scaler or cannot save
+            its state.
         """
         workload, judged = self.workload, self.judged
         if workload.save_checkpoint is None or judged.scaler is None:

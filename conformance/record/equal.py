@@ -449,20 +449,20 @@ def lacking(
 def _tied(has: Side, lacks: Side, name: str) -> str:
     """Return a hint if a tensor that one side lacks may be tied to another one there.
 
-    Vectors get no hint: those of layer norms all begin alike.
+    Vectors get no hint, because all weights of layer norms have equal initial values.
     """
     step, start = has.run.starts[name]
-    alike = [
+    with_equal_start = [
         other
         for other, (at, its) in has.run.starts.items()
         if (at, its.shape, its.digest) == (step, start.shape, start.digest)
         and other != name
     ]
-    if len(start.shape) < 2 or len(alike) != 1:
+    if len(start.shape) < 2 or len(with_equal_start) != 1:
         return ""
     return (
-        f". It begins with the bits of {alike[0]}: {lacks.name} may tie these two, and "
-        f"{has.name} does not"
+        f". It begins with the bits of {with_equal_start[0]}: {lacks.name} may tie "
+        f"these two, and {has.name} does not"
     )
 
 

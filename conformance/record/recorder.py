@@ -112,11 +112,10 @@ class Recorder:
             register_module_forward_pre_hook(self._called),
             register_module_forward_hook(self._left, always_call=True),
         ]
-        compile_in_place = self.compile_in_place
 
-        @wraps(compile_in_place)
+        @wraps(self.compile_in_place)
         def compiles(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            compile_in_place(module, *args, **kwargs)
+            self.compile_in_place(module, *args, **kwargs)
             around_compiled(module, self._called, self._left)
 
         nn.Module.compile = compiles  # type: ignore[method-assign,assignment]

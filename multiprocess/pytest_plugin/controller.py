@@ -217,9 +217,7 @@ class ItemRun:
         self._take_subtests([(o.rank, r) for o, r in results])
         self._take_warnings([result for _, result in results])
         # A rank without a result has died or hangs, so ranks ended differently.
-        all_ended = len(results) == len(self._outcomes) and all(
-            result.phase("teardown") for _, result in results
-        )
+        all_ended = all(map(_is_torn_down, self._outcomes))
         if all_ended:
             self._take_expectation([result.expected for _, result in results])
         for _, result in results:
