@@ -3,7 +3,7 @@ SHELL  := /bin/sh
 PYTHON ?= $(shell command -v python3 || command -v python)
 VENV   := .venv
 BIN    := $(VENV)/bin
-# What is installed in .venv: for training and judging; for the tests besides; and for all
+# What is installed in .venv: for training and comparing; for the tests as well; and for all
 # of them, trainers and scalers of others and the site too.
 READY  := $(VENV)/.ready
 READY_TEST := $(VENV)/.ready-test

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from gradparity.conformance.comparison import laws as laws
+from gradparity.conformance.comparison.law import LAWS, MOST, Law
 from gradparity.conformance.files import write_whole
-from gradparity.conformance.judge import laws as laws
-from gradparity.conformance.judge.law import LAWS, MOST, Law
 from gradparity.conformance.status import UsageError
 
 __all__ = ["main", "render"]
@@ -30,7 +30,7 @@ comparisons.
 [Known defects](defects.md) of published scalers break some of these checks. [Faulty
 versions](mutants.md) of scalers and of training test every check.
 
-<!-- Written by `gradparity bench laws-page` from conformance/judge/laws/. -->
+<!-- Written by `gradparity bench laws-page` from conformance/comparison/laws/. -->
 """
 
 

@@ -3,7 +3,7 @@
     gradparity bench memory
 
 Each scenario has new weights and batches, so nothing that an earlier one left behind is
-of use. Measured are the judge's process and all processes that it started: the ranks
+of use. Measured are gradparity's process and all processes that it started: the ranks
 and the process of the references. The record is ``results/memory.json``.
 """
 
@@ -74,10 +74,8 @@ def measure(count: int) -> list[dict[str, float]]:
         done += 1
         if done % EVERY == 0:
             others = sum(map(proportional_mib, started_by(os.getpid())))
-            judge = proportional_mib("self")
-            rows.append(
-                {"scenarios": done, "judge": round(judge), "others": round(others)}
-            )
+            own = proportional_mib("self")
+            rows.append({"scenarios": done, "own": round(own), "others": round(others)})
             print(json.dumps(rows[-1]), flush=True)
         return False
 
@@ -99,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         place=Pool(Devices(), timeout_s=120.0),
     )
     rows = measure(given.scenarios)
-    total = [row["judge"] + row["others"] for row in rows]
+    total = [row["own"] + row["others"] for row in rows]
     growth = total[-1] / total[1] - 1
     record = {
         "torch": header.torch,

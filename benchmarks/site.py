@@ -46,7 +46,7 @@ REFERENCE = {
     "scaler": "",
     "multiprocess": "",
     "conformance": "",
-    # what a workload is written against; the rest is the judge's own
+    # what a workload is written against; the rest is gradparity's own
     "fixtures": "Workload MoreCalls WorkloadError",
 }
 """Package -> its documented names; all public ones if empty."""

@@ -72,7 +72,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Number of cases that fail as in the baseline."""
     cases: int
     """Number of cases that were checked."""
-    judged: int
+    checked: int
     """Number of verdicts, sequences and ratios that were checked."""
 
 
@@ -118,7 +118,7 @@ def _decision(
     report: Report,
     reasons: Sequence[Reason],
     notes: Sequence[str],
-    judged: int,
+    checked: int,
     known_failures: int = 0,
 ) -> Decision:
     """Return the decision, sorted independently of the order of the cases."""
@@ -131,7 +131,7 @@ def _decision(
         notes=tuple(sorted(set(notes))),
         known_failures=known_failures,
         cases=len(report.cases),
-        judged=judged,
+        checked=checked,
     )
 
 

@@ -178,7 +178,7 @@ def _unreadable(error: ReportError) -> Decision:
         notes=(),
         known_failures=0,
         cases=0,
-        judged=0,
+        checked=0,
     )
 
 
@@ -194,7 +194,7 @@ def _say(decision: Decision) -> None:
     counts = (
         *(why if decision.reasons else ()),
         counted(decision.cases, "case"),
-        counted(decision.judged, "check"),
+        counted(decision.checked, "check"),
     )
     say(f"gate: {word}: {', '.join(counts)}")
     for cause in decision.causes:
@@ -216,7 +216,7 @@ def _write_json(path: Path, decision: Decision, parsed: argparse.Namespace) -> N
         "any_torch": parsed.any_torch,
         "known_failures": decision.known_failures,
         "cases": decision.cases,
-        "judged": decision.judged,
+        "checked": decision.checked,
         "reasons": [
             {"line": r.line, **msgspec.to_builtins(r)} for r in decision.reasons
         ],

@@ -1,6 +1,6 @@
 """Compare parallel training with one process: scenarios, traces, checks, report.
 
-``space`` chooses a scenario, ``rank`` trains it and records traces, and ``judge``
+``space`` chooses a scenario, ``rank`` trains it and records traces, and ``comparison``
 compares these with a reference. ``run`` does so for all cases and writes a report,
 which ``report`` reads and shows. docs/architecture.md describes all of this in order.
 """
@@ -11,9 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .judge.law import LAWS as LAWS
-    from .judge.law import Evidence as Evidence
-    from .judge.law import Law as Law
+    from .comparison.law import LAWS as LAWS
+    from .comparison.law import Evidence as Evidence
+    from .comparison.law import Law as Law
     from .report.records import Report as Report
     from .report.records import ReportError as ReportError
     from .report.records import read_report as read_report
@@ -42,11 +42,11 @@ __all__ = [
 # The pytest plugin lives in this package and is loaded in every session of its
 # environment: what it does not use must not be imported.
 _HOMES = {
-    "LAWS": "judge.law",
+    "LAWS": "comparison.law",
     "Case": "run.runner",
-    "Evidence": "judge.law",
+    "Evidence": "comparison.law",
     "Finding": "status",
-    "Law": "judge.law",
+    "Law": "comparison.law",
     "Report": "report.records",
     "ReportError": "report.records",
     "Runner": "run.runner",
@@ -60,7 +60,9 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    importlib.import_module(".judge.laws", __name__)  # they enter themselves into LAWS
+    importlib.import_module(
+        ".comparison.laws", __name__
+    )  # they enter themselves into LAWS
     return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
 
 

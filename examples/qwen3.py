@@ -1,4 +1,4 @@
-r"""A model and its tensor-parallel plan from a package: transformers' Qwen3, judged.
+r"""A model and its tensor-parallel plan from a package: transformers' Qwen3.
 
     gradparity run --workload examples.qwen3:Stack --scaler none --quick \
         --precision fp32
@@ -8,7 +8,7 @@ The run takes about a minute on two cores and ends with FAIL: with several backw
 step transformers 5.23 sums the gradients of q_norm and k_norm once too often
 (docs/stacks.md). With one backward a step the plan is right.
 
-To judge another model, change CONFIG and the class: ``parallelize`` works for every
+To check another model, change CONFIG and the class: ``parallelize`` works for every
 model that transformers has a plan for.
 """
 

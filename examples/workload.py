@@ -1,4 +1,4 @@
-"""A training stack of your own, judged: copy this file and put your code in.
+"""A workload: copy this file and put your own training in.
 
     gradparity run --workload examples.workload:Stack --scaler none --quick
 
@@ -39,7 +39,7 @@ class Stack:
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.mse_loss(output, targets)
 
-    # Your layout: this is what is judged. The policy has the dtypes of the precision
+    # Your layout: gradparity checks it. The policy has the dtypes of the precision
     # that is tried; leave the argument out if you do not call fully_shard.
     def parallelize(
         self, model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy

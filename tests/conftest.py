@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # they import torch, which xdist's controller does not need
     from gradparity.tests.scripts import Scripts
 
 Once = Callable[[str, Callable[[Path], object]], Path]
-JUDGED = ("gradparity.scaler:GradScaler", "torch.amp:GradScaler")
+TESTED = ("gradparity.scaler:GradScaler", "torch.amp:GradScaler")
 SCENARIOS = ("single/1/fp32/sgd/inf@r0s1:last/steps=4", "tp/2/fp32/sgd/none/steps=4")
 
 
@@ -251,7 +251,7 @@ def real_report(once: Once, warm_ranks: list[str]) -> Path:
 
 def _run(python: list[str], folder: Path) -> None:
     command = [*python, "-m", "gradparity.conformance", "run", "--quiet"]
-    command += [f"--scaler={spec}" for spec in JUDGED]
+    command += [f"--scaler={spec}" for spec in TESTED]
     command += [f"--scenario={each}" for each in SCENARIOS]
     done = subprocess.run(
         [*command, "--out", str(folder)], capture_output=True, text=True

@@ -5,9 +5,9 @@ import copy
 import numpy as np
 
 from gradparity.conformance import Evidence, Scenario, Status
-from gradparity.conformance.judge.doubts import doubts_of
-from gradparity.conformance.judge.law import judge
-from gradparity.conformance.judge.measured import (
+from gradparity.conformance.comparison.doubts import doubts_of
+from gradparity.conformance.comparison.law import apply_checks
+from gradparity.conformance.comparison.measured import (
     ClipRow,
     Doubt,
     Lack,
@@ -153,11 +153,11 @@ def doubts_in(of: Evidence) -> list[Doubt]:
 
 def finding(of: Evidence, law: str) -> Finding:
     """Return the finding of one check."""
-    (verdict,) = [v for v in judge(of) if v.law == law]
+    (verdict,) = [v for v in apply_checks(of) if v.law == law]
     return verdict
 
 
-def accused(of: Evidence) -> dict[str, str]:
+def wrong_or_open(of: Evidence) -> dict[str, str]:
     """Return the failed and inconclusive checks with their messages."""
     bad = {Status.FAIL, Status.INCONCLUSIVE, Status.ERROR}
-    return {v.law: v.message for v in judge(of) if v.status in bad}
+    return {v.law: v.message for v in apply_checks(of) if v.status in bad}

@@ -34,10 +34,10 @@ from gradparity.conformance.files import write_whole
 ROOT = Path(__file__).parents[2]
 LAWS = sorted(
     p.relative_to(ROOT).as_posix()
-    for p in (ROOT / "conformance/judge/laws").glob("*.py")
+    for p in (ROOT / "conformance/comparison/laws").glob("*.py")
     if p.stem[0] != "_"
 )
-PARITY = "conformance/judge/parity.py"
+PARITY = "conformance/comparison/parity.py"
 TESTS_BY_MODULE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LAWS, ("conformance/test_laws", "conformance/test_findings")),
     **dict.fromkeys(
@@ -335,24 +335,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if killed(Mutant(name, 0, UNCHANGED, "", "", 0), tests):
             print(f"{name}: the unchanged code fails its tests", file=sys.stderr)
             return 1
-        record = _judged(ROOT / name, tests, options.seconds / len(modules))
+        record = _checked(ROOT / name, tests, options.seconds / len(modules))
         print(json.dumps(record, indent=1))
         if options.out is not None:
             _keep(options.out / "code_mutants.json", name, record)
     return 0
 
 
-def _judged(path: Path, tests: Sequence[str], seconds: float) -> dict[str, Any]:
+def _checked(path: Path, tests: Sequence[str], seconds: float) -> dict[str, Any]:
     """Test as many mutants of one module as the time allows; return their record."""
     everyone = list(mutants(path))
-    # a run that ends early has judged a fair sample
+    # a run that ends early has checked a fair sample
     random.Random(0).shuffle(everyone)
     end = time.monotonic() + seconds
-    survivors, judged = [], 0
+    survivors, tried = [], 0
     for mutant in everyone:
         if time.monotonic() > end:
             break
-        judged += 1
+        tried += 1
         if not killed(mutant, tests):
             text = f"{mutant.change}: {mutant.before} -> {mutant.after}"
             survivors.append(f"line {mutant.line}: {text}")
@@ -360,8 +360,8 @@ def _judged(path: Path, tests: Sequence[str], seconds: float) -> dict[str, Any]:
         "commit": _commit(),
         "python": sys.version.split()[0],
         "mutants": len(everyone),
-        "judged": judged,
-        "killed": judged - len(survivors),
+        "tried": tried,
+        "killed": tried - len(survivors),
         "survivors": survivors,
     }
 

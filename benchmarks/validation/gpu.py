@@ -49,7 +49,7 @@ def record_of(commit: str, nccl: str, reports: Sequence[Report]) -> dict[str, An
                 "command": report.header.command,
                 "started": report.header.started,
                 "planned": report.header.planned,
-                "judged": len(report.cases),
+                "checked": len(report.cases),
             }
             for report in reports
         ],
@@ -71,12 +71,12 @@ def tables(record: Mapping[str, Any], timed: Mapping[str, Any]) -> dict[str, str
     lines = [row(*heads), row(*["---"] * len(heads))]
     for topology, of in cells.items():
         lines.append(row(topology, *(_told(of.get(s, [])) for s in scalers)))
-    judged = sum(run["judged"] for run in record["runs"])
+    checked = sum(run["checked"] for run in record["runs"])
     planned = sum(run["planned"] for run in record["runs"])
     made = (
         f"gradparity at {record['commit'][:7]}, torch {record['torch']}, NCCL "
         f"{record['nccl']}, Python {record['python']}, {', '.join(record['gpus'])}, "
-        f"{record['runs'][0]['started'][:10]}; {judged} of {planned} planned cases"
+        f"{record['runs'][0]['started'][:10]}; {checked} of {planned} planned cases"
     )
     verdicts = "\n".join(lines)
     return {"made": made, "verdicts": verdicts, "scaler": _of_scaler(timed)}

@@ -114,7 +114,7 @@ def scenario(workload: str, layout: str, case: str) -> str:
     return f"{layout}/fp16-autocast/own/{faults}/model={HERE}.{workload},{settings}"
 
 
-def judge(runner: Runner, step: Step, layout: str, case: str) -> dict[str, Any]:
+def check(runner: Runner, step: Step, layout: str, case: str) -> dict[str, Any]:
     """Run one case with the package's scaler and with ours."""
     found: dict[str, Any] = {"package": step.package, "step": step.name}
     found |= {"layout": layout, "case": case}
@@ -149,7 +149,7 @@ def run(only: Sequence[str]) -> dict[str, Any]:
                 continue
             for layout in step.layouts:
                 for case in CASES:
-                    found = judge(runner, step, layout, case)
+                    found = check(runner, step, layout, case)
                     cases.append(found)
                     told = [f"{s}: {_shown(found[s])}" for s in ("theirs", "ours")]
                     print(step.package, step.name, layout, case, *told, flush=True)

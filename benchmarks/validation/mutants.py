@@ -87,20 +87,20 @@ class _Tally:
     scaler: type[Any]
     law: str
     tried: int = 0
-    accused: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
     first: tuple[str, str, str] | None = None
     """Preset, scenario and finding of the first catch."""
     broken: int = 0
 
     @property
     def caught(self) -> bool:
-        return self.law in self.accused
+        return self.law in self.failed
 
     def take(self, case: Case, preset: str) -> None:
         failed = [v for v in case.verdicts if v.status == Status.FAIL]
         self.tried += 1
         self.broken += case.status is Status.ERROR
-        self.accused.update(v.law for v in failed)
+        self.failed.update(v.law for v in failed)
         # A right scaler has no law that must catch it: any violation of it counts.
         due = [v for v in failed if v.law == self.law or not self.law]
         if due and self.first is None:
@@ -113,7 +113,7 @@ class _Tally:
             fault=(self.scaler.__doc__ or "").strip().splitlines()[0],
             law=self.law,
             tried=self.tried,
-            accused=dict(sorted(self.accused.items())),
+            failed=dict(sorted(self.failed.items())),
             preset=preset,
             scenario=scenario,
             message=message,
@@ -159,7 +159,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gradparity mutants",
-        description="Check the judge: is each faulty scaler caught by its law?",
+        description="Does each faulty scaler fail its check?",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--every",
         action="store_true",
-        help="judge wrong scalers in all scenarios, caught or not",
+        help="check wrong scalers in all scenarios, caught or not",
     )
     add(
         "--seeds",
@@ -227,8 +227,8 @@ def mutants(settings: MutantSettings, console: Console) -> int:
         _Tally(scaler=s, law="") for s in RIGHT if not wanted or s.__name__ in wanted
     ]
     with runner:
-        _judge_wrong(settings, runner, wrong, console)
-        _judge_right(settings, runner, right, console)
+        _check_wrong(settings, runner, wrong, console)
+        _check_right(settings, runner, right, console)
     matrix = Matrix(
         header=header,
         seeds=settings.seeds,
@@ -238,7 +238,7 @@ def mutants(settings: MutantSettings, console: Console) -> int:
     return _print_matrix(settings, matrix, console)
 
 
-def _judge_wrong(
+def _check_wrong(
     settings: MutantSettings, runner: Runner, wrong: list[_Tally], console: Console
 ) -> None:
     for preset in settings.presets:
@@ -247,17 +247,17 @@ def _judge_wrong(
             due = [t for t in missed if settings.every or not t.caught]
             if not due:
                 break
-            _judge(settings, runner, due, (preset, scenario))
-            _progress(settings, console, scenario, f"{len(due)} judged", due)
+            _check(settings, runner, due, (preset, scenario))
+            _progress(settings, console, scenario, f"{len(due)} checked", due)
 
 
-def _judge_right(
+def _check_right(
     settings: MutantSettings, runner: Runner, right: list[_Tally], console: Console
 ) -> None:
     for preset, scenario in _seeded(settings) if right else ():
-        _judge(settings, runner, right, (preset, scenario))
-        accused = [t for t in right if t.accused]
-        _progress(settings, console, scenario, f"{len(accused)} accused", accused)
+        _check(settings, runner, right, (preset, scenario))
+        failed = [t for t in right if t.failed]
+        _progress(settings, console, scenario, f"{len(failed)} failed", failed)
 
 
 def _seeded(settings: MutantSettings) -> Iterator[tuple[str, Scenario]]:
@@ -270,7 +270,7 @@ def _seeded(settings: MutantSettings) -> Iterator[tuple[str, Scenario]]:
             yield preset, scenario
 
 
-def _judge(
+def _check(
     settings: MutantSettings,
     runner: Runner,
     tallies: Sequence[_Tally],
@@ -292,7 +292,7 @@ def _progress(
     of: Sequence[_Tally],
 ) -> None:
     if not settings.quiet:
-        names = [t.scaler.__name__ for t in of if t.accused][:4]
+        names = [t.scaler.__name__ for t in of if t.failed][:4]
         line = plain(f"{scenario.id}: {text} {' '.join(names)}")
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -305,8 +305,8 @@ def _print_matrix(settings: MutantSettings, matrix: Matrix, console: Console) ->
         console.print(f"matrix: {path}", markup=False, soft_wrap=True)
     for row in matrix.rows:
         if not row.as_it_should_be:
-            what = "accused" if row.right else f"not caught by {row.law}"
-            text = f"{row.scaler}: {what}: {row.message} {dict(row.accused)}"
+            what = "failed" if row.right else f"not caught by {row.law}"
+            text = f"{row.scaler}: {what}: {row.message} {dict(row.failed)}"
             console.print(plain(text), markup=False, highlight=False, soft_wrap=True)
     if any(row.broken for row in matrix.rows):
         return 3

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from gradparity.conformance.comparison.law import LAWS
 from gradparity.conformance.files import write_whole
-from gradparity.conformance.judge.law import LAWS
 from gradparity.conformance.report.records import Header
 from gradparity.conformance.status import UsageError
 
@@ -27,7 +27,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Check that must catch the scaler; empty for a right scaler."""
     tried: int
     """Number of scenarios that ran with it."""
-    accused: dict[str, int]
+    failed: dict[str, int]
     """Check -> number of scenarios in which it failed."""
     preset: str = ""
     """First preset in which the scaler's check failed; empty if none did."""
@@ -50,8 +50,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         if self.broken:
             return False
         if self.right:
-            return self.tried > 0 and not self.accused
-        return self.law in self.accused
+            return self.tried > 0 and not self.failed
+        return self.law in self.failed
 
 
 class Matrix(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +105,7 @@ def _summary(matrix: Matrix) -> Iterator[str]:
         yield f"  - {count} ({count / len(wrong):.0%}) first by preset `{preset}`"
     clean, cases = sum(r.as_it_should_be for r in right), sum(r.tried for r in right)
     yield (
-        f"- right: {clean} of {len(right)} never accused, {cases} cases, "
+        f"- right: {clean} of {len(right)} never failed, {cases} cases, "
         f"{matrix.seeds} seeds"
     )
     broken = sum(r.broken for r in matrix.rows)
@@ -151,19 +151,19 @@ def _wrong_table(matrix: Matrix) -> Iterator[str]:
 
 def _cell(row: Row, law: str) -> str:
     if law == row.law:
-        return "X" if law in row.accused else "**-**"
-    return "x" if law in row.accused else ""
+        return "X" if law in row.failed else "**-**"
+    return "x" if law in row.failed else ""
 
 
 def _right_table(matrix: Matrix) -> Iterator[str]:
-    rows = ([r.scaler, r.fault, str(r.tried), _accusers(r)] for r in matrix.right_rows)
-    return _table(["right scaler", "how it is built", "cases", "accused by"], rows)
+    rows = ([r.scaler, r.fault, str(r.tried), _failures(r)] for r in matrix.right_rows)
+    return _table(["right scaler", "how it is built", "cases", "failed checks"], rows)
 
 
-def _accusers(row: Row) -> str:
-    if not row.accused:
-        return "none" if row.tried and not row.broken else "**not judged**"
-    return f"**{', '.join(row.accused)}** in `{row.scenario}`"
+def _failures(row: Row) -> str:
+    if not row.failed:
+        return "none" if row.tried and not row.broken else "**not checked**"
+    return f"**{', '.join(row.failed)}** in `{row.scenario}`"
 
 
 def write_matrix(matrix: Matrix, folder: Path) -> Path:

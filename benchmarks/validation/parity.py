@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from gradparity.conformance import Runner, Scenario
+from gradparity.conformance.comparison.compare import SAFETY_FACTOR
+from gradparity.conformance.comparison.variants import NOISY
 from gradparity.conformance.files import write_whole
-from gradparity.conformance.judge.compare import SAFETY_FACTOR
-from gradparity.conformance.judge.variants import NOISY
 from gradparity.conformance.rank.devices import Devices
 from gradparity.conformance.run.launcher import Pool
 from gradparity.conformance.run.recorder import make_header
@@ -43,7 +43,7 @@ def chance(elements: int, generator: np.random.Generator) -> float:
     crossed = 0
     for _ in range(16):
         # The squared norm of an error of independent normal elements is chi-squared.
-        # The first column is the judged run, the others are the references. 16 parts
+        # The first column is the checked run, the others are the references. 16 parts
         # keep the memory small.
         runs = generator.chisquare(elements, (DRAWS // 16, 1 + len(NOISY)))
         norms = np.sqrt(runs)

@@ -562,7 +562,7 @@ def summary(kept: Sequence[dict[str, Any]], device: str) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "device": "cpu" if device == "cpu" else torch.cuda.get_device_name(),
         "right": len(right),
-        "accused": sum(row["code"] not in (SAME, BROKEN) for row in right),
+        "wrongly_different": sum(row["code"] not in (SAME, BROKEN) for row in right),
         "broken": sum(row["code"] == BROKEN for row in kept),
         "largest_share": max((row["share"] for row in right), default=0.0),
         "told": told,
@@ -593,7 +593,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 counts = summary(kept, job.device)
                 write_whole(path, json.dumps(counts | {"rows": kept}, indent=1) + "\n")
     print(json.dumps(counts, indent=1))
-    return int(bool(counts["accused"] or counts["broken"]))
+    return int(bool(counts["wrongly_different"] or counts["broken"]))
 
 
 if __name__ == "__main__":  # ranks find by its name what is of no __main__

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from gradparity.benchmarks.tables import row, write_between
-from gradparity.benchmarks.validation.specimens import TIMEOUT_S, Right, judged_right
+from gradparity.benchmarks.validation.specimens import TIMEOUT_S, Right, checked_right
 from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.files import write_whole
 from gradparity.conformance.rank.devices import Devices
@@ -113,7 +113,7 @@ EXAMPLES = (
 """Right entries of ``examples``. ``docs/stacks.md`` lists wrong ones, such as
 ``PlanModulesToSave``, ``ReplicatedGPipe`` and ``FrozenStage``."""
 
-ONCE_ACCUSED = {
+ONCE_FAILED = {
     "workloads.stacks": (
         "Right",
         "Nested",
@@ -254,7 +254,7 @@ really wrong; and the reason."""
 class Found:
     """Verdicts on one entry."""
 
-    accused: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
     largest: float = 0.0
     first_s: float = 0.0
     """Seconds from an empty pool of ranks to the first verdict."""
@@ -267,8 +267,8 @@ def corpus() -> dict[str, str]:
     found |= {
         pair.fixed: f"specimen {name}" for name, pair in (SPECIMENS | ONE_RANK).items()
     }
-    for module, names in ONCE_ACCUSED.items():
-        found |= {f"gradparity.tests.{module}:{name}": "once accused" for name in names}
+    for module, names in ONCE_FAILED.items():
+        found |= {f"gradparity.tests.{module}:{name}": "once failed" for name in names}
     steps = f"gradparity.tests.{SCALED_STEPS}"
     found |= {f"{steps}:{s.__name__}": _SCALED_STEP for s in _scaled_steps().RIGHT}
     return found | {f"{s.__module__}:{s.__qualname__}": _SCALER for s in RIGHT}
@@ -282,7 +282,7 @@ def _scaled_steps() -> Any:
     return import_module(f"gradparity.tests.{SCALED_STEPS}")
 
 
-_SCALED_STEP = "once accused, with a scaler"
+_SCALED_STEP = "once failed, with a scaler"
 _SCALER = "right scaler"
 _SCALED = (
     "ddp/2/fp32/sgd/none/steps=5",
@@ -294,7 +294,7 @@ _SCALED = (
 """Scenarios for scalers: replicas, shards, stages, bad gradients and overflows."""
 
 
-def judged(spec: str, source: str, seeds: int) -> Found:
+def checked(spec: str, source: str, seeds: int) -> Found:
     """Run the checks on one entry of the corpus, for all seeds.
 
     Args:
@@ -308,29 +308,29 @@ def judged(spec: str, source: str, seeds: int) -> Found:
         try:
             for seed in range(seeds):
                 for case in (
-                    _judged_scaler(runner, spec, seed)
+                    _checked_scaler(runner, spec, seed)
                     if source == _SCALER
-                    else _judged_scaled_step(runner, spec, seed)
+                    else _checked_scaled_step(runner, spec, seed)
                     if source == _SCALED_STEP
-                    else judged_right(runner, spec, seed, not_tried)
+                    else checked_right(runner, spec, seed, not_tried)
                 ):
                     found.add(case)
                     first_s = first_s or time.monotonic() - start
         except UsageError as error:
             return Found(not_run=str(error))
     return Found(
-        accused=tuple(found.accused),
+        failed=tuple(found.failed),
         largest=round(found.largest, 3),
         first_s=round(first_s, 1),
     )
 
 
-def _judged_scaler(runner: Runner, spec: str, seed: int) -> Iterator[Case]:
+def _checked_scaler(runner: Runner, spec: str, seed: int) -> Iterator[Case]:
     for text in _SCALED:
         yield runner.run(spec, Scenario.parse(f"{text},seed={seed}"))
 
 
-def _judged_scaled_step(runner: Runner, spec: str, seed: int) -> Iterator[Case]:
+def _checked_scaled_step(runner: Runner, spec: str, seed: int) -> Iterator[Case]:
     """Yield cases with planted faults and with overflows, with our scaler."""
     steps = _scaled_steps()
     where = {each.__name__: where for each, where in steps.RIGHT.items()}
@@ -361,24 +361,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not entries:
         parser.error(f"no entry has {given.only!r} in it")
     found: dict[str, Found] = {}
-    # `gradparity run` judges in a new process: so is each entry judged here
+    # `gradparity run` starts a new process; so does each entry here
     context = get_context("spawn")
     with ProcessPoolExecutor(given.jobs, context, max_tasks_per_child=1) as workers:
         futures = {
-            spec: workers.submit(judged, spec, source, given.seeds)
+            spec: workers.submit(checked, spec, source, given.seeds)
             for spec, source in entries.items()
         }
         for spec, future in futures.items():
             found[spec] = future.result()
             told = found[spec].not_run and f"not run: {found[spec].not_run}"
             largest = f"largest error {found[spec].largest:.2f} of its bound"
-            told = told or f"{json.dumps(found[spec].accused)}, {largest}"
+            told = told or f"{json.dumps(found[spec].failed)}, {largest}"
             if spec in NOT_TRIED:
                 told += " (not tried: {}; {})".format(*NOT_TRIED[spec])
             print(f"{spec}: {told}", flush=True)
     if given.record:
         write_record(given.seeds, given.jobs, found)
-    wrong = sum(bool(each.accused) for each in found.values())
+    wrong = sum(bool(each.failed) for each in found.values())
     left = sum(bool(each.not_run) for each in found.values())
     print(
         f"{wrong} of {len(found) - left} right setups failed over {given.seeds} seeds"

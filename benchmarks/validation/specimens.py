@@ -48,10 +48,10 @@ TIMEOUT_S = 120.0
 ALL = SPECIMENS | ONE_RANK
 
 
-# - The judge
+# - Checking
 
 
-def judged(spec: str) -> dict[str, Any]:
+def checked(spec: str) -> dict[str, Any]:
     """Return the first violation that gradparity finds in a workload, if any.
 
     Args:
@@ -112,7 +112,7 @@ def _selection(spec: str, seed: int) -> Selection:
     return Selection(workload=spec, no_scaler=True, seed=seed)
 
 
-def judged_right(
+def checked_right(
     runner: Runner, spec: str, seed: int, not_tried: str = ""
 ) -> Iterator[Case]:
     """Run a right workload in all scenarios of ``--quick``; yield each checked case.
@@ -135,7 +135,7 @@ def judged_right(
 class Right:
     """Verdicts on a right workload."""
 
-    accused: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
     largest: float = 0.0
     """Largest error / bound of parity in all cases that passed. Differences under a
     doubt have no verdict and do not count."""
@@ -144,9 +144,7 @@ class Right:
         """Add the verdicts of one case."""
         if case.status.value in ("fail", "error"):
             laws = [v.law for v in case.verdicts if v.status == "fail"]
-            self.accused.append(
-                f"{case.scenario.id}: {', '.join(laws) or case.problem}"
-            )
+            self.failed.append(f"{case.scenario.id}: {', '.join(laws) or case.problem}")
         parity = None if case.evidence is None else case.evidence.parity
         if case.status.value == "pass" and parity is not None:
             worst = parity.worst.values()
@@ -193,7 +191,7 @@ def measure(names: Sequence[str], seeds: int, jobs: int, peers: bool) -> dict[st
         place=Pool(Devices(), TIMEOUT_S),
     )
     load, start = os.getloadavg()[0], time.monotonic()
-    # while one judge trains references, the ranks of the other have the cores
+    # while one process trains references, the ranks of another have the cores
     with ProcessPoolExecutor(jobs, get_context("spawn")) as workers:
         found = {name: workers.submit(_row, name, seeds) for name in names}
         rows = {}
@@ -223,11 +221,11 @@ def measure(names: Sequence[str], seeds: int, jobs: int, peers: bool) -> dict[st
 
 def _row(name: str, seeds: int) -> dict[str, Any]:
     pair = ALL[name]
-    found = judged(pair.broken)
+    found = checked(pair.broken)
     right = Right()
     with Runner(folder=".", timeout_s=TIMEOUT_S) as runner:
         for seed in range(seeds):
-            for case in judged_right(runner, pair.fixed, seed):
+            for case in checked_right(runner, pair.fixed, seed):
                 right.add(case)
     return {
         "fault": pair.fault,
@@ -237,7 +235,7 @@ def _row(name: str, seeds: int) -> dict[str, Any]:
         "caught": caught(pair, found),
         # most faults of ONE_RANK are in no module
         "placed": name in SPECIMENS and placed(pair, found),
-        "fixed_accused": right.accused,
+        "fixed_failed": right.failed,
         "fixed_largest": round(right.largest, 3),
     }
 

@@ -66,7 +66,7 @@ def _sums(record: dict[str, Any]) -> Iterator[str]:
     unseen = {n: r for n, r in rows.items() if n not in known}
     yield row("", "of the list", "others", "fixed versions that fail")
     yield "|---|---|---|---|"
-    twins = sum(bool(r["fixed_accused"]) for r in rows.values())
+    twins = sum(bool(r["fixed_failed"]) for r in rows.values())
     over = f"{twins} of {len(rows)}, {record['seeds']} seeds"
     found = [_share(part, "caught") for part in (known, unseen)]
     yield row("gradparity, `--quick`", *found, over)
@@ -125,7 +125,7 @@ def _module(found: Mapping[str, Any]) -> str:
 
 
 def _twin(found: Mapping[str, Any]) -> str:
-    wrong = found["fixed_accused"]
+    wrong = found["fixed_failed"]
     return f"**fails** {len(wrong)} times" if wrong else "passes"
 
 

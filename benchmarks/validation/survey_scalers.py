@@ -21,13 +21,13 @@ from gradparity.benchmarks.validation.survey_scalers_run import (
     OURS,
     SMOKE,
     Record,
+    check_peers,
     confirm_peers,
-    judge_peers,
-    not_judged,
+    not_checked,
     read_record,
 )
+from gradparity.conformance.comparison.law import LAWS
 from gradparity.conformance.files import write_whole
-from gradparity.conformance.judge.law import LAWS
 from gradparity.conformance.report.records import Report, ReportError
 from gradparity.conformance.report.table import escape, legible
 from gradparity.conformance.space.catalogue import PRESETS
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _record(parsed: argparse.Namespace) -> Record:
     if not parsed.render:
         names = parsed.peer or list(PEERS)
-        return judge_peers(parsed.reports, names, parsed.preset, Console())
+        return check_peers(parsed.reports, names, parsed.preset, Console())
     if parsed.confirm:
         confirm_peers(parsed.reports)
     return read_record(parsed.reports)
@@ -114,7 +114,7 @@ def _record(parsed: argparse.Namespace) -> Record:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gradparity bench survey-scalers",
-        description="Judge the known scalers and write the page of the results.",
+        description="Check the known scalers and write the page of the results.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -155,12 +155,12 @@ def _summary(record: Record) -> Iterator[str]:
     yield "| scaler | version | pass | fail | undecided | SPEC |"
     yield "|---|---|---|---|---|---|"
     yield _row("ours", "`GradScaler`", "", record.run, OURS)
-    reasons = not_judged(record)
+    reasons = not_checked(record)
     for name, peer in PEERS.items():
         number = f"{peer.package} {record.versions.get(peer.package, '')}".strip()
         if name in reasons:
-            reason = escape(reasons[name])
-            yield f"| **{name}**: {peer.text} | {number} | | | | not judged: {reason} |"
+            reason = f"not checked: {escape(reasons[name])}"
+            yield f"| **{name}**: {peer.text} | {number} | | | | {reason} |"
         else:
             yield _row(name, peer.text, number, record.run, peer.spec)
 

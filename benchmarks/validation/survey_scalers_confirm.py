@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from gradparity.conformance.judge import laws as laws  # enters them into LAWS
-from gradparity.conformance.judge.law import LAWS
+from gradparity.conformance.comparison import laws as laws  # enters them into LAWS
+from gradparity.conformance.comparison.law import LAWS
 from gradparity.conformance.report.records import CaseRecord, Report
 from gradparity.conformance.script.standalone import standalone_script
 from gradparity.conformance.space.scenario import Scenario

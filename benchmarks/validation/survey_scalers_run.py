@@ -34,9 +34,9 @@ __all__ = [
     "OURS",
     "SMOKE",
     "Record",
+    "check_peers",
     "confirm_peers",
-    "judge_peers",
-    "not_judged",
+    "not_checked",
     "read_record",
 ]
 
@@ -63,7 +63,7 @@ class Record:
     """Results of the standalone scripts."""
 
 
-def judge_peers(
+def check_peers(
     folder: Path, names: Sequence[str], preset: str, console: Console
 ) -> Record:
     """Check the named peers and our scaler; keep all results in ``folder``.
@@ -86,7 +86,7 @@ def judge_peers(
     _run(folder / "smoke", specs, console, scenarios=SMOKE)
     smoke = read_report(folder / "smoke" / "report.jsonl")
     left = [spec for spec in specs if spec not in _fallen(smoke)]
-    # then the harness or this machine is at fault, and no peer may be accused
+    # then the harness or this machine is at fault, and no peer may fail for it
     if OURS not in left:
         raise UsageError(f"our own scaler fails the smoke level: {_fallen(smoke)}")
     _run(folder / "run", left, console, preset=preset)
@@ -107,7 +107,7 @@ def confirm_peers(folder: Path) -> None:
 
 
 def read_record(folder: Path) -> Record:
-    """Read the results of :func:`judge_peers` from ``folder``.
+    """Read the results of :func:`check_peers` from ``folder``.
 
     Raises:
         ReportError: a report is missing or broken.
@@ -121,7 +121,7 @@ def read_record(folder: Path) -> Record:
     )
 
 
-def not_judged(record: Record) -> dict[str, str]:
+def not_checked(record: Record) -> dict[str, str]:
     """Return name of a scaler that was not run -> reason."""
     fallen = _fallen(record.smoke)
     reasons: dict[str, str] = {}
@@ -160,7 +160,7 @@ def _run(
         scenarios=scenarios,
         out=folder,
         timeout_s=TIMEOUT_S,
-        refuse_unfit=False,  # the smoke level says of each why it cannot be judged
+        refuse_unfit=False,  # the smoke level says of each why it cannot be checked
         arguments=["survey", "scalers", "--preset", preset],
     )
     run(settings, console)

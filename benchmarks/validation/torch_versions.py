@@ -152,7 +152,7 @@ def run_in(python: str, what: str, path: Path, scratch: Path) -> Report:
     """Run all cases in another environment with this tree as its gradparity, once."""
     if path.exists() and read_report(path).footer is not None:
         return read_report(path)  # of an earlier run that was interrupted
-    shim = scratch / "judge"
+    shim = scratch / "package"
     shim.mkdir(exist_ok=True)
     if not (shim / "gradparity").exists():
         (shim / "gradparity").symlink_to(ROOT, target_is_directory=True)
@@ -240,7 +240,7 @@ def measure(venvs: Sequence[Path], reports: Path | None) -> dict[str, Any]:
                 {
                     "torch": right.header.torch,
                     "cases": len(right.cases),
-                    "judgements": whole.judged,
+                    "checks": whole.checked,
                     "outcome": whole.outcome.word,
                     "false_alarms": false_alarms(right, baseline),
                     "planted": len(faults()),
@@ -276,7 +276,7 @@ def lines(record: dict[str, Any]) -> Iterator[str]:
         yield ""
         yield made["note"]
     yield ""
-    heads = ("torch", "cases", "judgements", "gate", "false alarms", "planted faults")
+    heads = ("torch", "cases", "checks", "gate", "false alarms", "planted faults")
     yield row(*heads)
     yield "|---" * len(heads) + "|"
     for each in record["versions"]:
@@ -284,7 +284,7 @@ def lines(record: dict[str, Any]) -> Iterator[str]:
         yield row(
             each["torch"],
             each["cases"],
-            each["judgements"],
+            each["checks"],
             each["outcome"],
             len(each["false_alarms"]),
             f"{caught} of {each['planted']} close it",

@@ -97,10 +97,10 @@ def package_of(name: str) -> str:
 
 
 def told_by_page(page: Path) -> dict[str, str]:
-    """Return the parts of a page that people write: what, where, thread, judge."""
+    """Return the parts of a page that people write: what, where, thread, result."""
     text = page.read_text()
     told = {"what": text.split("\n", 1)[0].removeprefix("# ")}
-    for key in ("where", "thread", "judge"):
+    for key in ("where", "thread", "result"):
         found = re.search(rf"^{key.title()}: (.+?)(?:\n\n|\Z)", text, re.M | re.S)
         if not found:
             raise ValueError(f"{page.name} has no paragraph '{key.title()}: ...'")

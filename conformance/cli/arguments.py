@@ -152,12 +152,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         check_alone(parsed, {**NARROWING, "workload": _SELECTION["workload"]})
     check_values(parsed)
     # A misspelt --require would let every scaler pass.
-    judged = getattr(parsed, "scaler", None) or [DEFAULT_SCALER]
+    tested = getattr(parsed, "scaler", None) or [DEFAULT_SCALER]
     for spec in getattr(parsed, "require", ()):
-        if spec not in judged:
+        if spec not in tested:
             raise UsageError(
                 f"--require {spec} is not checked: add --scaler {spec}, or choose one "
-                f"of {', '.join(judged)}"
+                f"of {', '.join(tested)}"
             )
     return parsed
 
@@ -238,7 +238,7 @@ def _add_compare(commands: Commands) -> None:
 
 def _add_run(commands: Commands) -> None:
     run = _command(commands, "run", "run scenarios, write a report")
-    add_options(run, _JUDGED, _SELECTION, _RUN, _DEVICES, _OUTPUT)
+    add_options(run, _TESTED, _SELECTION, _RUN, _DEVICES, _OUTPUT)
 
 
 def _add_replay(commands: Commands) -> None:
@@ -250,7 +250,7 @@ def _add_replay(commands: Commands) -> None:
         metavar="FILE",
         help="also write the scenario as a script that needs only torch",
     )
-    add_options(replay, _JUDGED, _DEVICES, _OUTPUT)
+    add_options(replay, _TESTED, _DEVICES, _OUTPUT)
 
 
 def _add_localise(commands: Commands) -> None:
@@ -276,7 +276,7 @@ def _add_train(commands: Commands) -> None:
 
 def _add_hunt(commands: Commands) -> None:
     hunt = _command(commands, "hunt", "search scenarios for failures, and shrink these")
-    add_options(hunt, _JUDGED, _SELECTION)
+    add_options(hunt, _TESTED, _SELECTION)
     _add_budget(hunt, "time to search for each scaler")
     hunt.add_argument(
         "--script",
@@ -427,7 +427,7 @@ def repeated(
 
 Options = Mapping[str, Mapping[str, Any]]
 
-_JUDGED: Options = {
+_TESTED: Options = {
     "scaler": repeated(
         "SPEC",
         f"module:attribute to check ({DEFAULT_SCALER}), or none: the training alone",
@@ -539,7 +539,7 @@ _OUTPUT: Options = {
 }
 
 SUITE: Options = {
-    **_JUDGED,
+    **_TESTED,
     **_SELECTION,
     "scenario": _RUN["scenario"],
     **_DEVICES,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 __all__ = ["TABLES", "LawText", "law_texts", "names_of", "rows_of"]
 
 _ROOT = Path(__file__).parents[2]
-_LAWS = _ROOT / "conformance" / "judge" / "laws"
+_LAWS = _ROOT / "conformance" / "comparison" / "laws"
 TABLES = {
     "topology": ("fixtures/topologies.py", "TOPOLOGIES"),
     "model": ("fixtures/models.py", "MODELS"),

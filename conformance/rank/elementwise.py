@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...fixtures import judged_parameters, resolve_workload
+from ...fixtures import compared_parameters, resolve_workload
 from .torch_internals import TorchDispatchMode, makes_view
 
 __all__ = ["HalfNoise", "not_elementwise"]
@@ -58,7 +58,7 @@ def not_elementwise(spec: str, optimizer: str) -> frozenset[str]:
     eager = torch.compiler.set_stance("force_eager")  # as references do
     with eager, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        for name, parameter in judged_parameters(workload.model()).items():
+        for name, parameter in compared_parameters(workload.model()).items():
             if parameter.ndim < 2 or not parameter.requires_grad:
                 continue
             shape, order = parameter.shape, torch.randperm(parameter.numel())

@@ -28,7 +28,7 @@ from ...fixtures import (
     CannotError,
     OfWorkload,
     WorkloadError,
-    judged_parameters,
+    compared_parameters,
     local,
     loss,
     order_parameters,
@@ -92,7 +92,7 @@ def initial_model(spec: str, seed: int, training: Training) -> nn.Module:
         seeded.manual_seed(seed)
         model = resolve_workload(spec).model()
     if training.frozen:
-        names = [*judged_parameters(model)]
+        names = [*compared_parameters(model)]
         for name in frozen_names(resolve_workload(spec), names):
             model.get_parameter(name).requires_grad_(False)
     if not training.random:
@@ -102,7 +102,7 @@ def initial_model(spec: str, seed: int, training: Training) -> nn.Module:
 
 def digest_of_weights(model: nn.Module) -> str:
     """Return a digest of all parameters, to compare references and ranks."""
-    bits = [f"{name} {digest(p)}" for name, p in judged_parameters(model).items()]
+    bits = [f"{name} {digest(p)}" for name, p in compared_parameters(model).items()]
     return hashlib.blake2b("\n".join(bits).encode(), digest_size=8).hexdigest()
 
 
@@ -125,8 +125,8 @@ def build_engine(
     workload, training = scenario.workload, scenario.parsed_recipe.training
     weights_of = workload.weights if scenario.parsed_topology.parallel else None
     model = initial_model(scenario.model, scenario.seed, training).to(device)
-    if OfWorkload.JUDGED in workload.has:
-        same_everywhere(workload, "model", judged_parameters(model))
+    if OfWorkload.OF_USER in workload.has:
+        same_everywhere(workload, "model", compared_parameters(model))
     initial = digest_of_weights(model)
     if weights_of is None and places is None:
         key = _layout_of(scenario, mesh, device)
@@ -140,7 +140,7 @@ def build_engine(
     if variation is not None:
         model = variation.change_weights(model, scenario.parsed_precision.roundoff)
     # clones, because training changes the parameters
-    values = {n: p.detach().clone() for n, p in judged_parameters(model).items()}
+    values = {n: p.detach().clone() for n, p in compared_parameters(model).items()}
     dropouts = probabilities(model)  # parallelize may replace them
     saved = saved_buffers(workload, model).items()
     buffers = {name: buffer.detach().clone() for name, buffer in saved}
@@ -275,7 +275,9 @@ def _read_places(
         if variation is not None:
             model = variation.change_weights(model, scenario.parsed_precision.roundoff)
         # tensors without values, because a layout may change what it gets
-        whole = {n: p.detach().to("meta") for n, p in judged_parameters(model).items()}
+        whole = {
+            n: p.detach().to("meta") for n, p in compared_parameters(model).items()
+        }
         tied = _tied(model)
         _fill_with_element_numbers(model)
         module, _ = _laid_out(scenario, model, mesh, variation)
@@ -367,7 +369,7 @@ def shard_id(index: NDArray[np.int64]) -> str:
 
 def _fill_with_element_numbers(model: nn.Module) -> None:
     with torch.no_grad():
-        for parameter in judged_parameters(model).values():
+        for parameter in compared_parameters(model).values():
             # fp32 holds integers exactly up to 2**24; these models are far smaller
             assert parameter.numel() < 2**24
             numbers = torch.arange(parameter.numel(), dtype=parameter.dtype)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ...fixtures import Batch, OfWorkload, ResolvedWorkload, judged_parameters, local
+from ...fixtures import Batch, OfWorkload, ResolvedWorkload, compared_parameters, local
 from .local_parts import FP32, full_name, parameters_of
 from .observe import digest
 from .trace import RankTrace
@@ -179,9 +179,9 @@ def check_whole(workload: ResolvedWorkload, traces: Sequence[RankTrace]) -> None
     Raises:
         WorkloadError: names the parameter with missing elements.
     """
-    if OfWorkload.JUDGED not in workload.has or not all(t.index for t in traces):
+    if OfWorkload.OF_USER not in workload.has or not all(t.index for t in traces):
         return
-    for name, parameter in judged_parameters(workload.model()).items():
+    for name, parameter in compared_parameters(workload.model()).items():
         parts = [t.index[name] for t in traces if name in t.index]
         n_held = distinct(np.concatenate(parts)) if parts else 0
         if n_held < parameter.numel():

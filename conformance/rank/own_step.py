@@ -38,7 +38,6 @@ from ..space.scenario import Scenario
 from .engine import Engine
 from .events import Events
 from .fold import steps_again
-from .judged import Judged, JudgedError
 from .layout import replace_stack
 from .local_parts import by_full_name, read_local_parts
 from .observe import CallLog, digest, dtype_name, partial_ranks
@@ -51,6 +50,7 @@ from .recording import (
     recording_draws,
     recording_reductions,
 )
+from .scaler_under_test import ScalerUnderTest, StoppedError
 from .trace import Average, Kind, RankTrace, Restored, StepTrace
 from .values import by_value
 from .watched import WatchedScaler, watching_optimizers
@@ -108,11 +108,11 @@ def _is_of_none(error: BaseException | None) -> bool:
 
 @contextmanager
 def _scaler_at_fault() -> Iterator[None]:
-    """Raise the scaler's ``JudgedError`` in place of a ``WorkloadError`` around it."""
+    """Raise the scaler's ``StoppedError`` in place of a ``WorkloadError`` around it."""
     try:
         yield
     except WorkloadError as error:
-        if isinstance(error.__cause__, JudgedError):
+        if isinstance(error.__cause__, StoppedError):
             raise error.__cause__ from None
         raise
 
@@ -139,9 +139,11 @@ def _both(before: Any, after: Any) -> Any:
 class OwnStep:
     """Runs ``train_step``, and records what gradparity's own loop records."""
 
-    def __init__(self, engine: Engine, judged: Judged, files: str | None) -> None:
+    def __init__(
+        self, engine: Engine, tested: ScalerUnderTest, files: str | None
+    ) -> None:
         self.engine = engine
-        self.judged = judged
+        self.tested = tested
         self.files = files
         self.workload = engine.scenario.workload
         self.excused = False
@@ -149,9 +151,9 @@ class OwnStep:
 
     def run(self, seen: StepTrace, faults: tuple[ResolvedFault, ...]) -> None:
         """Train one step with its planned faults; fill ``seen``."""
-        engine, judged, workload = self.engine, self.judged, self.workload
+        engine, tested, workload = self.engine, self.tested, self.workload
         micro_batches = engine.micro_batches(global_batch(engine, seen.step))
-        seen.scale_before, seen.growth_before = judged.state()
+        seen.scale_before, seen.growth_before = tested.state()
         before, log = digests_of(engine)[0], CallLog()
         events = Events(engine, seen)
         was = self._says(seen)
@@ -176,7 +178,7 @@ class OwnStep:
         seen.weight = engine.weight_of(micro_batches)
         now = self._says(seen)
         seen.schedule, seen.average, seen.skips = map(_both, was, now)
-        seen.scale_after, seen.growth_after = judged.state()
+        seen.scale_after, seen.growth_after = tested.state()
         if workload.gradients is not None:
             self._keep_given_gradients(seen)
         record_effect(engine, seen, (before, events.before))
@@ -184,7 +186,7 @@ class OwnStep:
         training = any(map(engine.trains, engine.index))
         # a stack that scales the loss itself may skip because of values on other ranks
         moved = called or bool(seen.changed) or not training
-        self.excused |= judged.scaler is not None or moved or bool(seen.bad)
+        self.excused |= tested.scaler is not None or moved or bool(seen.bad)
 
     def check_stepped(self) -> None:
         """Raise if ``train_step`` never changed a weight on any rank.
@@ -221,7 +223,7 @@ class OwnStep:
     ) -> WatchedScaler | None:
         """Return the wrapped scaler, with the faults of a step of ``parts`` passes."""
         seen, scaled = events.seen, count()
-        if self.judged.scaler is None:
+        if self.tested.scaler is None:
             return None
 
         def injected(loss: Tensor) -> Tensor:
@@ -240,11 +242,11 @@ class OwnStep:
                 events.note(Kind.RETURNED, optimizer)
 
         return WatchedScaler(
-            self.judged.scaler,
+            self.tested.scaler,
             watch=partial(self._watch, log),
             inject=injected,
             handing=handing,
-            new_scale=self.judged.manual_scale(seen.step),
+            new_scale=self.tested.manual_scale(seen.step),
         )
 
     def _says(self, seen: StepTrace) -> tuple[str | None, Average | None, int | None]:
@@ -274,15 +276,15 @@ class OwnStep:
             The scaler's states, or None if the workload has no scaler or cannot save
             its state.
         """
-        workload, judged = self.workload, self.judged
-        if workload.save_checkpoint is None or judged.scaler is None:
+        workload, tested = self.workload, self.tested
+        if workload.save_checkpoint is None or tested.scaler is None:
             return None
         with self._checkpoint() as load:
-            saved = judged.state()
-            judged.construct(judged.factory)
-            new = judged.state()
+            saved = tested.state()
+            tested.construct(tested.factory)
+            new = tested.state()
             load()
-            loaded = judged.state()
+            loaded = tested.state()
         return Restored(saved=saved, loaded=loaded, new=new)
 
     def resume(self) -> tuple[int, str]:
@@ -296,7 +298,7 @@ class OwnStep:
             CannotError: if the checkpoint needs a scaler and there is none.
             WorkloadError: if saving changed the weights.
         """
-        engine, judged = self.engine, self.judged
+        engine, tested = self.engine, self.tested
         before = self._weights()
         try:
             with self._checkpoint() as load:
@@ -306,8 +308,8 @@ class OwnStep:
                     seed_everything(0)
                 replace_stack(engine)
                 new = self._weights()
-                if judged.scaler is not None:
-                    judged.construct(judged.factory)
+                if tested.scaler is not None:
+                    tested.construct(tested.factory)
                 load()
         except WorkloadError as error:
             if error.call in _CHECKPOINT and _is_of_none(error):
@@ -366,11 +368,11 @@ class OwnStep:
             shutil.rmtree(folder[0], ignore_errors=True)
 
     def _merely_watched(self) -> WatchedScaler | None:
-        if self.judged.scaler is None:
+        if self.tested.scaler is None:
             return None
         return WatchedScaler(
-            self.judged.scaler,
-            watch=self.judged.watch,
+            self.tested.scaler,
+            watch=self.tested.watch,
             inject=lambda loss: loss,
             handing=lambda _: nullcontext(),
             new_scale=None,
@@ -378,7 +380,7 @@ class OwnStep:
 
     @contextmanager
     def _watch(self, log: CallLog, call: str) -> Iterator[None]:
-        with self.judged.watch(call), log:
+        with self.tested.watch(call), log:
             yield
 
     def _check_events(self, seen: StepTrace) -> None:

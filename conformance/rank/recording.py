@@ -100,7 +100,7 @@ def global_batch(engine: Engine, step: int) -> Batch:
     """Return the global batch of a step, on the engine's device."""
     workload = engine.scenario.workload
     batch = workload.batch(step, engine.scenario.seed)
-    if OfWorkload.JUDGED in workload.has:
+    if OfWorkload.OF_USER in workload.has:
         tensors = {f"tensor {i}": t for i, t in enumerate(batch.tensors)}
         same_everywhere(workload, "batch", tensors)
     return batch.to(engine.device)

@@ -21,7 +21,7 @@ __all__ = [
     "CONSTRUCTOR",
     "METHODS",
     "NO_SCALER",
-    "JudgedScaler",
+    "ScalerProtocol",
     "growth_tracker",
     "lacking",
     "load_scaler",
@@ -32,11 +32,11 @@ __all__ = [
 NO_SCALER = "none"
 """Name for training without a scaler, which checks the training setup alone."""
 
-PAGE = "docs/judged-scaler.md"
+PAGE = "docs/check-a-scaler.md"
 
 
-class JudgedScaler(Protocol):
-    """Methods that gradparity calls on a scaler; see docs/judged-scaler.md.
+class ScalerProtocol(Protocol):
+    """Methods that gradparity calls on a scaler; see docs/check-a-scaler.md.
 
     They are a part of ``torch.amp.GradScaler``.
     """
@@ -67,7 +67,7 @@ class JudgedScaler(Protocol):
         """Load a saved state."""
 
 
-METHODS = tuple(name for name in vars(JudgedScaler) if not name.startswith("_"))
+METHODS = tuple(name for name in vars(ScalerProtocol) if not name.startswith("_"))
 """Methods that a tested scaler must have."""
 CONSTRUCTOR: dict[str, Any] = {
     "device": "cpu",
@@ -140,7 +140,7 @@ def refuse_unfit(
 
 
 def lacking(spec: str, folder: str, device: str) -> str:
-    """Return the :class:`JudgedScaler` methods that a scaler lacks, as text, or ""."""
+    """Return the names of missing :class:`ScalerProtocol` methods as text, or ""."""
     factory = load_scaler(spec, folder)
     try:
         scaler = factory(**CONSTRUCTOR | {"device": device})

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...fixtures import Batch, judged_parameters, local
+from ...fixtures import Batch, compared_parameters, local
 from ..space.facts import NewTensorsInFp64
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Variation:
             unit: unit roundoff of the compute dtype.
         """
         generator = torch.Generator().manual_seed(self.moved)
-        for parameter in judged_parameters(model).values() if self.moved else ():
+        for parameter in compared_parameters(model).values() if self.moved else ():
             signs = torch.randint(2, parameter.shape, generator=generator) * 2.0 - 1.0
             # in fp64, since 1 + 2^-24 is 1 in fp32 and would move nothing
             wide = parameter.detach().double() * (1.0 + unit * signs.double())

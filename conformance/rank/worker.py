@@ -33,7 +33,6 @@ from ..space.scenario import Scenario
 from .devices import narrows_products, set_deterministic
 from .engine import Engine
 from .events import groups_of
-from .judged import Judged, JudgedError
 from .layout import build_engine, shard_id
 from .observe import CallLog
 from .own_step import OwnStep, clip_norm_handed
@@ -52,10 +51,11 @@ from .recording import (
 from .routing import Choices
 from .same_skips import SameSkips
 from .scaler_spec import load_scaler
+from .scaler_under_test import ScalerUnderTest, StoppedError
 from .trace import Event, Group, Kind, RankTrace, Saved, StepTrace
 from .variation import Alone
 
-__all__ = ["JudgedError", "all_say_right", "checked_collective", "observe_rank"]
+__all__ = ["StoppedError", "all_say_right", "checked_collective", "observe_rank"]
 
 Around = Callable[[Engine, int], AbstractContextManager[None]]
 """(engine, step) -> context in which the step runs."""
@@ -98,7 +98,7 @@ def observe_rank(
         files: folder for checkpoints; None for the system's temporary folder.
 
     Raises:
-        JudgedError: if a call of the tested scaler raised; holds the trace so far.
+        StoppedError: if a call of the tested scaler raised; holds the trace so far.
     """
     world = current_world()
     set_deterministic(world.device)
@@ -130,20 +130,20 @@ def observe_rank(
         trace.reduce_dtype = str(scenario.promised_dtype or "").removeprefix("torch.")
         record_buffers(engine, trace)
         engine.choices = choices
-        judged = Judged(engine, trace)
+        tested = ScalerUnderTest(engine, trace)
         own = (
             None
             if OfWorkload.LOOP in scenario.workload.has
-            else OwnStep(engine, judged, files)
+            else OwnStep(engine, tested, files)
         )
         faults = _resolved_faults(engine, trace)
         if factory is not None:
-            judged.construct(factory)
+            tested.construct(factory)
             if saved is not None:
-                judged.load(saved)
+                tested.load(saved)
                 trace.loaded_state = saved.state
         if alone is not None and alone.scaled:
-            judged.scaler = SameSkips(
+            tested.scaler = SameSkips(
                 alone,
                 scenario,
                 lambda o: {n for group in groups_of(engine, o) for n in group.names},
@@ -153,11 +153,11 @@ def observe_rank(
             trace.steps.append(StepTrace(step=step))
             if scenario.parsed_recipe.resume and step == scenario.resume_step:
                 if own is None:
-                    judged.resume()
+                    tested.resume()
                 else:
                     trace.loaded = own.resume()
             with nullcontext() if around is None else around(engine, step):
-                _observe_step(engine, judged, trace, faults, own)
+                _observe_step(engine, tested, trace, faults, own)
         engine.check_recomputed()
         if own is not None:
             own.check_stepped()
@@ -166,8 +166,8 @@ def observe_rank(
                 trace.restored = own.restored()
         trace.narrows = narrows_products(device)
         if keep:
-            trace.saved = judged.saved()
-        trace.misuse = judged.misuse() if last is None else None
+            trace.saved = tested.saved()
+        trace.misuse = tested.misuse() if last is None else None
         return trace
 
 
@@ -186,14 +186,14 @@ def _resolved_faults(engine: Engine, trace: RankTrace) -> tuple[ResolvedFault, .
 
 def _observe_step(
     engine: Engine,
-    judged: Judged,
+    tested: ScalerUnderTest,
     trace: RankTrace,
     faults: tuple[ResolvedFault, ...],
     own: OwnStep | None,
 ) -> None:
     seen = trace.steps[-1]
     if own is None:
-        _run_step(engine, judged, seen, faults)
+        _run_step(engine, tested, seen, faults)
     else:
         own.run(seen, faults)
     # also after a skipped step, as in most loops and in the reference
@@ -203,24 +203,27 @@ def _observe_step(
     # complete even if the check below ends the run, so that checks may use this step
     seen.complete = True
     if not all_say_right(seen):
-        raise JudgedError(trace)
+        raise StoppedError(trace)
 
 
 def _run_step(
-    engine: Engine, judged: Judged, seen: StepTrace, faults: tuple[ResolvedFault, ...]
+    engine: Engine,
+    tested: ScalerUnderTest,
+    seen: StepTrace,
+    faults: tuple[ResolvedFault, ...],
 ) -> None:
     rank = dist.get_rank()
 
     def prepare(losses: list[Tensor], part: int, parts: int) -> list[Tensor]:
         bad, injected = inject_loss(faults, losses[0], (rank, seen.step), (part, parts))
         seen.faults += injected
-        return judged.scale([bad, *losses[1:]])
+        return tested.scale([bad, *losses[1:]])
 
     batch = next_batch(engine, seen.step)  # no layer draws the numbers of the batch
     with recording_reductions(engine, seen), recording_draws(engine, seen):
         seen.loss = engine.forward_backward(batch, prepare)
     seen.counts, seen.loss_dtype = engine.counts, engine.loss_dtype
-    seen.scale_before, seen.growth_before = judged.state()
+    seen.scale_before, seen.growth_before = tested.state()
     # Plant faults before anything reads the gradients. The scaler and the rule, which
     # needs raw gradients, then see the same.
     plant_and_read(seen, faults, local_gradients(engine))
@@ -239,11 +242,11 @@ def _run_step(
     before = digests_of(engine)
     log = CallLog()
     with recording_gradients(engine, seen), log:
-        judged.step()
+        tested.step()
     with log:
-        judged.update(seen.step)
+        tested.update(seen.step)
     seen.collectives = log.collectives
-    seen.scale_after, seen.growth_after = judged.state()
+    seen.scale_after, seen.growth_after = tested.state()
     record_effect(engine, seen, before)
 
 

@@ -32,6 +32,10 @@ __all__ = [
 SAME_START = (
     "Begin both from the same weights: the same seed, a checkpoint, or record --start"
 )
+MOVED = (
+    "Rounded to bf16 they are equal: weights are computed in another order, or moved "
+    "and restored before the first step. "
+)
 STEP_ITS_WEIGHTS = "For the recordings, let it step the weights of the model, in fp32"
 PLACES = (
     "declare them: gradparity.record(model, optimizer, places=...), see "
@@ -86,9 +90,10 @@ def proved_names(one: Run, other: Run) -> tuple[dict[str, str], str]:
     if renamed:
         words += f", {len(renamed)} under another name"
     if differ:
+        near = all(starts[n][1].rounded == theirs[n][1].rounded for n in differ)
         words = (
             f"starts differ: {len(differ)} of {len(starts)} tensors began with other "
-            f"values, {differ[0]} first. {SAME_START}"
+            f"values, {differ[0]} first. {MOVED if near else ''}{SAME_START}"
         )
         return {}, words
     return proved, words

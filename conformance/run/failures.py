@@ -11,13 +11,13 @@ from torch.utils.checkpoint import CheckpointError
 
 from ...fixtures import CannotError, OfWorkload, WorkloadError, shortened
 from ...multiprocess import RankOutcome, RankState, WorldError
-from ..judge.one_rank import one_rank_references
-from ..judge.reference import Schedule, reference_before
-from ..judge.variants import PLAIN
+from ..comparison.one_rank import one_rank_references
+from ..comparison.reference import Schedule, reference_before
+from ..comparison.variants import PLAIN
 from ..rank.fold import fold
 from ..rank.scaler_spec import NO_SCALER
 from ..rank.trace import RankTrace
-from ..rank.worker import JudgedError, all_say_right, checked_collective
+from ..rank.worker import StoppedError, all_say_right, checked_collective
 from ..space.scenario import Scenario
 from .launcher import LOST, root_cause, waiting_place
 
@@ -31,14 +31,14 @@ _CHECKS = re.compile(
 """Functions in which a rank waits for the others after its step."""
 
 
-def traces_of(failure: WorldError, *, judged: bool) -> tuple[RankTrace, ...]:
+def traces_of(failure: WorldError, *, has_scaler: bool) -> tuple[RankTrace, ...]:
     """Return the traces of a world that failed because of the code under test.
 
     [Note: How a rank ends]
     How a rank may end, and what follows:
 
     - it returns its trace;
-    - it raises JudgedError with the trace so far: a call of the scaler raised, or a
+    - it raises StoppedError with the trace so far: a call of the scaler raised, or a
       checked collective had a wrong result on some rank. Then all ranks raise
       (``worker.all_say_right``), so that none is left in a collective;
     - it hangs, and the parent kills it: no trace. With a scaler that is a violation,
@@ -50,15 +50,15 @@ def traces_of(failure: WorldError, *, judged: bool) -> tuple[RankTrace, ...]:
 
     Args:
         failure: failure of a run.
-        judged: true if the run had a scaler; then a hang counts as the scaler's fault.
+        has_scaler: true if the run had a scaler; a hang then counts as its fault.
 
     Raises:
         WorldError: if neither the scaler nor a stray collective caused the failure.
     """
     states = {outcome.state for outcome in failure.outcomes}
-    raised = isinstance(failure.root.exception, JudgedError)
+    raised = isinstance(failure.root.exception, StoppedError)
     own = isinstance(failure.root.exception, WorkloadError)
-    hangs = judged and RankState.HUNG in states
+    hangs = has_scaler and RankState.HUNG in states
     if own or states & LOST or not (raised or hangs):
         raise failure
     hung = _hung(failure)
@@ -106,7 +106,7 @@ def ran_out_of_time(traces: Sequence[RankTrace]) -> str:
 
 
 def _trace_of(outcome: RankOutcome, *, hung: bool) -> RankTrace:
-    if isinstance(outcome.exception, JudgedError):
+    if isinstance(outcome.exception, StoppedError):
         trace = outcome.exception.trace
         if outcome.state is RankState.VICTIM:
             trace.problem = None  # the rank raised this after another rank had failed

@@ -15,9 +15,9 @@ import torch
 
 from ... import __version__
 from ...fixtures import DATASETS, ONE_RANK, OfWorkload, resolve_workload
-from ..judge import laws as laws  # enters them into LAWS
-from ..judge.law import LAWS, Evidence
-from ..judge.parity import mean_loss
+from ..comparison import laws as laws  # enters them into LAWS
+from ..comparison.law import LAWS, Evidence
+from ..comparison.parity import mean_loss
 from ..rank.devices import Devices
 from ..rank.observe import digest
 from ..rank.trace import StepTrace
@@ -194,7 +194,7 @@ def _whose(case: Case) -> str:
     error = case.own_error
     if error is not None:
         return f"your {error.call or 'workload'}"
-    hung = case.hangs and OfWorkload.JUDGED in case.scenario.workload.has
+    hung = case.hangs and OfWorkload.OF_USER in case.scenario.workload.has
     return "your workload" if hung else ""
 
 

@@ -1,8 +1,8 @@
 """Runner: run a scaler in a scenario and check the result.
 
 Three functions follow each other. ``_observe`` has the scenario trained (``Runs``).
-``_judge`` compares the traces with references and applies the checks. If parity fails,
-``localise`` finds the first module that differs.
+``_compare`` compares the traces with references and applies the checks. If parity
+fails, ``localise`` finds the first module that differs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import msgspec
 
 from ...fixtures import OfWorkload, UndecidedError, WorkloadError
 from ...multiprocess import RankState, WorldError
-from ..judge import laws as laws
-from ..judge.law import LAWS, Evidence, judge
-from ..judge.laws.transparency import first_difference
-from ..judge.localise import first_bad_step, locate
-from ..judge.measured import Parity
-from ..judge.parity import demanded_schedule, measure_parity
+from ..comparison import laws as laws
+from ..comparison.law import LAWS, Evidence, apply_checks
+from ..comparison.laws.transparency import first_difference
+from ..comparison.localise import first_bad_step, locate
+from ..comparison.measured import Parity
+from ..comparison.parity import demanded_schedule, measure_parity
 from ..rank.devices import Devices
 from ..rank.layout_checks import check_whole
 from ..rank.scaler_spec import NO_SCALER
@@ -213,7 +213,7 @@ class Runner:
                 scaler with other scales needs new references, which cost most of the
                 time.
         """
-        case = self._judge(self._observe(spec, scenario), parity)
+        case = self._compare(self._observe(spec, scenario), parity)
         return self._localised_where_due(case)
 
     def run_all(
@@ -235,13 +235,13 @@ class Runner:
                 the run.
         """
         pairs = [*pairs]
-        with ThreadPoolExecutor(1, "judge") as judge:
+        with ThreadPoolExecutor(1, "comparison") as comparing:
             # Before the first references, for which a case would wait while ranks are
             # free. A case that asks again gets the error.
             for model in dict.fromkeys(scenario.model for _, scenario in pairs):
-                judge.submit(self.runs.facts, model)
-            steps = self._judge, self._is_localised, self._localised_where_due
-            waiting = Waiting(judge, *steps, end)
+                comparing.submit(self.runs.facts, model)
+            steps = self._compare, self._is_localised, self._localised_where_due
+            waiting = Waiting(comparing, *steps, end)
             try:
                 for spec, scenario in pairs:
                     begin(spec, scenario.id)
@@ -289,7 +289,7 @@ class Runner:
         seen.seconds = time.monotonic() - start
         return seen
 
-    def _judge(self, seen: _Seen, parity: bool = True) -> Case:
+    def _compare(self, seen: _Seen, parity: bool = True) -> Case:
         """Compare the traces with the references and apply the checks."""
         if seen.case is not None:
             return seen.case
@@ -299,7 +299,7 @@ class Runner:
         with seen.broken(self.runs):
             if not seen.problem:
                 evidence = self._evidence(seen, parity)
-                verdicts = judge(evidence)
+                verdicts = apply_checks(evidence)
         return Case(
             scaler=seen.spec,
             scenario=seen.scenario,
@@ -372,11 +372,11 @@ class Runner:
 
         Such a fault does not count against the scaler.
         """
-        if spec == NO_SCALER or OfWorkload.JUDGED not in scenario.workload.has:
+        if spec == NO_SCALER or OfWorkload.OF_USER not in scenario.workload.has:
             return None
         alone = without_scaler(scenario)
         if alone not in self._stacks:
-            self._stacks[alone] = _unjudged(self.run(NO_SCALER, alone))
+            self._stacks[alone] = _wrong_without_scaler(self.run(NO_SCALER, alone))
         return self._stacks[alone]
 
 
@@ -390,7 +390,7 @@ def _on_one_process(scenario: Scenario, traces: Traces, due: bool) -> Parity | N
     return measure_parity(scenario, traces) if due else None
 
 
-def _unjudged(stack: Case) -> Case | None:
+def _wrong_without_scaler(stack: Case) -> Case | None:
     """Return the case to report for every scaler if the workload is wrong, or None."""
     if stack.skipped and stack.scenario.parsed_topology.narrowed:
         return stack

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 from ...fixtures import WorkloadError
 from ...multiprocess import WorldError
-from ..judge.bounds import expected_choices
-from ..judge.laws.transparency import first_difference
-from ..judge.parity import followed_schedule
-from ..judge.reference import Schedule
-from ..judge.reference_run import Idle
+from ..comparison.bounds import expected_choices
+from ..comparison.laws.transparency import first_difference
+from ..comparison.parity import followed_schedule
+from ..comparison.reference import Schedule
+from ..comparison.reference_run import Idle
 from ..rank.fold import fold
 from ..rank.modules import Watched
 from ..rank.routing import Choices, chooses_in_forward
@@ -79,7 +79,7 @@ class Runs:
             # without a scaler the checked run is the control, and trains once
             return self.control(scenario)
         except WorldError as failure:
-            return traces_of(failure, judged=False)
+            return traces_of(failure, has_scaler=False)
 
     def traces(self, spec: str, scenario: Scenario) -> Traces:
         """Train without the cache; return the traces, which may end at a failure.
@@ -94,7 +94,7 @@ class Runs:
         try:
             return self._followed(spec, scenario)
         except WorldError as failure:
-            return traces_of(failure, judged=spec != NO_SCALER)
+            return traces_of(failure, has_scaler=spec != NO_SCALER)
 
     def control(self, scenario: Scenario) -> Traces:
         """Return the traces of the scenario without a scaler."""

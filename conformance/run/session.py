@@ -150,12 +150,12 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
         )
         with ReportWriter(path, header) as writer:
             runner = Runner(folder=folder, place=place, localises=MAX_LOCALISED)
-            code = _judge(settings, pairs, writer, console, runner)
+            code = _run_cases(settings, pairs, writer, console, runner)
             _show(settings, console)
     return code
 
 
-def _judge(
+def _run_cases(
     settings: RunSettings,
     pairs: Sequence[tuple[str, Scenario]],
     writer: ReportWriter,

@@ -100,7 +100,7 @@ class Suite:
             for spec in self.scalers
         ]
 
-    def judge(self, spec: str, scenario: Scenario) -> CaseRecord:
+    def run_case(self, spec: str, scenario: Scenario) -> CaseRecord:
         """Run and check one case on the clusters that all items share."""
         return self._recorder.record(self._runner.run(spec, scenario))
 
@@ -205,7 +205,7 @@ class _Item(pytest.Item):
         self.scaler = scaler
 
     def runtest(self) -> None:
-        record = self.suite.judge(self.scaler, self.scenario)
+        record = self.suite.run_case(self.scaler, self.scenario)
         self.stash[_RECORD] = record
         if record.status == "skipped":
             pytest.skip(record.verdicts[0].message)

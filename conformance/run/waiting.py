@@ -27,7 +27,7 @@ class Waiting(Generic[S, C]):
     def __init__(
         self,
         thread: ThreadPoolExecutor,
-        judge: Callable[[S], C],
+        compare: Callable[[S], C],
         needs_ranks: Callable[[C], bool],
         complete: Callable[[C], C],
         end: Callable[[C], bool],
@@ -36,12 +36,12 @@ class Waiting(Generic[S, C]):
 
         Args:
             thread: executor with one worker, which checks the cases.
-            judge: takes a case that has trained and returns the checked case.
+            compare: takes a case that has trained and returns the checked case.
             needs_ranks: checked case -> true if ``complete`` needs free ranks for it.
             complete: completes a checked case; called while the ranks are free.
             end: called with each case; True ends the run.
         """
-        self._thread, self._judge, self._needs_ranks = thread, judge, needs_ranks
+        self._thread, self._compare, self._needs_ranks = thread, compare, needs_ranks
         self._complete, self._end = complete, end
         self._cases: deque[tuple[int, Future[C | None]]] = deque()
         """(size, future of the case); its result is None if the case was ended by the
@@ -57,12 +57,12 @@ class Waiting(Generic[S, C]):
             seen: case that has trained.
             size: memory that the case uses while it waits, in the unit of ``catch_up``.
         """
-        self._cases.append((size, self._thread.submit(self._judged, seen)))
+        self._cases.append((size, self._thread.submit(self._checked, seen)))
 
-    def _judged(self, seen: S) -> C | None:
+    def _checked(self, seen: S) -> C | None:
         if self._stopped:
             return None
-        case = self._judge(seen)
+        case = self._compare(seen)
         with self._lock:
             self._keeps = self._keeps or self._needs_ranks(case)
             if self._keeps:

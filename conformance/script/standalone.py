@@ -56,7 +56,7 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
     refusal = _refusal(scenario, scaler_spec)
     if refusal:
         raise UsageError(f"no standalone script for {refusal}")
-    own, bundle = OfWorkload.JUDGED in scenario.workload.has, Bundle()
+    own, bundle = OfWorkload.OF_USER in scenario.workload.has, Bundle()
     bundle.need(main.__module__, main.__name__)
     values: dict[str, Any] = {
         "RUN": _run(scenario),
@@ -70,7 +70,7 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
     specs = [s for s in (scaler_spec, scenario.model) if ":" in s]
     packages = dict.fromkeys(["torch", *(re.split("[.:]", s)[0] for s in specs)])
     text = _SCRIPT.format(
-        judged="no scaler" if scaler_spec == NO_SCALER else scaler_spec,
+        tested="no scaler" if scaler_spec == NO_SCALER else scaler_spec,
         place=f"{scenario.topology}, {scenario.world_size} ranks",
         id=scenario.id,
         packages=" and ".join(packages),
@@ -87,7 +87,7 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
 _OWN = "Model, data, layout and optimizer are those of {}."
 _BUILT_IN = "Model and layout are the scenario's; digits are random."
 _SCRIPT = '''\
-"""{judged} on {place}: a failure without a harness.
+"""{tested} on {place}: a failure without a harness.
 
 Scenario: {id}
 Needs {packages}. Exit code 1 and one line a violation, 0 without any.
@@ -166,8 +166,8 @@ def _run(scenario: Scenario) -> Run:
     recipe, workload = scenario.parsed_recipe, scenario.workload
     precision, topology = scenario.parsed_precision, scenario.parsed_topology
     mesh = topology.mesh_shape(scenario.world_size)
-    judged, own_parts = OfWorkload.JUDGED in workload.has, workload.micro_batches
-    takes_policy = topology.fully_shards or not judged
+    of_user, own_parts = OfWorkload.OF_USER in workload.has, workload.micro_batches
+    takes_policy = topology.fully_shards or not of_user
     passes: Callable[..., None] = pieces.micro_batches
     if recipe.defer_sync:
         passes = partial(passes, unsynced=without_gradient_sync)
@@ -178,7 +178,7 @@ def _run(scenario: Scenario) -> Run:
         "parts": pieces.halves if recipe.parts > 1 and not own_parts else None,
         "clip_norm": CLIP_NORM if recipe.training.clip else None,
         # On one rank gradparity trains the bare model.
-        "parallel": False if judged and topology.name == "single" else None,
+        "parallel": False if of_user and topology.name == "single" else None,
         # Errors of correct runs in half precision stay below this limit.
         "limit": 0.1 if scenario.in_half else None,
     }

@@ -235,7 +235,7 @@ def columns(selection: Selection) -> dict[str, list[str]]:
             name
             for name, recipe in RECIPES.items()
             if (name in CONTROL_RECIPES or not selection.no_scaler)
-            and (own or OfWorkload.JUDGED not in recipe.needs)
+            and (own or OfWorkload.OF_USER not in recipe.needs)
             and name != SIX_PASSES  # one run for each workload, see _longer
         ],
         "when": list(WHEN),

@@ -70,7 +70,7 @@ def _topology_recipe(workload: ResolvedWorkload, topology: str, recipe: str) -> 
     text = _why_not_on(workload, topology, f"recipe {recipe!r}", needs)
     # with shard, the number of rows is known only on a rank
     own = workload.shard or workload.micro_batches
-    if text or chosen.parts == 1 or own or OfWorkload.JUDGED not in workload.has:
+    if text or chosen.parts == 1 or own or OfWorkload.OF_USER not in workload.has:
         return text
     layout = workload.topologies[topology]
     try:

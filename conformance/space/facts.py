@@ -26,7 +26,7 @@ from ...fixtures import (
     OfWorkload,
     ResolvedWorkload,
     WorkloadError,
-    judged_parameters,
+    compared_parameters,
     resolve_workload,
     split_names,
 )
@@ -206,7 +206,7 @@ def clip_value_of(workload: ResolvedWorkload) -> float:
     For a user's workload it is near the largest elements of most gradients. A limit
     below the noise of a gradient would leave only signs, which rounding decides.
     """
-    if OfWorkload.JUDGED not in workload.has:
+    if OfWorkload.OF_USER not in workload.has:
         return CLIP_VALUE
     return facts_of(workload.name).middle
 
@@ -345,7 +345,7 @@ def _limits(workload: ResolvedWorkload) -> tuple[float, float]:
 def _why_not_parted(workload: ResolvedWorkload) -> str:
     torch.manual_seed(0)
     trains = {
-        n: p.requires_grad for n, p in judged_parameters(workload.model()).items()
+        n: p.requires_grad for n, p in compared_parameters(workload.model()).items()
     }
     # an optimizer that gets only frozen parameters need not exist
     if all(any(trains[n] for n in part) for part in split_names(trains)):

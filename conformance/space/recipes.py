@@ -149,7 +149,7 @@ class Recipe:
             OfWorkload.LOGITS: training.losses > 1,
             OfWorkload.COMPILED: self.compile,
             OfWorkload.OTHER_WORLDS: self.resharded,
-            OfWorkload.JUDGED: self.of_stacks,
+            OfWorkload.OF_USER: self.of_stacks,
             # a train_step that clips by the norm may unscale as it likes
             OfWorkload.UNSCALES: self.unscale and not training.clip,
             OfWorkload.CLIPS_VALUES: training.clip == "value",

@@ -25,8 +25,8 @@ from ...fixtures import (
     Precision,
     ResolvedWorkload,
     Topology,
+    compared_parameters,
     dataset_of,
-    judged_parameters,
     parse_faults,
     resolve_workload,
 )
@@ -316,4 +316,4 @@ def _check_faults(faults: tuple[Fault, ...], scenario: Scenario) -> None:
 def _parameters(model: str) -> tuple[str, ...]:
     # a model draws its weights from the global generator, which other code also uses
     with torch.random.fork_rng(devices=[]):
-        return (*judged_parameters(resolve_workload(model).model()),)
+        return (*compared_parameters(resolve_workload(model).model()),)

@@ -25,7 +25,7 @@ from ...fixtures import (
     OfWorkload,
     ResolvedWorkload,
     WorkloadError,
-    judged_parameters,
+    compared_parameters,
     resolve_workload,
 )
 from ..formulas import FP32_INSIDE
@@ -66,7 +66,7 @@ def check_workloads(scenarios: Iterable[Scenario]) -> None:
         WorkloadError: names the call, its result, and what was expected.
     """
     for name in dict.fromkeys(s.model for s in scenarios):
-        if OfWorkload.JUDGED in resolve_workload(name).has:
+        if OfWorkload.OF_USER in resolve_workload(name).has:
             check_workload(name)
 
 
@@ -96,7 +96,7 @@ def _model(workload: ResolvedWorkload) -> nn.Module:
             "model", f"returned {type(model).__name__}, expected a module"
         )
     twins = dict(again.named_parameters())
-    for name, parameter in judged_parameters(model).items():
+    for name, parameter in compared_parameters(model).items():
         if is_lazy(parameter):
             raise workload.refuse(
                 "model",

@@ -3,7 +3,7 @@ r"""DeepSpeed's bf16 weights over sharded fp32 copies as a workload, with a chec
     gradparity run --quick --precision fp32,bf16-params --scaler none \
         --workload examples.stacks.deepspeed_bf16:Zero2
 
-Needs deepspeed. Ends with PASS in under half a minute on two cores. The judge asks for
+Needs deepspeed. Ends with PASS in under half a minute on two cores. gradparity asks for
 bf16 by the policy, and compares the fp32 copies.
 """
 

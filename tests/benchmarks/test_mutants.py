@@ -9,7 +9,7 @@ from rich.console import Console
 from gradparity.benchmarks.validation.mutants import MutantSettings, mutants
 from gradparity.benchmarks.validation.mutants_matrix import Row, as_text, read_matrix
 from gradparity.conformance.__main__ import main
-from gradparity.conformance.judge.law import LAWS
+from gradparity.conformance.comparison.law import LAWS
 from gradparity.conformance.space.catalogue import Selection
 
 SMALL = Selection(
@@ -23,7 +23,7 @@ def row(**changes: object) -> Row:
         "fault": "None.",
         "law": "scale.rule",
         "tried": 1,
-        "accused": {"scale.rule": 1},
+        "failed": {"scale.rule": 1},
     }
     return Row(**values | changes)  # type: ignore[arg-type]  # by name
 
@@ -32,11 +32,11 @@ def row(**changes: object) -> Row:
     ("changes", "good"),
     [
         ({}, True),
-        ({"accused": {"scale.positive": 1}}, False),
-        ({"accused": {}}, False),
+        ({"failed": {"scale.positive": 1}}, False),
+        ({"failed": {}}, False),
         ({"broken": 1}, False),
-        ({"law": "", "accused": {}}, True),
-        ({"law": "", "accused": {}, "tried": 0}, False),
+        ({"law": "", "failed": {}}, True),
+        ({"law": "", "failed": {}, "tried": 0}, False),
         ({"law": ""}, False),
     ],
 )
@@ -46,7 +46,7 @@ def test_a_row_is_right_only_if_its_expected_check_failed(
     assert row(**changes).as_it_should_be is good
 
 
-def judged(folder: Path, *scalers: str, seeds: int = 1) -> tuple[int, str]:
+def checked(folder: Path, *scalers: str, seeds: int = 1) -> tuple[int, str]:
     output = io.StringIO()
     settings = MutantSettings(
         selection=SMALL,
@@ -61,12 +61,12 @@ def judged(folder: Path, *scalers: str, seeds: int = 1) -> tuple[int, str]:
 
 
 def test_the_matrix_is_printed_and_written(tmp_path: Path) -> None:
-    code, output = judged(tmp_path, "ForgetsToUnscale", "PlainScaler")
+    code, output = checked(tmp_path, "ForgetsToUnscale", "PlainScaler")
     assert code == 0, output
     matrix = read_matrix(tmp_path / "mutants.json")
     wrong, right = matrix.rows
-    assert wrong.law in wrong.accused and wrong.preset == "parity"
-    assert wrong.tried == 1 and right.tried > 0 and not right.accused
+    assert wrong.law in wrong.failed and wrong.preset == "parity"
+    assert wrong.tried == 1 and right.tried > 0 and not right.failed
     text = (tmp_path / "mutants.md").read_text(encoding="utf-8")
     assert text == as_text(matrix) and text.strip() in output
     assert "1 of 1 caught" in text and all(f"`{law}`" in text for law in LAWS)
@@ -74,7 +74,7 @@ def test_the_matrix_is_printed_and_written(tmp_path: Path) -> None:
 
 def test_a_missed_scaler_gives_exit_code_1(tmp_path: Path) -> None:
     """The scaler disagrees between ranks, which a single rank cannot show."""
-    code, output = judged(tmp_path, "NeverAgrees", seeds=0)
+    code, output = checked(tmp_path, "NeverAgrees", seeds=0)
     assert code == 1
     assert "NeverAgrees: not caught by agreement.scale" in output
     assert "**missed**" in output

@@ -44,7 +44,7 @@ def test_first_verdicts_have_a_row_for_each_file() -> None:
 def test_the_record_is_of_the_corpus_and_on_the_page() -> None:
     entries = json.loads(RESULTS.read_text())["entries"]
     assert {*entries} == {*corpus()}
-    assert [spec for spec, entry in entries.items() if entry["accused"]] == []
+    assert [spec for spec, entry in entries.items() if entry["failed"]] == []
     assert right_stacks.first_verdicts(entries) in PAGE.read_text()
 
 
@@ -72,7 +72,7 @@ def test_a_part_that_is_run_again_leaves_the_rest_of_the_record(
     [
         ("Right", 0, "0 of 1 right setups failed"),
         ("SumsForMean", 1, "1 of 1 right setups failed"),
-        # a run that judged nothing is no pass
+        # a run that checked nothing is no pass
         ("NoMeshes", 1, "0 of 0 right setups failed over 1 seeds; 1 could not"),
     ],
 )
@@ -84,6 +84,6 @@ def test_the_exit_code_shows_a_false_positive_or_an_empty_run(
     told: str,
 ) -> None:
     entry = f"gradparity.tests.workloads.stacks:{spec}"
-    monkeypatch.setattr(right_stacks, "corpus", lambda: {entry: "once accused"})
+    monkeypatch.setattr(right_stacks, "corpus", lambda: {entry: "once failed"})
     assert main(["--seeds", "1"]) == code
     assert told in capsys.readouterr().out

@@ -20,7 +20,7 @@ def test_the_page_shows_the_record(name: str) -> None:
 
 
 def test_the_page_marks_a_fixed_version_that_failed(tmp_path: Any) -> None:
-    row = {**ROWS["W01"], "fixed_accused": ["seed 3: tp2/2/fp32/own/none"]}
+    row = {**ROWS["W01"], "fixed_failed": ["seed 3: tp2/2/fp32/own/none"]}
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text())
     write_tables({**RECORD, "specimens": {**ROWS, "W01": row}}, page)
@@ -41,7 +41,7 @@ def test_the_goals_were_met() -> None:
     known = {n: r for n, r in ROWS.items() if n.startswith("W") and r["is_fault"]}
     assert sum(row["caught"] for row in known.values()) >= 22
     assert sum(row["placed"] for row in known.values()) >= 18
-    assert [n for n, row in ROWS.items() if row["fixed_accused"]] == []
+    assert [n for n, row in ROWS.items() if row["fixed_failed"]] == []
     assert RECORD["seeds"] >= 1
 
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 
-from gradparity.benchmarks.validation.survey import catalogue, judging, survey
+from gradparity.benchmarks.validation.survey import catalogue, comparing, survey
 from gradparity.benchmarks.validation.survey.__main__ import main
 from gradparity.benchmarks.validation.survey.catalogue import ModelType, chosen_types
 from gradparity.benchmarks.validation.survey.findings import (
@@ -39,7 +39,7 @@ from gradparity.benchmarks.validation.survey.records import (
     read_survey,
 )
 from gradparity.benchmarks.validation.survey.script import SYNC_LAST
-from gradparity.benchmarks.validation.survey.survey import Judging, finished
+from gradparity.benchmarks.validation.survey.survey import Checking, finished
 from gradparity.benchmarks.validation.wild import frame
 from gradparity.conformance.status import UsageError
 from gradparity.multiprocess import RankOutcome, RankState, WorldError
@@ -160,7 +160,7 @@ def test_weights_loaded_wrong_are_one_failure() -> None:
 def test_the_verdict_follows_the_exit_of_a_rank_not_its_message(
     ended: str, verdict: str
 ) -> None:
-    from gradparity.benchmarks.validation.survey.judging import _verdict
+    from gradparity.benchmarks.validation.survey.comparing import _verdict
 
     said = Run(
         name="", scenario="", status="error", message="it hung, killed", ended=ended
@@ -187,7 +187,7 @@ def _hangs(pipe: Connection, log: str, limit_s: float) -> None:
     ("child", "limit_s", "verdict", "reason"),
     [
         (_dies, 60.0, "crashed", "ended with exit code -9"),
-        (_hangs, 0.1, "too slow", "not judged within 0.1 s"),
+        (_hangs, 0.1, "too slow", "not checked within 0.1 s"),
     ],
 )
 def test_a_model_whose_process_dies_or_hangs_is_reported(
@@ -202,12 +202,12 @@ def test_a_model_whose_process_dies_or_hangs_is_reported(
     monkeypatch.setattr(survey, "GRACE_S", 0.0)
     forked = multiprocessing.get_context("fork")  # a spawned one would import torch
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: forked)
-    with Judging(tmp_path / "log", limit_s) as judging:
+    with Checking(tmp_path / "log", limit_s) as checking:
         for _ in range(2):  # the next model has a child of its own
-            judging.begin("tp", KIND)
+            checking.begin("tp", KIND)
             records: list[ModelRecord] = []
             while not records:  # the child's start is an answer, too
-                records += finished([judging])
+                records += finished([checking])
             (found,) = records
             assert (found.verdict, found.model) == (verdict, "made_up")
             assert reason in found.reason
@@ -226,7 +226,7 @@ def test_a_model_that_hangs_does_not_delay_the_other(
 ) -> None:
     forked = multiprocessing.get_context("fork")
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: forked)
-    with Judging(tmp_path / "a", 600) as late, Judging(tmp_path / "b", 600) as other:
+    with Checking(tmp_path / "a", 600) as late, Checking(tmp_path / "b", 600) as other:
         monkeypatch.setattr(survey, "_serve", _hangs)
         late.begin("tp", KIND)
         monkeypatch.setattr(survey, "_serve", _answers)
@@ -329,7 +329,7 @@ def test_the_survey_passes_a_right_and_fails_wrong_models(tmp_path: Path) -> Non
     command += ["--model", "qwen2", "qwen3", "hrm_text"]
     assert main(command) == 1
     whole = read_survey(out / "survey.jsonl")
-    # they are judged beside each other
+    # they are checked beside each other
     models = {m.model: m for m in whole.models}
     assert {name: m.verdict for name, m in models.items()} == {
         "qwen2": "right",
@@ -436,6 +436,6 @@ def test_an_error_while_loading_is_a_run() -> None:
             hung = RankOutcome(rank=0, state=RankState.HUNG)
             raise WorldError((hung,), hung)
 
-    (run,) = judging._misloaded("tp", "llama", cast(Any, Place()))
+    (run,) = comparing._misloaded("tp", "llama", cast(Any, Place()))
     assert (run.name, run.status, run.ended) == (LOADED, "error", "hung")
     assert not run.misloaded

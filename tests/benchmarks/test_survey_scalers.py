@@ -12,8 +12,8 @@ from gradparity.benchmarks.validation.survey_scalers import main, render
 from gradparity.benchmarks.validation.survey_scalers_run import (
     OURS,
     Record,
-    judge_peers,
-    not_judged,
+    check_peers,
+    not_checked,
 )
 from gradparity.conformance import LAWS, Scenario
 from gradparity.conformance.run.launcher import Place
@@ -63,11 +63,11 @@ def test_scalers_that_fail_alike_share_an_example() -> None:
 
 
 def test_the_reason_why_a_scaler_is_not_tested_is_shown() -> None:
-    reasons = not_judged(record())
+    reasons = not_checked(record())
     assert reasons["fairscale"] == f"{SMALL}: no CUDA"
     assert reasons["deepspeed"] == "deepspeed is not installed"
     assert reasons["torch-sharded"] == "not asked for"
-    assert "not judged: deepspeed is not installed" in render(record())
+    assert "not checked: deepspeed is not installed" in render(record())
 
 
 def test_a_run_that_was_cut_off_says_so() -> None:
@@ -89,7 +89,7 @@ def test_smoke_runs_first_then_the_preset(
 
     real = RunSettings.chosen
     monkeypatch.setattr(RunSettings, "chosen", chosen)
-    found = judge_peers(tmp_path, ["torch"], "quick", Console(quiet=True))
+    found = check_peers(tmp_path, ["torch"], "quick", Console(quiet=True))
     assert {c.scaler for c in found.smoke.cases} == {OURS, TORCH}
     assert {c.status for c in found.smoke.cases} == {"pass"}
     assert [(c.scaler, c.status) for c in found.run.cases] == [

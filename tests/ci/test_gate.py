@@ -110,7 +110,7 @@ WORSE: dict[str, tuple[Edit, int, str]] = {
         1,
         "vanished: scenario fsdp/2/fp32/sgd/none",
     ),
-    "another scaler was judged": (
+    "another scaler was checked": (
         first(lambda c: replace(c, scaler="other:Scaler")),
         1,
         "vanished: scenario",

@@ -297,7 +297,7 @@ def test_what_is_not_found_is_a_todo_and_exit_4(
     assert todo in (folder / f"{name}.py").read_text()
     assert is_clean(folder / f"{name}.py")
     if spec != "zoo:Scaled":  # its layout needs ranks, which would take seconds
-        assert main([*QUICK, f"{name}:Workload"]) == 2  # not judged, and no pass
+        assert main([*QUICK, f"{name}:Workload"]) == 2  # not checked, and no pass
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ TAMPERING: dict[str, tuple[Lines, str]] = {
         lambda lines: [*lines[:-1], lines[-1].replace(b'"pass":3', b'"pass":4')],
         "the footer counts",
     ),
-    "planned more than judged": (
+    "planned more than checked": (
         lambda lines: [lines[0].replace(b'"planned":3', b'"planned":4'), *lines[1:]],
         "complete with 3 of 4",
     ),

@@ -96,7 +96,7 @@ class LongerOnOneRank(Trains):
         return engine
 
 
-def judged(runner: Runner, stack: type, steps: int = 3) -> Any:
+def checked(runner: Runner, stack: type, steps: int = 3) -> Any:
     text = f"dp2/2/fp32/own/none/steps={steps},model={MODULE}:{stack.__name__}"
     found = runner.run("none", Scenario.parse(text))
     assert found.evidence is not None and found.evidence.parity is not None
@@ -109,13 +109,13 @@ SLOW = [pytest.param(stack, marks=pytest.mark.slow) for stack in COMPILED]
 
 @pytest.mark.parametrize("stack", [InFp32, *SLOW])
 def test_corrections_in_fp32_pass(runner: Runner, stack: type) -> None:
-    found = judged(runner, stack, steps=8)
+    found = checked(runner, stack, steps=8)
     assert found.status == "pass", (found.problem, found.verdicts)
 
 
 @pytest.mark.parametrize("stack", [Longer, LongerOnOneRank])
 def test_steps_longer_than_the_error_explains_fail(runner: Runner, stack: type) -> None:
-    found = judged(runner, stack)
+    found = checked(runner, stack)
     told = {v.law: v.message for v in found.verdicts if v.status == "fail"}
     assert "step 0" in told["parity.update"]
 

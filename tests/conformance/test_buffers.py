@@ -187,7 +187,7 @@ class BalancesBackwards(Balances):
         return total
 
 
-def judged(runner: Runner, kind: type[Right], where: str) -> Case:
+def checked(runner: Runner, kind: type[Right], where: str) -> Case:
     text = f"{where}/model={kind.__module__}:{kind.__name__},steps=3"
     return runner.run("none", Scenario.parse(text))
 
@@ -211,7 +211,7 @@ def failed(case: Case) -> dict[str, Verdict]:
 def test_buffers_that_ranks_move_alike_are_right(
     runner: Runner, kind: type[Right], where: str
 ) -> None:
-    case = judged(runner, kind, where)
+    case = checked(runner, kind, where)
     assert case.status == "pass", (case.problem, failed(case))
 
 
@@ -222,7 +222,7 @@ def test_buffers_that_ranks_move_alike_are_right(
 def test_a_buffer_that_differs_on_ranks_fails_with_the_line_to_add(
     runner: Runner, kind: type[Right], name: str
 ) -> None:
-    told = failed(judged(runner, kind, DATA))["agreement.replicas"]
+    told = failed(checked(runner, kind, DATA))["agreement.replicas"]
     assert told.step == 0
     assert f'local_buffers = ("{name}",)' in told.message
 
@@ -234,7 +234,7 @@ def test_a_buffer_that_differs_on_ranks_fails_with_the_line_to_add(
 def test_a_buffer_that_moves_otherwise_than_on_one_process_fails(
     runner: Runner, kind: type[Right], where: str, name: str
 ) -> None:
-    told = failed(judged(runner, kind, where))["parity.update"]
+    told = failed(checked(runner, kind, where))["parity.update"]
     assert (told.step, told.parameter) == (0, name)
     assert f"{name} is a buffer" in told.message
 

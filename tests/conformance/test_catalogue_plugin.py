@@ -95,13 +95,13 @@ def test_under_xdist_no_record_is_lost(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_choosing_stopping_and_trying_again(pytester: pytest.Pytester) -> None:
-    judged = (*chosen(*SCENARIOS, FSDP), f"--gradparity-scaler={NEVER}")
+    checked = (*chosen(*SCENARIOS, FSDP), f"--gradparity-scaler={NEVER}")
     report = pytester.path / "parity-report" / "report.jsonl"
-    assert here(pytester, *judged, "-k", "fsdp").ret == 1
+    assert here(pytester, *checked, "-k", "fsdp").ret == 1
     assert [c.scenario for c in read_report(report).cases] == [FSDP]
-    again = here(pytester, *judged, "--lf")
+    again = here(pytester, *checked, "--lf")
     assert "1 failed, 2 deselected" in again.stdout.str()
-    failing_first = (*chosen(FSDP, *SCENARIOS), *judged[-1:])
+    failing_first = (*chosen(FSDP, *SCENARIOS), *checked[-1:])
     assert here(pytester, *failing_first, "-x").ret == 1
     assert [c.scenario for c in read_report(report).cases] == [FSDP]
     assert "1 of 3 planned cases were run" in read_report(report).incomplete
@@ -144,8 +144,8 @@ def lines(report: Path) -> int:
 
 @pytest.mark.slow
 def test_quick_is_the_quick_preset_of_run(pytester: pytest.Pytester) -> None:
-    judged = (f"--gradparity-scaler={PLAIN}", "--gradparity-topology=ddp")
-    quick = (*judged, "--gradparity-quick", "--collect-only")
+    checked = (f"--gradparity-scaler={PLAIN}", "--gradparity-topology=ddp")
+    quick = (*checked, "--gradparity-quick", "--collect-only")
     lines = here(pytester, *quick).stdout.lines
     collected = {line for line in lines if line.startswith("gradparity::")}
     wanted = select("quick", Selection(topologies=["ddp"]))

@@ -19,7 +19,7 @@ from gradparity.conformance.cli import listing
 from gradparity.conformance.cli.arguments import LISTS
 from gradparity.conformance.cli.tables import TABLES, law_texts, names_of, rows_of
 from gradparity.conformance.cli.values import check_values
-from gradparity.conformance.judge.law import LAWS
+from gradparity.conformance.comparison.law import LAWS
 from gradparity.conformance.report.records import ReportWriter, read_report
 from gradparity.conformance.space.catalogue import PRESETS
 from gradparity.conformance.space.recipes import RECIPES
@@ -309,8 +309,8 @@ def test_run_compares_scalers_side_by_side(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "400")  # no line of the table is broken
-    judged = ["--scaler", PLAIN, "--scaler", DRIFTING]
-    code, told = main(["run", "--scenario", FAULTY_CASE, *judged]), capsys.readouterr()
+    checked = ["--scaler", PLAIN, "--scaler", DRIFTING]
+    code, told = main(["run", "--scenario", FAULTY_CASE, *checked]), capsys.readouterr()
     assert code == 1, told.err
     assert "agreement" in told.out
     assert "step 1: rank 0 scale 1024; rank 1 scale 512" in told.out
@@ -324,9 +324,9 @@ def test_require_decides_the_exit_code_and_json_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    judged = ["--scaler", PLAIN, "--scaler", DRIFTING, "--require", PLAIN]
+    checked = ["--scaler", PLAIN, "--scaler", DRIFTING, "--require", PLAIN]
     told = ["--report", "out.json", "--quiet"]
-    code = main(["run", "--scenario", FAULTY_CASE, *judged, *told])
+    code = main(["run", "--scenario", FAULTY_CASE, *checked, *told])
     printed = capsys.readouterr()
     assert code == 0, printed.err
     assert printed.out == ""

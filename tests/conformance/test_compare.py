@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from gradparity.conformance.formulas import clip_factor, equal_but_for_rounding
-from gradparity.conformance.judge.compare import (
+from gradparity.conformance.comparison.compare import (
     Spread,
     compare,
     multiple_of,
     relative_floor,
     sizes,
 )
+from gradparity.conformance.formulas import clip_factor, equal_but_for_rounding
 
 
 def test_a_difference_has_a_norm_and_a_largest_element() -> None:

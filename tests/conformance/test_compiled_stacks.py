@@ -25,7 +25,7 @@ def failed(case: Case) -> set[str]:
     return {v.law for v in case.verdicts if v.status == "fail"}
 
 
-# Compiling takes most of the time: the first stack is judged in every run, and each of
+# Compiling takes most of the time: the first stack is checked in every run, and each of
 # the others in one.
 WRONG = (
     stacks.WrongFullyShard,
@@ -65,7 +65,7 @@ def test_a_replay_says_the_same(runner: Runner, tmp_path: Path) -> None:
     wrong = scenario(stacks.WrongFullyShard)
     assert main(["replay", wrong.id, "--scaler=none", f"--out={tmp_path}"]) == 1
     with Runner(folder=".", timeout_s=60) as fresh:
-        cases = [judge.run("none", wrong) for judge in (runner, fresh)]
+        cases = [each.run("none", wrong) for each in (runner, fresh)]
     messages = [[(v.law, v.status, v.message) for v in c.verdicts] for c in cases]
     assert messages[0] == messages[1]
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from gradparity.conformance import Runner, Scenario
-from gradparity.conformance.judge.diagnosis import Facts, causes_of
+from gradparity.conformance.comparison.diagnosis import Facts, causes_of
 from gradparity.tests.workloads.stacks import Right
 
 HERE = "gradparity.tests.conformance.test_diagnosis"

@@ -40,7 +40,7 @@ def runner(device: str) -> Iterator[Runner]:
         yield runner
 
 
-def judged(
+def checked(
     runner: Runner, scaler: type[Any], scenario: str, parity: bool = True
 ) -> Case:
     spec = f"{MODULE}:{scaler.__name__}"
@@ -49,7 +49,7 @@ def judged(
     return case
 
 
-def accusations(case: Case) -> dict[str, str]:
+def failures(case: Case) -> dict[str, str]:
     return {v.law: v.message for v in case.verdicts if v.status is Status.FAIL}
 
 
@@ -67,8 +67,8 @@ def test_a_faulty_scaler_is_caught_by_its_check(
     runner: Runner, scaler: type[Any], broken: Broken
 ) -> None:
     # a scaler with other scales needs references of its own, which take most time
-    case = judged(runner, scaler, broken.at, broken.law.startswith("parity"))
-    assert broken.law in accusations(case), case.verdicts
+    case = checked(runner, scaler, broken.at, broken.law.startswith("parity"))
+    assert broken.law in failures(case), case.verdicts
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_faulty_scalers_are_found_early_by_a_default_run(runner: Runner) -> None
     for scenario in ids[:60]:  # all share its references
         for scaler in [*missed]:
             parity = FAULTY[scaler].law.startswith("parity")
-            if accusations(judged(runner, scaler, scenario, parity)):
+            if failures(checked(runner, scaler, scenario, parity)):
                 missed.remove(scaler)
     assert missed == []
 
@@ -95,7 +95,7 @@ def test_faulty_scalers_are_found_early_by_a_default_run(runner: Runner) -> None
 def test_a_right_scaler_passes_where_others_fail(
     runner: Runner, scaler: type[Any], scenario: str
 ) -> None:
-    assert accusations(judged(runner, scaler, scenario)) == {}
+    assert failures(checked(runner, scaler, scenario)) == {}
 
 
 def test_every_check_has_a_scaler_or_a_workload_that_fails_it() -> None:

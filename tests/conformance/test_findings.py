@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from gradparity.conformance import LAWS, Evidence, Scenario, Status
-from gradparity.conformance.judge.law import Finding, judge
-from gradparity.conformance.judge.laws.scale import SMALLEST
-from gradparity.conformance.judge.laws.transparency import SUBNORMAL
-from gradparity.conformance.judge.measured import Lack, Parity
-from gradparity.conformance.judge.parity import _compare
+from gradparity.conformance.comparison.law import Finding, apply_checks
+from gradparity.conformance.comparison.laws.scale import SMALLEST
+from gradparity.conformance.comparison.laws.transparency import SUBNORMAL
+from gradparity.conformance.comparison.measured import Lack, Parity
+from gradparity.conformance.comparison.parity import _compare
 from gradparity.conformance.rank.trace import Collective, Decision, Problem
 from gradparity.conformance.space.recipes import MANUAL_STEP
 from gradparity.tests.made_up import (
@@ -64,7 +64,7 @@ COUNTS = {
 
 def test_a_pass_says_how_much_was_compared() -> None:
     of = evidence(bad=True, size=3)
-    assert {v.law: v.message for v in judge(of)} == COUNTS
+    assert {v.law: v.message for v in apply_checks(of)} == COUNTS
 
 
 NUMBERS = {
@@ -93,7 +93,7 @@ NUMBERS = {
 
 
 def test_a_pass_says_in_numbers_how_much_was_compared_and_how_much_was_not() -> None:
-    found = {v.law: v for v in judge(evidence(bad=True, size=3))}
+    found = {v.law: v for v in apply_checks(evidence(bad=True, size=3))}
     assert {law: (f.compared, f.not_compared) for law, f in found.items()} == {
         law: NUMBERS.get(law, (12, 0)) for law in LAWS
     }

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradparity.conformance import Case, Runner, Scenario
-from gradparity.conformance.judge import bounds, reference_run
-from gradparity.conformance.judge.bounds import make_parity_bounds
-from gradparity.conformance.judge.noise.sides import JumpLog, Sides, sides_of
-from gradparity.conformance.judge.noise.ties import FLIPPED
-from gradparity.conformance.judge.reference import Schedule
-from gradparity.conformance.judge.variants import on_sides
+from gradparity.conformance.comparison import bounds, reference_run
+from gradparity.conformance.comparison.bounds import make_parity_bounds
+from gradparity.conformance.comparison.noise.sides import JumpLog, Sides, sides_of
+from gradparity.conformance.comparison.noise.ties import FLIPPED
+from gradparity.conformance.comparison.reference import Schedule
+from gradparity.conformance.comparison.variants import on_sides
 from gradparity.tests.conformance.test_routing import failed
 from gradparity.tests.workloads.stacks import AtZero
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradparity.conformance import LAWS, Evidence, Scenario, Status
-from gradparity.conformance.judge import law as law_module
-from gradparity.conformance.judge.law import Law, judge
+from gradparity.conformance.comparison import law as law_module
+from gradparity.conformance.comparison.law import Law, apply_checks
 from gradparity.conformance.rank.trace import Decision, Misuse, Problem, StepTrace
 from gradparity.conformance.status import Finding
 from gradparity.tests.made_up import (
@@ -26,7 +26,7 @@ from gradparity.tests.made_up import (
 
 
 def statuses(of: Evidence) -> dict[str, str]:
-    return {v.law: v.status for v in judge(of)}
+    return {v.law: v.status for v in apply_checks(of)}
 
 
 def failures(of: Evidence) -> set[str]:
@@ -226,7 +226,7 @@ def test_every_check_has_a_fault_here() -> None:
 def test_evidence_names_step_rank_and_parameter() -> None:
     broken = evidence(bad=True)
     broken.ranks[0].steps[BAD_STEP].decisions[0].parameters_changed = True
-    (finding,) = [v for v in judge(broken) if v.law == "skip.all-ranks-skip"]
+    (finding,) = [v for v in apply_checks(broken) if v.law == "skip.all-ranks-skip"]
     assert (finding.step, finding.ranks, finding.parameter) == (1, (0,), "w")
     assert (
         finding.message == "step 1: rank 0 stepped although w is not finite on rank 1"
@@ -236,7 +236,7 @@ def test_evidence_names_step_rank_and_parameter() -> None:
 def test_disagreement_names_both_sides() -> None:
     broken = evidence()
     _scale(broken)
-    (finding,) = [v for v in judge(broken) if v.law == "agreement.scale"]
+    (finding,) = [v for v in apply_checks(broken) if v.law == "agreement.scale"]
     assert "rank 0 scale 16; rank 1 scale 99" in finding.message
     assert finding.numbers == {"rank 0": 16.0, "rank 1": 99.0}
 
@@ -293,7 +293,7 @@ def test_no_check_passes_on_nothing(law: str) -> None:
 @pytest.mark.parametrize(("made", "missed"), [(0, 0), (0, 9), (1, 10**6)])
 def test_no_check_passes_on_too_little(law: Law, made: int, missed: int) -> None:
     told = Finding(status="pass", message="", compared=made, not_compared=missed)
-    blind = replace(law, judge=lambda _: told)
+    blind = replace(law, check=lambda _: told)
     found = law_module._finding(blind, evidence())
     passes = made and law.least == 0.0
     assert found.status == (Status.PASS if passes else Status.INCONCLUSIVE)
@@ -334,7 +334,7 @@ def test_a_refused_call_that_changes_something_is_misuse() -> None:
             call="unscale_() after step()", error="ValueError", changed=("gradients",)
         )
     ]
-    (finding,) = [v for v in judge(e) if v.law == "misuse.refused"]
+    (finding,) = [v for v in apply_checks(e) if v.law == "misuse.refused"]
     assert finding.status is Status.FAIL and finding.ranks == (1,)
     assert finding.message == (
         "on rank 1 unscale_() after step() raised ValueError, and it changed gradients"
@@ -366,7 +366,7 @@ def test_one_bit_of_one_gradient_is_seen(
 ) -> None:
     e = evidence()
     e.ranks[rank].steps[step].gradients["w"][element] *= np.float32(factor)
-    (finding,) = [v for v in judge(e) if v.law == "transparency.gradient"]
+    (finding,) = [v for v in apply_checks(e) if v.law == "transparency.gradient"]
     assert (finding.status, finding.step) == (Status.FAIL, step)
     assert finding.ranks == (rank,)
 
@@ -429,7 +429,7 @@ def test_a_run_of_bad_steps_only_says_nothing_of_good_ones() -> None:
 def test_a_scale_from_which_nothing_recovers(value: float) -> None:
     e = evidence()
     e.ranks[1].steps[0].scale_after = value
-    (finding,) = [v for v in judge(e) if v.law == "scale.positive"]
+    (finding,) = [v for v in apply_checks(e) if v.law == "scale.positive"]
     assert (finding.status, finding.step, finding.ranks) == (Status.FAIL, 0, (1,))
 
 
@@ -481,5 +481,5 @@ def test_a_finding_names_the_step_and_the_ranks(
 ) -> None:
     broken = evidence(bad=bad)
     break_it(broken)
-    (finding,) = [v for v in judge(broken) if v.law == law]
+    (finding,) = [v for v in apply_checks(broken) if v.law == law]
     assert (finding.step, finding.ranks) == (step, ranks)

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.__main__ import main
-from gradparity.conformance.judge.boundaries import Boundaries, _Found
-from gradparity.conformance.judge.compare import multiple_of
-from gradparity.conformance.judge.diagnosis import is_sum_of
-from gradparity.conformance.judge.localise import _common, _times
+from gradparity.conformance.comparison.boundaries import Boundaries, _Found
+from gradparity.conformance.comparison.compare import multiple_of
+from gradparity.conformance.comparison.diagnosis import is_sum_of
+from gradparity.conformance.comparison.localise import _common, _times
 from gradparity.conformance.rank.modules import (
     OUTPUT_GRADIENT,
     Boundary,

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.conformance import Case, Runner, Scenario
-from gradparity.conformance.judge.bounds import _loss_roundoff
-from gradparity.conformance.judge.reference import Reference
+from gradparity.conformance.comparison.bounds import _loss_roundoff
+from gradparity.conformance.comparison.reference import Reference
 from gradparity.conformance.status import Verdict
 from gradparity.fixtures import PRECISIONS
 from gradparity.tests.workloads.stacks import Ddp
@@ -115,7 +115,7 @@ class DividesByBoth(DividesByAll):
     by_head = False
 
 
-def judged(runner: Runner, kind: type, where: str, recipe: str = "plain") -> Case:
+def checked(runner: Runner, kind: type, where: str, recipe: str = "plain") -> Case:
     text = f"{where}/model={kind.__module__}:{kind.__name__},steps=4,seed=1"
     text += f",recipe={recipe}"
     return runner.run("none", Scenario.parse(text))
@@ -126,21 +126,21 @@ def verdict(case: Case, law: str = "parity.loss") -> Verdict:
 
 
 def test_a_loss_is_bounded_by_the_rounding_of_its_own_dtype(runner: Runner) -> None:
-    right = judged(runner, FarFromTargets, HALF)
+    right = checked(runner, FarFromTargets, HALF)
     assert right.status == "pass", right.problem
-    assert verdict(judged(runner, ComputesInHalf, HALF)).status == "fail"
+    assert verdict(checked(runner, ComputesInHalf, HALF)).status == "fail"
 
 
 def test_a_loss_that_is_returned_in_16_bits_is_compared_within_them(
     runner: Runner,
 ) -> None:
-    told = verdict(judged(runner, ReturnsHalf, HALF))
+    told = verdict(checked(runner, ReturnsHalf, HALF))
     assert told.status == "pass"
     assert "ranks returned it in bfloat16, and loss() gives float32" in told.message
 
 
 def test_a_loss_of_zero_is_compared(runner: Runner) -> None:
-    right = judged(runner, LosesNothing, FULL)
+    right = checked(runner, LosesNothing, FULL)
     assert right.status == "pass", right.problem
 
 
@@ -149,7 +149,7 @@ def test_a_loss_of_zero_is_compared(runner: Runner) -> None:
 def test_heads_with_counts_of_their_own_are_compared(
     runner: Runner, kind: type, recipe: str
 ) -> None:
-    case = judged(runner, kind, FULL, recipe)
+    case = checked(runner, kind, FULL, recipe)
     assert case.status == "pass", case.problem
     assert verdict(case).compared > 0
 
@@ -158,7 +158,7 @@ def test_heads_with_counts_of_their_own_are_compared(
 def test_a_head_that_is_divided_by_another_count_fails(
     runner: Runner, kind: type
 ) -> None:
-    case = judged(runner, kind, FULL)
+    case = checked(runner, kind, FULL)
     for law in ("parity.gradient", "parity.loss"):
         assert verdict(case, law).status == "fail", case.problem
 
@@ -186,7 +186,7 @@ def test_the_roundoff_of_a_loss_is_that_of_its_narrowest_dtype(
 def test_the_loss_of_a_second_turn_of_frozen_weights_is_not_a_fault(
     runner: Runner, where: str
 ) -> None:
-    case = judged(runner, ClipsInTurns, where, "frozen")
+    case = checked(runner, ClipsInTurns, where, "frozen")
     told = verdict(case)
     assert case.status == told.status == "inconclusive", case.problem
     assert "train_step moves weights, runs a forward, and then steps" in told.message

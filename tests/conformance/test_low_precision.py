@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from gradparity.conformance import Case, Runner, Scenario
-from gradparity.conformance.judge.bounds import SHARDS, make_parity_bounds
-from gradparity.conformance.judge.parity import followed_schedule
-from gradparity.conformance.judge.reference import Schedule
+from gradparity.conformance.comparison.bounds import SHARDS, make_parity_bounds
+from gradparity.conformance.comparison.parity import followed_schedule
+from gradparity.conformance.comparison.reference import Schedule
 from gradparity.conformance.rank.elementwise import not_elementwise
 from gradparity.conformance.rank.observe import optimizer_digest
 from gradparity.conformance.rank.scaler_spec import NO_SCALER
@@ -21,8 +21,8 @@ from gradparity.conformance.space.recipes import CLIP_VALUE
 from gradparity.conformance.space.workload_checks import check_workload, coarseness
 from gradparity.fixtures import (
     WorkloadError,
+    compared_parameters,
     is_constant,
-    judged_parameters,
     local,
     resolve_workload,
 )
@@ -160,14 +160,14 @@ def test_a_rounded_state_is_noise_only_where_it_is_declared() -> None:
     assert "parity.update" in wrong
 
 
-def judged(spec: str, place: str = "dp2/2/fp32") -> Case:
+def checked(spec: str, place: str = "dp2/2/fp32") -> Case:
     with Runner(folder=".", timeout_s=120.0) as runner:
         scenario = Scenario.parse(f"{place}/own/none/model={spec},steps=4")
         return runner.run(NO_SCALER, scenario)
 
 
 def test_a_state_is_rounded_in_the_shards_that_ranks_have() -> None:
-    found = judged(f"{HERE}:ALIKE")
+    found = checked(f"{HERE}:ALIKE")
     assert found.status == "pass", found.verdicts
     update = next(v for v in found.verdicts if v.law == "parity.update")
     # as noise, what the shards of another world differ by would hide whole tensors
@@ -175,7 +175,7 @@ def test_a_state_is_rounded_in_the_shards_that_ranks_have() -> None:
 
 
 def test_a_rank_that_does_not_round_its_state_is_found() -> None:
-    found = judged(f"{HERE}:APART")
+    found = checked(f"{HERE}:APART")
     wrong = {v.law: v for v in found.verdicts if v.status == "fail"}
     assert wrong["parity.update"].ranks == (1,)
 
@@ -222,7 +222,7 @@ def test_where_no_shards_are_seen_several_are_tried() -> None:
     scenario = Scenario.parse(f"dp2/2/fp32/own/none/model={Q06},steps=2")
     schedule = Schedule(skipped=(frozenset(),) * 2, scales=(1.0,) * 2)
     unseen = make_parity_bounds(scenario, schedule)
-    named = judged_parameters(resolve_workload(Q06).model()).items()
+    named = compared_parameters(resolve_workload(Q06).model()).items()
     whole = tuple((n, (np.arange(p.numel()).tobytes(),)) for n, p in named)
     seen = make_parity_bounds(
         scenario, Schedule(skipped=schedule.skipped, scales=(1.0,) * 2, shards=whole)
@@ -268,7 +268,7 @@ def test_frozen_codes_are_checked_by_what_is_computed_with_them(
 ) -> None:
     spec = f"gradparity.fixtures.specimens.codes:{name}"
     assert any(is_constant(p) for p in resolve_workload(spec).model().parameters())
-    found = judged(spec, place)
+    found = checked(spec, place)
     assert found.status == "pass", (found.problem, found.verdicts)
 
 

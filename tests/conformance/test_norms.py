@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from gradparity.conformance import Case, Runner, Scenario, Status
-from gradparity.conformance.judge.laws.norm import _used_norm, factor
-from gradparity.conformance.judge.parity import measure_parity
+from gradparity.conformance.comparison.laws.norm import _used_norm, factor
+from gradparity.conformance.comparison.parity import measure_parity
 from gradparity.conformance.status import Finding
 from gradparity.fixtures.faulty import stacks
 from gradparity.fixtures.faulty.plain import Broken
@@ -20,7 +20,7 @@ from gradparity.tests.made_up import BAD_STEP, add, clip_row, evidence, finding,
 NEW = ("norm.reported", "norm.factor", "dtype.reduction")
 
 
-def judged(runner: Runner, where: str) -> Case:
+def checked(runner: Runner, where: str) -> Case:
     case = runner.run("none", Scenario.parse(where))
     assert not case.problem
     return case
@@ -37,7 +37,7 @@ def told(case: Case) -> dict[str, Finding]:
 def test_a_faulty_workload_is_caught_by_its_check(
     runner: Runner, stack: type[Any], broken: Broken
 ) -> None:
-    case = judged(runner, broken.at)
+    case = checked(runner, broken.at)
     assert told(case)[broken.law].status is Status.FAIL, told(case)
 
 
@@ -49,9 +49,9 @@ RIGHT = [(stack, at) for stack, places in RIGHT_STACKS.items() for at in places]
 def test_a_right_workload_fails_no_check(
     runner: Runner, stack: type[Any], at: str
 ) -> None:
-    found = told(judged(runner, at))
-    accused = {law: f for law, f in found.items() if f.status is not Status.PASS}
-    assert {f.status for f in accused.values()} <= {Status.SKIPPED}, accused
+    found = told(checked(runner, at))
+    others = {law: f for law, f in found.items() if f.status is not Status.PASS}
+    assert {f.status for f in others.values()} <= {Status.SKIPPED}, others
     decided = {
         stacks.ClipsByTheWholeNorm: {"norm.reported", "norm.factor"},
         stacks.CompressesAsPromised: {"dtype.reduction"},
@@ -66,7 +66,7 @@ def test_a_right_workload_fails_no_check(
 
 def test_right_clipping_of_wrong_gradients_is_inconclusive(runner: Runner) -> None:
     wrong = FAULTY_STACKS[stacks.DoublesOneGradient]
-    found = told(judged(runner, wrong.at))
+    found = told(checked(runner, wrong.at))
     for law in ("norm.reported", "norm.factor"):
         assert found[law].status is Status.INCONCLUSIVE
         assert "the gradients themselves differ" in found[law].message
@@ -74,7 +74,7 @@ def test_right_clipping_of_wrong_gradients_is_inconclusive(runner: Runner) -> No
 
 def test_a_finding_says_which_factor_came_and_which_was_due(runner: Runner) -> None:
     at = FAULTY_STACKS[stacks.LeavesReplicasUnclipped].at
-    found = told(judged(runner, at))["norm.factor"]
+    found = told(checked(runner, at))["norm.factor"]
     assert found.numbers["got"] == pytest.approx(1.0)
     assert found.numbers["expected"] == pytest.approx(0.25 / 0.85276, rel=1e-4)
     assert "first.weight, first.bias, norm.weight, norm.bias and 1 more" in (
@@ -93,7 +93,7 @@ def test_the_cause_is_reported_before_its_consequences(
     runner: Runner, stack: type[Any]
 ) -> None:
     broken = FAULTY_STACKS[stack]
-    failed = [v.law for v in judged(runner, broken.at).verdicts if v.status == "fail"]
+    failed = [v.law for v in checked(runner, broken.at).verdicts if v.status == "fail"]
     assert failed[0] == broken.law
     assert "parity.gradient" in failed
 
@@ -127,7 +127,7 @@ class SmallByShards(Small, stacks.ClipsByTheNormOfItsShards):
 @pytest.mark.parametrize("stack", [Small, SmallByShards])
 def test_the_recipe_clips_small_gradients_too(runner: Runner, stack: type) -> None:
     spec = f"{__name__}:{stack.__name__}"
-    case = judged(runner, f"dp2/2/fp32/own/none/model={spec},steps=2,recipe=clip-norm")
+    case = checked(runner, f"dp2/2/fp32/own/none/model={spec},steps=2,recipe=clip-norm")
     failed = {v.law for v in case.verdicts if v.status is Status.FAIL}
     assert ("norm.factor" in failed) == (stack is SmallByShards), failed
     assert told(case)["norm.factor"].compared
@@ -265,7 +265,7 @@ STOPPED = "gradparity.fixtures.faulty.stacks:{}"
 @pytest.mark.parametrize(
     ("model", "recipe", "law", "status"),
     [
-        # the judge's own loop reports no norm, and clips in one recipe
+        # gradparity's own loop reports no norm, and clips in one recipe
         ("digits", "clip-norm", "norm.reported", "skipped"),
         ("digits", "clip-norm", "norm.factor", "inconclusive"),
         ("digits", "plain", "norm.factor", "skipped"),

@@ -54,13 +54,13 @@ def test_an_error_of_gradparity_is_reported_and_ends_no_run(
 
     scenario = Scenario.parse("single/1/fp32/sgd/none/steps=2")
     scaler = "gradparity.fixtures.faulty:PlainScaler"
-    with Runner(folder=".", timeout_s=30) as judging:
+    with Runner(folder=".", timeout_s=30) as running:
         with monkeypatch.context() as patch:
-            patch.setattr(runner, "judge", broken)
-            case = judging.run(scaler, scenario)
+            patch.setattr(runner, "apply_checks", broken)
+            case = running.run(scaler, scenario)
         assert case.status is Status.ERROR
         assert case.problem == "gradparity itself failed: KeyError: 'some parameter'"
-        assert judging.run(scaler, scenario).status is Status.PASS
+        assert running.run(scaler, scenario).status is Status.PASS
 
 
 def collectives_of_two_groups() -> list[Collective]:

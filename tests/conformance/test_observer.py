@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gradparity.conformance import Scenario
-from gradparity.conformance.judge.bounds import expected_choices
-from gradparity.conformance.judge.reference import Schedule
+from gradparity.conformance.comparison.bounds import expected_choices
+from gradparity.conformance.comparison.reference import Schedule
 from gradparity.conformance.rank.layout import build_engine, remake_optimizers
 from gradparity.conformance.rank.observe import digest
 from gradparity.conformance.rank.recording import next_batch
@@ -105,7 +105,7 @@ def test_the_layout_that_shows_the_map_draws_nothing(two: Cluster) -> None:
 
 
 # Compiling takes most of the time: a stack that differs from one of these only in what
-# is laid out is judged in the tests of compiled stacks.
+# is laid out is checked in the tests of compiled stacks.
 @pytest.mark.slow
 def test_the_compiled_recipe(ranks: dict[int, Cluster]) -> None:
     agree(ranks, f"ddp/2/fp32/sgd/none/steps={STEPS},recipe=compiled")

@@ -85,7 +85,7 @@ class CountsAndSteps(SkipsSpikes):
         return False
 
 
-def judged(runner: Runner, stack: type, scaler: str = "none") -> Case:
+def checked(runner: Runner, stack: type, scaler: str = "none") -> Case:
     text = f"dp2/2/fp32/own/none/model={__name__}:{stack.__name__},steps=4"
     case = runner.run(scaler, Scenario.parse(text))
     assert not case.problem
@@ -98,7 +98,7 @@ def judged(runner: Runner, stack: type, scaler: str = "none") -> Case:
 def test_a_skip_that_all_ranks_agree_on_is_right(
     runner: Runner, stack: type, scaler: str
 ) -> None:
-    case = judged(runner, stack, scaler)
+    case = checked(runner, stack, scaler)
     assert case.status is Status.PASS, failed(case)
     assert case.evidence is not None
     update = {v.law: v for v in case.verdicts}["parity.update"]
@@ -107,18 +107,18 @@ def test_a_skip_that_all_ranks_agree_on_is_right(
 
 
 def test_ranks_that_do_not_agree_on_a_skip_fail(runner: Runner) -> None:
-    wrong = failed(judged(runner, DecidesAlone))
+    wrong = failed(checked(runner, DecidesAlone))
     assert "step 1: rank 1 did not step" in wrong["skip.all-ranks-step"]
     assert "parity.update" in wrong
 
 
 def test_a_skip_that_is_counted_and_not_made_fails(runner: Runner) -> None:
-    assert {*failed(judged(runner, CountsAndSteps))} == {"trainer.skips"}
+    assert {*failed(checked(runner, CountsAndSteps))} == {"trainer.skips"}
 
 
 def test_a_skip_that_nobody_declares_fails_with_the_line_to_add(
     runner: Runner,
 ) -> None:
-    wrong = failed(judged(runner, CountsNothing))["skip.all-ranks-step"]
+    wrong = failed(checked(runner, CountsNothing))["skip.all-ranks-step"]
     assert "count them in skipped_steps(stack)" in wrong
     assert REFERENCE_LINE in wrong

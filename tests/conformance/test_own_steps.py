@@ -43,7 +43,7 @@ def at(workload: type, where: str) -> Scenario:
     return Scenario.parse(f"{path}/own/none/{settings}")
 
 
-def judged(runner: Runner, scenario: Scenario) -> Case:
+def checked(runner: Runner, scenario: Scenario) -> Case:
     case = runner.run("none", scenario)
     assert not case.problem
     return case
@@ -58,7 +58,7 @@ RIGHT = [  # three ranks take longer
 @pytest.mark.parametrize("where", RIGHT)
 @pytest.mark.few(4)
 def test_a_right_step_fails_no_check(runner: Runner, where: str) -> None:
-    found = {v.law: v for v in judged(runner, Scenario.parse(where)).verdicts}
+    found = {v.law: v for v in checked(runner, Scenario.parse(where)).verdicts}
     assert {v.status for v in found.values()} <= {Status.PASS, Status.SKIPPED}
     for law in ("parity.gradient", "parity.update"):
         assert found[law].status is Status.PASS, found[law]
@@ -69,7 +69,7 @@ def test_a_right_step_fails_no_check(runner: Runner, where: str) -> None:
     "broken", [pytest.param(b, id=s.__name__) for s, b in FAULTY_STEPS.items()]
 )
 def test_a_faulty_step_is_caught_by_its_check(runner: Runner, broken: Broken) -> None:
-    case = judged(runner, Scenario.parse(broken.at))
+    case = checked(runner, Scenario.parse(broken.at))
     failed = [v.law for v in case.verdicts if v.status is Status.FAIL]
     assert broken.law in failed
 
@@ -78,7 +78,7 @@ def test_a_faulty_step_is_caught_by_its_check(runner: Runner, broken: Broken) ->
 def test_rounding_that_is_zero_by_chance_is_not_exact(runner: Runner) -> None:
     """Some elements of the gradient of the keys' bias are 0 in all references."""
     where = "fsdp/2/fp16-params/adamw/none/model=text,steps=4,seed=37"
-    case = judged(runner, Scenario.parse(where))
+    case = checked(runner, Scenario.parse(where))
     assert not [v for v in case.verdicts if v.status is Status.FAIL]
 
 
@@ -101,7 +101,7 @@ class NeedsTwoRanks(Steps):
 
 
 def test_a_step_that_needs_two_ranks_is_not_tried_on_one(runner: Runner) -> None:
-    case = judged(runner, at(NeedsTwoRanks, "dp1/1/fp32"))
+    case = checked(runner, at(NeedsTwoRanks, "dp1/1/fp32"))
     assert case.status is Status.SKIPPED
     assert "train_step: raised ValueError: there is no next stage" in (
         case.verdicts[0].message
@@ -124,7 +124,7 @@ class NotOnOneRank(Steps):
     ("workload", "where", "status"),
     [
         (NeverLaidOut, "dp2/2/fp32", Status.ERROR),
-        # a scenario of the judge's own choice is skipped only if others can run
+        # a scenario of gradparity's own choice is skipped only if others can run
         (NeverLaidOut, "dp1/1/fp32", Status.ERROR),
         (NeverLaidOut, "dp2/2/fp32,recipe=frozen", Status.ERROR),
         (NeverLaidOut, "dp2/2/fp32,recipe=recompute", Status.ERROR),
@@ -220,7 +220,7 @@ class MakesParametersAnew(Steps):
 def test_a_stack_whose_frozen_parameters_train_again_is_not_tried_frozen(
     runner: Runner,
 ) -> None:
-    case = judged(runner, at(MakesParametersAnew, "dp1/1/fp32,recipe=frozen"))
+    case = checked(runner, at(MakesParametersAnew, "dp1/1/fp32,recipe=frozen"))
     assert case.status is Status.SKIPPED
     assert "frozen parameters train again" in case.verdicts[0].message
 
@@ -260,7 +260,7 @@ class StepsShards(Steps):
 def test_gradients_that_the_optimizer_does_not_use_are_not_compared(
     runner: Runner,
 ) -> None:
-    case = judged(runner, at(StepsShards, "dp2/2/fp32"))
+    case = checked(runner, at(StepsShards, "dp2/2/fp32"))
     found = {v.law: v for v in case.verdicts}
     assert not [v for v in case.verdicts if v.status is Status.FAIL]
     assert found["parity.gradient"].status is Status.INCONCLUSIVE
@@ -311,10 +311,10 @@ class LosesOneMaster(WritesMastersBack):
 def test_masters_that_are_made_in_parallelize_need_no_weights(
     runner: Runner, where: str
 ) -> None:
-    found = {v.law: v for v in judged(runner, at(WritesMastersBack, where)).verdicts}
+    found = {v.law: v for v in checked(runner, at(WritesMastersBack, where)).verdicts}
     for law in ("parity.gradient", "parity.update", "parity.loss"):
         assert found[law].status is Status.PASS, found[law]
-    broken = {v.law: v for v in judged(runner, at(LosesOneMaster, where)).verdicts}
+    broken = {v.law: v for v in checked(runner, at(LosesOneMaster, where)).verdicts}
     assert broken["parity.update"].status is Status.FAIL
 
 
@@ -364,7 +364,7 @@ class HasAnEmptyParameter(OneProcess):
 def test_a_parameter_without_elements_is_no_error(runner: Runner) -> None:
     lacks = facts_of(f"{__name__}:HasAnEmptyParameter").lacks
     assert OfWorkload.RECOMPUTED not in lacks
-    assert judged(runner, at(HasAnEmptyParameter, "single/1/fp32")).status is (
+    assert checked(runner, at(HasAnEmptyParameter, "single/1/fp32")).status is (
         Status.PASS
     )
 

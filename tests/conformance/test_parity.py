@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 
 from gradparity.conformance import Runner, Scenario
-from gradparity.conformance.judge import bounds, kept
-from gradparity.conformance.judge.bounds import make_parity_bounds
-from gradparity.conformance.judge.compare import HALF, SAFETY_FACTOR
-from gradparity.conformance.judge.noise.sides import BOTH, Sides
-from gradparity.conformance.judge.parity import demanded_schedule, measure_parity
-from gradparity.conformance.judge.reference import (
+from gradparity.conformance.comparison import bounds, kept
+from gradparity.conformance.comparison.bounds import make_parity_bounds
+from gradparity.conformance.comparison.compare import HALF, SAFETY_FACTOR
+from gradparity.conformance.comparison.noise.sides import BOTH, Sides
+from gradparity.conformance.comparison.parity import demanded_schedule, measure_parity
+from gradparity.conformance.comparison.reference import (
     LEAST,
     Reference,
     Schedule,
     train_reference,
 )
-from gradparity.conformance.judge.reference_run import rows_apart
-from gradparity.conformance.judge.variants import (
+from gradparity.conformance.comparison.reference_run import rows_apart
+from gradparity.conformance.comparison.variants import (
     NOISY,
     PLAIN,
     TRUTH,
@@ -236,13 +236,13 @@ def test_adam_errs_more_where_gradients_are_small() -> None:
     parity_bounds = make_parity_bounds(scenario, demanded_schedule([trace]))
     weights, (_, bound) = parity_bounds.weights[2][name], parity_bounds.update[2][name]
     assert weights.max() == 1.0
-    for element, accused in (
+    for element, is_bad in (
         (weights.argmax(), True),
         (np.where(weights > 0, weights, 2.0).argmin(), False),
     ):
         (trace,) = traces_of(scenario)
         trace.steps[2].parameters[name][element] += np.float32(2 * bound)
-        assert ("update" in measure_parity(scenario, [trace]).first_bad) is accused
+        assert ("update" in measure_parity(scenario, [trace]).first_bad) is is_bad
 
 
 def test_the_weight_of_an_update_is_its_smallest_gradient() -> None:

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gradparity.conformance.judge import parity as parity_module
-from gradparity.conformance.judge.bounds import ParityBounds
-from gradparity.conformance.judge.measured import Doubt, Parity
-from gradparity.conformance.judge.parity import measure_parity
-from gradparity.conformance.judge.reference import Reference
+from gradparity.conformance.comparison import parity as parity_module
+from gradparity.conformance.comparison.bounds import ParityBounds
+from gradparity.conformance.comparison.measured import Doubt, Parity
+from gradparity.conformance.comparison.parity import measure_parity
+from gradparity.conformance.comparison.reference import Reference
 from gradparity.conformance.rank.trace import Decision, RankTrace, StepTrace
 from gradparity.conformance.run.recorder import _curves
 from gradparity.conformance.space.scenario import Scenario

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradparity.conformance import Scenario
-from gradparity.conformance.judge.parity import measure_parity
+from gradparity.conformance.comparison.parity import measure_parity
 from gradparity.fixtures import PRECISIONS, Precision
 from gradparity.tests.conformance.test_parity import traces_of
 

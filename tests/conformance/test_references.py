@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from gradparity.conformance import Case, Runner, Scenario, Status
-from gradparity.conformance.judge import reference, reference_run
-from gradparity.conformance.judge.bounds import make_parity_bounds
-from gradparity.conformance.judge.reference import Schedule
+from gradparity.conformance.comparison import reference, reference_run
+from gradparity.conformance.comparison.bounds import make_parity_bounds
+from gradparity.conformance.comparison.reference import Schedule
 from gradparity.conformance.rank import layout
 from gradparity.fixtures import WorkloadError
 from gradparity.multiprocess import current_world
@@ -64,15 +64,15 @@ def seeding() -> Iterator[None]:
         thread.join()
 
 
-def judged(scenario: Scenario) -> Case:
+def checked(scenario: Scenario) -> Case:
     with Runner(folder=".", timeout_s=60) as runner:
         return runner.run("none", scenario)
 
 
 def test_a_probe_that_seeds_while_references_train_changes_no_bound() -> None:
-    quiet = judged(DIGITS)
+    quiet = checked(DIGITS)
     with seeding():
-        beside = judged(DIGITS)
+        beside = checked(DIGITS)
     assert quiet.status is beside.status is Status.PASS
     assert quiet.evidence is not None and beside.evidence is not None
     one, other = quiet.evidence.parity, beside.evidence.parity
@@ -85,12 +85,12 @@ def test_a_run_draws_nothing_from_the_generator_of_the_parent() -> None:
     )
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    assert judged(scenario).status is Status.PASS
+    assert checked(scenario).status is Status.PASS
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_references_that_begin_with_other_weights_are_an_error() -> None:
-    case = judged(
+    case = checked(
         Scenario.parse(f"single/1/fp32/own/none/model={HERE}:Restless,steps=2")
     )
     assert case.status is Status.ERROR
@@ -125,7 +125,7 @@ def test_any_reference_of_a_case_may_be_the_one_that_begins_elsewhere(
 
 
 def test_a_crash_of_user_code_in_a_reference_ends_its_process_alone() -> None:
-    case = judged(Scenario.parse(f"dp2/2/fp32/own/none/model={HERE}:Deadly,steps=2"))
+    case = checked(Scenario.parse(f"dp2/2/fp32/own/none/model={HERE}:Deadly,steps=2"))
     assert case.status is Status.ERROR
     assert case.problem.startswith("on one process, without other ranks: ")
     assert "SIGKILL" in case.problem

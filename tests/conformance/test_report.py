@@ -12,7 +12,7 @@ import pytest
 
 from gradparity.ci import annotations, junit, markdown
 from gradparity.conformance.__main__ import main
-from gradparity.conformance.judge.law import LAWS, judge
+from gradparity.conformance.comparison.law import LAWS, apply_checks
 from gradparity.conformance.rank.devices import Devices
 from gradparity.conformance.report.compare import compare
 from gradparity.conformance.report.page import render_page
@@ -124,7 +124,7 @@ def test_verdicts_are_read_as_they_were_written(tmp_path: Path) -> None:
     """Verdicts are written unchanged; values that JSON lacks (nan) become words."""
     of = evidence()
     of.ranks[0].steps[1].scale_after = float("nan")
-    verdicts = tuple(judge(of))
+    verdicts = tuple(apply_checks(of))
     made = msgspec.structs.replace(case(), verdicts=verdicts)
     path = write(tmp_path / "r.jsonl", made)
     (kept,) = read_report(path).cases
@@ -435,13 +435,13 @@ def test_a_broken_harness_is_reported_once(place: Pool) -> None:
 def test_compare_reports_a_broken_harness_once(place: Pool) -> None:
     broke = dataclasses.replace(failing("ddp/2/fp32/sgd/none"), problem="rank 1: gone")
     good = failing("ddp/2/fp32/sgd/none", "scale.rule", "agreement.scale")
-    broken_, judged = (
+    broken_, checked = (
         report_of(Recorder(place).record(each)) for each in (broke, good)
     )
     where = "ddp/2/fp32/sgd/none  torch.amp:GradScaler"
-    (change,) = compare(judged, broken_)
+    (change,) = compare(checked, broken_)
     assert change.text == f"regression: fail -> error in {where}: rank 1: gone"
-    (change,) = compare(broken_, judged)
+    (change,) = compare(broken_, checked)
     assert change.kind == "fix"
     assert compare(broken_, broken_) == []
 

@@ -62,7 +62,7 @@ def test_a_plain_recipe_loads_nothing() -> None:
     assert alone.saved_by is None and alone.most_ranks == alone.world_size
 
 
-# - The judgement, on made-up traces
+# - The check, on made-up traces
 
 
 @pytest.mark.parametrize("rank", [0, 1])

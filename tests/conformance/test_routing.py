@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from gradparity.conformance import Case, Runner, Scenario
-from gradparity.conformance.judge import bounds, reference
-from gradparity.conformance.judge.bounds import expected_choices
-from gradparity.conformance.judge.compare import HALF
-from gradparity.conformance.judge.noise.sides import BOTH, Sides
-from gradparity.conformance.judge.reference import Reference, Schedule
-from gradparity.conformance.judge.variants import Variant
+from gradparity.conformance.comparison import bounds, reference
+from gradparity.conformance.comparison.bounds import expected_choices
+from gradparity.conformance.comparison.compare import HALF
+from gradparity.conformance.comparison.noise.sides import BOTH, Sides
+from gradparity.conformance.comparison.reference import Reference, Schedule
+from gradparity.conformance.comparison.variants import Variant
 from gradparity.conformance.rank.routing import ChoiceLog, Choices, chooses_in_forward
 from gradparity.conformance.run import runs
 from gradparity.tests.made_up import add, doubts_in, evidence, finding, row
@@ -27,14 +27,14 @@ TIPS = "tp2/2/bf16-autocast", "steps=6,seed=6"
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Runner]:
+def runner() -> Iterator[Runner]:
     with Runner(folder=".", timeout_s=60) as made:
         yield made
 
 
-def case(judge: Runner, stack: type, place: str, settings: str = "steps=2") -> Case:
+def case(runner: Runner, stack: type, place: str, settings: str = "steps=2") -> Case:
     text = f"{place}/own/none/model={MODULE}:{stack.__name__},{settings}"
-    found = judge.run("none", Scenario.parse(text))
+    found = runner.run("none", Scenario.parse(text))
     assert not found.problem, found.problem
     return found
 
@@ -45,9 +45,9 @@ def failed(case: Case) -> set[str]:
 
 @pytest.mark.slow
 def test_a_right_workload_whose_choice_tips_fails_only_without_the_replay(
-    judge: Runner, monkeypatch: pytest.MonkeyPatch
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert case(judge, stacks.TopOne, *TIPS).status == "pass"
+    assert case(runner, stacks.TopOne, *TIPS).status == "pass"
     for module in (runs, reference):
         monkeypatch.setattr(module, "chooses_in_forward", lambda _: False)
     reference._train.cache_clear()
@@ -79,9 +79,9 @@ def test_a_right_workload_whose_choice_tips_fails_only_without_the_replay(
 )
 @pytest.mark.few(3)
 def test_right_stacks_pass(
-    judge: Runner, stack: type, place: str, settings: str
+    runner: Runner, stack: type, place: str, settings: str
 ) -> None:
-    assert case(judge, stack, place, settings).status == "pass"
+    assert case(runner, stack, place, settings).status == "pass"
 
 
 @pytest.mark.parametrize("place", ["dp2/2/fp32", "tp2/2/bf16-autocast"])
@@ -93,28 +93,28 @@ def test_right_stacks_pass(
         stacks.MaskedForgetsTheRouter,
     ],
 )
-def test_wrong_stacks_are_caught(judge: Runner, stack: type, place: str) -> None:
-    assert "parity.gradient" in failed(case(judge, stack, place))
+def test_wrong_stacks_are_caught(runner: Runner, stack: type, place: str) -> None:
+    assert "parity.gradient" in failed(case(runner, stack, place))
 
 
 def test_a_run_that_skips_is_made_again_with_a_reference_that_skips(
-    judge: Runner, monkeypatch: pytest.MonkeyPatch
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first reference steps where the run skips, so its router differs later."""
     schedules: list[Schedule] = []
-    alone = judge.place.alone
+    alone = runner.place.alone
 
     def noted(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if function is expected_choices:
             schedules.append(args[1])
         return alone(function, *args, **options)
 
-    monkeypatch.setattr(judge.place, "alone", noted)
+    monkeypatch.setattr(runner.place, "alone", noted)
     text = (
         "dp2/2/fp32/own/inf@r0s1:up.weight/"
         f"model={MODULE}:TopOne,steps=4,scale=1024,interval=2"
     )
-    found = judge.run("gradparity.scaler:GradScaler", Scenario.parse(text))
+    found = runner.run("gradparity.scaler:GradScaler", Scenario.parse(text))
     assert found.status == "pass", (found.problem, failed(found))
     skips = [[bool(names) for names in s.skipped] for s in schedules]
     never = [False] * 4

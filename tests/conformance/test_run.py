@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def judge(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def coming(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """List to which a test adds the status of each case in turn; no rank starts."""
     due: list[str] = []
     left: Iterator[str] = iter(due)
@@ -80,22 +80,22 @@ def report() -> Report:
     ids=str,
 )
 def test_the_worst_case_decides_the_exit_code(
-    statuses: list[str], code: int, judge: list[str]
+    statuses: list[str], code: int, coming: list[str]
 ) -> None:
-    judge += statuses
+    coming += statuses
     assert run() == code
 
 
-def test_fail_fast_stops_at_an_error(judge: list[str]) -> None:
+def test_fail_fast_stops_at_an_error(coming: list[str]) -> None:
     # regression: P13
-    judge += ["pass", "error", "pass"]
+    coming += ["pass", "error", "pass"]
     assert run("--fail-fast") == 3
     assert [case.status for case in report().cases] == ["pass", "error"]
 
 
-def test_a_workload_that_hangs_twice_ends_the_run(judge: list[str]) -> None:
+def test_a_workload_that_hangs_twice_ends_the_run(coming: list[str]) -> None:
     # regression: P13, 14 scenarios waited for the time limit each
-    judge += ["hangs", "hangs", "pass"]
+    coming += ["hangs", "hangs", "pass"]
     assert run() == 3
     assert [case.status for case in report().cases] == ["error", "error"]
     told = "your workload hung in two cases: 2 of 3 cases ran, the other 1 did not"
@@ -103,9 +103,9 @@ def test_a_workload_that_hangs_twice_ends_the_run(judge: list[str]) -> None:
 
 
 def test_fail_fast_stops_at_the_first_violation_and_at_nothing_less(
-    judge: list[str],
+    coming: list[str],
 ) -> None:
-    judge += ["inconclusive", "fail", "pass"]
+    coming += ["inconclusive", "fail", "pass"]
     assert run("--fail-fast") == 1
     assert [case.status for case in report().cases] == ["inconclusive", "fail"]
     assert report().incomplete == "stopped at the first failed check: 2 of 3 cases ran"
@@ -113,9 +113,9 @@ def test_fail_fast_stops_at_the_first_violation_and_at_nothing_less(
 
 @pytest.mark.parametrize("status", ["fail", "error"])
 def test_the_command_that_runs_the_first_failure_again_is_printed(
-    judge: list[str], capsys: pytest.CaptureFixture[str], status: str
+    coming: list[str], capsys: pytest.CaptureFixture[str], status: str
 ) -> None:
-    judge += ["pass", status, "pass"]
+    coming += ["pass", status, "pass"]
     run()
     again = report().cases[1].replay
     assert f"again:  {again}\n" in capsys.readouterr().out
@@ -123,10 +123,10 @@ def test_the_command_that_runs_the_first_failure_again_is_printed(
 
 
 def test_an_exception_of_the_workload_that_comes_twice_ends_the_run(
-    judge: list[str], capsys: pytest.CaptureFixture[str]
+    coming: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     # regression: N37, one error repeated in nine runs; sizes differ by mesh
-    judge += ["raises no column 69", "raises no column 70", "pass"]
+    coming += ["raises no column 69", "raises no column 70", "pass"]
     assert run() == 3
     assert [case.status for case in report().cases] == ["error", "error"]
     told = (
@@ -140,16 +140,16 @@ def test_an_exception_of_the_workload_that_comes_twice_ends_the_run(
 
 
 @pytest.mark.parametrize("others", [["raises that"], ["error", "error"]])
-def test_other_errors_end_no_run(judge: list[str], others: list[str]) -> None:
-    judge += ["raises this", *others, *["pass"] * (2 - len(others))]
+def test_other_errors_end_no_run(coming: list[str], others: list[str]) -> None:
+    coming += ["raises this", *others, *["pass"] * (2 - len(others))]
     assert run() == 3
     assert len(report().cases) == 3
 
 
 def test_an_interrupt_leaves_a_report_and_its_page(
-    judge: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+    coming: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    judge += ["pass", "ctrl-c"]
+    coming += ["pass", "ctrl-c"]
     assert run("--out", "page") == 130
     assert report().incomplete == "interrupted after 1 of 3 cases"
     assert (folder / "page" / "index.html").is_file()
@@ -159,7 +159,7 @@ def test_an_interrupt_leaves_a_report_and_its_page(
 
 
 def test_two_runs_of_one_report_are_bad_usage(
-    judge: list[str], capsys: pytest.CaptureFixture[str]
+    coming: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ReportWriter(Path("R"), header()):
         assert run() == 2
@@ -167,8 +167,8 @@ def test_two_runs_of_one_report_are_bad_usage(
 
 
 def test_a_second_run_keeps_the_report_of_the_first(
-    judge: list[str], folder: Path
+    coming: list[str], folder: Path
 ) -> None:
-    judge += ["pass"] * 9
+    coming += ["pass"] * 9
     assert [run(), run(), run()] == [0, 0, 0]
     assert all((folder / name).is_file() for name in ("R", "R.1", "R.2"))

@@ -18,7 +18,7 @@ from gradparity.conformance.__main__ import main
 from gradparity.conformance.rank.devices import Devices
 from gradparity.conformance.rank.scaler_spec import NO_SCALER
 from gradparity.conformance.rank.trace import Problem, RankTrace
-from gradparity.conformance.rank.worker import JudgedError
+from gradparity.conformance.rank.worker import StoppedError
 from gradparity.conformance.report.records import read_report
 from gradparity.conformance.run import runner as runner_module
 from gradparity.conformance.run import runs
@@ -131,7 +131,7 @@ def raises() -> Traces:
 
 def _failure(traces: Traces) -> WorldError:
     outcomes = tuple(
-        RankOutcome(rank=t.rank, state=RankState.RAISED, exception=JudgedError(t))
+        RankOutcome(rank=t.rank, state=RankState.RAISED, exception=StoppedError(t))
         for t in traces
     )
     return WorldError(outcomes, outcomes[0])
@@ -151,7 +151,7 @@ def moved() -> Traces:
     return traces
 
 
-def judged(place: MadeUp) -> Case:
+def checked(place: MadeUp) -> Case:
     return Runner(folder=".", place=place).run(SCALER, SCENARIO, parity=False)
 
 
@@ -171,13 +171,13 @@ def test_a_timeout_is_a_violation_only_after_a_second_try(
     run: Run, law: str, words: str
 ) -> None:
     place = MadeUp(scaler=[run, right])
-    status, message = said(judged(place), law)
+    status, message = said(checked(place), law)
     assert status is Status.PASS
     assert "tried again alone" in message and words in message
     assert place.calls.count(SCALER) == 2
 
     place = MadeUp(scaler=[run])
-    status, message = said(judged(place), law)
+    status, message = said(checked(place), law)
     assert status is Status.FAIL
     assert "tried again alone" in message and words in message
     assert place.calls.count(SCALER) == 2
@@ -186,7 +186,7 @@ def test_a_timeout_is_a_violation_only_after_a_second_try(
 @pytest.mark.parametrize("run", [right, wrong, raises])
 def test_a_run_without_a_timeout_is_made_once(run: Run) -> None:
     place = MadeUp(scaler=[run])
-    case = judged(place)
+    case = checked(place)
     assert place.calls.count(SCALER) == 1
     assert "again" not in "".join(v.message for v in case.verdicts)
 
@@ -199,7 +199,7 @@ HUNG, VICTIM = RankState.HUNG, RankState.VICTIM
 @pytest.mark.parametrize(
     ("states", "stacks", "words"),
     [
-        # a rank that is in the judge's check has made its step
+        # a rank that is in gradparity's check has made its step
         ((HUNG, HUNG), (CHECK, SYNC), "rank 1 hangs: {}; rank 0 only waits for it"),
         # the harness takes the rank in the check for the cause
         ((HUNG, VICTIM), (CHECK, SYNC), "rank 1 hangs: {}; rank 0 only waits for it"),
@@ -210,7 +210,7 @@ HUNG, VICTIM = RankState.HUNG, RankState.VICTIM
 def test_a_hang_is_reported_with_its_function_and_the_ranks_that_wait(
     states: tuple[RankState, ...], stacks: tuple[str, str], words: str
 ) -> None:
-    case = judged(MadeUp(scaler=[hangs_in(*stacks, *states)]))
+    case = checked(MadeUp(scaler=[hangs_in(*stacks, *states)]))
     how = f"{WHY}, in update (scaler.py:12)"
     assert said(case, "liveness.completes")[1].startswith(words.format(how))
 
@@ -219,7 +219,7 @@ BITWISE = ("transparency.gradient", "transparency.bitwise")
 
 
 def test_two_different_controls_make_a_scaler_inconclusive() -> None:
-    case = judged(MadeUp(scaler=[moved], control=[right, drifts]))
+    case = checked(MadeUp(scaler=[moved], control=[right, drifts]))
     for law in BITWISE:
         status, message = said(case, law)
         assert status is Status.INCONCLUSIVE
@@ -229,14 +229,14 @@ def test_two_different_controls_make_a_scaler_inconclusive() -> None:
 
 def test_with_two_equal_controls_the_scaler_fails() -> None:
     place = MadeUp(scaler=[moved])
-    case = judged(place)
+    case = checked(place)
     assert said(case, "transparency.bitwise")[0] is Status.FAIL
     assert said(case, "transparency.gradient")[0] is Status.PASS
     assert place.calls.count(NO_SCALER) == 2
 
 
 def test_a_control_whose_parameters_differ_is_seen() -> None:
-    case = judged(MadeUp(scaler=[moved], control=[right, moved]))
+    case = checked(MadeUp(scaler=[moved], control=[right, moved]))
     assert "w on rank 0 at step 3" in said(case, "transparency.bitwise")[1]
 
 
@@ -303,9 +303,9 @@ class Watched(Runner):
         self.ended.append(case.scenario.id)
         return len(self.ended) == self.last
 
-    def _judge(self, seen: Any, parity: bool = True) -> Case:
-        assert self.enough.wait(60), "the ranks wait for the judge"
-        return super()._judge(seen, parity=False)
+    def _compare(self, seen: Any, parity: bool = True) -> Case:
+        assert self.enough.wait(60), "the ranks wait for the comparison"
+        return super()._compare(seen, parity=False)
 
 
 def seeds(count: int) -> list[tuple[str, Scenario]]:
@@ -387,17 +387,17 @@ def test_no_case_waits_for_references_to_know_its_model(
 def test_cases_behind_one_that_needs_the_ranks_end_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    runner, localised, third_judged = Watched(1), [], threading.Event()
-    observe, judge = runner._observe, runner._judge
+    runner, localised, third_checked = Watched(1), [], threading.Event()
+    observe, compare = runner._observe, runner._compare
 
     def observe_late(spec: str, scenario: Scenario) -> Any:
-        assert scenario.seed < 3 or third_judged.wait(60)
+        assert scenario.seed < 3 or third_checked.wait(60)
         return observe(spec, scenario)
 
-    def judged(seen: Any) -> Case:
-        case = judge(seen)
+    def checked(seen: Any) -> Case:
+        case = compare(seen)
         if seen.scenario.seed == 2:
-            third_judged.set()
+            third_checked.set()
         return case
 
     def localise(case: Case) -> Case:
@@ -405,7 +405,7 @@ def test_cases_behind_one_that_needs_the_ranks_end_after_it(
         return case
 
     monkeypatch.setattr(runner, "_observe", observe_late)
-    monkeypatch.setattr(runner, "_judge", judged)
+    monkeypatch.setattr(runner, "_compare", checked)
     monkeypatch.setattr(runner, "_is_localised", lambda case: case.scenario.seed == 1)
     monkeypatch.setattr(runner, "_localised_where_due", localise)
     runner.run_all(seeds(4), runner.begin, runner.end)

@@ -223,7 +223,7 @@ RIGHT: dict[type, str] = {
 FAULTS = ("none", "inf@r1s1:first", "inf@r*s1:last", "nan@r0s0:first!")
 
 
-def judged(
+def checked(
     runner: Runner, stack: type, faults: str, more: str = "", scaler: str = OURS
 ) -> Case:
     where = "pp2/2" if stack is SaysNothing else RIGHT[stack]
@@ -247,7 +247,7 @@ def failed(case: Case) -> dict[str, str]:
 )
 @pytest.mark.few(2)
 def test_a_right_step_fails_no_check(runner: Runner, stack: type, faults: str) -> None:
-    found = judged(runner, stack, faults)
+    found = checked(runner, stack, faults)
     assert found.status == "pass", (found.problem, failed(found))
 
 
@@ -260,7 +260,7 @@ FEW = (ClipsAndStepsFused, ClipsByTheScaler, ScaledGan, SharesNoOptimizer)
 def test_a_right_step_that_overflows_fails_no_check(
     runner: Runner, stack: type
 ) -> None:
-    found = judged(runner, stack, "none", f",{OVERFLOWS}")
+    found = checked(runner, stack, "none", f",{OVERFLOWS}")
     assert found.evidence is not None
     assert found.evidence.ranks[0].steps[0].scale_after < 1e38
     assert found.status == "pass", (found.problem, failed(found))
@@ -270,7 +270,7 @@ def test_a_right_step_that_overflows_fails_no_check(
 def test_a_scaler_that_lets_ranks_disagree_is_caught_in_such_a_step(
     runner: Runner, stack: type
 ) -> None:
-    found = judged(
+    found = checked(
         runner, stack, "inf@r1s1:last!", scaler=f"{__name__}:{Apart.__name__}"
     )
     assert {"skip.all-ranks-skip", "agreement.scale"} <= {*failed(found)}
@@ -280,8 +280,8 @@ def test_a_skip_is_undecided_if_a_rank_makes_no_call_for_an_optimizer_it_lacks(
     runner: Runner,
 ) -> None:
     scaler = f"{__name__}:{AgreesOverSharedOptimizers.__name__}"
-    assert judged(runner, SaysNothing, "none", scaler=scaler).status == "pass"
-    found = judged(runner, SaysNothing, "inf@r1s1:first", scaler=scaler)
+    assert checked(runner, SaysNothing, "none", scaler=scaler).status == "pass"
+    found = checked(runner, SaysNothing, "inf@r1s1:first", scaler=scaler)
     assert found.status == "inconclusive", (found.problem, failed(found))
     assert "ranks step 2, 1 optimizers" in failed(found)["skip.all-ranks-step"]
     assert "as in scaler.step(None)" in failed(found)["skip.all-ranks-step"]

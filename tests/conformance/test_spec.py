@@ -71,7 +71,7 @@ def test_a_scaler_that_does_not_offer_it_is_refused_once_before_the_runs(
     lines = [line for line in told if line.startswith("gradparity: ")]
     assert len(lines) == 1, told
     assert spec in lines[0] and REFUSED[spec] in lines[0]
-    assert "docs/judged-scaler.md" in lines[0]
+    assert "docs/check-a-scaler.md" in lines[0]
     assert not list(folder.glob("parity-*"))
 
 
@@ -87,7 +87,7 @@ def test_a_factory_and_every_scaler_of_ours_offer_it() -> None:
 def test_the_page_says_what_the_code_says() -> None:
     import gradparity
 
-    page = Path(gradparity.__file__).parent / "docs" / "judged-scaler.md"
+    page = Path(gradparity.__file__).parent / "docs" / "check-a-scaler.md"
     text = page.read_text(encoding="utf-8")
     for name in [*CONSTRUCTOR, *METHODS]:
         assert f"`{name}" in text, name

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from gradparity.conformance import Case, Runner, Scenario
-from gradparity.conformance.judge.settings import stack_schedule
+from gradparity.conformance.comparison.settings import stack_schedule
 from gradparity.conformance.rank.trace import RankTrace, Setting, StepTrace
 from gradparity.tests.products import in_turn
 from gradparity.tests.verdicts import failed

@@ -12,7 +12,7 @@ TIGHT = {
 }
 
 
-def judged(runner: Runner, scaler: str, place: str) -> Case:
+def checked(runner: Runner, scaler: str, place: str) -> Case:
     scenario = Scenario.parse(f"{place}/fp32/sgd/none/steps=1")
     return runner.run(f"{MODULE}:{scaler}", scenario)
 
@@ -25,7 +25,7 @@ def test_a_small_wrong_is_caught_at_its_step(
     law, wrong = TIGHT[scaler]
     failed = {
         v.law: v
-        for v in judged(runner, scaler, place).verdicts
+        for v in checked(runner, scaler, place).verdicts
         if v.status is Status.FAIL
     }
     assert law in failed, wrong

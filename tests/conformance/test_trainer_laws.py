@@ -19,7 +19,7 @@ PLAIN = "gradparity.fixtures.faulty:PlainScaler"
 LAWS = ("schedule", "average", "skips", "checkpoint")
 
 
-def judged(runner: Runner, where: str) -> Case:
+def checked(runner: Runner, where: str) -> Case:
     case = runner.run(PLAIN, Scenario.parse(where))
     assert not case.problem
     return case
@@ -40,7 +40,7 @@ def test_a_faulty_trainer_is_caught_by_its_check(
 ) -> None:
     failed = {
         law
-        for law, f in told(judged(runner, broken.at)).items()
+        for law, f in told(checked(runner, broken.at)).items()
         if f.status is Status.FAIL
     }
     assert failed == {broken.law}
@@ -48,7 +48,7 @@ def test_a_faulty_trainer_is_caught_by_its_check(
 
 @pytest.mark.parametrize("at", RIGHT_TRAINERS[trainers.WaitsForTheStep])
 def test_a_right_trainer_fails_no_check(runner: Runner, at: str) -> None:
-    found = told(judged(runner, at))
+    found = told(checked(runner, at))
     assert {f.status for f in found.values()} <= {Status.PASS, Status.SKIPPED}
     for law in LAWS:
         assert found[f"trainer.{law}"].status is Status.PASS, law
@@ -215,7 +215,7 @@ def test_weights_that_a_load_has_rounded_are_reported() -> None:
     found = finding(e, "trainer.weights")
     assert found.status is Status.INCONCLUSIVE and "moved no weight" in found.message
     for trace in e.ranks:
-        trace.loaded = None  # the judge's own loop has loaded it
+        trace.loaded = None  # gradparity's own loop has loaded it
     assert finding(e, "trainer.weights").status is Status.SKIPPED
 
 

@@ -100,10 +100,10 @@ def test_a_wrong_workload_is_caught_and_no_check_of_scalers_fails(
     found = case(runner, stack)
     told = {v.law: v.message for v in found.verdicts if v.status == "fail"}
     assert words in told[law], told
-    judged = case(runner, stack, OURS)
-    assert judged.status == "inconclusive"
-    assert failed(judged) == set()
-    assert "the stack is wrong without any scaler" in judged.verdicts[0].message
+    checked = case(runner, stack, OURS)
+    assert checked.status == "inconclusive"
+    assert failed(checked) == set()
+    assert "the stack is wrong without any scaler" in checked.verdicts[0].message
 
 
 def test_elements_are_read_once_for_all_scalers(runner: Runner) -> None:
@@ -135,7 +135,7 @@ def test_elements_are_read_anew_where_a_layout_is_given_another_model() -> None:
     recipes = ["plain", "accumulate", "recompute", "plain", "frozen"]
     with Cluster(2) as cluster:
         made = cluster.run(layouts_of, recipes)
-    # the layout that is judged, and before it the one that is read
+    # the layout that is checked, and before it the one that is read
     assert made == [[2, 1, 2, 2, 2]] * 2
 
 

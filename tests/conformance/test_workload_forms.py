@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from gradparity.conformance import Case, Runner, Scenario, Status
-from gradparity.conformance.judge.law import Evidence
-from gradparity.conformance.judge.measured import Parity
-from gradparity.conformance.judge.reference import Schedule, train_reference
-from gradparity.conformance.judge.variants import PLAIN
+from gradparity.conformance.comparison.law import Evidence
+from gradparity.conformance.comparison.measured import Parity
+from gradparity.conformance.comparison.reference import Schedule, train_reference
+from gradparity.conformance.comparison.variants import PLAIN
 from gradparity.conformance.rank.elementwise import not_elementwise
 from gradparity.conformance.rank.trace import Decision, RankTrace, StepTrace
 from gradparity.conformance.script.standalone import standalone_script
@@ -37,7 +37,7 @@ def spec(stack: type) -> str:
     return f"{__name__}:{stack.__name__}"
 
 
-def judged(runner: Runner, stack: type, recipe: str = "plain") -> Case:
+def checked(runner: Runner, stack: type, recipe: str = "plain") -> Case:
     check_workload(spec(stack))
     text = f"dp2/2/fp32/own/none/model={spec(stack)},recipe={recipe},steps=2"
     case = runner.run("none", Scenario.parse(text))
@@ -216,7 +216,7 @@ class CountedForces(Forces):
 def test_a_forward_may_use_autograd_and_a_loss_tensors_of_the_workload(
     runner: Runner, stack: type, recipe: str
 ) -> None:
-    case = judged(runner, stack, recipe)
+    case = checked(runner, stack, recipe)
     assert case.status is Status.PASS, [v for v in case.verdicts if v.status != "pass"]
 
 
@@ -224,7 +224,7 @@ def test_a_forward_may_use_autograd_and_a_loss_tensors_of_the_workload(
 def test_the_objective_may_be_weighted_or_couple_rows(
     runner: Runner, stack: type
 ) -> None:
-    case = judged(runner, stack)
+    case = checked(runner, stack)
     assert case.status is Status.PASS, [v for v in case.verdicts if v.status != "pass"]
 
 
@@ -243,7 +243,7 @@ def test_a_script_is_refused_where_fp64_needs_gradparitys_context() -> None:
 
 
 def test_a_wrong_factor_on_parts_that_couple_rows_is_caught(runner: Runner) -> None:
-    failed = judged(runner, PartsWeighedTwice).verdicts
+    failed = checked(runner, PartsWeighedTwice).verdicts
     assert "parity.gradient" in {v.law for v in failed if v.status is Status.FAIL}
 
 
@@ -285,7 +285,7 @@ class OnThePage(globals()["Engine"], Replicated):  # type: ignore[misc]  # made 
 def test_the_engine_on_the_page_is_right_with_unequal_micro_batches(
     runner: Runner,
 ) -> None:
-    case = judged(runner, OnThePage, recipe="accumulate-uneven")
+    case = checked(runner, OnThePage, recipe="accumulate-uneven")
     assert case.status is Status.PASS, [v for v in case.verdicts if v.status != "pass"]
 
 
@@ -425,7 +425,7 @@ class Adapts(Right):
 
 
 def test_parameters_that_no_step_is_to_move_are_no_skip(runner: Runner) -> None:
-    case = judged(runner, Adapts, "frozen")
+    case = checked(runner, Adapts, "frozen")
     assert case.status is Status.PASS, (case.problem, case.verdicts)
     told = {v.law: v for v in case.verdicts}["skip.all-ranks-step"]
     assert told.status is Status.SKIPPED
@@ -436,17 +436,17 @@ def test_parameters_that_no_step_is_to_move_are_no_skip(runner: Runner) -> None:
 def test_a_step_that_rightly_moves_nothing_is_no_skip(
     runner: Runner, stack: type
 ) -> None:
-    case = judged(runner, stack)
+    case = checked(runner, stack)
     assert case.status is Status.PASS, [v for v in case.verdicts if v.status != "pass"]
 
 
 def test_an_optimizer_that_is_forgotten_did_not_step(runner: Runner) -> None:
-    found = {v.law: v for v in judged(runner, HeadNeverSteps).verdicts}
+    found = {v.law: v for v in checked(runner, HeadNeverSteps).verdicts}
     assert found["parity.update"].status is Status.FAIL
 
 
 def test_a_schedule_of_the_workload_is_followed_and_reported(runner: Runner) -> None:
-    case = judged(runner, WarmsUp)
+    case = checked(runner, WarmsUp)
     assert case.status is Status.PASS, [v for v in case.verdicts if v.status != "pass"]
     update = next(v for v in case.verdicts if v.law == "parity.update")
     assert "schedule of lr (0.weight: 0 at step 0, 0.05 at step 1)" in update.message
@@ -526,7 +526,7 @@ class StaticGraph(Replicated):
 
 
 def test_a_no_sync_that_torch_does_not_support_is_not_tried(runner: Runner) -> None:
-    case = judged(runner, StaticGraph)
+    case = checked(runner, StaticGraph)
     assert case.status is Status.PASS
     text = f"dp2/2/fp32/own/none/model={spec(StaticGraph)},steps=3"
     case = runner.run("none", Scenario.parse(f"{text},recipe=accumulate-no-sync"))
@@ -551,7 +551,7 @@ class UnequalShares(Replicated):
 def test_a_share_that_a_recipe_cannot_cut_is_not_tried(
     runner: Runner, recipe: str, status: str
 ) -> None:
-    case = judged(runner, UnequalShares, recipe)
+    case = checked(runner, UnequalShares, recipe)
     assert case.status == status, case.verdicts[0].message
 
 
@@ -583,7 +583,7 @@ def test_a_tensor_that_optimizers_share_as_rate_decays_once_a_step(
     runner: Runner,
 ) -> None:
     for _ in range(2):  # what is made later begins with the rate of the workload
-        case = judged(runner, SharesARate, "scheduler")
+        case = checked(runner, SharesARate, "scheduler")
         assert case.status == "pass", (case.problem, case.verdicts[0].message)
 
 
@@ -598,7 +598,7 @@ class FindsItsRate(Replicated):
 def test_a_scheduler_needs_a_rate_that_it_can_change(
     runner: Runner, recipe: str, status: str
 ) -> None:
-    case = judged(runner, FindsItsRate, recipe)
+    case = checked(runner, FindsItsRate, recipe)
     assert case.status == status, case.verdicts[0].message
 
 
@@ -676,7 +676,7 @@ class Functional(Replicated):
 def test_an_autograd_that_knows_no_checkpointing_is_not_tried_with_it(
     runner: Runner, recipe: str, status: str
 ) -> None:
-    case = judged(runner, Functional, recipe)
+    case = checked(runner, Functional, recipe)
     assert case.status == status, case.verdicts[0].message
 
 

@@ -43,7 +43,7 @@ def here(stack: type, recipe: str) -> Scenario:
     return at(f"{__name__}:{stack.__name__}", recipe)
 
 
-def accused(case: Case) -> dict[str, str]:
+def failed_checks(case: Case) -> dict[str, str]:
     assert not case.problem
     return {v.law: v.message for v in case.verdicts if v.status == "fail"}
 
@@ -303,7 +303,9 @@ def test_a_load_that_restores_no_weight_is_no_pass(
 
 
 def test_a_load_that_restores_a_part_is_a_failure(runner: Runner) -> None:
-    assert "trainer.weights" in accused(runner.run("none", here(LoadsHalf, "resume")))
+    assert "trainer.weights" in failed_checks(
+        runner.run("none", here(LoadsHalf, "resume"))
+    )
 
 
 def test_a_checkpoint_of_the_scaler_alone_is_no_resume() -> None:
@@ -364,7 +366,7 @@ class LearnsToLearn(Trains):
 
 
 def test_weights_that_are_swapped_in_a_forward_are_not_tried(runner: Runner) -> None:
-    assert accused(runner.run("none", here(LearnsToLearn, "plain"))) == {}
+    assert failed_checks(runner.run("none", here(LearnsToLearn, "plain"))) == {}
     case = runner.run("none", here(LearnsToLearn, "recompute"))
     assert case.skipped, (case.problem, case.verdicts)
     assert "a part has other parameters when it runs again" in case.verdicts[0].message
@@ -372,7 +374,7 @@ def test_weights_that_are_swapped_in_a_forward_are_not_tried(runner: Runner) -> 
 
 def test_modules_that_a_layout_makes_anew_recompute_as_well(runner: Runner) -> None:
     case = runner.run("none", here(MakesModulesAnew, "recompute"))
-    assert case.status is Status.PASS, (case.problem, accused(case))
+    assert case.status is Status.PASS, (case.problem, failed_checks(case))
 
 
 # - Right stacks, and faults that plain steps do not show
@@ -392,7 +394,7 @@ OFTEN = ("frozen", "resume", "recompute")
 )
 def test_a_right_step_passes_in_each_recipe(runner: Runner, place: str) -> None:
     case = runner.run("none", Scenario.parse(place))
-    assert case.status is Status.PASS, (case.problem, accused(case))
+    assert case.status is Status.PASS, (case.problem, failed_checks(case))
 
 
 @pytest.mark.parametrize(
@@ -412,7 +414,7 @@ def test_a_right_step_passes_in_each_recipe(runner: Runner, place: str) -> None:
 )
 def test_models_of_ours_recompute_on_any_layout(runner: Runner, place: str) -> None:
     case = runner.run(PLAIN, Scenario.parse(f"{place},steps=2,recipe=recompute"))
-    assert case.status is Status.PASS, (case.problem, accused(case))
+    assert case.status is Status.PASS, (case.problem, failed_checks(case))
 
 
 @pytest.mark.parametrize(
@@ -434,7 +436,7 @@ def test_a_right_scaler_passes_in_each_recipe(
     runner: Runner, recipe: str, rest: str
 ) -> None:
     case = runner.run(PLAIN, at(TRAINS, recipe, rest))
-    assert case.status is Status.PASS, (case.problem, accused(case))
+    assert case.status is Status.PASS, (case.problem, failed_checks(case))
 
 
 @pytest.mark.parametrize(
@@ -444,10 +446,10 @@ def test_a_right_scaler_passes_in_each_recipe(
 def test_a_faulty_step_is_caught_in_its_recipe(
     runner: Runner, stack: type[Any], broken: Broken
 ) -> None:
-    assert broken.law in accused(runner.run("none", Scenario.parse(broken.at)))
+    assert broken.law in failed_checks(runner.run("none", Scenario.parse(broken.at)))
     scenario = Scenario.parse(broken.at)
     recipe = "random" if scenario.recipe == "random-recompute" else "plain"
-    assert not accused(runner.run("none", replace(scenario, recipe=recipe)))
+    assert not failed_checks(runner.run("none", replace(scenario, recipe=recipe)))
 
 
 @pytest.mark.slow
@@ -625,7 +627,7 @@ def test_an_average_is_that_of_plain_steps(
 ) -> None:
     # regression: P6
     found = runner.run("none", replace(here(stack, recipe), steps=5))
-    told = accused(found)
+    told = failed_checks(found)
     assert found.status == ("fail" if caught else "pass"), told
     assert [*told] == ["trainer.average"] * caught
     if caught:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from gradparity.conformance import Runner
-from gradparity.conformance.judge.parity import measure_parity
+from gradparity.conformance.comparison.parity import measure_parity
 from gradparity.conformance.rank.worker import observe_rank
 from gradparity.conformance.space.scenario import Scenario
 from gradparity.multiprocess import Cluster
@@ -121,7 +121,7 @@ def test_every_path_exists() -> None:
     for page in (PAGE, *(ROOT / "docs" / "decisions").glob("*.md")):
         assert lost_paths(page.read_text()) == [], page
     assert lost_paths("`scaler/gone.py`, `gone.py`") == ["scaler/gone.py", "gone.py"]
-    assert lost_paths("| `judge/` | `law`, `gone` | |") == ["judge/gone"]
+    assert lost_paths("| `comparison/` | `law`, `gone` | |") == ["comparison/gone"]
 
 
 def train_step() -> list[tuple[str, str]]:

@@ -51,7 +51,7 @@ def runner() -> Iterator[Runner]:
             yield made
 
 
-def judged(runner: Runner, package: str, scaler: str, workload: str, at: str) -> Case:
+def checked(runner: Runner, package: str, scaler: str, workload: str, at: str) -> Case:
     settings = f"model={HERE}.{workload},steps=5,scale=1024,interval=2"
     where = f"{at}/fp16-autocast/own/inf@r1s1:first/{settings}"
     return runner.run(scaler, Scenario.parse(where))
@@ -78,7 +78,7 @@ def judged(runner: Runner, package: str, scaler: str, workload: str, at: str) ->
 def test_with_our_scaler_no_check_fails(
     runner: Runner, package: str, workload: str, at: str
 ) -> None:
-    found = judged(runner, package, OURS, workload, at)
+    found = checked(runner, package, OURS, workload, at)
     assert found.status is Status.PASS, (found.problem, found.verdicts)
     due = {"skip.all-ranks-skip", "scale.rule", "parity.gradient", "trainer.schedule"}
     if package not in SAVES_NO_SCALER:
@@ -154,7 +154,7 @@ def test_a_scaler_survives_a_file_of_safetensors(tmp_path: Path) -> None:
 def test_a_chain_of_megatron_agrees_with_one_scaler_only(runner: Runner) -> None:
     at = ("megatron_chained:Chain", "dp2/2")
     own, shared = (
-        judged(runner, "megatron", f"{HERE}.megatron_chained:{name}", *at)
+        checked(runner, "megatron", f"{HERE}.megatron_chained:{name}", *at)
         for name in ("Own", "Shared")
     )
     told = {v.law for v in own.verdicts if v.status is Status.FAIL}

@@ -80,11 +80,11 @@ def row(stack: str, *others: object, slow: bool = False) -> Any:
 # DeepSpeed leaves groups in its modules and its own linear in torch.nn.functional, its
 # pipeline a topology; the last one hides a package
 APART = ("deepspeed_pipe", "deepspeed", "megatron_fsdp")
-Judge = Callable[[str, str, str], Case]
+Check = Callable[[str, str, str], Case]
 
 
 @pytest.fixture(scope="module")
-def judged() -> Iterator[Judge]:
+def checked() -> Iterator[Check]:
     """Yield a function that runs a workload in a scenario, on warm ranks."""
     with pytest.MonkeyPatch.context() as patch, ExitStack() as runners:
         patch.syspath_prepend(str(ROOT))
@@ -93,13 +93,13 @@ def judged() -> Iterator[Judge]:
         def runner(_: str) -> Runner:
             return runners.enter_context(Runner(folder=str(ROOT), timeout_s=600))
 
-        def judge(stack: str, place: str, recipe: str) -> Case:
+        def check(stack: str, place: str, recipe: str) -> Case:
             settings = f"model=examples.stacks.{stack},recipe={recipe},steps=3"
             scenario = Scenario.parse(f"{place}/own/none/{settings}")
             apart = next(filter(stack.startswith, APART), "")
             return runner(apart).run("none", scenario)
 
-        yield judge
+        yield check
 
 
 @pytest.mark.parametrize(
@@ -190,9 +190,9 @@ def judged() -> Iterator[Judge]:
 )
 @pytest.mark.few(2)
 def test_a_right_stack_passes(
-    judged: Judge, stack: str, place: str, recipe: str
+    checked: Check, stack: str, place: str, recipe: str
 ) -> None:
-    found = judged(stack, place, recipe)
+    found = checked(stack, place, recipe)
     assert found.status == "pass", (found.problem, found.verdicts)
     assert {v.law for v in found.verdicts if v.status == "pass"} >= COMPARED
 
@@ -200,8 +200,10 @@ def test_a_right_stack_passes(
 @pytest.mark.parametrize(
     "stack", [row("deepspeed_zero:Zero1"), row("deepspeed_stages:Zero2")]
 )
-def test_earlier_backwards_that_zero_drops_are_found(judged: Judge, stack: str) -> None:
-    found = judged(stack, "dp2/2/fp32", "accumulate")
+def test_earlier_backwards_that_zero_drops_are_found(
+    checked: Check, stack: str
+) -> None:
+    found = checked(stack, "dp2/2/fp32", "accumulate")
     assert found.status == "fail", found.problem
     told = {v.law for v in found.verdicts if v.status == "fail"}
     assert told >= {"parity.gradient", "parity.update"}
@@ -240,10 +242,10 @@ def test_earlier_backwards_that_zero_drops_are_found(judged: Judge, stack: str) 
     ],
 )
 def test_a_finding_of_docs_wild_fails_its_checks(
-    judged: Judge, stack: str, place: str, recipe: str, laws: set[str]
+    checked: Check, stack: str, place: str, recipe: str, laws: set[str]
 ) -> None:
     """A workload fails these checks, or none if the package's version has no fault."""
-    found = judged(stack, place, recipe)
+    found = checked(stack, place, recipe)
     assert found.status == ("fail" if laws else "pass"), found.problem
     assert {v.law for v in found.verdicts if v.status == "fail"} == laws
 
@@ -260,9 +262,9 @@ def test_a_finding_of_docs_wild_fails_its_checks(
     ],
 )
 def test_a_part_that_is_not_trained_is_found(
-    judged: Judge, stack: str, place: str, parameter: str
+    checked: Check, stack: str, place: str, parameter: str
 ) -> None:
-    found = judged(stack, place, "plain")
+    found = checked(stack, place, "plain")
     assert found.status == "fail", found.problem
     told = {v.law: v for v in found.verdicts if v.status == "fail"}
     assert told["parity.update"].parameter == parameter
@@ -270,8 +272,8 @@ def test_a_part_that_is_not_trained_is_found(
 
 
 @pytest.mark.extras("olmo_core")
-def test_a_loss_by_the_counts_of_each_rank_is_found(judged: Judge) -> None:
-    found = judged("olmo_core_axes:Masked", "dp2/2/fp32", "plain")
+def test_a_loss_by_the_counts_of_each_rank_is_found(checked: Check) -> None:
+    found = checked("olmo_core_axes:Masked", "dp2/2/fp32", "plain")
     told = {v.law for v in found.verdicts if v.status == "fail"}
     assert (found.status, told) == ("fail", COMPARED), found.problem
 
@@ -377,8 +379,8 @@ def still_there() -> tuple[bool, bool]:
 
 
 @pytest.mark.slow
-def test_what_torch_refuses_is_an_error(judged: Judge) -> None:
+def test_what_torch_refuses_is_an_error(checked: Check) -> None:
     stack = "torch_pipeline_dp:ReplicatedGPipe"
-    found = judged(stack, "dp2-pp2/4/fp32", "plain")
+    found = checked(stack, "dp2-pp2/4/fp32", "plain")
     assert found.status == "error"
     assert "train_step: raised RuntimeError" in found.problem

@@ -93,7 +93,7 @@ class Against(Protocol):
 def against(
     one: Path, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Against:
-    def judge(
+    def recorded_and_compared(
         job: str,
         fault: str = "",
         ranks: int = 1,
@@ -106,7 +106,7 @@ def against(
         code, told = compared(capsys, one, tmp_path / "b", *options)
         return code, told.replace(str(one), "one"), done.stdout
 
-    return judge
+    return recorded_and_compared
 
 
 @pytest.mark.parametrize(

@@ -323,7 +323,10 @@ def test_a_start_that_was_rounded_is_reported() -> None:
     off = changed(run(4), (0, "weight", "a"), digest=1007)
     found = against(off)
     assert found.code == NOT_COMPARABLE
-    assert found.lines[0].startswith("starts differ: 1 of 3 tensors")
+    assert found.lines[0].startswith(
+        "starts differ: 1 of 3 tensors began with other values, a first. Rounded to "
+        "bf16 they are equal: "
+    )
 
 
 def test_a_step_without_any_gradient_is_a_step() -> None:
@@ -381,7 +384,7 @@ def all_other() -> Run:
         (
             changed(run(4), (0, "weight", "a"), digest=99, rounded=9),
             NOT_COMPARABLE,
-            "starts differ: 1 of 3 tensors began with other values, a first",
+            "starts differ: 1 of 3 tensors began with other values, a first. Begin",
         ),
         (
             replace(run(4), rows={0: frozenset({1, 2}), 1: frozenset({1, 3})}),

@@ -149,7 +149,7 @@ class TestTorch(CallHistories):
 
 
 @pytest.mark.slow
-class TestTorchIsNeverAccused(CallHistories):
+class TestTorchIsNeverFails(CallHistories):
     scaler = TORCH
     families = tuple(name for name in FAMILIES if FAMILIES[name].world_size == 1)
 
@@ -166,7 +166,7 @@ class TestPlain(CallHistories):
 
 
 @pytest.mark.slow
-class TestPlainIsNeverAccused(CallHistories):
+class TestPlainIsNeverFails(CallHistories):
     scaler = PLAIN
     families = tuple(
         name

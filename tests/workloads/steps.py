@@ -302,7 +302,7 @@ class EvaluatesAgain(Trains):
     clip_norm = None  # type: ignore[assignment]  # as absent
 
     def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
-        # the judge asks for one of this workload before there are ranks
+        # gradparity asks for one of this workload before there are ranks
         if dist.is_initialized():
             return torch.optim.LBFGS([p for _, p in parameters], max_iter=3)
         return super().optimizer(parameters)
@@ -580,7 +580,7 @@ class RunsFromItsWeights(Trains):
         return super().parallelize(model, mesh)
 
 
-class HidesAllFromTheJudge(Trains):
+class HidesItsParameters(Trains):
     """``parallelize`` returns an engine, and there is no method ``weights``."""
 
     weights = None  # type: ignore[assignment]  # as absent

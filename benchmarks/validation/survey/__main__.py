@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=COMMAND,
         description=(
-            "Judge every model type of the installed transformers that ships a "
+            "Check every model type of the installed transformers that ships a "
             "parallel plan: tiny, of random weights, with no download. A survey that "
             "was interrupted is continued by the same command."
         ),

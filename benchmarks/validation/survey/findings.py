@@ -128,7 +128,7 @@ class FindingRecord(msgspec.Struct, frozen=True, kw_only=True):
     verdict: str
     """``bug`` if the script shows the finding."""
     where: str
-    judge: str
+    result: str
     """Message of gradparity's failed check."""
     thread: str
     script: str
@@ -332,7 +332,7 @@ def write_finding(family: Family, survey: Survey, folder: Path) -> FindingRecord
         relative_error=f"{first.error:.2e}",
         reference="the same model on one process in fp64",
         verdict="bug",
-        judge=f"{first.run.law}: {first.run.message}".replace("net.", ""),
+        result=f"{first.run.law}: {first.run.message}".replace("net.", ""),
         where=family.rule.where,
         thread=THREADS.get(family.id, NO_THREAD),
         script=f"docs/wild/{name}",

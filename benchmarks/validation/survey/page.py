@@ -89,7 +89,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _head(survey: Survey) -> str:
-    from gradparity.benchmarks.validation.survey.judging import (
+    from gradparity.benchmarks.validation.survey.comparing import (
         STEPS,
     )  # here: it imports torch
 
@@ -107,19 +107,19 @@ def _head(survey: Survey) -> str:
 
 
 def _summary(survey: Survey) -> Iterator[str]:
-    names = ("plan", "model types", "tried", "judged", "with parts kept whole")
-    yield row((*names, "packages judged", *_VERDICTS))
+    names = ("plan", "model types", "tried", "checked", "with parts kept whole")
+    yield row((*names, "packages checked", *_VERDICTS))
     yield "|---" * (len(names) + 1 + len(_VERDICTS)) + "|"
     for plan, counts in _counts(survey.models):
         types = chosen_types(plan)
-        judged = [m for m in survey.models if m.plan == plan and m.judged]
-        folders = {m.folder for m in judged}
+        checked = [m for m in survey.models if m.plan == plan and m.checked]
+        folders = {m.folder for m in checked}
         cells = [
             f"`{plan}`: {PLANS[plan].text}",
             str(len(types)),
             str(counts.total()),
-            str(len(judged)),
-            str(sum(bool(m.replaced) for m in judged)),
+            str(len(checked)),
+            str(sum(bool(m.replaced) for m in checked)),
             f"{len(folders)} of {len({k.folder for k in types})}",
             *(str(counts[v] or "") for v in _VERDICTS),
         ]

@@ -126,7 +126,7 @@ class ModelRecord(
         return self.plan, self.model
 
     @property
-    def judged(self) -> bool:
+    def checked(self) -> bool:
         """True if there is a verdict."""
         return self.verdict in ("right", "wrong")
 
@@ -211,5 +211,5 @@ def append(path: Path, record: Line) -> None:
             file.truncate(text.rfind(b"\n") + 1)
         file.write(_ENCODER.encode(record) + b"\n")
         file.flush()
-        # hours of judging must survive a loss of power
+        # hours of work must survive a loss of power
         os.fsync(file.fileno())

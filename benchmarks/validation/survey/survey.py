@@ -55,7 +55,7 @@ from gradparity.benchmarks.validation.survey.records import (
 )
 from gradparity.conformance.status import UsageError, plain
 
-__all__ = ["Judging", "SurveySettings", "conduct", "finished", "writing"]
+__all__ = ["Checking", "SurveySettings", "conduct", "finished", "writing"]
 
 START_S = 180.0
 """Time limit of a child to import torch and transformers."""
@@ -144,11 +144,11 @@ def conduct(settings: SurveySettings, console: Console) -> Survey:
     left = [(p, k) for p, k in chosen if (p, k.name) not in done]
     if left:
         append(settings.path, header)
-        _judge_all(left, settings, console)
+        _check_all(left, settings, console)
     return read_survey(settings.path)
 
 
-def _judge_all(
+def _check_all(
     left: Sequence[tuple[str, ModelType]], settings: SurveySettings, console: Console
 ) -> None:
     bar = Progress(
@@ -165,14 +165,14 @@ def _judge_all(
     )
     # the plans of a model, one after another
     models = [[*plans] for _, plans in groupby(left, lambda pair: pair[1].name)]
-    log = settings.out / "judging.log"
+    log = settings.out / "checking.log"
     with bar, ExitStack() as stack:
         task = bar.add_task("", total=len(left))
         children = [
-            stack.enter_context(Judging(log, settings.limit_s))
+            stack.enter_context(Checking(log, settings.limit_s))
             for _ in range(min(settings.jobs, len(models)))
         ]
-        due: dict[Judging, list[tuple[str, ModelType]]] = {c: [] for c in children}
+        due: dict[Checking, list[tuple[str, ModelType]]] = {c: [] for c in children}
         while models or any(due.values()) or any(c.busy for c in children):
             for child in children:
                 if not child.busy and not due[child] and models:
@@ -182,7 +182,7 @@ def _judge_all(
                     bar.update(task, description=f"{plan} {kind.name}")
                     child.begin(plan, kind)
             for record in finished([c for c in children if c.busy]):
-                # at once: what was judged outlives a Ctrl-C and a crash
+                # at once: what was checked outlives a Ctrl-C and a crash
                 append(settings.path, record)
                 bar.advance(task)
                 if record.verdict != "right" and not settings.quiet:
@@ -222,7 +222,7 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-class Judging:
+class Checking:
     """Child process that checks models; as a context manager it ends with its ranks."""
 
     def __init__(self, log: Path, limit_s: float) -> None:
@@ -292,13 +292,13 @@ class Judging:
                 record = msgspec.json.decode(message, type=ModelRecord)
             else:
                 self.end()
-                text = f"not judged within {self.limit_s:g} s"
+                text = f"not checked within {self.limit_s:g} s"
                 record = msgspec.structs.replace(
                     record, verdict="too slow", reason=text
                 )
         except (EOFError, ConnectionError):
             code = self.end()
-            text = f"the process that judged it ended with exit code {code}"
+            text = f"the process that checked it ended with exit code {code}"
             record = msgspec.structs.replace(record, reason=text)
         self._record = None
         seconds = round(time.monotonic() - self._begun, 2)
@@ -335,7 +335,7 @@ class Judging:
         theirs.close()
 
 
-def finished(children: Collection[Judging]) -> Iterator[ModelRecord]:
+def finished(children: Collection[Checking]) -> Iterator[ModelRecord]:
     """Wait until a child is done, late or dead; yield the records of such children."""
     # the pipe of a dead child is readable, too: its end of file
     wait([c.pipe for c in children], min(c.left_s for c in children))
@@ -353,7 +353,7 @@ def _serve(pipe: Connection, log: str, limit_s: float) -> None:
             # by descriptor: native code and ranks print there, too
             os.dup2(file.fileno(), fd)
     # imported only in the child: it imports torch and transformers
-    from gradparity.benchmarks.validation.survey.judging import judge_model, ranks
+    from gradparity.benchmarks.validation.survey.comparing import check_model, ranks
 
     with ranks(limit_s) as place:
         pipe.send_bytes(READY)
@@ -362,4 +362,4 @@ def _serve(pipe: Connection, log: str, limit_s: float) -> None:
                 plan, name = msgspec.json.decode(pipe.recv_bytes())
             except EOFError:
                 return
-            pipe.send_bytes(msgspec.json.encode(judge_model(plan, name, place)))
+            pipe.send_bytes(msgspec.json.encode(check_model(plan, name, place)))

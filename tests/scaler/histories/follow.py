@@ -145,11 +145,11 @@ class _Follower:
                 here = f"; here it raised {got.raised}" if got.raised else ""
                 text = f"{call} {HANGS} on {self.late}{here}"
                 return Departure(text, tuple(made))
-            wrong, end = self._judge(place, before, got, raised, wanted)
+            wrong, end = self._check(place, before, got, raised, wanted)
             if not (wrong or end) and got.raised:  # as it should
                 same = _is_wanted(self._gradients(), [held], False)
                 wrong = "" if same else f"refused ({got.raised}), yet gradients changed"
-            if any(self._exchange(place, "judged", wrong)):
+            if any(self._exchange(place, "checked", wrong)):
                 return Departure(f"{call}: {wrong}" if wrong else "", tuple(made))
             if end:
                 return None
@@ -195,9 +195,9 @@ class _Follower:
         world.store.wait(keys, self.patience)
         return [world.store.get(key) == b"yes" for key in keys]
 
-    # - Judging
+    # - Checks
 
-    def _judge(
+    def _check(
         self,
         place: int,
         before: dict[str, Any],
@@ -217,7 +217,7 @@ class _Follower:
             for m, t in zip(mathematics, each, strict=True)
         )
         want = torchs[0][rank]
-        # torch is wrong, or right by chance: this call is judged by what either does,
+        # torch is wrong, or right by chance: this call is checked by what either does,
         # and then its state has nothing to say about later calls
         if not is_right:
             if got.raised:
@@ -268,7 +268,7 @@ class _Follower:
         least = norm_of([size.amin(0) for size in sizes], order)
         most = norm_of([size.amax(0) for size in sizes], order)
         if not math.isfinite(most):
-            return True  # an overflow is judged by what step does
+            return True  # an overflow is checked by what step does
         return least * (1 - TOLERANCE) <= norm <= most * (1 + TOLERANCE)
 
     def _raised_partly(self, got: Seen, raised: list[bool]) -> str:

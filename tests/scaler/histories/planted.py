@@ -297,7 +297,7 @@ class LooksForWrappers(torch.amp.GradScaler):
 
 
 PLANTED = {
-    # the classes of fixtures/faulty, which are the judge's, too
+    # the classes of fixtures/faulty, which are gradparity's, too
     "NeverAgrees": "dtensor@2/back:2,inf@1,step",
     "BlindToNan": "dtensor@2/back:2,nan:1,step:1",
     "ZeroesAndSteps": "dtensor@2/back:2,both,step",

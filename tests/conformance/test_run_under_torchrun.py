@@ -134,8 +134,8 @@ def agent_of(folder: Path, rank: int) -> int:
 
 @pytest.mark.slow
 def test_the_same_report_as_on_the_pool(tmp_path: Path, warm_ranks: list[str]) -> None:
-    judged = ["--scaler", OURS, "--scaler", TORCH]
-    same = [*judged, *scenarios(*SAME)]
+    checked = ["--scaler", OURS, "--scaler", TORCH]
+    same = [*checked, *scenarios(*SAME)]
     before = pool(tmp_path, warm_ranks, *same)
     run = [*same, *scenarios(LARGE), "--out", "out"]
     code, output = ended(start(tmp_path, warm_ranks, *run))
@@ -163,9 +163,9 @@ def test_the_same_report_as_on_the_pool(tmp_path: Path, warm_ranks: list[str]) -
 def test_a_rank_that_dies_or_hangs_is_a_verdict_as_on_the_pool(
     tmp_path: Path, warm_ranks: list[str]
 ) -> None:
-    judged = ["--scaler", "mine:Kills", "--scaler", "mine:Hangs", "--scaler", PLAIN]
+    checked = ["--scaler", "mine:Kills", "--scaler", "mine:Hangs", "--scaler", PLAIN]
     # beyond the 30 s after which the other rank once gave up, as if it were at fault
-    run = [*judged, *scenarios(SAME[2]), "--timeout-s", "35"]
+    run = [*checked, *scenarios(SAME[2]), "--timeout-s", "35"]
     before = pool(tmp_path, warm_ranks, *run)
     process = start(tmp_path, warm_ranks, *run, "--report", "r.jsonl")
     code, output = ended(process)

@@ -41,7 +41,7 @@ from gradparity.conformance.status import plain
 from gradparity.multiprocess import Cluster, RankState, WorldError
 from gradparity.multiprocess.cluster import BaseCluster
 
-__all__ = ["judge_model", "ranks"]
+__all__ = ["check_model", "ranks"]
 
 STEPS = 2
 """Number of steps; the second one shows errors of the first update, and leftover
@@ -115,7 +115,7 @@ def _preloaded() -> tuple[str, ...]:
     return tuple(n for n in found if importlib.util.find_spec(n) is not None)
 
 
-def judge_model(plan: str, model: str, place: Place) -> ModelRecord:
+def check_model(plan: str, model: str, place: Place) -> ModelRecord:
     """Run a model type under a plan, in every scenario.
 
     Args:
@@ -139,9 +139,9 @@ def judge_model(plan: str, model: str, place: Place) -> ModelRecord:
             if runs[-1].status == "error":
                 break  # the other recipes would most likely end in the same way
         verdict = _verdict(runs)
-        judged = verdict in ("right", "wrong") and not runs[0].misloaded
+        checked = verdict in ("right", "wrong") and not runs[0].misloaded
         # once: the other plans split heads by the same rules
-        if plan == "tp" and judged:
+        if plan == "tp" and checked:
             runs += _with_odd_heads(kind, runner)
             verdict = _verdict(runs)
         open_ = (r.message for r in runs if r.status not in ("pass", "skipped"))

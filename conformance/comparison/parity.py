@@ -88,7 +88,7 @@ def followed_schedule(scenario: Scenario, traces: Sequence[RankTrace]) -> Schedu
     schedule = demanded_schedule(traces)
     if _gives_settings(scenario.workload):
         schedule = replace(schedule, settings=())
-    if OfWorkload.JUDGED in scenario.workload.has:
+    if OfWorkload.OF_USER in scenario.workload.has:
         idle = tuple(_idle(seen) for seen in _steps(traces))
         schedule = replace(schedule, idle=idle)
     # declared optimizers step copies, whose shards are unknown

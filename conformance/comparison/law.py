@@ -25,7 +25,7 @@ __all__ = [
     "Finding",
     "Law",
     "Status",
-    "judge",
+    "apply_checks",
     "law",
     "rank_list",
 ]
@@ -107,7 +107,7 @@ ANY_SHARE = 0.0
 """``Law.least`` of a check that needs only one comparison, because the other expected
 ones may be impossible. The missing ones are still counted."""
 STOPPED = "the run stopped before the others"
-Judge = Callable[[Evidence], Finding]
+Check = Callable[[Evidence], Finding]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class Law:
     """The rule in one sentence."""
     reason: str
     """Why a training run needs the rule."""
-    judge: Judge
+    check: Check
     of_stack: bool = False
     """True if the check also applies to training without a scaler."""
     decides: bool = False
@@ -149,27 +149,27 @@ def law(
     decides: bool = False,
     least: float = MOST,
     hidden: str | Callable[[Evidence], str] = STOPPED,
-) -> Callable[[Judge], Judge]:
+) -> Callable[[Check], Check]:
     """Register the decorated function in :data:`LAWS`; see the fields of ``Law``."""
 
-    def enter(judge: Judge) -> Judge:
+    def enter(check: Check) -> Check:
         assert id not in LAWS, f"two checks are called {id}"
         LAWS[id] = Law(
             id=id,
             text=text,
             reason=reason,
-            judge=judge,
+            check=check,
             of_stack=of_stack,
             decides=decides,
             least=least,
             hidden=hidden,
         )
-        return judge
+        return check
 
     return enter
 
 
-def judge(evidence: Evidence) -> list[Verdict]:
+def apply_checks(evidence: Evidence) -> list[Verdict]:
     """Apply every check to the evidence."""
     return [_named(each.id, _finding(each, evidence)) for each in LAWS.values()]
 
@@ -189,7 +189,7 @@ def _finding(law: Law, evidence: Evidence) -> Finding:
         return skipped("random layers are on: every other recipe turns them off")
     if not (evidence.scaler or law.of_stack):
         return skipped("a check of scalers, and this run has no scaler")
-    finding = law.judge(evidence)
+    finding = law.check(evidence)
     doubt = ""
     if finding.status == Status.FAIL and law.chapter in _REFERENCE:
         doubt = _doubt_of(law, finding, evidence) or _unjoined(evidence)
@@ -288,7 +288,7 @@ def say_tried_again(finding: Finding, evidence: Evidence) -> Finding:
 def count_or_inconclusive(compared: int, what: str, not_compared: int = 0) -> Finding:
     """Return a pass with its number of comparisons.
 
-    :func:`judge` makes it inconclusive if these are too few.
+    :func:`apply_checks` makes it inconclusive if these are too few.
 
     Args:
         compared: number of comparisons that were made and agreed.

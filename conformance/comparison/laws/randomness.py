@@ -89,7 +89,7 @@ def _wrong(
     )
 
 
-def _judged(
+def _passed(
     evidence: Evidence, compared: int, missed: int, what: str, otherwise: str
 ) -> Finding:
     """Return a pass, or skipped if nothing was compared.
@@ -145,7 +145,7 @@ def replicas(evidence: Evidence) -> Finding:
                         f"than rank {first}, which sees the same data"
                     )
                     return _wrong(text, step, traces[rank], draw, compared)
-    return _judged(
+    return _passed(
         evidence,
         compared,
         missed,
@@ -191,7 +191,7 @@ def data(evidence: Evidence) -> Finding:
             )
             return _wrong(text, step, trace, draw, compared)
         alike.append((step, trace, draw))
-    return _judged(
+    return _passed(
         evidence,
         compared,
         missed,
@@ -232,7 +232,7 @@ def size(evidence: Evidence) -> Finding:
                 f"with the model's p = {probability:g} that is 1 / (1 - p) = {due:.4g}"
             )
             return _wrong(text, step, trace, draw, compared)
-    return _judged(
+    return _passed(
         evidence,
         compared,
         missed,
@@ -265,7 +265,7 @@ def recompute(evidence: Evidence) -> Finding:
                         "was (preserve_rng_state=True)"
                     )
                     return _wrong(text, step, trace, before[0], compared)
-    return _judged(
+    return _passed(
         evidence,
         compared,
         missed if compared else missed + outside,

@@ -42,7 +42,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...fixtures import judged_parameters
+from ...fixtures import compared_parameters
 from ..rank.modules import (
     INPUT,
     INPUT_GRADIENT,
@@ -117,7 +117,7 @@ class Boundaries:
         self.axes = scenario.parsed_topology.mesh_shape(scenario.world_size)
         self.shapes = {
             n: tuple(p.shape)
-            for n, p in judged_parameters(scenario.workload.model()).items()
+            for n, p in compared_parameters(scenario.workload.model()).items()
         }
         self.of_whole = False
         """True if the reference runs on whole batches, because it cannot run on parts
@@ -161,7 +161,7 @@ class Boundaries:
             (rank, boundary): tensor
             for rank, each in self.ranks.items()
             for boundary in each.log.passed
-            if (tensor := self._judged(rank, boundary)) is not None
+            if (tensor := self._compared(rank, boundary)) is not None
         }
 
     @property
@@ -396,7 +396,7 @@ class Boundaries:
 
     # - One tensor
 
-    def _judged(self, rank: int, boundary: Boundary) -> _Found | None:
+    def _compared(self, rank: int, boundary: Boundary) -> _Found | None:
         if self.coupled:
             return None
         each = self.ranks[rank]

@@ -44,7 +44,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...fixtures import CannotError, WorkloadError, judged_parameters
+from ...fixtures import CannotError, WorkloadError, compared_parameters
 from ...multiprocess.rank.global_state import seed_everything
 from ..formulas import equal_but_for_rounding
 from ..rank.engine import Engine
@@ -321,7 +321,7 @@ def _train(
 
 
 def _as_reference(scenario: Scenario, trace: RankTrace) -> Reference:
-    named = judged_parameters(scenario.workload.model())
+    named = compared_parameters(scenario.workload.model())
     sizes = {n: p.numel() for n, p in named.items()}
     for name, size in sizes.items():
         n_elements = distinct(trace.index.get(name, np.array([], dtype=np.int64)))

@@ -17,7 +17,7 @@ from ...fixtures import (
     Batch,
     Counts,
     Precision,
-    judged_parameters,
+    compared_parameters,
     local,
     resolve_workload,
 )
@@ -105,7 +105,7 @@ class ReferenceRun:
         self.initial = digest_of_weights(model)
         if self.precision.convert is not None and not variant.double:
             model = self.precision.convert(model)
-        names = [*judged_parameters(model)]
+        names = [*compared_parameters(model)]
         # .to(dtype) would also cast complex buffers to real
         self.model = model.double() if dtype == torch.float64 else model.float()
         self.parameters = {n: self.model.get_parameter(n) for n in names}

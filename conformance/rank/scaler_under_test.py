@@ -20,13 +20,13 @@ from .recording import digests_of, local_gradients, next_batch
 from .scaler_spec import growth_tracker
 from .trace import Misuse, Problem, RankTrace, Saved
 
-__all__ = ["Judged", "JudgedError"]
+__all__ = ["ScalerUnderTest", "StoppedError"]
 
 ReadState = Callable[[], Mapping[str, str]]
 Watch = Callable[[str], AbstractContextManager[None]]
 
 
-class JudgedError(Exception):
+class StoppedError(Exception):
     """The run cannot continue because of the tested scaler; carries the trace.
 
     Either a legal call raised (``trace.problem`` says which), or a stray collective has
@@ -45,7 +45,7 @@ class JudgedError(Exception):
         return f"{where}: {problem.error}"
 
 
-class Judged:
+class ScalerUnderTest:
     """The tested scaler, called through its public protocol and observed."""
 
     def __init__(self, engine: Engine, trace: RankTrace) -> None:
@@ -97,7 +97,7 @@ class Judged:
     def watch(self, call: str) -> Iterator[None]:
         """Return a context in which an exception of the scaler's ``call`` ends the run.
 
-        The exception is raised as a ``JudgedError`` with the trace.
+        The exception is raised as a ``StoppedError`` with the trace.
         """
         if self.trace.steps:
             self.trace.steps[-1].calls.add(call)
@@ -112,7 +112,7 @@ class Judged:
             self.trace.problem = Problem(
                 step=step, call=call, error=f"{type(error).__name__}: {text[:400]}"
             )
-            raise JudgedError(self.trace) from error
+            raise StoppedError(self.trace) from error
 
     def scale(self, losses: list[Tensor]) -> list[Tensor]:
         """Scale losses; without a scaler return them unchanged."""
