@@ -35,6 +35,7 @@ __all__ = [
     "Kept",
     "Sums",
     "Wanted",
+    "digest_of",
     "keep_bits",
     "keep_values",
     "keys_of",
@@ -234,6 +235,23 @@ def _digest(values: Tensor, words: Tensor) -> Tensor:
     bits = values.view(BITS[values.element_size()]).to(torch.int64)
     # a dot product takes half the time; CUDA has none for integers
     return bits @ words if bits.is_cpu else (bits * words).sum(-1)
+
+
+def digest_of(part: Tensor) -> Tensor:
+    """Return the sum of each element's bits times an odd word of its position.
+
+    The sum is taken modulo 2^64.
+    """
+    flat = part.detach().reshape(-1)
+    # complex128 has no integer of its size
+    words = flat.view(BITS.get(flat.element_size(), torch.int64))
+    digest = torch.zeros((), dtype=torch.int64, device=flat.device)
+    chunks = _chunks(words.numel(), flat.device)
+    for start in chunks:
+        bits = words[start : start + chunks.step].to(torch.int64)
+        places = torch.arange(start, start + len(bits), device=flat.device)
+        digest = digest + (bits * (places * 2 * 0x9E3779B1 + 1)).sum()
+    return digest
 
 
 def keep_bits(part: Tensor, box: Box, *, rounded: bool = False) -> Kept:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..status import counted, rank_list
-from .kept import BITS, Box
+from .kept import Box, digest_of
 from .landing import Landing
 from .parts import place
 from .rows import digests_of_floats, rows_of, tensors_in
@@ -30,7 +30,6 @@ __all__ = [
     "Read",
     "Topic",
     "Weights",
-    "digest_of",
     "rank_here",
     "warn",
     "weights_of",
@@ -576,17 +575,6 @@ def _wrapped(number: int | Tensor) -> int | Tensor:
     if isinstance(number, Tensor):
         return number
     return (number + 2**63) % 2**64 - 2**63
-
-
-def digest_of(part: Tensor) -> Tensor:
-    """Return the sum of each element's bits times an odd word of its position.
-
-    The sum is taken modulo 2^64.
-    """
-    flat = part.detach().reshape(-1)
-    bits = flat.view(BITS[flat.element_size()]).to(torch.int64)
-    places = torch.arange(flat.numel(), dtype=torch.int64, device=flat.device)
-    return (bits * (places * 2 * 0x9E3779B1 + 1)).sum()
 
 
 def warn(step: int, text: str) -> None:

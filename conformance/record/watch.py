@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from .kept import Box
+from .kept import Box, digest_of
 from .landing import Landing, send
 from .modules import is_traced
 from .parts import Roots, bare, place
@@ -44,7 +44,6 @@ from .topics import (
     Read,
     Topic,
     Weights,
-    digest_of,
     rank_here,
     warn,
     weights_of,

@@ -16,9 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradparity
-from gradparity.conformance.record.topics import Clipped, Numbers, Weights
+from gradparity.conformance.record import kept
+from gradparity.conformance.record.topics import (
+    Clipped,
+    Numbers,
+    Weights,
+)
 from gradparity.multiprocess import Cluster, WorldError, current_world
 from gradparity.tests.record.megatron_stage import Stage
 
@@ -602,6 +608,38 @@ def test_nobody_waits_for_a_watch_of_a_gpu() -> None:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
     assert len(said) <= 1 and all("step 3: the gradients of" in text for text in said)
+
+
+class _Sizes(TorchDispatchMode):
+    """Keeps the number of elements of the largest tensor that a function makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self.largest = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and not func.is_view:
+            self.largest = max(self.largest, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128])
+def test_a_large_weight_needs_little_memory(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    weight = torch.randn(50, 41).to(dtype)
+    whole = kept.digest_of(weight)
+    monkeypatch.setattr(kept, "CHUNKS", {"cpu": 100})
+    with _Sizes() as sizes:
+        assert kept.digest_of(weight) == whole
+    assert 0 < sizes.largest <= 100
+    for at in (0, 99, 100, 2049):
+        other = weight.clone()
+        other.view(-1)[at] += 1
+        assert kept.digest_of(other) != whole
 
 
 def test_a_message_is_below_1_kb_for_a_large_model() -> None:
