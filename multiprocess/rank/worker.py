@@ -121,10 +121,12 @@ def main(
     trace_crashes()
     faulthandler.register(linux.STACKS_SIGNAL, file=stacks_fd, chain=False)
     with socket.socket(fileno=sock_fd) as sock:
-        rank = _Rank(sock, store_fd, records_fd, trace_crashes)
-        while (message := messages.receive(sock)) is not None:
-            messages.send(sock, rank.answer(message))
-            _give_memory_back()
+        channel = messages.Channel(sock)
+        rank = _Rank(channel, store_fd, records_fd, trace_crashes)
+        while received := channel.receive(wait=True):
+            for message in received:
+                channel.send(messages.packed(rank.answer(message)), wait=True)
+                _give_memory_back()
     return 0
 
 
@@ -166,12 +168,12 @@ class _Rank:
 
     def __init__(
         self,
-        sock: socket.socket,
+        channel: messages.Channel,
         store_fd: int,
         records_fd: int,
         trace_crashes: Callable[[], None],
     ) -> None:
-        self._sock = sock
+        self._channel = channel
         self._trace_crashes = trace_crashes
         self._store_fd = store_fd
         self._records_fd = records_fd
@@ -310,7 +312,7 @@ class _Rank:
             self._take(message.context)
         if message.fresh_group:
             self._make_group()
-        self._runs = message.number
+        self._runs += 1
         self._records.clear()
         flight_recorder.unwaited()
         left_behind.allow_present(only=True)
@@ -358,12 +360,14 @@ class _Rank:
         seed_everything(self._spec.seed)  # imports may have drawn random numbers
         keep_settings()
         left_behind.allow_present()
-        self._records.begin(self._runs)
+        self._reply_early(made_reply(Kind.BEGUN))
 
     def _report_failure(self, failed: Failed) -> None:
-        if linux.getpid() == self._pid:
-            reply = dataclasses.replace(_returned(failed), tears_down=True)
-            messages.send(self._sock, reply)
+        self._reply_early(dataclasses.replace(_returned(failed), tears_down=True))
+
+    def _reply_early(self, reply: Reply) -> None:
+        if linux.getpid() == self._pid:  # a forked child is no rank
+            self._channel.send(messages.packed(reply), wait=True)
 
     def _end_call(self, number: int, frame: FrameType | None) -> None:
         """Raise ``CallEnded`` in the function; only once, so that teardown can end."""
