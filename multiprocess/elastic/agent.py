@@ -23,19 +23,19 @@ import functools
 import itertools
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from .. import linux
-from ..cluster import BaseCluster, pickled_call
+from ..cluster import BaseCluster
 from ..environment import AGENT_VARIABLE
-from ..errors import HarnessError, WorldError
+from ..errors import HarnessError
 from ..messages import Kind
 from ..outcomes import RankOutcome
 from ..parent.forkserver_client import forkserver
 from ..parent.rank_processes import current_context
-from ..parent.root_cause import Fact, outcomes_or_raise
+from ..parent.root_cause import Fact
 from ..spec import CallOptions, WorldSpec
 from .local_rank import CallRequest, ContextChange, LocalRanks, RemoteRanks
 from .membership import (
@@ -376,70 +376,54 @@ class AgentCluster(BaseCluster):
         super().__init__(spec)
         self._agent = agent
         self._world = 0
-        self._answered = False
-        """True if all ranks have ended the previous call."""
+        """Number of the world; 0 without one."""
 
     def submit(
         self, options: CallOptions, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> tuple[RankOutcome, ...]:
-        """Call ``fn`` on every rank of the world; return every rank's outcome.
+        """Call a function on every rank of the world; return each rank's outcome.
 
         Raises:
             WorldError: At least one rank did not return.
             HarnessError: An agent can no longer be reached.
             Ended: torchrun ended the agents.
         """
-        payload = pickled_call(fn, args, kwargs)
         if options.isolation == "process":
             self.close()
-        warm = self.is_warm
-        self._options = options
-        try:
-            ready, facts = self._attempt(options, payload, new=not warm)
-            if warm and not ready:  # lost between two calls, so no call is its cause
-                ready, facts = self._attempt(options, payload, new=True)
-        except BaseException:
-            self._world = 0
-            raise
-        self._answered = ready and all(fact.answered for fact in facts)
-        try:
-            outcomes = outcomes_or_raise(facts)
-        except WorldError:
-            self.close()
-            raise
-        if not all(fact.reply and fact.reply.reusable for fact in facts):
-            self.close()
-        return outcomes
+        return super().submit(options, fn, *args, **kwargs)
 
     @property
     def is_warm(self) -> bool:
         """True if the next call finds the ranks of the previous one."""
         return self._world > 0
 
-    def close(self) -> None:
-        """Give up the ranks; they end with their agents, or if others replace them."""
-        try:
-            if self.is_warm and self._answered:
-                self._make_last_call()
-        finally:
+    def _call(self, options: CallOptions, payload: bytes) -> Sequence[Fact]:
+        # If a rank was lost between two calls, no call is its cause.
+        if facts := self._call_again(options, payload):
+            return facts
+        self._world = self._agent._calls + 1  # never used before  # noqa: SLF001  # its own agent
+        is_ready, facts = self._request(options, payload)
+        if not is_ready:
             self._world = 0
+        return facts
 
-    def _call_again(self, options: CallOptions, payload: bytes) -> None:
-        ready, facts = self._attempt(options, payload, new=False)
-        if ready:
-            outcomes_or_raise(facts)
+    def _call_again(self, options: CallOptions, payload: bytes) -> Sequence[Fact]:
+        if not self.is_warm:
+            return ()
+        is_ready, facts = self._request(options, payload)
+        return facts if is_ready else ()
 
-    def _attempt(
-        self, options: CallOptions, payload: bytes, *, new: bool
-    ) -> tuple[bool, list[Fact]]:
-        if new:
-            self._world = self._agent._calls + 1  # never used before  # noqa: SLF001  # its own agent
+    def _give_up(self, *, kill: bool) -> None:
+        self._world = 0  # the ranks end with their agents, or if others replace them
+
+    def _request(
+        self, options: CallOptions, payload: bytes
+    ) -> tuple[bool, Sequence[Fact]]:
         request = CallRequest(
             spec=self.spec,
             options=options,
             payload=payload,
             world=self._world,
-            fresh_group=not new and options.isolation == "group",
             context=self._agent.change(),
         )
         return self._agent.call(request)

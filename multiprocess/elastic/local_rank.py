@@ -80,7 +80,6 @@ class CallRequest:
     world: int
     """Number of the world; a new number asks for new ranks."""
 
-    fresh_group: bool
     context: ContextChange = field(default_factory=ContextChange)
 
 
@@ -90,8 +89,6 @@ class _World:
 
     number: int
     processes: RankProcesses
-    context: Context
-    """Settings that the rank was sent last."""
 
 
 class LocalRanks:
@@ -136,8 +133,7 @@ class LocalRanks:
         while len(self._worlds) >= MAX_WORLDS:
             self.end(next(iter(self._worlds)))
         processes = RankProcesses(spec, (self._rank,))
-        context = self._context(request)
-        self._worlds[spec] = _World(request.world, processes, context)
+        self._worlds[spec] = _World(request.world, processes)
         rendezvous = Rendezvous(
             host=os.environ["MASTER_ADDR"],
             port=int(os.environ["MASTER_PORT"]),
@@ -146,22 +142,15 @@ class LocalRanks:
             local_size=self._local_size,
             one_host=self._one_host,
         )
-        processes.join(context, rendezvous)
+        processes.join(self._context(request), rendezvous)
         options = CallOptions(timeout_s=spec.start_timeout_s)
         return self._watched(processes, options, others)
 
     def run(self, request: CallRequest, others: OtherRanks) -> Fact:
         """Run the request on the rank; return what was observed."""
-        world = self._worlds[request.spec]
-        context = self._context(request)
-        world.processes.call(
-            request.payload,
-            request.options,
-            fresh_group=request.fresh_group,
-            context=None if context == world.context else context,
-        )
-        world.context = context
-        return self._watched(world.processes, request.options, others)
+        processes = self._worlds[request.spec].processes
+        processes.call(request.payload, request.options, self._context(request))
+        return self._watched(processes, request.options, others)
 
     def _context(self, request: CallRequest) -> Context:
         own = replace(current_context(), env=self._env)

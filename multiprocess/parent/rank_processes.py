@@ -249,10 +249,9 @@ class RankProcesses:
         self.has_run = False
         """True once a call was sent."""
 
-        self.answered = False
-        """True if all ranks have ended the previous call."""
+        self._context: Context | None = None
+        """Settings that the ranks were sent last."""
 
-        self.reusable = True
         self.ranks: list[RankProcess] = []
         self._own = contextlib.ExitStack()
         try:
@@ -284,7 +283,8 @@ class RankProcesses:
         return tuple(rank.pid for rank in self.ranks)
 
     def join(self, context: Context, rendezvous: Rendezvous | None = None) -> None:
-        """Make all ranks join their world, and wait for their answers."""
+        """Make all ranks join their world; a ``Watch`` waits for their answers."""
+        self._context = context
         for rank in self.ranks:
             start = Start(
                 spec=self.spec, rank=rank.rank, context=context, rendezvous=rendezvous
@@ -295,22 +295,27 @@ class RankProcesses:
         self,
         payload: bytes,
         options: CallOptions,
-        *,
-        fresh_group: bool,
-        context: Context | None,
+        context: Context | None = None,
     ) -> None:
         """Send every rank a call, packed once; see ``messages.Run``.
+
+        Args:
+            payload: Pickled ``(fn, args, kwargs)``.
+            options: Options of the call.
+            context: Settings for the ranks; by default those that they have.
 
         This does not block: the time limit of the call holds for all ranks together.
         ``read`` sends the rest if a rank's socket does not accept everything at once.
         """
-        self.has_run = True
+        has_changed = context is not None and context != self._context
         run = Run(
             payload=payload,
-            fresh_group=fresh_group,
-            context=context,
+            # Ranks that have just joined have a new group.
+            fresh_group=self.has_run and options.isolation == "group",
+            context=context if has_changed else None,
             is_test=options.is_test,
         )
+        self.has_run, self._context = True, context or self._context
         packed = messages.packed(run)
         for rank in self.ranks:
             self._send(rank, packed)
