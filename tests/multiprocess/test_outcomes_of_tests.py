@@ -387,6 +387,27 @@ class TestOurs(TestCase):
     assert "hung" not in done.stdout
 
 
+def test_a_failure_of_a_class_of_unittest_is_reported_before_its_teardown(
+    session: Session,
+) -> None:
+    done = session("""
+import unittest
+
+class TestPlain(unittest.TestCase):
+    def tearDown(self):
+        dist.barrier()
+
+    @pytest.mark.world(2)
+    def test_waits(self):
+        if dist.get_rank() == 0:
+            raise KeyError("the cause")
+        dist.all_reduce(torch.ones(1))
+""")
+    assert "root cause: rank 0: raised KeyError: 'the cause'" in done.stdout
+    assert "victim: rank 1: waiting in a collective after" in done.stdout
+    assert "hung" not in done.stdout
+
+
 def test_a_skip_hides_no_failure_in_a_class(session: Session) -> None:
     done = session(
         SKIPS
