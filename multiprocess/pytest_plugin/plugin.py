@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +66,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.gradparity_adopt:
         from .adopt import Adoption
 
-        config.pluginmanager.register(Adoption())
+        config.pluginmanager.register(Adoption(lambda: _runner(config)))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests of ``TestCase`` classes, with the settings of their class."""
+    cls: Any = getattr(item, "cls", None)
+    if hasattr(cls, "_marker_settings") and item.get_closest_marker(_MARK) is None:
+        try:
+            settings = cls(item.name)._marker_settings()  # noqa: SLF001  # its own class
+        except Exception as error:  # of a property; the test's setup reports it
+            settings = {"world_size": error}
+        item.add_marker(pytest.mark.world(**settings))
 
 
 def pytest_collection_modifyitems(
@@ -137,11 +147,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if _on_rank(config):
         return
     worlds = any(item.get_closest_marker(_MARK) for item in session.items)
-    if _has_classes(session):
-        from .adopt import submit_by
+    if config.option.gradparity_adopt:
+        from .adopt import is_adopted
 
-        submit_by(lambda: _runner(config), config.stash[_DEFAULTS])
-        worlds = True
+        worlds = worlds or any(map(is_adopted, session.items))
     if worlds and not config.option.collectonly:
         from .controller import preload_session
 
@@ -203,10 +212,6 @@ def pytest_runtest_makereport(
         from .controller import complete
 
         complete(item, call, report)
-    elif report.failed and "gradparity.multiprocess.testcase" in sys.modules:
-        from . import adopt
-
-        adopt.explain(item, call, report)
     return report
 
 
@@ -240,16 +245,6 @@ def _lead_or_follow(config: pytest.Config) -> None:
     code = follow()
     linux.flush_standard_streams()
     os._exit(code)  # no hook ends this session: rank 0 reports
-
-
-def _has_classes(session: pytest.Session) -> bool:
-    """Return True if there are unittest classes whose tests run on ranks."""
-    adopts = session.config.option.gradparity_adopt
-    if not adopts and "gradparity.multiprocess.testcase" not in sys.modules:
-        return False
-    from .adopt import has_classes
-
-    return has_classes(session.items, adopts)
 
 
 def _close_runner(config: pytest.Config) -> None:

@@ -448,7 +448,9 @@ class TestRanks(TestCase):
         raise SystemExit(0)
 """
     )
-    assert "6 failed, 1 skipped, 1 xfailed" in done.stdout, done.stdout
+    # As in one process, pytest reports the tearDown of a skipped test as an error.
+    counts = "4 failed, 3 skipped, 1 xfailed, 2 errors"
+    assert counts in done.stdout, done.stdout
 
 
 # regression: M13
@@ -585,7 +587,7 @@ class TestSetUp(TestCase):
         pass
 """
     )
-    assert "12 failed, 1 passed, 1 error" in done.stdout, done.stdout
+    assert "10 failed, 1 passed, 3 errors" in done.stdout, done.stdout
     assert "the test returned a coroutine, which nothing awaits" in done.stdout
     assert "an async generator, which nothing awaits" in done.stdout
     assert "the test returned a map, over which nothing iterates" in done.stdout

@@ -11,9 +11,13 @@ import torch
 
 from gradparity.multiprocess import Cluster, WorldError, WorldSpec, current_world
 from gradparity.multiprocess.pytest_plugin import settings
-from gradparity.multiprocess.pytest_plugin.settings import defaults_of, world_of
+from gradparity.multiprocess.pytest_plugin.settings import (
+    defaults_of,
+    spec_of,
+    world_of,
+)
 from gradparity.multiprocess.spec import CallOptions
-from gradparity.multiprocess.testcase import TestCase, use
+from gradparity.multiprocess.testcase import TestCase
 from gradparity.tests.multiprocess.test_pytest_plugin import Session, session
 
 pytest_plugins = ["pytester"]
@@ -155,11 +159,9 @@ class OfBase(Base):
 
 def test_what_a_class_sets_wins_over_the_defaults() -> None:
     defaults = {"timeout_s": 3.0, "backend": "nccl", "isolation": "group"}
-    use(None, defaults)
-    try:
-        spec, plain = OfBase()._spec(), TestCase()._spec()
-    finally:
-        use(None)
+    of_class, of_none = OfBase()._marker_settings(), TestCase()._marker_settings()
+    spec = spec_of(of_class["world_size"], of_class, defaults)
+    plain = spec_of(of_none["world_size"], of_none, defaults)
     assert (spec.timeout_s, spec.backend, spec.device) == (50.0, "gloo", "cuda")
     assert (plain.timeout_s, plain.backend, plain.device) == (3.0, "nccl", "cuda")
     assert spec.isolation == plain.isolation == "group"
