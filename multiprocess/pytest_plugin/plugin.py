@@ -6,7 +6,6 @@ the code that runs worlds is imported with the first test that needs one.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -35,7 +34,7 @@ _PDB = "pdbinvoke"
 """pytest's plugin for ``--pdb``."""
 
 _RUNNER = pytest.StashKey["Runner"]()
-_WANTED = pytest.StashKey[Wanted]()
+_WANTED = pytest.StashKey["Wanted | str"]()
 _DEFAULTS = pytest.StashKey[Mapping[str, Any]]()
 _AGENT: pytest.StashKey[Agent] = pytest.StashKey()
 _EXIT_CODE = pytest.StashKey[int]()
@@ -165,12 +164,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """Make setup, call and teardown of a marked test run on ranks."""
     if not _on_ranks(item):
         return (yield)
-    # a wrong marker is reported in the test's setup
-    with contextlib.suppress(TypeError, ValueError):
-        spec = _spec(item)
+    if isinstance(wanted := _wanted(item), Wanted):
         from .controller import take_over
 
-        take_over(item, spec, _runner(item.config), _following(item))
+        following = _following(item, wanted.spec)
+        take_over(item, wanted.spec, _runner(item.config), following)
     # A failure is debugged on its rank, because frames here are only those of this
     # plugin.
     plugins = item.config.pluginmanager
@@ -193,13 +191,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         from .internals import skip_at_item
 
         refuse(item)
-        try:
-            too_small = _wanted(item).too_small
-        # a wrong marker that was added after collection
-        except (TypeError, ValueError) as error:
-            pytest.fail(f"{item.nodeid}: {error}", pytrace=False)
-        if too_small:
-            skip_at_item(too_small)
+        wanted = _wanted(item)
+        if isinstance(wanted, str):
+            pytest.fail(f"{item.nodeid}: {wanted}", pytrace=False)
+        if wanted.too_small:
+            skip_at_item(wanted.too_small)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -280,24 +276,22 @@ def _on_ranks(item: pytest.Item) -> bool:
     return item.get_closest_marker(_MARK) is not None and not _on_rank(item.config)
 
 
-def _following(item: pytest.Item) -> pytest.Item | None:
+def _following(item: pytest.Item, spec: WorldSpec) -> pytest.Item | None:
     """Return the next test on the same ranks, if known."""
-    spec, stash = _spec(item), item.session.stash
+    stash = item.session.stash
     if spec.isolation == "process":
         return None
     if _AFTER not in stash:
         after: dict[pytest.Item, pytest.Item] = {}
         last: dict[WorldSpec, pytest.Item] = {}
         for each in reversed(item.session.items):
-            if each.get_closest_marker(_MARK) is None:
+            wanted = _wanted(each) if _on_ranks(each) else ""
+            if isinstance(wanted, str):
                 continue
-            try:
-                kind = _spec(each).kind
-            except (TypeError, ValueError):
-                continue
+            kind = wanted.spec.kind
             if kind in last:
                 after[each] = last[kind]
-            if _spec(each).isolation != "process":
+            if wanted.spec.isolation != "process":
                 last[kind] = each
         stash[_AFTER] = after
     return stash[_AFTER].get(item)
@@ -323,26 +317,24 @@ def _size(item: pytest.Item, marker: pytest.Mark) -> Any:
 
 
 def _size_or_0(item: pytest.Item) -> int:
-    try:
-        marked = item.get_closest_marker(_MARK) is not None
-        return _spec(item).world_size if marked else 0
-    except (TypeError, ValueError):
-        return 0  # the setup will say what is wrong with the marker
+    wanted = _wanted(item) if _on_ranks(item) else ""
+    return 0 if isinstance(wanted, str) else wanted.spec.world_size
 
 
-def _spec(item: pytest.Item) -> WorldSpec:
-    return _wanted(item).spec
-
-
-def _wanted(item: pytest.Item) -> Wanted:
+def _wanted(item: pytest.Item) -> Wanted | str:
+    """Return the world of a marked test, or what is wrong with its marker."""
     if _WANTED not in item.stash:
         config, marker = item.config, item.get_closest_marker(_MARK)
         assert marker is not None
         agent = config.stash.get(_AGENT, None)
-        item.stash[_WANTED] = world_of(
-            _size(item, marker),
-            marker.kwargs,
-            config.stash[_DEFAULTS],
-            None if agent is None else agent.size,
-        )
+        try:
+            item.stash[_WANTED] = world_of(
+                _size(item, marker),
+                marker.kwargs,
+                config.stash[_DEFAULTS],
+                None if agent is None else agent.size,
+            )
+        # of a marker that was added after collection
+        except (TypeError, ValueError) as error:
+            item.stash[_WANTED] = str(error)
     return item.stash[_WANTED]

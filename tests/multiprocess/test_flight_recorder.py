@@ -121,7 +121,8 @@ def test_the_ring_keeps_the_last_records() -> None:
 def test_a_file_with_a_long_name_in_any_script_is_recorded() -> None:
     fd = create(1)
     writer = RecordWriter(fd, 0, 1)
-    writer.record("the default group", "allreduce", "float32[2]", "\u6d4b" * 80 + ".py:7")
+    where = "\u6d4b" * 80 + ".py:7"
+    writer.record("the default group", "allreduce", "float32[2]", where)
     (call,) = read(fd, 0)
     assert call.op == "allreduce" and call.where.endswith("\u6d4b.py:7")
 
