@@ -16,6 +16,7 @@ from typing import Protocol
 from .. import linux
 from ..messages import Kind, Reply
 from ..outcomes import Place
+from ..rank.frames import is_of_harness
 from ..report import ended_without, render_interrupted
 from ..spec import CallOptions
 from .rank_processes import Capture, RankProcess, RankProcesses
@@ -32,12 +33,7 @@ _LOOK_S = 0.1
 """Interval at which the state of each rank is read while only some have answered, or
 begun."""
 
-_HARNESS_FRAME = re.compile(
-    r'  File "(<string>|.*/multiprocess/rank/(worker|forkserver|endings|unittests)\.py'
-    r'|.*/multiprocess/pytest_plugin/\w+\.py|.*/_pytest/\w+\.py|.*/pluggy/\w+\.py)"'
-    r", line \d+ "
-)
-"""Frames below the function under test; equal in every stack, so not shown."""
+_FRAME = re.compile(r'  File "(.*)", line \d+ ')
 
 
 class OtherRanks(Protocol):
@@ -255,5 +251,10 @@ def _is_stopped(rank: RankProcess) -> bool:
 
 
 def _without_harness(stacks: str) -> str:
-    lines = stacks.splitlines()
-    return "\n".join(line for line in lines if not _HARNESS_FRAME.match(line))
+    """Leave out the frames below the function under test, equal in every stack."""
+    lines = []
+    for line in stacks.splitlines():
+        frame = _FRAME.match(line)
+        if frame is None or not (frame[1] == "<string>" or is_of_harness(frame[1])):
+            lines.append(line)
+    return "\n".join(lines)

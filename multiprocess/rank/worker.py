@@ -13,7 +13,6 @@ import gc
 import importlib
 import os
 import pickle
-import re
 import signal
 import socket
 import sys
@@ -28,6 +27,7 @@ from ..environment import WORLD_VARIABLE
 from ..messages import Context, Kind, Rendezvous, Reply, Run, Start
 from ..outcomes import Failed
 from . import assert_rewrite, flight_records
+from .frames import is_of_harness
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -77,18 +77,6 @@ the parent can distinguish the rank that hangs from those that wait for it."""
 _MAX_GROUPS = 48
 """A rank with this many leftover process groups is not used again. The groups cannot be
 destroyed instead: packages keep them in module variables and use them later."""
-
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_OUR_FILES = (
-    __file__,
-    os.path.join(_PACKAGE, "rank", "endings.py"),
-    os.path.join(_PACKAGE, "rank", "unittests.py"),
-    os.path.join(_PACKAGE, "testcase.py"),
-)
-"""Files of the harness, whose frames are not shown."""
-
-_OF_PYTEST = re.compile(r"/(_pytest|pluggy|multiprocess/pytest_plugin)/[\w/]+\.py$")
-"""Files whose code calls the tests on a rank."""
 
 # Variables of the torchrun that runs the parent. A function that reads MASTER_ADDR
 # (`init_method="env://"`) would join the parent's job and not this world. A rank has no
@@ -472,7 +460,7 @@ def _encodable(text: str) -> str:
 
 def _of_a_harness(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
-    if file in _OUR_FILES or _OF_PYTEST.search(file) or "__unittest" in frame.f_globals:
+    if is_of_harness(file) or "__unittest" in frame.f_globals:
         return True
     return "/torch/testing/_internal/" in file and "/common_" in file
 
