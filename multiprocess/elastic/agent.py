@@ -216,15 +216,21 @@ class Agent:
         return ContextChange.between(self._began, current_context())
 
     def finish(self, code: int) -> None:
-        """Send the exit code to the followers, which end; the leader's last call."""
-        try:
+        """End the run: the report is written; the leader's last call.
+
+        Args:
+            code: Exit code for the followers.
+        """
+        # torchrun's agent may be gone, or the failure came before all had joined. The
+        # other agents notice that by themselves.
+        with contextlib.suppress(HarnessError, Ended):
+            self.reported()
             self._post(code)
-        except Ended:
-            return  # the failure came before all had joined
-        # torchrun ends all processes when the first has failed, and then reports -15.
-        until = linux.now_s() + ANSWER_S
-        for rank in range(1, self.size):
-            self._meeting.wait(f"bye/{rank}", max(0.0, until - linux.now_s()))
+            # torchrun ends all processes when the first has failed, and then reports
+            # -15.
+            until = linux.now_s() + ANSWER_S
+            for rank in range(1, self.size):
+                self._meeting.wait(f"bye/{rank}", max(0.0, until - linux.now_s()))
 
     def note(self, name: str, text: str) -> None:
         """Store a note for an agent that may replace the leader."""
@@ -295,14 +301,29 @@ class Agent:
         """Return the leader's note, or ""."""
         return self._membership.read_note(name)
 
-    def takes_over(self) -> bool:
-        """Return True if the leader is gone and this is the first remaining agent."""
-        first = self._membership.first_left()
-        return first == self.rank and self._membership.is_gone(0)
+    def serve(
+        self,
+        tell: Callable[[str], None],
+        take_over: Callable[[str], None] = lambda reason: None,
+    ) -> int:
+        """Follow the leader; return the exit code, also if the run breaks off.
 
-    def wait_for_the_end(self) -> int:
-        """Wait until the leader or its replacement has reported; return exit code 3."""
-        self._meeting.wait("reported", ANSWER_S + _REPORT_S)
+        Args:
+            tell: Shows a text to the user.
+            take_over: Called with the reason on the agent that replaces the leader.
+        """
+        try:
+            return self.follow()
+        except HarnessError as error:
+            tell(f"gradparity: rank {self.rank}: {error}")
+        except Ended as ended:
+            is_first = self._membership.first_left() == self.rank
+            if is_first and self._membership.is_gone(0):
+                take_over(f"{ended}")
+                tell(f"gradparity: {ended}")
+                self.reported()
+            else:
+                self._meeting.wait("reported", ANSWER_S + _REPORT_S)
         return 3  # the command line's exit code of a run that did not complete
 
     def _next_message(self) -> Message:

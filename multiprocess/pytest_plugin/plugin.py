@@ -224,10 +224,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """End all ranks, even if no test was run."""
     _close_runner(config)
     if _AGENT in config.stash:
-        from .runner import finish
-
         # Last of all, because torchrun ends this process when another one has ended.
-        finish(config.stash[_AGENT], config.stash.get(_EXIT_CODE, 0))
+        with config.stash[_AGENT] as agent:
+            agent.finish(config.stash.get(_EXIT_CODE, 0))
         del config.stash[_AGENT]
 
 
@@ -236,7 +235,7 @@ def _lead_or_follow(config: pytest.Config) -> None:
     from .runner import follow
 
     if os.environ["RANK"] == "0":
-        config.stash[_AGENT] = Agent().__enter__()  # `finish` ends it
+        config.stash[_AGENT] = Agent().__enter__()  # `pytest_unconfigure` ends it
         return
     code = follow()
     linux.flush_standard_streams()

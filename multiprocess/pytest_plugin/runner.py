@@ -227,25 +227,10 @@ def _gpus(
 
 def follow() -> int:
     """Serve rank 0's session with this process's ranks; return the exit code."""
-    from ..elastic.agent import Agent, Ended
+    from ..elastic.agent import Agent
 
     with Agent() as agent:
         try:
-            return agent.follow()
-        except HarnessError as error:
-            print(f"gradparity: rank {agent.rank}: {error}", file=sys.stderr)
-        except Ended as ended:
-            if not agent.takes_over():
-                return agent.wait_for_the_end()
-            print(f"gradparity: {ended}", file=sys.stderr)
-            agent.reported()
+            return agent.serve(lambda text: print(text, file=sys.stderr))
         except KeyboardInterrupt:
             return int(pytest.ExitCode.INTERRUPTED)
-    return int(pytest.ExitCode.INTERNAL_ERROR)
-
-
-def finish(agent: Agent, code: int) -> None:
-    """End the session's ranks, and tell the other agents to exit."""
-    with agent, contextlib.suppress(HarnessError):  # torchrun's own agent may be gone
-        agent.reported()
-        agent.finish(code)
