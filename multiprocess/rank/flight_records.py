@@ -111,8 +111,8 @@ class RecordWriter:
         if len(text) > _SLOT:  # ranks of a large group without a pattern do not fit
             text = json.dumps((*fields, [])).encode()
         if len(text) > _SLOT:  # JSON takes six bytes for a letter that is not ASCII
-            short = (group[:16], number, op[:40], tensors[:48], where[-24:], [])
-            text = json.dumps(short).encode()
+            fields = (group[:16], *fields[1:4], where[-24:])
+            text = json.dumps((*fields, [])).encode()
         at = self._start + _HEAD + self._count % SLOTS * _SLOT
         self._memory[at : at + _SLOT] = text.ljust(_SLOT)
         # The count last, so that a reader that comes between finds all earlier records.
