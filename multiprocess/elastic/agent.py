@@ -409,9 +409,13 @@ class AgentCluster(BaseCluster):
             HarnessError: An agent can no longer be reached.
             Ended: torchrun ended the agents.
         """
-        if options.isolation == "process":
-            self.close()
-        return super().submit(options, fn, *args, **kwargs)
+        if options.isolation != "process":
+            return super().submit(options, fn, *args, **kwargs)
+        self.close()
+        try:
+            return super().submit(options, fn, *args, **kwargs)
+        finally:
+            self.close()  # no later call gets these ranks
 
     @property
     def is_warm(self) -> bool:

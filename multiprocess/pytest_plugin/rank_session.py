@@ -12,7 +12,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -86,6 +86,9 @@ class ItemOrder:
     draw_seed: int
     """Seed of hypothesis, equal on all ranks."""
 
+    is_last: bool
+    """True if the ranks run no other test, and no last call of the parent."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Phase(Left):
@@ -147,7 +150,12 @@ def run_item(order: ItemOrder) -> ItemResult | Failed:
     following = session.following(order.following)
     session.plugin.draw_seed = order.draw_seed
     current_world()._begin()  # noqa: SLF001  # its own world
-    return session.run(item, following)
+    result = session.run(item, following)
+    if order.is_last:
+        has_failed = isinstance(result, Failed)
+        with suppress(Exception) if has_failed else nullcontext():
+            end_session()
+    return result
 
 
 def end_fixtures(test: ItemId) -> None:
