@@ -189,7 +189,7 @@ class Agent:
             going = all(f.reply and f.reply.kind is Kind.READY for f in ready)
             self._let_go(spec, going)
             if not going:
-                self._own.end(spec)
+                self._own.end(request.world)
                 return False, ready
             own = self._own.run(request, self._others("run"))
             # a rank on another host may still import the test
@@ -202,7 +202,7 @@ class Agent:
                 self._let_go(request.spec, False)
                 for phase in ("start", "run"):
                     self._meeting.set_flag(self._fault(phase))
-            self._own.end(request.spec)
+            self._own.end(request.world)
             raise
 
     def _post(self, message: Message) -> None:
@@ -364,7 +364,7 @@ class Agent:
             fact = self._own.run(request, self._others("run"))
             self._store.put_message(f"fact/{self.rank}", self._calls, pack(fact))
         else:
-            self._own.end(request.spec)
+            self._own.end(request.world)
 
     def _others(self, phase: str) -> RemoteRanks:
         return RemoteRanks(self._meeting, self._fault(phase), self.check)
