@@ -121,9 +121,12 @@ class BaseCluster(ABC):
         payload = pickled_call(fn, args, kwargs)
         with self._lock:
             try:
-                facts = self._facts(options, payload)
+                self._options = options
+                self._answered = False  # also after an exception, such as Ctrl-C
+                facts = self._call(options, payload)
+                self._answered = all(fact.answered for fact in facts)
                 outcomes = outcomes_or_raise(facts)
-            except BaseException:  # also Ctrl-C
+            except BaseException:
                 self._end(kill=True)
                 raise
             if not all(fact.reply and fact.reply.reusable for fact in facts):
@@ -151,13 +154,6 @@ class BaseCluster(ABC):
     @abstractmethod
     def _give_up(self, *, kill: bool) -> None:
         """End the ranks, if there are any; with ``kill`` at once."""
-
-    def _facts(self, options: CallOptions, payload: bytes) -> Sequence[Fact]:
-        self._options = options
-        self._answered = False  # an exception such as Ctrl-C leaves them in the call
-        facts = self._call(options, payload)
-        self._answered = all(fact.answered for fact in facts)
-        return facts
 
     def _end(self, *, kill: bool) -> None:
         """Make the last call, and end the ranks."""
