@@ -80,18 +80,12 @@ def run_process_test(
         file_name: File for the rendezvous.
         settings: Further arguments of the class's ``_run``.
     """
-    cls = case.find()
     _patch_run_test()
-    with _as_child(case.env), _runs(cls, case.method):
-        _forget()
-        try:
-            return _leave_process(
-                lambda: cls._run(
-                    current_world().rank, case.method, file_name, None, **settings
-                )
-            )
-        finally:
-            _forget()
+    with _as_in_a_child(case) as cls:
+        rank = current_world().rank
+        return _leave_process(
+            lambda: cls._run(rank, case.method, file_name, None, **settings)
+        )
 
 
 _prepared: tuple[type[Any], dict[str, str]] | None = None
@@ -110,9 +104,9 @@ def run_continuous_test(case: CaseRef, file_name: str) -> Left | None:
 
     from . import left_behind
 
-    cls, world = case.find(), current_world()
+    world = current_world()
 
-    def run() -> None:
+    def run(cls: Any) -> None:
         global _prepared
         if _prepared is None or _prepared[0] is not cls or not dist.is_initialized():
             _forget()
@@ -125,27 +119,22 @@ def run_continuous_test(case: CaseRef, file_name: str) -> Left | None:
         os.environ.update(_prepared[1])
         cls._run_test_given_id(case.method)
 
-    with _as_child(case.env), _runs(cls, case.method):
-        return _leave_process(run)
+    with _as_in_a_child(case, keeps_group=True) as cls:
+        return _leave_process(lambda: run(cls))
 
 
 def run_threaded_test(case: CaseRef) -> Left | None:
     """Run a test of torch's ``MultiThreadedTestCase``, whose ranks are threads."""
-    cls = case.find()
-    with _as_child(case.env), _runs(cls, case.method):
-        _forget()
+    with _as_in_a_child(case) as cls:
+        cls.setUpClass()
         try:
-            cls.setUpClass()
-            try:
-                test = cls(case.method)
-                result = _Result()
-                with _threads_agree(cls, test.world_size):
-                    test.run(result)
-                return conclude(result.raised, _skip)
-            finally:
-                cls.tearDownClass()
+            test = cls(case.method)
+            result = _Result()
+            with _threads_agree(cls, test.world_size):
+                test.run(result)
+            return conclude(result.raised, _skip)
         finally:
-            _forget()
+            cls.tearDownClass()
 
 
 @contextmanager
@@ -164,11 +153,17 @@ def _threads_agree(cls: Any, size: int) -> Iterator[None]:
 
 
 @contextmanager
-def _runs(cls: type[Any], name: str) -> Iterator[None]:
-    """Raise in this context if a test method returns code that has not run.
+def _as_in_a_child(case: CaseRef, *, keeps_group: bool = False) -> Iterator[Any]:
+    """Import the class of a test, in the state of a process that the parent started.
 
-    torch's classes and unittest ignore what it returns, so the test would pass.
+    The test raises if it returns code that has not run. torch's classes and unittest
+    ignore what it returns, so it would pass.
+
+    Args:
+        case: The test.
+        keeps_group: True to keep groups and caches for the next test of the class.
     """
+    cls, name = case.find(), case.method
     own = inspect.getattr_static(cls, name)
 
     @functools.wraps(getattr(cls, name))
@@ -176,15 +171,17 @@ def _runs(cls: type[Any], name: str) -> Iterator[None]:
         bound = own.__get__(self, cls) if hasattr(own, "__get__") else own
         refuse_unrun(name, bound(*args))
 
-    inherited = name not in vars(cls)
-    setattr(cls, name, checked)
+    for variable in (*_OF_RANKS, "PYTEST_CURRENT_TEST"):
+        os.environ.pop(variable, None)  # put back by the caller
+    os.environ.update(case.env)
+    os.environ["TORCH_SHOW_CPP_STACKTRACES"] = "1"  # as torch's classes do
+    forget = _forget if not keeps_group else lambda: None
+    forget()
     try:
-        yield
+        with mock.patch.object(cls, name, checked):
+            yield cls
     finally:
-        if inherited:
-            delattr(cls, name)
-        else:
-            setattr(cls, name, own)
+        forget()
 
 
 class _Result(unittest.TestResult):
@@ -241,16 +238,6 @@ def _leave_process(run: Callable[[], object]) -> Left | None:
         linux.flush_standard_streams()
         os._exit(error.code if isinstance(error.code, int) else 1)
     return None
-
-
-@contextmanager
-def _as_child(env: Mapping[str, str]) -> Iterator[None]:
-    """Set the environment that a child of the parent would have."""
-    for name in (*_OF_RANKS, "PYTEST_CURRENT_TEST"):
-        os.environ.pop(name, None)  # put back by the caller
-    os.environ.update(env)
-    os.environ["TORCH_SHOW_CPP_STACKTRACES"] = "1"  # as torch's classes do
-    yield
 
 
 def _forget() -> None:
