@@ -7,7 +7,6 @@ ranks already exist, and run exactly what those processes would.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import os
 import sys
@@ -36,10 +35,8 @@ _OF_TORCHRUN = ("MASTER_ADDR", "MASTER_PORT")
 class CaseRef:
     """Reference to one test method, which can be sent to the ranks."""
 
-    module: str
-    cls: str | type[Any]
-    """Name of the class in its module, or the class itself if the module has no name
-    for it."""
+    cls: type[Any]
+    """Class of the test; the ranks import its module."""
 
     method: str
     env: Mapping[str, str]
@@ -48,26 +45,9 @@ class CaseRef:
     @classmethod
     def of(cls, test: unittest.TestCase) -> CaseRef:
         """Return a reference to the test of a test-case instance."""
-        kind = type(test)
-        home = vars(sys.modules[kind.__module__])
-        # A class may be made by a function, so use the name that its module has for it.
-        names = [kind.__qualname__, *(n for n, v in home.items() if v is kind)]
-        name = next((n for n in names if home.get(n) is kind), None)
         passed_on = () if on_torchrun() else (*_OF_RANKS, *_OF_TORCHRUN)
-        return cls(
-            module=kind.__module__,
-            cls=name or kind,
-            method=test._testMethodName,
-            env={k: os.environ[k] for k in passed_on if k in os.environ},
-        )
-
-    def find(self) -> Any:
-        """Import and return the class; the time limit of the test starts then."""
-        cls = self.cls
-        if isinstance(cls, str):
-            cls = getattr(importlib.import_module(self.module), cls)
-        current_world()._begin()  # noqa: SLF001  # its own world
-        return cls
+        env = {k: os.environ[k] for k in passed_on if k in os.environ}
+        return cls(cls=type(test), method=test._testMethodName, env=env)
 
 
 def run_process_test(
@@ -154,16 +134,18 @@ def _threads_agree(cls: Any, size: int) -> Iterator[None]:
 
 @contextmanager
 def _as_in_a_child(case: CaseRef, *, keeps_group: bool = False) -> Iterator[Any]:
-    """Import the class of a test, in the state of a process that the parent started.
+    """Yield the class of a test, in the state of a process that the parent started.
 
-    The test raises if it returns code that has not run. torch's classes and unittest
-    ignore what it returns, so it would pass.
+    The time limit of the test starts, since its module has been imported. The test
+    raises if it returns code that has not run. torch's classes and unittest ignore what
+    it returns, so it would pass.
 
     Args:
         case: The test.
         keeps_group: True to keep groups and caches for the next test of the class.
     """
-    cls, name = case.find(), case.method
+    cls, name = case.cls, case.method
+    current_world()._begin()  # noqa: SLF001  # its own world
     own = inspect.getattr_static(cls, name)
 
     @functools.wraps(getattr(cls, name))
