@@ -10,9 +10,9 @@ import dataclasses
 import datetime
 import faulthandler
 import gc
-import importlib
 import os
 import pickle
+import pkgutil
 import signal
 import socket
 import sys
@@ -268,6 +268,8 @@ class _Rank:
         if not self._spec.default_group:
             return
         self._groups_made += 1
+        options = self._spec.pg_options
+        make = pkgutil.resolve_name(options) if options else None
         dist.init_process_group(
             self._spec.backend,
             store=self._open_store(f"group{self._groups_made}"),
@@ -277,7 +279,7 @@ class _Rank:
             # With its device known, NCCL connects now. A rank that cannot take part
             # then fails while it joins, and not in the first call.
             device_id=self._world.device if self._connects_by_device() else None,
-            pg_options=_called(self._spec.pg_options),
+            pg_options=make() if make else None,
         )
         self._group = dist.group.WORLD
 
@@ -526,11 +528,3 @@ def _device(spec: WorldSpec, local_rank: int) -> Any:
     device = torch.device(spec.device, local_rank % count)
     kind.set_device(device)
     return device
-
-
-def _called(name: str) -> Any:
-    """Call the function named ``module:function``; return None without a name."""
-    if not name:
-        return None
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)()
