@@ -12,13 +12,11 @@ from ..rank.devices import visible_gpus
 from ..report.records import append_footer
 from ..status import EXIT_CODES, plain
 
-__all__ = ["REPORT_NOTE", "main_on_torchrun"]
+__all__ = ["main_on_torchrun"]
 
 Command = Callable[[Sequence[str], Agent | None], int]
 ON_RANKS = ("run", "replay")
 """Commands that use torchrun's ranks; all others run on rank 0 alone."""
-REPORT_NOTE = "report"
-"""Key in the store under which the leader writes the report's path."""
 _BROKEN = EXIT_CODES["error"]
 
 
@@ -48,8 +46,7 @@ def _lead(agent: Agent, arguments: Sequence[str], command: Command) -> int:
 
 
 def _follow(agent: Agent) -> int:
-    def end_report(reason: str) -> None:
-        path = agent.read_note(REPORT_NOTE)
+    def end_report(reason: str, path: str) -> None:
         if path and Path(path).is_file():
             append_footer(Path(path), reason)
 

@@ -232,9 +232,9 @@ class Agent:
             for rank in range(1, self.size):
                 self._meeting.wait(f"bye/{rank}", max(0.0, until - linux.now_s()))
 
-    def note(self, name: str, text: str) -> None:
-        """Store a note for an agent that may replace the leader."""
-        self._store.put(f"note/{name}", text.encode())
+    def note(self, text: str) -> None:
+        """Store a note for the agent that may replace the leader; see ``serve``."""
+        self._store.put("note", text.encode())
 
     def reported(self) -> None:
         """Tell the other agents that the report is written, so they may end."""
@@ -297,20 +297,17 @@ class Agent:
             self._membership.report_error(text)
             raise
 
-    def read_note(self, name: str) -> str:
-        """Return the leader's note, or ""."""
-        return self._membership.read_note(name)
-
     def serve(
         self,
         tell: Callable[[str], None],
-        take_over: Callable[[str], None] = lambda reason: None,
+        take_over: Callable[[str, str], None] = lambda reason, note: None,
     ) -> int:
         """Follow the leader; return the exit code, also if the run breaks off.
 
         Args:
             tell: Shows a text to the user.
-            take_over: Called with the reason on the agent that replaces the leader.
+            take_over: Called on the agent that replaces the leader, with the reason and
+                the leader's note.
         """
         try:
             return self.follow()
@@ -319,7 +316,7 @@ class Agent:
         except Ended as ended:
             is_first = self._membership.first_left() == self.rank
             if is_first and self._membership.is_gone(0):
-                take_over(f"{ended}")
+                take_over(f"{ended}", self._membership.read_note())
                 tell(f"gradparity: {ended}")
                 self.reported()
             else:
