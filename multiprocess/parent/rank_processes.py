@@ -333,10 +333,12 @@ class RankProcesses:
         would never end, and would seem to hang.
 
         Returns:
-            The ranks and descriptors from which something came; none after the limit.
+            The ranks and descriptors from which something came; none after the limit,
+            or after a long time.
         """
         came = []
-        for key, events in self._selector.select(max(0.0, limit_s)):
+        wait_s = min(max(0.0, limit_s), linux.LONGEST_WAIT_S)
+        for key, events in self._selector.select(wait_s):
             rank: RankProcess = key.data
             if events & selectors.EVENT_WRITE:
                 rank.channel.flush()

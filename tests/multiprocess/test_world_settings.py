@@ -148,6 +148,11 @@ def test_an_import_that_never_ends_names_its_limit() -> None:
     assert re.match(says, message), message
 
 
+def test_a_limit_may_be_longer_than_the_kernel_can_wait() -> None:
+    with Cluster(1, timeout_s=1e9, start_timeout_s=1e9) as cluster:
+        assert cluster.run(int) == [0]
+
+
 class Base(TestCase):
     timeout_s = 50.0
     backend = "gloo"
