@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -14,7 +14,7 @@ from .errors import NotPicklableError, WorldError
 from .messages import Context, pickled
 from .outcomes import RankOutcome
 from .parent.rank_processes import RankProcesses, current_context
-from .parent.root_cause import outcomes_or_raise
+from .parent.root_cause import Fact, outcomes_or_raise
 from .parent.watch import Watch
 from .spec import CallOptions, Isolation, WorldSpec
 
@@ -55,8 +55,12 @@ class BaseCluster(ABC):
     def __init__(self, spec: WorldSpec) -> None:
         self.spec = spec
         self.last_call: LastCall | None = None
+        self._lock = threading.RLock()
         self._options = CallOptions(timeout_s=spec.timeout_s)
         """Options of the previous call."""
+
+        self._answered = False
+        """True if all ranks have ended the previous call."""
 
     @property
     def world_size(self) -> int:
@@ -105,11 +109,34 @@ class BaseCluster(ABC):
         """Call a function like ``run``, but return each rank's outcome and output."""
         return self.with_options().outcomes(fn, *args, **kwargs)
 
-    @abstractmethod
     def submit(
         self, options: CallOptions, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> tuple[RankOutcome, ...]:
-        """Call a function with these options; return each rank's outcome."""
+        """Call a function with these options; return each rank's outcome.
+
+        Raises:
+            WorldError: At least one rank did not return.
+            NotPicklableError: The function or an argument cannot be pickled.
+        """
+        payload = pickled_call(fn, args, kwargs)
+        with self._lock:
+            try:
+                self._options = options
+                self._answered = False  # also after an exception, such as Ctrl-C
+                facts = self._call(options, payload)
+                self._answered = all(fact.answered for fact in facts)
+                outcomes = outcomes_or_raise(facts)
+            except BaseException:
+                self._end(kill=True)
+                raise
+            if not all(fact.reply and fact.reply.reusable for fact in facts):
+                self.close()
+            return outcomes
+
+    def close(self) -> None:
+        """End the ranks; a later call starts new ones."""
+        with self._lock:
+            self._end(kill=False)
 
     @property
     @abstractmethod
@@ -117,29 +144,34 @@ class BaseCluster(ABC):
         """True if the next call finds the ranks of the previous one."""
 
     @abstractmethod
-    def close(self) -> None:
-        """End the ranks; a later call starts new ones."""
+    def _call(self, options: CallOptions, payload: bytes) -> Sequence[Fact]:
+        """Call the ranks; start new ones if there are none."""
 
-    def _make_last_call(self) -> None:
-        """Make the last call on ranks that have answered the previous one."""
-        if self.last_call is None:
-            return
+    @abstractmethod
+    def _call_again(self, options: CallOptions, payload: bytes) -> Sequence[Fact]:
+        """Call the ranks of the previous call; return nothing if one was lost."""
+
+    @abstractmethod
+    def _give_up(self, *, kill: bool) -> None:
+        """End the ranks, if there are any; with ``kill`` at once."""
+
+    def _end(self, *, kill: bool) -> None:
+        """Make the last call, and end the ranks."""
+        try:
+            if self.last_call is not None and self._answered and self.is_warm:
+                self._make(self.last_call)
+        finally:
+            self._give_up(kill=kill)
+
+    def _make(self, last: LastCall) -> None:
         options = CallOptions(
             timeout_s=max(self.spec.timeout_s, self._options.timeout_s),
             live=self._options.live,
         )
         try:
-            self._call_again(options, pickled_call(self.last_call.fn, (), {}))
+            outcomes_or_raise(self._call_again(options, pickled_call(last.fn, (), {})))
         except WorldError as failure:
-            self.last_call.report(failure)
-
-    @abstractmethod
-    def _call_again(self, options: CallOptions, payload: bytes) -> None:
-        """Call the ranks of the previous call, if they are still there.
-
-        Raises:
-            WorldError: At least one rank did not return.
-        """
+            last.report(failure)
 
 
 class Cluster(BaseCluster):
@@ -190,8 +222,6 @@ class Cluster(BaseCluster):
         )
         self._ranks: RankProcesses | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
-        self._sent: Context | None = None
-        self._lock = threading.RLock()
 
     @classmethod
     def of(cls, spec: WorldSpec) -> Self:
@@ -231,47 +261,22 @@ class Cluster(BaseCluster):
         with self._lock:
             self._warm_ranks()
 
-    def close(self) -> None:
-        """End the ranks; a later call starts new ones."""
-        with self._lock:
-            self._end(RankProcesses.stop)
-
     def submit(
         self, options: CallOptions, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> tuple[RankOutcome, ...]:
         """Call a function with these options; return each rank's outcome."""
-        payload = pickled_call(fn, args, kwargs)
-        with self._lock:
-            if options.isolation == "process":
-                # New ranks beside the warm ones, which stay for the next call.
-                ranks = _started(self.spec, current_context())
-                try:
-                    outcomes = _call(ranks, payload, options, None)
-                    ranks.stop()
-                    return outcomes
-                finally:
-                    ranks.kill()
-            ranks = self._warm_ranks()
-            # Give the ranks the parent's current folder and environment.
-            context = current_context()
-            changed = None if context == self._sent else context
-            self._sent = context
-            self._options = options
-            try:
-                outcomes = _call(ranks, payload, options, changed)
-            except BaseException:  # also Ctrl-C
-                self._end(RankProcesses.kill)
-                raise
-            if not ranks.reusable:
-                self.close()
-            return outcomes
+        if options.isolation != "process":
+            return super().submit(options, fn, *args, **kwargs)
+        # New ranks beside the warm ones, which stay for the next call.
+        with self.of(self.spec) as new:
+            options = replace(options, isolation="pool")
+            return new.submit(options, fn, *args, **kwargs)
 
     def _warm_ranks(self) -> RankProcesses:
         if self._ranks is not None and not self._ranks.intact():
-            self._end(RankProcesses.kill)
+            self._end(kill=True)
         if self._ranks is None:
-            self._sent = current_context()
-            self._ranks = _started(self.spec, self._sent)
+            self._ranks = _started(self.spec, current_context())
             # Ends the ranks of a cluster that nobody closed; at exit the forkserver
             # does. A method of the ranks, since one of the cluster would keep the
             # cluster alive.
@@ -279,21 +284,24 @@ class Cluster(BaseCluster):
             self._finalizer.atexit = False
         return self._ranks
 
-    def _call_again(self, options: CallOptions, payload: bytes) -> None:
-        ranks = self._ranks
-        if ranks is not None and ranks.answered and ranks.intact():
-            _call(ranks, payload, options, None)
+    def _call(self, options: CallOptions, payload: bytes) -> Sequence[Fact]:
+        ranks = self._warm_ranks()
+        # Give the ranks the parent's current folder and environment.
+        ranks.call(payload, options, current_context())
+        return Watch(ranks, options).facts()
 
-    def _end(self, end: Callable[[RankProcesses], None]) -> None:
-        """Make the last call, and end the ranks."""
-        try:
-            self._make_last_call()
-        finally:
-            ranks, self._ranks = self._ranks, None
-            if self._finalizer is not None:
-                self._finalizer.detach()
-            if ranks is not None:
-                end(ranks)
+    def _call_again(self, options: CallOptions, payload: bytes) -> Sequence[Fact]:
+        if self._ranks is None:
+            return ()
+        self._ranks.call(payload, options)
+        return Watch(self._ranks, options).facts()
+
+    def _give_up(self, *, kill: bool) -> None:
+        ranks, self._ranks = self._ranks, None
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        if ranks is not None:
+            (ranks.kill if kill else ranks.stop)()
 
 
 def pickled_call(
@@ -318,27 +326,9 @@ def _started(spec: WorldSpec, context: Context) -> RankProcesses:
     ranks = RankProcesses(spec)
     try:
         ranks.join(context)
-        _outcomes(ranks, CallOptions(timeout_s=spec.start_timeout_s))
+        options = CallOptions(timeout_s=spec.start_timeout_s)
+        outcomes_or_raise(Watch(ranks, options).facts())
     except BaseException:
         ranks.kill()  # also on Ctrl-C: nothing else refers to these ranks yet
         raise
     return ranks
-
-
-def _call(
-    ranks: RankProcesses,
-    payload: bytes,
-    options: CallOptions,
-    changed: Context | None,
-) -> tuple[RankOutcome, ...]:
-    fresh_group = options.isolation == "group"
-    ranks.call(payload, options, fresh_group=fresh_group, context=changed)
-    return _outcomes(ranks, options)
-
-
-def _outcomes(ranks: RankProcesses, options: CallOptions) -> tuple[RankOutcome, ...]:
-    ranks.answered = False  # an exception such as Ctrl-C leaves them in the call
-    facts = Watch(ranks, options).facts()
-    ranks.answered = all(fact.answered for fact in facts)
-    ranks.reusable = all(fact.reply and fact.reply.reusable for fact in facts)
-    return outcomes_or_raise(facts)

@@ -4,7 +4,6 @@ RuntimeError
 +-- HarnessError            the harness itself failed
 |   +-- ForkserverError     the server that forks the ranks is gone or did not start
 +-- WorldError            a call failed on at least one rank
-    +-- FailedAssertion   by an assertion; also an AssertionError
 TypeError
 +-- NotPicklableError       a function, argument or result cannot be pickled
 BaseException
@@ -52,10 +51,3 @@ class WorldError(RuntimeError):
 
     def __str__(self) -> str:
         return render_failure(self.outcomes, self.root)
-
-
-class FailedAssertion(WorldError, AssertionError):
-    """An assertion of a test failed on a rank.
-
-    unittest counts an ``AssertionError`` as a failure, and others as errors.
-    """

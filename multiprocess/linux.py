@@ -40,6 +40,10 @@ getpid = os.getpid
 """Python's own ``os.getpid``, even if a test replaces it."""
 
 
+LONGEST_WAIT_S = 3600.0
+"""Longest single wait for descriptors; the kernel takes 24 days at most."""
+
+
 def flush_standard_streams() -> None:
     """Flush stdout and stderr, if they exist and can be written."""
     for stream in (sys.stdout, sys.stderr):

@@ -15,6 +15,7 @@ import pickle
 import socket
 import struct
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -74,9 +75,6 @@ class Run:
     payload: bytes
     """Pickled ``(fn, args, kwargs)``."""
 
-    number: int
-    """Number of this call in its world."""
-
     fresh_group: bool
     """True to create the default process group anew first."""
 
@@ -91,13 +89,17 @@ class Kind(enum.Enum):
     """Kind of a reply."""
 
     READY = "ready"
+    BEGUN = "begun"
     OK = "ok"
     RAISED = "raised"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """A rank's answer: to ``Start`` when it has joined, to ``Run`` when it is done."""
+    """A rank's answer: to ``Start`` when it has joined, to ``Run`` when it is done.
+
+    A test sends another one before, when it is imported and begins.
+    """
 
     kind: Kind
     ended_at_s: float
@@ -143,92 +145,77 @@ def packed(message: object) -> bytes:
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def send(sock: socket.socket, message: object) -> None:
-    """Send one message; block until the socket has accepted it."""
-    payload = packed(message)
-    sock.sendall(_LENGTH.pack(len(payload)))
-    sock.sendall(payload)  # sent apart, because joining them would copy a large payload
+class Channel:
+    """Messages over a socket, in both directions.
 
-
-def receive(sock: socket.socket) -> Any:
-    """Block until one message arrives; return None if the other side is gone."""
-    head = _read(sock, _LENGTH.size)
-    if head is None:
-        return None
-    body = _read(sock, _LENGTH.unpack(head)[0])
-    return None if body is None else pickle.loads(body)
-
-
-def _read(sock: socket.socket, count: int) -> bytearray | None:
-    parts = bytearray()
-    while len(parts) < count:
-        # In parts, because recv allocates the whole buffer before a byte has come.
-        part = sock.recv(min(_CHUNK, count - len(parts)))
-        if not part:
-            return None
-        parts += part
-    return parts
-
-
-class Outbox:
-    """Sends messages over a socket without blocking."""
+    A rank waits for each message. Its parent does not, because one rank must not keep
+    it from the others.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
+        self.closed = False
+        """True once the other side is gone."""
+
         self._sock = sock
-        self._parts: deque[memoryview] = deque()
+        self._unsent: deque[memoryview] = deque()
+        self._received = bytearray()
 
     @property
     def pending(self) -> bool:
         """True if part of a message has not been sent yet."""
-        return bool(self._parts)
+        return bool(self._unsent)
 
-    def put(self, payload: bytes) -> None:
-        """Queue a packed message, and send as much as possible."""
-        self._parts += memoryview(_LENGTH.pack(len(payload))), memoryview(payload)
-        self.flush()
+    def send(self, payload: bytes, *, wait: bool = False) -> None:
+        """Send a packed message; without ``wait`` as much as the socket accepts."""
+        # Sent apart, because joining them would copy a large payload.
+        self._unsent += memoryview(_LENGTH.pack(len(payload))), memoryview(payload)
+        self.flush(wait=wait)
 
-    def flush(self) -> None:
-        """Send as much as possible; drop the rest if the other side is gone."""
-        while self._parts:
+    def flush(self, *, wait: bool = False) -> None:
+        """Send the rest; drop it if the other side is gone."""
+        while self._unsent:
             try:
-                count = self._sock.send(self._parts[0], socket.MSG_DONTWAIT)
-            except (BlockingIOError, InterruptedError):
+                count = self._sock.send(self._unsent[0], _flags(wait))
+            except BlockingIOError:
                 return
             except OSError:
-                self._parts.clear()  # the exit pipe tells why the rank ended
+                self._unsent.clear()  # the exit pipe tells why the rank ended
                 return
-            self._parts[0] = self._parts[0][count:]
-            if not self._parts[0]:
-                self._parts.popleft()
+            self._unsent[0] = self._unsent[0][count:]
+            if not self._unsent[0]:
+                self._unsent.popleft()
 
+    def receive(self, *, wait: bool = False) -> list[Any]:
+        """Return the messages that are complete; none at the end.
 
-class Inbox:
-    """Collects messages from a socket without blocking."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._buffer = bytearray()
-        self.closed = False
-
-    def poll(self) -> list[Any]:
-        """Read available data; return the messages that are complete."""
-        # With MSG_DONTWAIT, so that only this read does not block: sending must block,
-        # up to the socket's limit.
-        while not self.closed:
+        Args:
+            wait: True to wait for at least one.
+        """
+        complete: list[Any] = []
+        while not self.closed and not (wait and complete):
             try:
-                part = self._sock.recv(_CHUNK, socket.MSG_DONTWAIT)
-            except (BlockingIOError, InterruptedError):
+                part = self._sock.recv(_CHUNK, _flags(wait))
+            except BlockingIOError:
                 break
             except ConnectionError:
                 # The connection is reset if a rank ended with unread messages.
                 part = b""
             self.closed = not part
-            self._buffer += part
-        complete = []
-        while len(self._buffer) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
-            if len(self._buffer) < end:
-                break
-            complete.append(pickle.loads(self._buffer[_LENGTH.size : end]))
-            del self._buffer[:end]
+            self._received += part
+            complete += self._unpacked()
         return complete
+
+    def _unpacked(self) -> Iterator[Any]:
+        while len(self._received) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
+            if len(self._received) < end:
+                return
+            with memoryview(self._received) as all_, all_[_LENGTH.size : end] as body:
+                message = pickle.loads(body)
+            del self._received[:end]
+            yield message
+
+
+def _flags(wait: bool) -> int:
+    # One flag for each operation: the socket itself blocks for both sides.
+    return 0 if wait else socket.MSG_DONTWAIT

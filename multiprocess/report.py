@@ -6,6 +6,7 @@ It also shows where the ranks' collectives differ, from their flight records.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -125,7 +126,7 @@ def _section(title: str, outcomes: Iterable[RankOutcome]) -> Iterator[str]:
             yield f"  (as rank {shown[details]})"
         else:
             shown[details] = outcome.rank
-            yield from _indent(details)
+            yield from textwrap.indent(details, "  ").splitlines()
     for (what, details), ranks in alike.items():
         if len(ranks) > _MAX_ALIKE:
             yield ""
@@ -142,10 +143,6 @@ def _details(outcome: RankOutcome) -> str:
     if outcome.stacks:
         parts.append("stacks:\n" + _THREAD_ID.sub("", outcome.stacks))
     return "\n".join(part.rstrip() for part in parts if part)
-
-
-def _indent(text: str) -> Iterator[str]:
-    return (f"  {line}".rstrip() for line in text.splitlines())
 
 
 def _output(outcome: RankOutcome) -> Iterator[str]:

@@ -31,7 +31,6 @@ from ..status import EXIT_CODES, INTERRUPTED, UsageError, as_usage, case_status
 from .launcher import AloneError, Place, place_of
 from .recorder import Recorder, make_header
 from .runner import Case, Runner
-from .spmd import REPORT_NOTE
 
 __all__ = ["MAX_LOCALISED", "RunSettings", "run"]
 
@@ -135,7 +134,7 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
             refuse_unfit(place.ranks(1), spec, folder, settings.devices.device)
         # the agent ends the report if this process dies
         if agent is not None:
-            agent.note(REPORT_NOTE, str(path.absolute()))
+            agent.note(str(path.absolute()))
         header = make_header(
             planned=len(pairs),
             preset="ids" if settings.scenarios else settings.preset,

@@ -6,20 +6,17 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ...multiprocess import HarnessError
-from ...multiprocess.elastic.agent import Agent, Ended
+from ...multiprocess.elastic.agent import Agent
 from ..output import say
 from ..rank.devices import visible_gpus
 from ..report.records import append_footer
 from ..status import EXIT_CODES, plain
 
-__all__ = ["REPORT_NOTE", "main_on_torchrun"]
+__all__ = ["main_on_torchrun"]
 
 Command = Callable[[Sequence[str], Agent | None], int]
 ON_RANKS = ("run", "replay")
 """Commands that use torchrun's ranks; all others run on rank 0 alone."""
-REPORT_NOTE = "report"
-"""Key in the store under which the leader writes the report's path."""
 _BROKEN = EXIT_CODES["error"]
 
 
@@ -44,28 +41,13 @@ def _lead(agent: Agent, arguments: Sequence[str], command: Command) -> int:
     except SystemExit as error:  # argparse exits for bad usage, and for --help
         code = error.code if isinstance(error.code, int) else 2
     finally:
-        try:
-            # other processes wait for this flag, whatever the result is
-            agent.reported()
-            agent.finish(code)
-        except HarnessError:
-            # torchrun's agent is gone, which the other agents notice by themselves
-            pass
+        agent.finish(code)
     return code
 
 
 def _follow(agent: Agent) -> int:
-    try:
-        return agent.follow()
-    except HarnessError as error:
-        say(plain(f"gradparity: rank {agent.rank}: {error}"), error=True)
-        return _BROKEN
-    except Ended as ended:
-        if not agent.takes_over():
-            return agent.wait_for_the_end()
-        path = agent.read_note(REPORT_NOTE)
+    def end_report(reason: str, path: str) -> None:
         if path and Path(path).is_file():
-            append_footer(Path(path), f"{ended}")
-        say(plain(f"gradparity: {ended}"), error=True)
-        agent.reported()
-        return _BROKEN
+            append_footer(Path(path), reason)
+
+    return agent.serve(lambda text: say(plain(text), error=True), end_report)

@@ -23,19 +23,19 @@ import functools
 import itertools
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from .. import linux
-from ..cluster import BaseCluster, pickled_call
+from ..cluster import BaseCluster
 from ..environment import AGENT_VARIABLE
-from ..errors import HarnessError, WorldError
+from ..errors import HarnessError
 from ..messages import Kind
 from ..outcomes import RankOutcome
 from ..parent.forkserver_client import forkserver
 from ..parent.rank_processes import current_context
-from ..parent.root_cause import Fact, outcomes_or_raise
+from ..parent.root_cause import Fact
 from ..spec import CallOptions, WorldSpec
 from .local_rank import CallRequest, ContextChange, LocalRanks, RemoteRanks
 from .membership import (
@@ -189,7 +189,7 @@ class Agent:
             going = all(f.reply and f.reply.kind is Kind.READY for f in ready)
             self._let_go(spec, going)
             if not going:
-                self._own.end(spec)
+                self._own.end(request.world)
                 return False, ready
             own = self._own.run(request, self._others("run"))
             # a rank on another host may still import the test
@@ -202,7 +202,7 @@ class Agent:
                 self._let_go(request.spec, False)
                 for phase in ("start", "run"):
                     self._meeting.set_flag(self._fault(phase))
-            self._own.end(request.spec)
+            self._own.end(request.world)
             raise
 
     def _post(self, message: Message) -> None:
@@ -216,19 +216,25 @@ class Agent:
         return ContextChange.between(self._began, current_context())
 
     def finish(self, code: int) -> None:
-        """Send the exit code to the followers, which end; the leader's last call."""
-        try:
-            self._post(code)
-        except Ended:
-            return  # the failure came before all had joined
-        # torchrun ends all processes when the first has failed, and then reports -15.
-        until = linux.now_s() + ANSWER_S
-        for rank in range(1, self.size):
-            self._meeting.wait(f"bye/{rank}", max(0.0, until - linux.now_s()))
+        """End the run: the report is written; the leader's last call.
 
-    def note(self, name: str, text: str) -> None:
-        """Store a note for an agent that may replace the leader."""
-        self._store.put(f"note/{name}", text.encode())
+        Args:
+            code: Exit code for the followers.
+        """
+        # torchrun's agent may be gone, or the failure came before all had joined. The
+        # other agents notice that by themselves.
+        with contextlib.suppress(HarnessError, Ended):
+            self.reported()
+            self._post(code)
+            # torchrun ends all processes when the first has failed, and then reports
+            # -15.
+            until = linux.now_s() + ANSWER_S
+            for rank in range(1, self.size):
+                self._meeting.wait(f"bye/{rank}", max(0.0, until - linux.now_s()))
+
+    def note(self, text: str) -> None:
+        """Store a note for the agent that may replace the leader; see ``serve``."""
+        self._store.put("note", text.encode())
 
     def reported(self) -> None:
         """Tell the other agents that the report is written, so they may end."""
@@ -291,18 +297,30 @@ class Agent:
             self._membership.report_error(text)
             raise
 
-    def read_note(self, name: str) -> str:
-        """Return the leader's note, or ""."""
-        return self._membership.read_note(name)
+    def serve(
+        self,
+        tell: Callable[[str], None],
+        take_over: Callable[[str, str], None] = lambda reason, note: None,
+    ) -> int:
+        """Follow the leader; return the exit code, also if the run breaks off.
 
-    def takes_over(self) -> bool:
-        """Return True if the leader is gone and this is the first remaining agent."""
-        first = self._membership.first_left()
-        return first == self.rank and self._membership.is_gone(0)
-
-    def wait_for_the_end(self) -> int:
-        """Wait until the leader or its replacement has reported; return exit code 3."""
-        self._meeting.wait("reported", ANSWER_S + _REPORT_S)
+        Args:
+            tell: Shows a text to the user.
+            take_over: Called on the agent that replaces the leader, with the reason and
+                the leader's note.
+        """
+        try:
+            return self.follow()
+        except HarnessError as error:
+            tell(f"gradparity: rank {self.rank}: {error}")
+        except Ended as ended:
+            is_first = self._membership.first_left() == self.rank
+            if is_first and self._membership.is_gone(0):
+                take_over(f"{ended}", self._membership.read_note())
+                tell(f"gradparity: {ended}")
+                self.reported()
+            else:
+                self._meeting.wait("reported", ANSWER_S + _REPORT_S)
         return 3  # the command line's exit code of a run that did not complete
 
     def _next_message(self) -> Message:
@@ -343,7 +361,7 @@ class Agent:
             fact = self._own.run(request, self._others("run"))
             self._store.put_message(f"fact/{self.rank}", self._calls, pack(fact))
         else:
-            self._own.end(request.spec)
+            self._own.end(request.world)
 
     def _others(self, phase: str) -> RemoteRanks:
         return RemoteRanks(self._meeting, self._fault(phase), self.check)
@@ -376,70 +394,58 @@ class AgentCluster(BaseCluster):
         super().__init__(spec)
         self._agent = agent
         self._world = 0
-        self._answered = False
-        """True if all ranks have ended the previous call."""
+        """Number of the world; 0 without one."""
 
     def submit(
         self, options: CallOptions, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> tuple[RankOutcome, ...]:
-        """Call ``fn`` on every rank of the world; return every rank's outcome.
+        """Call a function on every rank of the world; return each rank's outcome.
 
         Raises:
             WorldError: At least one rank did not return.
             HarnessError: An agent can no longer be reached.
             Ended: torchrun ended the agents.
         """
-        payload = pickled_call(fn, args, kwargs)
-        if options.isolation == "process":
-            self.close()
-        warm = self.is_warm
-        self._options = options
+        if options.isolation != "process":
+            return super().submit(options, fn, *args, **kwargs)
+        self.close()
         try:
-            ready, facts = self._attempt(options, payload, new=not warm)
-            if warm and not ready:  # lost between two calls, so no call is its cause
-                ready, facts = self._attempt(options, payload, new=True)
-        except BaseException:
-            self._world = 0
-            raise
-        self._answered = ready and all(fact.answered for fact in facts)
-        try:
-            outcomes = outcomes_or_raise(facts)
-        except WorldError:
-            self.close()
-            raise
-        if not all(fact.reply and fact.reply.reusable for fact in facts):
-            self.close()
-        return outcomes
+            return super().submit(options, fn, *args, **kwargs)
+        finally:
+            self.close()  # no later call gets these ranks
 
     @property
     def is_warm(self) -> bool:
         """True if the next call finds the ranks of the previous one."""
         return self._world > 0
 
-    def close(self) -> None:
-        """Give up the ranks; they end with their agents, or if others replace them."""
-        try:
-            if self.is_warm and self._answered:
-                self._make_last_call()
-        finally:
+    def _call(self, options: CallOptions, payload: bytes) -> Sequence[Fact]:
+        # If a rank was lost between two calls, no call is its cause.
+        if facts := self._call_again(options, payload):
+            return facts
+        self._world = self._agent._calls + 1  # never used before  # noqa: SLF001  # its own agent
+        is_ready, facts = self._request(options, payload)
+        if not is_ready:
             self._world = 0
+        return facts
 
-    def _call_again(self, options: CallOptions, payload: bytes) -> None:
-        ready, facts = self._attempt(options, payload, new=False)
-        if ready:
-            outcomes_or_raise(facts)
+    def _call_again(self, options: CallOptions, payload: bytes) -> Sequence[Fact]:
+        if not self.is_warm:
+            return ()
+        is_ready, facts = self._request(options, payload)
+        return facts if is_ready else ()
 
-    def _attempt(
-        self, options: CallOptions, payload: bytes, *, new: bool
-    ) -> tuple[bool, list[Fact]]:
-        if new:
-            self._world = self._agent._calls + 1  # never used before  # noqa: SLF001  # its own agent
+    def _give_up(self, *, kill: bool) -> None:
+        self._world = 0  # the ranks end with their agents, or if others replace them
+
+    def _request(
+        self, options: CallOptions, payload: bytes
+    ) -> tuple[bool, Sequence[Fact]]:
         request = CallRequest(
             spec=self.spec,
             options=options,
             payload=payload,
             world=self._world,
-            fresh_group=not new and options.isolation == "group",
             context=self._agent.change(),
         )
         return self._agent.call(request)

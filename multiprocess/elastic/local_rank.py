@@ -80,18 +80,7 @@ class CallRequest:
     world: int
     """Number of the world; a new number asks for new ranks."""
 
-    fresh_group: bool
     context: ContextChange = field(default_factory=ContextChange)
-
-
-@dataclass
-class _World:
-    """This agent's rank in one world."""
-
-    number: int
-    processes: RankProcesses
-    context: Context
-    """Settings that the rank was sent last."""
 
 
 class LocalRanks:
@@ -116,77 +105,62 @@ class LocalRanks:
         self._one_host = hosts == 1
         self._run = run
         self._env = env
-        self._worlds: dict[WorldSpec, _World] = {}
+        self._worlds: dict[int, RankProcesses] = {}
+        """Number of a world -> its rank here; the least recently used first."""
 
     def start(self, request: CallRequest, others: OtherRanks) -> Fact:
         """Start the rank; return a fact that says if it is ready or how it ended."""
-        spec = request.spec
-        world = self._worlds.pop(spec, None)
-        if world is not None and world.number == request.world:
-            self._worlds[spec] = world  # order: least recently used first
-            if world.processes.intact():
+        spec, number = request.spec, request.world
+        if (warm := self._worlds.pop(number, None)) is not None:
+            self._worlds[number] = warm
+            if warm.intact():
                 ready = Reply(kind=Kind.READY, ended_at_s=linux.now_s())
                 return Fact(rank=self._rank, reply=ready)
-            code = world.processes.ranks[0].exit_code
-            return Fact(rank=self._rank, exit_code=code or LOST)
-        if world is not None:
-            world.processes.kill()
+            return Fact(rank=self._rank, exit_code=warm.ranks[0].exit_code or LOST)
+        for other in [n for n, old in self._worlds.items() if old.spec == spec]:
+            self.end(other)  # the leader has replaced it
         # The leader gets no message about this. If it asks for one of these ranks, the
         # answer is that the rank is lost, and all agents make a new one.
         while len(self._worlds) >= MAX_WORLDS:
             self.end(next(iter(self._worlds)))
-        processes = RankProcesses(spec, (self._rank,))
-        context = self._context(request)
-        self._worlds[spec] = _World(request.world, processes, context)
+        processes = self._worlds[number] = RankProcesses(spec, (self._rank,))
         rendezvous = Rendezvous(
             host=os.environ["MASTER_ADDR"],
             port=int(os.environ["MASTER_PORT"]),
-            prefix=f"{self._run}/world{request.world}",
+            prefix=f"{self._run}/world{number}",
             local_rank=self._local_rank,
             local_size=self._local_size,
             one_host=self._one_host,
         )
-        processes.join(context, rendezvous)
+        processes.join(self._context(request), rendezvous)
         options = CallOptions(timeout_s=spec.start_timeout_s)
-        return self._watched(processes, options, others)
+        return self._watched(number, options, others)
 
     def run(self, request: CallRequest, others: OtherRanks) -> Fact:
         """Run the request on the rank; return what was observed."""
-        world = self._worlds[request.spec]
         context = self._context(request)
-        world.processes.call(
-            request.payload,
-            request.options,
-            fresh_group=request.fresh_group,
-            context=None if context == world.context else context,
-        )
-        world.context = context
-        return self._watched(world.processes, request.options, others)
+        self._worlds[request.world].call(request.payload, request.options, context)
+        return self._watched(request.world, request.options, others)
 
     def _context(self, request: CallRequest) -> Context:
         own = replace(current_context(), env=self._env)
         return request.context.applied_to(own)
 
-    def end(self, spec: WorldSpec) -> None:
+    def end(self, number: int) -> None:
         """End the rank of this world, if there is one."""
-        world = self._worlds.pop(spec, None)
-        if world is not None:
-            world.processes.kill()
+        processes = self._worlds.pop(number, None)
+        if processes is not None:
+            processes.kill()
 
     def end_all(self) -> None:
         """End the ranks of all worlds."""
-        for spec in list(self._worlds):
-            self.end(spec)
+        for number in list(self._worlds):
+            self.end(number)
 
-    def _watched(
-        self,
-        processes: RankProcesses,
-        options: CallOptions,
-        others: OtherRanks,
-    ) -> Fact:
-        (fact,) = Watch(processes, options, others).facts()
+    def _watched(self, number: int, options: CallOptions, others: OtherRanks) -> Fact:
+        (fact,) = Watch(self._worlds[number], options, others).facts()
         if fact.reply is None:
-            self.end(processes.spec)  # a rank that hangs is not used again
+            self.end(number)  # a rank that hangs is not used again
         return fact
 
 

@@ -168,11 +168,9 @@ class Membership:
             store = self.run_store(lambda: None)
             store.put(f"cause/{self._rank}", cause.encode())
 
-    def read_note(self, name: str) -> str:
+    def read_note(self) -> str:
         """Return the leader's note, or ""."""
-        note = None
-        if self._run is not None:
-            note = self._run.read(f"note/{name}", 0.0, author=0)
+        note = None if self._run is None else self._run.read("note", 0.0, author=0)
         return "" if note is None else note.decode()
 
     def state(self, rank: int) -> str:

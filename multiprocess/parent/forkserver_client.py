@@ -237,7 +237,10 @@ class ForkserverClient:
         while True:
             # Not by the socket's limit: a handler of the caller may raise the same
             # TimeoutError.
-            if not arrival.poll(max(0.0, deadline - linux.now_s()) * 1000):
+            left_s = max(0.0, deadline - linux.now_s())
+            if not arrival.poll(min(left_s, linux.LONGEST_WAIT_S) * 1000):
+                if linux.now_s() < deadline:
+                    continue
                 raise self._late(limit_s, doing)
             try:
                 message, fds, _, _ = socket.recv_fds(self._sock, 1 << 20, 1)

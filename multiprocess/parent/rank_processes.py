@@ -165,8 +165,10 @@ class RankProcess:
             ours, theirs = socket.socketpair()
             self.sock = own_ends.enter_context(ours)
             rank_ends.enter_context(theirs)
-            self.inbox = messages.Inbox(ours)
-            self.outbox = messages.Outbox(ours)
+            self.channel = messages.Channel(ours)
+            self.replies: list[messages.Reply] = []
+            """Replies that have come and were not evaluated yet."""
+
             self.exit_fd, exit_w = pipe()
             output_r, output_w = pipe()
             stacks_r, stacks_w = pipe()
@@ -183,11 +185,25 @@ class RankProcess:
         """True if the process is not known to have ended."""
         return self.exit_code is None
 
-    def read_exit(self) -> None:
-        """Read the exit status from the exit pipe, which must be readable."""
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """Descriptors to read; see [Note: Descriptors of a rank]."""
+        return self.sock.fileno(), self.exit_fd, self.output.fd, self.stacks.fd
+
+    def read(self, fd: int) -> bool:
+        """Read what has come on a descriptor; return False if no more will come."""
+        if fd == self.output.fd:
+            return self.output.drain()
+        if fd == self.stacks.fd:
+            return self.stacks.drain()
+        self.replies += self.channel.receive()
+        if fd != self.exit_fd:
+            return not self.channel.closed
+        # The messages first: the rank may have answered before it ended.
         status = os.read(self.exit_fd, EXIT_STATUS.size)
         self.exit_code = EXIT_STATUS.unpack(status)[0] if status else LOST
         self.ended_at_s = linux.now_s()
+        return False
 
     def signal(
         self,
@@ -230,22 +246,28 @@ class RankProcesses:
             raise HarnessError(reason)
         self.spec = spec
         self.owner = linux.getpid()
-        self.runs = 0
-        self.answered = False
-        """True if all ranks have ended the previous call."""
+        self.has_run = False
+        """True once a call was sent."""
 
-        self.reusable = True
+        self._context: Context | None = None
+        """Settings that the ranks were sent last."""
+
         self.ranks: list[RankProcess] = []
-        # One forkserver for all ranks, because another one would lack the imports.
-        self._shared: list[int] = []
+        self._own = contextlib.ExitStack()
         try:
+            # One forkserver for all ranks, because another one would lack the imports.
             server = forkserver()
             server.preload(spec.preload, spec.start_timeout_s)
-            self._shared.append(os.memfd_create("gradparity-store", os.MFD_CLOEXEC))
+            self._selector = self._own.enter_context(selectors.DefaultSelector())
+            store_fd = os.memfd_create("gradparity-store", os.MFD_CLOEXEC)
+            self._own.callback(os.close, store_fd)
             self._records_fd = flight_records.create(spec.world_size)
-            self._shared.append(self._records_fd)
+            self._own.callback(os.close, self._records_fd)
             for rank in range(spec.world_size) if ranks is None else ranks:
-                self.ranks.append(RankProcess(rank, self._shared, spec, server))
+                process = RankProcess(rank, (store_fd, self._records_fd), spec, server)
+                self.ranks.append(process)
+                for fd in process.fds:
+                    self._selector.register(fd, selectors.EVENT_READ, process)
         except OSError as error:
             self.kill()
             if error.errno not in (errno.EMFILE, errno.ENFILE):
@@ -261,38 +283,77 @@ class RankProcesses:
         return tuple(rank.pid for rank in self.ranks)
 
     def join(self, context: Context, rendezvous: Rendezvous | None = None) -> None:
-        """Make all ranks join their world, and wait for their answers."""
+        """Make all ranks join their world; a ``Watch`` waits for their answers."""
+        self._context = context
         for rank in self.ranks:
             start = Start(
                 spec=self.spec, rank=rank.rank, context=context, rendezvous=rendezvous
             )
-            rank.outbox.put(messages.packed(start))
+            self._send(rank, messages.packed(start))
 
     def call(
         self,
         payload: bytes,
         options: CallOptions,
-        *,
-        fresh_group: bool,
-        context: Context | None,
+        context: Context | None = None,
     ) -> None:
         """Send every rank a call, packed once; see ``messages.Run``.
 
+        Args:
+            payload: Pickled ``(fn, args, kwargs)``.
+            options: Options of the call.
+            context: Settings for the ranks; by default those that they have.
+
         This does not block: the time limit of the call holds for all ranks together.
-        The ``Watch`` sends the rest if a rank's socket does not accept everything at
-        once.
+        ``read`` sends the rest if a rank's socket does not accept everything at once.
         """
-        self.runs += 1
+        has_changed = context is not None and context != self._context
         run = Run(
             payload=payload,
-            number=self.runs,
-            fresh_group=fresh_group,
-            context=context,
+            # Ranks that have just joined have a new group.
+            fresh_group=self.has_run and options.isolation == "group",
+            context=context if has_changed else None,
             is_test=options.is_test,
         )
+        self.has_run, self._context = True, context or self._context
         packed = messages.packed(run)
         for rank in self.ranks:
-            rank.outbox.put(packed)
+            self._send(rank, packed)
+
+    def _send(self, rank: RankProcess, packed: bytes) -> None:
+        rank.channel.send(packed)
+        if rank.channel.pending:
+            both = selectors.EVENT_READ | selectors.EVENT_WRITE
+            self._selector.modify(rank.sock, both, rank)
+
+    def read(self, limit_s: float) -> list[tuple[RankProcess, int]]:
+        """Wait until ranks send something, and take it; also send what is left.
+
+        All descriptors of all ranks are read at once. A rank that writes to a full pipe
+        would never end, and would seem to hang.
+
+        Returns:
+            The ranks and descriptors from which something came; none after the limit,
+            or after a long time.
+        """
+        came = []
+        wait_s = min(max(0.0, limit_s), linux.LONGEST_WAIT_S)
+        for key, events in self._selector.select(wait_s):
+            rank: RankProcess = key.data
+            if events & selectors.EVENT_WRITE:
+                rank.channel.flush()
+                if not rank.channel.pending:
+                    self._selector.modify(key.fileobj, selectors.EVENT_READ, rank)
+            if events & selectors.EVENT_READ:
+                came.append((rank, key.fd))
+                if not rank.read(key.fd):  # it would stay ready
+                    self._selector.unregister(key.fileobj)
+        return came
+
+    def _read_until(self, done: Callable[[], bool], limit_s: float) -> None:
+        deadline = linux.now_s() + limit_s
+        while not done() and (left_s := deadline - linux.now_s()) > 0:
+            self.read(left_s)
 
     def collectives(self, rank: int) -> tuple[Collective, ...]:
         """Return the last collectives of one rank, oldest first."""
@@ -302,10 +363,6 @@ class RankProcesses:
         """Return where a rank is."""
         return flight_records.read_place(self._records_fd, rank)[0]
 
-    def has_begun(self, rank: int) -> bool:
-        """Return True if a rank has prepared the call that it was sent last."""
-        return flight_records.read_begun(self._records_fd, rank) == self.runs
-
     def current_collective(self, rank: int) -> Collective | None:
         """Return the collective in which a rank is, or None."""
         return flight_records.read_current(self._records_fd, rank)
@@ -314,7 +371,7 @@ class RankProcesses:
         """Return True if every rank is alive and belongs to this process."""
         if self.owner != linux.getpid():
             return False
-        self._collect_exits(0.0)
+        self.read(0.0)
         # The exit status of a process that has just ended may still be on its way.
         return all(r.alive and not linux.has_ended(r.pidfd) for r in self.ranks)
 
@@ -325,7 +382,7 @@ class RankProcesses:
             for rank in self.ranks:
                 # End of file orders the rank to end, and the rank can still answer.
                 rank.sock.shutdown(socket.SHUT_WR)
-            self._collect_exits(_STOP_S)
+            self._read_until(self._all_ended, _STOP_S)
         self.kill()
 
     def kill(self) -> None:
@@ -335,13 +392,12 @@ class RankProcesses:
                 # The forkserver kills the rest of the rank's process group. It does so
                 # when it sees the rank end, before the number can be used again.
                 rank.signal(signal.SIGKILL)
-            self._collect_exits(_KILL_S)
+            self._read_until(self._all_ended, _KILL_S)
         # Removed one by one, so that a second kill closes no descriptor that has been
         # given to something else.
         while self.ranks:
             self.ranks.pop().close()
-        while self._shared:
-            os.close(self._shared.pop())
+        self._own.close()
 
     def dump_stacks(self, ranks: list[RankProcess], limit_s: float = 0.4) -> None:
         """Make ranks, even stopped ones, write their stacks into their captures."""
@@ -351,21 +407,16 @@ class RankProcesses:
             # continued, in the order of their arrival.
             rank.signal(linux.STACKS_SIGNAL, linux.signal_main_thread)
             rank.signal(signal.SIGCONT)
-        silent = {rank.rank for rank in ranks}
-        deadline = linux.now_s() + limit_s
-        with selectors.DefaultSelector() as selector:
-            for rank in ranks:
-                selector.register(rank.stacks.fd, selectors.EVENT_READ, rank)
-            while (left := deadline - linux.now_s()) > 0:
-                # All ranks have begun to write, so a short silence means that they have
-                # finished.
-                events = selector.select(left if silent else min(left, 0.03))
-                if not events and not silent:
-                    return
-                for key, _ in events:
-                    silent.discard(key.data.rank)
-                    if not key.data.stacks.drain():
-                        selector.unregister(key.fd)
+        silent = set(ranks)
+        until = deadline = linux.now_s() + limit_s
+        while (left_s := until - linux.now_s()) > 0:
+            for rank, fd in self.read(left_s):
+                if fd == rank.stacks.fd:
+                    silent.discard(rank)
+                    if not silent:
+                        # All ranks have begun to write, so a short silence means that
+                        # they have finished.
+                        until = min(deadline, linux.now_s() + 0.03)
 
     def end_call(self, ranks: list[RankProcess], limit_s: float) -> None:
         """Make ranks leave the function, so that ``finally`` and teardown run.
@@ -377,46 +428,21 @@ class RankProcesses:
             ranks: Ranks that have not answered.
             limit_s: Time limit; the caller kills the remaining processes.
         """
+        left = set(ranks)
         for rank in self.ranks:
-            if rank in ranks:
+            rank.replies.clear()
+            if rank in left:
                 rank.signal(linux.END_SIGNAL, linux.signal_main_thread)
             else:
                 rank.signal(signal.SIGKILL)
-        deadline = linux.now_s() + limit_s
-        with selectors.DefaultSelector() as selector:
-            for rank in ranks:
-                for fd in (rank.sock.fileno(), rank.output.fd):
-                    selector.register(fd, selectors.EVENT_READ, rank)
-            left = {rank.rank for rank in ranks}
-            while left and (left_s := deadline - linux.now_s()) > 0:
-                for key, _ in selector.select(left_s):
-                    rank = key.data
-                    if key.fd == rank.output.fd:
-                        if not rank.output.drain():
-                            selector.unregister(key.fd)
-                    elif rank.inbox.poll() or rank.inbox.closed:
-                        selector.unregister(key.fd)
-                        rank.signal(signal.SIGKILL)
-                        left.discard(rank.rank)
 
-    def _collect_exits(self, limit_s: float) -> None:
-        deadline = linux.now_s() + limit_s
-        with selectors.DefaultSelector() as selector:
-            for rank in self.ranks:
-                if rank.alive:
-                    selector.register(rank.exit_fd, selectors.EVENT_READ, rank)
-                    # Drained, or a rank that writes to a full pipe would never end.
-                    selector.register(rank.output.fd, selectors.EVENT_READ, rank)
-            while selector.get_map():
-                events = selector.select(max(0.0, deadline - linux.now_s()))
-                for key, _ in events:
-                    ended: RankProcess = key.data
-                    if key.fd == ended.exit_fd:
-                        ended.read_exit()
-                        selector.unregister(ended.exit_fd)
-                        if ended.output.fd in selector.get_map():
-                            selector.unregister(ended.output.fd)
-                    elif ended.alive and not ended.output.drain():
-                        selector.unregister(ended.output.fd)
-                if not events:
-                    return
+        def all_answered() -> bool:
+            for rank in [r for r in left if r.replies or r.channel.closed]:
+                rank.signal(signal.SIGKILL)
+                left.remove(rank)
+            return not left
+
+        self._read_until(all_answered, limit_s)
+
+    def _all_ended(self) -> bool:
+        return not any(rank.alive for rank in self.ranks)

@@ -8,22 +8,20 @@ their classes are unchanged.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
-import shutil
 import sys
 import tempfile
 import types
 import unittest
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
 
 from ..environment import hosts
 from ..errors import WorldError
-from ..outcomes import RankOutcome, RankState
+from ..outcomes import Left, RankOutcome, RankState
+from ..rank.endings import SKIP
 from ..rank.unittests import (
     CaseRef,
     run_continuous_test,
@@ -32,7 +30,6 @@ from ..rank.unittests import (
 )
 from ..report import render_output
 from ..spec import CallOptions, WorldSpec
-from ..testcase import TestCase, run_on_ranks, use
 from .controller import show
 from .runner import Runner, UnsuitableWorld
 
@@ -43,10 +40,16 @@ _BASES = ("MultiProcessTestCase", "MultiProcContinuousTest", "MultiThreadedTestC
 class Adoption:
     """Plugin object that runs tests of torch's multi-process classes on our ranks."""
 
-    def __init__(self) -> None:
-        self._files: str | None = None
-        self._numbers = itertools.count()
-        self._replaced: list[tuple[type[Any], str, Any]] = []
+    def __init__(self, runner: Callable[[], Runner]) -> None:
+        """Replace nothing yet.
+
+        Args:
+            runner: Returns the runner of the session's tests on ranks.
+        """
+        self._runner = runner
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._patch = pytest.MonkeyPatch()
+        self._is_patched = False
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pycollect_makeitem(
@@ -55,17 +58,26 @@ class Adoption:
         """Patch torch's classes before a test class is instantiated."""
         # Its module has just been imported. Replace the methods before an instance is
         # made: an older instance would wait for no process, and so pass.
-        if not self._replaced and (bases := _torch_bases()):
+        if not self._is_patched and (bases := _torch_bases()):
+            self._is_patched = True
             self._replace(*bases)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Show a failed world in a report instead of the parent's traceback."""
+        report = yield
+        failure = call.excinfo.value if call.excinfo else None
+        if report.failed and isinstance(failure, WorldError) and is_adopted(item):
+            show(item, failure, report)
+        return report
 
     def pytest_unconfigure(self) -> None:
         """Restore the methods of torch's classes."""
-        use(None)
-        while self._replaced:
-            setattr(*self._replaced.pop())
-        if self._files is not None:
-            shutil.rmtree(self._files, ignore_errors=True)
-            self._files = None
+        self._patch.undo()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _replace(self, process: Any, continuous: Any, threaded: Any) -> None:
         common = sys.modules[_COMMON]
@@ -163,9 +175,7 @@ class Adoption:
 
     def _put(self, owner: type[Any], **methods: Any) -> None:
         for name, method in methods.items():
-            # From the class's dict, since getattr would bind a classmethod.
-            self._replaced.append((owner, name, vars(owner)[name]))
-            setattr(owner, name, method)
+            self._patch.setattr(owner, name, method)
 
     def _run(
         self,
@@ -183,8 +193,17 @@ class Adoption:
             default_group=False,
             timeout_s=float(limit_s),
         )
+        runner = self._runner()
+        options = CallOptions(timeout_s=spec.timeout_s, is_test=True, live=runner.live)
         try:
-            run_on_ranks(spec, fn, CaseRef.of(test), *args)
+            outcomes = runner.run(spec, options, fn, CaseRef.of(test), *args)
+            left = outcomes[0].value  # the same on all ranks
+            if not runner.live:
+                print(render_output(outcomes), end="")
+            if isinstance(left, Left) and left.kind == SKIP:
+                raise unittest.SkipTest(left.reason)
+        except UnsuitableWorld as reason:
+            raise unittest.SkipTest(str(reason)) from None
         except WorldError as failure:
             if ended is None or not ended(failure):
                 raise
@@ -195,10 +214,12 @@ class Adoption:
                 f"torch's class lets its ranks meet in a file, and they are on {count} "
                 "hosts: run it on one"
             )
-        if self._files is None:
-            self._files = tempfile.mkdtemp(prefix="gradparity-adopt-")
-        path = os.path.join(self._files, str(next(self._numbers)))
-        open(path, "w").close()
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(
+                prefix="gradparity-adopt-", ignore_cleanup_errors=True
+            )
+        fd, path = tempfile.mkstemp(dir=self._folder.name)
+        os.close(fd)
         return path
 
 
@@ -227,44 +248,7 @@ def _torch_bases() -> tuple[type[Any], ...]:
     return () if common is None else tuple(getattr(common, n) for n in _BASES)
 
 
-def _is_of(item: pytest.Item, bases: tuple[type[Any], ...]) -> bool:
+def is_adopted(item: pytest.Item) -> bool:
+    """Return True for a test of one of torch's multi-process classes."""
     cls = getattr(item, "cls", None)
-    return cls is not None and issubclass(cls, bases)
-
-
-def has_classes(items: Iterable[pytest.Item], adopts: bool) -> bool:
-    """Return True if a test is of a class whose tests run on ranks."""
-    torchs = _torch_bases() if adopts else ()
-    return any(_is_of(item, (TestCase, *torchs)) for item in items)
-
-
-def explain(
-    item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport
-) -> None:
-    """Show a failed world in a report instead of the parent's traceback."""
-    failure = call.excinfo.value if call.excinfo else None
-    if isinstance(failure, WorldError) and _is_of(item, (TestCase, *_torch_bases())):
-        show(item, failure, report)
-
-
-def submit_by(runner: Callable[[], Runner], defaults: Mapping[str, Any]) -> None:
-    """Make tests of classes run where the session's marked tests run.
-
-    Args:
-        runner: Returns the runner of marked tests.
-        defaults: The session's settings for classes that do not set them.
-    """
-
-    def submit(
-        spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
-    ) -> tuple[RankOutcome, ...]:
-        live = runner().live
-        try:
-            outcomes = runner().run(spec, replace(options, live=live), fn, *args)
-        except UnsuitableWorld as reason:
-            raise unittest.SkipTest(str(reason)) from None
-        if not live:
-            print(render_output(outcomes), end="")
-        return outcomes
-
-    use(submit, defaults)
+    return cls is not None and issubclass(cls, _torch_bases())

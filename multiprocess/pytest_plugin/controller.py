@@ -198,6 +198,7 @@ class ItemRun:
             following=None if following is None else ItemId.of(following),
             # Not the test's seed: new examples in each session find more.
             draw_seed=random.Random(os.urandom(8)).getrandbits(64),
+            is_last=self._spec.isolation == "process",
         )
         options = CallOptions(
             timeout_s=self._spec.timeout_s,

@@ -6,9 +6,7 @@ the code that runs worlds is imported with the first test that needs one.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +34,7 @@ _PDB = "pdbinvoke"
 """pytest's plugin for ``--pdb``."""
 
 _RUNNER = pytest.StashKey["Runner"]()
-_WANTED = pytest.StashKey[Wanted]()
+_WANTED = pytest.StashKey["Wanted | str"]()
 _DEFAULTS = pytest.StashKey[Mapping[str, Any]]()
 _AGENT: pytest.StashKey[Agent] = pytest.StashKey()
 _EXIT_CODE = pytest.StashKey[int]()
@@ -67,7 +65,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.gradparity_adopt:
         from .adopt import Adoption
 
-        config.pluginmanager.register(Adoption())
+        config.pluginmanager.register(Adoption(lambda: _runner(config)))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests of ``TestCase`` classes, with the settings of their class."""
+    cls: Any = getattr(item, "cls", None)
+    if hasattr(cls, "_marker_settings") and item.get_closest_marker(_MARK) is None:
+        try:
+            settings = cls(item.name)._marker_settings()  # noqa: SLF001  # its own class
+        except Exception as error:  # of a property; the test's setup reports it
+            settings = {"world_size": error}
+        item.add_marker(pytest.mark.world(**settings))
 
 
 def pytest_collection_modifyitems(
@@ -137,11 +146,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if _on_rank(config):
         return
     worlds = any(item.get_closest_marker(_MARK) for item in session.items)
-    if _has_classes(session):
-        from .adopt import submit_by
+    if config.option.gradparity_adopt:
+        from .adopt import is_adopted
 
-        submit_by(lambda: _runner(config), config.stash[_DEFAULTS])
-        worlds = True
+        worlds = worlds or any(map(is_adopted, session.items))
     if worlds and not config.option.collectonly:
         from .controller import preload_session
 
@@ -156,12 +164,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """Make setup, call and teardown of a marked test run on ranks."""
     if not _on_ranks(item):
         return (yield)
-    # a wrong marker is reported in the test's setup
-    with contextlib.suppress(TypeError, ValueError):
-        spec = _spec(item)
+    if isinstance(wanted := _wanted(item), Wanted):
         from .controller import take_over
 
-        take_over(item, spec, _runner(item.config), _following(item))
+        following = _following(item, wanted.spec)
+        take_over(item, wanted.spec, _runner(item.config), following)
     # A failure is debugged on its rank, because frames here are only those of this
     # plugin.
     plugins = item.config.pluginmanager
@@ -184,13 +191,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         from .internals import skip_at_item
 
         refuse(item)
-        try:
-            too_small = _wanted(item).too_small
-        # a wrong marker that was added after collection
-        except (TypeError, ValueError) as error:
-            pytest.fail(f"{item.nodeid}: {error}", pytrace=False)
-        if too_small:
-            skip_at_item(too_small)
+        wanted = _wanted(item)
+        if isinstance(wanted, str):
+            pytest.fail(f"{item.nodeid}: {wanted}", pytrace=False)
+        if wanted.too_small:
+            skip_at_item(wanted.too_small)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -203,10 +208,6 @@ def pytest_runtest_makereport(
         from .controller import complete
 
         complete(item, call, report)
-    elif report.failed and "gradparity.multiprocess.testcase" in sys.modules:
-        from . import adopt
-
-        adopt.explain(item, call, report)
     return report
 
 
@@ -223,10 +224,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """End all ranks, even if no test was run."""
     _close_runner(config)
     if _AGENT in config.stash:
-        from .runner import finish
-
         # Last of all, because torchrun ends this process when another one has ended.
-        finish(config.stash[_AGENT], config.stash.get(_EXIT_CODE, 0))
+        with config.stash[_AGENT] as agent:
+            agent.finish(config.stash.get(_EXIT_CODE, 0))
         del config.stash[_AGENT]
 
 
@@ -235,21 +235,11 @@ def _lead_or_follow(config: pytest.Config) -> None:
     from .runner import follow
 
     if os.environ["RANK"] == "0":
-        config.stash[_AGENT] = Agent().__enter__()  # `finish` ends it
+        config.stash[_AGENT] = Agent().__enter__()  # `pytest_unconfigure` ends it
         return
     code = follow()
     linux.flush_standard_streams()
     os._exit(code)  # no hook ends this session: rank 0 reports
-
-
-def _has_classes(session: pytest.Session) -> bool:
-    """Return True if there are unittest classes whose tests run on ranks."""
-    adopts = session.config.option.gradparity_adopt
-    if not adopts and "gradparity.multiprocess.testcase" not in sys.modules:
-        return False
-    from .adopt import has_classes
-
-    return has_classes(session.items, adopts)
 
 
 def _close_runner(config: pytest.Config) -> None:
@@ -285,24 +275,22 @@ def _on_ranks(item: pytest.Item) -> bool:
     return item.get_closest_marker(_MARK) is not None and not _on_rank(item.config)
 
 
-def _following(item: pytest.Item) -> pytest.Item | None:
+def _following(item: pytest.Item, spec: WorldSpec) -> pytest.Item | None:
     """Return the next test on the same ranks, if known."""
-    spec, stash = _spec(item), item.session.stash
+    stash = item.session.stash
     if spec.isolation == "process":
         return None
     if _AFTER not in stash:
         after: dict[pytest.Item, pytest.Item] = {}
         last: dict[WorldSpec, pytest.Item] = {}
         for each in reversed(item.session.items):
-            if each.get_closest_marker(_MARK) is None:
+            wanted = _wanted(each) if _on_ranks(each) else ""
+            if isinstance(wanted, str):
                 continue
-            try:
-                kind = _spec(each).kind
-            except (TypeError, ValueError):
-                continue
+            kind = wanted.spec.kind
             if kind in last:
                 after[each] = last[kind]
-            if _spec(each).isolation != "process":
+            if wanted.spec.isolation != "process":
                 last[kind] = each
         stash[_AFTER] = after
     return stash[_AFTER].get(item)
@@ -328,26 +316,24 @@ def _size(item: pytest.Item, marker: pytest.Mark) -> Any:
 
 
 def _size_or_0(item: pytest.Item) -> int:
-    try:
-        marked = item.get_closest_marker(_MARK) is not None
-        return _spec(item).world_size if marked else 0
-    except (TypeError, ValueError):
-        return 0  # the setup will say what is wrong with the marker
+    wanted = _wanted(item) if _on_ranks(item) else ""
+    return 0 if isinstance(wanted, str) else wanted.spec.world_size
 
 
-def _spec(item: pytest.Item) -> WorldSpec:
-    return _wanted(item).spec
-
-
-def _wanted(item: pytest.Item) -> Wanted:
+def _wanted(item: pytest.Item) -> Wanted | str:
+    """Return the world of a marked test, or what is wrong with its marker."""
     if _WANTED not in item.stash:
         config, marker = item.config, item.get_closest_marker(_MARK)
         assert marker is not None
         agent = config.stash.get(_AGENT, None)
-        item.stash[_WANTED] = world_of(
-            _size(item, marker),
-            marker.kwargs,
-            config.stash[_DEFAULTS],
-            None if agent is None else agent.size,
-        )
+        try:
+            item.stash[_WANTED] = world_of(
+                _size(item, marker),
+                marker.kwargs,
+                config.stash[_DEFAULTS],
+                None if agent is None else agent.size,
+            )
+        # of a marker that was added after collection
+        except (TypeError, ValueError) as error:
+            item.stash[_WANTED] = str(error)
     return item.stash[_WANTED]

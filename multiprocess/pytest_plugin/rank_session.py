@@ -11,8 +11,8 @@ import os
 import pickle
 import sys
 import warnings
-from collections.abc import Generator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -86,6 +86,9 @@ class ItemOrder:
     draw_seed: int
     """Seed of hypothesis, equal on all ranks."""
 
+    is_last: bool
+    """True if the ranks run no other test, and no last call of the parent."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Phase(Left):
@@ -147,7 +150,12 @@ def run_item(order: ItemOrder) -> ItemResult | Failed:
     following = session.following(order.following)
     session.plugin.draw_seed = order.draw_seed
     current_world()._begin()  # noqa: SLF001  # its own world
-    return session.run(item, following)
+    result = session.run(item, following)
+    if order.is_last:
+        has_failed = isinstance(result, Failed)
+        with suppress(Exception) if has_failed else nullcontext():
+            end_session()
+    return result
 
 
 def end_fixtures(test: ItemId) -> None:
@@ -284,6 +292,30 @@ def _failed(error: BaseException, report: Any, result: ItemResult) -> Failed:
     # A failure of another rank has its traceback on that rank.
     text = str(error) if followed else report.longreprtext
     return Failed(error, result, traceback=text, followed=followed)
+
+
+@contextmanager
+def _reporting_at_once(item: Any) -> Iterator[None]:
+    """Report a failure of a unittest test before its tearDown, which may block."""
+
+    def reporting(own: Callable[..., None]) -> Callable[..., None]:
+        def add(test: object, info: tuple[Any, BaseException, Any]) -> None:
+            error = info[1]
+            if not isinstance(error, CallEnded) and early_end(error) is None:
+                current_world()._fail(Failed(error, None))  # noqa: SLF001  # its own world
+            own(test, info)
+
+        return add
+
+    # pytest's item is the result object that unittest calls with each exception.
+    names = ("addError", "addFailure") if hasattr(item, "addError") else ()
+    for name in names:
+        setattr(item, name, reporting(getattr(item, name)))
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(item, name)
 
 
 def serialised(config: pytest.Config, report: Any) -> Mapping[str, Any]:
@@ -458,15 +490,16 @@ class _RankPlugin:
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         """Keep the examples of hypothesis in step on all ranks."""
         __tracebackhide__ = True
-        if "hypothesis" not in sys.modules:
-            return (yield)
-        from .hypothesis import Steps
+        with _reporting_at_once(item):
+            if "hypothesis" not in sys.modules:
+                return (yield)
+            from .hypothesis import Steps
 
-        test = getattr(item, "obj", None)
-        steps = Steps(self.draw_seed)
-        drawn = steps.of(test) if hasattr(test, "hypothesis") else nullcontext()
-        with steps.of_state_machines(), drawn:
-            return (yield)
+            test = getattr(item, "obj", None)
+            steps = Steps(self.draw_seed)
+            drawn = steps.of(test) if hasattr(test, "hypothesis") else nullcontext()
+            with steps.of_state_machines(), drawn:
+                return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(

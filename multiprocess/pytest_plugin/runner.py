@@ -23,7 +23,7 @@ from ..spec import CallOptions, WorldSpec
 from .rank_session import ItemId, ItemOrder, end_fixtures, end_session, run_item
 
 if TYPE_CHECKING:
-    from ..elastic.agent import Agent, AgentCluster
+    from ..elastic.agent import Agent
 
 # Each idle rank keeps 5 to 13 MiB that it does not share (docs/harness-inside.md).
 _MAX_IDLE_RANKS = 16
@@ -51,12 +51,33 @@ class Runner(ABC):
         self.live = live
         self._report = report
         self._late: list[tuple[pytest.Item, WorldError]] = []
+        self._clusters: dict[WorldSpec, BaseCluster] = {}
+        """Kind of world -> its cluster; the least recently used first."""
+
         self._kept_nodes: dict[WorldSpec, list[object]] = {}
         """Kind of world -> nodes whose fixtures its ranks keep for the next test."""
 
     @abstractmethod
     def _cluster(self, spec: WorldSpec) -> AbstractContextManager[BaseCluster]:
         """Hold the cluster of a world for a call, with the resources of its ranks."""
+
+    def _of_kind(
+        self,
+        kind: WorldSpec,
+        make: Callable[[WorldSpec], BaseCluster],
+        most: int,
+        weight: Callable[[WorldSpec], int],
+    ) -> BaseCluster:
+        """Return the cluster of a kind; end the others if too many would be warm."""
+        cluster = self._clusters.pop(kind, None) or make(kind)
+        warm = [other for other in self._clusters.values() if other.is_warm]
+        total = sum(weight(each.spec) for each in (cluster, *warm))
+        for other in warm:
+            if total > most:
+                total -= weight(other.spec)
+                other.close()
+        self._clusters[kind] = cluster
+        return cluster
 
     def run(
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
@@ -108,9 +129,10 @@ class Runner(ABC):
         while self._late:
             self._report(*self._late.pop(0))
 
-    @abstractmethod
     def close(self) -> None:
-        """End the pytest sessions of all ranks."""
+        """End the pytest sessions of all ranks, and the ranks."""
+        for cluster in self._clusters.values():
+            cluster.close()
 
 
 class AgentRunner(Runner):
@@ -126,7 +148,6 @@ class AgentRunner(Runner):
         """
         super().__init__(live, report)
         self._agent = agent
-        self._clusters: dict[WorldSpec, AgentCluster] = {}
 
     @contextlib.contextmanager
     def _cluster(self, spec: WorldSpec) -> Iterator[BaseCluster]:
@@ -138,32 +159,25 @@ class AgentRunner(Runner):
         from ..elastic.agent import AgentCluster, Ended
         from ..elastic.local_rank import MAX_WORLDS
 
-        kind = spec.kind
-        cluster = self._clusters.pop(kind, None) or AgentCluster(self._agent, kind)
-        self._clusters[kind] = cluster  # order: least recently used first
-        warm = [c for c in self._clusters.values() if c.is_warm and c is not cluster]
+        make = partial(AgentCluster, self._agent)
         try:
             # Otherwise the agents would end these ranks, and their fixtures not.
-            for other in warm[: max(0, len(warm) + 1 - MAX_WORLDS)]:
-                other.close()
-            yield cluster
+            yield self._of_kind(spec.kind, make, MAX_WORLDS, lambda spec: 1)
         except (Ended, HarnessError) as error:  # no world can be started any more
             pytest.exit(f"{error}", returncode=3)
 
     def close(self) -> None:
         """End the pytest sessions of the ranks; the ranks end with their agents."""
         with contextlib.suppress(Exception):
-            for cluster in self._clusters.values():
-                cluster.close()
+            super().close()
 
 
 class PoolRunner(Runner):
-    """Keeps a warm cluster for each kind of world; ends the least recently used."""
+    """Runs tests on ranks that this process starts."""
 
     def __init__(self, live: bool, report: Report) -> None:
         """Start the forkserver."""
         super().__init__(live, report)
-        self._clusters: dict[WorldSpec, Cluster] = {}
         if not unsupported():  # otherwise each test reports it
             forkserver()  # it imports torch while the session goes on
 
@@ -174,30 +188,15 @@ class PoolRunner(Runner):
             if spec.device == "cuda":
                 names = slots.enter_context(_gpus(spec, self._warm_gpus(spec.kind)))
                 spec = replace(spec, visible_devices=names)
-            yield self._of_kind(spec.kind)
+            yield self._of_kind(
+                spec.kind, Cluster.of, _MAX_IDLE_RANKS, lambda kind: kind.world_size
+            )
 
     def _warm_gpus(self, kind: WorldSpec) -> tuple[str, ...]:
         """Return the GPUs on which a world of this kind ran last."""
         seen = (other.visible_devices for other in reversed(self._clusters))
         like = (n for n in seen if replace(kind, visible_devices=n) in self._clusters)
         return next(like, ())
-
-    def close(self) -> None:
-        """End the ranks of all clusters."""
-        for cluster in self._clusters.values():
-            cluster.close()
-        self._clusters.clear()
-
-    def _of_kind(self, kind: WorldSpec) -> Cluster:
-        cluster = self._clusters.pop(kind, None) or Cluster.of(kind)
-        # Warm ranks take memory, so end those that were used longest ago.
-        self._clusters[kind] = cluster  # order: least recently used first
-        idle = sum(len(c.pids) for c in self._clusters.values() if c is not cluster)
-        for other in list(self._clusters.values()):
-            if other is not cluster and idle + kind.world_size > _MAX_IDLE_RANKS:
-                idle -= len(other.pids)
-                other.close()
-        return cluster
 
 
 def _end_fixtures(cluster: BaseCluster, options: CallOptions, test: ItemId) -> None:
@@ -228,25 +227,10 @@ def _gpus(
 
 def follow() -> int:
     """Serve rank 0's session with this process's ranks; return the exit code."""
-    from ..elastic.agent import Agent, Ended
+    from ..elastic.agent import Agent
 
     with Agent() as agent:
         try:
-            return agent.follow()
-        except HarnessError as error:
-            print(f"gradparity: rank {agent.rank}: {error}", file=sys.stderr)
-        except Ended as ended:
-            if not agent.takes_over():
-                return agent.wait_for_the_end()
-            print(f"gradparity: {ended}", file=sys.stderr)
-            agent.reported()
+            return agent.serve(lambda text: print(text, file=sys.stderr))
         except KeyboardInterrupt:
             return int(pytest.ExitCode.INTERRUPTED)
-    return int(pytest.ExitCode.INTERNAL_ERROR)
-
-
-def finish(agent: Agent, code: int) -> None:
-    """End the session's ranks, and tell the other agents to exit."""
-    with agent, contextlib.suppress(HarnessError):  # torchrun's own agent may be gone
-        agent.reported()
-        agent.finish(code)

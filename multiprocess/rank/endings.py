@@ -37,6 +37,15 @@ def _early() -> Iterator[tuple[str, type[BaseException]]]:
         yield XFAIL, pytest.xfail.Exception
 
 
+def torch_skip(error: SystemExit) -> str | None:
+    """Return the reason of a skip by an exit code of torch's decorators, or None."""
+    common = sys.modules.get("torch.testing._internal.common_distributed")
+    for skip in common.TEST_SKIPS.values() if common is not None else ():
+        if error.code == skip.exit_code:
+            return str(skip.message)
+    return None
+
+
 def conclude(
     raised: Sequence[tuple[str, BaseException]],
     early: Callable[[BaseException], Left | None] = early_end,
@@ -96,6 +105,7 @@ def refuse_unrun(name: str, value: object) -> None:
     Raises:
         TypeError: Names the object and the alternative.
     """
+    __tracebackhide__ = True
     if isinstance(value, Awaitable | AsyncIterator):
         if isinstance(value, CoroutineType):
             value.close()  # avoids the warning that it was never awaited

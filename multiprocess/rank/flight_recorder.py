@@ -19,7 +19,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..outcomes import Place
 from .flight_records import RecordWriter
+from .frames import ROOM, line_outside
 from .torch_internals import BACKWARD, CONNECTS, NEW_GROUP, functional
 
 METHODS = (
@@ -75,13 +76,10 @@ _FUNCTIONS = (
 
 _QUIET = (
     os.path.dirname(torch.__file__) + os.sep,
-    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    ROOM,
     os.path.dirname(functools.__file__) + os.sep,
 )
 """Folders whose frames are skipped in search of the line that issued a collective."""
-
-# Limits the cost of a record on a deep stack that has only torch's frames.
-_MAX_FRAMES = 80
 
 
 class _Thread(threading.local):
@@ -100,16 +98,16 @@ def install(writer: RecordWriter) -> None:
     # waited for; by identity, since tensors compare by element.
     pending = WeakIdKeyDictionary()
     group = dist.ProcessGroup
-    _wrap_place(group, "monitored_barrier", Place.COLLECTIVE)  # waits inside the call
+    _wrap_wait(group, "monitored_barrier", Place.COLLECTIVE)  # waits inside the call
     for name in METHODS:
         _wrap(group, name, _group_of_method, pending)
     for name in _FUNCTIONS:
         _wrap(functional, name, _group_of_function, pending)
-    _wrap_wait(dist.Work, "wait", pending)
-    _wrap_wait(functional, "wait_tensor", pending)
+    _wrap_wait(dist.Work, "wait", Place.COLLECTIVE, pending)
+    _wrap_wait(functional, "wait_tensor", Place.COLLECTIVE, pending)
     for name in ("get", "multi_get", "wait"):
-        _wrap_place(Store, name, Place.STORE)
-    _wrap_place(*NEW_GROUP, Place.JOINING)
+        _wrap_wait(Store, name, Place.STORE)
+    _wrap_wait(*NEW_GROUP, Place.JOINING)
 
 
 def uninstall() -> None:
@@ -216,7 +214,7 @@ def _wrap(
         try:
             group = _resolved(group_of(args, kwargs))
             # Recorded before the call: one that never returns is then the last record.
-            caller = _caller(sys._getframe(1))
+            caller = line_outside(sys._getframe(1), _QUIET)
             record = writer.record(
                 _name(group), name, _tensors(args), caller, _ranks(group)
             )
@@ -235,50 +233,40 @@ def _wrap(
     _put(owner, name, recorded)
 
 
-def _wrap_wait(owner: Any, name: str, pending: WeakIdKeyDictionary) -> None:
+def _wrap_wait(
+    owner: Any, name: str, place: Place, pending: WeakIdKeyDictionary | None = None
+) -> None:
+    """Note a place during a wait; with ``pending`` it is the wait for a collective."""
     wrapped = getattr(owner, name) if name in vars(owner) else None
     if wrapped is None:
         return
 
     @functools.wraps(wrapped)
-    def waited(*args: Any, **kwargs: Any) -> Any:
+    def waits(*args: Any, **kwargs: Any) -> Any:
         writer = _writer
-        if writer is None or not args or torch.compiler.is_compiling():
+        if (
+            writer is None
+            or torch.compiler.is_compiling()
+            # Making a group also waits for keys of a store, and "making a group" says
+            # more.
+            or (writer.waits if pending is None else not args)
+        ):
             return wrapped(*args, **kwargs)
-        record = pending.get(args[0])
-        before = writer.enter(Place.COLLECTIVE, record)
+        record = None if pending is None else pending.get(args[0])
+        before = writer.enter(place, record)
         try:
             result = wrapped(*args, **kwargs)
         finally:
             writer.leave(before)
+        if pending is None:
+            return result
         _thread.waited = True
         pending.pop(args[0], None)
         _forget_unwaited(record, _storage(args[0]))
         return result
 
-    _put(owner, name, waited)
-    _WAITS.add(_code_of(waited))
-
-
-def _wrap_place(owner: Any, name: str, place: Place) -> None:
-    wrapped = getattr(owner, name) if name in vars(owner) else None
-    if wrapped is None:
-        return
-
-    @functools.wraps(wrapped)
-    def there(*args: Any, **kwargs: Any) -> Any:
-        writer = _writer
-        # Making a group also waits for keys of a store, and "making a group" says more.
-        if writer is None or writer.waits or torch.compiler.is_compiling():
-            return wrapped(*args, **kwargs)
-        before = writer.enter(place)
-        try:
-            return wrapped(*args, **kwargs)
-        finally:
-            writer.leave(before)
-
-    _put(owner, name, there)
-    _WAITS.add(_code_of(there))
+    _put(owner, name, waits)
+    _WAITS.add(_code_of(waits))
     # a Python function calls the native function that waits
     if inspect.isfunction(wrapped):
         _WAITS.add(_code_of(wrapped))
@@ -365,19 +353,3 @@ def _flat(value: Any) -> list[torch.Tensor]:
     if isinstance(value, list | tuple):
         return [tensor for part in value for tensor in _flat(part)]
     return []
-
-
-def _caller(frame: FrameType | None) -> str:
-    nearest = frame
-    # The nearest frame outside of torch and of this package is the line that the author
-    # of the test can change.
-    for _ in range(_MAX_FRAMES):
-        if frame is None:
-            break
-        if not frame.f_code.co_filename.startswith(_QUIET):
-            nearest = frame
-            break
-        frame = frame.f_back
-    if nearest is None:
-        return "?"
-    return f"{os.path.basename(nearest.f_code.co_filename)}:{nearest.f_lineno}"

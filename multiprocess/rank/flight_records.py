@@ -2,8 +2,7 @@
 
 A rank writes, and the parent can read at any time, also from a rank that hangs, was
 killed or stopped. Layout of a rank's region: number of records; the rank's place, and
-the record of its current collective; number of the last call that has begun; a ring of
-records.
+the record of its current collective; a ring of records.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ _SLOT = 512
 _COUNT = struct.Struct("!Q")
 _PLACE = struct.Struct("!II")
 _NO_RECORD = 2**32 - 1
-_BEGUN = struct.Struct("!Q")
-_BEGUN_AT = _COUNT.size + _PLACE.size
-_HEAD = _BEGUN_AT + _BEGUN.size
+_HEAD = _COUNT.size + _PLACE.size
 REGION = _HEAD + SLOTS * _SLOT
 
 
@@ -59,10 +56,6 @@ class RecordWriter:
         self._numbers.clear()
         _COUNT.pack_into(self._memory, self._start, 0)
         self._put((Place.BODY.value, _NO_RECORD))
-
-    def begin(self, number: int) -> None:
-        """Note that the call with this number has begun."""
-        _BEGUN.pack_into(self._memory, self._start + _BEGUN_AT, number)
 
     @property
     def last(self) -> tuple[int, int] | None:
@@ -117,6 +110,9 @@ class RecordWriter:
         text = json.dumps((*fields, _as_range(ranks))).encode()
         if len(text) > _SLOT:  # ranks of a large group without a pattern do not fit
             text = json.dumps((*fields, [])).encode()
+        if len(text) > _SLOT:  # JSON takes six bytes for a letter that is not ASCII
+            fields = (group[:16], *fields[1:4], where[-24:])
+            text = json.dumps((*fields, [])).encode()
         at = self._start + _HEAD + self._count % SLOTS * _SLOT
         self._memory[at : at + _SLOT] = text.ljust(_SLOT)
         # The count last, so that a reader that comes between finds all earlier records.
@@ -144,14 +140,6 @@ def read_place(fd: int, rank: int) -> tuple[Place, int | None]:
     """Return where a rank is, and the position of its current collective or None."""
     place, index = _PLACE.unpack(os.pread(fd, _PLACE.size, rank * REGION + _COUNT.size))
     return Place(place), None if index == _NO_RECORD else index
-
-
-def read_begun(fd: int, rank: int) -> int:
-    """Return the number of the call that a rank began last."""
-    number: int
-    at = rank * REGION + _BEGUN_AT
-    (number,) = _BEGUN.unpack(os.pread(fd, _BEGUN.size, at))
-    return number
 
 
 def read_current(fd: int, rank: int) -> Collective | None:

@@ -10,19 +10,19 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
 from . import flight_recorder
+from .frames import ROOM, line_outside, outwards
 
 _LOOKS, _LOOK_S = 3, 0.01
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _POOL = concurrent.futures.thread.__file__
 _DISTRIBUTED = _TORCH + "distributed" + os.sep
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_BETWEEN = (threading.__file__, _TORCH, ROOM)
 _KEPT = (
     os.path.dirname(multiprocessing.__file__) + os.sep,
     os.sep + "tqdm" + os.sep,
@@ -77,32 +77,16 @@ def _default_group() -> dist.ProcessGroup | None:
 def _threads_left() -> list[str]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return [
-        f"a thread ({names.get(number, number)}, in {_place(frame)})"
+        f"a thread ({names.get(number, number)}, in {line_outside(frame, _BETWEEN)})"
         for number, frame in sys._current_frames().items()
         if number not in _allowed and not _issues_nothing(frame)
     ]
 
 
 def _issues_nothing(frame: FrameType) -> bool:
-    files = [each.f_code.co_filename for each in _outwards(frame)]
+    files = [each.f_code.co_filename for each in outwards(frame)]
     owner = next((f for f in reversed(files) if f != threading.__file__), "")
     if owner == _POOL:  # a pool's thread that waits for work
         return files[0] == _POOL and frame.f_code.co_name == "_worker"
     is_harmless = any(each in owner for each in _KEPT)
     return is_harmless and not owner.startswith(_DISTRIBUTED)
-
-
-def _place(frame: FrameType) -> str:
-    """Return the innermost line of test code in a stack, else the innermost line."""
-    between = (threading.__file__, _TORCH, _OURS)
-    nearest = next(
-        (f for f in _outwards(frame) if not f.f_code.co_filename.startswith(between)),
-        frame,
-    )
-    return f"{os.path.basename(nearest.f_code.co_filename)}:{nearest.f_lineno}"
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -10,10 +10,9 @@ import dataclasses
 import datetime
 import faulthandler
 import gc
-import importlib
 import os
 import pickle
-import re
+import pkgutil
 import signal
 import socket
 import sys
@@ -28,6 +27,7 @@ from ..environment import WORLD_VARIABLE
 from ..messages import Context, Kind, Rendezvous, Reply, Run, Start
 from ..outcomes import Failed
 from . import assert_rewrite, flight_records
+from .frames import is_of_harness
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -78,18 +78,6 @@ _MAX_GROUPS = 48
 """A rank with this many leftover process groups is not used again. The groups cannot be
 destroyed instead: packages keep them in module variables and use them later."""
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_OUR_FILES = (
-    __file__,
-    os.path.join(_PACKAGE, "rank", "endings.py"),
-    os.path.join(_PACKAGE, "rank", "unittests.py"),
-    os.path.join(_PACKAGE, "testcase.py"),
-)
-"""Files of the harness, whose frames are not shown."""
-
-_OF_PYTEST = re.compile(r"/(_pytest|pluggy|multiprocess/pytest_plugin)/[\w/]+\.py$")
-"""Files whose code calls the tests on a rank."""
-
 # Variables of the torchrun that runs the parent. A function that reads MASTER_ADDR
 # (`init_method="env://"`) would join the parent's job and not this world. A rank has no
 # secret either, since its results go through a store that others read.
@@ -121,10 +109,12 @@ def main(
     trace_crashes()
     faulthandler.register(linux.STACKS_SIGNAL, file=stacks_fd, chain=False)
     with socket.socket(fileno=sock_fd) as sock:
-        rank = _Rank(sock, store_fd, records_fd, trace_crashes)
-        while (message := messages.receive(sock)) is not None:
-            messages.send(sock, rank.answer(message))
-            _give_memory_back()
+        channel = messages.Channel(sock)
+        rank = _Rank(channel, store_fd, records_fd, trace_crashes)
+        while received := channel.receive(wait=True):
+            for message in received:
+                channel.send(messages.packed(rank.answer(message)), wait=True)
+                _give_memory_back()
     return 0
 
 
@@ -166,12 +156,12 @@ class _Rank:
 
     def __init__(
         self,
-        sock: socket.socket,
+        channel: messages.Channel,
         store_fd: int,
         records_fd: int,
         trace_crashes: Callable[[], None],
     ) -> None:
-        self._sock = sock
+        self._channel = channel
         self._trace_crashes = trace_crashes
         self._store_fd = store_fd
         self._records_fd = records_fd
@@ -278,6 +268,8 @@ class _Rank:
         if not self._spec.default_group:
             return
         self._groups_made += 1
+        options = self._spec.pg_options
+        make = pkgutil.resolve_name(options) if options else None
         dist.init_process_group(
             self._spec.backend,
             store=self._open_store(f"group{self._groups_made}"),
@@ -287,7 +279,7 @@ class _Rank:
             # With its device known, NCCL connects now. A rank that cannot take part
             # then fails while it joins, and not in the first call.
             device_id=self._world.device if self._connects_by_device() else None,
-            pg_options=_called(self._spec.pg_options),
+            pg_options=make() if make else None,
         )
         self._group = dist.group.WORLD
 
@@ -310,7 +302,7 @@ class _Rank:
             self._take(message.context)
         if message.fresh_group:
             self._make_group()
-        self._runs = message.number
+        self._runs += 1
         self._records.clear()
         flight_recorder.unwaited()
         left_behind.allow_present(only=True)
@@ -358,12 +350,14 @@ class _Rank:
         seed_everything(self._spec.seed)  # imports may have drawn random numbers
         keep_settings()
         left_behind.allow_present()
-        self._records.begin(self._runs)
+        self._reply_early(made_reply(Kind.BEGUN))
 
     def _report_failure(self, failed: Failed) -> None:
-        if linux.getpid() == self._pid:
-            reply = dataclasses.replace(_returned(failed), tears_down=True)
-            messages.send(self._sock, reply)
+        self._reply_early(dataclasses.replace(_returned(failed), tears_down=True))
+
+    def _reply_early(self, reply: Reply) -> None:
+        if linux.getpid() == self._pid:  # a forked child is no rank
+            self._channel.send(messages.packed(reply), wait=True)
 
     def _end_call(self, number: int, frame: FrameType | None) -> None:
         """Raise ``CallEnded`` in the function; only once, so that teardown can end."""
@@ -468,7 +462,7 @@ def _encodable(text: str) -> str:
 
 def _of_a_harness(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
-    if file in _OUR_FILES or _OF_PYTEST.search(file) or "__unittest" in frame.f_globals:
+    if is_of_harness(file) or "__unittest" in frame.f_globals:
         return True
     return "/torch/testing/_internal/" in file and "/common_" in file
 
@@ -534,11 +528,3 @@ def _device(spec: WorldSpec, local_rank: int) -> Any:
     device = torch.device(spec.device, local_rank % count)
     kind.set_device(device)
     return device
-
-
-def _called(name: str) -> Any:
-    """Call the function named ``module:function``; return None without a name."""
-    if not name:
-        return None
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)()

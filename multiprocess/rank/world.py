@@ -150,7 +150,8 @@ def current_world() -> World:
     if _current is None:
         raise RuntimeError(
             "no world is active: current_world() works inside a function that "
-            "Cluster.run calls, or in a test marked with @pytest.mark.world"
+            "Cluster.run calls, and in a test marked with @pytest.mark.world or of "
+            "a TestCase, run by pytest"
         )
     return _current
 

@@ -3,15 +3,12 @@
 import importlib
 import subprocess
 import sys
-import unittest
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gradparity.multiprocess import Cluster
 from gradparity.multiprocess.pytest_plugin import adopt
-from gradparity.multiprocess.testcase import TestCase, use
 from gradparity.tests.fault_matrix import MATRIX
 from gradparity.tests.multiprocess.test_pytest_plugin import Session, session
 
@@ -57,7 +54,7 @@ class TestOurs(TestCase):
 
     @unittest.expectedFailure
     def test_expected(self):
-        self.assertEqual(self.rank, 0)
+        self.assertEqual(self.rank, 2)
 
     @unittest.expectedFailure
     def test_unexpected(self):
@@ -96,14 +93,14 @@ class TestOwnGroup(TestCase):
     def test_own_again(self):
         self.test_own()
 """)
-    assert "5 failed, 3 passed, 1 skipped, 1 xfailed" in done.stdout
+    subtests = 4 if pytest.version_tuple >= (9,) else 0  # reported since pytest 9
+    counts = f"{5 + subtests} failed, 3 passed, 1 skipped, 1 xfailed"
+    assert counts in done.stdout, done.stdout
     assert "torn down on 1\ncleaned up on 1" in done.stdout
     for said in (
         "world of 2: rank 1: raised AssertionError: Tensor-likes are not close!",
-        "world of 2: rank 1: raised unittest.case.SkipTest: not today",
-        "in test_it.TestOurs.test_parts (i=0)\n",
-        "also test_it.TestOurs.test_parts (i=2): AssertionError: 0 == 0",
-        "also test_it.TestOurs.test_parts (i=3): AssertionError: 1 == 1",
+        "world of 2: rank 1: raised Skipped: not today",
+        "TestOurs::test_parts - ",
         "world of 2: rank 1: exited with code 0",
         "Unexpected success",
     ):
@@ -143,54 +140,15 @@ def test_warnings_of_our_class_pass_the_filters_of_the_session(
         assert done.stdout.count("DeprecationWarning: on rank") == 2
 
 
-def test_unittest_counts_tests_of_our_class_as_its_own() -> None:
-    class Mixed(TestCase):
-        def test_parts(self) -> None:
-            for part in "ab":
-                with self.subTest("named", part=part):
-                    if part == "b":
-                        self.skipTest("not today")
-            with self.subTest(rank=self.rank):
-                self.skipTest("on this rank")
-
-        def test_wrong(self) -> None:
-            self.assertEqual(self.rank, 1)
-
-        def test_error(self) -> None:
-            raise ValueError("boo")
-
-    result = unittest.TestResult()
-    with Cluster(2) as cluster:
-        use(lambda spec, *args: cluster.submit(*args))
-        try:
-            unittest.defaultTestLoader.loadTestsFromTestCase(Mixed).run(result)
-        finally:
-            use(None)
-    assert [test.id().split(".")[-1] for test, _ in result.failures] == ["test_wrong"]
-    assert [test.id().split(".")[-1] for test, _ in result.errors] == ["test_error"]
-    assert "rank 0: raised AssertionError: 0 != 1" in result.failures[0][1]
-    skips = [(test.id().split(".")[-1], reason) for test, reason in result.skipped]
-    assert skips == [
-        ("test_parts [named] (part='b')", "not today"),
-        ("test_parts (rank=0)", "on this rank"),
-        ("test_parts (rank=1)", "on this rank"),
-    ]
-
-
 @pytest.mark.slow
-def test_our_class_without_pytest(tmp_path: Path) -> None:
+def test_our_class_is_refused_without_pytest(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("""
-import unittest, torch, torch.distributed as dist
+import unittest
 from gradparity.multiprocess import TestCase
 
 class TestOurs(TestCase):
-    def test_sum(self):
-        value = torch.ones(1)
-        dist.all_reduce(value)
-        self.assertEqual(value.item(), self.world_size)
-
-    def test_wrong(self):
-        self.assertEqual(self.rank, 1)
+    def test_nothing(self):
+        pass
 
 unittest.main()
 """)
@@ -198,8 +156,7 @@ unittest.main()
         [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 1
-    assert "world of 2: rank 0: raised AssertionError: 0 != 1" in done.stderr
-    assert "FAILED (failures=1)" in done.stderr
+    assert "no world is active" in done.stderr and "run by pytest" in done.stderr
 
 
 TORCHS = """

@@ -257,8 +257,9 @@ def test_a_destroyed_group_is_recreated(cluster: Cluster) -> None:
 # Of the module, as those below: backends do not travel inside of a closure.
 def change_backends() -> None:
     cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
-    cudnn.benchmark = cudnn.deterministic = True
-    cudnn.enabled = False
+    if not torch.backends.flags_frozen():  # by torch.testing, if the parent has it
+        cudnn.benchmark = cudnn.deterministic = True
+        cudnn.enabled = False
     for enable in (
         cuda.enable_flash_sdp,
         cuda.enable_mem_efficient_sdp,

@@ -118,6 +118,15 @@ def test_the_ring_keeps_the_last_records() -> None:
     assert read(fd, 0) == ()
 
 
+def test_a_file_with_a_long_name_in_any_script_is_recorded() -> None:
+    fd = create(1)
+    writer = RecordWriter(fd, 0, 1)
+    where = "\u6d4b" * 80 + ".py:7"
+    writer.record("the default group", "allreduce", "float32[2]", where)
+    (call,) = read(fd, 0)
+    assert call.op == "allreduce" and call.where.endswith("\u6d4b.py:7")
+
+
 @pytest.mark.parametrize(
     ("records", "finds"),
     [

@@ -51,7 +51,6 @@ class TestIt(TestCase):
         # as the one before, and with the class of the next
         pytest.param(MARKED, ["-m", "pytest", "-s"], id="live", marks=pytest.mark.slow),
         pytest.param(CLASS, ["-m", "pytest"], id="class", marks=pytest.mark.slow),
-        pytest.param(CLASS, ["-m", "unittest"], id="unittest"),
     ],
 )
 def test_ctrl_c_shows_where_each_rank_is(

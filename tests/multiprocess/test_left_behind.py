@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from gradparity.multiprocess import Cluster, WorldError, current_world
 from gradparity.multiprocess.rank import flight_recorder, left_behind
+from gradparity.multiprocess.rank.frames import line_outside
 from gradparity.tests.multiprocess.test_pytest_plugin import Session, session
 
 pytest_plugins = ["pytester"]
@@ -156,7 +157,8 @@ def test_a_thread_in_a_collective_is_named_by_the_code_that_calls_it() -> None:
     source = "def recorded(call): return call()"
     names: dict[str, Any] = {}
     exec(compile(source, flight_recorder.__file__, "exec"), names)
-    place = names["recorded"](lambda: left_behind._place(sys._getframe(1)))
+    between = left_behind._BETWEEN
+    place = names["recorded"](lambda: line_outside(sys._getframe(1), between))
     assert place.startswith("test_left_behind.py:")
 
 

@@ -329,7 +329,6 @@ def raised() -> Reply:
                 options=CallOptions(timeout_s=3.0),
                 payload=b"\x80\xff",
                 world=1,
-                fresh_group=False,
                 context=ContextChange(env={"A": "1", "B": None}),
             ),
             Message,

@@ -1,5 +1,6 @@
 """Fixtures that outlive their tests on ranks are torn down, and hide no failure."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -191,3 +192,24 @@ def test_ranks_of_torchrun_end_their_fixtures(
     (tmp_path / "test_it.py").write_text(HEAD + TORCHRUN)
     done = torchrun("-m", "pytest", "-p", "no:cacheprovider", "-q", "-rA", "test_it.py")
     assert "1 failed, 3 passed, 3 errors" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("isolation", ["pool", "process"])
+def test_the_session_of_a_rank_ends_on_every_kind_of_ranks(
+    session: Session, pytester: pytest.Pytester, isolation: str
+) -> None:
+    pytester.makeconftest("""
+import os
+
+def pytest_sessionfinish():
+    if "GRADPARITY_WORLD" in os.environ:
+        raise ValueError("the plugin reported an error")
+""")
+    done = session(f"""
+@pytest.mark.world(2, isolation="{isolation}")
+def test_it(world):
+    pass
+""")
+    assert done.returncode == 1
+    says = r"rank \d: raised ValueError: the plugin reported an error"
+    assert re.search(says, done.stdout), done.stdout

@@ -11,9 +11,13 @@ import torch
 
 from gradparity.multiprocess import Cluster, WorldError, WorldSpec, current_world
 from gradparity.multiprocess.pytest_plugin import settings
-from gradparity.multiprocess.pytest_plugin.settings import defaults_of, world_of
+from gradparity.multiprocess.pytest_plugin.settings import (
+    defaults_of,
+    spec_of,
+    world_of,
+)
 from gradparity.multiprocess.spec import CallOptions
-from gradparity.multiprocess.testcase import TestCase, use
+from gradparity.multiprocess.testcase import TestCase
 from gradparity.tests.multiprocess.test_pytest_plugin import Session, session
 
 pytest_plugins = ["pytester"]
@@ -144,6 +148,11 @@ def test_an_import_that_never_ends_names_its_limit() -> None:
     assert re.match(says, message), message
 
 
+def test_a_limit_may_be_longer_than_the_kernel_can_wait() -> None:
+    with Cluster(1, timeout_s=1e9, start_timeout_s=1e9) as cluster:
+        assert cluster.run(int) == [0]
+
+
 class Base(TestCase):
     timeout_s = 50.0
     backend = "gloo"
@@ -155,11 +164,9 @@ class OfBase(Base):
 
 def test_what_a_class_sets_wins_over_the_defaults() -> None:
     defaults = {"timeout_s": 3.0, "backend": "nccl", "isolation": "group"}
-    use(None, defaults)
-    try:
-        spec, plain = OfBase()._spec(), TestCase()._spec()
-    finally:
-        use(None)
+    of_class, of_none = OfBase()._marker_settings(), TestCase()._marker_settings()
+    spec = spec_of(of_class["world_size"], of_class, defaults)
+    plain = spec_of(of_none["world_size"], of_none, defaults)
     assert (spec.timeout_s, spec.backend, spec.device) == (50.0, "gloo", "cuda")
     assert (plain.timeout_s, plain.backend, plain.device) == (3.0, "nccl", "cuda")
     assert spec.isolation == plain.isolation == "group"
