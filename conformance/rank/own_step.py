@@ -258,10 +258,11 @@ class OwnStep:
             )
             parts = {n: local(p.detach()) for n, p in averages.items()}
             average = {n: (part.numel(), digest(part)) for n, part in parts.items()}
+            whole, index = self.engine.whole, self.engine.index
             seen.averages = {
                 name: floats(part)
                 for name, part in parts.items()
-                if part.numel() == len(self.engine.index.get(name, ()))
+                if part.numel() in (len(index.get(name, ())), whole[name].numel())
             }
         count = workload.skipped_steps
         skips = None if count is None else int(count(stack))

@@ -122,6 +122,7 @@ def observe_rank(
             coordinate={axis: mesh.get_local_rank(axis) for axis in shape},
             index=engine.index,
             shards={name: shard_id(index) for name, index in engine.index.items()},
+            sizes={name: whole.numel() for name, whole in engine.whole.items()},
             trains=frozenset(filter(engine.trains, engine.index)),
             initial=engine.initial,
             dropouts=engine.dropouts,

@@ -25,7 +25,12 @@ from gradparity.fixtures.faulty.plain import Broken
 from gradparity.fixtures.faulty.stacks import Held, Named
 from gradparity.fixtures.faulty.steps import FAULTY_STEPS, RIGHT_STEPS
 from gradparity.multiprocess import WorldError
-from gradparity.tests.workloads.steps import Engine, MicroBatches, Trains
+from gradparity.tests.workloads.steps import (
+    Engine,
+    MicroBatches,
+    Trains,
+    TrainsSharded,
+)
 
 PLAIN = "gradparity.fixtures.faulty:PlainScaler"
 TRAINS = "gradparity.fixtures.faulty.steps:Trains"
@@ -607,9 +612,67 @@ class AveragesOnOneRank(Averages):
     reference = "one rank"
 
 
+class AveragesWhole(TrainsSharded):
+    """No fault: weights are shards, and rank 0 keeps an average of the whole."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        engine = super().parallelize(model, mesh)
+        engine.kept = {n: p.clone() for n, p in self.whole(engine).items()}
+        return engine
+
+    def whole(self, stack: Engine) -> dict[str, Tensor]:
+        state = stack.module.state_dict()
+        return {n: shard.full_tensor() for n, shard in state.items()}
+
+    def move(self, stack: Engine) -> None:
+        for name, weight in self.whole(stack).items():
+            stack.kept[name].lerp_(weight, 0.1)
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        returned = super().train_step(stack, micro_batches, scaler)
+        self.move(stack)
+        return returned
+
+    def ema(self, stack: Engine) -> dict[str, Tensor]:
+        return {} if torch.distributed.get_rank() else dict(stack.kept)
+
+
+class AveragesWholeEachPass(AveragesWhole):
+    """The average of the whole moves once for each micro-batch."""
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        for _ in micro_batches[1:]:
+            self.move(stack)
+        return super().train_step(stack, micro_batches, scaler)
+
+
+class WholeOnOneRank(AveragesWhole):
+    """The average has another decay on ranks than in the reference on one rank."""
+
+    reference = "one rank"
+
+    def move(self, stack: Engine) -> None:
+        super().move(stack)
+        if torch.distributed.get_world_size() > 1:
+            super().move(stack)
+
+
+class AveragesFlat(AveragesWhole):
+    """No fault, but the elements of the average are unknown."""
+
+    def ema(self, stack: Engine) -> dict[str, Tensor]:
+        return {n: average.flatten()[:3] for n, average in stack.kept.items()}
+
+
 @pytest.mark.parametrize(
     ("stack", "recipe", "caught"),
     [
+        (AveragesWhole, "accumulate", False),
+        (AveragesWholeEachPass, "accumulate", True),
         (Averages, "accumulate", False),
         (Averages, "accumulate-uneven", False),
         (Averages, "resume", False),
@@ -630,6 +693,20 @@ def test_an_average_is_that_of_plain_steps(
     assert [*told] == ["trainer.average"] * caught
     if caught:
         assert f"the same steps without recipe={recipe}" in told["trainer.average"]
+
+
+def test_an_average_of_the_whole_is_that_of_one_rank(runner: Runner) -> None:
+    told = accused(runner.run("none", here(WholeOnOneRank, "plain")))
+    assert [*told] == ["trainer.average"]
+    assert "differs from that of the same train_step" in told["trainer.average"]
+
+
+def test_an_average_of_unknown_elements_is_inconclusive(runner: Runner) -> None:
+    found = runner.run("none", here(AveragesFlat, "accumulate"))
+    assert found.status == "inconclusive", accused(found)
+    (verdict,) = [v for v in found.verdicts if v.status == "inconclusive"]
+    assert verdict.law == "trainer.average"
+    assert "neither the elements of this rank's part" in verdict.message
 
 
 class HidesItsAverage(Averages):

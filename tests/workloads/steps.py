@@ -548,6 +548,13 @@ class LosesShards(FlatShards):
         return {n: w for n, w in super().weights(stack).items() if n != "2.weight"}
 
 
+class LosesShardsBesideOthers(LosesShards):
+    """``weights`` leaves out one parameter, and rank 1 holds none."""
+
+    def weights(self, stack: Engine) -> Any:
+        return {} if rank() else super().weights(stack)
+
+
 class StepsCopies(FlatShards):
     """Its optimizer steps hidden copies, and it has no ``gradients``."""
 
