@@ -86,7 +86,10 @@ class Reduction:
 
 @dataclass(kw_only=True)
 class Draw:
-    """A call of a module that itself drew random numbers on a rank."""
+    """A call of a module that itself drew random numbers on a rank.
+
+    Also a call of a dropout of the model that drew none.
+    """
 
     module: str
     """Name of the module."""
@@ -94,7 +97,7 @@ class Draw:
     """Class of the module."""
     state: str
     """Digest of the generators' states at the start of the call. Equal states give
-    equal numbers."""
+    equal numbers. Empty if the call drew none."""
     recomputed: bool = False
     """True if the call was part of a recomputed forward in backward."""
     applied: str = ""
