@@ -77,6 +77,8 @@ class Engine:
     """Name of a dropout in the model before ``parallelize`` -> its probability."""
     buffers: dict[str, Tensor]
     """Name -> initial value of each buffer that is compared."""
+    saved_names: frozenset[str]
+    """Names of the buffers in the ``state_dict`` of the full model."""
     module_names: Set[str]
     """Names of the full model's modules."""
     trained: frozenset[str]

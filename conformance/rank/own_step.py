@@ -35,6 +35,7 @@ from ...fixtures import (
 from ...multiprocess.rank.global_state import seed_everything
 from ..space.facts import clip_norm_of
 from ..space.scenario import Scenario
+from .buffers import digests_of_buffers
 from .engine import Engine
 from .events import Events
 from .fold import steps_again
@@ -286,11 +287,10 @@ class OwnStep:
             loaded = judged.state()
         return Restored(saved=saved, loaded=loaded, new=new)
 
-    def resume(self) -> tuple[int, str]:
+    def resume(self, trace: RankTrace) -> None:
         """Lay the model out anew, and load the workload's own checkpoint into it.
 
-        Returns:
-            The number of weights that were restored, and the first that was not.
+        Fills ``loaded`` and ``lost_buffer`` of the trace.
 
         Raises:
             UndecidedError: if the load restored no weight.
@@ -298,7 +298,7 @@ class OwnStep:
             WorkloadError: if saving changed the weights.
         """
         engine, judged = self.engine, self.judged
-        before = self._weights()
+        before, moved_buffers = self._weights(), digests_of_buffers(engine)
         try:
             with self._checkpoint() as load:
                 saved = self._weights()
@@ -306,7 +306,7 @@ class OwnStep:
                     # a new process, seeded as at the begin of each run
                     seed_everything(0)
                 replace_stack(engine)
-                new = self._weights()
+                new, new_buffers = self._weights(), digests_of_buffers(engine)
                 if judged.scaler is not None:
                     judged.construct(judged.factory)
                 load()
@@ -335,7 +335,17 @@ class OwnStep:
                 'workload: checkpoint = "scaler"'
             )
         lost = [name for name in moved if loaded[name] != saved[name]]
-        return len(moved) - len(lost), (lost or [""])[0]
+        trace.loaded = len(moved) - len(lost), (lost or [""])[0]
+        # other values may come from another rank, which saved for all
+        now = digests_of_buffers(engine)
+        trace.lost_buffer = next(
+            (
+                name
+                for name, was in moved_buffers.items()
+                if now.get(name) == new_buffers.get(name) != was
+            ),
+            "",
+        )
 
     def _weights(self) -> dict[str, str]:
         return {n: digest(part) for n, part in self.engine.local_tensors().items()}

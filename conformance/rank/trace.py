@@ -380,6 +380,10 @@ class RankTrace:
     equal the saved ones bit for bit, and the first that does not. None without a
     load."""
 
+    lost_buffer: str = ""
+    """Buffer that training had moved, and that is as in a new model after the workload
+    loaded its own checkpoint; empty if there is none."""
+
     saved: Saved | None = None
     """State of the scaler after the last step, if another world begins with it."""
 

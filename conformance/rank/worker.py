@@ -156,7 +156,7 @@ def observe_rank(
                 if own is None:
                     judged.resume()
                 else:
-                    trace.loaded = own.resume()
+                    own.resume(trace)
             with nullcontext() if around is None else around(engine, step):
                 _observe_step(engine, judged, trace, faults, own)
         engine.check_recomputed()

@@ -709,6 +709,83 @@ def test_an_average_of_unknown_elements_is_inconclusive(runner: Runner) -> None:
     assert "neither the elements of this rank's part" in verdict.message
 
 
+class Statistics(nn.Module):
+    """A layer with running statistics, which no gradient depends on."""
+
+    mean: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("last", torch.zeros(8), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.detach().mean(0)
+        self.mean = self.mean.lerp(self.last, 0.1)
+        self.calls = self.calls + 1
+        return x
+
+
+class SavesStatistics(Trains):
+    """No fault: rank 0 saves the buffers for all, and each rank has its own rows'."""
+
+    local_buffers = ("mean",)
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), Statistics(), nn.Linear(8, 4))
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        made = nn.parallel.DistributedDataParallel(
+            model, process_group=mesh.get_group("dp"), broadcast_buffers=False
+        )
+        return Engine(made, self.optimizer([*made.named_parameters()]))
+
+    def saved(self, module: nn.Module) -> dict[str, Tensor]:
+        return module.state_dict()
+
+    def save_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
+        if torch.distributed.get_rank() == 0:
+            states = self.saved(stack.module), stack.optimizer.state_dict()
+            torch.save(states, f"{folder}/all.pt")
+        torch.distributed.barrier()
+
+    def load_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
+        module, optimizer = torch.load(f"{folder}/all.pt", weights_only=True)
+        stack.module.load_state_dict(module, strict=False)
+        stack.optimizer.load_state_dict(optimizer)
+
+
+class LosesStatistics(SavesStatistics):
+    """The checkpoint holds parameters alone."""
+
+    def saved(self, module: nn.Module) -> dict[str, Tensor]:
+        return {n: p.detach() for n, p in module.named_parameters()}
+
+
+class LosesCounts(SavesStatistics):
+    """The checkpoint lacks the buffers of integers."""
+
+    def saved(self, module: nn.Module) -> dict[str, Tensor]:
+        state = module.state_dict()
+        return {n: t for n, t in state.items() if t.is_floating_point()}
+
+
+@pytest.mark.parametrize(
+    ("stack", "lost"),
+    [(SavesStatistics, ""), (LosesStatistics, "1.mean"), (LosesCounts, "1.calls")],
+)
+def test_a_checkpoint_holds_the_buffers_that_training_moves(
+    runner: Runner, stack: type, lost: str
+) -> None:
+    told = accused(runner.run("none", here(stack, "resume")))
+    assert [*told] == ["trainer.weights"] * bool(lost), told
+    if lost:
+        words = f"the buffer {lost} on rank 0 is that of a new model, once the stack"
+        assert words in told["trainer.weights"]
+
+
 class HidesItsAverage(Averages):
     """No fault: it keeps an average, but has no method `ema`."""
 

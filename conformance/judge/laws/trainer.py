@@ -521,9 +521,11 @@ def settings(evidence: Evidence) -> Finding:
 
 @law(
     "trainer.weights",
-    "After a resume the weights are bitwise those that were saved.",
+    "After a resume the weights are bitwise those that were saved, and no buffer that "
+    "training had moved is that of a new model.",
     "fp32 weights saved in half precision, or made again from bf16 ones, lose the sum "
-    "of many small steps. In one update the loss may be below the noise of bf16.",
+    "of many small steps. In one update the loss may be below the noise of bf16. "
+    "Evaluation uses buffers, such as running statistics.",
     of_stack=True,
 )
 def weights(evidence: Evidence) -> Finding:
@@ -546,6 +548,19 @@ def weights(evidence: Evidence) -> Finding:
                 step=scenario.resume_step,
                 ranks=(rank,),
                 parameter=lost,
+                cause="lost in the checkpoint",
+                compared=compared + 1,
+            )
+    for trace in evidence.ranks:
+        if trace.lost_buffer:
+            return Finding(
+                status=Status.FAIL,
+                message=f"step {scenario.resume_step}: the buffer {trace.lost_buffer} "
+                f"on rank {trace.rank} is that of a new model, once the stack is "
+                "loaded from its own checkpoint, and training had moved it",
+                step=scenario.resume_step,
+                ranks=(trace.rank,),
+                parameter=trace.lost_buffer,
                 cause="lost in the checkpoint",
                 compared=compared + 1,
             )
