@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import count
+from numbers import Real
 from typing import Any
 
 import torch
@@ -89,7 +90,8 @@ def as_number(workload: ResolvedWorkload, what: str, value: Any) -> float | None
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.detach()
         value = (value.full_tensor() if isinstance(value, DTensor) else value).item()
-    if not isinstance(value, int | float):
+    # a number of numpy is one, too
+    if not isinstance(value, Real):
         text = f"returned {value!r:.80} as the {what}, expected a number or None"
         raise workload.refuse("train_step", text)
     return float(value)
