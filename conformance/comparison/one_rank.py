@@ -33,6 +33,7 @@ numbers again, so the test shows nothing.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -44,7 +45,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...fixtures import CannotError, WorkloadError, compared_parameters
+from ...fixtures import (
+    OWN,
+    CannotError,
+    WorkloadError,
+    compared_parameters,
+    resolve_workload,
+)
 from ...multiprocess.rank.global_state import seed_everything
 from ..formulas import equal_but_for_rounding
 from ..rank.engine import Engine
@@ -61,7 +68,12 @@ from .noise.sides import STAY, Inputs, JumpLog, Sides, sides_of
 from .reference import Reference, Schedule
 from .settings import INITIAL_RATE
 
-__all__ = ["OneRank", "one_rank_references", "watched_on_one_rank"]
+__all__ = [
+    "OneRank",
+    "first_norm_on_one_rank",
+    "one_rank_references",
+    "watched_on_one_rank",
+]
 
 Doubles = NDArray[np.float64]
 PLAIN = Variation()
@@ -119,6 +131,25 @@ def one_rank_references(scenario: Scenario, schedule: Schedule) -> OneRank:
     # settings of the scaler and faults come with the schedule
     alike = replace(scenario, faults="none", init_scale=1.0, growth_interval=1)
     return _references(alike, schedule.skipped, schedule.scales)
+
+
+def first_norm_on_one_rank(model: str) -> float:
+    """Return the norm of the first gradient that ``train_step`` uses on one rank.
+
+    Must be called in a process group of one rank. Returns 0 if the workload cannot
+    train there; its own runs report the error.
+    """
+    layouts = resolve_workload(model).topologies.values()
+    topology = next(t for t in layouts if t.parallel and not t.narrowed)
+    place = f"{topology.name}/{topology.default_world_size}/fp32/{OWN}/none"
+    scenario = Scenario.parse(f"{place}/model={model},steps=1")
+    alone = Alone(variation=PLAIN, skipped=(frozenset[str](),), scales=(1.0,))
+    try:
+        reference = _train(scenario, alone, 1)
+    except (WorkloadError, CannotError):
+        return 0.0
+    (gradients,) = reference.gradients
+    return math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
 
 
 def watched_on_one_rank(

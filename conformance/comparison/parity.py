@@ -180,8 +180,7 @@ def measure_parity(scenario: Scenario, traces: Sequence[RankTrace]) -> Parity:
         ]
         least = scenario.parsed_precision.roundoff
         parity.clipped += _clip_rows(factors, schedule, traces, parity_bounds, least)
-    is_full = scenario.parsed_precision.is_full
-    for each in _measured(schedule, traces, parity_bounds, is_full=is_full):
+    for each in _measured(scenario, schedule, traces, parity_bounds):
         is_compared = parity.add(each.kind, each.rows, each.elements)
         if each.elements and not is_compared:
             why = each.lack or (Lack.NOISE if each.rows else Lack.NOT_FINITE)
@@ -292,13 +291,12 @@ class _Measured(NamedTuple):
 
 
 def _measured(
+    scenario: Scenario,
     schedule: Schedule,
     traces: Sequence[RankTrace],
     parity_bounds: ParityBounds,
-    *,
-    is_full: bool,
 ) -> Iterator[_Measured]:
-    truth = parity_bounds.truth
+    truth, is_full = parity_bounds.truth, scenario.parsed_precision.is_full
     for step, (seen, skipped) in enumerate(
         zip(_steps(traces), schedule.skipped, strict=True)
     ):
@@ -307,7 +305,9 @@ def _measured(
             if is_full:  # if rounding changes a count by one, a sign may change
                 yield from _buffers(step, trace, at, parity_bounds)
             for name, index in trace.index.items():
-                if name not in skipped:
+                if name not in skipped or _is_unexplained(
+                    scenario, at, name, parity_bounds
+                ):
                     yield from _gradient(step, seen, trace, at, name, parity_bounds)
                 # see [Note: Weights of updates] in bounds
                 weight = parity_bounds.weights[step][name][index]
@@ -319,17 +319,46 @@ def _measured(
                     parity_bounds.update[step][name],
                 )
                 yield _Measured("update", step, rows or (), live, len(index) - live)
-                if truth.averages and name in at.averages:
-                    rows = live and _compare(
-                        ("average", step, name, trace.rank),
-                        (at.averages[name] - trace.start[name].astype(np.float64))
-                        * weight,
-                        (truth.averages[step][name], index),
-                        parity_bounds.average[step][name],
-                    )
-                    yield _Measured(
-                        "average", step, rows or (), live, len(index) - live
-                    )
+            yield from _averages(step, trace, at, parity_bounds)
+
+
+def _averages(
+    step: int, trace: RankTrace, at: StepTrace, parity_bounds: ParityBounds
+) -> Iterator[_Measured]:
+    """Yield comparisons of running averages with those of the reference."""
+    truth = parity_bounds.truth
+    for name, values in at.averages.items() if truth.averages else ():
+        places = trace.places_of_average(name, len(values))
+        if places is None or name not in truth.averages[step]:
+            continue
+        weight = parity_bounds.weights[step][name][places]
+        live = int(np.count_nonzero(weight))
+        rows = live and _compare(
+            ("average", step, name, trace.rank),
+            (values - truth.start[name][places]) * weight,
+            (truth.averages[step][name], places),
+            parity_bounds.average[step][name],
+        )
+        yield _Measured("average", step, rows or (), live, len(places) - live)
+
+
+def _is_unexplained(
+    scenario: Scenario, at: StepTrace, name: str, parity_bounds: ParityBounds
+) -> bool:
+    """Return True if a gradient must be finite and is not.
+
+    A gradient may be inf or nan if a fault was planted, if a scale or fp16 makes it
+    overflow, or if a correct run has such a gradient.
+    """
+    may_overflow = scenario.parsed_precision.overflows or at.scale_before != 1.0
+    if scenario.faults != "none" or may_overflow or name not in at.gradients:
+        return False
+    if np.isfinite(at.gradients[name]).all():
+        return False
+    correct_runs = (parity_bounds.truth, *parity_bounds.noisy)
+    gradients = [run.gradients[at.step].get(name) for run in correct_runs]
+    # a reference on one rank may skip the step, and then shows no gradient
+    return all(g is not None and bool(np.isfinite(g).all()) for g in gradients)
 
 
 def _buffers(

@@ -19,11 +19,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...fixtures import ResolvedWorkload, local
 from .modules import modules_in, names_of
+from .observe import digest
 
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["buffers_as_they_are", "buffers_on_rank", "saved_buffers"]
+__all__ = [
+    "buffers_as_they_are",
+    "buffers_on_rank",
+    "digests_of_buffers",
+    "saved_buffers",
+    "saved_names",
+]
 
 
 def saved_buffers(workload: ResolvedWorkload, model: nn.Module) -> dict[str, Tensor]:
@@ -34,7 +41,7 @@ def saved_buffers(workload: ResolvedWorkload, model: nn.Module) -> dict[str, Ten
             purpose.
         model: model before ``parallelize``.
     """
-    saved = model.state_dict().keys()
+    saved = saved_names(model)
     return {
         name: buffer
         for name, buffer in model.named_buffers()
@@ -46,6 +53,12 @@ def saved_buffers(workload: ResolvedWorkload, model: nn.Module) -> dict[str, Ten
     }
 
 
+def saved_names(model: nn.Module) -> frozenset[str]:
+    """Return the names of the buffers in the ``state_dict`` of a whole model."""
+    names = (name for name, _ in model.named_buffers())
+    return frozenset(names).intersection(model.state_dict())
+
+
 def buffers_on_rank(engine: Engine) -> dict[str, Tensor]:
     """Return name -> buffer that is whole on this rank, in any floating dtype.
 
@@ -54,19 +67,27 @@ def buffers_on_rank(engine: Engine) -> dict[str, Tensor]:
     # a forward that runs again in backward moves its buffers twice, by the recipe
     if not engine.buffers or engine.scenario.parsed_recipe.recompute:
         return {}
-    whole_by_name: dict[str, Tensor] = {}
+    return {
+        name: local(buffer.detach())
+        for name, buffer in _named(engine)
+        if (whole := engine.buffers.get(name)) is not None and _is_whole(buffer, whole)
+    }
+
+
+def digests_of_buffers(engine: Engine) -> dict[str, str]:
+    """Return name -> digest of each buffer of a ``state_dict``, in any dtype."""
+    return {n: digest(b) for n, b in _named(engine) if n in engine.saved_names}
+
+
+def _named(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of a rank's modules, by their names in the full model."""
     for root in modules_in(engine.module):
         names = names_of(root, engine.module_names, engine.parameters)
         overwritten = _overwritten(root)
         for module, name in names.items():
-            for last, buffer in module.named_buffers(recurse=False):
-                full = f"{name}.{last}" if name else last
-                whole = engine.buffers.get(full)
-                if whole is None or module in overwritten:
-                    continue
-                if _is_whole(buffer, whole):
-                    whole_by_name[full] = local(buffer.detach())
-    return whole_by_name
+            if module not in overwritten:
+                for last, buffer in module.named_buffers(recurse=False):
+                    yield (f"{name}.{last}" if name else last), buffer
 
 
 def _is_whole(buffer: Tensor, whole: Tensor) -> bool:

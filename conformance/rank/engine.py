@@ -77,6 +77,8 @@ class Engine:
     """Name of a dropout in the model before ``parallelize`` -> its probability."""
     buffers: dict[str, Tensor]
     """Name -> initial value of each buffer that is compared."""
+    saved_names: frozenset[str]
+    """Names of the buffers in the ``state_dict`` of the full model."""
     module_names: Set[str]
     """Names of the full model's modules."""
     trained: frozenset[str]
@@ -208,10 +210,14 @@ class Engine:
         if not self.gives_weights:
             return {n: local_part(p) for n, p in self.parameters.items()}
         now = self._given_weights()
-        if [*now] != [*self.index]:
-            text = f"gave {len(now)} names, {len(self.index)} right after parallelize"
-            raise self.scenario.workload.refuse("weights", text)
-        return {name: local_part(part.tensor) for name, part in now.items()}
+        others = sorted(now.keys() ^ self.index.keys())
+        if others:
+            when = "no longer gives" if others[0] in self.index else "gives now"
+            text = (
+                f"{when} {others[0]}: it must give the names that it gave right after"
+            )
+            raise self.scenario.workload.refuse("weights", f"{text} parallelize")
+        return {name: local_part(now[name].tensor) for name in self.index}
 
     @property
     def is_single(self) -> bool:
@@ -244,8 +250,8 @@ class Engine:
 
         If the loss is (sum, count), a call of the loss gives the count. The call needs
         an output of the right form, whatever its values: the model on one process gives
-        one. Returns None if that model rejects the inputs of a shard, or if the loss
-        has several counts.
+        one. Returns None if that model rejects the inputs of a shard, if the loss
+        rejects its output, or if the loss has several counts.
         """
         workload = self.scenario.workload
         if not facts_of(workload.name).counted:
@@ -259,10 +265,11 @@ class Engine:
                 try:
                     with workload.calling("forward"):
                         output = model(part.inputs)
-                # the model may accept only inputs that the layout has prepared
+                    count += sum(workload.objective(output, part.targets)[1])
+                # the model may accept only inputs that the layout has prepared, and its
+                # output may have other rows than the targets of this rank
                 except WorkloadError:
                     return None
-                count += sum(workload.objective(output, part.targets)[1])
         return count
 
     def _counted(self, parts: Iterable[Batch]) -> Counts:

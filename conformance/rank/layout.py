@@ -39,7 +39,7 @@ from ..space.random_layers import probabilities, turn_off_random_layers
 from ..space.recipes import Training, frozen_names
 from ..space.recomputation import Recomputed, recompute_in_backward
 from ..space.scenario import Scenario
-from .buffers import saved_buffers
+from .buffers import saved_buffers, saved_names
 from .engine import MICRO_BATCHES, Engine
 from .layout_checks import check_layout, same_everywhere
 from .local_parts import (
@@ -144,6 +144,7 @@ def build_engine(
     dropouts = probabilities(model)  # parallelize may replace them
     saved = saved_buffers(workload, model).items()
     buffers = {name: buffer.detach().clone() for name, buffer in saved}
+    names_of_buffers = saved_names(model)
     names = module_names(model)
     trained = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
     try:
@@ -183,6 +184,7 @@ def build_engine(
         initial=initial,
         dropouts=dropouts,
         buffers=buffers,
+        saved_names=names_of_buffers,
         module_names=names,
         trained=trained,
         index={name: part.places for name, part in parts.items()},

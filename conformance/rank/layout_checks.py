@@ -179,7 +179,8 @@ def check_whole(workload: ResolvedWorkload, traces: Sequence[RankTrace]) -> None
     Raises:
         WorkloadError: names the parameter with missing elements.
     """
-    if OfWorkload.OF_USER not in workload.has or not all(t.index for t in traces):
+    # a rank that hung has no trace; one that holds no parameter has one
+    if OfWorkload.OF_USER not in workload.has or not all(t.initial for t in traces):
         return
     for name, parameter in compared_parameters(workload.model()).items():
         parts = [t.index[name] for t in traces if name in t.index]

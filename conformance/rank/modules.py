@@ -42,6 +42,7 @@ __all__ = [
     "modules_in",
     "names_of",
     "watch_modules",
+    "with_layers_beside",
 ]
 
 INPUT, OUTPUT = "input", "output"
@@ -246,6 +247,44 @@ def names_of(
         if len(name) > len(inner[full]):
             inner[full] = name
     return {local_names[name]: full for full, name in inner.items()}
+
+
+def with_layers_beside(
+    root: nn.Module, names: Mapping[nn.Module, str], whole: Set[str]
+) -> dict[nn.Module, str]:
+    """Return a result of :func:`names_of`, with more modules without parameters.
+
+    In a stage that numbers its layers from 0, such a module has the name of its parent,
+    or the number that its neighbours suggest.
+    """
+    local_names = dict(root.named_modules())
+    full_by_name = {n: names[m] for n, m in local_names.items() if m in names}
+    for name in local_names:  # parents first
+        parent, _, last = name.rpartition(".")
+        if name in full_by_name:
+            continue
+        if parent in full_by_name:
+            suggested = {f"{full_by_name[parent]}.{last}".strip(".")}
+        else:
+            suggested = _by_neighbours(parent, last, full_by_name)
+        if len(suggested) == 1 and suggested <= whole - {*full_by_name.values()}:
+            full_by_name[name] = suggested.pop()
+    return {local_names[name]: full for name, full in full_by_name.items()}
+
+
+def _by_neighbours(
+    parent: str, number: str, full_by_name: Mapping[str, str]
+) -> set[str]:
+    """Return the names that numbered neighbours suggest for a numbered module."""
+    names = set()
+    for other, full in full_by_name.items():
+        place, _, at = other.rpartition(".")
+        above, _, full_at = full.rpartition(".")
+        if place == parent and number.isdecimal() and at.isdecimal():
+            if full_at.isdecimal():
+                moved = int(number) + int(full_at) - int(at)
+                names.add(f"{above}.{moved}".strip("."))
+    return names
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import count
+from numbers import Real
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from ...fixtures import (
 from ...multiprocess.rank.global_state import seed_everything
 from ..space.facts import clip_norm_of
 from ..space.scenario import Scenario
+from .buffers import digests_of_buffers
 from .engine import Engine
 from .events import Events
 from .fold import steps_again
@@ -88,7 +90,8 @@ def as_number(workload: ResolvedWorkload, what: str, value: Any) -> float | None
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.detach()
         value = (value.full_tensor() if isinstance(value, DTensor) else value).item()
-    if not isinstance(value, int | float):
+    # a number of numpy is one, too
+    if not isinstance(value, Real):
         text = f"returned {value!r:.80} as the {what}, expected a number or None"
         raise workload.refuse("train_step", text)
     return float(value)
@@ -260,10 +263,11 @@ class OwnStep:
             )
             parts = {n: local(p.detach()) for n, p in averages.items()}
             average = {n: (part.numel(), digest(part)) for n, part in parts.items()}
+            whole, index = self.engine.whole, self.engine.index
             seen.averages = {
                 name: floats(part)
                 for name, part in parts.items()
-                if part.numel() == len(self.engine.index.get(name, ()))
+                if part.numel() in (len(index.get(name, ())), whole[name].numel())
             }
         count = workload.skipped_steps
         skips = None if count is None else int(count(stack))
@@ -287,11 +291,10 @@ class OwnStep:
             loaded = tested.state()
         return Restored(saved=saved, loaded=loaded, new=new)
 
-    def resume(self) -> tuple[int, str]:
+    def resume(self, trace: RankTrace) -> None:
         """Lay the model out anew, and load the workload's own checkpoint into it.
 
-        Returns:
-            The number of weights that were restored, and the first that was not.
+        Fills ``loaded`` and ``lost_buffer`` of the trace.
 
         Raises:
             UndecidedError: if the load restored no weight.
@@ -299,7 +302,7 @@ class OwnStep:
             WorkloadError: if saving changed the weights.
         """
         engine, tested = self.engine, self.tested
-        before = self._weights()
+        before, moved_buffers = self._weights(), digests_of_buffers(engine)
         try:
             with self._checkpoint() as load:
                 saved = self._weights()
@@ -307,7 +310,7 @@ class OwnStep:
                     # a new process, seeded as at the begin of each run
                     seed_everything(0)
                 replace_stack(engine)
-                new = self._weights()
+                new, new_buffers = self._weights(), digests_of_buffers(engine)
                 if tested.scaler is not None:
                     tested.construct(tested.factory)
                 load()
@@ -336,7 +339,17 @@ class OwnStep:
                 'workload: checkpoint = "scaler"'
             )
         lost = [name for name in moved if loaded[name] != saved[name]]
-        return len(moved) - len(lost), (lost or [""])[0]
+        trace.loaded = len(moved) - len(lost), (lost or [""])[0]
+        # other values may come from another rank, which saved for all
+        now = digests_of_buffers(engine)
+        trace.lost_buffer = next(
+            (
+                name
+                for name, was in moved_buffers.items()
+                if now.get(name) == new_buffers.get(name) != was
+            ),
+            "",
+        )
 
     def _weights(self) -> dict[str, str]:
         return {n: digest(part) for n, part in self.engine.local_tensors().items()}

@@ -9,7 +9,7 @@ any layout, so no knowledge of placements is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..space.random_layers import generators_of
 from ..space.recomputation import Recomputed
-from .modules import modules_in
+from .modules import modules_in, names_of, with_layers_beside
 from .observe import digest, local_part
 from .torch_internals import in_backward
 from .trace import Draw
@@ -62,18 +62,30 @@ class DrawLog:
     (activation checkpointing).
     """
 
-    def __init__(self, stack: object, recomputed: Recomputed | None = None) -> None:
+    def __init__(
+        self,
+        stack: object,
+        recomputed: Recomputed | None = None,
+        whole: Set[str] = frozenset(),
+        parameters: Mapping[str, Tensor] = {},
+        dropouts: Mapping[str, float] = {},
+    ) -> None:
         """Take the object whose modules are observed.
 
         Args:
             stack: a module, or an object that holds modules.
             recomputed: parts whose forward gradparity recomputes.
+            whole: names of the modules of the full model.
+            parameters: name in the full model -> laid-out parameter.
+            dropouts: name of a dropout in the full model -> its probability.
         """
         self.draws: list[Draw] = []
         self.outside = 0
         """Number of draws outside of any observed module's call."""
-        named = [pair for root in modules_in(stack) for pair in root.named_modules()]
-        self._names = {module: _plain(name) for name, module in named}
+        self._names: dict[nn.Module, str] = {}
+        for root in modules_in(stack):
+            self._names |= _full_names(root, whole, parameters)
+        self._dropouts = {name for name, probability in dropouts.items() if probability}
         self._generators = _generators(self._names)
         self._recomputed = recomputed
         self._open: list[_Call] = []
@@ -139,8 +151,13 @@ class DrawLog:
                 break
         else:
             return
+        trains = torch.is_grad_enabled()
         # without gradients it was no recomputation: a hook has called the module
-        if not call.drew or (call.recomputed and not torch.is_grad_enabled()):
+        if call.drew and call.recomputed and not trains:
+            return
+        # a dropout that lets all elements pass is recorded, too: it may be in eval mode
+        drops = trains and not call.recomputed and self._names[module] in self._dropouts
+        if not (call.drew or drops):
             return
         draw = Draw(
             module=self._names[module],
@@ -183,6 +200,19 @@ class DrawLog:
     def _states(self) -> tuple[str, ...]:
         states = (generator.get_state() for generator in self._generators)
         return tuple(map(digest, states))
+
+
+def _full_names(
+    root: nn.Module, whole: Set[str], parameters: Mapping[str, Tensor]
+) -> dict[nn.Module, str]:
+    """Return module -> its name in the full model, or else its name in the stack."""
+    full = names_of(root, whole, parameters) if whole else {}
+    full = with_layers_beside(root, full, whole)
+    plain = {module: _plain(name) for name, module in root.named_modules()}
+    # a stage that numbers its layers from 0 uses names of other layers
+    if any(plain[module] != name for module, name in full.items()):
+        plain = {module: f"{name} of its stage" for module, name in plain.items()}
+    return plain | full
 
 
 def _plain(name: str) -> str:

@@ -50,7 +50,10 @@ def recording_draws(engine: Engine, seen: StepTrace) -> Iterator[None]:
     random = engine.scenario.parsed_recipe.training.random
     # a reference on one rank must not draw; the log shows where it did
     logs = random or engine.variation is not None
-    log = DrawLog(engine.module, engine.recomputed) if logs else None
+    names = engine.module_names, engine.parameters
+    # dropouts are off in all other recipes
+    dropouts = engine.dropouts if random else {}
+    log = DrawLog(engine.module, engine.recomputed, *names, dropouts) if logs else None
     choices = ChoiceLog(engine.choices[seen.step]) if engine.choices else None
     with log or nullcontext(), choices or nullcontext():
         yield

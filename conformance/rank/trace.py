@@ -86,7 +86,10 @@ class Reduction:
 
 @dataclass(kw_only=True)
 class Draw:
-    """A call of a module that itself drew random numbers on a rank."""
+    """A call of a module that itself drew random numbers on a rank.
+
+    Also a call of a dropout of the model that drew none.
+    """
 
     module: str
     """Name of the module."""
@@ -94,7 +97,7 @@ class Draw:
     """Class of the module."""
     state: str
     """Digest of the generators' states at the start of the call. Equal states give
-    equal numbers."""
+    equal numbers. Empty if the call drew none."""
     recomputed: bool = False
     """True if the call was part of a recomputed forward in backward."""
     applied: str = ""
@@ -207,8 +210,8 @@ class StepTrace:
     average: tuple[Average, Average] | None = None
     """Running average of the weights before and after the step, if reported."""
     averages: dict[str, Floats] = field(default_factory=dict)
-    """Values of the average after the step, if it has the parameters' layout and the
-    reference is the workload on one rank."""
+    """Values of the average after the step, of this rank's part of a parameter or of
+    the whole."""
     skips: tuple[int, int] | None = None
     """The workload's count of skipped steps before and after the step, if reported."""
     scale_before: float = 1.0
@@ -333,6 +336,8 @@ class RankTrace:
     """Parameter -> position of each local element in the flat full tensor."""
     shards: dict[str, str]
     """Parameter -> digest of ``index``: replicas have equal digests."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Parameter of the model -> number of elements of the whole."""
     trains: frozenset[str] = frozenset()
     """Parameters that have local elements and require a gradient."""
     owned: list[list[str]] = field(default_factory=list)
@@ -375,6 +380,10 @@ class RankTrace:
     equal the saved ones bit for bit, and the first that does not. None without a
     load."""
 
+    lost_buffer: str = ""
+    """Buffer that training had moved, and that is as in a new model after the workload
+    loaded its own checkpoint; empty if there is none."""
+
     saved: Saved | None = None
     """State of the scaler after the last step, if another world begins with it."""
 
@@ -390,6 +399,17 @@ class RankTrace:
     def places(self, step: StepTrace, name: str) -> NDArray[np.int64]:
         """Return positions of local gradient elements in the flat full tensor."""
         return step.places.get(name, self.index[name])
+
+    def places_of_average(self, name: str, elements: int) -> NDArray[np.int64] | None:
+        """Return positions of a running average in the flat full tensor.
+
+        An average has the elements of this rank's part or, as a copy that is gathered,
+        those of the whole. None for any other number of elements.
+        """
+        index = self.index.get(name)
+        if index is not None and len(index) == elements:
+            return index
+        return np.arange(elements) if self.sizes.get(name) == elements else None
 
     def reached(self, step: int) -> bool:
         """Return True if ``step`` is the last one and was completed."""

@@ -122,6 +122,7 @@ def observe_rank(
             coordinate={axis: mesh.get_local_rank(axis) for axis in shape},
             index=engine.index,
             shards={name: shard_id(index) for name, index in engine.index.items()},
+            sizes={name: whole.numel() for name, whole in engine.whole.items()},
             trains=frozenset(filter(engine.trains, engine.index)),
             initial=engine.initial,
             dropouts=engine.dropouts,
@@ -155,7 +156,7 @@ def observe_rank(
                 if own is None:
                     tested.resume()
                 else:
-                    trace.loaded = own.resume()
+                    own.resume(trace)
             with nullcontext() if around is None else around(engine, step):
                 _observe_step(engine, tested, trace, faults, own)
         engine.check_recomputed()

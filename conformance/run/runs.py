@@ -5,14 +5,16 @@ Facts of a workload, and the last runs without a scaler, are computed once and c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ...fixtures import WorkloadError
+from ...fixtures import WorkloadError, resolve_workload
 from ...multiprocess import WorldError
 from ..comparison.bounds import expected_choices
 from ..comparison.laws.transparency import first_difference
+from ..comparison.one_rank import first_norm_on_one_rank
 from ..comparison.parity import followed_schedule
 from ..comparison.reference import Schedule
 from ..comparison.reference_run import Idle
@@ -23,7 +25,7 @@ from ..rank.scaler_spec import NO_SCALER
 from ..rank.trace import RankTrace, Saved
 from ..rank.watched_step import observe_modules
 from ..rank.worker import observe_rank
-from ..space.facts import WorkloadFacts, facts_of, remember
+from ..space.facts import WorkloadFacts, exceeded_by, facts_of, remember
 from ..space.scenario import Scenario
 from .failures import traces_of
 from .launcher import Place
@@ -202,8 +204,14 @@ class Runs:
         Computed once, on the process that trains references.
         """
         if model not in self._facts:
-            self._facts[model] = self.place.alone(_find_out, model)
-            remember(model, self._facts[model][0])
+            facts, chooses = self.place.alone(_find_out, model)
+            workload = resolve_workload(model)
+            if workload.one_rank and workload.clip_norm is not None:
+                norm = self.place.alone(first_norm_on_one_rank, model, in_group=True)
+                if 0.0 < norm < math.inf:
+                    facts = replace(facts, exceeded=exceeded_by(norm))
+            self._facts[model] = facts, chooses
+            remember(model, facts)
         return self._facts[model]
 
     def never_laid_out(self, scenario: Scenario) -> bool:
@@ -233,8 +241,11 @@ class Runs:
         self, compare: Callable[..., T], scenario: Scenario, *args: Any
     ) -> T:
         """Call ``compare`` on the process that trains the scenario's references."""
-        one_rank = scenario.workload.one_rank
-        return self.place.alone(compare, scenario, *args, in_group=one_rank)
+        one_rank, facts = scenario.workload.one_rank, self.facts(scenario.model)[0]
+        result: T = self.place.alone(
+            _with_facts, facts, compare, scenario, *args, in_group=one_rank
+        )
+        return result
 
     def _files(self, scenario: Scenario) -> str | None:
         # a killed process leaves its folder, so make none if nothing is saved
@@ -251,6 +262,14 @@ def is_of_parallelize(failure: WorldError) -> bool:
 def without_scaler(scenario: Scenario) -> Scenario:
     """Return the scenario with neutral scaler settings, for a shared control run."""
     return replace(scenario, init_scale=1.0, growth_interval=1, faults="none")
+
+
+def _with_facts(
+    facts: WorkloadFacts, compare: Callable[..., T], scenario: Scenario, *args: Any
+) -> T:
+    """Call ``compare`` with the facts that the ranks have."""
+    remember(scenario.model, facts)
+    return compare(scenario, *args)
 
 
 def _find_out(model: str) -> tuple[WorkloadFacts, bool]:

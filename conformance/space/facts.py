@@ -42,6 +42,7 @@ __all__ = [
     "clip_norm_of",
     "clip_value_of",
     "clips_by_norm",
+    "exceeded_by",
     "facts_of",
     "new_tensors_in_fp64",
     "objective_of",
@@ -79,7 +80,8 @@ class WorkloadFacts:
     inputs, an inner optimization step."""
     exceeded: float
     """Clipping norm: a power of two, at most half the norm of the first gradient, so
-    that the rounding of sums does not change it."""
+    that the rounding of sums does not change it. With a reference on one rank the
+    gradient is that of ``train_step``."""
     middle: float
     """Power of two that the largest element reaches in at least half of the first
     gradients."""
@@ -194,8 +196,7 @@ def clip_norm_of(workload: ResolvedWorkload, training: Training) -> float | None
     """
     if training.clip != "norm":
         return None if training.clip else workload.clip_norm
-    # with a reference on one rank, only train_step knows its gradients
-    if OfWorkload.LOOP in workload.has or workload.one_rank:
+    if OfWorkload.LOOP in workload.has:
         return CLIP_NORM
     return min(CLIP_NORM, facts_of(workload.name).exceeded)
 
@@ -338,8 +339,12 @@ def _limits(workload: ResolvedWorkload) -> tuple[float, float]:
         middle = median_low([size for size in largest if size > 0] or [0.0])
     if not 0.0 < norm < math.inf:
         return CLIP_NORM, CLIP_VALUE
-    exceeded, middle = (2.0 ** math.floor(math.log2(x)) for x in (norm, middle))
-    return exceeded / 2, middle
+    return exceeded_by(norm), 2.0 ** math.floor(math.log2(middle))
+
+
+def exceeded_by(norm: float) -> float:
+    """Return a clipping norm that a gradient of this norm exceeds; see ``exceeded``."""
+    return 2.0 ** math.floor(math.log2(norm)) / 2
 
 
 def _why_not_parted(workload: ResolvedWorkload) -> str:

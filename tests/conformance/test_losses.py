@@ -190,3 +190,53 @@ def test_the_loss_of_a_second_turn_of_frozen_weights_is_not_a_fault(
     told = verdict(case)
     assert case.status == told.status == "inconclusive", case.problem
     assert "train_step moves weights, runs a forward, and then steps" in told.message
+
+
+class TargetsOfItsTokens(Trains):
+    """No fault: a rank has all inputs, and the targets of its own tokens."""
+
+    meshes = ({"dp": 1, "cp": 2},)
+    data_axes = ("dp", "cp")
+    model_axes = ()
+    clip_norm = None  # type: ignore[assignment]  # as absent
+
+    def batch(self, step: int, seed: int) -> Any:
+        generator = torch.Generator().manual_seed(1000 * seed + step)
+        x = torch.randn(4, 6, 8, generator=generator)
+        return x, x.abs()[..., :4] * (torch.arange(6) < 4)[:, None]
+
+    def loss(self, output: Tensor, targets: Tensor) -> Any:
+        errors = nn.functional.mse_loss(output, targets, reduction="none")
+        counted = targets.sum(-1) > 0  # 3 and 1 of a row's tokens on the two ranks
+        return errors[counted].sum(), counted.sum()
+
+    def shard(self, batch: Any, mesh: DeviceMesh) -> Any:
+        x, y = batch
+        return x, y.chunk(2, 1)[mesh.get_local_rank("cp")]
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        return Engine(model, self.optimizer([*model.named_parameters()]))
+
+    def train_step(self, stack: Engine, micro_batches: Any, scaler: Any) -> Any:
+        stack.optimizer.zero_grad()
+        ((x, y),) = micro_batches
+        mine = x.chunk(2, 1)[dist.get_rank()]
+        total, count = self.loss(stack.module(mine), y)
+        whole = torch.stack([total.detach(), count.float()])
+        dist.all_reduce(whole)
+        (total / whole[1]).backward()
+        for p in stack.module.parameters():
+            assert p.grad is not None
+            dist.all_reduce(p.grad)
+        stack.optimizer.step()
+        return whole[0] / whole[1]
+
+
+def test_targets_of_some_tokens_of_the_inputs_are_a_part_of_a_batch(
+    runner: Runner,
+) -> None:
+    """The output of the whole model has more tokens than the targets of a rank."""
+    name = f"{__name__}:TargetsOfItsTokens"
+    text = f"dp1-cp2/2/fp32/own/none/model={name},steps=2"
+    found = runner.run("none", Scenario.parse(text))
+    assert found.status == "pass", (found.problem, found.verdicts)

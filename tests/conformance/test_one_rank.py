@@ -34,6 +34,7 @@ from gradparity.tests.workloads.steps import (
     StepsTwice,
     Trains,
     TrainsOnTwoAxes,
+    TrainsSharded,
 )
 
 MODULE = "gradparity.tests.conformance.test_one_rank"
@@ -471,6 +472,42 @@ def test_what_the_plain_reference_refuses_ends_in_the_line_to_add(stack: type) -
     with pytest.raises(WorkloadError) as refused:
         check_workload(own(stack))
     assert str(refused.value).endswith(REFERENCE_LINE)
+
+
+class ClipsByItsShard(TrainsSharded):
+    """Each rank clips by the norm of its own shards; no gradient reaches the limit."""
+
+    reference = "one rank"
+    clip_norm = 1.0
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return super().loss(output, targets) / 16
+
+    def clip(self, stack: Engine) -> None:  # type: ignore[override]  # reports no norm
+        shards = [
+            local(p.grad) for p in stack.module.parameters() if p.grad is not None
+        ]
+        norm = float(nn.utils.get_total_norm(shards))
+        for shard in shards:
+            shard *= min(1.0, self.clip_norm / (norm + 1e-6))
+
+
+class ClipsByTheWhole(ClipsByItsShard):
+    """No fault: all ranks clip by the norm of the whole gradient."""
+
+    def clip(self, stack: Engine) -> None:  # type: ignore[override]  # reports no norm
+        nn.utils.clip_grad_norm_(stack.module.parameters(), self.clip_norm)
+
+
+@pytest.mark.parametrize(
+    ("stack", "caught"), [(ClipsByItsShard, True), (ClipsByTheWhole, False)]
+)
+def test_the_recipe_clips_with_a_reference_on_one_rank(
+    runner: Runner, stack: type, caught: bool
+) -> None:
+    assert failed(case(runner, own(stack))) == {}
+    found = failed(case(runner, own(stack), recipe="clip-norm"))
+    assert ("parity.gradient" in found) is caught, found
 
 
 class Sharp(Trains):

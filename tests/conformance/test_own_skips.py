@@ -3,13 +3,15 @@
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.fixtures import REFERENCE_LINE
 from gradparity.tests.verdicts import failed
-from gradparity.tests.workloads.stacks import Batch
+from gradparity.tests.workloads.stacks import Batch, Named
 from gradparity.tests.workloads.steps import Engine, MicroBatches, Trains
 
 SPIKE = 1
@@ -85,8 +87,67 @@ class CountsAndSteps(SkipsSpikes):
         return False
 
 
-def checked(runner: Runner, stack: type, scaler: str = "none") -> Case:
-    text = f"dp2/2/fp32/own/none/model={__name__}:{stack.__name__},steps=4"
+class DropsBadSteps(torch.optim.AdamW):
+    """Does nothing in a step with a gradient that is not finite."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        every = [p.grad for group in self.param_groups for p in group["params"]]
+        if all(g is None or bool(g.isfinite().all()) for g in every):
+            return super().step()
+        return None
+
+
+class DividesByZero(SkipsSpikes):
+    """Rank 1 divides by zero in one step, and the optimizer drops the step."""
+
+    skipped_steps = None  # type: ignore[assignment]  # as absent
+
+    def batch(self, step: int, seed: int) -> Batch:
+        return Trains.batch(self, step, seed)
+
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        return DropsBadSteps([p for _, p in parameters], lr=1e-2)
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        step = stack.kept["skipped"]
+        stack.kept["skipped"] += 1
+        stack.optimizer.zero_grad()
+        loss = self.backward(stack, micro_batches, scaler)
+        if step == SPIKE and dist.get_rank() == 1:
+            for p in stack.module.parameters():
+                assert p.grad is not None
+                p.grad *= torch.zeros(()) / torch.zeros(())
+        for p in stack.module.parameters():
+            dist.all_reduce(p.grad)
+            assert p.grad is not None
+            p.grad /= dist.get_world_size()
+        stack.optimizer.step()
+        return loss
+
+
+class OverflowsEverywhere(DividesByZero):
+    """No fault: one process overflows in that step as well, and drops it."""
+
+    def batch(self, step: int, seed: int) -> Batch:
+        x, y = super().batch(step, seed)
+        return x, y * (torch.inf if step == SPIKE else 1.0)
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        stack.optimizer.zero_grad()
+        loss = self.backward(stack, micro_batches, scaler)
+        stack.optimizer.step()
+        return loss
+
+
+def checked(
+    runner: Runner, stack: type, scaler: str = "none", precision: str = "fp32"
+) -> Case:
+    text = f"dp2/2/{precision}/own/none/model={__name__}:{stack.__name__},steps=4"
     case = runner.run(scaler, Scenario.parse(text))
     assert not case.problem
     return case
@@ -122,3 +183,19 @@ def test_a_skip_that_nobody_declares_fails_with_the_line_to_add(
     wrong = failed(checked(runner, CountsNothing))["skip.all-ranks-step"]
     assert "count them in skipped_steps(stack)" in wrong
     assert REFERENCE_LINE in wrong
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-autocast"])
+def test_a_gradient_that_is_not_finite_on_the_ranks_alone_fails(
+    runner: Runner, precision: str
+) -> None:
+    wrong = failed(checked(runner, DividesByZero, precision=precision))
+    assert {*wrong} == {"parity.gradient"}
+    assert "step 1: the gradient of" in wrong["parity.gradient"]
+    assert "it is inf or nan" in wrong["parity.gradient"]
+
+
+def test_a_gradient_that_is_not_finite_on_one_process_either_is_right(
+    runner: Runner,
+) -> None:
+    assert not failed(checked(runner, OverflowsEverywhere))

@@ -55,6 +55,8 @@ def statuses(case: Case) -> dict[str, str]:
         (stacks.OwnStep, "dp2/2/fp32", {"data", "size"}),
         (stacks.ReplacesItsDropout, "dp2/2/fp32", {"data", "size"}),
         (stacks.ReplacesItsDropout, "dp2/2/bf16-autocast", {"data", "size"}),
+        (stacks.EvaluatesAndGoesOn, "dp2/2/fp32", {"data", "size"}),
+        (stacks.Stages, "pp2/2/fp32", {"data", "size"}),
     ],
 )
 @pytest.mark.few(5)
@@ -117,6 +119,21 @@ def test_a_right_stack_passes_with_its_random_layers_on_and_off(
             "dp2/2/fp32",
             "recompute",
             "drawn anew in backward on rank 0",
+        ),
+        (
+            stacks.EvaluatesOnOneRank,
+            "dp2/2/fp32",
+            "size",
+            "step 1: Dropout 3: rank 0 multiplies what it keeps by 1, and with the "
+            "model's p = 0.4 that is 1 / (1 - p) = 1.667. It drops nothing: is it in "
+            "eval mode there?",
+        ),
+        (
+            stacks.SecondStageDropsMore,
+            "pp2/2/fp32",
+            "size",
+            "step 0: Dropout 4: rank 1 multiplies what it keeps by 1.667, and with the "
+            "model's p = 0.2",
         ),
         (
             stacks.SeedsEachStep,

@@ -25,7 +25,12 @@ from gradparity.fixtures.faulty.plain import Broken
 from gradparity.fixtures.faulty.stacks import Held, Named
 from gradparity.fixtures.faulty.steps import FAULTY_STEPS, RIGHT_STEPS
 from gradparity.multiprocess import WorldError
-from gradparity.tests.workloads.steps import Engine, MicroBatches, Trains
+from gradparity.tests.workloads.steps import (
+    Engine,
+    MicroBatches,
+    Trains,
+    TrainsSharded,
+)
 
 PLAIN = "gradparity.fixtures.faulty:PlainScaler"
 TRAINS = "gradparity.fixtures.faulty.steps:Trains"
@@ -609,9 +614,67 @@ class AveragesOnOneRank(Averages):
     reference = "one rank"
 
 
+class AveragesWhole(TrainsSharded):
+    """No fault: weights are shards, and rank 0 keeps an average of the whole."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        engine = super().parallelize(model, mesh)
+        engine.kept = {n: p.clone() for n, p in self.whole(engine).items()}
+        return engine
+
+    def whole(self, stack: Engine) -> dict[str, Tensor]:
+        state = stack.module.state_dict()
+        return {n: shard.full_tensor() for n, shard in state.items()}
+
+    def move(self, stack: Engine) -> None:
+        for name, weight in self.whole(stack).items():
+            stack.kept[name].lerp_(weight, 0.1)
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        returned = super().train_step(stack, micro_batches, scaler)
+        self.move(stack)
+        return returned
+
+    def ema(self, stack: Engine) -> dict[str, Tensor]:
+        return {} if torch.distributed.get_rank() else dict(stack.kept)
+
+
+class AveragesWholeEachPass(AveragesWhole):
+    """The average of the whole moves once for each micro-batch."""
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        for _ in micro_batches[1:]:
+            self.move(stack)
+        return super().train_step(stack, micro_batches, scaler)
+
+
+class WholeOnOneRank(AveragesWhole):
+    """The average has another decay on ranks than in the reference on one rank."""
+
+    reference = "one rank"
+
+    def move(self, stack: Engine) -> None:
+        super().move(stack)
+        if torch.distributed.get_world_size() > 1:
+            super().move(stack)
+
+
+class AveragesFlat(AveragesWhole):
+    """No fault, but the elements of the average are unknown."""
+
+    def ema(self, stack: Engine) -> dict[str, Tensor]:
+        return {n: average.flatten()[:3] for n, average in stack.kept.items()}
+
+
 @pytest.mark.parametrize(
     ("stack", "recipe", "caught"),
     [
+        (AveragesWhole, "accumulate", False),
+        (AveragesWholeEachPass, "accumulate", True),
         (Averages, "accumulate", False),
         (Averages, "accumulate-uneven", False),
         (Averages, "resume", False),
@@ -632,6 +695,97 @@ def test_an_average_is_that_of_plain_steps(
     assert [*told] == ["trainer.average"] * caught
     if caught:
         assert f"the same steps without recipe={recipe}" in told["trainer.average"]
+
+
+def test_an_average_of_the_whole_is_that_of_one_rank(runner: Runner) -> None:
+    told = failed_checks(runner.run("none", here(WholeOnOneRank, "plain")))
+    assert [*told] == ["trainer.average"]
+    assert "differs from that of the same train_step" in told["trainer.average"]
+
+
+def test_an_average_of_unknown_elements_is_inconclusive(runner: Runner) -> None:
+    found = runner.run("none", here(AveragesFlat, "accumulate"))
+    assert found.status == "inconclusive", failed_checks(found)
+    (verdict,) = [v for v in found.verdicts if v.status == "inconclusive"]
+    assert verdict.law == "trainer.average"
+    assert "neither the elements of this rank's part" in verdict.message
+
+
+class Statistics(nn.Module):
+    """A layer with running statistics, which no gradient depends on."""
+
+    mean: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("last", torch.zeros(8), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.detach().mean(0)
+        self.mean = self.mean.lerp(self.last, 0.1)
+        self.calls = self.calls + 1
+        return x
+
+
+class SavesStatistics(Trains):
+    """No fault: rank 0 saves the buffers for all, and each rank has its own rows'."""
+
+    local_buffers = ("mean",)
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), Statistics(), nn.Linear(8, 4))
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        made = nn.parallel.DistributedDataParallel(
+            model, process_group=mesh.get_group("dp"), broadcast_buffers=False
+        )
+        return Engine(made, self.optimizer([*made.named_parameters()]))
+
+    def saved(self, module: nn.Module) -> dict[str, Tensor]:
+        return module.state_dict()
+
+    def save_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
+        if torch.distributed.get_rank() == 0:
+            states = self.saved(stack.module), stack.optimizer.state_dict()
+            torch.save(states, f"{folder}/all.pt")
+        torch.distributed.barrier()
+
+    def load_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
+        module, optimizer = torch.load(f"{folder}/all.pt", weights_only=True)
+        stack.module.load_state_dict(module, strict=False)
+        stack.optimizer.load_state_dict(optimizer)
+
+
+class LosesStatistics(SavesStatistics):
+    """The checkpoint holds parameters alone."""
+
+    def saved(self, module: nn.Module) -> dict[str, Tensor]:
+        return {n: p.detach() for n, p in module.named_parameters()}
+
+
+class LosesCounts(SavesStatistics):
+    """The checkpoint lacks the buffers of integers."""
+
+    def saved(self, module: nn.Module) -> dict[str, Tensor]:
+        state = module.state_dict()
+        return {n: t for n, t in state.items() if t.is_floating_point()}
+
+
+@pytest.mark.parametrize(
+    ("stack", "lost"),
+    [(SavesStatistics, ""), (LosesStatistics, "1.mean"), (LosesCounts, "1.calls")],
+)
+def test_a_checkpoint_holds_the_buffers_that_training_moves(
+    runner: Runner, stack: type, lost: str
+) -> None:
+    told = failed_checks(runner.run("none", here(stack, "resume")))
+    assert [*told] == ["trainer.weights"] * bool(lost), told
+    if lost:
+        words = f"the buffer {lost} on rank 0 is that of a new model, once the stack"
+        assert words in told["trainer.weights"]
 
 
 class HidesItsAverage(Averages):

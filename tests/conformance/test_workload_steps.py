@@ -11,10 +11,13 @@ from gradparity.tests.workloads.steps import (
     DividesAgain,
     EvaluatesAgain,
     FlatShards,
+    GivesWeightsInAnotherOrder,
     HidesItsParameters,
     LogsBetween,
     LogsBetweenRight,
+    LosesAWeight,
     LosesShards,
+    LosesShardsBesideOthers,
     NeverClips,
     OtherSlices,
     OwnersForgetOthers,
@@ -22,6 +25,7 @@ from gradparity.tests.workloads.steps import (
     ReducesToOwners,
     Renames,
     ReturnsNoGradients,
+    ReturnsNumpyNumbers,
     ReturnsText,
     ReturnsThree,
     RoundedCopies,
@@ -92,6 +96,14 @@ def test_right_steps_pass(runner: Runner, stack: type, recipe: str) -> None:
     held = elements(found)
     assert parity.compared == {"loss": 2, "gradient": 2 * held, "update": 2 * held}
     assert not parity.not_compared
+
+
+@pytest.mark.parametrize("stack", [GivesWeightsInAnotherOrder, ReturnsNumpyNumbers])
+def test_the_form_of_what_a_step_gives_does_not_matter(
+    runner: Runner, stack: type
+) -> None:
+    found = case(runner, stack)
+    assert found.status == "pass", (found.problem, failed(found))
 
 
 @pytest.mark.parametrize("stack", [TakesTurns, ClipsInTurns, EvaluatesAgain])
@@ -225,6 +237,7 @@ def test_a_stack_without_gradients_does_not_pass(runner: Runner, stack: type) ->
             "ema: gave 'inner.module.0.weight', which is not in the model",
         ),
         (AveragesTwice, "ema: gave 0.weight twice"),
+        (LosesAWeight, "weights: no longer gives 2.bias: it must give the names that"),
         (WrongSlices, "weights: gave 0.bias with 4 elements, and its slices"),
         (OtherSlices, "parallelize: changed the values of 0.bias: 4 of 4 elements"),
         (
@@ -232,6 +245,7 @@ def test_a_stack_without_gradients_does_not_pass(runner: Runner, stack: type) ->
             "those of model() but those rounded to torch.bfloat16: have model() round",
         ),
         (LosesShards, "parallelize: no rank holds 32 of 32 elements of 2.weight"),
+        (LosesShardsBesideOthers, "parallelize: no rank holds "),
         (
             WeightsNotParameters,
             "weights: returned 0.weight, which is not an nn.Parameter",

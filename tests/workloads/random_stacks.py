@@ -437,3 +437,85 @@ class SavesOneGenerator(SavesItsGenerator):
     def save_checkpoint(self, stack: Engine, scaler: object, folder: str) -> None:
         if dist.get_rank() == 0:
             super().save_checkpoint(stack, scaler, folder)
+
+
+class EvaluatesOnOneRank(OwnStep):
+    """Rank 0 evaluates after each step, and goes on in eval mode."""
+
+    def train_step(
+        self, stack: "Engine", micro_batches: list[Batch], scaler: object
+    ) -> float:
+        loss = super().train_step(stack, micro_batches, scaler)
+        if dist.get_rank() == 0:
+            self.evaluate(stack, micro_batches)
+        return loss
+
+    def evaluate(self, stack: "Engine", micro_batches: list[Batch]) -> None:
+        stack.module.eval()
+        with torch.no_grad():
+            stack.module(micro_batches[0][0])
+
+
+class EvaluatesAndGoesOn(EvaluatesOnOneRank):
+    """No fault: rank 0 evaluates, and then trains in train mode."""
+
+    def evaluate(self, stack: "Engine", micro_batches: list[Batch]) -> None:
+        super().evaluate(stack, micro_batches)
+        stack.module.train()
+
+
+class Stages(Dropout):
+    """No fault: two stages, each of which numbers its layers from 0."""
+
+    meshes = ({"pp": 2},)
+    second = 0.2
+
+    def model(self) -> nn.Module:
+        first = nn.Linear(8, WIDTH), nn.Dropout(0.4), nn.Tanh()
+        return nn.Sequential(
+            *first, nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, 4)
+        )
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> "Engine":  # type: ignore[override]  # with train_step any object
+        assert isinstance(model, nn.Sequential)
+        self.seed(mesh)
+        first = mesh.get_local_rank() == 0
+        layers = [*model]
+        stage = nn.Sequential(*(layers[:3] if first else layers[3:]))
+        if not first:
+            dropout = stage[1]
+            assert isinstance(dropout, nn.Dropout)
+            dropout.p = self.second
+        return Engine(stage, self.optimizer(list(stage.named_parameters())))
+
+    def weights(self, stack: "Engine") -> dict[str, Tensor]:
+        named = stack.module.named_parameters()
+        start = 3 * dist.get_rank()
+        return {f"{int(name[0]) + start}{name[1:]}": p for name, p in named}
+
+    def train_step(
+        self, stack: "Engine", micro_batches: list[Batch], scaler: object
+    ) -> float | None:
+        stack.optimizer.zero_grad()
+        rows, total = sum(len(x) for x, _ in micro_batches), 0.0
+        for x, y in micro_batches:
+            if dist.get_rank() == 0:
+                hidden = stack.module(x)
+                dist.send(hidden.detach(), 1)
+                dist.recv(gradient := torch.empty_like(hidden), 1)
+                hidden.backward(gradient)
+                continue
+            dist.recv(received := torch.empty(len(x), WIDTH), 0)
+            loss = self.loss(stack.module(received.requires_grad_()), y) * len(x) / rows
+            loss.backward()
+            assert received.grad is not None
+            dist.send(received.grad, 0)
+            total += float(loss)
+        stack.optimizer.step()
+        return total if dist.get_rank() else None
+
+
+class SecondStageDropsMore(Stages):
+    """The dropout of the second stage has the probability of the first stage's."""
+
+    second = 0.4

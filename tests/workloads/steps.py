@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -548,6 +549,13 @@ class LosesShards(FlatShards):
         return {n: w for n, w in super().weights(stack).items() if n != "2.weight"}
 
 
+class LosesShardsBesideOthers(LosesShards):
+    """``weights`` leaves out one parameter, and rank 1 holds none."""
+
+    def weights(self, stack: Engine) -> Any:
+        return {} if rank() else super().weights(stack)
+
+
 class StepsCopies(FlatShards):
     """Its optimizer steps hidden copies, and it has no ``gradients``."""
 
@@ -614,3 +622,34 @@ class Alone(Trains):
     """No fault: the reference is one rank, though the plain one would match as well."""
 
     reference = "one rank"
+
+
+class GivesWeightsInAnotherOrder(Trains):
+    """No fault: ``weights`` gives the same names in another order after a step."""
+
+    def weights(self, stack: Engine) -> Any:
+        weights = super().weights(stack)
+        moved = bool(stack.optimizer.state)
+        return dict(reversed(weights.items())) if moved else weights
+
+
+class LosesAWeight(Trains):
+    """``weights`` gives one name less after a step."""
+
+    def weights(self, stack: Engine) -> Any:
+        weights = super().weights(stack)
+        return (
+            {n: w for n, w in weights.items() if n != "module.2.bias"}
+            if (stack.optimizer.state)
+            else weights
+        )
+
+
+class ReturnsNumpyNumbers(Trains):
+    """No fault: loss and norm are numbers of numpy."""
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        loss, norm = super().train_step(stack, micro_batches, scaler)
+        return np.float32(loss), np.float32(norm)

@@ -37,7 +37,9 @@ def _where_drawn(check: Check) -> Check:
         if not evidence.scenario.parsed_recipe.training.random:
             return skipped("random layers, where there are any, are off: recipe=random")
         steps = [s for _, seen in evidence.steps() for s in seen]
-        if steps and not any(s.draws or s.drawn_outside for s in steps):
+        if steps and not any(
+            s.drawn_outside or any(draw.state for draw in s.draws) for s in steps
+        ):
             return inconclusive(
                 "random layers draw numbers on one process, and none were drawn on any "
                 "rank: is the model in eval mode there? Seen are torch's generators "
@@ -73,7 +75,7 @@ def _rows(evidence: Evidence, trace: RankTrace) -> tuple[int, ...]:
 
 
 def _drawn(seen: StepTrace) -> Iterator[Draw]:
-    return (draw for draw in seen.draws if not draw.recomputed)
+    return (draw for draw in seen.draws if draw.state and not draw.recomputed)
 
 
 def _wrong(
@@ -219,7 +221,14 @@ def size(evidence: Evidence) -> Finding:
     """Compare the factor by which each dropout multiplies the kept elements."""
     off = 8 * evidence.scenario.parsed_precision.roundoff
     compared = missed = 0
-    for step, trace, draw in _draws(evidence):
+    draws = (
+        (step, trace, draw)
+        for step, seen in evidence.steps()
+        for trace, s in zip(evidence.ranks, seen, strict=True)
+        for draw in s.draws
+        if not draw.recomputed
+    )
+    for step, trace, draw in draws:
         probability = trace.dropouts.get(draw.module)
         if probability is None or probability == 1 or draw.kept is None:
             missed += 1
@@ -231,6 +240,8 @@ def size(evidence: Evidence) -> Finding:
                 f"rank {trace.rank} multiplies what it keeps by {draw.kept:.4g}, and "
                 f"with the model's p = {probability:g} that is 1 / (1 - p) = {due:.4g}"
             )
+            if not draw.state:
+                text += ". It drops nothing: is it in eval mode there?"
             return _wrong(text, step, trace, draw, compared)
     return _passed(
         evidence,

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from ....fixtures import OfWorkload
-from ...rank.trace import Floats
+from ...rank.trace import Floats, RankTrace
 from ..law import (
+    STOPPED,
     Evidence,
     Finding,
     Status,
@@ -168,6 +170,29 @@ def schedule(evidence: Evidence) -> Finding:
     return loads.counted(compared, "moves of the schedule", evidence.unseen)
 
 
+def _of_other_layout(evidence: Evidence) -> int:
+    """Return the number of averages of unknown elements, where plain steps have them.
+
+    An average may be flattened with others, or cut otherwise than its parameter.
+    """
+    ranks = () if evidence.plain is None else evidence.ranks
+    return sum(
+        name not in at.averages
+        for trace in ranks
+        for at in trace.steps
+        for name in (at.average or ({}, {}))[1]
+    )
+
+
+def _why_few_averages(evidence: Evidence) -> str:
+    if not _of_other_layout(evidence):
+        return STOPPED
+    return (
+        "an average has neither the elements of this rank's part of its parameter nor "
+        "those of the whole: let ema(stack) return one of them"
+    )
+
+
 @law(
     "trainer.average",
     "The running average of the weights does not move on a skipped step, and a "
@@ -177,6 +202,7 @@ def schedule(evidence: Evidence) -> Finding:
     "the evaluated model depends on the rank that saves it. A rank that keeps no "
     "average returns {} from ema(stack).",
     of_stack=True,
+    hidden=_why_few_averages,
 )
 def average(evidence: Evidence) -> Finding:
     """Compare averages around skipped steps, between ranks, and with other runs."""
@@ -224,14 +250,15 @@ def average(evidence: Evidence) -> Finding:
         return replace(inconclusive(still), compared=compared)
     if not seen and evidence.scenario.workload.ema is None:
         return skipped("the workload has no ema")
-    if not compared and not loads.compared and evidence.unseen == 0:
+    missed = evidence.unseen + _of_other_layout(evidence)
+    if not compared and not loads.compared and not missed:
         return skipped("no step was skipped, and no two ranks move the same average")
     what = "averages untouched by a skip, or equal on two ranks"
     if beside:
         what += f", of which {beside} are those of plain steps"
     if alike:
         what += f", of which {alike} elements within the bounds of one rank"
-    return loads.counted(compared, what, evidence.unseen)
+    return loads.counted(compared, what, missed)
 
 
 def _as_in_plain_steps(evidence: Evidence) -> tuple[int, Finding | None]:
@@ -243,17 +270,21 @@ def _as_in_plain_steps(evidence: Evidence) -> tuple[int, Finding | None]:
     """
     compared = 0
     apart: dict[tuple[int, str], float] = {}
-    for trace, beside in zip(evidence.ranks, evidence.plain or (), strict=False):
+    ranks, plain_ranks = evidence.ranks, evidence.plain or ()
+    for trace, beside in zip(ranks, plain_ranks, strict=False):
         for at, plain in zip(trace.steps, beside.steps, strict=False):
             for name, values in at.averages.items():
                 other = plain.averages.get(name)
-                here, there_now = at.parameters.get(name), plain.parameters.get(name)
-                if other is None or here is None or there_now is None:
+                places = trace.places_of_average(name, len(values))
+                if other is None or places is None:
                     continue
-                if not np.array_equal(trace.index[name], beside.index.get(name, ())):
+                theirs = beside.places_of_average(name, len(other))
+                if theirs is None or not np.array_equal(places, theirs):
                     continue
+                here = _weights_at(ranks, trace, at.step, name, places)
+                there_now = _weights_at(plain_ranks, beside, at.step, name, places)
                 wide = values.astype(np.float64)
-                if _is_narrow(values):
+                if _is_narrow(values) or not np.isfinite([here, there_now]).all():
                     continue
                 far = max(
                     apart.get((trace.rank, name), 0.0), _distance(here, there_now)
@@ -279,6 +310,27 @@ def _as_in_plain_steps(evidence: Evidence) -> tuple[int, Finding | None]:
                         compared=compared,
                     )
     return compared, None
+
+
+def _weights_at(
+    ranks: Sequence[RankTrace],
+    trace: RankTrace,
+    step: int,
+    name: str,
+    places: NDArray[np.int64],
+) -> Floats:
+    """Return the weights after a step at some places of a parameter.
+
+    The rank's own part comes from itself, and other parts from the ranks that hold
+    them.
+    """
+    whole = np.full(trace.sizes[name], np.nan)
+    for holder in (*ranks, trace):  # the rank itself comes last
+        for at in holder.steps:
+            if at.step == step and name in at.parameters:
+                whole[holder.index[name]] = at.parameters[name]
+    weights: Floats = whole[places]
+    return weights
 
 
 SAFETY = 4.0
@@ -469,9 +521,11 @@ def settings(evidence: Evidence) -> Finding:
 
 @law(
     "trainer.weights",
-    "After a resume the weights are bitwise those that were saved.",
+    "After a resume the weights are bitwise those that were saved, and no buffer that "
+    "training had moved is that of a new model.",
     "fp32 weights saved in half precision, or made again from bf16 ones, lose the sum "
-    "of many small steps. In one update the loss may be below the noise of bf16.",
+    "of many small steps. In one update the loss may be below the noise of bf16. "
+    "Evaluation uses buffers, such as running statistics.",
     of_stack=True,
 )
 def weights(evidence: Evidence) -> Finding:
@@ -494,6 +548,19 @@ def weights(evidence: Evidence) -> Finding:
                 step=scenario.resume_step,
                 ranks=(rank,),
                 parameter=lost,
+                cause="lost in the checkpoint",
+                compared=compared + 1,
+            )
+    for trace in evidence.ranks:
+        if trace.lost_buffer:
+            return Finding(
+                status=Status.FAIL,
+                message=f"step {scenario.resume_step}: the buffer {trace.lost_buffer} "
+                f"on rank {trace.rank} is that of a new model, once the stack is "
+                "loaded from its own checkpoint, and training had moved it",
+                step=scenario.resume_step,
+                ranks=(trace.rank,),
+                parameter=trace.lost_buffer,
                 cause="lost in the checkpoint",
                 compared=compared + 1,
             )
