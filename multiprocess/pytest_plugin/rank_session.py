@@ -136,6 +136,7 @@ class ItemResult(Left):
 
 
 _STOPS = ("shouldstop", "shouldfail")
+_EXPECTS = "__unittest_expecting_failure__"
 
 _session: RankSession | None = None
 
@@ -297,25 +298,41 @@ def _failed(error: BaseException, report: Any, result: ItemResult) -> Failed:
 @contextmanager
 def _reporting_at_once(item: Any) -> Iterator[None]:
     """Report a failure of a unittest test before its tearDown, which may block."""
+    if not hasattr(item, "addError"):
+        yield
+        return
+
+    def report(error: BaseException) -> None:
+        if not isinstance(error, CallEnded) and early_end(error) is None:
+            current_world()._fail(Failed(error, None))  # noqa: SLF001  # its own world
 
     def reporting(own: Callable[..., None]) -> Callable[..., None]:
         def add(test: object, info: tuple[Any, BaseException, Any]) -> None:
-            error = info[1]
-            if not isinstance(error, CallEnded) and early_end(error) is None:
-                current_world()._fail(Failed(error, None))  # noqa: SLF001  # its own world
+            report(info[1])
             own(test, info)
 
         return add
 
-    # pytest's item is the result object that unittest calls with each exception.
-    names = ("addError", "addFailure") if hasattr(item, "addError") else ()
-    for name in names:
-        setattr(item, name, reporting(getattr(item, name)))
+    method = item.obj
+
+    @functools.wraps(method)
+    def body(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except BaseException as error:
+            report(error)
+            raise
+
+    # pytest's item is the result object that unittest calls with each exception, but
+    # with an expected failure only at the end.
+    item.addError, item.addFailure = map(reporting, (item.addError, item.addFailure))
+    if getattr(method, _EXPECTS, False) or getattr(item.cls, _EXPECTS, False):
+        item.obj = body
     try:
         yield
     finally:
-        for name in names:
-            delattr(item, name)
+        del item.addError, item.addFailure
+        item.obj = method
 
 
 def serialised(config: pytest.Config, report: Any) -> Mapping[str, Any]:

@@ -387,17 +387,19 @@ class TestOurs(TestCase):
     assert "hung" not in done.stdout
 
 
+@pytest.mark.parametrize("mark", ["", "@unittest.expectedFailure"])
 def test_a_failure_of_a_class_of_unittest_is_reported_before_its_teardown(
-    session: Session,
+    session: Session, mark: str
 ) -> None:
-    done = session("""
+    done = session(f"""
 import unittest
 
 class TestPlain(unittest.TestCase):
     def tearDown(self):
         dist.barrier()
 
-    @pytest.mark.world(2)
+    @pytest.mark.world(2, timeout_s=30)
+    {mark}
     def test_waits(self):
         if dist.get_rank() == 0:
             raise KeyError("the cause")
