@@ -253,15 +253,10 @@ def _close_runner(config: pytest.Config) -> None:
 def _runner(config: pytest.Config) -> Runner:
     if _RUNNER not in config.stash:
         from .controller import report_unended, shows_live
-        from .runner import AgentRunner, PoolRunner
+        from .runner import Runner
 
-        agent = config.stash.get(_AGENT, None)
-        live = shows_live(config)
-        config.stash[_RUNNER] = (
-            PoolRunner(live, report_unended)
-            if agent is None
-            else AgentRunner(agent, live, report_unended)
-        )
+        agent, live = config.stash.get(_AGENT, None), shows_live(config)
+        config.stash[_RUNNER] = Runner(agent, live, report_unended)
     return config.stash[_RUNNER]
 
 

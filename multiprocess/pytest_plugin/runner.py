@@ -1,10 +1,9 @@
-"""Runners of tests on ranks: a pool of clusters, or torchrun's ranks."""
+"""Run tests on a pool of clusters, of this process or of torchrun's agents."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -37,17 +36,19 @@ class UnsuitableWorld(Exception):
     """A world of these settings cannot be run here."""
 
 
-class Runner(ABC):
+class Runner:
     """Runs tests on clusters that stay warm."""
 
-    def __init__(self, live: bool, report: Report) -> None:
+    def __init__(self, agent: Agent | None, live: bool, report: Report) -> None:
         """Start with no cluster.
 
         Args:
+            agent: Agent of rank 0 under torchrun, whose ranks run the tests; else None.
             live: True to show the ranks' output while they run.
             report: Called between two tests with the last test of a cluster, if
                 fixtures that outlived it fail.
         """
+        self._agent = agent
         self.live = live
         self._report = report
         self._late: list[tuple[pytest.Item, WorldError]] = []
@@ -57,9 +58,49 @@ class Runner(ABC):
         self._kept_nodes: dict[WorldSpec, list[object]] = {}
         """Kind of world -> nodes whose fixtures its ranks keep for the next test."""
 
-    @abstractmethod
+        if agent is None and not unsupported():  # otherwise each test reports it
+            forkserver()  # it imports torch while the session goes on
+
     def _cluster(self, spec: WorldSpec) -> AbstractContextManager[BaseCluster]:
         """Hold the cluster of a world for a call, with the resources of its ranks."""
+        if self._agent is None:
+            return self._own_cluster(spec)
+        return self._cluster_of_agents(self._agent, spec)
+
+    @contextlib.contextmanager
+    def _own_cluster(self, spec: WorldSpec) -> Iterator[BaseCluster]:
+        with contextlib.ExitStack() as slots:
+            slots.enter_context(cpu_slots().hold(spec.world_size))
+            if spec.device == "cuda":
+                names = slots.enter_context(_gpus(spec, self._warm_gpus(spec.kind)))
+                spec = replace(spec, visible_devices=names)
+            yield self._of_kind(
+                spec.kind, Cluster.of, _MAX_IDLE_RANKS, lambda kind: kind.world_size
+            )
+
+    @contextlib.contextmanager
+    def _cluster_of_agents(
+        self, agent: Agent, spec: WorldSpec
+    ) -> Iterator[BaseCluster]:
+        if spec.world_size > agent.size:
+            raise UnsuitableWorld(
+                f"needs {spec.world_size} ranks, torchrun made {agent.size}"
+            )
+        from ..elastic.agent import AgentCluster, Ended
+        from ..elastic.local_rank import MAX_WORLDS
+
+        make = partial(AgentCluster, agent)
+        try:
+            # Otherwise the agents would end these ranks, and their fixtures not.
+            yield self._of_kind(spec.kind, make, MAX_WORLDS, lambda spec: 1)
+        except (Ended, HarnessError) as error:  # no world can be started any more
+            pytest.exit(f"{error}", returncode=3)
+
+    def _warm_gpus(self, kind: WorldSpec) -> tuple[str, ...]:
+        """Return the GPUs on which a world of this kind ran last."""
+        seen = (other.visible_devices for other in reversed(self._clusters))
+        like = (n for n in seen if replace(kind, visible_devices=n) in self._clusters)
+        return next(like, ())
 
     def _of_kind(
         self,
@@ -131,72 +172,11 @@ class Runner(ABC):
 
     def close(self) -> None:
         """End the pytest sessions of all ranks, and the ranks."""
-        for cluster in self._clusters.values():
-            cluster.close()
-
-
-class AgentRunner(Runner):
-    """Runs tests on the ranks of torchrun's agents; larger worlds are skipped."""
-
-    def __init__(self, agent: Agent, live: bool, report: Report) -> None:
-        """Use the ranks of torchrun's agents.
-
-        Args:
-            agent: The agent of rank 0.
-            live: True to show the ranks' output while they run.
-            report: Reports an error of fixtures that outlived a test.
-        """
-        super().__init__(live, report)
-        self._agent = agent
-
-    @contextlib.contextmanager
-    def _cluster(self, spec: WorldSpec) -> Iterator[BaseCluster]:
-        torchrun_size = self._agent.size
-        if spec.world_size > torchrun_size:
-            raise UnsuitableWorld(
-                f"needs {spec.world_size} ranks, torchrun made {torchrun_size}"
-            )
-        from ..elastic.agent import AgentCluster, Ended
-        from ..elastic.local_rank import MAX_WORLDS
-
-        make = partial(AgentCluster, self._agent)
-        try:
-            # Otherwise the agents would end these ranks, and their fixtures not.
-            yield self._of_kind(spec.kind, make, MAX_WORLDS, lambda spec: 1)
-        except (Ended, HarnessError) as error:  # no world can be started any more
-            pytest.exit(f"{error}", returncode=3)
-
-    def close(self) -> None:
-        """End the pytest sessions of the ranks; the ranks end with their agents."""
-        with contextlib.suppress(Exception):
-            super().close()
-
-
-class PoolRunner(Runner):
-    """Runs tests on ranks that this process starts."""
-
-    def __init__(self, live: bool, report: Report) -> None:
-        """Start the forkserver."""
-        super().__init__(live, report)
-        if not unsupported():  # otherwise each test reports it
-            forkserver()  # it imports torch while the session goes on
-
-    @contextlib.contextmanager
-    def _cluster(self, spec: WorldSpec) -> Iterator[BaseCluster]:
-        with contextlib.ExitStack() as slots:
-            slots.enter_context(cpu_slots().hold(spec.world_size))
-            if spec.device == "cuda":
-                names = slots.enter_context(_gpus(spec, self._warm_gpus(spec.kind)))
-                spec = replace(spec, visible_devices=names)
-            yield self._of_kind(
-                spec.kind, Cluster.of, _MAX_IDLE_RANKS, lambda kind: kind.world_size
-            )
-
-    def _warm_gpus(self, kind: WorldSpec) -> tuple[str, ...]:
-        """Return the GPUs on which a world of this kind ran last."""
-        seen = (other.visible_devices for other in reversed(self._clusters))
-        like = (n for n in seen if replace(kind, visible_devices=n) in self._clusters)
-        return next(like, ())
+        # An agent may be lost; the ranks end with their agents.
+        may_be_lost = () if self._agent is None else (Exception,)
+        with contextlib.suppress(*may_be_lost):
+            for cluster in self._clusters.values():
+                cluster.close()
 
 
 def _end_fixtures(cluster: BaseCluster, options: CallOptions, test: ItemId) -> None:

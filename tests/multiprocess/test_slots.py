@@ -21,7 +21,7 @@ from gradparity.multiprocess.parent.slots import (
     gpu_slots,
     visible_gpus,
 )
-from gradparity.multiprocess.pytest_plugin.runner import PoolRunner
+from gradparity.multiprocess.pytest_plugin.runner import Runner
 from gradparity.multiprocess.spec import CallOptions
 
 HOLDER = """
@@ -212,7 +212,7 @@ def test_a_world_sees_the_gpus_of_its_slots(
     monkeypatch.setattr(Cluster, "submit", submit)
     spec = WorldSpec(world_size=2, backend="nccl")
     options = CallOptions(timeout_s=1.0)
-    runner = PoolRunner(live=False, report=print)
+    runner = Runner(None, live=False, report=print)
     runner.run(spec, options, int)
     assert seen == [("5", "GPU-7a")]
     # regression: M18, a cluster for each tuple of devices
