@@ -137,6 +137,8 @@ class ItemResult(Left):
 
 _STOPS = ("shouldstop", "shouldfail")
 _EXPECTS = "__unittest_expecting_failure__"
+_FOLLOWED = "_gradparity_followed"
+"""Attribute of an exception that only follows from another rank's."""
 
 _session: RankSession | None = None
 
@@ -289,7 +291,7 @@ class RankSession:
 
 
 def _failed(error: BaseException, report: Any, result: ItemResult) -> Failed:
-    followed = getattr(error, "_gradparity_followed", False)
+    followed = getattr(error, _FOLLOWED, False)
     # A failure of another rank has its traceback on that rank.
     text = str(error) if followed else report.longreprtext
     return Failed(error, result, traceback=text, followed=followed)
@@ -304,7 +306,9 @@ def _reporting_at_once(item: Any) -> Iterator[None]:
 
     def report(error: BaseException) -> None:
         if not isinstance(error, CallEnded) and early_end(error) is None:
-            current_world()._fail(Failed(error, None))  # noqa: SLF001  # its own world
+            followed = getattr(error, _FOLLOWED, False)
+            failed = Failed(error, None, followed=followed)
+            current_world()._fail(failed)  # noqa: SLF001  # its own world
 
     def reporting(own: Callable[..., None]) -> Callable[..., None]:
         def add(test: object, info: tuple[Any, BaseException, Any]) -> None:
@@ -507,14 +511,18 @@ class _RankPlugin:
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         """Keep the examples of hypothesis in step on all ranks."""
         __tracebackhide__ = True
+        test: Any = getattr(item, "obj", None)
         with _reporting_at_once(item):
             if "hypothesis" not in sys.modules:
                 return (yield)
             from .hypothesis import Steps
 
-            test = getattr(item, "obj", None)
             steps = Steps(self.draw_seed)
-            drawn = steps.of(test) if hasattr(test, "hypothesis") else nullcontext()
+            drawn: Any = nullcontext()
+            if hasattr(test, "hypothesis"):
+                drawn = steps.of(test)
+                if hasattr(item, "addError"):  # unittest lets no exception out
+                    item.obj, drawn = drawn(item.obj), nullcontext()  # type: ignore[attr-defined]  # a function
             with steps.of_state_machines(), drawn:
                 return (yield)
 

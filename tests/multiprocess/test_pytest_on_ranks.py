@@ -628,6 +628,23 @@ def test_sums_below(world):
 """
 
 
+def test_a_failed_example_of_a_class_of_unittest_names_its_rank(
+    session: Session,
+) -> None:
+    done = session("""
+import unittest
+from hypothesis import given, strategies as st
+
+class TestDrawn(unittest.TestCase):
+    @pytest.mark.world(2)
+    @given(st.integers(1, 1000))
+    def test_it(self, n):
+        assert n < 1 or dist.get_rank() == 0
+""")
+    assert "root cause: rank 1: raised AssertionError" in done.stdout, done.stdout
+    assert "n=1," in done.stdout and "Agreed" not in done.stdout
+
+
 @pytest.mark.slow
 def test_examples_stay_in_step(session: Session) -> None:
     done = session(DRAWN)
