@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import sys
 import unittest
-from collections.abc import Callable
 from typing import Any
 
-from .rank.endings import refuse_unrun, torch_skip
+from .rank.endings import refuse_unrun
 from .rank.world import current_world
 from .spec import Isolation
 
@@ -119,18 +118,9 @@ class TestCase(unittest.TestCase):
         owners = (cls for cls in type(self).__mro__ if name in vars(cls))
         return name in vars(self) or next(owners) is not TestCase
 
-    # unittest calls these three; IsolatedAsyncioTestCase overrides the same ones.
+    # unittest calls these two.
     def _callSetUp(self) -> None:
         refuse_unrun("setUp", self.setUp())  # type: ignore[func-returns-value]  # a coroutine of a subclass
-
-    def _callTestMethod(self, method: Callable[[], object]) -> None:
-        __tracebackhide__ = True
-        try:
-            refuse_unrun(self._testMethodName, method())
-        except SystemExit as error:
-            if (reason := torch_skip(error)) is not None:
-                self.skipTest(reason)
-            raise
 
     def _callTearDown(self) -> None:
         refuse_unrun("tearDown", self.tearDown())  # type: ignore[func-returns-value]  # as above

@@ -10,6 +10,7 @@ import functools
 import os
 import pickle
 import sys
+import unittest
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -22,7 +23,7 @@ import pytest
 from .. import messages
 from ..errors import CallEnded, HarnessError
 from ..outcomes import Failed, Left, Place
-from ..rank.endings import early_end, refuse_unrun
+from ..rank.endings import early_end, refuse_unrun, torch_skip
 from ..rank.world import current_world
 from . import internals
 
@@ -298,8 +299,12 @@ def _failed(error: BaseException, report: Any, result: ItemResult) -> Failed:
 
 
 @contextmanager
-def _reporting_at_once(item: Any) -> Iterator[None]:
-    """Report a failure of a unittest test before its tearDown, which may block."""
+def _as_of_pytest(item: Any) -> Iterator[None]:
+    """Make a test of unittest fail and skip as a test function of pytest does.
+
+    A failure is reported before tearDown, which may block. A test that returns code
+    which has not run fails, and exit codes of torch's decorators skip it.
+    """
     if not hasattr(item, "addError"):
         yield
         return
@@ -318,20 +323,25 @@ def _reporting_at_once(item: Any) -> Iterator[None]:
         return add
 
     method = item.obj
+    fails = getattr(method, _EXPECTS, False) or getattr(item.cls, _EXPECTS, False)
 
     @functools.wraps(method)
     def body(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         try:
-            return method(*args, **kwargs)
+            value = method(*args, **kwargs)
+            refuse_unrun(item.name, value)
+            return value
         except BaseException as error:
-            report(error)
+            if isinstance(error, SystemExit) and (reason := torch_skip(error)):
+                raise unittest.SkipTest(reason) from None
+            if fails:  # unittest adds an expected failure at the end of the test
+                report(error)
             raise
 
-    # pytest's item is the result object that unittest calls with each exception, but
-    # with an expected failure only at the end.
+    # pytest's item is the result object that unittest calls with other exceptions.
     item.addError, item.addFailure = map(reporting, (item.addError, item.addFailure))
-    if getattr(method, _EXPECTS, False) or getattr(item.cls, _EXPECTS, False):
-        item.obj = body
+    item.obj = body
     try:
         yield
     finally:
@@ -512,7 +522,7 @@ class _RankPlugin:
         """Keep the examples of hypothesis in step on all ranks."""
         __tracebackhide__ = True
         test: Any = getattr(item, "obj", None)
-        with _reporting_at_once(item):
+        with _as_of_pytest(item):
             if "hypothesis" not in sys.modules:
                 return (yield)
             from .hypothesis import Steps

@@ -601,6 +601,22 @@ class TestSetUp(TestCase):
     assert "'test_coroutine' was never awaited" not in done.stdout
 
 
+def test_a_body_of_a_class_of_unittest_that_never_runs_fails(session: Session) -> None:
+    done = session("""
+import functools, unittest
+
+class TestPlain(unittest.TestCase):
+    @pytest.mark.world(2)
+    def test_it(self):
+        def body():
+            raise AssertionError
+            yield
+        return body()
+""")
+    assert "1 failed" in done.stdout, done.stdout
+    assert "test_it returned a generator, over which nothing iterates" in done.stdout
+
+
 @pytest.mark.parametrize(("body", "kind"), [("pass", "coroutine"), ("yield", "async")])
 def test_what_plainly_never_runs_is_a_collection_error(
     session: Session, body: str, kind: str
