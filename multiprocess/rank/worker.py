@@ -269,7 +269,6 @@ class _Rank:
             return
         self._groups_made += 1
         options = self._spec.pg_options
-        make = pkgutil.resolve_name(options) if options else None
         dist.init_process_group(
             self._spec.backend,
             store=self._open_store(f"group{self._groups_made}"),
@@ -279,7 +278,7 @@ class _Rank:
             # With its device known, NCCL connects now. A rank that cannot take part
             # then fails while it joins, and not in the first call.
             device_id=self._world.device if self._connects_by_device() else None,
-            pg_options=make() if make else None,
+            pg_options=pkgutil.resolve_name(options)() if options else None,
         )
         self._group = dist.group.WORLD
 
