@@ -222,8 +222,12 @@ def _references(
         variations = [replace(v, redrawn=n) for n, v in enumerate(NOISY)]
     if not _changes_nothing(scenario, first, replace(TRUTH, permuted=True)):
         variations = [replace(v, permuted=False) for v in variations]
-    if not _changes_nothing(scenario, first, replace(TRUTH, parts=2)):
-        variations = [replace(v, parts=1) for v in variations]
+    # each number by itself: two parts may have equal rows, and four may not
+    for parts in sorted({v.parts for v in variations} - {1}):
+        if not _changes_nothing(scenario, first, replace(TRUTH, parts=parts)):
+            variations = [
+                replace(v, parts=1) if v.parts == parts else v for v in variations
+            ]
     variations = list(dict.fromkeys(variations))
     noisy = [plain, *(trained(v) for v in variations if v != PLAIN)]
     words = dict.fromkeys(word for v in variations for word in v.words)

@@ -92,6 +92,18 @@ def _uncompiled() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _same_draws(step: int) -> Iterator[None]:
+    """Make all references draw the same numbers in a step.
+
+    A model may draw numbers that have no effect, as for layers that are left out with
+    probability 0. Other numbers would look like an input at a jump of a derivative.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(step)
+        yield
+
+
 class ReferenceRun:
     """A reference run in progress: model, optimizers and recorded values."""
 
@@ -161,6 +173,7 @@ class ReferenceRun:
         chooses = chooses_in_forward(self.key.model)
         notes = JumpLog() if self.variant in (TRUTH, PLAIN) else None
         with ExitStack() as contexts:
+            contexts.enter_context(_same_draws(step))
             contexts.enter_context(log if chooses else nullcontext())
             contexts.enter_context(self._new_tensors())
             for each in self.variant.noise:

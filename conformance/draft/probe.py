@@ -7,7 +7,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from typing import Any
@@ -85,10 +85,19 @@ class Found:
     """True if a batch norm uses the statistics of a batch."""
     scalars: tuple[str, ...] = ()
     """Names of parameters without dimensions."""
+    seldom: tuple[str, ...] = ()
+    """Names of modules that forward calls for some rows only, such as experts."""
 
     @property
     def refused(self) -> str:
         """Reason why the layout in the file cannot shard the model; empty if it can."""
+        if self.seldom:
+            names = ", ".join(self.seldom[:4])
+            return (
+                f"parallelize: forward calls {names} for some rows only, and "
+                "fully_shard needs the same calls on all ranks: call them for any "
+                "rows, or use DistributedDataParallel with find_unused_parameters=True"
+            )
         if not self.scalars:
             return ""
         return (
@@ -141,6 +150,7 @@ def probe(source: Source) -> Found:
                 kind = type(output).__name__
                 problem = problem or f"it returned {kind}, no tensor to train"
                 continue
+            seldom = _called_for_some_rows(model, drawn, by_name, calls)
             blocks, containers = _blocks(model, calls)
             return Found(
                 inputs=inputs,
@@ -151,6 +161,7 @@ def probe(source: Source) -> Found:
                 containers=containers,
                 norms=_has_norms(model),
                 scalars=tuple(n for n, p in model.named_parameters() if not p.ndim),
+                seldom=seldom,
             )
     return Found(problem=problem or "its forward takes no argument")
 
@@ -167,6 +178,29 @@ def _counting(model: nn.Module, calls: Counter[nn.Module]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _called_for_some_rows(
+    model: nn.Module,
+    drawn: Mapping[str, Tensor],
+    by_name: bool,
+    calls: Mapping[Any, int],
+) -> tuple[str, ...]:
+    """Return the outermost modules that a forward of a single row may leave out."""
+    seldom: set[str] = set()
+    for row in range(ROWS):
+        one = {n: t[row : row + 1] if len(t) == ROWS else t for n, t in drawn.items()}
+        of_row: Counter[nn.Module] = Counter()
+        with _counting(model, of_row), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with suppress(Exception):  # a user's code may refuse a single row
+                model(**one) if by_name else model(*one.values())
+                for name, module in model.named_modules():
+                    if calls.get(module) and not of_row[module]:
+                        if next(module.parameters(), None) is not None:
+                            seldom.add(name)
+    outermost = {n for n in seldom if not any(n.startswith(f"{m}.") for m in seldom)}
+    return tuple(name for name, _ in model.named_modules() if name in outermost)
 
 
 # - Inputs

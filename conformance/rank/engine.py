@@ -184,11 +184,11 @@ class Engine:
         share, workload = self.share(batch), self.scenario.workload
         if workload.micro_batches is not None:
             return workload.micro_batches(share)
-        recipe = self.scenario.parsed_recipe
-        if recipe.parts == 1:
+        scenario = self.scenario
+        if scenario.parsed_recipe.parts == 1 and not scenario.clips_after_passes:
             return [share]
         with workload.calling("shard"):
-            return share.cut(recipe.sizes(share.rows))
+            return share.cut(scenario.sizes(share.rows))
 
     def check_recomputed(self) -> None:
         """Check that a part of the model was recomputed on some rank.

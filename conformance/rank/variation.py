@@ -105,11 +105,11 @@ class Variation:
         parts = [batch]
         if workload.micro_batches is not None:
             parts = workload.micro_batches(batch)
-        elif recipe.parts > 1:
+        elif recipe.parts > 1 or scenario.clips_after_passes:
             shares = scenario.parsed_topology.shares(scenario.world_size)
             if workload.shard is not None or batch.rows % shares:
                 shares = 1
-            sizes = recipe.sizes(batch.rows // shares)
+            sizes = scenario.sizes(batch.rows // shares)
             cut = [batch.shard(i, shares).cut(sizes) for i in range(shares)]
             parts = [_joined(of_ranks) for of_ranks in zip(*cut, strict=True)]
         if workload.micro_batches is None:

@@ -22,6 +22,7 @@ from ...fixtures import (
     PLACES,
     PRECISIONS,
     Fault,
+    OfWorkload,
     Precision,
     ResolvedWorkload,
     Topology,
@@ -214,6 +215,28 @@ class Scenario:
         growth tracker differ from a new scaler's.
         """
         return min((self.steps + 1) // 2, self.steps - 1)
+
+    @property
+    def clips_after_passes(self) -> bool:
+        """True if a ``train_step`` that must clip gets two micro-batches.
+
+        It must clip the sum of their gradients, and not the gradient of each. With
+        ``shard`` the numbers of rows of ranks may differ, so nothing is cut.
+        """
+        recipe, workload = self.parsed_recipe, self.workload
+        clips = recipe.training.clip == "norm" and OfWorkload.LOOP not in workload.has
+        return clips and recipe.parts == 1 and workload.shard is None
+
+    def sizes(self, rows: int) -> list[int]:
+        """Return the number of a rank's rows in each micro-batch that gradparity cuts.
+
+        Raises:
+            CannotError: if the recipe cannot split this number of rows.
+        """
+        if self.clips_after_passes and rows % 2 == 0:
+            return [rows // 2] * 2
+        recipe = self.parsed_recipe
+        return [rows] if recipe.parts == 1 else recipe.sizes(rows)
 
     @property
     def saved_by(self) -> Scenario | None:

@@ -101,6 +101,26 @@ class Scaled(Pair):
         return self.layer(x) * self.scale
 
 
+class Routed(nn.Module):
+    """Each row goes to one expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.router = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)
+        )
+
+    def forward(self, x):
+        x = self.layer(x)
+        chosen = self.router(torch.sin(40 * x)).argmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if (rows := chosen == number).any():
+                out[rows] = expert(x[rows])
+        return out
+
+
 class Sized(nn.Module):
     def __init__(self, width, depth):
         super().__init__()
@@ -286,6 +306,7 @@ def test_what_one_forward_shows(spec: str, lines: list[str], folder: Path) -> No
         ("zoo:Pair", "TODO: no inputs were found: with pair [8, 8] it raised"),
         ("zoo:Coupled", "TODO: gradparity refuses this workload as it is: loss: is"),
         ("zoo:Scaled", "TODO: gradparity refuses this workload as it is: parallelize"),
+        ("zoo:Routed", "TODO: gradparity refuses this workload as it is: parallelize"),
     ],
 )
 def test_what_is_not_found_is_a_todo_and_exit_4(
@@ -296,7 +317,8 @@ def test_what_is_not_found_is_a_todo_and_exit_4(
     assert f"{name}.py has a TODO: " in capsys.readouterr().out
     assert todo in (folder / f"{name}.py").read_text()
     assert is_clean(folder / f"{name}.py")
-    if spec != "zoo:Scaled":  # its layout needs ranks, which would take seconds
+    # a layout needs ranks, which would take seconds
+    if spec not in ("zoo:Scaled", "zoo:Routed"):
         assert main([*QUICK, f"{name}:Workload"]) == 2  # not checked, and no pass
 
 

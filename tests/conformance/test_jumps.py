@@ -52,6 +52,16 @@ def test_an_input_at_zero_passes(
     assert found.status == "pass", found.verdicts
 
 
+@pytest.mark.parametrize("place", ["single/1/fp32", "dp2/2/fp32"])
+def test_numbers_that_are_drawn_without_effect_do_not_move(
+    runner: Runner, place: str
+) -> None:
+    """The model draws a number for each layer, and leaves none out."""
+    stack = "gradparity.tests.workloads.random_stacks:DropsLayers"
+    found = case(runner, f"{place}/own/none/model={stack},steps=2")
+    assert found.status == "pass", found.verdicts
+
+
 def test_without_the_moves_it_is_a_false_positive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

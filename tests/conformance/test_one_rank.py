@@ -474,6 +474,48 @@ def test_what_the_plain_reference_refuses_ends_in_the_line_to_add(stack: type) -
     assert str(refused.value).endswith(REFERENCE_LINE)
 
 
+class AveragesPasses(Trains):
+    """No fault: its micro-batches have equal rows, and it averages their losses."""
+
+    reference = "one rank"
+    clip_norm = None  # type: ignore[assignment]  # as absent
+
+    def batch(self, step: int, seed: int) -> Any:
+        x, y = super().batch(step, seed)
+        return x[:10], y[:10]
+
+    def backward(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> float:
+        losses = [self.loss(stack.module(x), y) for x, y in micro_batches]
+        mean = torch.stack(losses).mean()
+        mean.backward()
+        return mean.item()
+
+    def clip(self, stack: Engine) -> None:  # type: ignore[override]  # clips nothing
+        return None
+
+
+class OffByTwoPercent(AveragesPasses):
+    """Gradients of the ranks are too large."""
+
+    def clip(self, stack: Engine) -> None:  # type: ignore[override]  # clips nothing
+        for p in stack.module.parameters():
+            if p.grad is not None and current_world().world_size > 1:
+                p.grad *= 1.02
+
+
+@pytest.mark.parametrize(
+    ("stack", "status"), [(AveragesPasses, "pass"), (OffByTwoPercent, "fail")]
+)
+def test_a_number_of_parts_that_changes_gradients_is_no_noise(
+    runner: Runner, stack: type, status: str
+) -> None:
+    """Ten rows have two equal parts, and no four."""
+    found = case(runner, own(stack))
+    assert found.status == status, (found.problem, found.verdicts)
+
+
 class ClipsByItsShard(TrainsSharded):
     """Each rank clips by the norm of its own shards; no gradient reaches the limit."""
 

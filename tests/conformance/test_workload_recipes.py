@@ -540,6 +540,42 @@ def test_six_parts_differ_by_a_row_at_most(rows: int) -> None:
     assert max(sizes) - min(sizes) <= 1
 
 
+# - Clipping after several passes
+
+
+class ClipsEachPass(Trains):
+    """Clips after each pass; its gradients are below the limit of its own."""
+
+    clip_norm = 64.0
+
+    def backward(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> float:
+        total, rows = 0.0, sum(len(x) for x, _ in micro_batches)
+        for x, y in micro_batches:
+            loss = self.loss(stack.module(x), y) * (len(x) / rows)
+            loss.backward()
+            nn.utils.clip_grad_norm_(stack.module.parameters(), self.clip_norm)
+            total += loss.item()
+        return total
+
+    def clip(self, stack: Engine) -> None:  # type: ignore[override]  # it has clipped
+        return None
+
+
+def test_a_clip_after_each_pass_fails_where_the_recipe_clips(runner: Runner) -> None:
+    for recipe in ("plain", "accumulate"):  # the limit has no effect
+        assert not failed_checks(runner.run("none", here(ClipsEachPass, recipe)))
+    told = failed_checks(runner.run("none", here(ClipsEachPass, "clip-norm")))
+    assert "parity.gradient" in told
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(8, [4, 4]), (7, [7])])
+def test_a_step_that_clips_gets_two_micro_batches(rows: int, sizes: list[int]) -> None:
+    assert here(ClipsEachPass, "clip-norm").sizes(rows) == sizes
+    assert here(ClipsEachPass, "plain").sizes(rows) == [rows]
+
+
 # - Averages under recipes
 
 
