@@ -642,7 +642,8 @@ class TestDrawn(unittest.TestCase):
         assert n < 1 or dist.get_rank() == 0
 """)
     assert "root cause: rank 1: raised AssertionError" in done.stdout, done.stdout
-    assert "n=1," in done.stdout and "Agreed" not in done.stdout
+    # a busy machine may leave no time to shrink, and then writes the example otherwise
+    assert re.search(r"\bn=1\b", done.stdout) and "Agreed" not in done.stdout
 
 
 @pytest.mark.slow
