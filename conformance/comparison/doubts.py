@@ -104,5 +104,4 @@ def _cuts_rows(scenario: Scenario) -> bool:
     if workload.shard is not None or workload.micro_batches is not None:
         return False
     shares = topology.shares(scenario.world_size)
-    several = scenario.parsed_recipe.parts > 1 or scenario.clips_after_passes
-    return shares > 1 or topology.pipelined or several
+    return shares > 1 or topology.pipelined or scenario.parts > 1

@@ -325,7 +325,7 @@ def _measured(
 def _averages(
     step: int, trace: RankTrace, at: StepTrace, parity_bounds: ParityBounds
 ) -> Iterator[_Measured]:
-    """Yield comparisons of running averages with those of the reference."""
+    """Compare running averages with the averages of the reference."""
     truth = parity_bounds.truth
     for name, values in at.averages.items() if truth.averages else ():
         places = trace.places_of_average(name, len(values))

@@ -184,11 +184,10 @@ class Engine:
         share, workload = self.share(batch), self.scenario.workload
         if workload.micro_batches is not None:
             return workload.micro_batches(share)
-        scenario = self.scenario
-        if scenario.parsed_recipe.parts == 1 and not scenario.clips_after_passes:
+        if self.scenario.parts == 1:
             return [share]
         with workload.calling("shard"):
-            return share.cut(scenario.sizes(share.rows))
+            return share.cut(self.scenario.sizes(share.rows))
 
     def check_recomputed(self) -> None:
         """Check that a part of the model was recomputed on some rank.

@@ -90,7 +90,7 @@ def as_number(workload: ResolvedWorkload, what: str, value: Any) -> float | None
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.detach()
         value = (value.full_tensor() if isinstance(value, DTensor) else value).item()
-    # a number of numpy is one, too
+    # numbers of numpy are not of type int or float
     if not isinstance(value, Real):
         text = f"returned {value!r:.80} as the {what}, expected a number or None"
         raise workload.refuse("train_step", text)

@@ -155,7 +155,7 @@ class DrawLog:
         # without gradients it was no recomputation: a hook has called the module
         if call.drew and call.recomputed and not trains:
             return
-        # a dropout that lets all elements pass is recorded, too: it may be in eval mode
+        # also record a dropout that drops nothing: it may be in eval mode
         drops = trains and not call.recomputed and self._names[module] in self._dropouts
         if not (call.drew or drops):
             return

@@ -404,7 +404,7 @@ class RankTrace:
         """Return positions of a running average in the flat full tensor.
 
         An average has the elements of this rank's part or, as a copy that is gathered,
-        those of the whole. None for any other number of elements.
+        those of the whole. None if it has another number of elements.
         """
         index = self.index.get(name)
         if index is not None and len(index) == elements:

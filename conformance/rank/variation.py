@@ -101,11 +101,10 @@ class Variation:
             batch: the whole batch.
             scenario: scenario that the ranks trained.
         """
-        workload, recipe = scenario.workload, scenario.parsed_recipe
-        parts = [batch]
+        workload, parts = scenario.workload, [batch]
         if workload.micro_batches is not None:
             parts = workload.micro_batches(batch)
-        elif recipe.parts > 1 or scenario.clips_after_passes:
+        elif scenario.parts > 1:
             shares = scenario.parsed_topology.shares(scenario.world_size)
             if workload.shard is not None or batch.rows % shares:
                 shares = 1

@@ -227,6 +227,11 @@ class Scenario:
         clips = recipe.training.clip == "norm" and OfWorkload.LOOP not in workload.has
         return clips and recipe.parts == 1 and workload.shard is None
 
+    @property
+    def parts(self) -> int:
+        """Largest number of micro-batches into which gradparity cuts a rank's rows."""
+        return 2 if self.clips_after_passes else self.parsed_recipe.parts
+
     def sizes(self, rows: int) -> list[int]:
         """Return the number of a rank's rows in each micro-batch that gradparity cuts.
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradparity
+from gradparity.conformance.rank.torch_internals import TorchDispatchMode
 from gradparity.conformance.record import kept
 from gradparity.conformance.record.topics import (
     Clipped,

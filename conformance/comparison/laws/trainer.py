@@ -189,7 +189,7 @@ def _why_few_averages(evidence: Evidence) -> str:
         return STOPPED
     return (
         "an average has neither the elements of this rank's part of its parameter nor "
-        "those of the whole: let ema(stack) return one of them"
+        "those of the whole: return one of the two from ema(stack)"
     )
 
 
