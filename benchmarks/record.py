@@ -189,8 +189,9 @@ def recorded(folder: Path, factor: float) -> Path:
     optimizer = torch.optim.SGD(named.parameters(), lr=1e-3)
     for _ in range(STEPS):
         for parameter in named.parameters():
-            parameter.grad = torch.randn_like(parameter)
+            parameter.grad = torch.randn_like(parameter) + parameter.detach()
         optimizer.step()
+    recorder.write()  # it would wait for the optimizer of another recording
     recorder.remove()
     return folder / "rank-0.safetensors"
 

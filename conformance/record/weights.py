@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .kept import Box, mix, places_of
+from .kept import CHUNK, Box, mix, places_of
 from .parts import Roots, bare, copies_of_megatron, cuts, fp32_range_of, place
 
 __all__ = ["begin_from", "nudge", "write_start"]
@@ -89,28 +89,44 @@ def nudge(module: nn.Module, seed: int, roots: Roots) -> None:
     sizes = {name: math.prod(box.shape) for name, _, box in weights}
     # half of the near weights cross
     reach = max(NEAR, min(FAR, ACROSS * BF16 // max(1, sum(sizes.values()))))
+    drawn = mix(torch.tensor(seed * 7919 + 1))
     for _, part, box in weights:
         if not part.numel() or not part.is_floating_point():
             continue
-        places = places_of(box, 0, box.size, part.device)
-        drawn = mix(torch.tensor(seed * 7919 + 1)).to(part.device)
-        words = mix((places * 0x9E3779B1 + drawn) & 0xFFFFFFFF)
-        up = ((words >> 9) & 1).bool().view(part.shape)
-        towards = torch.where(up, torch.inf, -torch.inf).to(part)
-        moved = torch.nextafter(part, towards)
-        if part.element_size() < 4:
-            stays = ((words >> 13) % SELDOM != 0).view(part.shape)
-            moved = torch.where(stays, part, moved)
-        elif part.dtype == torch.float32:
-            bits = part.view(torch.int32)
-            for apart, bit in ((FP16, 11), (BF16, 10)):
-                past = bits % apart - apart // 2  # above 0 a weight rounds up
-                across = bits - past + torch.where(past > 0, -1, 1)
-                crosses = ((words >> bit) & 1).bool().view(part.shape)
-                near = (past.abs() <= reach * apart // BF16) & crosses
-                across = across.to(torch.int32).view(part.dtype)
-                moved = torch.where(near, across, moved)
-        part.copy_(moved)
+        for rows, start in _in_chunks(part):
+            places = places_of(box, start, start + rows.numel(), part.device)
+            words = mix((places * 0x9E3779B1 + drawn.to(part.device)) & 0xFFFFFFFF)
+            rows.copy_(_nudged(rows, words.view(rows.shape), reach))
+
+
+def _in_chunks(part: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """Yield a part by ranges of dim 0, each with its first element's position in it.
+
+    The words of all elements of a large embedding would take gigabytes.
+    """
+    part = part if part.ndim else part.reshape(1)
+    inner = math.prod(part.shape[1:])
+    count = max(1, CHUNK // inner)
+    for first in range(0, len(part), count):
+        yield part[first : first + count], first * inner
+
+
+def _nudged(part: Tensor, words: Tensor, reach: int) -> Tensor:
+    """Return neighbouring numbers of weights, chosen by a random word of each."""
+    up = ((words >> 9) & 1).bool()
+    moved = torch.nextafter(part, torch.where(up, torch.inf, -torch.inf).to(part))
+    if part.element_size() < 4:
+        return torch.where((words >> 13) % SELDOM != 0, part, moved)
+    if part.dtype == torch.float32:
+        bits = part.view(torch.int32)
+        for apart, bit in ((FP16, 11), (BF16, 10)):
+            past = bits % apart - apart // 2  # above 0 a weight rounds up
+            across = bits - past + torch.where(past > 0, -1, 1)
+            crosses = ((words >> bit) & 1).bool()
+            near = (past.abs() <= reach * apart // BF16) & crosses
+            across = across.to(torch.int32).view(part.dtype)
+            moved = torch.where(near, across, moved)
+    return moved
 
 
 def write_start(folder: Path, rank: int, module: nn.Module, roots: Roots) -> None:

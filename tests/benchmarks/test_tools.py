@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from gradparity import benchmarks
+from gradparity.benchmarks import record
 from gradparity.benchmarks.__main__ import PAGES, SPEED, VALIDATION
 from gradparity.benchmarks.validation import sessions
 from gradparity.conformance.__main__ import main
@@ -54,3 +55,10 @@ def test_options_of_a_tool_are_its_own(capsys: pytest.CaptureFixture[str]) -> No
         main(["bench", "right-stacks", "--help"])
     assert ended.value.code == 0
     assert "--seeds" in capsys.readouterr().out
+
+
+def test_the_two_runs_of_the_record_of_speed_are_comparable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(record, "TENSORS", 20)
+    assert record.comparison()["tensors"] == 20  # raises if they are not the same

@@ -19,7 +19,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.debug import CommDebugMode
 
-from gradparity.conformance.record import kept
+from gradparity.conformance.record import kept, weights
 from gradparity.conformance.record.files import Stored
 from gradparity.conformance.record.kept import Box, Kept, keep_bits, keep_values
 from gradparity.conformance.record.merge import Whole, merge
@@ -341,6 +341,26 @@ def test_a_nudge_is_of_one_unit_and_16_bits_round_some_weights_otherwise(
         in_fp16 = model.weight.half() != before.half()
         assert 7 < int(across[-1].sum()) < 60 and 7 < int(in_fp16.sum()) < 60
     assert not torch.equal(*across)
+
+
+@pytest.mark.parametrize("chunk", [1, 100])
+def test_a_nudge_in_chunks_gives_the_same_bits(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once, an embedding of 10^8 elements would take gigabytes."""
+
+    def nudged() -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 60)
+        model.weight.data = model.weight.data.t().contiguous().t()  # columns in memory
+        model.scalar = nn.Parameter(torch.tensor(0.5))
+        model.narrow = nn.Parameter(torch.randn(5, 6, 7).bfloat16())
+        nudge(model, 1, Roots())
+        return [each.detach() for each in model.parameters()]
+
+    whole = nudged()
+    monkeypatch.setattr(weights, "CHUNK", chunk)
+    assert all(map(torch.equal, nudged(), whole))
 
 
 def test_a_tiny_model_is_not_moved_far() -> None:
