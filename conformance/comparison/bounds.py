@@ -139,8 +139,6 @@ class ParityBounds:
     norm: Sequence[dict[str, Pair]] = ()
     """[step]["norm"] -> bounds of the norm of the whole unscaled gradient before
     clipping."""
-    average: Sequence[dict[str, Pair]] = ()
-    """[step][parameter] -> bounds of the running average minus the initial weights."""
     noisy: Sequence[Reference] = ()
     """Correct runs from which the bounds are derived."""
     moves: Sequence[dict[str, NDArray[np.bool_]]] = ()
@@ -237,9 +235,8 @@ def _derived(
     gradient = bound(lambda run: run.gradients, skipped)
     weights = _weights(truth, every, gradient, skipped, matrices, adaptive=adaptive)
     updates = _weighted(truth.updates, weights)
-    averages = _weighted(truth.averages, weights)
     return ParityBounds(
-        truth=replace(truth, updates=updates, averages=averages),
+        truth=replace(truth, updates=updates),
         weights=weights,
         gradient=gradient,
         update=bound(
@@ -251,11 +248,6 @@ def _derived(
             _losses, always, roundoff=max(loss_roundoff, _typical_noise(truth, runs))
         ),
         norm=bound(_norms, no_norm),
-        average=bound(
-            lambda run: _weighted(run.averages, weights),
-            always,
-            _weighted(_hidden(truth, truth.averages), weights),
-        ),
         noisy=every,
         moves=_moves(truth),
     )
@@ -451,8 +443,6 @@ def _weights(
 def _weighted(
     steps: Sequence[Tensors], weights: Sequence[Tensors]
 ) -> tuple[Tensors, ...]:
-    if not steps:  # a workload need not report averages
-        return ()
     return tuple(
         {n: t * weight[n] for n, t in tensors.items()}
         for tensors, weight in zip(steps, weights, strict=True)

@@ -16,6 +16,7 @@ from ..rank.trace import Decision, RankTrace, StepTrace
 from ..space.scenario import Scenario
 from ..status import Finding, Status, Verdict, as_number, rank_list
 from .measured import ORDER, Parity
+from .reference import Reference
 
 __all__ = [
     "ANY_SHARE",
@@ -49,9 +50,11 @@ class Evidence:
     uninterrupted: tuple[RankTrace, ...] | None = None
     """Traces of the same training without a resume, if the workload changes
     settings."""
-    plain: tuple[RankTrace, ...] | None = None
-    """Traces of the same training with whole rows and no resume, if the workload
+    alone: Reference | None = None
+    """The same training on one rank with whole batches and no resume, if the workload
     averages weights."""
+    alone_fails: str = ""
+    """Reason why the workload cannot train on one rank; else empty."""
     scaler: bool = True
     """True if a scaler is checked; False if only the training setup is."""
 

@@ -101,10 +101,8 @@ def locate(
             break
     if location is None and gradients.departed["gradient"]:
         location = gradients.own()
-    if location is None and gradients.departed["update"]:
-        location = gradients.update()
     if location is None:
-        location = gradients.average()
+        location = gradients.update()
     within = location.where in ("forward", "backward")
     text = f"{location.text}; {gradients.also if within else boundaries.agreed}"
     text += gradients.circumstances(location.where) + gradients.way_out(location)
@@ -195,22 +193,6 @@ class _Gradients:
             factor=factor if finite else None,
             error=row.error,
             bound=row.bound,
-        )
-
-    def average(self) -> Location:
-        """Return the location if only the running average of the weights differs."""
-        rows = self.departed["average"]
-        first = max(rows, key=lambda row: row.ratio)
-        return Location(
-            where="average",
-            text=f"the running average of {first.parameter} differs, and no weight "
-            "does: it follows another rule than on one rank, or moves more or less "
-            "often",
-            ranks=tuple(
-                sorted({r.rank for r in rows if r.parameter == first.parameter})
-            ),
-            error=first.error,
-            bound=first.bound,
         )
 
     def _share(self, factor: float) -> str:

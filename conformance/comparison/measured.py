@@ -31,7 +31,7 @@ __all__ = [
 
 Seen = Sequence[tuple[RankTrace, StepTrace]]
 """For one step: (trace of the rank, trace of the step) of each rank."""
-ORDER = ("loss", "gradient", "update", "average")
+ORDER = ("loss", "gradient", "update")
 """Kinds of results of a step, in the order in which they are computed."""
 
 
@@ -53,8 +53,7 @@ class ParityRow(Measure):
     """One comparison of a tensor, on a rank at a step, with the fp64 truth."""
 
     kind: str
-    """``gradient``, ``update`` (parameter minus its initial value), ``loss`` or
-    ``average`` (of the weights, minus the initial values)."""
+    """``gradient``, ``update`` (parameter minus its initial value) or ``loss``."""
     step: int
     parameter: str
     rank: int

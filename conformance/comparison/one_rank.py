@@ -72,6 +72,7 @@ __all__ = [
     "OneRank",
     "first_norm_on_one_rank",
     "one_rank_references",
+    "plain_on_one_rank",
     "watched_on_one_rank",
 ]
 
@@ -150,6 +151,31 @@ def first_norm_on_one_rank(model: str) -> float:
         return 0.0
     (gradients,) = reference.gradients
     return math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
+
+
+def plain_on_one_rank(scenario: Scenario, schedule: Schedule) -> Reference:
+    """Train a workload on one rank without accumulation, in the scenario's precision.
+
+    Must be called in a process group of one rank. The workload may have any reference.
+
+    Args:
+        scenario: scenario that the ranks trained.
+        schedule: skips that the one rank follows.
+
+    Returns:
+        The run, without its gradients.
+
+    Raises:
+        WorkloadError: if ``train_step`` fails on one rank.
+    """
+    # a recipe that accumulates has the plain one's mathematics
+    recipe = "plain" if scenario.parsed_recipe.parts > 1 else scenario.recipe
+    plain = replace(
+        scenario, recipe=recipe, faults="none", init_scale=1.0, growth_interval=1
+    )
+    scales = (1.0,) * len(schedule.scales)
+    alone = Alone(variation=PLAIN, skipped=schedule.skipped, scales=scales)
+    return replace(_train(plain, alone, scenario.steps), gradients=())
 
 
 def watched_on_one_rank(

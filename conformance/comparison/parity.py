@@ -319,27 +319,6 @@ def _measured(
                     parity_bounds.update[step][name],
                 )
                 yield _Measured("update", step, rows or (), live, len(index) - live)
-            yield from _averages(step, trace, at, parity_bounds)
-
-
-def _averages(
-    step: int, trace: RankTrace, at: StepTrace, parity_bounds: ParityBounds
-) -> Iterator[_Measured]:
-    """Compare running averages with the averages of the reference."""
-    truth = parity_bounds.truth
-    for name, values in at.averages.items() if truth.averages else ():
-        places = trace.places_of_average(name, len(values))
-        if places is None or name not in truth.averages[step]:
-            continue
-        weight = parity_bounds.weights[step][name][places]
-        live = int(np.count_nonzero(weight))
-        rows = live and _compare(
-            ("average", step, name, trace.rank),
-            (values - truth.start[name][places]) * weight,
-            (truth.averages[step][name], places),
-            parity_bounds.average[step][name],
-        )
-        yield _Measured("average", step, rows or (), live, len(places) - live)
 
 
 def _is_unexplained(

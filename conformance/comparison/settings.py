@@ -159,7 +159,8 @@ def settings_of(optimizers: Mapping[str, Optimizer]) -> Settings:
     return tuple(
         (name, key, value)
         for name, optimizer in optimizers.items()
-        for group in optimizer.param_groups[:1]
+        for group in optimizer.param_groups
+        if group["params"]  # other groups have no parameter of this kind
         for key, value in scheduled(group).items()
         if key != INITIAL_RATE
     )

@@ -69,25 +69,36 @@ def buffers_on_rank(engine: Engine) -> dict[str, Tensor]:
         return {}
     return {
         name: local(buffer.detach())
-        for name, buffer in _named(engine)
+        for name, buffer in _named(engine).items()
         if (whole := engine.buffers.get(name)) is not None and _is_whole(buffer, whole)
     }
 
 
 def digests_of_buffers(engine: Engine) -> dict[str, str]:
     """Return name -> digest of each buffer of a ``state_dict``, in any dtype."""
-    return {n: digest(b) for n, b in _named(engine) if n in engine.saved_names}
+    return {n: digest(b) for n, b in _named(engine).items() if n in engine.saved_names}
 
 
-def _named(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers of a rank's modules, by their names in the full model."""
-    for root in modules_in(engine.module):
+def _named(engine: Engine) -> dict[str, Tensor]:
+    """Return the buffers of a rank's modules, by their names in the full model.
+
+    A copy of the model, such as its running average, has buffers with the same names.
+    Those of the module with the trained parameters count.
+    """
+    trained = {id(parameter) for parameter in engine.parameters.values()}
+    roots = sorted(
+        modules_in(engine.module),
+        key=lambda root: trained.isdisjoint(map(id, root.parameters())),
+    )
+    buffers: dict[str, Tensor] = {}
+    for root in roots:
         names = names_of(root, engine.module_names, engine.parameters)
         overwritten = _overwritten(root)
         for module, name in names.items():
             if module not in overwritten:
                 for last, buffer in module.named_buffers(recurse=False):
-                    yield (f"{name}.{last}" if name else last), buffer
+                    buffers.setdefault(f"{name}.{last}" if name else last, buffer)
+    return buffers
 
 
 def _is_whole(buffer: Tensor, whole: Tensor) -> bool:

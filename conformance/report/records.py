@@ -154,9 +154,8 @@ class Curves(_Part, frozen=True, kw_only=True):
 class Comparison(_Part, frozen=True, kw_only=True):
     """A tensor compared with the fp64 reference, with the bound of its error."""
 
-    kind: Annotated[str, Meta(pattern="^(gradient|update|loss|average)$")]
-    """Kind of tensor; updates and averages of weights are relative to the initial
-    values."""
+    kind: Annotated[str, Meta(pattern="^(gradient|update|loss)$")]
+    """Kind of tensor; updates are relative to the initial values."""
     parameter: str
     step: Count
     rank: Count
@@ -184,14 +183,12 @@ class Location(_Part, frozen=True, kw_only=True):
 
     where: Annotated[
         str,
-        Meta(
-            pattern="^(forward|loss|backward|gradient|update|average|nowhere|unknown)$"
-        ),
+        Meta(pattern="^(forward|loss|backward|gradient|update|nowhere|unknown)$"),
     ]
     """Kind of the first difference: ``forward`` output of a module, ``loss``,
     ``backward`` gradient of a module's input or output, ``gradient`` of parameters
-    only, ``update`` of parameters only, ``average`` of the weights only, or
-    ``nowhere``. ``unknown`` if the second run failed."""
+    only, ``update`` of parameters only, or ``nowhere``. ``unknown`` if the second run
+    failed."""
     text: str
     """Description of the location."""
     module: str = ""

@@ -106,7 +106,6 @@ class _Seen:
     control: Traces | None = None
     control_differs: str = ""
     uninterrupted: tuple[RankTrace, ...] | None = None
-    plain: tuple[RankTrace, ...] | None = None
     seconds: float = 0.0
     problem: str = ""
     error: Exception | None = None
@@ -128,16 +127,12 @@ class _Seen:
         return self.complete and bool(demanded_schedule(self.traces).settings)
 
     @property
-    def averages_otherwise(self) -> bool:
-        """True if the recipe cuts rows or resumes, and the workload averages weights.
-
-        A fault of the running average may show only in such recipes.
-        """
-        scenario, recipe = self.scenario, self.scenario.parsed_recipe
-        if scenario.workload.ema is None or recipe.training.random:
+    def has_known_averages(self) -> bool:
+        """True if the workload averages weights, and one rank has the same averages."""
+        scenario = self.scenario
+        if scenario.workload.ema is None or scenario.parsed_recipe.training.random:
             return False
-        planned = scenario.faults != "none" or not scenario.parsed_precision.is_full
-        return self.complete and not planned and (recipe.parts > 1 or recipe.resume)
+        return self.complete
 
     @contextmanager
     def broken(self, runs: Runs) -> Iterator[None]:
@@ -281,11 +276,9 @@ class Runner:
                 # control's.
                 if first_difference(seen.control, seen.traces):
                     seen.control_differs = self.runs.control_differs(scenario)
-            if seen.may_lose_settings or seen.averages_otherwise:
+            if seen.may_lose_settings:
                 whole = replace(scenario, recipe="plain")
-                traces = self.runs.run(spec, whole)
-                seen.uninterrupted = traces if seen.may_lose_settings else None
-                seen.plain = traces if seen.averages_otherwise else None
+                seen.uninterrupted = self.runs.run(spec, whole)
         seen.seconds = time.monotonic() - start
         return seen
 
@@ -355,6 +348,11 @@ class Runner:
         random = scenario.parsed_recipe.training.random
         due = seen.complete and measured and not random
         parity = self.runs.beside_references(_on_one_process, scenario, traces, due)
+        alone, alone_fails = (
+            self.runs.plain_on_one_rank(scenario, traces)
+            if seen.has_known_averages
+            else (None, "")
+        )
         return Evidence(
             scenario=scenario,
             ranks=traces,
@@ -362,7 +360,8 @@ class Runner:
             control_differs=seen.control_differs,
             first_try=seen.first_try,
             uninterrupted=seen.uninterrupted,
-            plain=seen.plain,
+            alone=alone,
+            alone_fails=alone_fails,
             parity=parity,
             scaler=seen.spec != NO_SCALER,
         )

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ...fixtures import WorkloadError, resolve_workload
+from ...fixtures import CannotError, WorkloadError, resolve_workload
 from ...multiprocess import WorldError
 from ..comparison.bounds import expected_choices
 from ..comparison.laws.transparency import first_difference
-from ..comparison.one_rank import first_norm_on_one_rank
+from ..comparison.one_rank import first_norm_on_one_rank, plain_on_one_rank
 from ..comparison.parity import followed_schedule
-from ..comparison.reference import Schedule
+from ..comparison.reference import Reference, Schedule
 from ..comparison.reference_run import Idle
 from ..rank.fold import fold
 from ..rank.modules import Watched
@@ -246,6 +246,24 @@ class Runs:
             _with_facts, facts, compare, scenario, *args, in_group=one_rank
         )
         return result
+
+    def plain_on_one_rank(
+        self, scenario: Scenario, traces: Traces
+    ) -> tuple[Reference | None, str]:
+        """Train on one rank without accumulation, with the skips of the ranks.
+
+        Returns:
+            The run and "", or None and the reason why the workload cannot train there.
+        """
+        facts, schedule = (
+            self.facts(scenario.model)[0],
+            followed_schedule(scenario, traces),
+        )
+        arguments = _with_facts, facts, plain_on_one_rank, scenario, schedule
+        try:
+            return self.place.alone(*arguments, in_group=True), ""
+        except (WorkloadError, CannotError) as error:
+            return None, str(error)
 
     def _files(self, scenario: Scenario) -> str | None:
         # a killed process leaves its folder, so make none if nothing is saved

@@ -151,7 +151,22 @@ def _batch(workload: ResolvedWorkload) -> Batch:
                 f"many ranks of {name} see different rows; write shard(batch, mesh) "
                 "where they are not split equally",
             )
+        if shares == 1 or workload.shard is not None:
+            continue
+        if _are_equal([batch.shard(i, shares) for i in range(shares)]):
+            raise workload.refuse(
+                "batch",
+                f"has equal rows for all {shares} ranks of {name} that should see "
+                "different ones, so training that reduces no gradient would pass: "
+                "draw other numbers for each row",
+            )
     return batch
+
+
+def _are_equal(parts: list[Batch]) -> bool:
+    """Return True if all parts hold the same numbers."""
+    first, *others = parts
+    return all(all(map(_same_bits, first.tensors, part.tensors)) for part in others)
 
 
 def _check_loss(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> None:

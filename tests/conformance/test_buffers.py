@@ -1,5 +1,7 @@
 """Buffers that training changes: compared between ranks, and with one process."""
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,6 +86,30 @@ class AnotherMomentum(WholeBatch):
     """The layout gives the norm another momentum."""
 
     momentum = 0.125
+
+
+class KeepsACopy(WholeBatch):
+    """No fault: a copy of the model, with statistics of its own, follows the model."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        copied = copy.deepcopy(model)
+        live = super().parallelize(model, mesh)
+        optimizer = self.optimizer([*live.named_parameters()])
+        return SimpleNamespace(live=live, optimizer=optimizer, copied=copied)
+
+    def weights(self, stack: Any) -> dict[str, Tensor]:
+        return dict(stack.live.named_parameters())
+
+    def train_step(self, stack: Any, micro_batches: list[Batch], scaler: Any) -> Any:
+        ((inputs, targets),) = micro_batches
+        stack.optimizer.zero_grad()
+        loss = self.loss(stack.live(inputs), targets)
+        loss.backward()
+        stack.optimizer.step()
+        buffers = zip(stack.copied.buffers(), stack.live.buffers(), strict=True)
+        for mine, new in buffers:
+            mine.copy_(new / 2)
+        return loss.detach()
 
 
 class Caches(nn.Module):
@@ -205,6 +231,7 @@ def failed(case: Case) -> dict[str, Verdict]:
         (TakesThoseOfTheFirst, DATA),
         (KeepsCaches, DATA),
         (WholeBatch, TENSOR),
+        (KeepsACopy, TENSOR),
         (Balances, DATA),
     ],
 )

@@ -30,7 +30,7 @@ from gradparity.conformance.report.records import Location, read_report
 from gradparity.conformance.report.terminal import print_report
 from gradparity.conformance.run.session import RunSettings
 from gradparity.tests.workloads import misplaced
-from gradparity.tests.workloads.steps import Alone, Engine, Trains
+from gradparity.tests.workloads.steps import Engine, Trains
 
 MODULE = "gradparity.tests.workloads.misplaced"
 TWICE = "gradparity.fixtures.faulty:UnscalesTwice"
@@ -437,36 +437,6 @@ def test_a_rank_that_clips_by_its_own_norm_is_named(runner: Runner) -> None:
     assert ", the norm of its own part" in found.text
     assert "reduce_dtype" not in found.text
     assert "one rank" not in found.text
-
-
-class AveragesTwice(Alone):
-    """The running average moves once for each rank, though the weights are right."""
-
-    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
-        engine = super().parallelize(model, mesh)
-        engine.kept = {n: p.detach().clone() for n, p in model.named_parameters()}
-        return engine
-
-    def train_step(self, stack: Engine, micro_batches: Any, scaler: Any) -> Any:
-        returned = super().train_step(stack, micro_batches, scaler)
-        for _ in range(dist.get_world_size()):
-            for name, p in stack.module.named_parameters():
-                stack.kept[name.removeprefix("module.")].lerp_(p.detach(), 0.1)
-        return returned
-
-    def ema(self, stack: Engine) -> dict[str, Tensor]:
-        return dict(stack.kept)
-
-
-def test_an_average_that_departs_alone_is_located(runner: Runner) -> None:
-    # regression: O4
-    stack = f"model={__name__}:{AveragesTwice.__name__}"
-    case = runner.run("none", Scenario.parse(f"dp2/2/fp32/own/none/{stack},steps=2"))
-    failed = [v.law for v in case.verdicts if v.status == "fail"]
-    assert failed == ["trainer.average"]
-    found = runner.localise(case)
-    assert found is not None and found.where == "average", found
-    assert "follows another rule" in found.text
 
 
 def test_a_scaler_that_is_wrong_on_a_right_stack(runner: Runner) -> None:

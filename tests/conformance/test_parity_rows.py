@@ -9,7 +9,7 @@ import pytest
 
 from gradparity.conformance.comparison import parity as parity_module
 from gradparity.conformance.comparison.bounds import ParityBounds
-from gradparity.conformance.comparison.measured import Doubt, Parity
+from gradparity.conformance.comparison.measured import Parity
 from gradparity.conformance.comparison.parity import measure_parity
 from gradparity.conformance.comparison.reference import Reference
 from gradparity.conformance.rank.trace import Decision, RankTrace, StepTrace
@@ -221,13 +221,6 @@ def test_losses_are_weighted_wherever_they_are_shown() -> None:
         for at in trace.steps:
             at.loss, at.weight = loss, weight
     assert _curves(evidence).loss == [2.0] * made_up.SCENARIO.steps
-
-
-def test_a_doubt_covers_the_average_from_its_step_on() -> None:
-    # regression: O16, it raised
-    doubt = Doubt(since_step=1, since="update", text="")
-    assert doubt.covers(1, "average", "w")
-    assert not doubt.covers(0, "average", "w")
 
 
 def test_no_norm_is_compared_where_nothing_can_be() -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from gradparity.conformance import Case, Runner, Scenario
-from gradparity.conformance.comparison.settings import stack_schedule
+from gradparity.conformance.comparison.settings import settings_of, stack_schedule
 from gradparity.conformance.rank.trace import RankTrace, Setting, StepTrace
 from gradparity.tests.products import in_turn
 from gradparity.tests.verdicts import failed
@@ -351,6 +351,18 @@ def test_a_rank_that_does_not_step_a_parameter_says_nothing_of_it() -> None:
     found = stack_schedule([seen({}, lr(0.1)), seen(lr(0.2), {})])
     assert found.settings == ((("w", "lr", 0.1),), (("w", "lr", 0.2),))
     assert found.differs is None
+
+
+def test_settings_are_those_of_the_group_with_the_parameter() -> None:
+    """A reference has one optimizer for each parameter, and some groups are empty."""
+    bias = nn.Parameter(torch.ones(1))
+    groups = [
+        {"params": [], "weight_decay": 0.1},
+        {"params": [bias], "weight_decay": 0.0},
+    ]
+    settings = settings_of({"bias": torch.optim.AdamW(groups)})
+    decays = [value for _, key, value in settings if key == "weight_decay"]
+    assert decays == [0.0]
 
 
 def test_a_rate_that_is_not_finite_is_not_followed() -> None:

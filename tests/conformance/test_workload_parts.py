@@ -437,6 +437,14 @@ class CutsInSeven(Ddp):
         return [*zip(x.view(7, -1, 8), y.view(7, -1, 4), strict=True)]
 
 
+class EqualRows(Ddp):
+    """All rows are equal, so ranks that reduce nothing have the same gradients."""
+
+    def batch(self, step: int, seed: int) -> Batch:
+        x, y = super().batch(step, seed)
+        return x[:1].expand_as(x).clone(), y[:1].expand_as(y).clone()
+
+
 class FiveRows(Ddp):
     """A batch has five rows, which two ranks cannot share equally."""
 
@@ -600,6 +608,7 @@ def test_parts_that_are_not_the_batch_are_an_error(
             "micro_batches: leave out rows or repeat them: together they have 28",
         ),
         (CutsInSeven, "micro_batches: raised RuntimeError: shape '[7, -1, 8]'"),
+        (EqualRows, "batch: has equal rows for all 2 ranks of dp2"),
         (FiveRows, "batch: has 5 rows, which 2 does not divide"),
         (ShardTakesNoMesh, "shard: takes (batch), expected (batch, mesh)"),
         (StepTakesNoScaler, "train_step: takes (stack, micro_batches), expected"),

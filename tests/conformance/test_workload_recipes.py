@@ -688,15 +688,40 @@ class AveragesWholeEachPass(AveragesWhole):
         return super().train_step(stack, micro_batches, scaler)
 
 
-class WholeOnOneRank(AveragesWhole):
-    """The average has another decay on ranks than in the reference on one rank."""
-
-    reference = "one rank"
+class AveragesWholeTwice(AveragesWhole):
+    """The average has another decay on several ranks than on one."""
 
     def move(self, stack: Engine) -> None:
         super().move(stack)
         if torch.distributed.get_world_size() > 1:
             super().move(stack)
+
+
+class TwiceOnOneRank(AveragesWholeTwice):
+    """The same, and all training is compared with one rank."""
+
+    reference = "one rank"
+
+
+class AveragesOfSums(Averages):
+    """The average takes the sum of the ranks' weights instead of their mean."""
+
+    def move(self, stack: Engine) -> None:
+        for name, p in stack.module.named_parameters():
+            total = p.detach().clone()
+            torch.distributed.all_reduce(total)
+            stack.kept[name.removeprefix("module.")].lerp_(total, 0.1)
+
+
+class FailsOnOneRank(Averages):
+    """No fault on two ranks, and one rank raises an error."""
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        if torch.distributed.get_world_size() == 1:
+            raise ValueError("a stage needs a neighbour")
+        return super().train_step(stack, micro_batches, scaler)
 
 
 class AveragesFlat(AveragesWhole):
@@ -716,12 +741,17 @@ class AveragesFlat(AveragesWhole):
         (Averages, "resume", False),
         (AveragesOnOneRank, "accumulate", False),
         (AveragesEachPass, "accumulate", True),
+        (AveragesWholeTwice, "plain", True),
+        (TwiceOnOneRank, "plain", True),
+        (AveragesOfSums, "plain", True),
+        (Averages, "frozen", False),
+        (Averages, "clip-norm", False),
         (EachPassOnOneRank, "accumulate", True),
         (AveragesNoMoreOnceLoaded, "resume", True),
     ],
 )
 @pytest.mark.few(3)
-def test_an_average_is_that_of_plain_steps(
+def test_an_average_is_that_of_one_rank(
     runner: Runner, stack: type, recipe: str, caught: bool
 ) -> None:
     # regression: P6
@@ -730,13 +760,25 @@ def test_an_average_is_that_of_plain_steps(
     assert found.status == ("fail" if caught else "pass"), told
     assert [*told] == ["trainer.average"] * caught
     if caught:
-        assert f"the same steps without recipe={recipe}" in told["trainer.average"]
+        assert "of the same training on one rank" in told["trainer.average"]
 
 
-def test_an_average_of_the_whole_is_that_of_one_rank(runner: Runner) -> None:
-    told = failed_checks(runner.run("none", here(WholeOnOneRank, "plain")))
-    assert [*told] == ["trainer.average"]
-    assert "differs from that of the same train_step" in told["trainer.average"]
+def test_an_average_of_half_precision_is_that_of_one_rank(runner: Runner) -> None:
+    for stack, caught in ((Averages, False), (AveragesWholeTwice, True)):
+        scenario = replace(here(stack, "plain"), precision="bf16-autocast")
+        told = failed_checks(runner.run("none", scenario))
+        assert [*told] == ["trainer.average"] * caught, told
+
+
+def test_an_average_that_one_rank_cannot_compute_is_inconclusive(
+    runner: Runner,
+) -> None:
+    found = runner.run("none", here(FailsOnOneRank, "plain"))
+    assert found.status == "inconclusive", failed_checks(found)
+    (verdict,) = [v for v in found.verdicts if v.status == "inconclusive"]
+    assert verdict.law == "trainer.average"
+    assert "compared with one rank" in verdict.message
+    assert "a stage needs a neighbour" in verdict.message
 
 
 def test_an_average_of_unknown_elements_is_inconclusive(runner: Runner) -> None:

@@ -46,7 +46,8 @@ class LongerSteps(Perturbation):
     @contextmanager
     def optimizer(self, run: ReferenceRun, name: str) -> Iterator[None]:
         """Lengthen the step that the optimizer makes inside this context."""
-        betas = run.optimizers[name].param_groups[0].get("betas", ())
+        groups = run.optimizers[name].param_groups
+        betas = next((g.get("betas", ()) for g in groups if g["params"]), ())
         if not betas:
             yield
             return
