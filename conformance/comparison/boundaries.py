@@ -259,31 +259,56 @@ class Boundaries:
         return None
 
     def uneven(self) -> Location | None:
-        """Return the ranks on which backward starts with different factors, if any."""
-        for micro_batch in sorted({batch for _, batch in self.factors}):
-            at = {r: f for (r, b), f in self.factors.items() if b == micro_batch}
-            low, high = min(at.values()), max(at.values())
-            starts = [self.starts.get((r, micro_batch)) for r in at]
-            states = {
-                self._state(r, start)
-                for r, start in zip(at, starts, strict=True)
-                if start
-            }
-            if states != {"right"}:  # then the gradient is no multiple of the right one
-                continue
-            if self.one_factor and high - low > UNEVEN * abs(high):
-                listed = ", ".join(f"{f:.3g} on rank {r}" for r, f in at.items())
-                return Location(
-                    where="backward",
-                    micro_batch=micro_batch,
-                    ranks=tuple(at),
-                    text="every output that was compared is right, but the gradient "
-                    "of the model's "
-                    f"output starts with another factor on each rank ({listed}, step "
-                    f"{self.step}, micro-batch {micro_batch}): the loss is normalised "
+        """Return where backward starts with different factors, if anywhere.
+
+        Factors may differ between ranks, or between the micro-batches of a rank.
+        """
+        batches = sorted({batch for _, batch in self.factors})
+        for batch in batches if self.one_factor else ():
+            of_ranks = {r: f for (r, b), f in self.factors.items() if b == batch}
+            if self._are_uneven({(r, batch): f for r, f in of_ranks.items()}):
+                listed = ", ".join(f"{f:.3g} on rank {r}" for r, f in of_ranks.items())
+                return self._normalised(
+                    f"each rank ({listed}, step {self.step}, micro-batch {batch})",
                     "by what a rank sees, and not by what all see",
+                    tuple(of_ranks),
+                    batch,
+                )
+        for rank in self.ranks if self.one_factor else ():
+            of_batches = {b: f for (r, b), f in self.factors.items() if r == rank}
+            if self._are_uneven({(rank, b): f for b, f in of_batches.items()}):
+                listed = ", ".join(f"{f:.3g} in {b}" for b, f in of_batches.items())
+                return self._normalised(
+                    f"each micro-batch ({listed}, step {self.step}, rank {rank})",
+                    "by what is in a micro-batch, and not by what is in all of them",
+                    (rank,),
+                    batches[0],
                 )
         return None
+
+    def _are_uneven(self, factors: dict[tuple[int, int], float]) -> bool:
+        """Return True if gradients are multiples of the right ones, by other factors.
+
+        Args:
+            factors: (rank, micro-batch) -> factor.
+        """
+        starts = [(at, start) for at in factors if (start := self.starts.get(at))]
+        if {self._state(rank, start) for (rank, _), start in starts} != {"right"}:
+            return False
+        low, high = min(factors.values()), max(factors.values())
+        return high - low > UNEVEN * abs(high)
+
+    def _normalised(
+        self, where: str, how: str, ranks: tuple[int, ...], micro_batch: int
+    ) -> Location:
+        return Location(
+            where="backward",
+            micro_batch=micro_batch,
+            ranks=ranks,
+            text="every output that was compared is right, but the gradient of the "
+            f"model's output starts with another factor on {where}: the loss is "
+            f"normalised {how}",
+        )
 
     def _state(self, rank: int, boundary: Boundary) -> State | None:
         tensor = self.found.get((rank, boundary))

@@ -47,14 +47,14 @@ def causes_of(factor: float, off: float, facts: Facts) -> str:
     """
     texts = {
         words: None
-        for expected, words in _known(facts)
+        for expected, words in _known(factor, facts)
         # a cause whose factor is 1 explains no difference
         if abs(expected - 1) > 2 * off and abs(factor - expected) <= off * expected
     }
     return ", or ".join(texts)
 
 
-def _known(facts: Facts) -> Iterator[tuple[float, str]]:
+def _known(factor: float, facts: Facts) -> Iterator[tuple[float, str]]:
     """Yield (factor, description) of each known mistake."""
     axes = {axis: size for axis, size in facts.axes.items() if size > 1}
     for axis, size in axes.items():
@@ -79,6 +79,13 @@ def _known(facts: Facts) -> Iterator[tuple[float, str]]:
         early = clip_factor(facts.norm * scale, facts.clip_norm)
         yield early / due, f"clipped before they were divided by the scale {scale:g}"
         yield 1 / due, "not clipped"
+    elif facts.norm and factor < 1.0:
+        limit = float(f"{factor * facts.norm:.2g}")  # limits have few digits
+        yield (
+            clip_factor(facts.norm, limit),
+            f"clipped to the norm {limit:g}. If that is meant, declare clip_norm = "
+            f"{limit:g} in the workload and clip to self.clip_norm",
+        )
 
 
 Replica = tuple[int, Doubles, Doubles]

@@ -52,7 +52,7 @@ class Evidence:
     settings."""
     alone: Reference | None = None
     """The same training on one rank with whole batches and no resume, if the workload
-    averages weights."""
+    averages weights or has a schedule of its own."""
     alone_fails: str = ""
     """Reason why the workload cannot train on one rank; else empty."""
     scaler: bool = True

@@ -160,6 +160,11 @@ class Parity:
     clipped."""
     reference: str = ""
     """Description of the reference; empty for the plain one."""
+    unseen_gradients: tuple[str, ...] = ()
+    """Parameters whose gradients were compared at no step and on no rank, because
+    gradparity did not see what an optimizer used."""
+    unseen_buffer: str = ""
+    """First buffer that training moves and no rank shows; else empty."""
     undecided: str = ""
     """Reason why no value can be compared with the reference; else empty."""
     narrow_loss: str = ""

@@ -160,7 +160,7 @@ def plain_on_one_rank(scenario: Scenario, schedule: Schedule) -> Reference:
 
     Args:
         scenario: scenario that the ranks trained.
-        schedule: skips that the one rank follows.
+        schedule: scales, which the one rank follows; no step is skipped.
 
     Returns:
         The run, without its gradients.
@@ -170,11 +170,8 @@ def plain_on_one_rank(scenario: Scenario, schedule: Schedule) -> Reference:
     """
     # a recipe that accumulates has the plain one's mathematics
     recipe = "plain" if scenario.parsed_recipe.parts > 1 else scenario.recipe
-    plain = replace(
-        scenario, recipe=recipe, faults="none", init_scale=1.0, growth_interval=1
-    )
-    scales = (1.0,) * len(schedule.scales)
-    alone = Alone(variation=PLAIN, skipped=schedule.skipped, scales=scales)
+    plain = replace(scenario, recipe=recipe, init_scale=1.0, growth_interval=1)
+    alone = Alone(variation=PLAIN, skipped=schedule.skipped, scales=schedule.scales)
     return replace(_train(plain, alone, scenario.steps), gradients=())
 
 
@@ -231,7 +228,13 @@ def _references(
         scenario, first, replace(TRUTH, redrawn=1)
     )
     undecided = ""
-    if plain.drew and not draws_idly:
+    if _changes_nothing(scenario, first, replace(TRUTH, halved=True)):
+        undecided = (
+            "train_step computes the same gradients from half of its rows, so it does "
+            "not train on the micro_batches that it gets, and ranks cannot be compared "
+            "with one rank: take the rows of micro_batches"
+        )
+    elif plain.drew and not draws_idly:
         undecided = (
             f"on one rank {plain.drew} drew random numbers in the passes, which depend "
             "on the number of ranks: draw them in batch(), where they have rows, or "

@@ -171,6 +171,7 @@ def measure_parity(scenario: Scenario, traces: Sequence[RankTrace]) -> Parity:
             draws_idly=draws_idly,
         ),
         still=frozenset(_still(schedule, traces, parity_bounds)),
+        unseen_buffer=_unseen_buffer(scenario, traces, parity_bounds.truth),
         narrow_loss=_narrow_loss(parity_bounds.noisy, returned),
         stack_schedule=moved_by_stack,
     )
@@ -180,13 +181,20 @@ def measure_parity(scenario: Scenario, traces: Sequence[RankTrace]) -> Parity:
         ]
         least = scenario.parsed_precision.roundoff
         parity.clipped += _clip_rows(factors, schedule, traces, parity_bounds, least)
+    unseen, seen = dict[str, None](), set[str]()
     for each in _measured(scenario, schedule, traces, parity_bounds):
         is_compared = parity.add(each.kind, each.rows, each.elements)
+        if each.kind == "gradient":
+            if each.lack is Lack.UNSEEN:
+                unseen[each.name] = None
+            else:
+                seen.add(each.name)
         if each.elements and not is_compared:
             why = each.lack or (Lack.NOISE if each.rows else Lack.NOT_FINITE)
             parity.lacks(each.kind, why, each.step, each.elements)
         if each.left_out:
             parity.lacks(each.kind, Lack.DIRECTION, each.step, each.left_out)
+    parity.unseen_gradients = tuple(name for name in unseen if name not in seen)
     return parity
 
 
@@ -205,6 +213,20 @@ def _schedule_of(
         others.reverse()
     first = min(filter(None, others), key=lambda each: each[0], default=None)
     return replace(moved, differs=first)
+
+
+def _unseen_buffer(
+    scenario: Scenario, traces: Sequence[RankTrace], truth: Reference
+) -> str:
+    """Return the first buffer that the truth moves and no rank shows; else ""."""
+    recipe, precision = scenario.parsed_recipe, scenario.parsed_precision
+    if recipe.recompute or not precision.is_full or not truth.updates:
+        return ""  # buffers are not compared then
+    seen = {
+        n for t in traces for n in (*t.sizes, *(t.steps[-1].buffers if t.steps else ()))
+    }
+    moved = (name for name, update in truth.updates[-1].items() if update.any())
+    return next((name for name in moved if name not in seen), "")
 
 
 def _narrow_loss(runs: Sequence[Reference], returned: set[str]) -> str:
@@ -286,6 +308,8 @@ class _Measured(NamedTuple):
     rows: Sequence[ParityRow]
     elements: int
     left_out: int = 0
+    name: str = ""
+    """Parameter of a gradient."""
     lack: Lack | None = None
     """Reason why there are no rows; None also if only the bound is missing."""
 
@@ -390,7 +414,7 @@ def _gradient(
         ("gradient", step, name, trace.rank), values, (whole, places), bound
     )
     lack = Lack.UNSEEN if values is None else None
-    yield _Measured("gradient", step, rows, len(places), lack=lack)
+    yield _Measured("gradient", step, rows, len(places), name=name, lack=lack)
 
 
 def _clip_rows(

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MemberDescriptorType
 from typing import Any
 
 import numpy as np
@@ -184,9 +185,20 @@ def modules_in(stack: object) -> list[nn.Module]:
                 below.extend(each)
             elif not isinstance(each, Tensor | type):
                 below.extend(getattr(each, "__dict__", {}).values())
+                below.extend(_slots_of(each))
         level = below
     parts = {id(p) for m in modules.values() for p in m.modules() if p is not m}
     return [module for key, module in modules.items() if key not in parts]
+
+
+def _slots_of(value: object) -> Iterator[Any]:
+    """Yield what the ``__slots__`` of an object hold."""
+    for base in type(value).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if isinstance(base.__dict__.get(name), MemberDescriptorType):
+                with suppress(AttributeError):  # not set
+                    yield getattr(value, name)
 
 
 def module_names(module: nn.Module) -> set[str]:

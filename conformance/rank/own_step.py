@@ -42,7 +42,14 @@ from .events import Events
 from .fold import steps_again
 from .layout import replace_stack
 from .local_parts import by_full_name, read_local_parts
-from .observe import CallLog, digest, dtype_name, partial_ranks
+from .modules import modules_in
+from .observe import (
+    CallLog,
+    digest,
+    dtype_name,
+    optimizer_digest,
+    partial_ranks,
+)
 from .recording import (
     digests_of,
     floats,
@@ -65,7 +72,8 @@ def clip_norm_handed(scenario: Scenario) -> Iterator[None]:
     """Make ``train_step`` clip to the recipe's norm inside this context.
 
     Raises:
-        CannotError: if the clipping function does not take its norm from the workload.
+        UndecidedError: if the clipping function does not take its norm from the
+            workload.
     """
     workload, training = scenario.workload, scenario.parsed_recipe.training
     norm = clip_norm_of(workload, training) if training.clip == "norm" else None
@@ -75,8 +83,11 @@ def clip_norm_handed(scenario: Scenario) -> Iterator[None]:
     with workload.clipping_to(norm) as reads:
         yield
     if not reads.count:
-        text = "neither parallelize nor train_step reads clip_norm of the workload"
-        raise CannotError(f"recipe {scenario.recipe!r}: {text}: it cannot be changed")
+        raise UndecidedError(
+            f"recipe {scenario.recipe!r}: neither parallelize nor train_step reads "
+            "clip_norm of the workload, so it clips to another norm, which may be "
+            "larger than every gradient: clip to self.clip_norm"
+        )
 
 
 def as_number(workload: ResolvedWorkload, what: str, value: Any) -> float | None:
@@ -299,13 +310,15 @@ class OwnStep:
         Raises:
             UndecidedError: if the load restored no weight.
             CannotError: if the checkpoint needs a scaler and there is none.
-            WorkloadError: if saving changed the weights.
+            WorkloadError: if saving changed the weights, a state of an optimizer, or
+                the mode of a module.
         """
         engine, tested = self.engine, self.tested
         before, moved_buffers = self._weights(), digests_of_buffers(engine)
+        states = self._states()
         try:
             with self._checkpoint() as load:
-                saved = self._weights()
+                saved, states_saved = self._weights(), self._states()
                 if engine.scenario.parsed_recipe.training.random:
                     # a new process, seeded as at the begin of each run
                     seed_everything(0)
@@ -324,6 +337,9 @@ class OwnStep:
         moved = [name for name in before if before[name] != new[name]]
         back = [name for name in moved if loaded[name] != new[name]]
         # over all ranks: one may hold nothing, and all must raise together
+        other = [what for what, was in states.items() if states_saved.get(what) != was]
+        changed: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(changed, other[:1])
         counts = torch.tensor(
             [len(moved), len(back), int(saved != before)], device=engine.device
         )
@@ -331,6 +347,10 @@ class OwnStep:
         if counts[2]:
             text = "changed the weights that it saves: training continues from others"
             raise self.workload.refuse("save_checkpoint", text)
+        for rank, what in enumerate(changed):
+            if what:
+                text = f"changed {what[0]} on rank {rank}, with which training goes on"
+                raise self.workload.refuse("save_checkpoint", text)
         if counts[0] and not counts[1]:
             raise UndecidedError(
                 f"recipe {engine.scenario.recipe!r}: load_checkpoint restored none of "
@@ -353,6 +373,21 @@ class OwnStep:
 
     def _weights(self) -> dict[str, str]:
         return {n: digest(part) for n, part in self.engine.local_tensors().items()}
+
+    def _states(self) -> dict[str, str]:
+        """Return what else training continues with: optimizers' states, and modes."""
+        states = {
+            f"the state of optimizer {n} ({type(each).__name__})": optimizer_digest(
+                each
+            )
+            for n, each in enumerate(self.engine.optimizers)
+        }
+        modes = {
+            f"the mode (train or eval) of {name or 'the model'}": str(module.training)
+            for root in modules_in(self.engine.module)
+            for name, module in root.named_modules()
+        }
+        return states | modes
 
     @contextmanager
     def _checkpoint(self) -> Iterator[Callable[[], None]]:

@@ -42,6 +42,8 @@ class Variation:
     """Number of parts into which each micro-batch is cut."""
     moved: int = 0
     """Seed of the signs by which weights are moved by one unit; 0: not moved."""
+    halved: bool = False
+    """True if only the first half of each micro-batch's rows is used."""
     redrawn: int = 0
     """Seed of torch's generator before each step; 0: not seeded."""
 
@@ -116,6 +118,8 @@ class Variation:
         return [self._changed(part) for part in parts]
 
     def _changed(self, part: Batch) -> Batch:
+        if self.halved:
+            part = part.in_parts(2)[0]
         if self.permuted:
             part = part.map(lambda t: t.flip(0).roll(1, 0))
         if self.double:

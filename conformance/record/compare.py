@@ -17,7 +17,6 @@ import numpy as np
 from ..status import counted
 from .differences import Row, rows_of_sides
 from .equal import (
-    SAME_START,
     equal_inputs,
     lacking,
     listed,
@@ -26,6 +25,7 @@ from .equal import (
     other_on_ranks,
     proved_names,
     replicas_at_start,
+    same_start,
     unmoved,
     unplaced,
 )
@@ -44,6 +44,8 @@ CLIPPED = 1e-4
 SEARCH = 2
 """Largest number of evaluations of a closure in a step that amplifies no rounding:
 sharpness-aware optimizers make two, and a line search some twenty."""
+NEAR = 10.0
+"""Smallest ratio of a difference to its bound that needs no second reason."""
 REGIONS = 100
 """Number of tensors for which the differing region is computed."""
 NO_STEP = (
@@ -111,7 +113,10 @@ def compare(one: Side, other: Side) -> Comparison:
     if 2 * len(left) > len(other.run.starts):
         left = {}  # some ranks lack a parameter, as where ranks divide them (ZeRO)
     _decide(
-        comparison, steps, {n: left[its] for n, its in names.items() if its in left}
+        comparison,
+        one.run,
+        steps,
+        {n: left[its] for n, its in names.items() if its in left},
     )
     if comparison.code == DIFFERENT and (text := _searched(comparison, one, other)):
         comparison.code, comparison.headline = UNDECIDED, text
@@ -146,13 +151,7 @@ def _locate(
     for row, region in found.regions[:1]:
         found.leads += [f"where in {row.name}: {region}"] if str(region) else []
     at = wrong[0].step if wrong else steps[0]
-    words = [
-        row.words
-        for row in found.rows
-        if (row.step, row.kind) == (at, "gradient")
-        and one.run.tensors[at, row.kind, row.name].norm
-    ]
-    factor = words[0] if len(words) > 1 and len({*words}) == 1 else ""
+    factor = _one_factor(one.run, found.rows, at)
     is_update = bool(wrong) and all(row.kind == "update" for row in wrong)
     found.blocks, where = _where(
         one, other, at, factor, is_update=is_update, is_first=at == steps[0]
@@ -217,7 +216,7 @@ def _obstacles(
         yield (
             UNDECIDED,
             f"too little was compared: {len(names)} of {len(elements)} tensors have "
-            f"a partner on the other side. {SAME_START}",
+            f"a partner on the other side. {same_start(min(steps))}",
         )
     for side in (one, other):
         if text := unmoved(side):
@@ -240,7 +239,8 @@ def _no_names(one: Run, other: Run) -> str:
         )
     mine, its = (run.names("weight", first) for run in (one, other))
     same = any(name in its for name in mine)
-    return "" if same else f"starts differ: no tensor has equal bits. {SAME_START}"
+    way_out = same_start(first)
+    return "" if same else f"starts differ: no tensor has equal bits. {way_out}"
 
 
 def _precisions(one: Side, other: Side) -> Iterator[str]:
@@ -289,7 +289,7 @@ def _losses(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
 
 
 def _decide(
-    found: Comparison, steps: Sequence[int], left: Mapping[str, Sequence[int]]
+    found: Comparison, one: Run, steps: Sequence[int], left: Mapping[str, Sequence[int]]
 ) -> None:
     compared = [row for row in found.rows if row.bound < 1 or row.differs]
     if not compared:
@@ -302,15 +302,18 @@ def _decide(
     if wrong:
         at_first = _first_wrong(wrong)
         worst = at_first[0]
-        sentence = _sentence(worst, len(at_first), len(compared))
+        of_gradient = worst.kind == "gradient"
+        factor = _one_factor(one, found.rows, worst.step) if of_gradient else ""
+        sentence = _sentence(worst, len(at_first), len(compared), factor)
+        if worst.step in far and worst.ratio < NEAR:
+            sentence += f". {_as_a_whole(spread[worst.step])}"
         if worst.name in left:
             sentence += f". Rank {listed(left[worst.name])} does not step it"
         found.decide(DIFFERENT, sentence)
     elif far:
         found.decide(
             DIFFERENT,
-            f"step {far[0]} differs as a whole: the median tensor differs by "
-            f"{spread[far[0]]:.1f} times its noise (limit {WHOLE:g})",
+            f"step {far[0]} differs as a whole: {_as_a_whole(spread[far[0]])}",
         )
     else:
         largest = max(compared, key=lambda row: row.ratio)
@@ -325,6 +328,17 @@ def _decide(
         for step, ratio in spread.items()
     )
     found.facts.append(f"median difference over noise (at most {WHOLE:g}): {spreads}")
+
+
+def _one_factor(one: Run, rows: Sequence[Row], step: int) -> str:
+    """Describe the factor that all gradients of a step have in common; else ""."""
+    words = [
+        row.words
+        for row in rows
+        if (row.step, row.kind) == (step, "gradient")
+        and one.tensors[step, row.kind, row.name].norm
+    ]
+    return words[0] if len(words) > 1 and len({*words}) == 1 else ""
 
 
 def _first_wrong(rows: Sequence[Row]) -> list[Row]:
@@ -363,14 +377,28 @@ def _region(one: Side, other: Side, names: Mapping[str, str], row: Row) -> Regio
     return region_of(mine.shape, mine.difference(its), bound, its.parts)
 
 
-def _sentence(row: Row, count: int, of: int) -> str:
+def _sentence(row: Row, count: int, of: int, factor: str) -> str:
+    """Describe the worst tensor of the first step that differs.
+
+    Args:
+        row: the worst tensor.
+        count: number of tensors of that step that differ.
+        of: number of all compared tensors.
+        factor: factor of all gradients of the step, in words; else empty.
+    """
     others = f"; {counted(count - 1, 'more tensor')} there" if count > 1 else ""
     words = f"{row.words}: it " if row.words else ""
+    subject = f"the {row.kind} of {row.name} {words}"
+    if factor:
+        subject = f"each gradient {factor}. That of {row.name} "
     return (
-        f"step {row.step}: the {row.kind} of {row.name} {words}differs by "
-        f"{row.distance:.2g} of its size, and noise explains {row.bound:.2g}{others} "
-        f"(of {of} compared)"
+        f"step {row.step}: {subject}differs by {row.distance:.2g} of its size, and "
+        f"noise explains {row.bound:.2g}{others} (of {of} compared)"
     )
+
+
+def _as_a_whole(ratio: float) -> str:
+    return f"the median tensor differs by {ratio:.1f} times its noise (limit {WHOLE:g})"
 
 
 def _spread(rows: Sequence[Row], step: int) -> float:

@@ -25,13 +25,11 @@ __all__ = [
     "other_on_ranks",
     "proved_names",
     "replicas_at_start",
+    "same_start",
     "unmoved",
     "unplaced",
 ]
 
-SAME_START = (
-    "Begin both from the same weights: the same seed, a checkpoint, or record --start"
-)
 MOVED = (
     "Rounded to bf16 they are equal: weights are computed in another order, or moved "
     "and restored before the first step. "
@@ -51,6 +49,20 @@ FREE = frozenset(
     | {"is_expert_parallel"}  # Megatron: tells which ranks hold the group
 )
 """Settings that choose an implementation or a layout and do not change the result."""
+
+
+def same_start(step: int) -> str:
+    """Return advice on how to begin both sides alike, if the first one is ``step``."""
+    if step:
+        return (
+            f"The first recorded step is {step}, and rounding has moved the weights "
+            "of the two sides apart before it. Record step 0, or let both resume from "
+            "one checkpoint"
+        )
+    return (
+        "Begin both from the same weights: the same seed, a checkpoint, or record "
+        "--start"
+    )
 
 
 def proved_names(one: Run, other: Run) -> tuple[dict[str, str], str]:
@@ -93,7 +105,8 @@ def proved_names(one: Run, other: Run) -> tuple[dict[str, str], str]:
         near = all(starts[n][1].rounded == theirs[n][1].rounded for n in differ)
         words = (
             f"starts differ: {len(differ)} of {len(starts)} tensors began with other "
-            f"values, {differ[0]} first. {MOVED if near else ''}{SAME_START}"
+            f"values, {differ[0]} first. {MOVED if near else ''}"
+            f"{same_start(min(first))}"
         )
         return {}, words
     return proved, words
@@ -170,8 +183,8 @@ def _settings_on_ranks(side: Side) -> Iterator[str]:
                 if not _equal(mine[key], its[key]):
                     yield (
                         f"step {step}: ranks of {side.name} have different settings "
-                        f"for {name}: {key} is {mine[key]} on rank {first} and "
-                        f"{its[key]} on rank {rank}"
+                        f"for {name}: {key} is {_shown(mine[key])} on rank "
+                        f"{first} and {_shown(its[key])} on rank {rank}"
                     )
 
 
@@ -189,12 +202,24 @@ def other_inputs(
             + (SKIPPED if mine < its or its < mine else "")
             + (RESUMED if not mine & its else "")
         )
-    for name, key, mine, its in _settings(one.run, other.run, names, step):
-        if not _equal(mine, its):
-            yield (
-                f"settings differ at step {step}: {key} of {name} is {mine} in "
-                f"{one.name} and {its} in {other.name}"
-            )
+    different = [
+        setting
+        for setting in _settings(one.run, other.run, names, step)
+        if not _equal(setting[2], setting[3])
+    ]
+    for name, key, mine, its in different[:1]:
+        more = f"; {len(different) - 1} more differ" if len(different) > 1 else ""
+        yield (
+            f"settings differ at step {step}: {key} of {name} is {_shown(mine)} in "
+            f"{one.name} and {_shown(its)} in {other.name}{more}"
+        )
+
+
+def _shown(value: Any) -> str:
+    """Return a setting as text; 9 digits distinguish all numbers of fp32."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
 def other_again(side: Side, steps: Sequence[int]) -> Iterator[str]:

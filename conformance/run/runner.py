@@ -127,12 +127,22 @@ class _Seen:
         return self.complete and bool(demanded_schedule(self.traces).settings)
 
     @property
-    def has_known_averages(self) -> bool:
-        """True if the workload averages weights, and one rank has the same averages."""
-        scenario = self.scenario
-        if scenario.workload.ema is None or scenario.parsed_recipe.training.random:
+    def needs_one_rank(self) -> bool:
+        """True if the workload averages weights, or has a schedule of its own.
+
+        The plain reference has no averages, and follows such a schedule. One rank
+        cannot repeat a step that ranks skip: it has no bad gradient there.
+        """
+        scenario, workload = self.scenario, self.scenario.workload
+        random = scenario.parsed_recipe.training.random
+        if not self.complete or random or OfWorkload.LOOP in workload.has:
             return False
-        return self.complete
+        schedule = demanded_schedule(self.traces)
+        if scenario.faults != "none" or any(schedule.skipped):
+            return False
+        # a reference on one rank has the rank's settings
+        moves = bool(schedule.settings) and not workload.one_rank
+        return moves or workload.ema is not None
 
     @contextmanager
     def broken(self, runs: Runs) -> Iterator[None]:
@@ -350,7 +360,7 @@ class Runner:
         parity = self.runs.beside_references(_on_one_process, scenario, traces, due)
         alone, alone_fails = (
             self.runs.plain_on_one_rank(scenario, traces)
-            if seen.has_known_averages
+            if seen.needs_one_rank
             else (None, "")
         )
         return Evidence(

@@ -250,7 +250,7 @@ class Runs:
     def plain_on_one_rank(
         self, scenario: Scenario, traces: Traces
     ) -> tuple[Reference | None, str]:
-        """Train on one rank without accumulation, with the skips of the ranks.
+        """Train on one rank without accumulation, with the scales of the ranks.
 
         Returns:
             The run and "", or None and the reason why the workload cannot train there.

@@ -45,7 +45,7 @@ from .facts import facts_of
 from .recipes import CONTROL_RECIPES, RECIPES
 from .scenario import Scenario
 from .selection import MAIN_TOPOLOGIES, Selection, check_names
-from .workload_checks import check_workload
+from .workload_checks import check_workload, counts_alike
 
 __all__ = [
     "PRESETS",
@@ -420,15 +420,20 @@ def _narrowed_meshes(selection: Selection) -> list[str]:
 def _on_each_mesh(selection: Selection) -> Iterator[Scenario]:
     """Yield runs of ``WITH_EVERY_MESH`` on each declared mesh of several ranks.
 
-    A running average is compared in fp32 alone, so its checkpoint needs a run in fp32.
+    Also a run with a frozen half, a resume, and a run in half precision: a fault may be
+    on one mesh. A setting that a checkpoint loses may change an update by less than
+    bf16 rounds, so the resume is in fp32.
     """
     if selection.workload:
-        workload = selection.resolved
-        of_average = ["resume"] if workload.ema else []
-        for name in selection.layouts(workload.topologies):
-            for recipe in (*WITH_EVERY_MESH, *of_average):
-                if workload.topologies[name].parallel:
-                    yield from _plain_runs(selection, topology=name, recipe=recipe)
+        topologies = selection.resolved.topologies
+        half = [p for p in columns(selection)["precision"] if not PRECISIONS[p].is_full]
+        for name in selection.layouts(topologies):
+            if not topologies[name].parallel:
+                continue
+            for recipe in (*WITH_EVERY_MESH, "frozen", "resume"):
+                yield from _plain_runs(selection, topology=name, recipe=recipe)
+            for precision in half[:1]:
+                yield from _plain_runs(selection, topology=name, precision=precision)
 
 
 def _longer(selection: Selection) -> Iterator[Scenario]:
@@ -469,6 +474,11 @@ def not_tried(selection: Selection) -> list[str]:
             )
             recipes.setdefault(text.partition(": ")[2], {})[recipe] = None
     lines = [f"{', '.join(of)}: {why}" for why, of in recipes.items() if why]
+    if counts_alike(resolved):
+        lines.append(
+            "unequal counts: all rows of batch() count alike, so a loss that each rank "
+            "divides by its own count passes"
+        )
     if narrowed:
         text = f"only in fp32 with {', '.join(('plain', *WITH_EVERY_MESH))}"
         lines.append(f"{', '.join(narrowed)}: an axis of size 1 is tried {text}")

@@ -217,20 +217,24 @@ class Scenario:
         return min((self.steps + 1) // 2, self.steps - 1)
 
     @property
-    def clips_after_passes(self) -> bool:
-        """True if a ``train_step`` that must clip gets two micro-batches.
+    def needs_two_passes(self) -> bool:
+        """True if a ``train_step`` gets two micro-batches, though the recipe has one.
 
-        It must clip the sum of their gradients, and not the gradient of each. With
-        ``shard`` the numbers of rows of ranks may differ, so nothing is cut.
+        It must clip the sum of their gradients, and not the gradient of each. Each
+        micro-batch draws other random numbers, and is recomputed from its own inputs.
+        With ``shard`` the numbers of rows of ranks may differ, so nothing is cut.
         """
         recipe, workload = self.parsed_recipe, self.workload
-        clips = recipe.training.clip == "norm" and OfWorkload.LOOP not in workload.has
-        return clips and recipe.parts == 1 and workload.shard is None
+        training = recipe.training
+        if not (training.clip == "norm" or training.random or recipe.recompute):
+            return False
+        loops = OfWorkload.LOOP in workload.has
+        return not loops and recipe.parts == 1 and workload.shard is None
 
     @property
     def parts(self) -> int:
         """Largest number of micro-batches into which gradparity cuts a rank's rows."""
-        return 2 if self.clips_after_passes else self.parsed_recipe.parts
+        return 2 if self.needs_two_passes else self.parsed_recipe.parts
 
     def sizes(self, rows: int) -> list[int]:
         """Return the number of a rank's rows in each micro-batch that gradparity cuts.
@@ -238,7 +242,7 @@ class Scenario:
         Raises:
             CannotError: if the recipe cannot split this number of rows.
         """
-        if self.clips_after_passes and rows % 2 == 0:
+        if self.needs_two_passes and rows % 2 == 0:
             return [rows // 2] * 2
         recipe = self.parsed_recipe
         return [rows] if recipe.parts == 1 else recipe.sizes(rows)

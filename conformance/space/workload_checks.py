@@ -45,6 +45,7 @@ __all__ = [
     "check_workload",
     "check_workloads",
     "coarseness",
+    "counts_alike",
     "counts_equal",
     "listed",
 ]
@@ -357,6 +358,20 @@ def _check_made_up(
         "purpose, cut the batch in micro_batches: parts of fixed rows, which are "
         f"the same for the whole batch and for the shares of the ranks. {way}",
     )
+
+
+def counts_alike(workload: ResolvedWorkload) -> bool:
+    """Return True if the loss is (sum, count), and parts of a batch have equal counts.
+
+    Then a loss that each rank divides by its own count is right.
+    """
+    if not facts_of(workload.name).counted or workload.one_rank:
+        return False
+    model, parts = seeded_model(workload), _batch(workload).in_parts(PARTS)
+    with suppress(WorkloadError):
+        counts = [objective_of(workload, model, [part])[1] for part in parts]
+        return len(counts) > 1 and all(each == counts[0] for each in counts)
+    return False
 
 
 def coarseness(dtype: torch.dtype) -> float:

@@ -213,6 +213,22 @@ class BalancesBackwards(Balances):
         return total
 
 
+class ShowsNoModule(KeepsACopy):
+    """The momentum is another one, and a function keeps the model."""
+
+    momentum = 0.125
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        stack = super().parallelize(model, mesh)
+        return SimpleNamespace(stack=lambda: stack)
+
+    def weights(self, stack: Any) -> dict[str, Tensor]:
+        return super().weights(stack.stack())
+
+    def train_step(self, stack: Any, micro_batches: list[Batch], scaler: Any) -> Any:
+        return super().train_step(stack.stack(), micro_batches, scaler)
+
+
 def checked(runner: Runner, kind: type[Right], where: str) -> Case:
     text = f"{where}/model={kind.__module__}:{kind.__name__},steps=3"
     return runner.run("none", Scenario.parse(text))
@@ -264,6 +280,16 @@ def test_a_buffer_that_moves_otherwise_than_on_one_process_fails(
     told = failed(checked(runner, kind, where))["parity.update"]
     assert (told.step, told.parameter) == (0, name)
     assert f"{name} is a buffer" in told.message
+
+
+def test_a_buffer_that_no_rank_shows_is_inconclusive(runner: Runner) -> None:
+    case = checked(runner, ShowsNoModule, TENSOR)
+    assert (case.status, failed(case)) == ("inconclusive", {})
+    (told,) = [v for v in case.verdicts if v.status == "inconclusive"]
+    assert told.law == "parity.update"
+    assert "moves the buffer 3.running_mean, and gradparity sees it whole on no" in (
+        told.message
+    )
 
 
 class NamesNothing(StatisticsOfRanks):

@@ -19,6 +19,7 @@ HERE = "gradparity.tests.conformance.test_diagnosis"
 PLAIN = Facts(axes={"dp": 2, "tp": 4}, passes=2, scales=(1024.0, 512.0))
 CLIPPED = Facts(axes={"dp": 1}, passes=1, scales=(8.0,), clip_norm=0.5, norm=2.0)
 NEVER_MEANT = Facts(axes={"dp": 1}, passes=1)
+NORMED = Facts(axes={"dp": 1}, passes=1, norm=0.984)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,16 @@ NEVER_MEANT = Facts(axes={"dp": 1}, passes=1)
         ),
         (CLIPPED, 4.0, ["not clipped"]),
         (PLAIN, 0.3, []),
+        (
+            NORMED,
+            0.3 / 0.984,
+            [
+                "clipped to the norm 0.3. If that is meant, declare clip_norm = 0.3 in "
+                "the workload and clip to self.clip_norm"
+            ],
+        ),
+        # no limit has so many digits
+        (NORMED, 0.31234 / 0.984, []),
         (PLAIN, 1.0005, []),
         (PLAIN, float("nan"), []),
         (NEVER_MEANT, 2.0, []),

@@ -243,11 +243,18 @@ def test_only_multiples_of_the_right_gradient_are_normalised_by_a_rank(
     start = Boundary(0, "", 0, OUTPUT_GRADIENT, 0)
     of = object.__new__(Boundaries)
     of.step, of.one_factor = 0, True
-    of.factors = {(0, 0): 1.0, (1, 0): 0.9}
-    of.starts = dict.fromkeys(of.factors, start)
+    of.ranks = dict.fromkeys((0, 1))  # type: ignore[assignment]
     seen: Any = _Found(state, error=0.1, bound=1.0)  # type: ignore[arg-type]
     of.found = {(0, start): seen, (1, start): seen}
-    assert (of.uneven() is not None) == (state == "right")
+    for other, words in (
+        ((1, 0), "each rank (1 on rank 0, 0.9 on rank 1, step 0, micro-batch 0)"),
+        ((0, 1), "each micro-batch (1 in 0, 0.9 in 1, step 0, rank 0)"),
+    ):
+        of.factors = {(0, 0): 1.0, other: 0.9}
+        of.starts = dict.fromkeys(of.factors, start)
+        uneven = of.uneven()
+        assert (uneven is not None) == (state == "right")
+        assert uneven is None or words in uneven.text
 
 
 def test_a_factor_of_the_loss_is_reported(runner: Runner) -> None:

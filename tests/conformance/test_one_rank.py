@@ -338,6 +338,30 @@ class DrawsInALayer(Alone):
         return nn.Sequential(nn.Linear(8, 8), Noise(), nn.Linear(8, 4))
 
 
+class TakesItsOwnRows(Alone):
+    """Each rank trains on rows that it draws itself, and reduces no gradient."""
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        stack.optimizer.zero_grad()
+        x, y = self.batch(0, 7)
+        loss = self.loss(stack.module(x), y)
+        loss.backward()
+        stack.optimizer.step()
+        return loss.detach()
+
+
+def test_training_on_other_rows_than_those_of_the_ranks_is_inconclusive(
+    runner: Runner,
+) -> None:
+    found = case(runner, own(TakesItsOwnRows))
+    assert (found.status, failed(found)) == ("inconclusive", {})
+    assert "it does not train on the micro_batches that it gets" in (
+        message(found, "parity.gradient")
+    )
+
+
 @pytest.mark.slow
 def test_training_that_is_not_deterministic_is_inconclusive(runner: Runner) -> None:
     found = case(runner, own(Remembers))

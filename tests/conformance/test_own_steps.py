@@ -1,5 +1,6 @@
 """Unusual training steps: right ones pass, and faults in them are found."""
 
+import math
 import re
 from typing import Any
 
@@ -35,6 +36,7 @@ from gradparity.fixtures.faulty.own_steps import (
 from gradparity.fixtures.faulty.plain import Broken
 from gradparity.fixtures.faulty.stacks import Base
 from gradparity.multiprocess import Cluster, RankOutcome, RankState, WorldError
+from gradparity.tests.workloads.steps import Trains
 
 
 def at(workload: type, where: str) -> Scenario:
@@ -80,6 +82,62 @@ def test_rounding_that_is_zero_by_chance_is_not_exact(runner: Runner) -> None:
     where = "fsdp/2/fp16-params/adamw/none/model=text,steps=4,seed=37"
     case = checked(runner, Scenario.parse(where))
     assert not [v for v in case.verdicts if v.status is Status.FAIL]
+
+
+# - What is not seen, and what is clipped by another norm
+
+
+class StepsTheLastByHand(Trains):
+    """No fault: the optimizer leaves out one bias, which train_step moves."""
+
+    clip_norm = 1e9
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for _, p in parameters], lr=0.1)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        stack = super().parallelize(model, mesh)
+        (group,) = stack.optimizer.param_groups
+        stack.kept["last"] = group["params"].pop()
+        return stack
+
+    def train_step(self, stack: Any, micro_batches: Any, scaler: Any) -> Any:
+        stack.kept["last"].grad = None
+        returned = super().train_step(stack, micro_batches, scaler)
+        with torch.no_grad():
+            stack.kept["last"] -= 0.1 * stack.kept["last"].grad
+        return returned
+
+
+def test_a_gradient_that_is_never_seen_is_inconclusive(runner: Runner) -> None:
+    place = "dp2/2/fp32/own/none"
+    case = checked(
+        runner, Scenario.parse(f"{place}/model={__name__}:StepsTheLastByHand,steps=2")
+    )
+    (told,) = [v for v in case.verdicts if v.status is Status.INCONCLUSIVE]
+    assert (case.status, told.law) == ("inconclusive", "parity.gradient")
+    assert "that an optimizer used for 2.bias in any step: it was not" in told.message
+
+
+class ClipsByTheLargest(Trains):
+    """No fault, but the norm is of another order than the reference's."""
+
+    def clip(self, stack: Any) -> Tensor:
+        parameters = stack.module.parameters()
+        return nn.utils.clip_grad_norm_(parameters, 0.01, norm_type=math.inf)
+
+
+def test_a_norm_of_another_order_is_named(runner: Runner) -> None:
+    place = "dp2/2/fp32/own/none"
+    case = checked(
+        runner, Scenario.parse(f"{place}/model={__name__}:ClipsByTheLargest,steps=2")
+    )
+    told = {v.law: v for v in case.verdicts}["norm.reported"]
+    assert told.status is Status.FAIL
+    assert "That is the norm of order inf, and the reference clips by order 2" in (
+        told.message
+    )
+    assert 'reference = "one rank"' in told.message
 
 
 # - What the workload cannot do

@@ -49,8 +49,8 @@ def statuses(case: Case) -> dict[str, str]:
         (stacks.DropsDTensors, "tp2/2/fp32", {"data", "replicas", "size"}),
         (stacks.Recomputes, "dp2/2/fp32", {"data", "recompute", "size"}),
         (stacks.RecomputesReentrant, "dp2/2/fp32", {"data", "recompute", "size"}),
-        (stacks.RestoresItsOwnGenerator, "dp2/2/fp32", set()),
-        (stacks.NoisyAttention, "dp2/2/fp32", set()),
+        (stacks.RestoresItsOwnGenerator, "dp2/2/fp32", {"data"}),
+        (stacks.NoisyAttention, "dp2/2/fp32", {"data"}),
         (stacks.SeedsInBatch, "dp2/2/fp32", {"data", "size"}),
         (stacks.OwnStep, "dp2/2/fp32", {"data", "size"}),
         (stacks.ReplacesItsDropout, "dp2/2/fp32", {"data", "size"}),
@@ -140,6 +140,12 @@ def test_a_right_stack_passes_with_its_random_layers_on_and_off(
             "dp2/2/fp32",
             "data",
             "rank 0 drew the numbers that rank 0 drew at step 0",
+        ),
+        (
+            stacks.SeedsEachPass,
+            "dp2/2/fp32",
+            "data",
+            "step 0: Dropout 3: rank 0 drew the numbers that rank 0 drew at step 0",
         ),
     ],
 )
@@ -438,6 +444,14 @@ def test_a_forward_that_stays_random_says_where() -> None:
 # - Laws on made-up draws
 
 
+DROPOUT: dict[str, Any] = {
+    "module": "drop",
+    "layer": "Dropout",
+    "varied": True,
+    "by_row": True,
+}
+
+
 def made_up(*ranks: dict[str, Any], place: str = "dp2-tp2/4/fp32") -> Evidence:
     """Return evidence of four ranks with one draw per step; ``ranks`` change it."""
     traces = []
@@ -446,14 +460,7 @@ def made_up(*ranks: dict[str, Any], place: str = "dp2-tp2/4/fp32") -> Evidence:
         trace.coordinate = {"dp": number // 2, "tp": number % 2}
         for seen in trace.steps:
             data = f"data {number // 2} at {seen.step}"
-            settings: dict[str, Any] = {
-                "module": "drop",
-                "layer": "Dropout",
-                "state": f"state for {data}",
-                "applied": data,
-                "varied": True,
-                "by_row": True,
-            }
+            settings = DROPOUT | {"state": f"state for {data}", "applied": data}
             seen.draws = [Draw(**(settings | change))]
         traces.append(trace)
     return Evidence(scenario=scenario(stacks.Dropout, place), ranks=tuple(traces))
@@ -558,12 +565,59 @@ def test_random_recompute_fails_if_recomputation_draws_differently(
     assert finding(recomputed(state, applied), "random.recompute").status == status
 
 
-@pytest.mark.parametrize("law", ["replicas", "data"])
-def test_draws_that_cannot_be_compared_are_said_and_counted(law: str) -> None:
+def test_draws_that_cannot_be_compared_are_said_and_counted() -> None:
     of = made_up(*[{"applied": ""}] * 4)
-    found = finding(of, f"random.{law}")
+    found = finding(of, "random.replicas")
     assert (found.status, found.not_compared) == ("skipped", 16)
     assert "16 draws could not be: they are in modules with parameters" in found.message
+
+
+def test_other_states_are_other_numbers_in_a_module_with_parameters() -> None:
+    of = made_up(*[{"applied": ""}] * 4)
+    found = finding(of, "random.data")
+    assert (found.status, found.compared) == ("pass", 16)
+
+
+def test_equal_numbers_in_a_module_with_parameters_are_inconclusive() -> None:
+    """The module may drop elements, or itself as a whole on all ranks alike."""
+    of = made_up(*[{"applied": "", "state": "one"}] * 4)
+    found = finding(of, "random.data")
+    assert (found.status, found.not_compared) == ("inconclusive", 16)
+    assert (
+        "draws the same numbers for different data (ranks 0, 1, 2, 3)" in found.message
+    )
+    # a dropout beside it shows how ranks are seeded
+    for trace in of.ranks:
+        for seen in trace.steps:
+            state = f"{trace.rank // 2} at {seen.step}"
+            seen.draws.append(Draw(**{**DROPOUT, "state": state, "applied": state}))
+    assert finding(of, "random.data").status == "pass"
+
+
+@pytest.mark.parametrize("steps", [4, 1])
+def test_a_module_that_draws_on_some_ranks_alone_fails(steps: int) -> None:
+    of = made_up(*[{"applied": ""}] * 4)
+    for trace in of.ranks:
+        del trace.steps[steps:]
+        for seen in trace.steps if trace.rank == 2 else ():
+            seen.draws = []
+    found = finding(of, "random.size")
+    # in one step, a layer that is dropped by chance looks the same
+    assert (found.status == "fail") == (steps > 1)
+    assert steps == 1 or "rank 2 draws no number there in any step" in found.message
+
+
+def test_dropouts_in_modules_that_are_not_seen_are_inconclusive() -> None:
+    of = made_up(RIGHT, RIGHT, RIGHT, RIGHT)
+    for trace in of.ranks:
+        trace.dropouts = {"drop": 0.5}
+        for seen in trace.steps:
+            seen.draws, seen.drawn_outside = [], 1
+    found = finding(of, "random.size")
+    assert found.status == "inconclusive"
+    assert (
+        "the model has the dropout drop, and gradparity saw none draw" in found.message
+    )
 
 
 def test_a_run_that_drew_nothing_is_no_pass() -> None:

@@ -324,6 +324,7 @@ def promised(*reductions: tuple[str, int], dtype: str = "float32") -> Evidence:
         trace = RankTrace(rank=rank, coordinate={"dp": rank}, index=index, shards={})
         trace.reduce_dtype = dtype
         seen = StepTrace(step=0, complete=True)
+        seen.gradients = {n: np.ones(len(i), np.float32) for n, i in index.items()}
         seen.reductions = [
             Reduction(
                 collective=Collective(f"allreduce[{elements}:{name}]", (0, 1)),
@@ -351,27 +352,30 @@ def test_a_narrower_dtype_is_reported_with_the_declared_one() -> None:
         "allreduce[64:bfloat16] over ranks 0, 1, as many elements as weight"
     )
     assert (found.step, found.ranks, found.parameter) == (0, (0,), "weight")
-    assert (found.cause, found.compared) == ("allreduce in bfloat16", 2)
+    assert (found.cause, found.compared) == ("allreduce in bfloat16", 128)
 
 
 @pytest.mark.parametrize(
     ("seen", "dtype", "expected"),
     [
-        ([("float32", 64)], "float32", ("pass", 2)),
-        ([("float64", 64)], "float32", ("pass", 2)),
-        ([("float32", 64)], "bfloat16", ("pass", 2)),
-        ([("bfloat16", 64)], "bfloat16", ("pass", 2)),
+        ([("float32", 64)], "float32", ("pass", 78)),
+        ([("float64", 64)], "float32", ("pass", 78)),
+        ([("float32", 64)], "bfloat16", ("pass", 78)),
+        ([("bfloat16", 64)], "bfloat16", ("pass", 78)),
         # neither holds the numbers of the other
-        ([("bfloat16", 64)], "float16", ("fail", 1)),
-        ([("float16", 64)], "bfloat16", ("fail", 1)),
+        ([("bfloat16", 64)], "float16", ("fail", 64)),
+        ([("float16", 64)], "bfloat16", ("fail", 64)),
         # a part of a parameter, and a buffer of several
-        ([("bfloat16", 32)], "float32", ("fail", 1)),
-        ([("bfloat16", 40)], "float32", ("fail", 1)),
-        ([("bfloat16", 4)], "float32", ("fail", 1)),
+        ([("bfloat16", 32)], "float32", ("fail", 32)),
+        ([("bfloat16", 40)], "float32", ("fail", 40)),
+        ([("bfloat16", 4)], "float32", ("fail", 4)),
         # one number a parameter is a norm of each
-        ([("float32", 64), ("bfloat16", 2)], "float32", ("pass", 2)),
+        ([("float32", 64), ("bfloat16", 2)], "float32", ("pass", 78)),
         ([("bfloat16", 2)], "float32", ("inconclusive", 0)),
         ([], "float32", ("inconclusive", 0)),
+        # 36 of the 39 elements that a rank holds, and 4 of them
+        ([("float32", 32), ("float32", 4)], "float32", ("pass", 72)),
+        ([("float32", 4)], "float32", ("inconclusive", 8)),
         ([("bfloat16", 64)], "", ("skipped", 0)),
     ],
 )

@@ -90,6 +90,23 @@ def test_a_right_stack_with_a_schedule_passes(
     assert followed in update(found)
 
 
+class MovesForEachRank(Cosine):
+    """The schedule moves once for each rank in a step."""
+
+    def train_step(self, stack: Any, micro_batches: Any, scaler: Any) -> Any:
+        returned = super().train_step(stack, micro_batches, scaler)
+        for _ in range(dist.get_world_size() - 1):
+            self.move(stack)
+        return returned
+
+
+def test_a_schedule_that_moves_for_each_rank_fails(runner: Runner) -> None:
+    found = case(runner, MovesForEachRank)
+    told = failed(found)["trainer.schedule"]
+    assert "lr of 0.weight is 0.005 on rank 0 at step 1, and 0.00853553 on one" in told
+    assert told.endswith("on one rank: the schedule depends on the number of ranks")
+
+
 MOVING = (WarmsUp, Cosine, CyclesMomentum, CyclesBetas)
 SHAKEN = (
     ("plain", "inf@r1s2:0.bias", "fp32"),
@@ -308,7 +325,7 @@ def test_settings_that_differ_by_less_than_bf16_shows_are_reported(
     runner: Runner,
 ) -> None:
     found = case(runner, OneGroupOnOneRank, precision="bf16-autocast", steps=2)
-    assert found.status == "pass", (found.problem, failed(found))
+    assert [*failed(found)] == ["trainer.schedule"], found.problem
     assert "; lr of 0.bias is 0.029402 on rank 0 and 0.03 on rank 1" in update(found)
 
 

@@ -686,6 +686,21 @@ def test_six_rows_of_three_a_rank_cannot_be_halved() -> None:
     assert f"accumulate-uneven: {why} 3 unequal parts" in told
 
 
+class CountsAlike(Counted):
+    """No fault, but each row has as many positive elements as any other."""
+
+    def loss(self, output: Tensor, targets: Tensor) -> Any:
+        return (output - targets).square().sum(), targets.numel()
+
+
+def test_counts_that_cannot_differ_are_not_tried() -> None:
+    """A loss that each rank divides by its own count would pass."""
+    for stack, alike in ((CountsAlike, True), (Counted, False)):
+        chosen = Selection(workload=f"{MODULE}:{stack.__name__}", no_scaler=True)
+        told = "\n".join(not_tried(chosen))
+        assert ("unequal counts: all rows of batch() count alike" in told) is alike
+
+
 def test_recipes_and_meshes_that_a_layout_refuses_are_skipped_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

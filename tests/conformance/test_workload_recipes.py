@@ -1,6 +1,7 @@
 """Recipes of workloads with their own train_step: support, and detected faults."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -168,12 +169,18 @@ class MakesModulesAnew(steps.Trains):
 
 
 class Hidden:
-    """Object with slots, in which gradparity cannot find the module."""
-
-    __slots__ = ("module", "optimizer")
+    """Object whose modules a function keeps, where gradparity cannot find them."""
 
     def __init__(self, made: Held) -> None:
-        self.module, self.optimizer = made.module, made.optimizer
+        self.kept: Callable[[], Any] = lambda: made
+
+    @property
+    def module(self) -> Any:
+        return self.kept().module
+
+    @property
+    def optimizer(self) -> Any:
+        return self.kept().optimizer
 
 
 class SavesWithAScaler(steps.Trains):
@@ -187,7 +194,7 @@ class SavesWithAScaler(steps.Trains):
 
 
 class HidesItsModules(MakesModulesAnew):
-    """Trains a model that it creates itself, inside an object with slots."""
+    """Trains a model that it creates itself, and shows no module."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Hidden:  # type: ignore[override]
         return Hidden(super().parallelize(model, mesh))
@@ -196,7 +203,6 @@ class HidesItsModules(MakesModulesAnew):
 @pytest.mark.parametrize(
     ("scenario", "reason"),
     [
-        (here(OwnClipNorm, "clip-norm"), "train_step reads clip_norm of the workload"),
         (here(MakesModulesAnew, "frozen"), "train again once parallelize is done"),
         *(
             pytest.param(scenario, reason, marks=pytest.mark.slow)
@@ -215,6 +221,16 @@ def test_scenarios_that_a_workload_cannot_run_are_skipped_with_the_reason(
     case = runner.run("none", scenario)
     assert case.status is Status.SKIPPED, (case.problem, case.verdicts[:2])
     assert reason in case.verdicts[0].message
+
+
+def test_a_clip_norm_that_nothing_reads_is_inconclusive(runner: Runner) -> None:
+    """Each rank may clip by its own norm, to a limit that no gradient reaches."""
+    case = runner.run("none", here(OwnClipNorm, "clip-norm"))
+    assert case.status is Status.INCONCLUSIVE
+    assert "neither parallelize nor train_step reads clip_norm" in (
+        case.verdicts[0].message
+    )
+    assert "clip to self.clip_norm" in case.verdicts[0].message
 
 
 def test_a_rank_that_fails_leaves_the_folder_to_those_that_still_write(
@@ -572,7 +588,8 @@ def test_a_clip_after_each_pass_fails_where_the_recipe_clips(runner: Runner) -> 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(8, [4, 4]), (7, [7])])
 def test_a_step_that_clips_gets_two_micro_batches(rows: int, sizes: list[int]) -> None:
-    assert here(ClipsEachPass, "clip-norm").sizes(rows) == sizes
+    for recipe in ("clip-norm", "recompute"):
+        assert here(ClipsEachPass, recipe).sizes(rows) == sizes
     assert here(ClipsEachPass, "plain").sizes(rows) == [rows]
 
 
@@ -872,11 +889,49 @@ class HidesItsAverage(Averages):
     ema = None  # type: ignore[assignment]  # as if it were not declared
 
 
-def test_quick_resumes_a_running_average_in_fp32() -> None:
-    """A running average is not compared in half precision."""
-    resumed: dict[type, set[tuple[str, str]]] = {}
-    for stack in (HidesItsAverage, Averages):
-        chosen = Selection(workload=f"{__name__}:{stack.__name__}", no_scaler=False)
-        runs = [s for s in select("quick", chosen) if s.recipe == "resume"]
-        resumed[stack] = {(s.topology, s.precision) for s in runs}
-    assert resumed[Averages] - resumed[HidesItsAverage] == {("dp2", "fp32")}
+class OnTwoMeshes(Averages):
+    """No fault; trains on two meshes."""
+
+    meshes = ({"dp": 2}, {"dp": 4})
+
+
+@pytest.mark.parametrize("recipe", ["frozen", "resume"])
+def test_quick_runs_on_each_mesh_what_a_fault_of_one_mesh_needs(recipe: str) -> None:
+    """Where a checkpoint loses a state may depend on the mesh."""
+    chosen = Selection(workload=f"{__name__}:OnTwoMeshes", no_scaler=True)
+    runs = select("quick", chosen)
+    seen = {(s.topology, s.precision) for s in runs if s.recipe == recipe}
+    assert {("dp2", "fp32"), ("dp4", "fp32")} <= seen
+    plain = {s.topology for s in runs if s.precision == "bf16-autocast"}
+    assert {"dp2", "dp4"} <= plain
+
+
+class LosesItsStateInASave(Averages):
+    """Rank 0 loses the optimizer's state in a save, and goes on training."""
+
+    def save_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
+        super().save_checkpoint(stack, scaler, folder)
+        if torch.distributed.get_rank() == 0:
+            stack.optimizer.state.clear()
+
+
+class EvaluatesAfterASave(Averages):
+    """The model stays in eval mode after a save."""
+
+    def save_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
+        super().save_checkpoint(stack, scaler, folder)
+        stack.module.eval()
+
+
+@pytest.mark.parametrize(
+    ("stack", "words"),
+    [
+        (LosesItsStateInASave, "changed the state of optimizer 0 ("),
+        (EvaluatesAfterASave, "changed the mode (train or eval) of the model"),
+    ],
+)
+def test_a_save_changes_nothing_that_training_goes_on_with(
+    runner: Runner, stack: type, words: str
+) -> None:
+    case = runner.run("none", replace(here(stack, "resume"), steps=5))
+    assert f"save_checkpoint: {words}" in case.problem

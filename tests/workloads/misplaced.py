@@ -4,6 +4,7 @@ The layers are plain modules; over a group they hold their part of the parameter
 Megatron's do. The docstring of a workload names its fault.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -809,13 +810,19 @@ class ZeroOnOneRank(Right):
 
 
 class Hidden:
-    """Shows no modules."""
-
-    __slots__ = ("model", "optimizer")
+    """Shows no modules: a function keeps them."""
 
     def __init__(self, model: nn.Module):
-        self.model = model
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.kept: Callable[[], Any] = lambda: (model, optimizer)
+
+    @property
+    def model(self) -> Any:
+        return self.kept()[0]
+
+    @property
+    def optimizer(self) -> Any:
+        return self.kept()[1]
 
 
 class HiddenSummed(Right):

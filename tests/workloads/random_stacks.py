@@ -120,6 +120,24 @@ class SeedsEachStep(OwnStep):
         return super().train_step(stack, micro_batches, scaler)
 
 
+class SeedsEachPass(OwnStep):
+    """The engine's generator begins anew in every pass of a step."""
+
+    passed = 0
+
+    def train_step(
+        self, stack: "Engine", micro_batches: list[Batch], scaler: object
+    ) -> float:
+        type(self).passed += 1
+        seed = 1000 * dist.get_rank() + self.passed
+        hook = stack.module.register_forward_pre_hook(
+            lambda *_: torch.manual_seed(seed) and None
+        )
+        returned = super().train_step(stack, micro_batches, scaler)
+        hook.remove()
+        return returned
+
+
 @dataclass
 class Engine:
     module: nn.Module

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from ....fixtures import OfWorkload
+from ....fixtures import REFERENCE_LINE, OfWorkload
 from ...formulas import clip_factor
 from ...rank.trace import StepTrace
 from ...space.facts import clips_by_norm
@@ -76,7 +76,11 @@ def reported(evidence: Evidence) -> Finding:
             return replace(finding, compared=compared, not_compared=missed)
         if wrong:
             finding = _misreported(step, wrong, reported, (due, bound))
-            return replace(finding, compared=compared, not_compared=missed)
+            order = _order(evidence, seen, [norm / due for norm in wrong.values()])
+            text = f"{finding.message}{order}"
+            return replace(
+                finding, message=text, compared=compared, not_compared=missed
+            )
     if not compared and all(any(s.non_finite for s in x) for _, x in evidence.steps()):
         return skipped("every step had a bad gradient, so no norm is known")
     return count_or_inconclusive(compared, "norms within their bound", missed)
@@ -120,6 +124,27 @@ def _misreported(
     )
 
 
+def _order(
+    evidence: Evidence, seen: Sequence[StepTrace], ratios: Sequence[float]
+) -> str:
+    """Say which other order the reported norms have, and what to do; else "".
+
+    Clipping does not change the ratio of two norms.
+    """
+    parity = evidence.parity
+    assert parity is not None
+    used = _used_norm(evidence, seen)
+    slack = _slack(parity, seen[0].step)
+    for order in (math.inf, 1.0):
+        ratio = _used_norm(evidence, seen, order) / used if used else 0.0
+        if all(abs(each - ratio) <= slack * ratio for each in ratios):
+            return (
+                f". That is the norm of order {order:g}, and the reference clips by "
+                f"order 2: {REFERENCE_LINE}"
+            )
+    return ""
+
+
 def _distance(got: float, due: float) -> float:
     return abs(got - due) if math.isfinite(got) else math.inf
 
@@ -142,22 +167,24 @@ def _is_of_its_gradients(
     return bool(clipped) and all(abs(used - norm) <= slack * used for norm in clipped)
 
 
-def _used_norm(evidence: Evidence, seen: Sequence[StepTrace]) -> float:
+def _used_norm(
+    evidence: Evidence, seen: Sequence[StepTrace], order: float = 2.0
+) -> float:
     """Return the norm of the whole gradient that the optimizers used.
 
     An element that several ranks hold counts once.
     """
     at_ranks = list(zip(evidence.ranks, seen, strict=True))
-    square, counted_places = 0.0, dict[str, NDArray[np.int64]]()
+    norms, counted_places = [0.0], dict[str, NDArray[np.int64]]()
     for trace, at in at_ranks:
         for name in at.gradients:
             places = trace.places(at, name)
             before = counted_places.get(name, places[:0])
             # elements that an earlier rank also holds are replicas
             values = gradient_of(at_ranks, trace, at, name)[~np.isin(places, before)]
-            square += float(np.square(values, dtype=np.float64).sum())
+            norms.append(float(np.linalg.norm(values.astype(np.float64), order)))
             counted_places[name] = np.union1d(before, places)
-    return math.sqrt(square)
+    return float(np.linalg.norm(norms, order))
 
 
 def _slack(parity: Parity, step: int) -> float:

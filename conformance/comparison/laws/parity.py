@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
+from ....fixtures import REFERENCE_LINE
 from ..law import (
     STOPPED,
     Evidence,
@@ -55,7 +56,10 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
         reference = "the same train_step" if parity.reference else "the fp64 truth"
         finding = _departed(first, reference)
         if any(first.parameter in trace.buffers for trace in evidence.ranks):
-            text = f"{finding.message}; {of_buffer(first.parameter)}"
+            ways = [of_buffer(first.parameter)] if len(evidence.ranks) > 1 else []
+            if not parity.reference:
+                ways.append(f"if train_step moves that buffer: {REFERENCE_LINE}")
+            text = "; ".join([finding.message, *ways])
             finding = replace(finding, message=text)
     if kind == "loss" and parity.narrow_loss:
         text = f"{finding.message}; {parity.narrow_loss}"
@@ -163,7 +167,14 @@ def _lacking(kind: str, otherwise: str = STOPPED) -> Callable[[Evidence], str]:
 )
 def gradient(evidence: Evidence) -> Finding:
     """Compare local gradients of every rank at every step that was not skipped."""
-    return _parity(evidence, "gradient")
+    finding, parity = _parity(evidence, "gradient"), evidence.parity
+    if parity is None or not parity.unseen_gradients or finding.status != Status.PASS:
+        return finding
+    first, *others = parity.unseen_gradients
+    more = f" and {len(others)} more parameters" if others else ""
+    why, way_out = Lack.UNSEEN.value, _WAY_OUT[Lack.UNSEEN]
+    text = f"{why} for {first}{more} in any step: {way_out}"
+    return replace(finding, status=Status.INCONCLUSIVE, message=text)
 
 
 @law(
@@ -176,8 +187,18 @@ def gradient(evidence: Evidence) -> Finding:
     hidden=_lacking("update"),
 )
 def update(evidence: Evidence) -> Finding:
-    """Compare local parameters minus their initial values."""
-    return _parity(evidence, "update")
+    """Compare local parameters minus their initial values, and buffers."""
+    finding, parity = _parity(evidence, "update"), evidence.parity
+    if parity is None or not parity.unseen_buffer or finding.status != Status.PASS:
+        return finding
+    text = (
+        f"training on one process moves the buffer {parity.unseen_buffer}, and "
+        "gradparity sees it whole on no rank. Let parallelize return its module, or "
+        "keep that in an attribute, a list or a dict of the result. If ranks keep "
+        "parts or different ones on purpose, add local_buffers = "
+        f'("{parity.unseen_buffer}",) to the workload'
+    )
+    return replace(finding, status=Status.INCONCLUSIVE, message=text)
 
 
 @law(

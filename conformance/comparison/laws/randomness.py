@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
+from itertools import permutations
 
 from msgspec.structs import replace
 
@@ -17,6 +18,7 @@ from ..law import (
     count_or_inconclusive,
     inconclusive,
     law,
+    rank_list,
     skipped,
 )
 
@@ -25,6 +27,8 @@ from ..law import (
 
 
 Check = Callable[[Evidence], Finding]
+_Place = tuple[int, RankTrace, Draw]
+"""(step, rank, draw)."""
 _Activation = tuple[int, tuple[int, ...], str, str]
 """(step, rows, module, digest of the tensor to which random numbers were applied)."""
 
@@ -170,9 +174,13 @@ def data(evidence: Evidence) -> Finding:
     """Look for equal random numbers applied to different tensors in one module."""
     compared, missed = 0, _outside(evidence)
     resumed = evidence.scenario.parsed_recipe.resume and evidence.scenario.resume_step
-    places_by_draw: dict[object, list[tuple[int, RankTrace, Draw]]] = defaultdict(list)
+    places_by_draw: dict[object, list[_Place]] = defaultdict(list)
+    unknown: dict[object, list[_Place]] = defaultdict(list)
     for step, trace, draw in _draws(evidence):
-        if not (draw.applied and draw.by_row):
+        if not draw.applied:
+            unknown[draw.module, draw.state].append((step, trace, draw))
+            continue
+        if not draw.by_row:
             missed += 1
             continue
         compared += 1
@@ -193,6 +201,20 @@ def data(evidence: Evidence) -> Finding:
             )
             return _wrong(text, step, trace, draw, compared)
         alike.append((step, trace, draw))
+    alike_unknown = [*filter(partial(_are_apart, evidence), unknown.values())]
+    missed += sum(map(len, alike_unknown))
+    if alike_unknown and not compared:
+        (step, trace, draw), *others = alike_unknown[0]
+        whose = rank_list(sorted({trace.rank, *(other.rank for _, other, _ in others)}))
+        text = (
+            f"step {step}: {draw}, a module with parameters, draws the same numbers "
+            f"for different data ({whose}). If it drops elements, seed ranks that see "
+            "different data differently. If all ranks shall draw alike, as for a layer "
+            "that is dropped, draw in a module without parameters"
+        )
+        return replace(inconclusive(text), not_compared=missed)
+    # other states give other numbers, whatever they are applied to
+    compared += sum(map(len, unknown.values())) - sum(map(len, alike_unknown))
     return _passed(
         evidence,
         compared,
@@ -200,6 +222,12 @@ def data(evidence: Evidence) -> Finding:
         "draws for different data, all different",
         "no layer dropped other elements in one row than in another",
     )
+
+
+def _are_apart(evidence: Evidence, places: Sequence[_Place]) -> bool:
+    """Return True if draws with equal numbers are on different data."""
+    (_, first, _), *others = places
+    return any(_apart(evidence, trace, first) for _, trace, _ in others)
 
 
 def _apart(evidence: Evidence, trace: RankTrace, other: RankTrace) -> bool:
@@ -243,6 +271,15 @@ def size(evidence: Evidence) -> Finding:
             if not draw.state:
                 text += ". It drops nothing: is it in eval mode there?"
             return _wrong(text, step, trace, draw, compared)
+    if (silent := _silent(evidence)) is not None:
+        return replace(silent, compared=compared)
+    dropouts = [n for n, p in evidence.ranks[0].dropouts.items() if 0 < p < 1]
+    if dropouts and not compared and not any(True for _ in _draws(evidence)):
+        return inconclusive(
+            f"the model has the dropout {dropouts[0]}, and gradparity saw none draw: "
+            "it sees modules that parallelize returns, or that are in attributes, "
+            "lists and dicts of the result, and nothing inside compiled code"
+        )
     return _passed(
         evidence,
         compared,
@@ -250,6 +287,36 @@ def size(evidence: Evidence) -> Finding:
         "draws of dropouts with the factor of their probability",
         "no dropout of the model was seen to drop anything",
     )
+
+
+def _silent(evidence: Evidence) -> Finding | None:
+    """Return a failure if a module draws on a rank at each step, and never on another.
+
+    Only ranks that hold the same layers are compared: they differ in the data axes.
+    """
+    steps = [seen for _, seen in evidence.steps()]
+    drawing = [
+        (trace, [{draw.module: draw for draw in _drawn(seen[n])} for seen in steps])
+        for n, trace in enumerate(evidence.ranks)
+    ]
+    data_axes = evidence.scenario.parsed_topology.data_axes
+    for (trace, mine), (other, theirs) in permutations(drawing, 2):
+        has_other_layers = any(
+            other.coordinate[axis] != at
+            for axis, at in trace.coordinate.items()
+            if axis not in data_axes
+        )
+        # with one step, a layer that is dropped by chance looks the same
+        if has_other_layers or len(steps) < 2:
+            continue
+        never = set.intersection(*map(set, theirs)).difference(*mine)
+        if never:
+            text = (
+                f"rank {trace.rank} draws no number there in any step, and rank "
+                f"{other.rank} does in each: is the module in eval mode there?"
+            )
+            return _wrong(text, 0, trace, theirs[0][min(never)], 0)
+    return None
 
 
 @law(

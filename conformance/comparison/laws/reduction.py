@@ -18,31 +18,39 @@ from ..law import Evidence, Finding, Status, count_or_inconclusive, law, skipped
     "and fully_shard casts them afterwards (pytorch#190626). There sum them yourself "
     "in reduce_dtype, or use a wider param_dtype.",
     of_stack=True,
-    hidden="the workload promises reduce_dtype, and no collective of torch was seen to "
-    "reduce a gradient, between the begin of backward and the step",
+    hidden="the workload promises reduce_dtype, and no reducing collective of torch "
+    "was seen for the other gradients, between the begin of backward and the step",
 )
 def reduction(evidence: Evidence) -> Finding:
     """Check each reduction of gradients, from backward to the optimizer's step."""
     if not any(trace.reduce_dtype for trace in evidence.ranks):
         return skipped("the workload promises no reduce_dtype")
-    compared, sizes = 0, _sizes(evidence)
+    compared, missed, sizes = 0, 0, _sizes(evidence)
+    topology = evidence.scenario.parsed_topology
+    mesh = topology.mesh_shape(evidence.scenario.world_size)
+    over_data = any(mesh.get(axis, 1) > 1 for axis in topology.data_axes)
     for step, seen in evidence.steps():
         for s, trace in zip(seen, evidence.ranks, strict=True):
+            reduced = 0
             for each in s.reductions:
                 parameters = _parameters(trace, sizes, each)
                 # a tensor smaller than any parameter and than their number is a norm or
                 # a count
                 if not parameters and each.elements <= len(trace.index):
                     continue
-                compared += 1
+                reduced += each.elements
                 if not _holds(each.dtype, trace.reduce_dtype):
-                    return _narrower(step, trace, each, parameters, compared)
-    topology = evidence.scenario.parsed_topology
-    mesh = topology.mesh_shape(evidence.scenario.world_size)
-    if not compared and all(mesh.get(axis, 1) == 1 for axis in topology.data_axes):
+                    return _narrower(step, trace, each, parameters, compared + reduced)
+            # fully_shard reduces more: whole gradients, of which a rank keeps a part
+            due = sum(len(trace.index[n]) for n in s.gradients if n in trace.index)
+            compared += min(reduced, due)
+            missed += max(0, due - reduced) if over_data else 0
+    if not compared and not over_data:
         return skipped("every rank sees all data: no gradient is reduced over it")
     return count_or_inconclusive(
-        compared, "reductions of gradients in the promised dtype", evidence.unseen
+        compared,
+        "elements of gradients reduced in the promised dtype",
+        evidence.unseen + missed,
     )
 
 

@@ -26,7 +26,7 @@ from ..law import (
     rank_list,
     skipped,
 )
-from ..settings import other_setting
+from ..settings import other_setting, other_than_reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,18 +142,33 @@ def _loads(evidence: Evidence, what: str, subject: str) -> _Loads:
 @law(
     "trainer.schedule",
     "The learning-rate schedule moves on every step taken and on no skipped step, and "
-    "a checkpoint restores it.",
+    "a checkpoint restores it. Its rates are those of one rank.",
     "A warm-up that counts skipped steps is too short. Step the scheduler only if the "
     "scaler says that the optimizer stepped: a fused optimizer is also called on "
-    "skipped steps.",
+    "skipped steps. A scheduler that steps once for each rank ends too early.",
     of_stack=True,
 )
 def schedule(evidence: Evidence) -> Finding:
-    """Compare the schedule's state before and after each step."""
+    """Compare the schedule around each step, and its settings with one rank's."""
     loads = _loads(evidence, "schedule", "the schedule")
     if loads.lost is not None:
         return loads.lost
-    compared = 0
+    compared, alone, recipe = 0, evidence.alone, evidence.scenario.parsed_recipe
+    # a schedule may count micro-batches; trainer.settings compares a resumed run
+    if alone is not None and recipe.parts == 1 and not recipe.resume:
+        steps = [
+            list(zip(evidence.ranks, seen, strict=True)) for _, seen in evidence.steps()
+        ]
+        other = other_than_reference(steps, alone.settings, "on one rank")
+        compared = sum(map(len, alone.settings[: len(steps)])) * len(evidence.ranks)
+        if other is not None:
+            return Finding(
+                status=Status.FAIL,
+                message=f"{other[1]}: the schedule depends on the number of ranks",
+                step=other[0],
+                cause="differs from one rank",
+                compared=compared,
+            )
     for at in _beside(evidence, "schedule"):
         compared += 1
         if (at.before != at.after) == at.taken:
@@ -166,7 +181,8 @@ def schedule(evidence: Evidence) -> Finding:
         return at.fail(f"{text}step was skipped {at.why}", compared, "moves on a skip")
     if not compared and evidence.scenario.workload.lr_schedule is None:
         return skipped("the workload has no lr_schedule")
-    return loads.counted(compared, "moves of the schedule", evidence.unseen)
+    what = "moves and settings of the schedule" if alone else "moves of the schedule"
+    return loads.counted(compared, what, evidence.unseen)
 
 
 def _of_other_layout(evidence: Evidence) -> int:
