@@ -86,7 +86,7 @@ minutes.
 class Parser(argparse.ArgumentParser):
     """Argument parser that raises UsageError, and accepts no abbreviated options.
 
-    Otherwise ``--base`` in a script could mean another option after an upgrade.
+    An abbreviation such as ``--base`` could mean another option after an upgrade.
     """
 
     def __init__(self, **settings: Any) -> None:

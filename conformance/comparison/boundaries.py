@@ -66,7 +66,7 @@ __all__ = ["BACKWARD", "FORWARD", "Boundaries", "Direction"]
 
 State = Literal["right", "partial", "wrong"]
 FORWARD_OF = {INPUT_GRADIENT: INPUT, OUTPUT_GRADIENT: OUTPUT}
-"""Kind of a gradient -> kind of the tensor whose gradient it is."""
+"""Maps a kind of gradient to the kind of tensor that has this gradient."""
 UNEVEN = 4 * 2.0**-8
 """Permitted relative difference of two ranks' factors. In bf16 (unit roundoff 2^-8)
 each rank rounds an output's gradient twice: when it is computed and when scaled."""
@@ -74,8 +74,8 @@ MAX_PARTS = 4**4
 """Largest number of parts of a whole that are tried for a plain tensor: 4 dims with 4
 cuts each. A dim is cut along mesh axes: in chunks, from both ends or strided."""
 MULTIPLE = 0.5**0.5
-"""Largest residual of a tensor that counts as a multiple of the truth, relative to the
-tensor."""
+"""A tensor counts as a multiple of the truth up to this residual, relative to the norm
+of the tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class _Found:
 
 
 class Boundaries:
-    """Comparison with the reference of all tensors at module boundaries."""
+    """Compares all tensors at module boundaries with the reference."""
 
     def __init__(
         self,
@@ -125,8 +125,8 @@ class Boundaries:
         self.expected: dict[str, dict[Boundary, Expected]] = {}
         self.order: list[Boundary] = []
         self.after: dict[Boundary, int] = {}
-        """Boundary -> number of optimizer steps before its tensor, within the watched
-        step."""
+        """Boundary -> number of optimizer steps that the watched step had made before
+        the boundary was recorded."""
         self.inside: dict[Call, Call] = {}
         one_rank = scenario.workload.one_rank
         references = OnOneRank if one_rank else OnOneProcess
@@ -196,7 +196,10 @@ class Boundaries:
         )
 
     def _without_gradient(self) -> str:
-        """Say which module has a gradient on some of its ranks only; else ""."""
+        """Name the first module with a gradient on some ranks only; "" without one.
+
+        Only ranks on which the module ran in forward count.
+        """
         for boundary in self.order:
             came = FORWARD_OF.get(boundary.kind)
             if came is None:
@@ -514,10 +517,11 @@ class Boundaries:
     def _row_starts(
         self, rank: int, boundary: Boundary, size: int, whole: int
     ) -> list[int]:
-        """Return where the rows of a rank's micro-batch may begin in a whole batch.
+        """Return the indices in a whole batch at which a micro-batch may begin.
 
-        The rows follow those of earlier micro-batches, in one of the equal shares.
-        In a reference on one rank, a call has the rows of all ranks in equal parts.
+        The whole batch has one equal share per rank. A micro-batch begins in a share,
+        after the earlier micro-batches. In a reference on one rank, the rows of each
+        call are divided into equal parts instead.
         """
         rows = [len(batch.tensors[0]) for batch in self.ranks[rank].batches]
         starts = [*range(0, whole, size)] if whole % size == 0 else []

@@ -37,8 +37,8 @@ Settings = tuple[tuple[str, str, Setting], ...]
 _Values = dict[int, dict[int, Setting]]
 """Step -> rank -> value."""
 _ROUNDING = 16 * 2.0**-24
-"""Relative tolerance of settings. One side may compute a schedule at once, the other in
-fp32 with rounding at each of a dozen steps."""
+"""Relative tolerance of settings. One run may compute a rate by one formula, another
+one step by step in fp32, with rounding at each of a dozen steps."""
 INITIAL_RATE = "initial_lr"
 """Key under which torch's schedulers store the initial learning rate."""
 
@@ -202,8 +202,8 @@ def other_setting(at: StepTrace, whole: StepTrace) -> tuple[int, str]:
     """Compare the settings of a rank in one step of two runs.
 
     Returns:
-        The number of equal settings, and a description of the first that differs, or
-        "".
+        The number of equal settings, and a description of the first one that differs;
+        "" if all are equal.
     """
     compared, settings_there = 0, _stepped_with(whole)
     for (name, key), value in _stepped_with(at).items():

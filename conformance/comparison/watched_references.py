@@ -120,7 +120,7 @@ class OnOneProcess:
 
 
 class OnOneRank:
-    """Reference by ``train_step`` on one rank; its calls have the rows of all ranks."""
+    """Reference trained by ``train_step`` on one rank, with the rows of all ranks."""
 
     of_whole = True
 

@@ -107,7 +107,8 @@ class Engine:
     variation: Variation | None = None
     """Difference of this run from the plain one, if it is a reference on one rank."""
     reduction: Reduction | None = None
-    """Noise in place of the promised reduction, for a reference on one rank."""
+    """Random rounding in place of the promised reduction, for a reference on one
+    rank."""
     _inferred: bool = False
 
     def __post_init__(self) -> None:

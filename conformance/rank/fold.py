@@ -116,7 +116,8 @@ class _Groups:
     of_optimizer: Mapping[tuple[int, int], int]
     """(rank, number of an optimizer) -> index of its group, if it has one."""
     unjoined: tuple[int, ...]
-    """Number of optimizers of each rank if only order joins them; else empty."""
+    """Number of optimizers of each rank, if optimizers of different ranks were joined
+    by their order only; empty if parameters joined them."""
 
     def decided_by(self, rank: int, optimizer: int) -> list[str]:
         """Return the parameters for which an optimizer decides."""

@@ -143,7 +143,7 @@ def _hash(parts: Iterable[bytes]) -> str:
 
 
 def non_finite(gradient: Tensor, scale: float) -> bool:
-    """Return True if a local gradient, divided by ``scale`` or not, is not finite."""
+    """Return True if a local gradient is not finite, before or after unscaling."""
     part = local_part(gradient)
     if part.is_sparse:
         part = part.coalesce().values()

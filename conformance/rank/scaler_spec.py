@@ -160,7 +160,7 @@ def growth_tracker(state_dict: Mapping[str, Any]) -> int | None:
 
 
 def refuse_mixed(specs: Sequence[str]) -> None:
-    """Raise if ``none`` is given beside scalers.
+    """Raise if ``none`` is named together with scalers.
 
     Raises:
         UsageError: says that ``none`` trains in other scenarios than scalers.

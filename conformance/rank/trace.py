@@ -343,8 +343,8 @@ class RankTrace:
     owned: list[list[str]] = field(default_factory=list)
     """For each decision group: names of its parameters, equal on all ranks."""
     unjoined: tuple[int, ...] = ()
-    """Number of optimizers of each rank, if it differs and only their order tells which
-    of them belong together; else empty."""
+    """Number of optimizers of each rank, if the numbers differ and only the order of
+    the optimizers shows which belong together; else empty."""
     left: frozenset[str] = frozenset()
     """Parameters that another rank with the same elements steps: here they need no
     gradient."""
@@ -381,8 +381,8 @@ class RankTrace:
     load."""
 
     lost_buffer: str = ""
-    """Buffer that training had moved, and that is as in a new model after the workload
-    loaded its own checkpoint; empty if there is none."""
+    """Buffer that training changed, and that the workload's own load left at its
+    initial value; empty if there is none."""
 
     saved: Saved | None = None
     """State of the scaler after the last step, if another world begins with it."""
@@ -412,6 +412,6 @@ class RankTrace:
         return np.arange(elements) if self.sizes.get(name) == elements else None
 
     def reached(self, step: int) -> bool:
-        """Return True if ``step`` is the last one and was completed."""
+        """Return True if ``step`` is the last one in this trace and was completed."""
         last = self.steps[-1] if self.steps else None
         return last is not None and last.complete and last.step == step

@@ -154,7 +154,7 @@ class Recording(msgspec.Struct):
     outputs: set[str] = set()
     """Dtypes of the model's outputs."""
     in_16_bits: dict[str, list[str]] = {}
-    """Dtype of 16 bits -> parameters whose own module returned numbers of it."""
+    """Dtype of 16 bits -> parameters whose own module returned this dtype."""
     unstepped: list[str] = []
     """Parameters that require a gradient and are in no optimizer."""
     notes: list[str] = []

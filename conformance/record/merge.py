@@ -170,7 +170,7 @@ def _distance(first: Stored, other: Stored) -> float:
 
 
 def _share_of(part: Stored, rank: int, replicas: int) -> Stored:
-    """Divide a replica by the number of replicas: added up, they give the mean."""
+    """Return a replica divided by ``replicas``, marked as a summand of the mean."""
     where = replace(part.place, summand=(rank,))
     sketch = None if part.sketch is None else part.sketch / np.float32(replicas)
     return msgspec.structs.replace(part, place=where, sketch=sketch)
@@ -255,7 +255,7 @@ class Run:
     outputs: frozenset[str]
     """Dtypes of the model's outputs, on all ranks."""
     in_16_bits: Mapping[str, str]
-    """Parameter -> dtype of 16 bits of which its own module returned numbers."""
+    """Parameter -> dtype of its own module's output, if that has 16 bits."""
     unstepped: tuple[str, ...]
     without_gradient: frozenset[tuple[int, str]]
     """(step, parameter) pairs without a gradient on any rank."""

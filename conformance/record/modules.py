@@ -44,8 +44,9 @@ class _Noting(Protocol):
 def blocks_of(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the blocks of a model with their names, in the order of definition.
 
-    Blocks are the elements of module lists and the modules beside such lists. Modules
-    inside compiled code are not blocks, because their hooks would be compiled.
+    Blocks are the elements of module lists and, outside of lists, the outermost modules
+    that contain no list. Modules inside compiled code are not blocks, because their
+    hooks would be compiled.
     """
     if _is_compiled_in_place(model):
         return
@@ -89,9 +90,9 @@ class _Batch:
     def of_rank(self, box: Box) -> Box | None:
         """Return the position of an output among this rank's rows.
 
-        None if the output does not belong to these rows. Dim 0 of the output has one
-        element for each row. In an output with two dims it may have several for each
-        row: the tokens of all rows.
+        Returns None if the output does not belong to these rows. Dim 0 of the output
+        has one element for each row. If the output has two dims, dim 0 may have several
+        elements for each row: the tokens of all rows.
         """
         count = len(self.rows)
         if not box.shape:

@@ -225,7 +225,7 @@ class Roots:
         return name if number == 1 else f"{name} (model {number})"
 
     def learn(self, module: nn.Module) -> None:
-        """Read the layout of a Megatron module; nothing for other modules."""
+        """Read the layout of a Megatron module; ignore other modules."""
         try:
             if pieces := pieces_of_megatron(module):
                 self.checkpointed |= pieces
@@ -412,7 +412,10 @@ def _of_deepspeed(own: Sequence[Any], roots: Roots) -> Iterator[Part]:
 
 
 def fp32_range_of(parameter: Any) -> tuple[Tensor, Box] | None:
-    """Return the fp32 elements that this rank steps of a DeepSpeed parameter."""
+    """Return the fp32 elements of a DeepSpeed parameter that this rank steps.
+
+    Returns None for other parameters, and if the parameter is not trained.
+    """
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is not None:  # ZeRO 1 and 2
         start, shape = mapping.lp_fragment_address.start, tuple(parameter.shape)

@@ -90,9 +90,9 @@ class Recorder:
         self.blocks = Blocks(self.noting) if orders.modules else None
         self.declared: set[int] = set()
         """ids of the parameters and modules passed to :func:`record`; others, such as
-        those of an inner loop, are not recorded. Empty if it was not called."""
+        those of an inner loop, are not recorded. Empty if ``record`` was not called."""
         self.trained: set[int] = set()
-        """ids of the trained parameters among them."""
+        """ids of the trained parameters in ``declared``."""
         self.generators: dict[int, list[Tensor]] = {}
         """id of a model -> states of the random generators when it was called."""
         self.written = False

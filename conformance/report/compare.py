@@ -96,7 +96,7 @@ def _sequences(old: CaseRecord, new: CaseRecord) -> Iterator[Change]:
 
 
 def difference(what: str, before: Rows, now: Rows) -> str:
-    """Describe the first difference of two sequences by rank; else ""."""
+    """Describe the first step and rank at which two runs differ; "" if none does."""
     shape, seen = [len(row) for row in before], [len(row) for row in now]
     if shape != seen:
         return f"{what} each step covers {seen} steps of the ranks, was {shape}"

@@ -194,7 +194,8 @@ class Location(_Part, frozen=True, kw_only=True):
     module: str = ""
     """Faulty module; empty for the model itself, or if it is not a module."""
     inside: str = ""
-    """Module inside it at whose boundary a tensor first differs, if one does."""
+    """Module inside ``module`` at whose boundary a tensor first differs; empty if there
+    is none."""
     ranks: tuple[Count, ...] = ()
     """Ranks that first differ."""
     step: Count | None = None

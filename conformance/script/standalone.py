@@ -116,7 +116,7 @@ def write_standalone(path: Path, scenario: Scenario, scaler_spec: str) -> None:
 
 
 def _refusal(scenario: Scenario, spec: str) -> str:
-    """Return the part of a scenario that scripts do not support; else ""."""
+    """Return which part of a scenario scripts do not support; "" if they can do all."""
     recipe, precision = scenario.parsed_recipe, scenario.parsed_precision
     workload, facts = scenario.workload, facts_of(scenario.model)
     bare = spec == NO_SCALER

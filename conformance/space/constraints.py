@@ -115,12 +115,12 @@ PAIRS: Mapping[tuple[str, str], Callable[[ResolvedWorkload, str, str], str]] = {
     ("recipe", "model"): _recipe_model,
     ("topology", "recipe"): _topology_recipe,
 }
-"""(field, field) of a scenario -> function that says why two values exclude each
-other."""
+"""Maps two fields of a scenario to a function. It returns why values of these fields
+exclude each other."""
 
 
 def why_not(workload: ResolvedWorkload, choices: Mapping[str, str]) -> str:
-    """Return the first reason why choices exclude each other; else "".
+    """Return the first reason why choices exclude each other; "" if all fit together.
 
     Args:
         workload: workload whose topologies are used.

@@ -359,10 +359,10 @@ def _why_not_parted(workload: ResolvedWorkload) -> str:
 
 
 def _why_not_recomputed(workload: ResolvedWorkload) -> str:
-    """Return why the model cannot be recomputed in backward; else "".
+    """Return why the model cannot be recomputed in backward; "" if it can.
 
-    Tested on one process, so that an error on ranks comes from the layout. Also "" if
-    the model cannot be called: ``check_workload`` reports that.
+    Tested on one process, so that an error on ranks comes from the layout. Returns ""
+    also if the model cannot be called: ``check_workload`` reports that.
     """
     calls = 0
 

@@ -269,7 +269,7 @@ class Scenario:
         return self.faults == "none" and self.recipe in CONTROL_RECIPES
 
     def not_runnable(self) -> str:
-        """Return why the choices exclude each other; else ""."""
+        """Return why the choices exclude each other; "" if all fit together."""
         if not self.parsed_recipe.enabled and self.faults != "none":
             return "a disabled scaler does not handle bad gradients: choose no faults"
         choices = {name: getattr(self, name) for name in self._tables()}
