@@ -38,7 +38,7 @@ class Collective:
 
 
 class Place(enum.Enum):
-    """State of a rank's main thread, noted by the rank itself: for what it waits."""
+    """State of a rank's main thread, such as what it waits for; the rank notes it."""
 
     BODY = 0
     """The function runs, and the rank waits for nothing."""

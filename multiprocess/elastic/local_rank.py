@@ -17,7 +17,8 @@ from ..spec import CallOptions, WorldSpec
 from .store import SignedStore
 
 MAX_WORLDS = 6
-"""Number of worlds, the most recently used ones, of which an agent keeps its rank."""
+"""Largest number of worlds in which an agent keeps a rank; beyond it the agent ends
+its rank in the least recently used world."""
 
 _SENT = re.compile(r"\w*PATH|(CUDA|GLOO|MKL|NCCL|OMP|TORCH)_\w+")
 """Variables whose change is sent to the ranks of other agents. They go through

@@ -107,7 +107,7 @@ class Phase(Left):
 class ItemResult(Left):
     """Result of a test on one rank, in a form that can be sent to the parent.
 
-    It has no phase of a teardown that has not ended yet.
+    A teardown that has not ended yet has no phase here.
     """
 
     phases: tuple[Phase, ...] = ()
@@ -124,7 +124,8 @@ class ItemResult(Left):
     """Failure that the test's ``xfail`` marks expect, or None."""
 
     stops: tuple[tuple[str, object], ...] = ()
-    """(attribute, reason) of the session, by which a test or a hook has ended it."""
+    """Attributes of pytest's session that a test or hook set to end it, such as
+    ``shouldstop``: (name, reason)."""
 
     def phase(self, when: str) -> Phase | None:
         """Return one phase; None if the test did not reach it."""
@@ -497,7 +498,7 @@ class _RankPlugin:
     def pytest_collect_directory(
         self, path: Path
     ) -> Generator[None, pytest.Collector | None, pytest.Collector | None]:
-        """Use one node per folder for all files, as one collection of them would.
+        """Use one node per folder for all files, as if they were collected together.
 
         Fixtures of a conftest belong to the node of its folder.
         """
