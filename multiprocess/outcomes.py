@@ -86,7 +86,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Failed:
-    """Result of a function that failed, with more than its exception."""
+    """Value that a function returns to report a failure with more than an exception."""
 
     error: BaseException
     """Exception of the failure."""

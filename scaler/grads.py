@@ -94,8 +94,8 @@ def parameters_of(optimizer: Any) -> Iterator[Any]:
 def gradients_of(optimizer: Any) -> tuple[list[Any], list[torch.Tensor] | None]:
     """Return an optimizer's gradients, and their local tensors.
 
-    In place of the local tensors it returns None if a gradient is sparse, pending, or
-    of another class.
+    Returns None in place of the local tensors if a gradient is sparse, pending, or of
+    another class.
 
     Raises:
         AssertionError: a parameter is not a tensor.

@@ -155,7 +155,7 @@ class Boundaries:
         self.one_factor = self.of_whole or facts_of(scenario.workload.name).counted
         """True if the reference's objective has the same factor on all ranks."""
         self.starts: dict[tuple[int, int], Boundary] = {}
-        """(rank, micro-batch) -> the gradient from which its factor is taken."""
+        """(rank, micro-batch) -> boundary whose gradient gave the factor."""
         self.factors = self._factors()
         self.found = {
             (rank, boundary): tensor
@@ -293,7 +293,11 @@ class Boundaries:
         return None if tensor is None else tensor.state
 
     def _counts(self, rank: int, boundary: Boundary, way: Direction) -> bool:
-        """Return True if an output of a call differs and no outer call corrects it."""
+        """Return True if the difference of a tensor counts; see [Note: Whose fault].
+
+        It does not count if an enclosing call has right outputs, or if the tensor is a
+        partial sum that is reduced before its use.
+        """
         state = self._state(rank, boundary)
         if state in (None, "right"):
             return False

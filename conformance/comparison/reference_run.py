@@ -330,7 +330,7 @@ class ReferenceRun:
     def weights_of_heads(self) -> list[float]:
         """Return weights of a micro-batch's losses in the next step, up to a factor.
 
-        If the loss has several counts, they come from one forward of the whole batch.
+        If the loss has several counts, one forward of the whole batch gives them.
         """
         if facts_of(self.key.model).counts < 2:
             return [1.0]

@@ -132,7 +132,7 @@ def nccl_version() -> tuple[int, int]:
 
 
 def device_names() -> list[str]:
-    """Return the names of the CUDA devices; call it on a rank: it creates a context."""
+    """Return the names of the CUDA devices; only for ranks, as it creates a context."""
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 

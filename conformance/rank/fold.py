@@ -194,7 +194,7 @@ def _first_place(part: set[Member]) -> float:
 
 
 def _left(ranks: Sequence[RankTrace]) -> Iterator[frozenset[str]]:
-    """Yield for each rank its parameters that only another rank's optimizer steps."""
+    """Yield for each rank the parameters that it leaves to other ranks' optimizers."""
     used, outside, inside = zip(*map(_uses, ranks), strict=True)
     anywhere, inner = set[Elements]().union(*used), set[Elements]().union(*inside)
     for trace, mine, outer, own in zip(ranks, used, outside, inside, strict=True):
@@ -262,13 +262,12 @@ def _folded(
 
 
 def _after_a_step(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield uses of gradients from a forward that ran after weights had moved.
+    """Yield uses of gradients whose forward ran after the step had moved weights.
 
-    A higher number of autograd nodes shows that a forward ran: a hook on all modules
-    would be traced into code that a user compiles. A logged sum of losses also creates
-    nodes, so some gradient must have been written as well. Writes are unknown for an
-    optimizer of copies, and frozen parameters have none: for both, the forward alone
-    decides.
+    New autograd nodes show that a forward ran. A hook on all modules would be traced
+    into code that a user compiles. A logged sum of losses creates nodes too, so some
+    gradient must also have been written. For an optimizer of copies, whose writes are
+    unknown, and for frozen parameters, which have no gradient, new nodes are enough.
     """
     moved: int | None = None  # autograd nodes when the first optimizer had stepped
     evaluated: dict[int, int] = {}  # optimizer -> autograd nodes at its first use

@@ -69,7 +69,7 @@ __all__ = [
 Places = Mapping[str, NDArray[np.int64]]
 """Name -> position of each local element in the flat full tensor."""
 _last_read: dict[Hashable, Places] = {}
-"""Last layout from which this process has read positions, and these positions. The
+"""At most one entry: the layout that this process read last, with the positions. All
 scalers and recipes of a layout run one after another. A failed rank ends its whole
 world, so either all ranks of a world have read the layout or none has."""
 AGAIN = "this was its second call: with weights(stack) a model is laid out once"

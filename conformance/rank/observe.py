@@ -197,10 +197,10 @@ def numbers_laid_out_as(tensor: Tensor) -> Places:
 
 
 def partial_ranks(gradient: Tensor) -> tuple[tuple[int, ...], int]:
-    """Return the ranks over which a gradient is still to be summed, a legal state.
+    """Return the ranks over which a gradient is still to be summed, if it is partial.
 
     Returns:
-        The ranks, including this one; empty if the gradient is not partial. And the
+        The ranks, including this one; empty if the gradient is not partial. Then the
         divisor of the sum: the number of ranks on axes over which it is a partial mean.
     """
     if not isinstance(gradient, DTensor):

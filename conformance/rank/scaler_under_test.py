@@ -175,9 +175,9 @@ class ScalerUnderTest:
                 self.scaler.update(*[manual] * (manual is not None))
 
     def misuse(self) -> list[Misuse]:
-        """Make calls in a wrong order, in plain runs only.
+        """Make calls in a wrong order, and return their effects; only in plain runs.
 
-        Recipes make no difference to these calls.
+        A recipe would make no difference to these calls.
         """
         scenario = self.engine.scenario
         if (

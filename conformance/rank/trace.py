@@ -346,8 +346,8 @@ class RankTrace:
     """Number of optimizers of each rank, if the numbers differ and only the order of
     the optimizers shows which belong together; else empty."""
     left: frozenset[str] = frozenset()
-    """Parameters that another rank with the same elements steps: here they need no
-    gradient."""
+    """Parameters that another rank with the same elements steps. On this rank they need
+    no gradient."""
     reduce_dtype: str = ""
     """Dtype in which the workload promises to reduce gradients; empty: no promise."""
     narrows: bool = False
@@ -372,8 +372,8 @@ class RankTrace:
     """Wrong calls made after the last step; None if the run did not get there."""
 
     restored: Restored | None = None
-    """Result of the workload's own save and load after the last step; None if it has
-    neither."""
+    """Result of the workload's own save and load after the last step; None if the
+    workload has neither."""
 
     loaded: tuple[int, str] | None = None
     """After the workload loaded its own checkpoint: the number of moved weights that

@@ -482,7 +482,7 @@ def _of_flat(flat: Any, roots: Roots) -> Iterator[Part]:
 def pieces_of_megatron(module: nn.Module) -> dict[int, tuple[Any, list[Piece]]]:
     """Read the layout of a Megatron model from its ``sharded_state_dict``.
 
-    That covers pipeline stages, experts, tensor parallelism, and gated layers, whose
+    It describes pipeline stages, experts, tensor parallelism, and gated layers, whose
     two halves are sharded separately.
 
     Returns:

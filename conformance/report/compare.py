@@ -15,7 +15,7 @@ SEQUENCES = {
     "growth": "the growth tracker after",
     "stepped": "whether the parameters changed in",
 }
-"""Field of ``Curves`` that is compared exactly, by rank and step -> its description."""
+"""Maps each field of ``Curves`` that is compared exactly to its description."""
 Rows = Sequence[Sequence[object]]
 """For each rank: a value for each step."""
 

@@ -220,7 +220,7 @@ class Scenario:
     def clips_after_passes(self) -> bool:
         """True if a ``train_step`` that must clip gets two micro-batches.
 
-        It must clip the sum of their gradients, and not the gradient of each. With
+        ``train_step`` must clip the sum of their gradients, and not each gradient. With
         ``shard`` the numbers of rows of ranks may differ, so nothing is cut.
         """
         recipe, workload = self.parsed_recipe, self.workload

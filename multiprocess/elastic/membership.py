@@ -70,10 +70,10 @@ class Member:
     """Number of visible CUDA devices."""
 
     local_size: int
-    """Number of ranks on its machine."""
+    """Number of ranks on the agent's machine."""
 
     host: str = "?"
-    """Name of its machine, from torchrun and the kernel."""
+    """Name of the agent's machine, from torchrun and the kernel."""
 
     nonce: str = ""
     """Random number of this record."""

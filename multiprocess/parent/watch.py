@@ -27,7 +27,7 @@ _CRASH_GRACE_S = 0.25
 once."""
 
 _POLL_S = 0.05
-"""Interval at which the store is read for faults of ranks that others watch."""
+"""Interval at which the store is read for faults of ranks on other agents."""
 
 _LOOK_S = 0.1
 """Interval at which the state of each rank is read while only some have answered, or

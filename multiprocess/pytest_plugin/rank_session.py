@@ -100,7 +100,7 @@ class Phase(Left):
     """Report of pytest, serialised by pytest."""
 
     is_expected: bool
-    """True if it failed, and the ``xfail`` mark of the test accepts the exception."""
+    """True if the phase failed, and the test's ``xfail`` mark accepts the exception."""
 
 
 @dataclass(frozen=True)

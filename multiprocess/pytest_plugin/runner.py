@@ -135,7 +135,7 @@ class Runner:
         item: pytest.Item,
         following: pytest.Item | None,
     ) -> tuple[RankOutcome, ...]:
-        """Run a test; before it, end the fixtures kept for a test that was left out.
+        """Run a test; first end fixtures that were kept for a test that did not run.
 
         Args:
             spec: Settings of its world.

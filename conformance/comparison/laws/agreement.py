@@ -167,7 +167,7 @@ def replicas(evidence: Evidence) -> Finding:
 def _moved_buffers(
     evidence: Evidence, seen: Sequence[StepTrace]
 ) -> dict[str, dict[int, str]]:
-    """Return name -> rank -> digest of each buffer that changed on some rank."""
+    """Return digests, by name and rank, of the buffers that changed on some rank."""
     moved: dict[str, dict[int, str]] = defaultdict(dict)
     still: dict[str, bool] = defaultdict(lambda: True)
     for s, trace in zip(seen, evidence.ranks, strict=True):

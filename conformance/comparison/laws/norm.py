@@ -214,7 +214,7 @@ def _why_no_factor(evidence: Evidence) -> str:
     hidden=_why_no_factor,
 )
 def factor(evidence: Evidence) -> Finding:
-    """Compare gradients as the optimizer used them with the true, unclipped ones."""
+    """Compare the clipped gradients of the optimizer with the true, unclipped ones."""
     scenario, parity = evidence.scenario, evidence.parity
     training = scenario.parsed_recipe.training
     clips = clips_by_norm(scenario.workload, training)

@@ -51,7 +51,7 @@ def all_ranks_skip(evidence: Evidence) -> Finding:
     decides=True,
 )
 def all_ranks_step(evidence: Evidence) -> Finding:
-    """Check that parameters change at a good step on every rank that holds some."""
+    """Check that a good step changes parameters on every rank that trains any."""
     compared, good = 0, False
     for step, seen in evidence.decisions():
         if _is_bad(seen):
