@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective as a rank issued it."""
+    """Record of one collective that a rank issued."""
 
     group: str
     """Name of the process group."""
@@ -159,7 +159,7 @@ class RankOutcome:
     """Text that the rank wrote to stdout and stderr in this call."""
 
     place: Place = Place.BODY
-    """Where the rank was when the call ended."""
+    """State of the rank's main thread when the call ended."""
 
     stacks: str = ""
     """Python stacks of all threads, dumped from outside."""

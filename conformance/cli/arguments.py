@@ -406,7 +406,7 @@ def _add_tools(commands: Commands) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser, *tables: Options) -> None:
-    """Add each option of the tables."""
+    """Add all options of the given tables to a parser."""
     for table in tables:
         for name, settings in table.items():
             parser.add_argument(f"--{name}", **settings)

@@ -9,8 +9,8 @@ search, because the reference runs on the rank's own rows. If no part has the te
 shape, the tensor is not compared.
 
 [Note: Whose fault]
-The first tensor that differs decides, in the order of the reference and over all ranks,
-because a collective carries a fault from one rank to others. A wrong output is the
+The first tensor that differs decides, in the order of the reference and over all ranks:
+a collective carries a fault from one rank to others. A wrong output is the
 fault of its module; a wrong input is the fault of the enclosing module, which computed
 it. In forward inputs come in and outputs come out; in backward gradients of outputs
 come in and gradients of inputs come out. Inside a module with right outputs a tensor

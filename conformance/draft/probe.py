@@ -49,7 +49,7 @@ class Drawn:
     high: int = 0
 
     def draw(self, generator: torch.Generator) -> Tensor:
-        """Create the tensor."""
+        """Create a tensor of this shape with random values."""
         if self.high:
             return torch.randint(self.high, self.shape, generator=generator)
         return torch.rand(self.shape, generator=generator)

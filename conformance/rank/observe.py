@@ -328,9 +328,9 @@ def _is_of_parameter(shape: tuple[int, ...]) -> bool:
     any other node the reduced tensor counts as an activation's gradient, with two
     exceptions:
 
-    - The tensor has the shape of the gradient that the node passes on to one parameter
-      alone, and no other output of the node has as many dims. Then the node's function
-      reduces for its parameter.
+    - The node passes on a gradient to one parameter alone. The tensor has the shape of
+      that gradient, and no other output of the node has as many dims. Then the node's
+      function reduces for its parameter.
     - The node passes on gradients with the shapes of those that it got, and the tensor
       has another number of dims. Then the node exists only for a hook (``fully_shard``
       creates such nodes).

@@ -15,8 +15,8 @@ and ranks round each summand instead. So the noise of such a gradient is at leas
 ``ROUNDING``. That of its update is twice as much: the update is a product with the
 gradient, and may be a multiple of the gradient itself.
 
-The bound of an update also allows one unit in the last place of each weight, because
-two nudged runs may miss a few elements that round the other way. In 16 bits, one in
+The bound of an update also allows one unit in the last place of each weight: two nudged
+runs may miss a few elements that round the other way. In 16 bits, one in
 ``FLIPS`` numbers kept of an update may also differ by any amount: Lion steps by the
 sign of a sum, which rounding may decide.
 """
@@ -44,8 +44,8 @@ COARSE = 2.0**-13
 16 bits: in fp32 the noise reached 1e-5."""
 ROUNDING = {"bfloat16": 0.42 * 2.0**-8, "float16": 0.42 * 2.0**-11}
 """Noise of a rounded gradient, relative to its norm: the root mean square of rounding
-errors that are uniform within half a unit in the last place, of numbers that are spread
-evenly on a logarithmic scale."""
+errors. Errors are uniform within half a unit in the last place, and the numbers are
+spread evenly on a logarithmic scale."""
 ROUNDED = {"gradient": 1, "update": 2}
 """Kind of tensor -> factor of ``ROUNDING`` in its noise."""
 CANCELS = {1: 8, 2: 2}

@@ -78,7 +78,7 @@ class _Message:
     numbers and of their complements."""
 
     def read(self) -> Iterator[str]:
-        """Yield what the topics report."""
+        """Pass the answers to the topics, and yield their messages."""
         own, both = (tensor.tolist() for tensor in self.landing.read())
         answers = [
             Answer(number, *((None, None) if NONE in pair else (pair[0], ~pair[1])))

@@ -135,9 +135,9 @@ def why_not_run(
     synchronisation. So these exceptions are not a fault of the workload:
 
     - an exception of ``parallelize`` with such a choice;
-    - an exception of ``train_step`` with frozen parameters or recomputation, or on a
-      mesh with an axis of size 1, where a hand-written schedule may wait for a stage
-      that does not exist;
+    - an exception of ``train_step`` with frozen parameters or recomputation;
+    - an exception of ``train_step`` on a mesh with an axis of size 1, where a
+      hand-written schedule may wait for a stage that does not exist;
     - an exception of forward or backward with deferred synchronisation, since a module
       may not support them in its ``no_sync()``;
     - an exception that one process, too, raises in the scenario's half precision

@@ -197,7 +197,7 @@ def _run(scenario: Scenario) -> Run:
 
 
 def _own(spec: str) -> Code:
-    """Return the import of the user's workload."""
+    """Return the code that imports the user's workload and creates it."""
     module, _, name = spec.partition(":")
     workload = named("workload", spec, "mypackage.stack:Workload")
     code = f"{name}()" if isinstance(workload, type) else name

@@ -360,11 +360,11 @@ class RankProcesses:
         return flight_records.read(self._records_fd, rank)
 
     def place(self, rank: int) -> Place:
-        """Return where a rank is."""
+        """Return the :class:`Place` that a rank has noted: what it waits for."""
         return flight_records.read_place(self._records_fd, rank)[0]
 
     def current_collective(self, rank: int) -> Collective | None:
-        """Return the collective in which a rank is, or None."""
+        """Return the collective that a rank runs or waits for now; None if there is none."""
         return flight_records.read_current(self._records_fd, rank)
 
     def intact(self) -> bool:

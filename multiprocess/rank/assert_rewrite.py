@@ -1,6 +1,6 @@
 """Import modules on ranks with pytest's rewritten asserts, as in the parent.
 
-Otherwise a failing assert on a rank would show "AssertionError" and no values, and a
+Without this, a failing assert on a rank would show "AssertionError" and no values. A
 test module that only pytest can find could not be imported at all.
 """
 
