@@ -559,7 +559,7 @@ class Boundaries:
         return None
 
     def _factors(self) -> dict[tuple[int, int], float]:
-        """Return (rank, micro-batch) -> factor; see [Note: Factors]."""
+        """Return the factor of each rank and micro-batch; see [Note: Factors]."""
         own: dict[tuple[int, int], float] = {}
         rounds = (False, True) if self.of_whole else (True,)
         for rank, whole_too, boundary in product(self.ranks, rounds, self.order):

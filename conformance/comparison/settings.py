@@ -35,7 +35,7 @@ __all__ = [
 Settings = tuple[tuple[str, str, Setting], ...]
 """(parameter, key of its param group, value) for one step."""
 _Values = dict[int, dict[int, Setting]]
-"""Step -> rank -> value."""
+"""Values of a setting, by step and rank."""
 _ROUNDING = 16 * 2.0**-24
 """Relative tolerance of settings. One run may compute a rate by one formula, another
 one step by step in fp32, with rounding at each of a dozen steps."""

@@ -338,7 +338,7 @@ def _check_frozen(parameters: Mapping[str, Tensor], trained: frozenset[str]) -> 
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Return second names of tied parameters -> first names."""
+    """Return the first name of each tied parameter, by its second name."""
     first = {parameter: name for name, parameter in model.named_parameters()}
     names = model.named_parameters(remove_duplicate=False)
     return {name: first[p] for name, p in names if name != first[p]}

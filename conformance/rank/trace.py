@@ -225,8 +225,8 @@ class StepTrace:
     calls: set[str] = field(default_factory=set)
     """Names of the scaler's methods that were called."""
     raw: dict[str, bool] | None = None
-    """Parameter -> True if its gradient was not finite when a scaler was about to read
-    it. None if no scaler read gradients."""
+    """Maps a parameter to True if its gradient was not finite when a scaler was about
+    to read it. None if no scaler read gradients."""
     own_skip: bool = False
     """True if all ranks skipped by the workload's own decision, and counted the
     skip."""
@@ -335,7 +335,7 @@ class RankTrace:
     index: dict[str, NDArray[np.int64]]
     """Parameter -> position of each local element in the flat full tensor."""
     shards: dict[str, str]
-    """Parameter -> digest of ``index``: replicas have equal digests."""
+    """Parameter -> digest of its entry in ``index``: replicas have equal digests."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Parameter of the model -> number of elements of the whole."""
     trains: frozenset[str] = frozenset()

@@ -160,7 +160,7 @@ class Recording(msgspec.Struct):
     notes: list[str] = []
     """Errors inside the recorder."""
     tensors: dict[str, Stored] = {}
-    """``optimizer/step/kind/number/name`` -> numbers of that part."""
+    """Numbers of each part, by the key ``optimizer/step/kind/number/name``."""
 
     def forget_rows(self) -> None:
         """Drop the numbers of rows, and the losses, of all steps."""

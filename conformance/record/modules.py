@@ -120,8 +120,8 @@ class Blocks:
 
     noting: _Noting
     kept: dict[Key, dict[int, tuple[Box, Kept]]] = field(default_factory=dict)
-    """Key -> number of the model's call -> box and numbers. A block called again in one
-    forward has the number of that call in its name."""
+    """Box and numbers of each block's tensor, by key and by number of the model's call.
+    A block called again in one forward has the number of that call in its name."""
     rows: dict[int, list[Tensor]] = field(default_factory=dict)
     """Step -> digests of the rows of the model's first input, for each call."""
     _step: int = 0

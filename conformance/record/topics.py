@@ -285,7 +285,7 @@ class Numbers:
     """Topic that compares numbers given by the user's functions."""
 
     def __init__(self, equal: Mapping[str, Callable[[], float | Tensor]]) -> None:
-        """Take name -> function that returns the number."""
+        """Take the functions that return the numbers, by name."""
         self.size = len(equal)
         self._equal = equal
 

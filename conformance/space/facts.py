@@ -68,7 +68,8 @@ class WorkloadFacts:
     """
 
     lacks: Mapping[OfWorkload, str]
-    """Property of :data:`FOUND_OUT` that the workload does not have -> the reason."""
+    """Reason why the workload lacks a property, for each missing one of
+    :data:`FOUND_OUT`."""
     rows: int
     """Number of rows of the global batch."""
     counts: int

@@ -22,9 +22,9 @@ _PROBABILITIES = ("drop", "jitter")
 
 
 def probabilities(model: nn.Module) -> dict[str, float]:
-    """Return name -> probability of dropouts that scale the elements they keep.
+    """Return the probabilities, by name, of dropouts that scale the elements they keep.
 
-    Those in eval mode, as in a teacher, are left out.
+    Dropouts in eval mode, as in a teacher, are left out.
     """
     modules = model.named_modules()
     return {n: float(m.p) for n, m in modules if isinstance(m, _SCALED) and m.training}

@@ -107,7 +107,7 @@ class LocalRanks:
         self._run = run
         self._env = env
         self._worlds: dict[int, RankProcesses] = {}
-        """Number of a world -> its rank here; the least recently used first."""
+        """This agent's rank in each world, by number; the least recently used first."""
 
     def start(self, request: CallRequest, others: OtherRanks) -> Fact:
         """Start the rank; return a fact that says if it is ready or how it ended."""

@@ -364,7 +364,7 @@ class RankProcesses:
         return flight_records.read_place(self._records_fd, rank)[0]
 
     def current_collective(self, rank: int) -> Collective | None:
-        """Return the collective that a rank runs or waits for now; None if there is none."""
+        """Return the collective that a rank runs or waits for now, or None."""
         return flight_records.read_current(self._records_fd, rank)
 
     def intact(self) -> bool:

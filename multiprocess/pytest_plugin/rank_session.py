@@ -207,7 +207,7 @@ class RankSession:
         self.session = pytest.Session.from_config(self.config)
         self.config.hook.pytest_sessionstart(session=self.session)
         self._items: dict[str, dict[ItemId, pytest.Item]] = {}
-        """File -> its tests."""
+        """Collected tests, by file and id."""
 
     def item(self, test: ItemId) -> pytest.Item:
         """Return a test; its file is collected at the first request.

@@ -53,7 +53,7 @@ class Runner:
         self._report = report
         self._late: list[tuple[pytest.Item, WorldError]] = []
         self._clusters: dict[WorldSpec, BaseCluster] = {}
-        """Kind of world -> its cluster; the least recently used first."""
+        """Clusters by kind of world; the least recently used one comes first."""
 
         self._kept_nodes: dict[WorldSpec, list[object]] = {}
         """Kind of world -> nodes whose fixtures its ranks keep for the next test."""

@@ -71,7 +71,7 @@ _seen_modules: tuple[object, ...] = ()
 
 
 def rewritten_modules() -> dict[str, str]:
-    """Return name -> file of modules that pytest has rewritten in this process."""
+    """Return the files, by module name, that pytest has rewritten in this process."""
     global _seen_modules, _rewritten
     # Called before each call on ranks: a search through some thousand modules takes
     # longer than that, so it is made only after a module was added.

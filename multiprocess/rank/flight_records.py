@@ -137,13 +137,13 @@ def read(fd: int, rank: int) -> tuple[Collective, ...]:
 
 
 def read_place(fd: int, rank: int) -> tuple[Place, int | None]:
-    """Return the place that a rank noted, and the position of its collective or None."""
+    """Return a rank's noted place, and the position of its collective or None."""
     place, index = _PLACE.unpack(os.pread(fd, _PLACE.size, rank * REGION + _COUNT.size))
     return Place(place), None if index == _NO_RECORD else index
 
 
 def read_current(fd: int, rank: int) -> Collective | None:
-    """Return the collective that a rank runs or waits for now; None if there is none."""
+    """Return the collective that a rank runs or waits for now, or None."""
     _, position = read_place(fd, rank)
     collectives = () if position is None else read(fd, rank)
     return next((call for call in collectives if call.position == position), None)

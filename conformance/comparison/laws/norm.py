@@ -89,7 +89,7 @@ def _has_departed(parity: Parity, step: int) -> bool:
 
 
 def _reports(evidence: Evidence, seen: Sequence[StepTrace]) -> dict[int, float]:
-    """Return rank -> reported norm, for ranks that report one."""
+    """Return the norm that each rank reports, without ranks that report none."""
     return {
         trace.rank: s.reported_norm
         for s, trace in zip(seen, evidence.ranks, strict=True)
