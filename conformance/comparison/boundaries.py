@@ -120,8 +120,8 @@ class Boundaries:
             for n, p in compared_parameters(scenario.workload.model()).items()
         }
         self.of_whole = False
-        """True if the reference runs on whole batches, because it cannot run on parts
-        of them."""
+        """True if the reference runs on whole batches: on one rank, or because it cannot
+        run on parts of them."""
         self.expected: dict[str, dict[Boundary, Expected]] = {}
         self.order: list[Boundary] = []
         self.after: dict[Boundary, int] = {}
@@ -523,9 +523,8 @@ class Boundaries:
     ) -> list[int]:
         """Return the indices in a whole batch at which a micro-batch may begin.
 
-        The whole batch has one equal share per rank. A micro-batch begins in a share,
-        after the earlier micro-batches. In a reference on one rank, the rows of each
-        call are divided into equal parts instead.
+        Equal parts begin at multiples of ``size``. In a plain reference a micro-batch
+        may also begin in any rank's share, after the earlier micro-batches of the rank.
         """
         rows = [len(batch.tensors[0]) for batch in self.ranks[rank].batches]
         starts = [*range(0, whole, size)] if whole % size == 0 else []

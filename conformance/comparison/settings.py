@@ -111,8 +111,8 @@ def stack_schedule(
 class Planned:
     """Settings that the workload's own ``scheduler`` gives, step by step.
 
-    The scheduler drives a separate optimizer, which holds copies of all parameters in
-    the same groups. The copies have no gradients, so a step changes no weight.
+    The scheduler drives a separate optimizer, which holds copies of all trained
+    parameters in the same groups. The copies have no gradients, so a step changes no weight.
     """
 
     def __init__(

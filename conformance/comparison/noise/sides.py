@@ -225,7 +225,8 @@ def _as_part_of(value: Tensor, part: Tensor) -> Tensor:
 def _derivative(value: Tensor, called: Callable[[Tensor], Any]) -> Tensor:
     """Return the derivative of the sum of ``called(value)``.
 
-    If the function has no derivative, as a comparison, return its result instead.
+    If the function has no derivative, as a comparison, return its result instead, or
+    zeros if the result has another shape.
     """
     with torch.enable_grad():
         leaf = value.clone().requires_grad_()
