@@ -120,8 +120,8 @@ class Boundaries:
             for n, p in compared_parameters(scenario.workload.model()).items()
         }
         self.of_whole = False
-        """True if the reference runs on whole batches: on one rank, or because it cannot
-        run on parts of them."""
+        """True if the reference runs on whole batches: on one rank, or because parts
+        cannot be run."""
         self.expected: dict[str, dict[Boundary, Expected]] = {}
         self.order: list[Boundary] = []
         self.after: dict[Boundary, int] = {}

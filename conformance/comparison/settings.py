@@ -112,7 +112,8 @@ class Planned:
     """Settings that the workload's own ``scheduler`` gives, step by step.
 
     The scheduler drives a separate optimizer, which holds copies of all trained
-    parameters in the same groups. The copies have no gradients, so a step changes no weight.
+    parameters in the same groups. The copies have no gradients, so a step changes no
+    weight.
     """
 
     def __init__(

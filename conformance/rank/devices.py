@@ -8,7 +8,7 @@
 Ranks cannot share a GPU over gloo: with CUDA tensors its send raises, and its coalesced
 all-gather ends the process by a signal.
 
-The reference always trains on the CPU, in fp64 and fp32.
+References always train on the CPU.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Afterwards :func:`fold` combines the events of all ranks:
   ranks are joined by order, and ``RankTrace.unjoined`` says so.
 - **Parameters without an optimizer** form one more group. Optimizers of other tensors,
   such as fp32 copies, decide for that group. If the group is empty, these optimizers
-  train something beside the model.
+  train tensors outside of the model.
 - **A parameter is left to another rank** if that rank uses its gradient, with the same
   elements, and this rank does not. If some rank steps the parameter by an optimizer
   inside another optimizer (ZeRO-1), the inner call counts, on every rank.

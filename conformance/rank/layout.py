@@ -4,8 +4,8 @@ A model is laid out twice. The first time every parameter is filled with the num
 its own elements. The values that each rank then holds map its local elements to the
 full tensor, for any placements. This layout is dropped, and the model is laid out again
 with its true values, which are compared through the map. So gradparity needs no
-knowledge of sharding internals and writes nothing into the model. Ranks with equal maps
-hold replicas.
+knowledge of sharding internals and writes nothing into a laid-out model. Ranks with
+equal maps hold replicas.
 
 A workload with a method ``weights`` describes the local parts itself (``local_parts``),
 and is laid out once.

@@ -240,7 +240,7 @@ def _floating(tree: Any) -> Iterator[Tensor]:
 
 
 def _applied(tensors: list[Tensor]) -> tuple[str, bool]:
-    """Return the digest of the tensor that gets random numbers; True if it is unique.
+    """Return the digest of the tensors that get random numbers; True if it is unique.
 
     Zeros, or attention heads that start at zero, are equal by accident on ranks with
     different activations.

@@ -248,8 +248,8 @@ class StepTrace:
     gradients: dict[str, Floats] = field(default_factory=dict)
     """Unscaled local gradients that the optimizer used, flattened."""
     places: dict[str, NDArray[np.int64]] = field(default_factory=dict)
-    """Parameter -> position of each gradient element in the flat full tensor, if they
-    differ from those of the parameter (``RankTrace.index``)."""
+    """Parameter -> position of each gradient element in the flat full tensor. Without
+    an entry, the positions are those of the parameter (``RankTrace.index``)."""
     partial: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Parameter -> ranks over which its gradient is still to be summed."""
     parameters: dict[str, Floats] = field(default_factory=dict)
