@@ -96,8 +96,8 @@ def resharded_world(topology: str, world_size: int) -> tuple[str, int]:
     """Return (topology, ranks) of a world that saves the state for this world.
 
     A recipe lets this world's scaler begin with that state. The layout is the same, on
-    half as many ranks or on twice as many, up to 4. If neither fits,
-    another layout is used, which supports all models and precisions of this one.
+    half as many ranks or on twice as many, up to 4. If neither fits, another layout is
+    used, which supports all models and precisions of this one.
     """
     chosen = TOPOLOGIES[topology]
     for ranks in (world_size // 2, 2 * world_size):

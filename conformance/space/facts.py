@@ -155,7 +155,8 @@ def objective_of(
 ) -> tuple[Tensor, Counts]:
     """Return the loss of micro-batches together, and its counts.
 
-    Means are weighted by rows. A sum whose count is 0 is not divided.
+    Means are weighted by the number of target elements. A sum whose count is 0 is not
+    divided.
     """
     objectives, parts = [], [*parts]
     for part in parts:

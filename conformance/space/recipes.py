@@ -279,7 +279,8 @@ CONTROL_RECIPES = tuple(
     and (recipe.training.clip or not recipe.unscale)
     and not recipe.clips_and_steps
 )
-"""Recipes that can be trained without a scaler."""
+"""Recipes that are trained without a scaler. Recipes that would equal another one
+without a scaler are left out."""
 
 MANUAL_STEP = 2
 """Step (from 0) at which a recipe passes a scale to ``update``."""
