@@ -274,7 +274,7 @@ class Run:
     skipped: frozenset[tuple[int, str]] = frozenset()
     """(step, parameter) of steps that were skipped because of an inf or nan."""
     evaluations: Mapping[int, int] = field(default_factory=dict)
-    """Step -> largest number of times that an optimizer called its closure."""
+    """Step -> largest number of times that an optimizer's gradients were computed."""
 
     @property
     def steps(self) -> list[int]:

@@ -255,7 +255,7 @@ class Roots:
         return [Piece(name, 0, box)]
 
     def unstepped(self, stepped: Iterable[str]) -> list[str]:
-        """Return trainable parameters of called models that are in no optimizer."""
+        """Return names of trainable parameters of called models without an optimizer."""
         called = {id(module) for module in self.called}
         models = [
             root

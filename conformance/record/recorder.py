@@ -1,9 +1,9 @@
 """Recorder: runs inside a training job and records some steps of its optimizers.
 
-It hooks every optimizer of torch, and calls of the outermost model. It does not
-communicate, writes into no tensor, and never makes training wait for a device: numbers
-stay on their device until the last recorded step. An error of the recorder is noted,
-and the job goes on.
+It hooks every optimizer of torch, and calls of the outermost model. At the start it may
+replace or nudge the weights. After that it writes into no tensor. It does not
+communicate, and never makes training wait for a device: numbers stay on their device
+until the last recorded step. An error of the recorder is noted, and the job goes on.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Recorder:
         self.models = 0
         """Number of prepared models."""
         self.inner: set[int] = set()
-        """ids of all modules inside the called models."""
+        """ids of the called models and of all modules inside them."""
         self.blocks = Blocks(self.noting) if orders.modules else None
         self.declared: set[int] = set()
         """ids of the parameters and modules passed to :func:`record`; others, such as
