@@ -255,7 +255,7 @@ class Roots:
         return [Piece(name, 0, box)]
 
     def unstepped(self, stepped: Iterable[str]) -> list[str]:
-        """Return names of trainable parameters of called models without an optimizer."""
+        """Return the trainable parameters of called models that no optimizer has."""
         called = {id(module) for module in self.called}
         models = [
             root
