@@ -123,7 +123,7 @@ def _decides(case: CaseRecord) -> Iterator[Checked]:
 
 
 def _step(verdict: Verdict) -> str:
-    """Return the step, unless the message begins with it."""
+    """Return ``step N: `` as a prefix; "" if the message has it or there is no step."""
     words = f"step {verdict.step}: "
     is_said = verdict.step is None or verdict.message.startswith(words)
     return "" if is_said else words
@@ -165,7 +165,7 @@ def _skip(case: CaseRecord, old: BaselineCase) -> str:
 
 
 def _differs(name: str, before: Rows | None, case: CaseRecord) -> str:
-    """Describe the first difference of a sequence from the baseline; else ""."""
+    """Describe the first difference of a sequence from the baseline; "" if equal."""
     if before is None:
         return ""
     if case.curves is None:
@@ -202,7 +202,10 @@ def _ratio(case: CaseRecord, old: BaselineCase) -> str:
 
 
 def _grown(series: dict[str, tuple[Spread, list[Number]]]) -> str:
-    """Describe a ratio that is missing, or is furthest beyond its limit; else ""."""
+    """Describe a missing ratio, or the ratio furthest beyond its limit.
+
+    Returns "" if all ratios are present and within their limits.
+    """
     # This comes first: a ratio that is no longer measured cannot exceed its limit.
     gone = [name for name, (_, values) in series.items() if not values]
     if gone:

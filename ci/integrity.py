@@ -75,7 +75,7 @@ def _ratios_are_numbers(case: CaseRecord) -> Iterator[str]:
 
 
 def _worst_tensors_agree(case: CaseRecord) -> Iterator[str]:
-    """Check that the worst tensors (of the table) have the largest ratio."""
+    """Check that the largest ratio of the parameters is that of a worst tensor."""
     if case.worst and case.curves:
         largest = max(each.ratio for each in case.worst)
         if largest != worst(case.curves.parameters.values()):
@@ -99,7 +99,7 @@ def _passes_rest_on_something(case: CaseRecord) -> Iterator[str]:
 
 
 def _parity_is_borne_out(case: CaseRecord) -> Iterator[str]:
-    """Report a contradiction: parity passes, no part fails, and a ratio is above 1."""
+    """Check that no ratio is above 1 if a parity check passes and none fails."""
     statuses = {v.status for v in case.verdicts if v.law.startswith("parity.")}
     if case.curves and "pass" in statuses and not statuses & {"fail", "error"}:
         if _beyond_bound(case.curves):

@@ -127,7 +127,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def counts(self) -> str:
-        """Numbers of cases and of consequences; "" for a single case alone."""
+        """Numbers of cases and consequences; "" for one case without consequences."""
         if self.cases == 1 and not self.consequences:
             return ""
         counts = counted(self.cases, "case")

@@ -189,7 +189,7 @@ def clipped(text: str, most: int) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a clause that suggests the nearest known word, for an error; else ""."""
+    """Return a clause that suggests the nearest known word; "" if no word is near."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 

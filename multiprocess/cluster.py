@@ -203,8 +203,8 @@ class Cluster(BaseCluster):
         Args:
             world_size: Number of ranks.
             backend: Backend of the default process group, as torch takes it.
-            device: Type of the device of each rank; by default "cpu" if the backend
-                serves it, else the backend's first.
+            device: Type of the device of each rank. By default "cpu" if the backend
+                supports CPU tensors, else the first type that it supports.
             timeout_s: Default time limit of one call.
             isolation: Default of ``run``: "pool" keeps the process group, "group" makes
                 a new one for each call, "process" starts new ranks.

@@ -105,9 +105,9 @@ def wait_for_turn() -> None:
     """Stop threads of this process from preempting each other when they wake.
 
     gloo's event loop wakes as soon as a peer answers, often on the core of the thread
-    that is still sending with the connection locked. It then retries the lock in a loop
-    until its time slice is over. That costs 3 to 5 ms, in up to every second collective
-    on machines with as many cores as ranks.
+    that is still sending with the connection locked. The event loop then retries the
+    lock until its time slice is over. That costs 3 to 5 ms, in up to every second
+    collective on machines with as many cores as ranks.
     """
     try:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

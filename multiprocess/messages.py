@@ -82,7 +82,7 @@ class Run:
     """Settings of the parent, if they changed since the last message."""
 
     is_test: bool = False
-    """Option of ``CallOptions``."""
+    """True for a test; see ``CallOptions.is_test``."""
 
 
 class Kind(enum.Enum):
@@ -98,7 +98,7 @@ class Kind(enum.Enum):
 class Reply:
     """A rank's answer: to ``Start`` when it has joined, to ``Run`` when it is done.
 
-    A test sends another one before, when it is imported and begins.
+    In a test it also sends one before, when the test is imported and begins.
     """
 
     kind: Kind
@@ -148,8 +148,8 @@ def packed(message: object) -> bytes:
 class Channel:
     """Messages over a socket, in both directions.
 
-    A rank waits for each message. Its parent does not, because one rank must not keep
-    it from the others.
+    A rank waits for each message. The parent does not wait: a slow rank must not keep
+    the parent from the other ranks.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -172,7 +172,7 @@ class Channel:
         self.flush(wait=wait)
 
     def flush(self, *, wait: bool = False) -> None:
-        """Send the rest; drop it if the other side is gone."""
+        """Send the part that is still pending; drop it if the other side is gone."""
         while self._unsent:
             try:
                 count = self._sock.send(self._unsent[0], _flags(wait))
@@ -186,10 +186,11 @@ class Channel:
                 self._unsent.popleft()
 
     def receive(self, *, wait: bool = False) -> list[Any]:
-        """Return the messages that are complete; none at the end.
+        """Return the messages that have arrived completely.
 
         Args:
-            wait: True to wait for at least one.
+            wait: True to wait for at least one. The result is then empty only if the
+                other side is gone.
         """
         complete: list[Any] = []
         while not self.closed and not (wait and complete):

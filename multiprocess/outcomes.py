@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective as a rank issued it."""
+    """Record of one collective that a rank issued."""
 
     group: str
     """Name of the process group."""
@@ -38,7 +38,7 @@ class Collective:
 
 
 class Place(enum.Enum):
-    """State of a rank's main thread, noted by the rank itself: for what it waits."""
+    """State of a rank's main thread, such as what it waits for; the rank notes it."""
 
     BODY = 0
     """The function runs, and the rank waits for nothing."""
@@ -86,7 +86,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Failed:
-    """Result of a function that failed, with more than its exception."""
+    """Value that a function returns to report a failure with more than an exception."""
 
     error: BaseException
     """Exception of the failure."""
@@ -159,7 +159,7 @@ class RankOutcome:
     """Text that the rank wrote to stdout and stderr in this call."""
 
     place: Place = Place.BODY
-    """Where the rank was when the call ended."""
+    """State of the rank's main thread when the call ended."""
 
     stacks: str = ""
     """Python stacks of all threads, dumped from outside."""

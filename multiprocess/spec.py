@@ -24,7 +24,7 @@ _TYPES = MappingProxyType(
         bool: ("share_devices", "default_group"),
     }
 )
-"""Type -> settings of ``WorldSpec`` that have it."""
+"""Maps a type to the settings of ``WorldSpec`` that must have this type."""
 
 _NOUNS = MappingProxyType(
     {int: "an int", float: "a number", str: "a str", bool: "a bool"}
@@ -43,8 +43,8 @@ class WorldSpec:
     or one for each type of device, such as ``"cpu:gloo,cuda:nccl"``."""
 
     device: str = ""
-    """Type of the device of each rank, such as ``"cuda"``; by default "cpu" if the
-    backend serves it, else the backend's first."""
+    """Type of the device of each rank, such as ``"cuda"``. By default "cpu" if the
+    backend supports CPU tensors, else the first type that it supports."""
 
     pg_options: str = ""
     """Function ``"module:function"`` that returns the ``pg_options`` of

@@ -50,7 +50,7 @@ class TestCase(unittest.TestCase):
     """Backend of the default process group."""
 
     device_type: Any = "cpu"
-    """Type of the device of each rank; if no class sets it, as for
+    """Type of the device of each rank; if no class sets it, the default of
     ``WorldSpec.device``."""
 
     default_group = True

@@ -62,7 +62,7 @@ class _Measured(NamedTuple):
         is_divided: True if the gradients carry no scale: `unscale_` was called, or they
             were divided to compute the norm.
         carried: scale by which the gradients are still multiplied; 1 if divided.
-        factor: factor by which they are clipped.
+        factor: factor by which the gradients are clipped.
         is_finite: True if there is no overflow, as far as the host knows.
         is_refused: True if a rank raises for a non-finite norm.
     """

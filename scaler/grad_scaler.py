@@ -589,7 +589,7 @@ class GradScaler(ScalerCore):
     def last_overflow(self) -> Overflow | None:
         """Rank and parameter of the last overflow; None before the first.
 
-        Equal on every rank if the scale is on a CPU. On an accelerator, ranks learn its
+        Equal on every rank if the scale is on a CPU. On an accelerator, ranks learn the
         rank at their next sync. Each rank knows the parameter of its own overflow only,
         after a step that was not fused.
         """

@@ -46,7 +46,8 @@ Gradients = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
 """Local gradient tensors, grouped for the foreach kernels."""
 
 FoundInf = dict[Any, torch.Tensor]
-"""Device -> tensor, (), fp32: 1 if a gradient there is not finite, else 0."""
+"""Maps each device to a tensor, (), fp32: 1 if a gradient there is not finite, else
+0."""
 
 Number = float | torch.Tensor
 """A number that the host knows, or a tensor, (), on the device that holds it. Python
@@ -93,8 +94,8 @@ def parameters_of(optimizer: Any) -> Iterator[Any]:
 def gradients_of(optimizer: Any) -> tuple[list[Any], list[torch.Tensor] | None]:
     """Return an optimizer's gradients, and their local tensors.
 
-    In place of the local tensors it returns None if a gradient is sparse, pending, or
-    of another class.
+    Returns None in place of the local tensors if a gradient is sparse, pending, or of
+    another class.
 
     Raises:
         AssertionError: a parameter is not a tensor.
@@ -126,7 +127,7 @@ def gradients_of(optimizer: Any) -> tuple[list[Any], list[torch.Tensor] | None]:
 
 
 def local_gradients(optimizer: Any, *, allow_fp16: bool) -> Gradients:
-    """Return the local tensors of an optimizer's gradients; of sparse ones the values.
+    """Return the local tensors of an optimizer's gradients; values of sparse ones.
 
     Raises:
         AssertionError: a parameter is not a tensor.
@@ -147,7 +148,7 @@ def local_gradients(optimizer: Any, *, allow_fp16: bool) -> Gradients:
 
 
 def local_tensor(parameter: torch.Tensor, *, coalesce: bool) -> torch.Tensor:
-    """Return the local dense tensor of a gradient; of a sparse one its values.
+    """Return the local dense tensor of a gradient; the values if it is sparse.
 
     Args:
         parameter: parameter with the gradient; a coalesced gradient is stored in it.
@@ -212,7 +213,7 @@ def check_and_unscale_(
     """Check gradients for inf and nan, and multiply them by ``inv_scale``.
 
     A factor above 1 may make a finite gradient overflow; then the product is checked as
-    well, if the host knows the factor. If it raises, no gradient is changed.
+    well, if the host knows the factor. After an error all gradients are unchanged.
 
     Args:
         gradients: changed in place.
@@ -251,7 +252,7 @@ def check_and_unscale_(
 def multiply_(gradients: Gradients, factor: Number) -> None:
     """Multiply gradients in place, computing in fp32, or in fp64 for fp64 gradients.
 
-    If it raises, no gradient is changed.
+    After an error all gradients are unchanged.
     """
     _multiply([(key, tensors, factor) for key, tensors in gradients.items()])
 
@@ -259,7 +260,7 @@ def multiply_(gradients: Gradients, factor: Number) -> None:
 def clip_(grads: Iterable[Gradients], factor: Number, scale: Number) -> None:
     """Multiply gradients, which carry ``scale``, in place by ``factor / scale``.
 
-    If it raises, no gradient is changed.
+    After an error all gradients are unchanged.
     """
     factors = [factor / scale]
     if isinstance(factors[0], float) and factors[0] < LOWEST_SCALE:

@@ -69,7 +69,10 @@ class Part:
 
     @property
     def found(self) -> FoundInf:
-        """Device -> 1 if any rank found an overflow; empty before a check."""
+        """Maps each device to 1 if any rank found an overflow, else to 0.
+
+        Empty before a check.
+        """
         return self.state["found_inf_per_device"]  # type: ignore[no-any-return]
 
     @found.setter

@@ -98,10 +98,11 @@ class Row(NamedTuple):
         found_inf: 1 if a gradient of this rank is not finite. The fields up to
             `first_bad` are findings of this rank and may differ.
         failed: 1 if this rank is about to raise.
-        has_gradients: 1 if it has a gradient.
+        has_gradients: 1 if this rank has a gradient.
         was_scaled: 1 if the scale came from `scale()` or a checkpoint on this rank.
-        takes_part: 1 if it lacks the optimizer, and takes part in a check or a clip.
-        refuses: 1 if it raises for a norm that is not finite.
+        takes_part: 1 if this rank lacks the optimizer, and takes part in a check or a
+            clip of other ranks.
+        refuses: 1 if this rank raises for a norm that is not finite.
         first_bad: code of the first non-finite gradient, 0 if unknown (`history.py`).
         call: CHECK, CLIP, UPDATE or LOAD. This field and all that follow must be equal
             on all ranks.

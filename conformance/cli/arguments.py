@@ -86,7 +86,7 @@ minutes.
 class Parser(argparse.ArgumentParser):
     """Argument parser that raises UsageError, and accepts no abbreviated options.
 
-    Otherwise ``--base`` in a script could mean another option after an upgrade.
+    An abbreviation such as ``--base`` could mean another option after an upgrade.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -406,7 +406,7 @@ def _add_tools(commands: Commands) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser, *tables: Options) -> None:
-    """Add each option of the tables."""
+    """Add all options of the given tables to a parser."""
     for table in tables:
         for name, settings in table.items():
             parser.add_argument(f"--{name}", **settings)

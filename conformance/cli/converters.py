@@ -86,7 +86,7 @@ def one_of(what: str, words: Sequence[str]) -> Callable[[str], str]:
 
 
 def count(text: str) -> int:
-    """Convert a number of ranks."""
+    """Convert a number of ranks, 1 or more."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more ranks, got {text}")
     return int(text)
@@ -104,7 +104,7 @@ def positive(text: str) -> float:
 
 
 def names(text: str) -> list[str]:
-    """Split ``a,b`` into names."""
+    """Split ``a,b`` into at least one name."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise argparse.ArgumentTypeError(f"needs a name, got {text!r}")

@@ -29,7 +29,7 @@ _OF_A_WORKLOAD = ("topology", "optimizer")
 def check_alone(
     parsed: argparse.Namespace, options: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Raise if ``--scenario`` stands beside an option that it would override.
+    """Raise if ``--scenario`` is given together with an option that it overrides.
 
     Args:
         parsed: parsed command line of ``run``.

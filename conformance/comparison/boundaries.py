@@ -9,8 +9,8 @@ search, because the reference runs on the rank's own rows. If no part has the te
 shape, the tensor is not compared.
 
 [Note: Whose fault]
-The first tensor that differs decides, in the order of the reference and over all ranks,
-because a collective carries a fault from one rank to others. A wrong output is the
+The first tensor that differs decides, in the order of the reference and over all ranks:
+a collective carries a fault from one rank to others. A wrong output is the
 fault of its module; a wrong input is the fault of the enclosing module, which computed
 it. In forward inputs come in and outputs come out; in backward gradients of outputs
 come in and gradients of inputs come out. Inside a module with right outputs a tensor
@@ -66,7 +66,7 @@ __all__ = ["BACKWARD", "FORWARD", "Boundaries", "Direction"]
 
 State = Literal["right", "partial", "wrong"]
 FORWARD_OF = {INPUT_GRADIENT: INPUT, OUTPUT_GRADIENT: OUTPUT}
-"""Kind of a gradient -> kind of the tensor whose gradient it is."""
+"""Maps a kind of gradient to the kind of tensor that has this gradient."""
 UNEVEN = 4 * 2.0**-8
 """Permitted relative difference of two ranks' factors. In bf16 (unit roundoff 2^-8)
 each rank rounds an output's gradient twice: when it is computed and when scaled."""
@@ -74,8 +74,8 @@ MAX_PARTS = 4**4
 """Largest number of parts of a whole that are tried for a plain tensor: 4 dims with 4
 cuts each. A dim is cut along mesh axes: in chunks, from both ends or strided."""
 MULTIPLE = 0.5**0.5
-"""Largest residual of a tensor that counts as a multiple of the truth, relative to the
-tensor."""
+"""A tensor counts as a multiple of the truth up to this residual, relative to the norm
+of the tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class _Found:
 
 
 class Boundaries:
-    """Comparison with the reference of all tensors at module boundaries."""
+    """Compares all tensors at module boundaries with the reference."""
 
     def __init__(
         self,
@@ -120,13 +120,13 @@ class Boundaries:
             for n, p in compared_parameters(scenario.workload.model()).items()
         }
         self.of_whole = False
-        """True if the reference runs on whole batches, because it cannot run on parts
-        of them."""
+        """True if the reference runs on whole batches: on one rank, or because parts
+        cannot be run."""
         self.expected: dict[str, dict[Boundary, Expected]] = {}
         self.order: list[Boundary] = []
         self.after: dict[Boundary, int] = {}
-        """Boundary -> number of optimizer steps before its tensor, within the watched
-        step."""
+        """Boundary -> number of optimizer steps that the watched step had made before
+        the boundary was recorded."""
         self.inside: dict[Call, Call] = {}
         one_rank = scenario.workload.one_rank
         references = OnOneRank if one_rank else OnOneProcess
@@ -155,7 +155,7 @@ class Boundaries:
         self.one_factor = self.of_whole or facts_of(scenario.workload.name).counted
         """True if the reference's objective has the same factor on all ranks."""
         self.starts: dict[tuple[int, int], Boundary] = {}
-        """(rank, micro-batch) -> the gradient from which its factor is taken."""
+        """(rank, micro-batch) -> boundary whose gradient gave the factor."""
         self.factors = self._factors()
         self.found = {
             (rank, boundary): tensor
@@ -196,7 +196,10 @@ class Boundaries:
         )
 
     def _without_gradient(self) -> str:
-        """Say which module has a gradient on some of its ranks only; else ""."""
+        """Name the first module with a gradient on some ranks only; "" without one.
+
+        Only ranks on which the module ran in forward count.
+        """
         for boundary in self.order:
             came = FORWARD_OF.get(boundary.kind)
             if came is None:
@@ -315,7 +318,11 @@ class Boundaries:
         return None if tensor is None else tensor.state
 
     def _counts(self, rank: int, boundary: Boundary, way: Direction) -> bool:
-        """Return True if an output of a call differs and no outer call corrects it."""
+        """Return True if the difference of a tensor counts; see [Note: Whose fault].
+
+        It does not count if an enclosing call has right outputs, or if the tensor is a
+        partial sum that is reduced before its use.
+        """
         state = self._state(rank, boundary)
         if state in (None, "right"):
             return False
@@ -539,10 +546,10 @@ class Boundaries:
     def _row_starts(
         self, rank: int, boundary: Boundary, size: int, whole: int
     ) -> list[int]:
-        """Return where the rows of a rank's micro-batch may begin in a whole batch.
+        """Return the indices in a whole batch at which a micro-batch may begin.
 
-        The rows follow those of earlier micro-batches, in one of the equal shares.
-        In a reference on one rank, a call has the rows of all ranks in equal parts.
+        Equal parts begin at multiples of ``size``. In a plain reference a micro-batch
+        may also begin in any rank's share, after the earlier micro-batches of the rank.
         """
         rows = [len(batch.tensors[0]) for batch in self.ranks[rank].batches]
         starts = [*range(0, whole, size)] if whole % size == 0 else []
@@ -576,7 +583,7 @@ class Boundaries:
         return None
 
     def _factors(self) -> dict[tuple[int, int], float]:
-        """Return (rank, micro-batch) -> factor; see [Note: Factors]."""
+        """Return the factor of each rank and micro-batch; see [Note: Factors]."""
         own: dict[tuple[int, int], float] = {}
         rounds = (False, True) if self.of_whole else (True,)
         for rank, whole_too, boundary in product(self.ranks, rounds, self.order):

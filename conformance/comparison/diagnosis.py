@@ -99,7 +99,7 @@ def missing_reduction(
     is_clipped: bool,
     moves_rightly: bool,
 ) -> str:
-    """Say that replicas hold parts that were not reduced; else return "".
+    """Describe gradients that were not reduced over replicas; "" if there are none.
 
     Args:
         replicas: replicas of each shard of a parameter.

@@ -56,9 +56,9 @@ class Reference:
     losses: tuple[float, ...]
     gradients: tuple[dict[str, Doubles], ...]
     updates: tuple[dict[str, Doubles], ...]
-    """For each step: parameter minus its initial value, after the step."""
+    """For each step: parameter or buffer after the step, minus its initial value."""
     start: dict[str, Doubles]
-    """Parameters before the first step."""
+    """Parameters and compared buffers before the first step."""
     initial: str = ""
     """Digest of the initial weights, before their dtype was changed."""
     norms: tuple[float, ...] = ()

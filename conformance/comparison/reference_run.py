@@ -56,9 +56,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Idle:
-    """How the ranks' optimizers received parameters that were not used.
+    """Unused parameters, by the gradient that the ranks' optimizers got: zeros or None.
 
-    Both zeros and None are right, but only with zeros do weight decay and momentum act.
+    Both are right, but weight decay and momentum act only if the gradient is zeros.
     """
 
     zeros: frozenset[str] = frozenset()
@@ -96,8 +96,9 @@ def _uncompiled() -> Iterator[None]:
 def _same_draws(step: int) -> Iterator[None]:
     """Make all references draw the same numbers in a step.
 
-    A model may draw numbers that have no effect, as for layers that are left out with
-    probability 0. Other numbers would look like an input at a jump of a derivative.
+    A model may draw numbers that have no effect, for example to leave out layers with
+    probability 0. Different numbers in two runs would look like inputs that differ near
+    a jump of a derivative.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(step)
@@ -149,7 +150,8 @@ class ReferenceRun:
         seed = max(each.seed for each in (Rows(), *variant.noise))
         self.generator = torch.Generator().manual_seed(seed)
         self.replayed: tuple[dict[str, Choices], ...] = ()
-        """For each step: the choices that routers must make; empty: their own."""
+        """For each step: the choices that routers must make. If empty, routers make
+        their own choices."""
         self.choices: list[dict[str, Choices]] = []
         self.errors: list[dict[str, float]] = []
         self.settings: list[Settings] = []
@@ -328,7 +330,7 @@ class ReferenceRun:
     def weights_of_heads(self) -> list[float]:
         """Return weights of a micro-batch's losses in the next step, up to a factor.
 
-        If the loss has several counts, they come from one forward of the whole batch.
+        If the loss has several counts, one forward of the whole batch gives them.
         """
         if facts_of(self.key.model).counts < 2:
             return [1.0]
@@ -507,7 +509,7 @@ CUT = Variant(double=True, noise=(Rows(parts=4, reverse=True),))
 def buffers_of_passes(model: str) -> frozenset[str]:
     """Return buffers that depend on how rows are cut into passes, and on their order.
 
-    Each rank has its own passes. If no reference cuts the batch, this is empty.
+    Each rank has its own passes. Returns the empty set if no reference cuts the batch.
     """
     apart = rows_apart(model)
     if not apart and resolve_workload(model).micro_batches is None:

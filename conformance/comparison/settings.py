@@ -35,10 +35,10 @@ __all__ = [
 Settings = tuple[tuple[str, str, Setting], ...]
 """(parameter, key of its param group, value) for one step."""
 _Values = dict[int, dict[int, Setting]]
-"""Step -> rank -> value."""
+"""Values of a setting, by step and rank."""
 _ROUNDING = 16 * 2.0**-24
-"""Relative tolerance of settings. One side may compute a schedule at once, the other in
-fp32 with rounding at each of a dozen steps."""
+"""Relative tolerance of settings. One run may compute a rate by one formula, another
+one step by step in fp32, with rounding at each of a dozen steps."""
 INITIAL_RATE = "initial_lr"
 """Key under which torch's schedulers store the initial learning rate."""
 
@@ -111,8 +111,9 @@ def stack_schedule(
 class Planned:
     """Settings that the workload's own ``scheduler`` gives, step by step.
 
-    The scheduler drives a separate optimizer, which holds copies of all parameters in
-    the same groups. The copies have no gradients, so a step changes no weight.
+    The scheduler drives a separate optimizer, which holds copies of all trained
+    parameters in the same groups. The copies have no gradients, so a step changes no
+    weight.
     """
 
     def __init__(
@@ -202,8 +203,8 @@ def other_setting(at: StepTrace, whole: StepTrace) -> tuple[int, str]:
     """Compare the settings of a rank in one step of two runs.
 
     Returns:
-        The number of equal settings, and a description of the first that differs, or
-        "".
+        The number of equal settings, and a description of the first one that differs;
+        "" if all are equal.
     """
     compared, settings_there = 0, _stepped_with(whole)
     for (name, key), value in _stepped_with(at).items():

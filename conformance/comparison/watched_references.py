@@ -97,9 +97,9 @@ class OnOneProcess:
     def _of_whole_rows(self, batch: Batch) -> Batch:
         """Return the batch to run for a rank's micro-batch: itself, or the whole batch.
 
-        The whole batch is run if the micro-batch holds only parts of rows, or if rows
-        depend on each other, as in a batch norm over all ranks. The rank's tensors are
-        then compared with parts of the reference's tensors.
+        The whole batch is run if the micro-batch holds only parts of rows. It is also
+        run if rows depend on each other, as in a batch norm over all ranks. The rank's
+        tensors are then compared with parts of the reference's tensors.
         """
         shapes = [[t.shape[1:] for t in b.tensors] for b in (batch, self.whole)]
         self.of_whole = self.always_whole or shapes[0] != shapes[1]
@@ -120,7 +120,7 @@ class OnOneProcess:
 
 
 class OnOneRank:
-    """Reference by ``train_step`` on one rank; its calls have the rows of all ranks."""
+    """Reference trained by ``train_step`` on one rank, with the rows of all ranks."""
 
     of_whole = True
 

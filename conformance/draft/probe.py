@@ -49,7 +49,7 @@ class Drawn:
     high: int = 0
 
     def draw(self, generator: torch.Generator) -> Tensor:
-        """Create the tensor."""
+        """Create a tensor of this shape with random values."""
         if self.high:
             return torch.randint(self.high, self.shape, generator=generator)
         return torch.rand(self.shape, generator=generator)
@@ -338,11 +338,12 @@ def _targets(path: str, value: Tensor, inputs: Mapping[str, Drawn]) -> Drawn:
 def _blocks(
     model: nn.Module, calls: Mapping[nn.Module, int]
 ) -> tuple[tuple[str, ...], bool]:
-    """Return the outermost repeated blocks, and True if their containers are named.
+    """Return names of repeated blocks, or names of their containers and True.
 
-    A block is a child of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that was
-    called once and has children. ``fully_shard`` gathers its parameters when it is
-    called, so other modules must not use them.
+    Only the outermost blocks count. A block is a child of a ``ModuleList``,
+    ``ModuleDict`` or ``Sequential`` that was called once and has children.
+    ``fully_shard`` gathers the parameters of a block only for its call, so other
+    modules must not use them.
     """
     containers: list[str] = []
     names: list[str] = []

@@ -24,7 +24,7 @@ from ..status import UsageError, as_usage
 __all__ = ["Source", "find_source", "load", "names_workload"]
 
 MOST_ELEMENTS = 2**28
-"""Largest model that is created here, in elements of all parameters: 1 GiB in fp32."""
+"""Largest number of parameter elements of a model that is created: 1 GiB in fp32."""
 SMALL = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -139,7 +139,7 @@ def _configured(found: Any, kind: Any, settings: Mapping[str, Any]) -> nn.Module
 
 
 def _problem(source: Source) -> str:
-    """Return why the model cannot be created or is too large, such as "raised ..."."""
+    """Return why the model cannot be created or is too large; "" if neither holds."""
     try:
         model = source.make()
     except (Exception, SystemExit) as error:

@@ -8,7 +8,7 @@
 Ranks cannot share a GPU over gloo: with CUDA tensors its send raises, and its coalesced
 all-gather ends the process by a signal.
 
-The reference always trains on the CPU, in fp64 and fp32.
+References always train on the CPU.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def nccl_version() -> tuple[int, int]:
 
 
 def device_names() -> list[str]:
-    """Return the names of the CUDA devices; call it on a rank: it creates a context."""
+    """Return the names of the CUDA devices; only for ranks, as it creates a context."""
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
@@ -141,8 +141,8 @@ def narrows_products(device: torch.device) -> bool:
     """Return True if matrix products round fp32 inputs first, as TF32 does.
 
     The settings have several names, and not all of them have an effect. So this
-    computes a matrix product and a convolution with the identity, which are exact in
-    fp32.
+    multiplies by the identity, in a matrix product and in a convolution: in fp32 both
+    results are exact.
     """
     one = torch.eye(64, device=device)
     value = torch.full_like(one, 1.0 + 2.0**-20)

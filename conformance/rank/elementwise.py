@@ -22,7 +22,7 @@ __all__ = ["HalfNoise", "not_elementwise"]
 
 STEPS = 4
 """Number of steps of the probe. SOAP only prepares in its first step. The third step
-uses state left by the second, and the fourth shows the effect of that use."""
+uses state of the second one, and the effect shows in the fourth."""
 EQUAL = 1e-9
 """Relative difference in fp64 up to which two updates are equal. Permuting elements
 changes elementwise operations by a few units of 2^-53, because the processor's vectors

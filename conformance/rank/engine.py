@@ -107,7 +107,8 @@ class Engine:
     variation: Variation | None = None
     """Difference of this run from the plain one, if it is a reference on one rank."""
     reduction: Reduction | None = None
-    """Noise in place of the promised reduction, for a reference on one rank."""
+    """Random rounding in place of the promised reduction, for a reference on one
+    rank."""
     _inferred: bool = False
 
     def __post_init__(self) -> None:
@@ -247,10 +248,10 @@ class Engine:
     def weight_of(self, parts: Iterable[Batch]) -> float | None:
         """Return the weight of these micro-batches in the loss of the whole batch.
 
-        If the loss is (sum, count), a call of the loss gives the count. The call needs
-        an output of the right form, whatever its values: the model on one process gives
-        one. Returns None if that model rejects the inputs of a shard, if the loss
-        rejects its output, or if the loss has several counts.
+        If the loss is (sum, count), a call of the loss gives the count. This call needs
+        a model output of the right form with any values. So the whole model runs on
+        this process. Returns None if that model rejects the inputs of a shard, if the
+        loss rejects its output, or if the loss has several counts.
         """
         workload = self.scenario.workload
         if not facts_of(workload.name).counted:

@@ -12,7 +12,7 @@ Afterwards :func:`fold` combines the events of all ranks:
   ranks are joined by order, and ``RankTrace.unjoined`` says so.
 - **Parameters without an optimizer** form one more group. Optimizers of other tensors,
   such as fp32 copies, decide for that group. If the group is empty, these optimizers
-  train something beside the model.
+  train tensors outside of the model.
 - **A parameter is left to another rank** if that rank uses its gradient, with the same
   elements, and this rank does not. If some rank steps the parameter by an optimizer
   inside another optimizer (ZeRO-1), the inner call counts, on every rank.
@@ -116,7 +116,8 @@ class _Groups:
     of_optimizer: Mapping[tuple[int, int], int]
     """(rank, number of an optimizer) -> index of its group, if it has one."""
     unjoined: tuple[int, ...]
-    """Number of optimizers of each rank if only order joins them; else empty."""
+    """Number of optimizers of each rank, if optimizers of different ranks were joined
+    by their order only; empty if parameters joined them."""
 
     def decided_by(self, rank: int, optimizer: int) -> list[str]:
         """Return the parameters for which an optimizer decides."""
@@ -193,7 +194,7 @@ def _first_place(part: set[Member]) -> float:
 
 
 def _left(ranks: Sequence[RankTrace]) -> Iterator[frozenset[str]]:
-    """Yield for each rank its parameters that only another rank's optimizer steps."""
+    """Yield for each rank the parameters that it leaves to other ranks' optimizers."""
     used, outside, inside = zip(*map(_uses, ranks), strict=True)
     anywhere, inner = set[Elements]().union(*used), set[Elements]().union(*inside)
     for trace, mine, outer, own in zip(ranks, used, outside, inside, strict=True):
@@ -261,13 +262,12 @@ def _folded(
 
 
 def _after_a_step(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield uses of gradients from a forward that ran after weights had moved.
+    """Yield uses of gradients whose forward ran after the step had moved weights.
 
-    A higher number of autograd nodes shows that a forward ran: a hook on all modules
-    would be traced into code that a user compiles. A logged sum of losses also creates
-    nodes, so some gradient must have been written as well. Writes are unknown for an
-    optimizer of copies, and frozen parameters have none: for both, the forward alone
-    decides.
+    New autograd nodes show that a forward ran. A hook on all modules would be traced
+    into code that a user compiles. A logged sum of losses creates nodes too, so some
+    gradient must also have been written. For an optimizer of copies, whose writes are
+    unknown, and for frozen parameters, which have no gradient, new nodes are enough.
     """
     moved: int | None = None  # autograd nodes when the first optimizer had stepped
     evaluated: dict[int, int] = {}  # optimizer -> autograd nodes at its first use

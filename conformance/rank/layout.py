@@ -4,8 +4,8 @@ A model is laid out twice. The first time every parameter is filled with the num
 its own elements. The values that each rank then holds map its local elements to the
 full tensor, for any placements. This layout is dropped, and the model is laid out again
 with its true values, which are compared through the map. So gradparity needs no
-knowledge of sharding internals and writes nothing into the model. Ranks with equal maps
-hold replicas.
+knowledge of sharding internals and writes nothing into a laid-out model. Ranks with
+equal maps hold replicas.
 
 A workload with a method ``weights`` describes the local parts itself (``local_parts``),
 and is laid out once.
@@ -69,7 +69,7 @@ __all__ = [
 Places = Mapping[str, NDArray[np.int64]]
 """Name -> position of each local element in the flat full tensor."""
 _last_read: dict[Hashable, Places] = {}
-"""Last layout from which this process has read positions, and these positions. The
+"""At most one entry: the layout that this process read last, with the positions. All
 scalers and recipes of a layout run one after another. A failed rank ends its whole
 world, so either all ranks of a world have read the layout or none has."""
 AGAIN = "this was its second call: with weights(stack) a model is laid out once"
@@ -338,7 +338,7 @@ def _check_frozen(parameters: Mapping[str, Tensor], trained: frozenset[str]) -> 
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Return second names of tied parameters -> first names."""
+    """Return the first name of each tied parameter, by its second name."""
     first = {parameter: name for name, parameter in model.named_parameters()}
     names = model.named_parameters(remove_duplicate=False)
     return {name: first[p] for name, p in names if name != first[p]}

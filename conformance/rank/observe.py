@@ -143,7 +143,7 @@ def _hash(parts: Iterable[bytes]) -> str:
 
 
 def non_finite(gradient: Tensor, scale: float) -> bool:
-    """Return True if a local gradient, divided by ``scale`` or not, is not finite."""
+    """Return True if a local gradient is not finite, before or after unscaling."""
     part = local_part(gradient)
     if part.is_sparse:
         part = part.coalesce().values()
@@ -197,10 +197,10 @@ def numbers_laid_out_as(tensor: Tensor) -> Places:
 
 
 def partial_ranks(gradient: Tensor) -> tuple[tuple[int, ...], int]:
-    """Return the ranks over which a gradient is still to be summed, a legal state.
+    """Return the ranks over which a gradient is still to be summed, if it is partial.
 
     Returns:
-        The ranks, including this one; empty if the gradient is not partial. And the
+        The ranks, including this one; empty if the gradient is not partial. Then the
         divisor of the sum: the number of ranks on axes over which it is a partial mean.
     """
     if not isinstance(gradient, DTensor):
@@ -328,9 +328,9 @@ def _is_of_parameter(shape: tuple[int, ...]) -> bool:
     any other node the reduced tensor counts as an activation's gradient, with two
     exceptions:
 
-    - The tensor has the shape of the gradient that the node passes on to one parameter
-      alone, and no other output of the node has as many dims. Then the node's function
-      reduces for its parameter.
+    - The node passes on a gradient to one parameter alone. The tensor has the shape of
+      that gradient, and no other output of the node has as many dims. Then the node's
+      function reduces for its parameter.
     - The node passes on gradients with the shapes of those that it got, and the tensor
       has another number of dims. Then the node exists only for a hook (``fully_shard``
       creates such nodes).

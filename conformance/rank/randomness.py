@@ -205,7 +205,7 @@ class DrawLog:
 def _full_names(
     root: nn.Module, whole: Set[str], parameters: Mapping[str, Tensor]
 ) -> dict[nn.Module, str]:
-    """Return module -> its name in the full model, or else its name in the stack."""
+    """Return each module's name in the full model, or in the stack if it has none."""
     full = names_of(root, whole, parameters) if whole else {}
     full = with_layers_beside(root, full, whole)
     plain = {module: _plain(name) for name, module in root.named_modules()}
@@ -240,7 +240,7 @@ def _floating(tree: Any) -> Iterator[Tensor]:
 
 
 def _applied(tensors: list[Tensor]) -> tuple[str, bool]:
-    """Return the digest of the tensor that gets random numbers; True if it is unique.
+    """Return the digest of the tensors that get random numbers; True if it is unique.
 
     Zeros, or attention heads that start at zero, are equal by accident on ranks with
     different activations.

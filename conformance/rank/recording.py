@@ -110,7 +110,7 @@ def global_batch(engine: Engine, step: int) -> Batch:
 
 
 def local_gradients(engine: Engine) -> dict[str, Tensor]:
-    """Return name -> gradient of this rank's parameters that have one."""
+    """Return this rank's gradients by parameter name, without missing ones."""
     return {
         name: parameter.grad
         for name, parameter in engine.parameters.items()

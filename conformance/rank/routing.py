@@ -39,8 +39,8 @@ CHUNK = 64
 """Number of rows that are compared with the reference at a time, to limit memory."""
 MASKED = -(2.0**100)
 """Score that replaces the score of a masked choice. A mask is the lowest number of a
-dtype or minus infinity, so fp64 and a rank have different ones. ``MASKED`` is further
-from any other score than noise."""
+dtype or minus infinity, so masks in fp64 and on a rank differ. ``MASKED`` differs from
+every other score by more than noise."""
 _aten = torch.ops.aten
 _CHOOSE = {_aten.topk.default, _aten.argmax.default, _aten.max.dim}
 

@@ -41,7 +41,7 @@ class SameSkips:
         self.at = 0
         self.unscaled: set[int] = set()
         self.skipped: dict[int, bool] = {}
-        """id of an optimizer -> True if its last step was skipped."""
+        """Maps the id of an optimizer to True if its last step was skipped."""
 
     def scale(self, outputs: Any) -> Any:
         """Multiply the losses by the scale, in any nest of iterables as in torch."""

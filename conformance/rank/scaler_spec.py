@@ -118,7 +118,7 @@ def _unfit(spec: str, text: str) -> UsageError:
 def refuse_unfit(
     ranks: BaseCluster, spec: str, folder: str, device: str = "cpu"
 ) -> None:
-    """Raise if a scaler lacks a required method, before anything runs.
+    """Raise before anything runs if a scaler cannot be made or lacks a method.
 
     Args:
         ranks: cluster on which the scaler is constructed: it may need a process group.
@@ -127,7 +127,7 @@ def refuse_unfit(
         device: type of the device that the scaler is for.
 
     Raises:
-        UsageError: names the missing methods.
+        UsageError: names the error of the constructor, or the missing methods.
     """
     if spec == NO_SCALER:
         return
@@ -140,7 +140,10 @@ def refuse_unfit(
 
 
 def lacking(spec: str, folder: str, device: str) -> str:
-    """Return the names of missing :class:`ScalerProtocol` methods as text, or ""."""
+    """Describe an error of a scaler's constructor, or its missing methods.
+
+    Returns "" if the scaler has all methods of :class:`ScalerProtocol`.
+    """
     factory = load_scaler(spec, folder)
     try:
         scaler = factory(**CONSTRUCTOR | {"device": device})
@@ -160,7 +163,7 @@ def growth_tracker(state_dict: Mapping[str, Any]) -> int | None:
 
 
 def refuse_mixed(specs: Sequence[str]) -> None:
-    """Raise if ``none`` is given beside scalers.
+    """Raise if ``none`` is named together with scalers.
 
     Raises:
         UsageError: says that ``none`` trains in other scenarios than scalers.

@@ -80,14 +80,14 @@ class ScalerUnderTest:
             self.load(saved)
 
     def saved(self) -> Saved:
-        """Return the state of the scaler."""
+        """Return the state of the tested scaler, as a checkpoint would hold it."""
         file = io.BytesIO()
         with self.watch("state_dict"):
             torch.save(self.scaler.state_dict(), file)
         return Saved(scaler=file.getvalue(), state=self.state())
 
     def load(self, saved: Saved) -> None:
-        """Load a state of a scaler."""
+        """Load a saved state into the tested scaler."""
         with self.watch("torch.load of its state_dict"):
             loaded = torch.load(io.BytesIO(saved.scaler), weights_only=True)
         with self.watch("load_state_dict"):
@@ -167,7 +167,7 @@ class ScalerUnderTest:
         return self.recipe.new_scale if step == MANUAL_STEP else None
 
     def update(self, step: int) -> None:
-        """Call ``update`` of the scaler."""
+        """Call ``update`` of the tested scaler, if there is one."""
         manual = self.manual_scale(step)
         if self.scaler is not None:
             with self.watch("update"):
@@ -175,9 +175,9 @@ class ScalerUnderTest:
                 self.scaler.update(*[manual] * (manual is not None))
 
     def misuse(self) -> list[Misuse]:
-        """Make calls in a wrong order, in plain runs only.
+        """Make calls in a wrong order, and return their effects; only in plain runs.
 
-        Recipes make no difference to these calls.
+        A recipe would make no difference to these calls.
         """
         scenario = self.engine.scenario
         if (

@@ -225,8 +225,8 @@ class StepTrace:
     calls: set[str] = field(default_factory=set)
     """Names of the scaler's methods that were called."""
     raw: dict[str, bool] | None = None
-    """Parameter -> True if its gradient was not finite when a scaler was about to read
-    it. None if no scaler read gradients."""
+    """Maps a parameter to True if its gradient was not finite when a scaler was about
+    to read it. None if no scaler read gradients."""
     own_skip: bool = False
     """True if all ranks skipped by the workload's own decision, and counted the
     skip."""
@@ -248,8 +248,8 @@ class StepTrace:
     gradients: dict[str, Floats] = field(default_factory=dict)
     """Unscaled local gradients that the optimizer used, flattened."""
     places: dict[str, NDArray[np.int64]] = field(default_factory=dict)
-    """Parameter -> position of each gradient element in the flat full tensor, if they
-    differ from those of the parameter (``RankTrace.index``)."""
+    """Parameter -> position of each gradient element in the flat full tensor. Without
+    an entry, the positions are those of the parameter (``RankTrace.index``)."""
     partial: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Parameter -> ranks over which its gradient is still to be summed."""
     parameters: dict[str, Floats] = field(default_factory=dict)
@@ -335,7 +335,7 @@ class RankTrace:
     index: dict[str, NDArray[np.int64]]
     """Parameter -> position of each local element in the flat full tensor."""
     shards: dict[str, str]
-    """Parameter -> digest of ``index``: replicas have equal digests."""
+    """Parameter -> digest of its entry in ``index``: replicas have equal digests."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Parameter of the model -> number of elements of the whole."""
     trains: frozenset[str] = frozenset()
@@ -343,11 +343,11 @@ class RankTrace:
     owned: list[list[str]] = field(default_factory=list)
     """For each decision group: names of its parameters, equal on all ranks."""
     unjoined: tuple[int, ...] = ()
-    """Number of optimizers of each rank, if it differs and only their order tells which
-    of them belong together; else empty."""
+    """Number of optimizers of each rank, if the numbers differ and only the order of
+    the optimizers shows which belong together; else empty."""
     left: frozenset[str] = frozenset()
-    """Parameters that another rank with the same elements steps: here they need no
-    gradient."""
+    """Parameters that another rank with the same elements steps. On this rank they need
+    no gradient."""
     reduce_dtype: str = ""
     """Dtype in which the workload promises to reduce gradients; empty: no promise."""
     narrows: bool = False
@@ -372,8 +372,8 @@ class RankTrace:
     """Wrong calls made after the last step; None if the run did not get there."""
 
     restored: Restored | None = None
-    """Result of the workload's own save and load after the last step; None if it has
-    neither."""
+    """Result of the workload's own save and load after the last step; None if the
+    workload has neither."""
 
     loaded: tuple[int, str] | None = None
     """After the workload loaded its own checkpoint: the number of moved weights that
@@ -381,8 +381,8 @@ class RankTrace:
     load."""
 
     lost_buffer: str = ""
-    """Buffer that training had moved, and that is as in a new model after the workload
-    loaded its own checkpoint; empty if there is none."""
+    """Buffer that training changed, and that the workload's own load left at its
+    initial value; empty if there is none."""
 
     saved: Saved | None = None
     """State of the scaler after the last step, if another world begins with it."""
@@ -412,6 +412,6 @@ class RankTrace:
         return np.arange(elements) if self.sizes.get(name) == elements else None
 
     def reached(self, step: int) -> bool:
-        """Return True if ``step`` is the last one and was completed."""
+        """Return True if ``step`` is the last one in this trace and was completed."""
         last = self.steps[-1] if self.steps else None
         return last is not None and last.complete and last.step == step

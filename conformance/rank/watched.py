@@ -95,7 +95,7 @@ class WatchedScaler:
             return self._scaler.scale(outputs)
 
     def update(self, new_scale: Any = None) -> None:
-        """Adjust the scale, or set it."""
+        """Adjust the scale, or set it to ``new_scale`` or to the recipe's scale."""
         if new_scale is None:
             new_scale = self._new_scale
         with self._watch("update"):

@@ -15,8 +15,8 @@ and ranks round each summand instead. So the noise of such a gradient is at leas
 ``ROUNDING``. That of its update is twice as much: the update is a product with the
 gradient, and may be a multiple of the gradient itself.
 
-The bound of an update also allows one unit in the last place of each weight, because
-two nudged runs may miss a few elements that round the other way. In 16 bits, one in
+The bound of an update also allows one unit in the last place of each weight: two nudged
+runs may miss a few elements that round the other way. In 16 bits, one in
 ``FLIPS`` numbers kept of an update may also differ by any amount: Lion steps by the
 sign of a sum, which rounding may decide.
 """
@@ -40,20 +40,20 @@ FACTOR = 8.0
 UNIT = 2.0**-24
 """Unit roundoff of fp32: the smallest noise of a tensor, relative to its norm."""
 COARSE = 2.0**-13
-"""Noise of the median gradient, relative to its norm, that only 16 bits cause: fp32
-reached 1e-5."""
+"""Noise of the median gradient, relative to its norm, above which the job computes in
+16 bits: in fp32 the noise reached 1e-5."""
 ROUNDING = {"bfloat16": 0.42 * 2.0**-8, "float16": 0.42 * 2.0**-11}
 """Noise of a rounded gradient, relative to its norm: the root mean square of rounding
-errors that are uniform within half a unit in the last place, of numbers that are spread
-evenly on a logarithmic scale."""
+errors. Errors are uniform within half a unit in the last place, and the numbers are
+spread evenly on a logarithmic scale."""
 ROUNDED = {"gradient": 1, "update": 2}
 """Kind of tensor -> factor of ``ROUNDING`` in its noise."""
 CANCELS = {1: 8, 2: 2}
-"""Number of elements -> factor of ``ROUNDING``. Summands are rounded, and may cancel:
-the sum of independent ones is below 1/64 of their size once in 80 times for one
-element, and below 1/16 once in 500 times for two."""
+"""Number of elements -> factor of ``ROUNDING``. The summands of a gradient are rounded,
+and may cancel. For one element, the sum of independent summands is below 1/64 of their
+size once in 80 times. For two elements, it is below 1/16 once in 500 times."""
 FLIPS = 32
-"""Numbers kept of an update, of which one may differ by any amount in 16 bits."""
+"""One in so many numbers kept of an update may differ by any amount, in 16 bits."""
 KINDS = ("gradient", "update")
 
 
@@ -71,7 +71,7 @@ class Row:
     noise: float
     """Largest distance between correct runs of the job, relative to the same norm."""
     words: str = ""
-    """Description of the second side's tensor, such as ``is zero``; else empty."""
+    """Description of the second side's tensor, such as ``is zero``; may be empty."""
 
     @property
     def differs(self) -> bool:
@@ -187,7 +187,7 @@ def _noise(side: Side, name: str, step: int, kind: str) -> float:
 
 
 def _words(one: Side, mine: Whole, its: Whole, name: str, step: int, kind: str) -> str:
-    """Describe how the second side differs from the first, if the sketch shows it."""
+    """Describe how the second side's tensor differs; "" if sketches do not show it."""
     if its.bad or mine.bad:
         bad = counted(its.bad, "non-finite element")
         return f"has {bad}, and {mine.bad} in {one.name}"
@@ -211,9 +211,10 @@ def _words(one: Side, mine: Whole, its: Whole, name: str, step: int, kind: str) 
 
 
 def _sum_of_steps(one: Side, mine: Whole, its: Whole, before: Whole, kind: str) -> str:
-    """Say if a tensor is a multiple of this step's plus one of the step before.
+    """Say if the second side's tensor is a sum of two tensors of the first side.
 
-    This is so if gradients are not zeroed; clipping changes the two factors.
+    These are a multiple of this step's tensor and one of the step before, as when
+    gradients are not zeroed; clipping changes the two factors. Returns "" if not.
     """
     assert mine.sketch is not None and before.sketch is not None
     if its.sketch is None or its.sketch.size <= 8:

@@ -90,9 +90,9 @@ def _called(kind: str) -> str:
 def _ends(a: Run, b: Run, steps: Sequence[int]) -> list[Key]:
     """Return the keys of weights and states after the last common step.
 
-    If one side has more steps, it has recorded these weights and states at the start of
-    its next step, and only of parameters that this step moves. Then only keys of both
-    sides are returned.
+    A side with more steps has recorded these weights and states when its next step
+    began, and only for parameters that this step moves. Then only keys of both sides
+    are returned.
     """
     end = steps[-1] + 1
     every = {**a.tensors, **b.tensors}

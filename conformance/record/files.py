@@ -154,13 +154,13 @@ class Recording(msgspec.Struct):
     outputs: set[str] = set()
     """Dtypes of the model's outputs."""
     in_16_bits: dict[str, list[str]] = {}
-    """Dtype of 16 bits -> parameters whose own module returned numbers of it."""
+    """Dtype of 16 bits -> parameters whose own module returned this dtype."""
     unstepped: list[str] = []
     """Parameters that require a gradient and are in no optimizer."""
     notes: list[str] = []
     """Errors inside the recorder."""
     tensors: dict[str, Stored] = {}
-    """``optimizer/step/kind/number/name`` -> numbers of that part."""
+    """Numbers of each part, by the key ``optimizer/step/kind/number/name``."""
 
     def forget_rows(self) -> None:
         """Drop the numbers of rows, and the losses, of all steps."""

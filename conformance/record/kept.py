@@ -1,7 +1,7 @@
 """Numbers kept of a tensor: digest, sketch, squares, largest element, non-finite.
 
 [Note: Sums over parts]
-All numbers depend on the position of an element in the whole tensor, and are combined
+All numbers depend on the position of an element in the whole tensor. They are combined
 over parts by a sum or a maximum. So each rank keeps numbers of its own elements,
 nothing is sent, and every layout of a tensor gives the same result. The digest is a
 sum over elements of their bits times a random odd word of the position, modulo 2^64:
@@ -123,10 +123,10 @@ class Kept:
         )
 
     def update(self, before: Kept, unit: float) -> Kept:
-        """Return the sketch of the weighted update: these numbers minus those before.
+        """Return the sketch of the weighted update: these numbers minus ``before``.
 
-        Its sum of squares is that of one unit in the last place of each weight, with
-        the same weighting, because a correct step may round each weight to either side.
+        The sum of squares is that of one unit in the last place of each weight, with
+        the same weighting. A correct step may round each weight to either side.
 
         Args:
             before: numbers of each weight times its gradient's size, before the step.

@@ -170,7 +170,7 @@ def _distance(first: Stored, other: Stored) -> float:
 
 
 def _share_of(part: Stored, rank: int, replicas: int) -> Stored:
-    """Divide a replica by the number of replicas: added up, they give the mean."""
+    """Return a replica divided by ``replicas``, marked as a summand of the mean."""
     where = replace(part.place, summand=(rank,))
     sketch = None if part.sketch is None else part.sketch / np.float32(replicas)
     return msgspec.structs.replace(part, place=where, sketch=sketch)
@@ -243,9 +243,10 @@ class Run:
     or floating-point rows if no rank has tokens: later stages of a pipeline always get
     floats."""
     unpadded: Mapping[int, Mapping[int, Sequence[int]]]
-    """Step -> digest of a row of tokens -> its two digests without padding."""
+    """Two digests without padding of each row of tokens, by step and by the row's
+    digest."""
     sums: Mapping[int, Mapping[int, Sequence[float | None]]]
-    """Step -> digest of a floating-point row -> its sums."""
+    """Sums of each floating-point row, by step and by the row's digest."""
     bags: Mapping[int, int]
     """Step -> a hash of all rows in any order; equal rows of ranks count once."""
     losses: Mapping[int, float]
@@ -255,24 +256,25 @@ class Run:
     outputs: frozenset[str]
     """Dtypes of the model's outputs, on all ranks."""
     in_16_bits: Mapping[str, str]
-    """Parameter -> dtype of 16 bits of which its own module returned numbers."""
+    """Parameter -> dtype of its own module's output, if that has 16 bits."""
     unstepped: tuple[str, ...]
     without_gradient: frozenset[tuple[int, str]]
     """(step, parameter) pairs without a gradient on any rank."""
     unnamed: int
     notes: tuple[str, ...]
     replicas: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
-    """Tensors whose replicas differ in bits -> ranks with other bits than the first."""
+    """Ranks whose replica has other bits than the first rank's, by tensor; only for
+    tensors with such ranks."""
     other_settings: Mapping[tuple[int, str], Mapping[int, Mapping[str, Any]]] = field(
         default_factory=dict
     )
-    """(step, parameter) whose settings differ between ranks -> settings by rank."""
+    """Settings by rank, for each (step, parameter) in which ranks differ."""
     left: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Parameter -> ranks that hold it but do not step it, although other ranks do."""
     skipped: frozenset[tuple[int, str]] = frozenset()
     """(step, parameter) of steps that were skipped because of an inf or nan."""
     evaluations: Mapping[int, int] = field(default_factory=dict)
-    """Step -> largest number of times that an optimizer called its closure."""
+    """Step -> largest number of times that an optimizer's gradients were computed."""
 
     @property
     def steps(self) -> list[int]:
@@ -434,7 +436,7 @@ def _is_unnamed(key: Key) -> bool:
 def _by_row(
     ranks: Iterable[tuple[Mapping[int, Sequence[Any]], Mapping[int, Sequence[Any]]]],
 ) -> dict[int, dict[int, Any]]:
-    """Return step -> digest of a row -> other numbers of that row."""
+    """Return other numbers of each row, by step and by the row's digest."""
     by_step: dict[int, dict[int, Any]] = {}
     for rows, numbers in ranks:
         for step, inputs in numbers.items():
@@ -446,7 +448,7 @@ def _by_row(
 def _rows_of_blocks(
     ranks: Mapping[int, Recording], step: int
 ) -> dict[int, frozenset[int]]:
-    """Return rank -> digests of its rows; float rows only if no rank has tokens."""
+    """Return each rank's digests of rows; float rows only if no rank has tokens."""
     rows_by_rank = {
         rank: frozenset(r for rows in each.rows_of_blocks.get(step, ()) for r in rows)
         for rank, each in ranks.items()
@@ -460,7 +462,7 @@ def _rows_of_blocks(
 
 
 def _bags(ranks: Collection[Recording]) -> dict[int, int]:
-    """Return step -> sum of the bags of ranks; bags of equal rows count once."""
+    """Return the sum of all ranks' bags by step; bags of equal rows count once."""
     bags_by_step: dict[int, dict[frozenset[int], int]] = {}
     tokens = any(recording.rows for recording in ranks)
     for recording in ranks:

@@ -44,8 +44,9 @@ class _Noting(Protocol):
 def blocks_of(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the blocks of a model with their names, in the order of definition.
 
-    Blocks are the elements of module lists and the modules beside such lists. Modules
-    inside compiled code are not blocks, because their hooks would be compiled.
+    Blocks are the elements of module lists and, outside of lists, the outermost modules
+    that contain no list. Modules inside compiled code are not blocks, because their
+    hooks would be compiled.
     """
     if _is_compiled_in_place(model):
         return
@@ -89,9 +90,9 @@ class _Batch:
     def of_rank(self, box: Box) -> Box | None:
         """Return the position of an output among this rank's rows.
 
-        None if the output does not belong to these rows. Dim 0 of the output has one
-        element for each row. In an output with two dims it may have several for each
-        row: the tokens of all rows.
+        Returns None if the output does not belong to these rows. Dim 0 of the output
+        has one element for each row. If the output has two dims, dim 0 may have several
+        elements for each row: the tokens of all rows.
         """
         count = len(self.rows)
         if not box.shape:
@@ -119,8 +120,8 @@ class Blocks:
 
     noting: _Noting
     kept: dict[Key, dict[int, tuple[Box, Kept]]] = field(default_factory=dict)
-    """Key -> number of the model's call -> box and numbers. A block called again in one
-    forward has the number of that call in its name."""
+    """Box and numbers of each block's tensor, by key and by number of the model's call.
+    A block called again in one forward has the number of that call in its name."""
     rows: dict[int, list[Tensor]] = field(default_factory=dict)
     """Step -> digests of the rows of the model's first input, for each call."""
     _step: int = 0

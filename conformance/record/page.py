@@ -79,7 +79,7 @@ def write_page(folder: Path, one: Side, other: Side, found: Comparison) -> Path:
 def _table(
     rows: Sequence[Row], kind: str
 ) -> tuple[list[int], Mapping[str, Mapping[int, Cell]]]:
-    """Return the steps; and tensor -> step -> cell."""
+    """Return the steps, and the cells by tensor and step."""
     table: dict[str, dict[int, Cell]] = {}
     for row in rows:
         if row.kind == kind:
@@ -88,7 +88,7 @@ def _table(
 
 
 def _ranks(found: Comparison) -> Mapping[str, Mapping[int, Cell]]:
-    """Return tensor -> rank -> cell, for tensors that differ on some ranks only."""
+    """Return cells by tensor and rank, for tensors that differ on some ranks only."""
     return {
         f"{row.kind} of {row.name}": {
             rank: _cell(replace(row, distance=share and row.distance * share, words=""))

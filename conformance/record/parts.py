@@ -225,7 +225,7 @@ class Roots:
         return name if number == 1 else f"{name} (model {number})"
 
     def learn(self, module: nn.Module) -> None:
-        """Read the layout of a Megatron module; nothing for other modules."""
+        """Read the layout of a Megatron module; ignore other modules."""
         try:
             if pieces := pieces_of_megatron(module):
                 self.checkpointed |= pieces
@@ -255,7 +255,7 @@ class Roots:
         return [Piece(name, 0, box)]
 
     def unstepped(self, stepped: Iterable[str]) -> list[str]:
-        """Return trainable parameters of called models that are in no optimizer."""
+        """Return the trainable parameters of called models that no optimizer has."""
         called = {id(module) for module in self.called}
         models = [
             root
@@ -412,7 +412,10 @@ def _of_deepspeed(own: Sequence[Any], roots: Roots) -> Iterator[Part]:
 
 
 def fp32_range_of(parameter: Any) -> tuple[Tensor, Box] | None:
-    """Return the fp32 elements that this rank steps of a DeepSpeed parameter."""
+    """Return the fp32 elements of a DeepSpeed parameter that this rank steps.
+
+    Returns None for other parameters, and if the parameter is not trained.
+    """
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is not None:  # ZeRO 1 and 2
         start, shape = mapping.lp_fragment_address.start, tuple(parameter.shape)
@@ -479,7 +482,7 @@ def _of_flat(flat: Any, roots: Roots) -> Iterator[Part]:
 def pieces_of_megatron(module: nn.Module) -> dict[int, tuple[Any, list[Piece]]]:
     """Read the layout of a Megatron model from its ``sharded_state_dict``.
 
-    That covers pipeline stages, experts, tensor parallelism, and gated layers, whose
+    It describes pipeline stages, experts, tensor parallelism, and gated layers, whose
     two halves are sharded separately.
 
     Returns:

@@ -1,9 +1,9 @@
 """Recorder: runs inside a training job and records some steps of its optimizers.
 
-It hooks every optimizer of torch, and calls of the outermost model. It does not
-communicate, writes into no tensor, and never makes training wait for a device: numbers
-stay on their device until the last recorded step. An error of the recorder is noted,
-and the job goes on.
+It hooks every optimizer of torch, and calls of the outermost model. At the start it may
+replace or nudge the weights. After that it writes into no tensor. It does not
+communicate, and never makes training wait for a device: numbers stay on their device
+until the last recorded step. An error of the recorder is noted, and the job goes on.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Recorder:
         self.roots = Roots()
         self.recording = Recording()
         self.optimizers: dict[tuple[int, int], tuple[int, Any, Any]] = {}
-        """ids of an optimizer and of its first parameter -> its number, in the order of
-        first calls, and both objects. ZeRO 3 gives one optimizer different parameters
-        in turn."""
+        """(id of an optimizer, id of its first parameter) -> number of the optimizer,
+        and both objects. Numbers follow the order of first calls. ZeRO 3 gives one
+        optimizer different parameters in turn."""
         self.calls = Counter[int]()
         """Number of an optimizer -> count of its calls."""
         self.running: dict[int, Step] = {}
@@ -75,10 +75,11 @@ class Recorder:
         self.begun: set[tuple[int, str]] = set()
         """(id of an optimizer, key of a part) with a recorded step."""
         self.others: list[Any] | None = None
-        """Weak references to all optimizers of torch, once one has finished its
-        steps."""
+        """Weak references to all optimizers of torch; None until one optimizer has made
+        its recorded steps."""
         self.late: set[int] = set()
-        """ids of optimizers created later: an inner loop may create many."""
+        """ids of optimizers created after ``others`` was set: an inner loop may create
+        many."""
         self.finals: list[tuple[int, State]] = []
         """Number of an optimizer and its state after its last recorded step."""
         self.prepared: set[int] = set()
@@ -86,20 +87,20 @@ class Recorder:
         self.models = 0
         """Number of prepared models."""
         self.inner: set[int] = set()
-        """ids of all modules inside the called models."""
+        """ids of the called models and of all modules inside them."""
         self.blocks = Blocks(self.noting) if orders.modules else None
         self.declared: set[int] = set()
         """ids of the parameters and modules passed to :func:`record`; others, such as
-        those of an inner loop, are not recorded. Empty if it was not called."""
+        those of an inner loop, are not recorded. Empty if ``record`` was not called."""
         self.trained: set[int] = set()
-        """ids of the trained parameters among them."""
+        """ids of the trained parameters in ``declared``."""
         self.generators: dict[int, list[Tensor]] = {}
         """id of a model -> states of the random generators when it was called."""
         self.written = False
         self.outer: set[int] = set()
         """ids of the called models."""
         self.in_16_bits: dict[torch.dtype, dict[int, nn.Module]] = {}
-        """Dtype of 16 bits -> modules that returned numbers of it, by id."""
+        """Dtype of 16 bits -> modules, by id, that returned this dtype."""
         self.calls_of_modules: list[Any] = []
         """Handles of global module hooks. Hooks on the model itself would be saved and
         copied with it."""

@@ -43,7 +43,7 @@ class Region:
     holders: tuple[int, ...]
     """Ranks that hold elements of the differing tiles; empty if all ranks do."""
     shares: dict[int, float]
-    """Rank -> share of the difference that lies in tiles of which it holds elements."""
+    """Rank -> share of the difference in tiles of which the rank holds elements."""
 
     def __str__(self) -> str:
         """Describe the region; empty if the whole tensor differs."""

@@ -77,7 +77,7 @@ class Answer:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Two ranks that sent different numbers, the lower first; else empty."""
+        """Two ranks with different numbers, lower rank first; empty if all agree."""
         if self.most is None or self.least is None:
             return ()
         ranks = sorted((self.most & 65535, self.least & 65535))
@@ -85,7 +85,7 @@ class Answer:
 
     @property
     def where(self) -> str:
-        """The two ranks as a text, ``on rank 3 than on rank 1``; else empty."""
+        """The two ranks as text: ``on rank 3 than on rank 1``; empty if all agree."""
         return " than ".join(f"on rank {rank}" for rank in reversed(self.ranks))
 
 
@@ -285,7 +285,7 @@ class Numbers:
     """Topic that compares numbers given by the user's functions."""
 
     def __init__(self, equal: Mapping[str, Callable[[], float | Tensor]]) -> None:
-        """Take name -> function that returns the number."""
+        """Take the functions that return the numbers, by name."""
         self.size = len(equal)
         self._equal = equal
 

@@ -27,8 +27,8 @@ def around_compiled(
 ) -> None:
     """Call two functions around each call of a module that was compiled in place.
 
-    Its hooks are inside of the compiled code, which calls none of ours. Copies of the
-    module, and files with it, have no compiled code.
+    Hooks cannot do this: the compiled code does not call a hook that is added later.
+    Copies of the module, and files with it, have no compiled code.
     """
     run: Any = module._compiled_call_impl
 

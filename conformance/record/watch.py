@@ -78,7 +78,7 @@ class _Message:
     numbers and of their complements."""
 
     def read(self) -> Iterator[str]:
-        """Yield what the topics report."""
+        """Pass the answers to the topics, and yield their messages."""
         own, both = (tensor.tolist() for tensor in self.landing.read())
         answers = [
             Answer(number, *((None, None) if NONE in pair else (pair[0], ~pair[1])))
@@ -221,11 +221,12 @@ def watch(
 ) -> Watch:
     """Compare ranks at each step: replicas, optimizer settings, rows and numbers.
 
-    All ranks of the default process group call it, after the model is laid out and
-    before the first step. One message of less than 1 KB is sent after each step, on a
-    process group of its own, and no rank waits for it. Each weight is checked once in
-    ``period`` steps; a weight that did not move since its last check is logged. Ranks
-    with different rows that draw the same random numbers in forward are logged once.
+    All ranks of the default process group must call this function, after the model is
+    laid out and before the first step. One message of less than 1 KB is sent after each
+    step, on a process group of its own, and no rank waits for it. Each weight is
+    checked once in ``period`` steps; a weight that did not move since its last check is
+    logged. Ranks with different rows that draw the same random numbers in forward are
+    logged once.
 
     Args:
         model: model that the optimizers train.

@@ -15,7 +15,7 @@ SEQUENCES = {
     "growth": "the growth tracker after",
     "stepped": "whether the parameters changed in",
 }
-"""Field of ``Curves`` that is compared exactly, by rank and step -> its description."""
+"""Maps each field of ``Curves`` that is compared exactly to its description."""
 Rows = Sequence[Sequence[object]]
 """For each rank: a value for each step."""
 
@@ -96,7 +96,7 @@ def _sequences(old: CaseRecord, new: CaseRecord) -> Iterator[Change]:
 
 
 def difference(what: str, before: Rows, now: Rows) -> str:
-    """Describe the first difference of two sequences by rank; else ""."""
+    """Describe the first step and rank at which two runs differ; "" if none does."""
     shape, seen = [len(row) for row in before], [len(row) for row in now]
     if shape != seen:
         return f"{what} each step covers {seen} steps of the ranks, was {shape}"

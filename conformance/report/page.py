@@ -93,7 +93,7 @@ def render_page(report: Report) -> str:
 
 
 def _missed(report: Report) -> dict[str, tuple[str, str]]:
-    """Return check -> the scenario with most missing comparisons, and its message."""
+    """Return the scenario with most missing comparisons, and its message, by check."""
     most: dict[str, tuple[int, str, str]] = {}
     for case in report.cases:
         for verdict in case.verdicts:
@@ -170,7 +170,7 @@ def _anchor(record: CaseRecord) -> str:
 
 
 def _tallies(report: Report) -> dict[str, dict[str, int]]:
-    """Return scaler -> number of its cases by status, the worst first."""
+    """Return the number of cases by scaler and status, the worst status first."""
     tallies = {}
     for scaler in report.scalers:
         counts = Counter(c.status for c in report.cases if c.scaler == scaler)
@@ -252,7 +252,7 @@ class Story:
     traits: dict[str, str]
     """Trait -> value, for the filters of the page."""
     scripts: dict[str, str] = field(default_factory=dict)
-    """Failed scaler -> its script that needs only torch, if there is one."""
+    """Scripts that need only torch, by failed scaler."""
     undrawn: bool = False
     """True if plots were left out because of the size limit."""
 
@@ -280,7 +280,7 @@ def _capped(stories: Sequence[Story]) -> list[Story]:
 
 
 def _groups(stories: Sequence[Story]) -> dict[str, list[Story]]:
-    """Return topology -> its stories, the worst topology first."""
+    """Return the stories by topology, the worst topology first."""
     order = sorted(stories, key=lambda story: -RANKING.index(story.status))
     worst = dict.fromkeys(story.topology for story in order)
     return {name: [s for s in order if s.topology == name] for name in worst}
@@ -349,7 +349,7 @@ class Filter:
 
 
 def _filters(stories: Sequence[Story]) -> dict[str, list[Filter]]:
-    """Return trait -> its filters; a trait that all runs share has none."""
+    """Return the filters by trait; a trait that all runs share has none."""
     filters = {
         trait: list(_values(trait, stories))
         for trait in ("verdict", "topology", "precision", "model")

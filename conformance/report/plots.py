@@ -267,7 +267,10 @@ LEAST_DECADE = -3
 
 
 def _share(ratio: float, least: int, most: int) -> float:
-    """Return a bar's length: 0 at decade ``least``, 1 at ``most``, nan or inf."""
+    """Return a bar's length: 0 at decade ``least``, 1 at decade ``most``.
+
+    Nan and inf have length 1.
+    """
     if not math.isfinite(ratio):
         return 1.0
     decade = math.log10(ratio) if ratio > 0 else least

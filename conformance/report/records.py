@@ -194,7 +194,8 @@ class Location(_Part, frozen=True, kw_only=True):
     module: str = ""
     """Faulty module; empty for the model itself, or if it is not a module."""
     inside: str = ""
-    """Module inside it at whose boundary a tensor first differs, if one does."""
+    """Module inside ``module`` at whose boundary a tensor first differs; empty if there
+    is none."""
     ranks: tuple[Count, ...] = ()
     """Ranks that first differ."""
     step: Count | None = None
@@ -209,7 +210,8 @@ class Location(_Part, frozen=True, kw_only=True):
     collective: str = ""
     """Last collective that the rank issued before the difference."""
     parameters: tuple[str, ...] = ()
-    """All parameters whose gradient, or else whose update, differs in that step."""
+    """All parameters whose gradient differs in that step; without one, all whose update
+    differs."""
     compared: Count = 0
     """Number of compared tensors at module boundaries."""
     not_compared: Count = 0
@@ -231,8 +233,8 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
     verdicts: tuple[Verdict, ...]
     seconds: float
     problem: str = ""
-    """Reason why there is no verdict, with the rank; else empty. No check is applied if
-    there is a reason."""
+    """Reason, with the rank, why no check could be applied; empty if checks were
+    applied."""
     whose: str = ""
     """Owner of the call in ``problem``, such as ``your train_step``; empty if the
     harness broke."""
@@ -270,9 +272,9 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
     def failures(self) -> tuple[Verdict, ...]:
         """Violations, or the failure of the harness; the cause first.
 
-        The check that failed at the earliest step is the cause of the others. Of
-        several at one step it is the first in the list of checks. A check without a
-        step, such as a count, follows from those with one.
+        The check that failed at the earliest step is the cause of the others. If
+        several fail at one step, the first in the list of checks is the cause. Checks
+        without a step, such as counts, come last.
         """
         failures = [v for v in self.findings if v.status in ("fail", "error")]
         return tuple(sorted(failures, key=_precedence))
@@ -321,7 +323,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def incomplete(self) -> str:
-        """Reason why the report does not cover the whole run; else empty."""
+        """Reason why the report does not cover the whole run; empty if it does."""
         if self.footer is None:
             return (
                 f"the run was cut off after {len(self.cases)} of "
@@ -538,7 +540,7 @@ def _decoded(path: Path, number: int, line: bytes, decoder: Decoder[T]) -> T:
 
 
 def _wrong_shape(case: CaseRecord) -> str:
-    """Return what is wrong with the numbers of ranks and steps in a case; else ""."""
+    """Describe a wrong number of ranks or steps in a case; "" if all are right."""
     curves = case.curves
     if curves is None:
         return ""

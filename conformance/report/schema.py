@@ -61,7 +61,7 @@ def report_schema() -> dict[str, Any]:
 
 
 def _documented(record: type) -> dict[str, str]:
-    """Return field -> its docstring in the record or in a base class."""
+    """Return the docstring of each field, from the record or from a base class."""
     texts: dict[str, str] = {}
     for each in record.__mro__[: record.__mro__.index(msgspec.Struct)]:
         (node,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body

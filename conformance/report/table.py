@@ -49,7 +49,7 @@ def escape(text: str) -> str:
 def legible(text: str) -> str:
     """Return the text like `escape`, but readable without rendering.
 
-    It is a code span if it needs escaping.
+    Text that needs escaping becomes a code span.
     """
     text = plain(text)
     if escape(text) == text:

@@ -180,7 +180,7 @@ def worst_status(records: Sequence[CaseRecord]) -> str:
 
 
 def headings(report: Report) -> dict[str, str]:
-    """Return scaler -> heading of its column; ``none`` alone is headed "verdict"."""
+    """Return each scaler's column heading: "verdict" if ``none`` is the only one."""
     without = "no scaler" if len(report.scalers) > 1 else "verdict"
     return {spec: without if spec == "none" else spec for spec in report.scalers}
 
@@ -245,7 +245,7 @@ def _number(value: Number) -> str:
 
 
 def coverage(report: Report) -> dict[str, str]:
-    """Return check -> number of comparisons, and how many were expected, as text.
+    """Return, by check, the numbers of made and of expected comparisons as text.
 
     Checks that compare tensors with the reference count elements. Checks that applied
     to no run are left out.

@@ -66,7 +66,7 @@ def traces_of(failure: WorldError, *, has_scaler: bool) -> tuple[RankTrace, ...]
 
 
 def _hung(failure: WorldError) -> set[int]:
-    """Return the ranks that hang; the other ranks without an end only wait for these.
+    """Return the ranks that hang; other unfinished ranks only wait for these.
 
     A rank whose scaler returned waits in gradparity's own check, which the harness does
     not know. So the harness may name that rank as hanging, and call a rank that is
@@ -90,7 +90,10 @@ def _how(outcome: RankOutcome) -> str:
 
 
 def ran_out_of_time(traces: Sequence[RankTrace]) -> str:
-    """Return the call that exceeded its time limit, as text; else ""."""
+    """Describe the call that exceeded the time limit; "" if there is none.
+
+    Returns "" also if a call of the scaler raised: other ranks only waited for it.
+    """
     if any(trace.problem is not None for trace in traces):
         # other ranks were late only because they waited for the rank that raised
         return ""
@@ -125,16 +128,16 @@ def why_not_run(
     scenario: Scenario,
     alone: Callable[..., str],
 ) -> str:
-    """Return why a workload could not run the scenario; else "".
+    """Return why a workload cannot run a scenario; "" if the workload is at fault.
 
     The following are gradparity's choices and not the user's: mesh axes of size 1,
     frozen parameters, recomputation, a second layout, and deferred gradient
     synchronisation. So these exceptions are not a fault of the workload:
 
     - an exception of ``parallelize`` with such a choice;
-    - an exception of ``train_step`` with frozen parameters or recomputation, or on a
-      mesh with an axis of size 1, where a hand-written schedule may wait for a stage
-      that does not exist;
+    - an exception of ``train_step`` with frozen parameters or recomputation;
+    - an exception of ``train_step`` on a mesh with an axis of size 1, where a
+      hand-written schedule may wait for a stage that does not exist;
     - an exception of forward or backward with deferred synchronisation, since a module
       may not support them in its ``no_sync()``;
     - an exception that one process, too, raises in the scenario's half precision
@@ -172,7 +175,7 @@ def why_not_run(
 
 
 def why_not_alone(scenario: Scenario) -> str:
-    """Return why one process, too, cannot run the scenario's half precision; else "".
+    """Return why even one process cannot run the scenario's precision; "" if it can.
 
     The precision is gradparity's choice, and some torch operations reject it.
     """

@@ -48,7 +48,7 @@ ROUND = 10
 
 @dataclass(frozen=True, kw_only=True)
 class HuntSettings:
-    """Settings of one hunt."""
+    """Settings of a hunt, which draws random scenarios until a check fails."""
 
     scaler: str
     selection: Selection
@@ -125,7 +125,7 @@ def scenarios(draw: st.DrawFn, selection: Selection) -> Scenario:
 
 
 def hunt(settings_: HuntSettings, console: Console) -> int:
-    """Search until the budget is spent or a violation is shrunk.
+    """Draw and run scenarios until the budget is spent or a violation is shrunk.
 
     Returns:
         0 no violation, 1 a violation, 3 no scenario had a verdict.

@@ -66,8 +66,8 @@ class Place:
         self._remove: Callable[[], object] = lambda: None
         """Removes the folder of ``files``, if it was created."""
         self._alone = {False: self._one(default_group=False)}
-        """True for a process group of one rank, False without one -> cluster of one
-        process."""
+        """Clusters of one process, by key: True if the process has a process group of
+        one rank, False if it has none."""
 
     def __enter__(self) -> Self:
         return self
@@ -147,7 +147,7 @@ class Place:
         raise NotImplementedError
 
     def not_runnable(self, world: int) -> str:
-        """Return why a world of this size cannot run here; else ""."""
+        """Return why a world of this size cannot run here; "" if it can."""
         raise NotImplementedError
 
     def launcher(self) -> Launcher:
@@ -241,7 +241,7 @@ _NOT_THE_CALLER = re.compile("/torch/|/multiprocess/")
 
 
 def waiting_place(outcome: RankOutcome) -> str:
-    """Return the function and line in which a rank waited when killed, or ""."""
+    """Return the function and line in which a killed rank waited; "" if unknown."""
     # faulthandler writes the main thread last, its innermost frame first
     frames = _FRAME.findall(outcome.stacks.rpartition("hread 0x")[2])
     places = [
@@ -253,7 +253,7 @@ def waiting_place(outcome: RankOutcome) -> str:
 
 
 def _waiting_places(failure: WorldError) -> str:
-    """Describe where ranks waited when they were killed; else ""."""
+    """Describe where ranks waited when they were killed; "" if no place is known."""
     ranks_by_place: dict[str, list[int]] = {}
     for outcome in failure.outcomes:
         if place := waiting_place(outcome):

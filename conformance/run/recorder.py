@@ -190,7 +190,10 @@ def case_record(case: Case, devices: Devices | None = None) -> CaseRecord:
 
 
 def _whose(case: Case) -> str:
-    """Name the user's call that raised, or the workload that hung; else ""."""
+    """Return ``your CALL`` if the user's call raised, ``your workload`` if it hung.
+
+    Returns "" if neither happened.
+    """
     error = case.own_error
     if error is not None:
         return f"your {error.call or 'workload'}"

@@ -116,7 +116,7 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
         agent: agent of this process, which leads a run under torchrun; else None.
 
     Raises:
-        UsageError: for bad usage, before any rank is started.
+        UsageError: for bad usage, before the first case.
     """
     scalers = list(dict.fromkeys(settings.scalers))
     folder, path = os.getcwd(), settings.path

@@ -19,9 +19,10 @@ C = TypeVar("C")
 class Waiting(Generic[S, C]):
     """Cases that a second thread checks, and that end in order.
 
-    To localise a failure takes the ranks, which train another case. A case with such a
-    failure waits, with all cases after it, until :meth:`catch_up` ends them in the
-    thread that uses the ranks. A lock ensures that one thread at a time ends a case.
+    Localising a failure needs the ranks, which are training another case by then. So
+    a case with a failure to localise waits, with all cases after it. When the ranks
+    are free, :meth:`catch_up` ends these cases in the thread that uses the ranks. A
+    lock ensures that one thread at a time ends a case.
     """
 
     def __init__(

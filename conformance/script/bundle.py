@@ -52,7 +52,7 @@ class Bundle:
         """(module, attribute, name in the script); without attribute: the module
         itself."""
         self._late: set[tuple[str, str, str]] = set()
-        """The same for names of :class:`Code` with ``late``."""
+        """Imports like those in ``_imports``, of :class:`Code` names with ``late``."""
         self._here = False
         """True if the current folder of the script is searched for modules."""
 

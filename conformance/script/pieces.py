@@ -71,7 +71,7 @@ def halves(batch: Any) -> list[Any]:
 
 
 def share(rows: Tensor, number: int, of: int) -> Tensor:
-    """Return part ``number`` of ``of`` equal parts."""
+    """Cut rows into ``of`` equal parts, and return part ``number``."""
     return rows.chunk(of)[number]
 
 

@@ -116,7 +116,7 @@ def write_standalone(path: Path, scenario: Scenario, scaler_spec: str) -> None:
 
 
 def _refusal(scenario: Scenario, spec: str) -> str:
-    """Return the part of a scenario that scripts do not support; else ""."""
+    """Return which part of a scenario scripts do not support; "" if they can do all."""
     recipe, precision = scenario.parsed_recipe, scenario.parsed_precision
     workload, facts = scenario.workload, facts_of(scenario.model)
     bare = spec == NO_SCALER
@@ -197,7 +197,7 @@ def _run(scenario: Scenario) -> Run:
 
 
 def _own(spec: str) -> Code:
-    """Return the import of the user's workload."""
+    """Return the code that imports the user's workload and creates it."""
     module, _, name = spec.partition(":")
     workload = named("workload", spec, "mypackage.stack:Workload")
     code = f"{name}()" if isinstance(workload, type) else name

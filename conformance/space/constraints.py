@@ -96,8 +96,8 @@ def resharded_world(topology: str, world_size: int) -> tuple[str, int]:
     """Return (topology, ranks) of a world that saves the state for this world.
 
     A recipe lets this world's scaler begin with that state. The layout is the same, on
-    half as many ranks or on twice as many, up to 4. If neither fits, it is another
-    layout that supports all models and precisions of this one.
+    half as many ranks or on twice as many, up to 4. If neither fits, another layout is
+    used, which supports all models and precisions of this one.
     """
     chosen = TOPOLOGIES[topology]
     for ranks in (world_size // 2, 2 * world_size):
@@ -115,12 +115,12 @@ PAIRS: Mapping[tuple[str, str], Callable[[ResolvedWorkload, str, str], str]] = {
     ("recipe", "model"): _recipe_model,
     ("topology", "recipe"): _topology_recipe,
 }
-"""(field, field) of a scenario -> function that says why two values exclude each
-other."""
+"""Maps two fields of a scenario to a function. It returns why values of these fields
+exclude each other."""
 
 
 def why_not(workload: ResolvedWorkload, choices: Mapping[str, str]) -> str:
-    """Return the first reason why choices exclude each other; else "".
+    """Return the first reason why choices exclude each other; "" if all fit together.
 
     Args:
         workload: workload whose topologies are used.

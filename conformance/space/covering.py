@@ -24,7 +24,7 @@ Row = dict[str, str]
 Choices = Mapping[str, Sequence[str]]
 Columns = tuple[str, ...]
 Missing = dict[Columns, dict[tuple[str, ...], None]]
-"""Columns -> combinations of their values that no row contains yet, in order."""
+"""Combinations of values that no row contains yet, in order, by their columns."""
 
 
 def subsets(columns: Iterable[str], strength: int) -> list[Columns]:
@@ -90,7 +90,7 @@ def _fill(
 def _gains(
     row: Row, column: str, values: Sequence[str], missing: Missing
 ) -> dict[str, int]:
-    """Return value of ``column`` -> number of missing combinations it would add."""
+    """Return the number of missing combinations that each value of a column adds."""
     gains = dict.fromkeys(values, 0)
     for columns, combinations in missing.items():
         if not combinations or column not in columns:

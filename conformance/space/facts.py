@@ -68,7 +68,8 @@ class WorkloadFacts:
     """
 
     lacks: Mapping[OfWorkload, str]
-    """Property of :data:`FOUND_OUT` that the workload does not have -> the reason."""
+    """Reason why the workload lacks a property, for each missing one of
+    :data:`FOUND_OUT`."""
     rows: int
     """Number of rows of the global batch."""
     counts: int
@@ -154,7 +155,8 @@ def objective_of(
 ) -> tuple[Tensor, Counts]:
     """Return the loss of micro-batches together, and its counts.
 
-    Means are weighted by rows. A sum whose count is 0 is not divided.
+    Means are weighted by the number of target elements. A sum whose count is 0 is not
+    divided.
     """
     objectives, parts = [], [*parts]
     for part in parts:
@@ -359,10 +361,10 @@ def _why_not_parted(workload: ResolvedWorkload) -> str:
 
 
 def _why_not_recomputed(workload: ResolvedWorkload) -> str:
-    """Return why the model cannot be recomputed in backward; else "".
+    """Return why the model cannot be recomputed in backward; "" if it can.
 
-    Tested on one process, so that an error on ranks comes from the layout. Also "" if
-    the model cannot be called: ``check_workload`` reports that.
+    Tested on one process, so that an error on ranks comes from the layout. Returns ""
+    also if the model cannot be called: ``check_workload`` reports that.
     """
     calls = 0
 

@@ -22,9 +22,9 @@ _PROBABILITIES = ("drop", "jitter")
 
 
 def probabilities(model: nn.Module) -> dict[str, float]:
-    """Return name -> probability of dropouts that scale the elements they keep.
+    """Return the probabilities, by name, of dropouts that scale the elements they keep.
 
-    Those in eval mode, as in a teacher, are left out.
+    Dropouts in eval mode, as in a teacher, are left out.
     """
     modules = model.named_modules()
     return {n: float(m.p) for n, m in modules if isinstance(m, _SCALED) and m.training}
@@ -38,8 +38,8 @@ def generators_of(module: nn.Module) -> list[torch.Generator]:
 def turn_off_random_layers(stack: object) -> None:
     """Set the probability of every random layer to 0, so that runs can be compared.
 
-    This sets torch's dropouts. It also sets every attribute of a module or of its class
-    whose name contains ``drop`` or ``jitter`` and whose value is from 0 to 1. Torch's
+    This sets torch's dropouts. It also sets attributes of modules and of their classes,
+    if the name contains ``drop`` or ``jitter`` and the value is from 0 to 1. Torch's
     attention and recurrent layers and transformers' models have such attributes.
 
     Args:

@@ -43,7 +43,7 @@ class Training:
     """Settings of a recipe that change the mathematics."""
 
     clip: str = ""
-    """``value`` or ``norm``: how unscaled gradients are clipped."""
+    """Way to clip unscaled gradients: ``value`` or ``norm``; empty for no clipping."""
     frozen: bool = False
     """True to freeze the second half of the model; its gradients are None."""
     decay: bool = False
@@ -87,8 +87,8 @@ class Recipe:
     defer_sync: bool = False
     """True to synchronise gradients in the last pass only."""
     optimizers: int = 1
-    """Number of optimizers, with one ``update``. The second one has the experts, or
-    else the biases."""
+    """Number of optimizers that step before one ``update``. The second one has the
+    experts; without experts, the biases."""
     enabled: bool = True
     """Argument ``enabled`` of the scaler's constructor."""
     new_scale: float | None = None
@@ -279,7 +279,8 @@ CONTROL_RECIPES = tuple(
     and (recipe.training.clip or not recipe.unscale)
     and not recipe.clips_and_steps
 )
-"""Recipes that can be trained without a scaler."""
+"""Recipes that are trained without a scaler. Recipes that would equal another one
+without a scaler are left out."""
 
 MANUAL_STEP = 2
 """Step (from 0) at which a recipe passes a scale to ``update``."""

@@ -47,10 +47,10 @@ class Recomputed:
 def recompute_in_backward(model: nn.Module) -> Recomputed:
     """Make the parts of a model drop their activations and recompute in backward.
 
-    Parts are the members of module lists. Beside these, they are the smallest modules
-    that contain no list. Only their ``forward`` is replaced: names, types and hooks
-    stay, so that any layout can follow. The hooks of a part then run outside of the
-    recomputation, as in ``fully_shard(checkpoint(block))``.
+    Parts are the members of module lists and, outside of lists, the outermost modules
+    that contain no list. Only the ``forward`` of a part is replaced: names, types and
+    hooks stay, so that any layout can follow. The hooks of a part then run outside of
+    the recomputation, as in ``fully_shard(checkpoint(block))``.
 
     Args:
         model: model before ``parallelize``.

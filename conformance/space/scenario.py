@@ -220,7 +220,7 @@ class Scenario:
     def needs_two_passes(self) -> bool:
         """True if a ``train_step`` gets two micro-batches, though the recipe has one.
 
-        It must clip the sum of their gradients, and not the gradient of each. Each
+        ``train_step`` must clip the sum of their gradients, and not each gradient. Each
         micro-batch draws other random numbers, and is recomputed from its own inputs.
         With ``shard`` the numbers of rows of ranks may differ, so nothing is cut.
         """
@@ -273,7 +273,7 @@ class Scenario:
         return self.faults == "none" and self.recipe in CONTROL_RECIPES
 
     def not_runnable(self) -> str:
-        """Return why the choices exclude each other; else ""."""
+        """Return why the choices exclude each other; "" if all fit together."""
         if not self.parsed_recipe.enabled and self.faults != "none":
             return "a disabled scaler does not handle bad gradients: choose no faults"
         choices = {name: getattr(self, name) for name in self._tables()}

@@ -99,7 +99,7 @@ class Selection:
         return [name for name in usual if layouts[name].mesh_takes(self.world_size)]
 
     def trains(self, model: str) -> bool:
-        """Return True if a model is selected."""
+        """Return True if the selection includes this model."""
         return not self.models or model in self.models
 
     def keeps(self, scenario: Scenario) -> bool:

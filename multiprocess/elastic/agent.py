@@ -216,7 +216,7 @@ class Agent:
         return ContextChange.between(self._began, current_context())
 
     def finish(self, code: int) -> None:
-        """End the run: the report is written; the leader's last call.
+        """End the run after the report was written; the leader calls this last.
 
         Args:
             code: Exit code for the followers.

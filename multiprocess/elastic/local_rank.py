@@ -17,7 +17,8 @@ from ..spec import CallOptions, WorldSpec
 from .store import SignedStore
 
 MAX_WORLDS = 6
-"""Number of worlds, the most recently used ones, of which an agent keeps its rank."""
+"""Largest number of worlds in which an agent keeps a rank; beyond it the agent ends
+its rank in the least recently used world."""
 
 _SENT = re.compile(r"\w*PATH|(CUDA|GLOO|MKL|NCCL|OMP|TORCH)_\w+")
 """Variables whose change is sent to the ranks of other agents. They go through
@@ -106,7 +107,7 @@ class LocalRanks:
         self._run = run
         self._env = env
         self._worlds: dict[int, RankProcesses] = {}
-        """Number of a world -> its rank here; the least recently used first."""
+        """This agent's rank in each world, by number; the least recently used first."""
 
     def start(self, request: CallRequest, others: OtherRanks) -> Fact:
         """Start the rank; return a fact that says if it is ready or how it ended."""

@@ -70,10 +70,10 @@ class Member:
     """Number of visible CUDA devices."""
 
     local_size: int
-    """Number of ranks on its machine."""
+    """Number of ranks on the agent's machine."""
 
     host: str = "?"
-    """Name of its machine, from torchrun and the kernel."""
+    """Name of the agent's machine, from torchrun and the kernel."""
 
     nonce: str = ""
     """Random number of this record."""
@@ -136,7 +136,7 @@ class Membership:
         return self._run
 
     def why_ended(self) -> str:
-        """Post that this agent is present; name the agents that do not.
+        """Post that this agent is present; describe the agents that did not post this.
 
         Called when torchrun has asked this process to end, because another process has
         ended.
@@ -169,7 +169,7 @@ class Membership:
             store.put(f"cause/{self._rank}", cause.encode())
 
     def read_note(self) -> str:
-        """Return the leader's note, or ""."""
+        """Return the note that the leader stored; "" if there is none."""
         note = None if self._run is None else self._run.read("note", 0.0, author=0)
         return "" if note is None else note.decode()
 

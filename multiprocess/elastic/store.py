@@ -86,7 +86,10 @@ def torchrun_store(name: str) -> SignedStore:
 
 
 class SignedStore:
-    """A torch store with signed values of any size; ``HarnessError`` if it is gone."""
+    """A torch store with signed values of any size.
+
+    Methods raise ``HarnessError`` if the store is gone.
+    """
 
     def __init__(self, store: Store, *, rank: int, scope: tuple[str, ...]) -> None:
         """Wrap a store.

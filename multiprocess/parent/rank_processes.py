@@ -327,14 +327,14 @@ class RankProcesses:
             self._selector.modify(rank.sock, both, rank)
 
     def read(self, limit_s: float) -> list[tuple[RankProcess, int]]:
-        """Wait until ranks send something, and take it; also send what is left.
+        """Wait until ranks send something, and read it; also send pending calls.
 
         All descriptors of all ranks are read at once. A rank that writes to a full pipe
         would never end, and would seem to hang.
 
         Returns:
-            The ranks and descriptors from which something came; none after the limit,
-            or after a long time.
+            The ranks and descriptors from which something came; empty if nothing came
+            within the limit, or within ``linux.LONGEST_WAIT_S``.
         """
         came = []
         wait_s = min(max(0.0, limit_s), linux.LONGEST_WAIT_S)
@@ -360,11 +360,11 @@ class RankProcesses:
         return flight_records.read(self._records_fd, rank)
 
     def place(self, rank: int) -> Place:
-        """Return where a rank is."""
+        """Return the :class:`Place` that a rank has noted: what it waits for."""
         return flight_records.read_place(self._records_fd, rank)[0]
 
     def current_collective(self, rank: int) -> Collective | None:
-        """Return the collective in which a rank is, or None."""
+        """Return the collective that a rank runs or waits for now, or None."""
         return flight_records.read_current(self._records_fd, rank)
 
     def intact(self) -> bool:

@@ -27,8 +27,8 @@ class Fact:
     exit_code: int | None = None
     ended_at_s: float = 0.0
     order: int = 0
-    """Number of this fault among those that several parents reported, from 1. The
-    clocks of several machines cannot be compared."""
+    """Number of this fault, from 1, in the order in which several parents reported
+    faults. Clocks of different machines cannot be compared."""
 
     stopped: bool = False
     waited_s: float = 0.0

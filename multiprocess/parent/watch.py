@@ -27,7 +27,7 @@ _CRASH_GRACE_S = 0.25
 once."""
 
 _POLL_S = 0.05
-"""Interval at which the store is read for faults of ranks that others watch."""
+"""Interval at which the store is read for faults of ranks on other agents."""
 
 _LOOK_S = 0.1
 """Interval at which the state of each rank is read while only some have answered, or
@@ -77,7 +77,8 @@ class Watch:
 
         self._replies: dict[int, Reply] = {}
         self._failing: dict[int, Reply] = {}
-        """Rank -> failure, while it runs its teardown, which may never end."""
+        """Rank -> its failure, for ranks that still run their teardown. The teardown
+        may never end."""
         self._order = 0
         self._left_by: dict[int, int] = {}
         for rank in processes.ranks:
@@ -115,7 +116,7 @@ class Watch:
         return tuple(facts)
 
     def _look(self) -> list[Fact]:
-        """Return the facts of now, with the stacks of the ranks that are running."""
+        """Return the current facts, with the stacks of the ranks that are running."""
         ranks = self._processes.ranks
         # Look before asking for stacks, which continues a stopped rank.
         facts = [self._fact(rank) for rank in ranks]

@@ -431,9 +431,9 @@ def _place_of_failure(result: object) -> str:
 
 
 def _is_fault(outcome: RankOutcome) -> bool:
-    """Return True if a rank failed otherwise than by an exception of its test.
+    """Return True if a rank failed, and not only by an exception of its test.
 
-    It may have died, for example, also in the teardown after the exception.
+    For example the process died, perhaps in the teardown after such an exception.
     """
     result = outcome.value
     failed = isinstance(result, ItemResult) and result.failed is not None
@@ -446,7 +446,7 @@ def _is_torn_down(outcome: RankOutcome) -> bool:
 
 
 def _death(outcome: RankOutcome) -> str:
-    """Return how a rank died in its teardown, after its test had failed; else ""."""
+    """Return how a rank died in the teardown of a failed test; "" if it did not die."""
     if outcome.state is not RankState.RAISED:
         return ""
     code = outcome.exit_code
@@ -454,7 +454,7 @@ def _death(outcome: RankOutcome) -> str:
 
 
 def _left(outcome: RankOutcome) -> str:
-    """Return the kind of an early end such as a skip, or ""."""
+    """Return the kind of an early end, such as a skip; "" if there was none."""
     return outcome.value.kind if isinstance(outcome.value, Left) else ""
 
 
@@ -471,7 +471,7 @@ def _disagreement(outcomes: tuple[RankOutcome, ...]) -> str:
 
 
 def _different_ends(when: str, phases: Sequence[tuple[RankOutcome, Phase]]) -> str:
-    """Return a text that shows how each rank ended a phase, if ranks disagree on it."""
+    """Return a text that shows how each rank ended a phase; for ranks that disagree."""
     lines = [
         f"  rank {outcome.rank}: {phase.kind or 'passed'} {phase.reason}".rstrip()
         for outcome, phase in phases

@@ -111,7 +111,7 @@ def apply_expectation(
 
 @contextmanager
 def reporting(item: pytest.Item) -> Iterator[None]:
-    """Let a worker of pytest-xdist send a report of a test that has ended before."""
+    """Let a worker of pytest-xdist send a report of a test that has already ended."""
     plugins: set[Any] = item.config.pluginmanager.get_plugins()
     workers = [p for p in plugins if type(p).__name__ == "WorkerInteractor"]
     before = [worker.item_index for worker in workers]

@@ -100,14 +100,14 @@ class Phase(Left):
     """Report of pytest, serialised by pytest."""
 
     is_expected: bool
-    """True if it failed, and the ``xfail`` mark of the test accepts the exception."""
+    """True if the phase failed, and the test's ``xfail`` mark accepts the exception."""
 
 
 @dataclass(frozen=True)
 class ItemResult(Left):
     """Result of a test on one rank, in a form that can be sent to the parent.
 
-    It has no phase of a teardown that has not ended yet.
+    A teardown that has not ended yet has no phase here.
     """
 
     phases: tuple[Phase, ...] = ()
@@ -124,7 +124,8 @@ class ItemResult(Left):
     """Failure that the test's ``xfail`` marks expect, or None."""
 
     stops: tuple[tuple[str, object], ...] = ()
-    """(attribute, reason) of the session, by which a test or a hook has ended it."""
+    """Attributes of pytest's session that a test or hook set to end it, such as
+    ``shouldstop``: (name, reason)."""
 
     def phase(self, when: str) -> Phase | None:
         """Return one phase; None if the test did not reach it."""
@@ -206,7 +207,7 @@ class RankSession:
         self.session = pytest.Session.from_config(self.config)
         self.config.hook.pytest_sessionstart(session=self.session)
         self._items: dict[str, dict[ItemId, pytest.Item]] = {}
-        """File -> its tests."""
+        """Collected tests, by file and id."""
 
     def item(self, test: ItemId) -> pytest.Item:
         """Return a test; its file is collected at the first request.
@@ -497,7 +498,7 @@ class _RankPlugin:
     def pytest_collect_directory(
         self, path: Path
     ) -> Generator[None, pytest.Collector | None, pytest.Collector | None]:
-        """Use one node per folder for all files, as one collection of them would.
+        """Use one node per folder for all files, as if they were collected together.
 
         Fixtures of a conftest belong to the node of its folder.
         """

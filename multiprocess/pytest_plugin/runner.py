@@ -53,7 +53,7 @@ class Runner:
         self._report = report
         self._late: list[tuple[pytest.Item, WorldError]] = []
         self._clusters: dict[WorldSpec, BaseCluster] = {}
-        """Kind of world -> its cluster; the least recently used first."""
+        """Clusters by kind of world; the least recently used one comes first."""
 
         self._kept_nodes: dict[WorldSpec, list[object]] = {}
         """Kind of world -> nodes whose fixtures its ranks keep for the next test."""
@@ -135,7 +135,7 @@ class Runner:
         item: pytest.Item,
         following: pytest.Item | None,
     ) -> tuple[RankOutcome, ...]:
-        """Run a test; before it, end the fixtures kept for a test that was left out.
+        """Run a test; first end fixtures that were kept for a test that did not run.
 
         Args:
             spec: Settings of its world.

@@ -40,7 +40,8 @@ class Wanted:
 
     spec: WorldSpec
     too_small: str = ""
-    """Reason why there are fewer ranks here than the test needs; else empty."""
+    """Reason why there are fewer ranks here than the test needs; empty if there are
+    enough."""
 
 
 def add_options(parser: pytest.Parser, group: pytest.OptionGroup) -> None:

@@ -1,6 +1,6 @@
 """Import modules on ranks with pytest's rewritten asserts, as in the parent.
 
-Otherwise a failing assert on a rank would show "AssertionError" and no values, and a
+Without this, a failing assert on a rank would show "AssertionError" and no values. A
 test module that only pytest can find could not be imported at all.
 """
 
@@ -71,7 +71,7 @@ _seen_modules: tuple[object, ...] = ()
 
 
 def rewritten_modules() -> dict[str, str]:
-    """Return name -> file of modules that pytest has rewritten in this process."""
+    """Return the files, by module name, that pytest has rewritten in this process."""
     global _seen_modules, _rewritten
     # Called before each call on ranks: a search through some thousand modules takes
     # longer than that, so it is made only after a module was added.

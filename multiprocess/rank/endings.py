@@ -77,8 +77,8 @@ def conclude(
 def never_runs(fn: Any) -> str:
     """Return "a coroutine", "a generator", ... if calling ``fn`` only creates one.
 
-    Otherwise return "". Only ``fn`` itself is checked: a decorator around a coroutine
-    function may run it.
+    Returns "" if the call runs the code of ``fn``. Only ``fn`` itself is checked: a
+    decorator around a coroutine function may run it.
     """
     while isinstance(fn, functools.partial):
         fn = fn.func

@@ -65,7 +65,7 @@ class RecordWriter:
     def enter(
         self, place: Place, record: tuple[int, int] | None = None
     ) -> tuple[int, int]:
-        """Note where the rank is from now on.
+        """Note the rank's :class:`Place`, which says what it waits for from now on.
 
         Args:
             place: Place of the thread that made this writer; calls on other threads
@@ -73,7 +73,7 @@ class RecordWriter:
             record: Collective that the rank is in, as :meth:`record` returned it.
 
         Returns:
-            The place before, for :meth:`leave`.
+            The previous place, for :meth:`leave`.
         """
         before = self._now
         is_of_this_call = record is not None and record[0] == self._calls
@@ -87,7 +87,7 @@ class RecordWriter:
         return self._now[0] != Place.BODY.value
 
     def leave(self, before: tuple[int, int]) -> None:
-        """Restore the place from before :meth:`enter`."""
+        """Restore the place that the rank had before :meth:`enter`."""
         self._put(before)
 
     def _put(self, now: tuple[int, int]) -> None:
@@ -137,13 +137,13 @@ def read(fd: int, rank: int) -> tuple[Collective, ...]:
 
 
 def read_place(fd: int, rank: int) -> tuple[Place, int | None]:
-    """Return where a rank is, and the position of its current collective or None."""
+    """Return a rank's noted place, and the position of its collective or None."""
     place, index = _PLACE.unpack(os.pread(fd, _PLACE.size, rank * REGION + _COUNT.size))
     return Place(place), None if index == _NO_RECORD else index
 
 
 def read_current(fd: int, rank: int) -> Collective | None:
-    """Return the collective in which a rank is, or None."""
+    """Return the collective that a rank runs or waits for now, or None."""
     _, position = read_place(fd, rank)
     collectives = () if position is None else read(fd, rank)
     return next((call for call in collectives if call.position == position), None)

@@ -41,7 +41,7 @@ _allowed_group: dist.ProcessGroup | None = None
 def allow_present(*, only: bool = False) -> None:
     """Do not report the current default process group and the running threads.
 
-    Threads count if they run Python code. Those allowed before stay allowed.
+    Only threads that run Python code count. Threads allowed earlier stay allowed.
 
     Args:
         only: True to forget the threads allowed before, at the start of a call.

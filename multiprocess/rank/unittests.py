@@ -28,7 +28,7 @@ EXIT_0 = Left("exit", "SystemExit", "0")
 
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OF_TORCHRUN = ("MASTER_ADDR", "MASTER_PORT")
-"""Environment variables that a rank sets anew, beside ``_OF_RANKS``."""
+"""Environment variables that a rank sets anew, in addition to ``_OF_RANKS``."""
 
 
 @dataclass(frozen=True, kw_only=True)

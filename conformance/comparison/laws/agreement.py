@@ -35,7 +35,7 @@ def _disagreement(
 ) -> Finding:
     """Return a finding on the first step at which ``read`` differs between ranks.
 
-    A rank for which ``read`` returns None does not know the value, and is left out.
+    Ranks for which ``read`` returns None are left out: they do not know the value.
     """
     return _first_split(evidence, what, evidence.steps(), read)
 
@@ -120,7 +120,7 @@ def growth(evidence: Evidence) -> Finding:
     decides=True,
 )
 def skip(evidence: Evidence) -> Finding:
-    """Compare, for each optimizer, on which ranks local parameters changed."""
+    """Check that each optimizer's parameters changed on all ranks or on none."""
     return _first_split(
         evidence, "decision", evidence.decisions(), lambda d: d.parameters_changed
     )
@@ -167,7 +167,7 @@ def replicas(evidence: Evidence) -> Finding:
 def _moved_buffers(
     evidence: Evidence, seen: Sequence[StepTrace]
 ) -> dict[str, dict[int, str]]:
-    """Return name -> rank -> digest of each buffer that changed on some rank."""
+    """Return digests, by name and rank, of the buffers that changed on some rank."""
     moved: dict[str, dict[int, str]] = defaultdict(dict)
     still: dict[str, bool] = defaultdict(lambda: True)
     for s, trace in zip(seen, evidence.ranks, strict=True):

@@ -21,7 +21,7 @@ from ..law import (
     "twice, or changes the scale without a step.",
 )
 def refused(evidence: Evidence) -> Finding:
-    """Check the wrong calls that gradparity makes after the last step."""
+    """Check that each call that was wrong on purpose raised and changed nothing."""
     compared = 0
     for trace in evidence.ranks:
         for seen in trace.misuse or ():

@@ -93,7 +93,7 @@ def _has_departed(parity: Parity, step: int) -> bool:
 
 
 def _reports(evidence: Evidence, seen: Sequence[StepTrace]) -> dict[int, float]:
-    """Return rank -> reported norm, for ranks that report one."""
+    """Return the norm that each rank reports, without ranks that report none."""
     return {
         trace.rank: s.reported_norm
         for s, trace in zip(seen, evidence.ranks, strict=True)
@@ -241,7 +241,7 @@ def _why_no_factor(evidence: Evidence) -> str:
     hidden=_why_no_factor,
 )
 def factor(evidence: Evidence) -> Finding:
-    """Compare gradients as the optimizer used them with the true, unclipped ones."""
+    """Compare the clipped gradients of the optimizer with the true, unclipped ones."""
     scenario, parity = evidence.scenario, evidence.parity
     training = scenario.parsed_recipe.training
     clips = clips_by_norm(scenario.workload, training)

@@ -88,7 +88,7 @@ def _times(scale: float, factor: float) -> float:
     "fp16. Resuming a run needs the exact sequence.",
 )
 def rule(evidence: Evidence) -> Finding:
-    """Compare every update on every rank with the rule."""
+    """Check that every update of the scale on every rank follows the rule."""
     scenario, compared = evidence.scenario, 0
     # Counted here if state_dict has no tracker. A load may have lost the count, which
     # is then unknown until the scale changes.
@@ -145,7 +145,7 @@ def _text(tracker: int | None) -> str:
     "A run cannot recover: gradients become nan or zero.",
 )
 def positive(evidence: Evidence) -> Finding:
-    """Check every scale on every rank."""
+    """Check that the scale on every rank is finite and above 0 after every step."""
     compared = 0
     for step, seen in evidence.steps():
         for s, trace in zip(seen, evidence.ranks, strict=True):

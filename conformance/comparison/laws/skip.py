@@ -51,7 +51,7 @@ def all_ranks_skip(evidence: Evidence) -> Finding:
     decides=True,
 )
 def all_ranks_step(evidence: Evidence) -> Finding:
-    """Check that parameters change at a good step on every rank that holds some."""
+    """Check that a good step changes parameters on every rank that trains any."""
     compared, good = 0, False
     for step, seen in evidence.decisions():
         if _is_bad(seen):
@@ -91,7 +91,10 @@ def _reason(evidence: Evidence, step: int) -> str:
 
 
 def _part(seen: Sequence[Decision]) -> str:
-    """Name the parameters that did not move, if their ranks train others; else ""."""
+    """Name parameters that did not move on ranks that also train other groups.
+
+    Returns "" if a rank that did not move trains one decision group only.
+    """
     still = [d for d in seen if d.parameters_changed is False]
     if not all(d.others for d in still):
         return ""

@@ -58,7 +58,7 @@ def _pairs(evidence: Evidence) -> Iterator[tuple[int, StepTrace, StepTrace]]:
 
 
 def first_difference(once: Sequence[RankTrace], again: Sequence[RankTrace]) -> str:
-    """Describe the first bitwise difference of two runs of a scenario; else ""."""
+    """Describe the first bitwise difference of two runs; "" if they are equal."""
     for trace, twin in zip(once, again, strict=True):
         for s, t in zip(trace.steps, twin.steps, strict=True):
             where = f"on rank {trace.rank} at step {s.step}"
@@ -73,7 +73,7 @@ def first_difference(once: Sequence[RankTrace], again: Sequence[RankTrace]) -> s
 
 
 def _undecided(evidence: Evidence) -> Finding | None:
-    """Return the finding of both checks if they cannot compare this run, else None."""
+    """Return why neither check can compare this run, as a finding; None if both can."""
     reason = _not_applicable(evidence)
     if reason:
         return skipped(reason)
@@ -98,13 +98,13 @@ def _differs(rank: int, step: int, name: str, what: str, compared: int) -> Findi
 
 
 ONE_STEP = 0.0
-"""Least fraction of comparisons: any. The run without a scaler does not skip a bad
-step, so later steps cannot be compared. One step is enough, because inexact scaling
-changes bits in every step."""
+"""Least fraction of all comparisons that must be made: one step is enough. Inexact
+scaling changes bits in every step. The run without a scaler does not skip a bad step,
+so later steps cannot be compared."""
 SUBNORMAL = 2.0**-100
-"""Limit below which products in the control run may have been subnormal, and thus
-rounded. Above it, a subnormal term (below 2^-126) is less than an eighth of a unit in
-the last place."""
+"""Results of the control run below this limit may contain rounded subnormal products.
+Above the limit, a subnormal term (below 2^-126) is less than an eighth of a unit in the
+last place."""
 
 
 @law(

@@ -169,7 +169,7 @@ class JumpLog(TorchFunctionMode):
         return call(arguments)
 
     def _steps(self, value: Tensor, called: Callable[[Tensor], Any]) -> Tensor | None:
-        """Return the distances by which the elements of an input move, or None.
+        """Return the distance that each element of an input moves; None if none moves.
 
         Args:
             value: the input.
@@ -225,7 +225,8 @@ def _as_part_of(value: Tensor, part: Tensor) -> Tensor:
 def _derivative(value: Tensor, called: Callable[[Tensor], Any]) -> Tensor:
     """Return the derivative of the sum of ``called(value)``.
 
-    If the result has no derivative, as that of a comparison, return the result.
+    If the function has no derivative, as a comparison, return its result instead, or
+    zeros if the result has another shape.
     """
     with torch.enable_grad():
         leaf = value.clone().requires_grad_()

@@ -1,7 +1,8 @@
-"""Noise from ties: any noise rounds a value at a tie to the other side.
+"""Noise from ties: values half way between two results of rounding.
 
-A correct run may round a few of many values to the other side, and five noisy runs may
-all miss these. So each run flips ``FLIPPED`` values on average.
+The smallest error rounds a value at a tie to the other side. A correct run may do so
+for a few of many values, and five noisy runs may miss exactly these. So each run moves
+``FLIPPED`` values past a tie on average.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["CODES", "FLIPPED", "StateTies", "near_one", "of_ties"]
 
 FLIPPED = 4
-"""Mean number of values that noise rounds to the other side in each run. A run has none
-with probability exp(-4), and all five have none with exp(-20)."""
+"""Mean number of values that noise rounds to the other side in each run. A run has no
+such value with probability exp(-4), and all five have none with exp(-20)."""
 CODES = 2.0**-4
 """Half a spacing of the coarsest state: codes with 4 bits, one of them the sign."""
 

@@ -36,9 +36,9 @@ class RoundedWeights(Perturbation):
     """
 
     only_ties: bool = False
-    """True to move weights only if the workload rounds them to 8 bits. Any noise rounds
-    a weight at an 8-bit tie to the other side, and five runs may all miss it. So each
-    run moves some of these."""
+    """True to move weights only if the workload rounds them to 8 bits. The smallest
+    error rounds a weight at an 8-bit tie to the other side, and five runs may all miss
+    such a weight. So each run moves a few weights past a tie."""
 
     def passes(self, run: ReferenceRun, step: int) -> AbstractContextManager[object]:
         """Move the weights, and restore them before the optimizer steps."""
