@@ -282,11 +282,11 @@ def _beside_one_rank(evidence: Evidence) -> tuple[int, int, Finding | None]:
                 if places is None or name not in averages or _is_narrow(values):
                     continue
                 start, due = alone.start[name][places], averages[name][places]
-                here = _weights_at(evidence.ranks, trace, at.step, name, places)
-                there = start + updates[name][places]
-                if not np.isfinite([here, there]).all():
+                weights = _weights_at(evidence.ranks, trace, at.step, name, places)
+                alone_weights = start + updates[name][places]
+                if not np.isfinite([weights, alone_weights]).all():
                     continue
-                far = max(apart.get(name, 0.0), _distance(here, there))
+                far = max(apart.get(name, 0.0), _distance(weights, alone_weights))
                 apart[name] = far
                 rounding = (at.step + 1) * SAFETY * EPS * float(np.linalg.norm(values))
                 bound, error = SAFETY * far + rounding, _distance(values, start + due)
