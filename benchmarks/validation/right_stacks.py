@@ -215,7 +215,7 @@ _NEVER = "the package never averages there (docs/wild/torch-fsdp1-hybrid-one.md)
 _DROPS = "the package trains on the last micro-batch alone (docs/stacks.md)"
 _WHOLE = "its train_step takes one micro-batch"
 _EVEN = "its parts have equal numbers of rows"
-_SEVERAL = ("accumulate", "clip-norm")
+_SEVERAL = ("accumulate", "clip-norm", "recompute")
 """Recipes that hand over several micro-batches."""
 NOT_TRIED: dict[str, tuple[tuple[str, ...], str]] = {
     "examples.qwen3:Stack": (("accumulate",), "the package is wrong (docs/stacks.md)"),

@@ -234,7 +234,8 @@ def _laid_out(
     if precision.convert is not None:
         model = precision.convert(model)
     # before the layout, so that its wrappers and hooks enclose the replaced forward
-    recomputed = recompute_in_backward(model) if recipe.recompute else None
+    recomputes = recipe.recompute and variation is None
+    recomputed = recompute_in_backward(model) if recomputes else None
     with nullcontext() if variation is None else variation.new_tensors():
         module = scenario.parsed_topology.apply(model, mesh, precision.policy())  # type: ignore[arg-type]  # MODELS hold nothing else
     if not recipe.training.random:  # parallelize may have replaced them

@@ -69,10 +69,12 @@ class Variation:
         return NewTensorsInFp64() if self.widens else nullcontext()
 
     def scenario(self, scenario: Scenario) -> Scenario:
-        """Return the scenario of the one rank: no faults, no resume, no recompute."""
-        recipe = scenario.parsed_recipe
-        plain = recipe.resume or recipe.recompute
-        name = "plain" if plain else scenario.recipe
+        """Return the scenario of the one rank: no faults and no resume.
+
+        A recipe that recomputes keeps its micro-batches, and the one rank recomputes
+        nothing.
+        """
+        name = "plain" if scenario.parsed_recipe.resume else scenario.recipe
         # the run in fp64 has no half precision
         precision = "fp32" if self.double else scenario.precision
         return replace(scenario, faults="none", recipe=name, precision=precision)

@@ -197,9 +197,10 @@ def cell(records: Sequence[CaseRecord]) -> str:
         kind, cause, text = _cause(record)
         text = text.removeprefix(f"workload {record.model}: ")
         causes.setdefault((kind, cause), []).append((record, text))
+    n_runs = _n_runs(records)
     if not causes:
-        return f"{word} ({counted(len(records), 'run')})"
-    of = f"of {len(records)} runs"
+        return f"{word} ({counted(n_runs, 'run')})"
+    of = f"of {n_runs} runs"
     words = [
         f"({kind + ', ' if kind else ''}{len(records_of)} {of}) "
         f"{records_of[0][0].model}: {clipped(records_of[0][1], LONGEST)}"
@@ -214,6 +215,11 @@ def cell(records: Sequence[CaseRecord]) -> str:
             break
         fitting.append(each)
     return f"{word} " + "; ".join(fitting)
+
+
+def _n_runs(records: Sequence[CaseRecord]) -> int:
+    """Return the number of cases that ran, without those that were skipped."""
+    return sum(record.status != "skipped" for record in records)
 
 
 def _cause(record: CaseRecord) -> tuple[str, str, str]:
@@ -318,7 +324,7 @@ def verdict_of(report: Report, scaler: str) -> str:
     models = dict.fromkeys(case.model for case in cases)
     subject = scaler if scaler != "none" else " and ".join(models)
     status = worst_status(cases)
-    runs = counted(len(cases), "run")
+    runs = counted(_n_runs(cases), "run")
     if status == "pass":
         ratios = [worst.ratio for case in cases for worst in case.worst]
         margin = f" (largest error {max(ratios):.2g} of its bound)" if ratios else ""

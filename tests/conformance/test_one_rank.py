@@ -101,6 +101,15 @@ def test_the_example_of_a_gan_passes_and_is_short(runner: Runner) -> None:
     assert found.status == "pass", (found.problem, failed(found))
 
 
+@pytest.mark.slow
+def test_one_rank_gets_as_many_micro_batches_where_ranks_recompute(
+    runner: Runner,
+) -> None:
+    """A GAN steps in each of them, so their number matters."""
+    found = case(runner, "gradparity.examples.gan:Gan", recipe="recompute")
+    assert found.status == "pass", (found.problem, failed(found))
+
+
 # - With a scaler
 
 

@@ -152,6 +152,10 @@ def test_a_cell_counts_the_runs_that_are_undecided() -> None:
     runs[2] = replace(runs[2], status="inconclusive", verdicts=(open_,))
     assert cell(runs) == "INCONCLUSIVE (1 of 6 runs) digits: no step"
     assert cell(runs[:1]) == "PASS (1 run)"
+    # a skipped one has not run
+    runs[1] = replace(runs[1], status="skipped")
+    assert cell(runs) == "INCONCLUSIVE (1 of 5 runs) digits: no step"
+    assert cell(runs[:2]) == "PASS (1 run)"
 
 
 def test_facts_are_step_ranks_parameter_and_numbers() -> None:

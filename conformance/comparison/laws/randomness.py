@@ -142,6 +142,7 @@ def replicas(evidence: Evidence) -> Finding:
         for rank, draws in others:
             # different numbers of draws cannot be paired
             if len(theirs) != len(draws):
+                missed += len(draws)
                 continue
             for draw, their_draw in zip(draws, theirs, strict=True):
                 compared += 1
