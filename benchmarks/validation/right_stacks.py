@@ -251,6 +251,8 @@ class Found:
     """Verdicts on one entry."""
 
     failed: tuple[str, ...] = ()
+    undecided: tuple[str, ...] = ()
+    """Inconclusive cases: scenario, and the first check with its message."""
     largest: float = 0.0
     first_s: float = 0.0
     """Seconds from an empty pool of ranks to the first verdict."""
@@ -316,6 +318,7 @@ def checked(spec: str, source: str, seeds: int) -> Found:
             return Found(not_run=str(error))
     return Found(
         failed=tuple(found.failed),
+        undecided=tuple(found.undecided),
         largest=round(found.largest, 3),
         first_s=round(first_s, 1),
     )
@@ -373,6 +376,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 names, why = NOT_TRIED[spec]
                 told += f" (not tried: {', '.join(names)}; {why})"
             print(f"{spec}: {told}", flush=True)
+            for text in found[spec].undecided:
+                print(f"  undecided: {text}", flush=True)
     if given.record:
         write_record(given.seeds, given.jobs, found)
     wrong = sum(bool(each.failed) for each in found.values())
@@ -380,6 +385,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"{wrong} of {len(found) - left} right setups failed over {given.seeds} seeds"
         + (f"; {left} could not be run" if left else "")
+        + f"; {sum(bool(each.undecided) for each in found.values())} were undecided "
+        "somewhere"
     )
     return 1 if wrong or left == len(found) else 0
 

@@ -134,6 +134,8 @@ class Right:
     """Verdicts on a right workload."""
 
     failed: list[str] = field(default_factory=list)
+    undecided: list[str] = field(default_factory=list)
+    """Inconclusive cases: scenario, and the first check with its message."""
     largest: float = 0.0
     """Largest error / bound of parity in all cases that passed. Differences under a
     doubt have no verdict and do not count."""
@@ -143,6 +145,10 @@ class Right:
         if case.status.value in ("fail", "error"):
             laws = [v.law for v in case.verdicts if v.status == "fail"]
             self.failed.append(f"{case.scenario.id}: {', '.join(laws) or case.problem}")
+        if case.status.value == "inconclusive":
+            first = next(v for v in case.verdicts if v.status == "inconclusive")
+            text = f"{case.scenario.id}: {first.law}: {first.message}"
+            self.undecided.append(text[:300])
         parity = None if case.evidence is None else case.evidence.parity
         if case.status.value == "pass" and parity is not None:
             worst = parity.worst.values()
