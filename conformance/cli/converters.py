@@ -130,7 +130,8 @@ def step_range(text: str) -> tuple[int | None, int]:
         if steps[1] > (steps[0] or 0):
             return steps
     raise argparse.ArgumentTypeError(
-        f"{text!r} is neither a number of steps nor a range such as 100:104"
+        f"{text!r} is neither a number of steps, at least 1, nor a range such as "
+        "100:104"
     )
 
 
