@@ -164,8 +164,9 @@ def test_a_model_that_is_watched_can_be_saved_and_copied(two: Cluster) -> None:
 
 
 def test_other_tensors_of_one_name_are_asked_for(four: Cluster) -> None:
-    with pytest.raises(WorldError, match=r"name them in apart="):
+    with pytest.raises(WorldError, match=r"name them in apart=") as caught:
         four.run(starts_apart, ())
+    assert isinstance(caught.value.root.exception, gradparity.RanksDifferError)
     assert four.run(starts_apart, ("experts.",)) == [2] * 4
 
 
