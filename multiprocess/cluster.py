@@ -133,6 +133,16 @@ class BaseCluster(ABC):
                 self.close()
             return outcomes
 
+    def end_lost(self) -> None:
+        """End the ranks if one of them has ended since the previous call.
+
+        The last call then reports that rank. Otherwise the next call would replace it
+        silently.
+        """
+        with self._lock:
+            if not self.is_warm:
+                self._end(kill=True)
+
     def close(self) -> None:
         """End the ranks; a later call starts new ones."""
         with self._lock:
@@ -158,7 +168,8 @@ class BaseCluster(ABC):
     def _end(self, *, kill: bool) -> None:
         """Make the last call, and end the ranks."""
         try:
-            if self.last_call is not None and self._answered and self.is_warm:
+            # also if a rank has ended since: its failure is reported by this call
+            if self.last_call is not None and self._answered:
                 self._make(self.last_call)
         finally:
             self._give_up(kill=kill)
@@ -291,7 +302,7 @@ class Cluster(BaseCluster):
         return Watch(ranks, options).facts()
 
     def _call_again(self, options: CallOptions, payload: bytes) -> Sequence[Fact]:
-        if self._ranks is None:
+        if self._ranks is None or not self._ranks.are_ours():
             return ()
         self._ranks.call(payload, options)
         return Watch(self._ranks, options).facts()

@@ -367,9 +367,13 @@ class RankProcesses:
         """Return the collective that a rank runs or waits for now, or None."""
         return flight_records.read_current(self._records_fd, rank)
 
+    def are_ours(self) -> bool:
+        """Return True if the ranks belong to this process, and not to its parent."""
+        return self.owner == linux.getpid()
+
     def intact(self) -> bool:
         """Return True if every rank is alive and belongs to this process."""
-        if self.owner != linux.getpid():
+        if not self.are_ours():
             return False
         self.read(0.0)
         # The exit status of a process that has just ended may still be on its way.
@@ -377,8 +381,7 @@ class RankProcesses:
 
     def stop(self) -> None:
         """Let the ranks end by themselves; kill those that do not."""
-        # in a fork of the parent, the ranks belong to the parent
-        if self.owner == linux.getpid():
+        if self.are_ours():
             for rank in self.ranks:
                 # End of file orders the rank to end, and the rank can still answer.
                 rank.sock.shutdown(socket.SHUT_WR)
@@ -387,7 +390,7 @@ class RankProcesses:
 
     def kill(self) -> None:
         """Kill every rank and release the parent's resources; may be called again."""
-        if self.owner == linux.getpid():  # a forked copy of the parent has no ranks
+        if self.are_ours():
             for rank in self.ranks:
                 # The forkserver kills the rest of the rank's process group. It does so
                 # when it sees the rank end, before the number can be used again.

@@ -151,6 +151,7 @@ class Runner:
             WorldError: At least one rank failed.
         """
         with self._cluster(spec) as cluster:
+            cluster.end_lost()
             if options.isolation != "process":  # these ranks keep no fixture
                 nodes = item.listchain()
                 kept_nodes = self._kept_nodes.get(cluster.spec, [])

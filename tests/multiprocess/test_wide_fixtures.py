@@ -62,6 +62,49 @@ def test_ranks_that_are_replaced_end_their_fixtures(
     assert lines.count("up") == lines.count("down") == 10
 
 
+KILLED = """
+import subprocess
+
+@pytest.fixture(scope="module")
+def wide():
+    yield
+    raise ValueError("of the fixture")
+
+@pytest.mark.world(2)
+def test_before(world, wide):
+    if world.rank == 1:
+        waits = "while [ ! -e go ]; do sleep 0.05; done"
+        kills = f"{waits}; kill -9 {os.getpid()}; touch killed"
+        subprocess.Popen(["sh", "-c", kills], start_new_session=True)
+
+@pytest.mark.world(2)
+def test_after(world):
+    pass
+"""
+
+
+def test_a_rank_that_ends_between_two_tests_is_an_error_of_the_first(
+    session: Session, pytester: pytest.Pytester
+) -> None:
+    """Its fixtures are lost; those of the other ranks end."""
+    pytester.makeconftest("""
+        import pathlib, time, pytest
+
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_runtest_protocol(item):
+            if item.name == "test_after":
+                pathlib.Path("go").touch()
+                ends = time.monotonic() + 30
+                while not pathlib.Path("killed").exists() and time.monotonic() < ends:
+                    time.sleep(0.05)
+    """)
+    done = session(KILLED)
+    assert "2 passed, 1 error" in done.stdout, done.stdout
+    assert "ERROR at teardown of test_before" in done.stdout
+    assert "world of 2: rank 1: killed by SIGKILL" in done.stdout
+    assert "also failed: rank 0: raised ValueError: of the fixture" in done.stdout
+
+
 # regression: H2-A2
 def test_a_fixture_of_ranks_that_fail_may_end_with_a_barrier(session: Session) -> None:
     done = session("""
