@@ -126,8 +126,8 @@ def _fork_forkserver() -> None:
     """Fork the forkserver from this process, and import what a rank needs.
 
     Torch and gradparity are then imported once, for this process and for the ranks. A
-    process with threads cannot be forked, so this comes first. If forking is not safe,
-    the first world starts a separate server.
+    process with threads cannot be forked, so this must run before any thread starts. If
+    forking is not safe, the first world starts a separate server.
     """
     from ..multiprocess.parent.forkserver_client import fork_forkserver
 

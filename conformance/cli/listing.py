@@ -50,7 +50,12 @@ def _topology(name: str, ranks: object, text: object) -> str:
 
 
 def _with_text(what: str, width: int) -> Callable[[], Iterator[str]]:
-    """Return a function that yields a line with name and text for each entry."""
+    """Return a function that yields one line for each entry of a table: name and text.
+
+    Args:
+        what: key of the table in ``TABLES``.
+        width: width to which names are padded.
+    """
     return lambda: (f"{n:{width}} {row['text']}" for n, row in rows_of(what).items())
 
 

@@ -127,7 +127,10 @@ Tensors = dict[str, Doubles]
 
 @dataclass(frozen=True, kw_only=True)
 class ParityBounds:
-    """The truth and the bounds, by kind: [step][parameter] -> (norm, largest)."""
+    """The truth and the bounds of losses, gradients, updates and norms.
+
+    A bound is ``[step][name] -> (norm, largest element)``.
+    """
 
     truth: Reference
     """Reference run in fp64; its updates are multiplied by ``weights``."""
@@ -256,7 +259,10 @@ def _derived(
 def expected_choices(
     scenario: Scenario, schedule: Schedule
 ) -> tuple[dict[str, Choices], ...]:
-    """Return the choices of learned routers at each step, with bounds of scores.
+    """Return the experts that learned routers choose at each step, by kind of call.
+
+    Each choice has the bound of the routers' scores: near a tie a correct run may
+    choose differently.
 
     Args:
         scenario: scenario that the ranks trained.

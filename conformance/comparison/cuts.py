@@ -24,8 +24,8 @@ def cuts(
 ) -> Iterator[NDArray[np.int64]]:
     """Yield index ranges of ``size`` along one dim that this rank may hold.
 
-    The mesh coordinate of the rank gives the ranges. If no mesh axis gives this size,
-    every equal part is yielded as well.
+    The mesh coordinate of the rank gives the ranges. If no mesh axes give a range of
+    this size, all ranges of an equal division are yielded.
 
     Args:
         size: number of indices of the part.

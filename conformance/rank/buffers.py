@@ -62,7 +62,7 @@ def saved_names(model: nn.Module) -> frozenset[str]:
 def buffers_on_rank(engine: Engine) -> dict[str, Tensor]:
     """Return name -> buffer that is whole on this rank, in any floating dtype.
 
-    Returns none if forwards are recomputed, which moves buffers twice.
+    Returns an empty dict if forwards are recomputed: that changes buffers twice.
     """
     # a forward that runs again in backward moves its buffers twice, by the recipe
     if not engine.buffers or engine.scenario.parsed_recipe.recompute:

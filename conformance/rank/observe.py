@@ -180,7 +180,10 @@ def gradient_places(gradient: Tensor, parameter: Tensor, index: Places) -> Place
 
 
 def _sharding(tensor: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
-    """Return mesh and placements, with partial ones replaced by replicated."""
+    """Return mesh and placements of a DTensor, each partial one as replicated.
+
+    Returns None for a plain tensor.
+    """
     if not isinstance(tensor, DTensor):
         return None
     whole = [Replicate() if p.is_partial() else p for p in tensor.placements]
@@ -200,8 +203,9 @@ def partial_ranks(gradient: Tensor) -> tuple[tuple[int, ...], int]:
     """Return the ranks over which a gradient is still to be summed, if it is partial.
 
     Returns:
-        The ranks, including this one; empty if the gradient is not partial. Then the
-        divisor of the sum: the number of ranks on axes over which it is a partial mean.
+        Two results: the ranks, including this one, and the divisor of their sum. The
+        ranks are empty if the gradient is not partial. The divisor is the number of
+        ranks on axes over which the gradient is a partial mean; 1 without such an axis.
     """
     if not isinstance(gradient, DTensor):
         return (), 1

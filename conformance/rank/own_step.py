@@ -122,7 +122,10 @@ def _is_of_none(error: BaseException | None) -> bool:
 
 @contextmanager
 def _scaler_at_fault() -> Iterator[None]:
-    """Raise the scaler's ``StoppedError`` in place of a ``WorkloadError`` around it."""
+    """Raise ``StoppedError`` itself if it caused a ``WorkloadError``.
+
+    An error of the tested scaler is then not reported as one of the workload.
+    """
     try:
         yield
     except WorkloadError as error:
@@ -375,7 +378,10 @@ class OwnStep:
         return {n: digest(part) for n, part in self.engine.local_tensors().items()}
 
     def _states(self) -> dict[str, str]:
-        """Return what else training continues with: optimizers' states, and modes."""
+        """Return description -> digest of state that a save must not change.
+
+        These are the states of optimizers, and the mode (train or eval) of each module.
+        """
         states = {
             f"the state of optimizer {n} ({type(each).__name__})": optimizer_digest(
                 each

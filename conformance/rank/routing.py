@@ -76,7 +76,8 @@ class ChoiceLog(Observer):
         self.errors: dict[str, float] = {}
         """Kind of call -> largest error of a row's scores."""
         self.unclear = 0
-        """Number of rows that match two rows with different choices."""
+        """Number of rows that match two rows of the reference with different
+        choices."""
         self._rows: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     @property

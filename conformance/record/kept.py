@@ -123,10 +123,13 @@ class Kept:
         )
 
     def update(self, before: Kept, unit: float) -> Kept:
-        """Return the sketch of the weighted update: these numbers minus ``before``.
+        """Return the sketch of an update times its gradient's size.
 
-        The sum of squares is that of one unit in the last place of each weight, with
-        the same weighting. A correct step may round each weight to either side.
+        The sketch is that of these numbers minus that of ``before``.
+
+        Its sum of squares is not that of the update. It is that of one unit in the last
+        place of each weight, also times the gradient's size: a correct step may round
+        each weight to either side.
 
         Args:
             before: numbers of each weight times its gradient's size, before the step.

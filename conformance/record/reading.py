@@ -42,8 +42,9 @@ class State:
         Args:
             optimizer: optimizer whose weights are read.
             roots: modules that name the weights.
-            begun: (id of an optimizer, key of a part) with a recorded step. For other
-                parts the weight rounded to bf16 is read as well, to match starts.
+            begun: (id of optimizer, key of part) for parts with a recorded step. For
+                a part that begins now, the digest of its weight rounded to bf16 is also
+                read: a side in 16 bits may begin with the rounded weights.
         """
         parts = list(parts_of(optimizer, roots))
         wanted: dict[tuple[str, str], Wanted] = {}

@@ -102,7 +102,7 @@ class Topic(Protocol):
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
         """Return the numbers of a step, and a function that reads the answers.
 
-        All ranks return the same number of numbers.
+        All ranks must return equally many numbers.
         """
 
 

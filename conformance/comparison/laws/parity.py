@@ -137,14 +137,22 @@ _OF_UPDATES = (
 
 
 def _most_lacking(parity: Parity, kind: str) -> tuple[int, Lack]:
-    """Return the first step and the main reason of missing elements."""
+    """Return (step, reason): the main reason why elements could not be compared.
+
+    The step is the first with this reason.
+    """
     lacking = parity.lacking[kind].items()
     why, (_, since) = max(lacking, key=lambda each: each[1][0])
     return since, why
 
 
 def _lacking(kind: str, otherwise: str = STOPPED) -> Callable[[Evidence], str]:
-    """Return a function that gives the main reason for missing elements."""
+    """Return a function that gives the main reason why elements could not be compared.
+
+    Args:
+        kind: kind of the elements: ``gradient``, ``update`` or ``loss``.
+        otherwise: reason to give if none was counted.
+    """
 
     def why_not(evidence: Evidence) -> str:
         if evidence.parity is None or not evidence.parity.lacking.get(kind):

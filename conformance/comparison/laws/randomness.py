@@ -100,7 +100,8 @@ def _passed(
 ) -> Finding:
     """Return a pass, or skipped if nothing was compared.
 
-    Both state the number of comparisons that are missing.
+    Both state the number of comparisons that are missing; ``otherwise`` is the reason
+    for skipped.
     """
     if compared or evidence.unseen:
         return count_or_inconclusive(compared, what, evidence.unseen + missed)

@@ -73,7 +73,10 @@ def first_difference(once: Sequence[RankTrace], again: Sequence[RankTrace]) -> s
 
 
 def _undecided(evidence: Evidence) -> Finding | None:
-    """Return why neither check can compare this run, as a finding; None if both can."""
+    """Return a finding with the reason why this file's checks cannot compare a run.
+
+    Returns None if they can compare it.
+    """
     reason = _not_applicable(evidence)
     if reason:
         return skipped(reason)

@@ -1,10 +1,11 @@
 """Sides: choices between two distant results that rounding decides.
 
 The sign of its input decides whether a ReLU passes a gradient. Of a million inputs a
-few are closer to zero than their rounding error. So a correct run takes the other side
-than the truth in one or two of them. Each of these gradients differs by the
-contribution of one element of a batch, thousands of times the rounding error. It is
-likely that none of five noisy runs took the other side at that element.
+few are closer to zero than their rounding error. At one or two of these inputs a
+correct run has the opposite sign of the truth, which is called the other side. Each of
+these gradients differs by the contribution of one element of a batch, thousands of
+times the rounding error. Probably none of five noisy runs took the other side at that
+element.
 
 So two further runs move the inputs whose side rounding may decide, by the largest error
 that a run shows there. In the first run half of them move up and half down, and in the
@@ -43,14 +44,13 @@ if TYPE_CHECKING:
 __all__ = ["BOTH", "STAY", "Inputs", "JumpLog", "Limits", "Sides", "sides_of"]
 
 BOTH = (1, -1)
-"""Values of ``Sides.side``: two runs, each of which flips another half of the
-choices."""
+"""Values of ``Sides.side``: two runs, which flip opposite halves of the choices."""
 Distances = tuple[tuple[tuple[float, bool], ...], ...]
 """For each step and each input of a function whose derivative jumps, in the order of
 calls: the distance to move, and whether elements that are zero move."""
 Limits = tuple[tuple[tuple[str, float], ...], ...]
-"""For each step: (parameter, size of a gradient element). Hashable, as runs are
-cached."""
+"""For each step: (parameter, largest gradient element whose sign may be flipped). It is
+a tuple because cached runs must be hashable."""
 Inputs = tuple[NDArray[np.float64], ...]
 """Sampled elements of each input, in the order of calls."""
 SAMPLE = 1024
@@ -225,8 +225,8 @@ def _as_part_of(value: Tensor, part: Tensor) -> Tensor:
 def _derivative(value: Tensor, called: Callable[[Tensor], Any]) -> Tensor:
     """Return the derivative of the sum of ``called(value)``.
 
-    If the function has no derivative, as a comparison, return its result instead, or
-    zeros if the result has another shape.
+    A function such as a comparison has no derivative. Then its result is returned
+    instead, or zeros if the result has another shape than the input.
     """
     with torch.enable_grad():
         leaf = value.clone().requires_grad_()
@@ -248,7 +248,7 @@ def sides_of(
 
     Args:
         truth: for each step, the sampled inputs of the truth.
-        plain: for each step, those of a run with the same calls.
+        plain: for each step, the sampled inputs of a noisy run with the same calls.
         signs: gradient elements whose signs rounding decides.
     """
     distances: Distances = tuple(map(_distances, truth, plain))

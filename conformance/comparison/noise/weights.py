@@ -31,8 +31,9 @@ roundoff. Such a run has errors as large as the plain one, but different ones
 class RoundedWeights(Perturbation):
     """Changes every weight by a random fraction of its rounding error.
 
-    Each row is rounded alike in any order of rows. So runs that differ only in the
-    order of rows are nearly the same sample of noise.
+    A row is rounded in the same way wherever it stands in the batch. So the noise of
+    runs that differ only in the order of rows is almost equal. Other weights give other
+    noise.
     """
 
     only_ties: bool = False
