@@ -203,15 +203,15 @@ class Location(_Part, frozen=True, kw_only=True):
     error: Number | None = None
     """Error relative to the size of the tensor."""
     bound: Number | None = None
-    """Bound of the error, in the same unit."""
+    """Bound of the error, relative to the size of the tensor."""
     factor: Number | None = None
     """Common factor of the loss, or of all gradients that differ; null if there is
     none."""
     collective: str = ""
-    """Last collective that the rank issued before the difference."""
+    """Last collective that the first differing rank issued before the difference."""
     parameters: tuple[str, ...] = ()
-    """All parameters whose gradient differs in that step; without one, all whose update
-    differs."""
+    """Parameters whose gradient differs in that step. If no gradient differs:
+    parameters whose update differs."""
     compared: Count = 0
     """Number of compared tensors at module boundaries."""
     not_compared: Count = 0
@@ -291,8 +291,8 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
 
 
 _OF_VALUES = ("parity.", "transparency.", "agreement.replicas")
-"""Checks that compare values: the first difference of values from the reference is the
-place of the cause, unless values differ among ranks at an earlier step."""
+"""Beginnings of the ids of checks that compare values. If such a check fails first, the
+location of the first difference from the reference shows the cause."""
 
 
 def _precedence(verdict: Verdict) -> tuple[bool, float]:

@@ -217,9 +217,10 @@ def cell(records: Sequence[CaseRecord]) -> str:
 
 
 def _cause(record: CaseRecord) -> tuple[str, str, str]:
-    """Return chapter and key of a run's failure, and its message.
+    """Return (chapter, key, message) of a run's failure.
 
-    The chapter of checks is empty if the run did not fail.
+    Runs with the same chapter and key have one cause. If the run did not fail, the
+    chapter is "", and key and message are those of a check that did not pass.
     """
     if record.failures:
         first = record.failures[0]

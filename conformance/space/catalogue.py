@@ -76,8 +76,8 @@ WHEN: dict[str, tuple[str, ...]] = {
     "alternating": ("0", "2", "4"),
     "always": ("*",),
 }
-"""Time at which gradients are bad -> steps of planted faults; growth takes 2 good
-steps."""
+"""Name of the times at which gradients are bad -> steps with planted faults. The scale
+grows after 2 good steps."""
 TARGETS = ("first", "middle[middle]", "last[last]", "split", "loss", "loss[last]")
 """Parameters of a fault; ``split`` is a parameter that is sharded if any is."""
 RANKS = ("0", "last", "*")
@@ -211,8 +211,9 @@ def split_parameter(model: str) -> str:
 def last_holder(topology: Topology, world_size: int, model: str) -> int:
     """Return the last rank that holds elements of the split parameter.
 
-    With fewer rows than shards some ranks hold none, and a fault there would never be
-    injected. Replicas are the outermost axis of a mesh.
+    If the parameter has too few rows for all shards, the last shards are empty, and a
+    fault planted there would have no effect. In a mesh with replicas the last copy
+    counts.
     """
     if model not in MODELS or topology.tensors == "plain":
         return world_size - 1
@@ -420,9 +421,10 @@ def _narrowed_meshes(selection: Selection) -> list[str]:
 def _on_each_mesh(selection: Selection) -> Iterator[Scenario]:
     """Yield runs of ``WITH_EVERY_MESH`` on each declared mesh of several ranks.
 
-    Also a run with a frozen half, a resume, and a run in half precision: a fault may be
-    on one mesh. A setting that a checkpoint loses may change an update by less than
-    bf16 rounds, so the resume is in fp32.
+    Each mesh also gets a run with half of the model frozen, a run with a resume, and a
+    run in half precision: their faults may show on one mesh only. The resume is in
+    fp32. A setting that a checkpoint loses may change an update by less than bf16
+    rounds.
     """
     if selection.workload:
         topologies = selection.resolved.topologies
