@@ -149,7 +149,7 @@ def _fork_forkserver() -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    """Run the command ``run``, or ``replay`` with one id instead of a selection."""
+    """Run ``run`` with a selection of scenarios, or ``replay`` with one scenario id."""
     from .report.records import read_report
     from .report.table import render
     from .run.session import RunSettings, run

@@ -97,8 +97,8 @@ def explain(what: str) -> str:
     """Return the description of a check, a group of checks or a scenario.
 
     Raises:
-        UsageError: if ``what`` is none of these. Names of checks have already passed
-            ``values.check_values``.
+        UsageError: if ``what`` is none of these. Unknown names of checks were already
+            rejected by ``values.check_values``.
     """
     # Look for checks first: only the id of a scenario has a slash.
     laws = [law for law in law_texts() if what in (law.id, law.id.partition(".")[0])]

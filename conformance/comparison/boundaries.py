@@ -217,11 +217,11 @@ class Boundaries:
         return ""
 
     def gradients_of_parts(self) -> Iterator[tuple[str, dict[str, Doubles]]]:
-        """Yield parts of the step's rows, with the true gradients of each part alone.
+        """Yield (description, true gradients) for parts of the step's rows.
 
-        The parts are the micro-batches, each with the rows of all ranks, and the rows
-        of each rank. The gradients are right up to a factor. Yields nothing if the
-        reference cannot run on the rows of one rank.
+        Each micro-batch, with the rows of all ranks, is a part. So are the rows of each
+        rank. The gradients of a part come from its rows alone, and are right up to a
+        factor. Yields nothing if the reference cannot run on the rows of one rank.
         """
         if not isinstance(self.references, OnOneProcess):
             return
@@ -247,7 +247,7 @@ class Boundaries:
                 yield f"the rows of {whose} alone", gradients_of(batches)
 
     def first_departure(self, way: Direction, after: int = 0) -> Location | None:
-        """Return the first module that differs; see [Note: Whose fault].
+        """Return the first module that differs, or None; see [Note: Whose fault].
 
         Args:
             way: forward or backward.
@@ -263,7 +263,7 @@ class Boundaries:
         return None
 
     def uneven(self) -> Location | None:
-        """Return where backward starts with different factors, if anywhere.
+        """Return the location at which backward starts with different factors, or None.
 
         Factors may differ between ranks, or between the micro-batches of a rank.
         """

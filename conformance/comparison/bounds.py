@@ -13,11 +13,11 @@ hides one bad element, an element hides a drift. docs/parity.md derives
 ``SAFETY_FACTOR``.
 
 [Note: Quantisation]
-Rounding to 8 bits changes values by 3 to 12 %, and by the same error in every correct
-run, whatever the order of its sums. Eight times that error is as large as the value
-itself. So the error that all runs share counts ``SHARED`` times: once for the rounding,
-and once for values at a tie, which a run may round the other way. Such ties move a
-result by no more than the rounding of all values did. The part of the error that
+Rounding to 8 bits changes values by 3 to 12 %. Most of this error is the same in every
+correct run, whatever the order of its sums. Eight times that error is as large as the
+value itself. So the error that all runs share counts ``SHARED`` times: once for the
+rounding, and once for values at a tie, which a run may round the other way. Such ties
+move a result by no more than the rounding of all values did. The part of the error that
 differs between runs (for example through a scale per group of rows) counts
 ``SAFETY_FACTOR`` times, as all noise.
 
@@ -30,7 +30,7 @@ multiplied by the smallest gradient it had, which makes the errors of all elemen
 similar. If the true gradient of an element was smaller than the bound on gradient
 errors, rounding decided the direction of a full step: the weight of the element is 0
 from that step on. Its gradient is still compared. If a gradient is exactly 0 in the
-truth and in all noisy runs, nothing was rounded, and this step does not lower the
+truth and in all noisy runs, nothing was rounded. Then this step does not lower the
 element's weight. Examples are a layer behind one that begins at zero, and a row of an
 embedding without tokens. The exception is a tensor whose whole gradient is within its
 bound, that is, nothing but rounding. Under SGD all weights are 1.

@@ -52,7 +52,10 @@ class Kept(Generic[*Args, Result]):
         self._bytes = 0
 
     def __call__(self, *args: *Args) -> Result:
-        """Return the cached result or compute it; evict least recently used ones."""
+        """Return the cached result, or compute it and evict old results.
+
+        The results that were used least recently are evicted first.
+        """
         result = self._found.get(args)
         if result is None:
             result = self._found[args] = self._function(*args)

@@ -87,8 +87,9 @@ class Evidence:
     def _decisions_due(self, trace: RankTrace, at: StepTrace) -> Iterator[Decision]:
         """Yield a rank's decisions; for a right decision to stay, None replaces False.
 
-        Parameters may stay if their gradients are zero, the learning rate is 0, the
-        workload skipped the step itself, or the reference moves none of them.
+        Parameters may stay for four reasons: their gradients are zero, the learning
+        rate is 0, the workload skipped the step itself, or the reference moves none of
+        them.
         """
         for number, decision in enumerate(at.decisions):
             names = [n for owned in trace.owned[number : number + 1] for n in owned]
@@ -126,7 +127,7 @@ class Law:
     text: str
     """The rule in one sentence."""
     reason: str
-    """Why a training run needs the rule."""
+    """Reason why a training run needs the rule."""
     check: Check
     of_stack: bool = False
     """True if the check also applies to training without a scaler."""

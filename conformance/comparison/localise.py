@@ -196,7 +196,7 @@ class _Gradients:
         )
 
     def _share(self, factor: float) -> str:
-        """Say that each rank or pass returned a share of the loss, if it seems so."""
+        """Say that each rank or pass returned a share of the loss; "" if none did."""
         due = (
             "Return the mean of what was counted here (sum / count of this rank), or "
             "of the whole batch on every rank"
@@ -531,7 +531,10 @@ class _Gradients:
 
 
 def _common(found: Iterable[tuple[float, float]], most: float) -> float | None:
-    """Return the factor that all (factor, rest) pairs share, if each rest is small."""
+    """Return the factor that all (factor, rest) pairs share, or None.
+
+    There is none if a rest is too large.
+    """
     factors = []
     for factor, rest in found:
         if not rest <= most:  # written so that nan is no multiple

@@ -1,26 +1,26 @@
 """References on one rank, for a workload with ``reference = "one rank"``.
 
-With ``reference = "one rank"`` a workload is compared with its own ``train_step`` on a
-mesh with the same axes, all of size 1, over the whole batch. Such a reference does not
-show a fault that also occurs on one rank.
+Such a workload is compared with its own ``train_step`` over the whole batch. It runs on
+a mesh with the same axes, all of size 1. Such a reference does not show a fault that
+also occurs on one rank.
 
 [Note: Truth on one rank]
 The truth is the run in fp64. A workload that raises in fp64, or that keeps another
 dtype, has no such run. Then the truth is the plain run in the scenario's precision. The
 bound still holds. The plain run, the noisy runs and a correct run on the ranks differ
-by rounding only, so all are equally far from the exact values. So the largest distance
-between the plain run and a noisy run is the noise with which the ranks are compared.
-Both of these runs are rounded. So this noise, and with it the bound, is larger than the
-noise against fp64.
+by rounding only. So all of them are equally far from the exact values. So the largest
+distance between the plain run and a noisy run is the noise with which the ranks are
+compared. Both of these runs are rounded. So this noise, and with it the bound, is
+larger than the noise against fp64.
 
 [Note: Variations]
-Each noisy run permutes the rows of each micro-batch, cuts micro-batches differently,
-moves all initial weights by one unit roundoff in random directions, or combines these.
-If a reduction in half precision is promised, each of them also changes gradients by up
-to a unit roundoff of that dtype (``variation.Reduction``). Rows are permuted and cut
-only if that changes nothing but rounding: in fp64 the gradients of two steps must stay
-the same. A workload that accepts only one micro-batch, or whose loss couples rows, is
-not cut.
+Each noisy run makes one or more of three changes. It permutes the rows of each
+micro-batch, cuts micro-batches differently, or moves all initial weights by one unit
+roundoff in random directions. If a reduction in half precision is promised, each noisy
+run also changes gradients by up to a unit roundoff of that dtype
+(``variation.Reduction``). Rows are permuted and cut only if that changes nothing but
+rounding: in fp64 the gradients of two steps must stay the same. A workload that accepts
+only one micro-batch, or whose loss couples rows, is not cut.
 
 [Note: Draws without effect]
 Random numbers of a ``train_step`` depend on the number of ranks, so its results may

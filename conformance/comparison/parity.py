@@ -106,9 +106,9 @@ def _gives_settings(workload: ResolvedWorkload) -> bool:
 
 
 def _shards(ranks: Sequence[RankTrace]) -> Shards:
-    """Return the shards in which optimizers hold parameters, if they are known.
+    """Return the shards in which optimizers hold parameters, as far as they are known.
 
-    A rank's shard also counts if that rank does not step it.
+    A rank's shard counts even if its parameter is stepped on other ranks only.
     """
     events = [e for trace in ranks for seen in trace.steps for e in seen.events]
     if any(event.groups and not event.names for event in events):
@@ -248,8 +248,9 @@ def _still(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (step, rank, optimizer) of steps that correctly move no parameter.
 
-    Gradients may be zero, behind a layer that begins at zero or in a shard of an
-    embedding without tokens. Or the optimizer only prepares in its first step.
+    One cause is a gradient of zeros: behind a layer that begins at zero, or in a shard
+    of an embedding without tokens. Another is an optimizer that only prepares its state
+    in its first step.
     """
     for seen, skipped, moves in zip(
         _steps(traces), schedule.skipped, parity_bounds.moves, strict=False
@@ -354,8 +355,8 @@ def _is_unexplained(
 ) -> bool:
     """Return True if a gradient must be finite and is not.
 
-    A gradient may be inf or nan if a fault was planted, if a scale or fp16 makes it
-    overflow, or if a correct run has such a gradient.
+    Three things may make a gradient inf or nan: a planted fault, an overflow through
+    the scale or fp16, and a model that has such a gradient in a correct run.
     """
     may_overflow = scenario.parsed_precision.overflows or at.scale_before != 1.0
     if scenario.faults != "none" or may_overflow or name not in at.gradients:

@@ -452,7 +452,7 @@ def check_equal_start(model: str, what: str, one: str, others: Iterable[str]) ->
     derived from it would let every gradient pass.
 
     Args:
-        model: model that they train.
+        model: model that the runs train.
         what: description of the compared runs, for the message.
         one: digest of the first run's weights.
         others: digests of the other runs' weights.

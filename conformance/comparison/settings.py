@@ -37,8 +37,8 @@ Settings = tuple[tuple[str, str, Setting], ...]
 _Values = dict[int, dict[int, Setting]]
 """Values of a setting, by step and rank."""
 _ROUNDING = 16 * 2.0**-24
-"""Relative tolerance of settings. One run may compute a learning rate by a formula, and
-another run may update it in fp32, with rounding in each of a dozen steps."""
+"""Relative tolerance of settings. One run may compute a learning rate by a formula.
+Another run may update it in fp32, with rounding in each of a dozen steps."""
 INITIAL_RATE = "initial_lr"
 """Key under which torch's schedulers store the initial learning rate."""
 
@@ -172,7 +172,7 @@ def other_than_reference(
     reference: Sequence[Settings],
     whose: str,
 ) -> tuple[int, str] | None:
-    """Return the first step at which a rank has other settings, and a description.
+    """Return (first step at which a rank has other settings, description), or None.
 
     Args:
         steps: for each step, the traces of all ranks.

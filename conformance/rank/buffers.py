@@ -1,8 +1,8 @@
 """Buffers that training changes: statistics of a norm, the bias of a router.
 
-A buffer is compared if it is fp32 or fp64 in the model, is in the ``state_dict``, and
-has the same name and shape on the rank as on one process. Other buffers are caches, or
-parts of a buffer.
+A buffer is compared if it is fp32 or fp64 in the model, and in the ``state_dict``. It
+must also have the same name and shape on the rank as on one process. Other buffers are
+caches, or parts of a buffer.
 """
 
 from __future__ import annotations

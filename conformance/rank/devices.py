@@ -84,7 +84,7 @@ class Devices:
 
         Args:
             ranks: largest number of ranks on one machine.
-            gpus: number of CUDA devices that they can use.
+            gpus: number of CUDA devices that these ranks can use.
             way_out: advice on how to choose fewer ranks, for the message.
 
         Raises:

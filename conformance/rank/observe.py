@@ -364,7 +364,10 @@ def _is_of_parameter(shape: tuple[int, ...]) -> bool:
 
 
 def _ends_in_parameter(node: Any) -> bool:
-    """Return True if a node passes its gradient to one parameter, with equal size."""
+    """Return True if a node's gradient flows to a single parameter.
+
+    No node on the way may change its number of elements.
+    """
     count = math.prod(input_shapes(node)[0])
     while not hasattr(node, "variable"):
         if len(node.next_functions) != 1 or node.next_functions[0][0] is None:

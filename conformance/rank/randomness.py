@@ -258,7 +258,8 @@ def _dropped(given: Tensor | None, output: Tensor | None) -> dict[str, Any]:
     """Return the fields ``by_row`` and ``kept`` of a call's ``Draw``.
 
     Rows may share one draw on purpose, for example if a whole layer is dropped or
-    features are masked. Then no element is 0 in one row and nonzero in another.
+    features are masked. Then the same elements are dropped in all rows, and ``by_row``
+    is False. Returns {} if input and output have different shapes.
     """
     if given is None or output is None or output.shape != given.shape or not given.ndim:
         return {}

@@ -65,8 +65,8 @@ class Choices:
 class ChoiceLog(Observer):
     """Records choices while it is active, and repeats those of a reference.
 
-    It acts below autograd, so the gradient flows to the score that was chosen, and
-    indices and values agree.
+    It acts below autograd. So gradients flow to the scores of the repeated choices, and
+    the indices and values that an operator returns agree.
     """
 
     def __init__(self, reference: Mapping[str, Choices] | None = None) -> None:
@@ -128,7 +128,10 @@ class ChoiceLog(Observer):
         return values if keeps else values.squeeze(dim), taken
 
     def _choose(self, kind: str, scores: Tensor, mine: Tensor) -> Tensor:
-        """Return the reference's choice for each row; without one, ``mine``."""
+        """Return for each row the reference's choice, else that of ``mine``.
+
+        A row keeps its own choice if it matches no row of the reference.
+        """
         self._rows.setdefault(kind, []).append((scores, mine))
         reference = self.reference.get(kind)
         if reference is None or not len(scores):

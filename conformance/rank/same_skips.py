@@ -44,7 +44,7 @@ class SameSkips:
         """Maps the id of an optimizer to True if its last step was skipped."""
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply the losses by the scale, in any nest of iterables as in torch."""
+        """Multiply losses by the scale, also in nested iterables, as torch does."""
         if isinstance(outputs, Tensor):
             return outputs * self.get_scale()
         scaled = map(self.scale, outputs)

@@ -3,11 +3,11 @@
 [Note: Bounds]
 The reference job was recorded again twice or more: unchanged, and with each weight
 moved to a neighbouring number. The distances of these runs from the first one are the
-noise of the job. The bound of a tensor is ``FACTOR`` times its largest noise up to this
-step, or times the relative noise of the median tensor if that is larger. Its own noise
-may be too small by chance: a small tensor in 16 bits may show none, and after a step
-the moved weights may round like the unmoved ones. A bound as large as the tensor
-compares nothing.
+noise of the job. The bound of a tensor is ``FACTOR`` times its noise: its largest noise
+up to this step, or the relative noise of the median tensor if that is larger. A
+tensor's own noise may be too small by chance: a small tensor in 16 bits may show none,
+and after a step the moved weights may round like the unmoved ones. A bound as large as
+the tensor compares nothing.
 
 If the module of a parameter returns numbers of 16 bits, its gradient is rounded to
 them. Nudged runs of a small model may repeat that rounding exactly, but micro-batches

@@ -91,8 +91,8 @@ def _ends(a: Run, b: Run, steps: Sequence[int]) -> list[Key]:
     """Return the keys of weights and states after the last common step.
 
     If one side has more steps, it recorded these weights and states when its next step
-    began, and only for parameters that the next step moves. Then only keys that both
-    sides have are returned.
+    began. They then belong only to parameters that the next step moves. Then only keys
+    that both sides have are returned.
     """
     end = steps[-1] + 1
     every = {**a.tensors, **b.tensors}

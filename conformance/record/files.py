@@ -93,7 +93,7 @@ class Call(msgspec.Struct):
     """``grad_scale`` of the optimizer, by which its kernel divides gradients."""
     found_inf: Any = None
     evaluations: int = 1
-    """How often gradients were computed: a closure may be called several times."""
+    """Number of times that gradients were computed: a closure may be called again."""
     unnamed: int = 0
     """Number of parameters that belong to no known module."""
     without_gradient: list[str] = []

@@ -112,7 +112,11 @@ def _in_chunks(part: Tensor) -> Iterator[tuple[Tensor, int]]:
 
 
 def _nudged(part: Tensor, words: Tensor, reach: int) -> Tensor:
-    """Return neighbouring numbers of weights, chosen by a random word of each."""
+    """Return each weight moved to a neighbouring number, as its random word says.
+
+    ``reach`` is the largest distance from a rounding boundary that is crossed; see
+    ``NEAR``.
+    """
     up = ((words >> 9) & 1).bool()
     moved = torch.nextafter(part, torch.where(up, torch.inf, -torch.inf).to(part))
     if part.element_size() < 4:

@@ -68,7 +68,7 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Launcher(_Part, frozen=True, kw_only=True):
-    """How the ranks were launched."""
+    """Facts about the launch of the ranks."""
 
     name: str
     """Kind of launcher: ``pool`` or ``torchrun``."""
@@ -88,7 +88,7 @@ class LawText(_Part, frozen=True, kw_only=True):
     text: str
     """The rule in one sentence."""
     reason: str
-    """Why a training run needs the rule."""
+    """Reason why a training run needs the rule."""
 
 
 class Header(_Line, frozen=True, kw_only=True, tag="header"):
@@ -310,7 +310,7 @@ class Footer(_Line, frozen=True, kw_only=True, tag="footer"):
     """Case status -> number of cases."""
     seconds: float
     reason: str = ""
-    """Why the run is incomplete."""
+    """Reason why the run is incomplete; empty if it is complete."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

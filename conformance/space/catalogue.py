@@ -1,9 +1,9 @@
 """The catalogue: the scenarios of each preset.
 
-``parity`` is the main job. On both data sets and every topology it has three runs: a
-clean fp32 run (transparency, parity), a half-precision run whose initial scale makes
-gradients overflow without planted faults, and a run with planted inf and nan on single
-ranks.
+``parity`` is the main job. On both data sets and every topology it has three runs. The
+first is a clean fp32 run (transparency, parity). The second is in half precision, with
+an initial scale that makes gradients overflow. The third has planted inf and nan on
+single ranks.
 
 ``layouts`` is for reviews: each topology with a few plain steps, once with whole
 batches and once with two micro-batches.

@@ -111,7 +111,13 @@ class _Loads:
 
 
 def _loads(evidence: Evidence, what: str, subject: str) -> _Loads:
-    """Compare ``what`` before and after the workload loads its own checkpoint."""
+    """Compare a value at the save of the workload's own checkpoint and after its load.
+
+    Args:
+        evidence: everything observed in the run.
+        what: field of ``StepTrace`` with the value before and after a step.
+        subject: name of the value, for the message.
+    """
     scenario, loads = evidence.scenario, _Loads()
     if not scenario.parsed_recipe.resume:
         return loads

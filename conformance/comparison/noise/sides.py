@@ -46,8 +46,9 @@ __all__ = ["BOTH", "STAY", "Inputs", "JumpLog", "Limits", "Sides", "sides_of"]
 BOTH = (1, -1)
 """Values of ``Sides.side``: two runs, which flip opposite halves of the choices."""
 Distances = tuple[tuple[tuple[float, bool], ...], ...]
-"""For each step and each input of a function whose derivative jumps, in the order of
-calls: the distance to move, and whether elements that are zero move."""
+"""For each step, a pair for each input of a function whose derivative jumps, in the
+order of calls: the distance to move the input, and True if its zeros are moved as
+well."""
 Limits = tuple[tuple[tuple[str, float], ...], ...]
 """For each step: (parameter, largest gradient element whose sign may be flipped). It is
 a tuple because cached runs must be hashable."""
