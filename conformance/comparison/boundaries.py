@@ -560,8 +560,9 @@ class Boundaries:
     ) -> list[int]:
         """Return the indices in a whole batch at which a micro-batch may begin.
 
-        Equal parts begin at multiples of ``size``. In a plain reference a micro-batch
-        may also begin in any rank's share, after the earlier micro-batches of the rank.
+        Equal parts begin at multiples of ``size``. If the reference is a plain one, a
+        micro-batch may also begin in any rank's share of the batch, after the earlier
+        micro-batches of that rank.
         """
         rows = [len(batch.tensors[0]) for batch in self.ranks[rank].batches]
         starts = [*range(0, whole, size)] if whole % size == 0 else []

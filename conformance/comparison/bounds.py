@@ -116,8 +116,8 @@ __all__ = [
 ]
 
 SHARED = 2.0
-"""Factor of the 8-bit rounding error that all correct runs share; see [Note:
-Quantisation]."""
+"""Factor in a bound of the part of an 8-bit rounding error that is the same in all
+correct runs; see [Note: Quantisation]."""
 SHARDS = (2, 3, 8)
 """Numbers of parts into which parameters are cut if the shards of a rounded state are
 unknown. Among them are powers of two and others, so rounding blocks end in different
@@ -193,9 +193,9 @@ def _loss_roundoff(
 ) -> float:
     """Return the unit roundoff of the narrowest dtype in which a loss was returned.
 
-    A loss computed in fp32 from half-precision outputs is not rounded itself; the noise
-    of the outputs is measured. A loss in fp64 counts as fp32, because it may be a
-    converted fp32 number.
+    A loss in fp32 counts as fp32 even if it comes from half-precision outputs, because
+    the noise of the outputs is measured. A loss in fp64 also counts as fp32, because it
+    may be a converted fp32 number.
     """
     if not plain.loss_dtype:
         return precision.roundoff

@@ -62,7 +62,10 @@ def cuts(
 
 
 def _zigzag(places: NDArray[np.int64], at: int, parts: int) -> NDArray[np.int64]:
-    """Return one chunk from each end, as context parallelism divides a sequence."""
+    """Return the indices of one chunk from each end, as in context parallelism.
+
+    Returns no indices if the sequence cannot be divided in this way.
+    """
     if parts < 2 or len(places) % (2 * parts):
         return places[:0]
     chunks = np.split(places, 2 * parts)

@@ -296,7 +296,7 @@ def say_tried_again(finding: Finding, evidence: Evidence) -> Finding:
 def count_or_inconclusive(compared: int, what: str, not_compared: int = 0) -> Finding:
     """Return a pass with its number of comparisons.
 
-    :func:`apply_checks` makes it inconclusive if these are too few.
+    :func:`apply_checks` makes the pass inconclusive if too few comparisons were made.
 
     Args:
         compared: number of comparisons that were made and agreed.

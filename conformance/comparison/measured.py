@@ -165,7 +165,7 @@ class Parity:
     """Parameters whose gradients were compared at no step and on no rank, because
     gradparity did not see what an optimizer used."""
     unseen_buffer: str = ""
-    """First buffer that training moves and no rank shows; else empty."""
+    """First buffer that training changes and that no rank recorded; else empty."""
     undecided: str = ""
     """Reason why no value can be compared with the reference; else empty."""
     narrow_loss: str = ""

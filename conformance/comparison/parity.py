@@ -100,7 +100,7 @@ def followed_schedule(scenario: Scenario, traces: Sequence[RankTrace]) -> Schedu
 def _gives_settings(workload: ResolvedWorkload) -> bool:
     """Return True if gradparity's loop or the workload's scheduler gives the settings.
 
-    Then the reference does not follow the ranks.
+    The reference then takes no settings from the ranks.
     """
     return OfWorkload.LOOP in workload.has or workload.scheduler is not None
 
@@ -221,7 +221,7 @@ def _schedule_of(
 def _unseen_buffer(
     scenario: Scenario, traces: Sequence[RankTrace], truth: Reference
 ) -> str:
-    """Return the first buffer that the truth moves and no rank shows; else ""."""
+    """Return the first buffer that the truth changes and no rank recorded; else ""."""
     recipe, precision = scenario.parsed_recipe, scenario.parsed_precision
     if recipe.recompute or not precision.is_full or not truth.updates:
         return ""  # buffers are not compared then

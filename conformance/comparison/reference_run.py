@@ -85,8 +85,8 @@ class Setup:
 def _uncompiled() -> Iterator[None]:
     """Run the user's model and optimizer without ``torch.compile``.
 
-    The comparison run on the ranks compiles. A reference also runs under dispatch
-    modes, which do not work with compiled code.
+    Only the runs on the ranks use it. References also run under dispatch modes, which
+    do not work with compiled code.
     """
     with torch.compiler.set_stance("force_eager"):
         yield

@@ -94,10 +94,11 @@ class Passed:
     divided_by: int = 1
     """Divisor of the sum over ``summed_over``: more than 1 for a partial mean."""
     collectives: int = 0
-    """Number of collectives that this rank had issued in this step before the
-    tensor."""
+    """Number of collectives that this rank had issued in this step before the tensor
+    was recorded."""
     after: int = 0
-    """Number of steps that torch optimizers had made in this step before the tensor."""
+    """Number of ``optimizer.step`` calls in this training step before the tensor was
+    recorded."""
     dtype: torch.dtype = torch.float32
     """Dtype in which the tensor was computed."""
 

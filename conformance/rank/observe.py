@@ -154,8 +154,8 @@ def gradient_places(gradient: Tensor, parameter: Tensor, index: Places) -> Place
     """Return the position of each local gradient element in the flat full tensor.
 
     A tensor-parallel plan may leave a gradient whole although the parameter is sharded,
-    or the reverse. The optimizer redistributes it, so its positions differ from the
-    parameter's.
+    or the reverse. The optimizer redistributes the gradient later. So before its step
+    the positions may differ from those of the parameter.
 
     Args:
         gradient: gradient when the optimizer is called.

@@ -57,7 +57,7 @@ class Misuse:
     error: str
     """Type of the exception that it raised; empty if it was accepted."""
     changed: tuple[str, ...]
-    """Parts of the state that the call changed; a rejected call may change nothing."""
+    """Parts of the state that the call changed; must be empty for a rejected call."""
 
 
 @dataclass(frozen=True)

@@ -484,9 +484,10 @@ def _where(
 
 
 def _scaled(side: Side, reference: Run, step: int, last: str) -> Side | None:
-    """Scale gradients of all outputs by the factor with which block ``last`` agrees.
+    """Scale gradients of all outputs by one factor, taken from block ``last``.
 
-    Returns the scaled side; None if no such factor is known.
+    With this factor the block's gradient agrees with the reference. Returns the scaled
+    side, or None if no such factor is known.
     """
     mine = reference.tensors.get((step, GRADIENT, last))
     its = side.run.tensors.get((step, GRADIENT, last))

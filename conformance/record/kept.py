@@ -106,7 +106,8 @@ class Kept:
     rounded: Tensor
     """Digest after rounding to bf16; 0 if not requested."""
     sketch: Tensor | None
-    """float64 of shape (SLOTS,); all elements if the tensor has fewer than SLOTS."""
+    """float64 of shape (SLOTS,); all elements if the tensor has fewer than SLOTS. None
+    if only the digest was requested."""
     numbers: Tensor
     """(3,) float64: sum of squares, largest absolute value, number of non-finite
     elements; zeros without a sketch."""

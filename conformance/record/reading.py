@@ -2,11 +2,11 @@
 
 [Note: Read points of a step]
 When a step begins: the bits of weights and optimizer states. Once its gradients are
-computed: the gradients, and each weight times the absolute value of its gradient.
-After the step: that product again, with the same gradient. The difference of the two
-products is the update weighted by the gradient. Plain updates of Adam have a direction
-that rounding decides wherever the gradient is small. The weights before a step are
-those after the step before.
+computed: the gradients, and each weight times the absolute value of its gradient. After
+the step: that product again, with the same gradient. The difference of the two products
+is the update weighted by the gradient. Plain updates of Adam have a direction that
+rounding decides wherever the gradient is small. The weights after a step are read when
+the next step begins.
 """
 
 from __future__ import annotations

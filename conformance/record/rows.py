@@ -35,8 +35,9 @@ __all__ = [
 SUMS = 4
 """Number of sums kept of a floating-point row."""
 NEAR = 0.02
-"""Largest difference of a sum between rows that differ by rounding, relative to the
-norm. A bf16 forward causes half of it; different rows differ by their norm."""
+"""Largest difference of a sum between rows that differ by rounding only, relative to
+the norm of the row. A bf16 forward causes half of this. Sums of different rows differ
+by as much as the norm."""
 PIECE = 1 << 18
 """Number of elements that are mixed at once: their copies stay in the cache."""
 MOST = 4096

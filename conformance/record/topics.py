@@ -85,7 +85,7 @@ class Answer:
 
     @property
     def where(self) -> str:
-        """The two ranks as text: ``on rank 3 than on rank 1``; empty if all agree."""
+        """End of a sentence: ``on rank 3 than on rank 1``; empty if all agree."""
         return " than ".join(f"on rank {rank}" for rank in reversed(self.ranks))
 
 

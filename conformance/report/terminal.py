@@ -246,7 +246,7 @@ def _number(value: Number) -> str:
 
 
 def coverage(report: Report) -> dict[str, str]:
-    """Return, by check, the numbers of made and of expected comparisons as text.
+    """Return check -> text with the numbers of made and of expected comparisons.
 
     Checks that compare tensors with the reference count elements. Checks that applied
     to no run are left out.

@@ -1,6 +1,6 @@
 """Runner: run a scaler in a scenario and check the result.
 
-Three functions follow each other. ``_observe`` has the scenario trained (``Runs``).
+Three functions follow each other. ``_observe`` lets ``Runs`` train the scenario.
 ``_compare`` compares the traces with references and applies the checks. If parity
 fails, ``localise`` finds the first module that differs.
 """
@@ -230,9 +230,9 @@ class Runner:
     ) -> None:
         """Run all pairs in order; checks of a case run while the next cases train.
 
-        References train on a separate rank at the same time: otherwise half of two
-        cores would be idle. Ranks take longer in some cases and references in others,
-        so the thread that runs the checks may be some cases behind.
+        References train on a separate rank at the same time; otherwise one of two cores
+        would be idle. Ranks take longer in some cases and references in others, so the
+        thread that runs the checks may be some cases behind.
 
         Args:
             pairs: (``module:attribute`` of a scaler, scenario).

@@ -171,7 +171,10 @@ class Runs:
         return fold(results)
 
     def _saved(self, spec: str, scenario: Scenario) -> Saved | None:
-        """Train to get the state with which the scaler begins; return it, or None."""
+        """Return the saved state with which the scaler begins, or None.
+
+        The state is made by training another world.
+        """
         other = scenario.saved_by
         if other is None or spec == NO_SCALER:
             return None

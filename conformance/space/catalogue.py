@@ -369,7 +369,11 @@ def _quick(selection: Selection) -> Iterable[Scenario]:
 
 
 def _default(selection: Selection) -> Iterable[Scenario]:
-    """All pairs of choices, and each place and time of a fault by topology."""
+    """All pairs of choices, and two kinds of triples.
+
+    A triple has topology, parameter and ranks of a fault. Or it has topology, precision
+    and the times at which gradients are bad.
+    """
     wanted = [_PLACE, _OVERFLOW, *subsets(columns(selection), 2)]
     chosen = [*_covering(selection, wanted), *_extremes(selection)]
     return [*_in_order(selection, chosen), *_longer(selection)]

@@ -84,8 +84,8 @@ class WorkloadFacts:
     that the rounding of sums does not change it. With a reference on one rank the
     gradient is that of ``train_step``."""
     middle: float
-    """Power of two that the largest element reaches in at least half of the first
-    gradients."""
+    """Limit for clipping by value: a power of two that the largest element reaches in
+    at least half of the parameters' first gradients."""
 
     @property
     def counted(self) -> bool:

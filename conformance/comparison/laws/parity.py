@@ -25,11 +25,11 @@ REASON = (
 )
 FEW = 0.1
 """Least fraction of update elements to compare. Rounding decides the direction of an
-adaptive step if the gradient is below its bound, which in bf16 holds for most of a
-tensor. With this fraction, a fault in 44 random elements is missed with a chance below
-1 % (0.9 ** 44 = 0.0097). A fault of the step alone affects a whole tensor, or a rank's
-part of it. A fault of the gradient is found by parity.gradient, which leaves no element
-out."""
+adaptive step if the gradient is below its bound. In bf16 this holds for most elements
+of a tensor. With this fraction, a fault in 44 random elements is missed with a chance
+below 1 % (0.9 ** 44 = 0.0097). A fault of the step alone affects a whole tensor, or a
+rank's part of it. A fault of the gradient is found by parity.gradient, which leaves no
+element out."""
 
 
 def _parity(evidence: Evidence, kind: str) -> Finding:

@@ -105,9 +105,9 @@ ONE_STEP = 0.0
 scaling changes bits in every step. The run without a scaler does not skip a bad step,
 so later steps cannot be compared."""
 SUBNORMAL = 2.0**-100
-"""Results of the control run below this limit may contain rounded subnormal products.
-Above the limit, a subnormal term (below 2^-126) is less than an eighth of a unit in the
-last place."""
+"""Limit of the results of the control run. A smaller result may contain subnormal
+products, which are rounded. In a larger one a subnormal term (below 2^-126) is less
+than an eighth of a unit in the last place."""
 
 
 @law(

@@ -55,15 +55,15 @@ a tuple because cached runs must be hashable."""
 Inputs = tuple[NDArray[np.float64], ...]
 """Sampled elements of each input, in the order of calls."""
 SAMPLE = 1024
-"""Number of elements of each input that are kept. Of 1024 normal errors the largest is
-about 3.2 standard deviations."""
+"""Number of elements of each input that are kept. The largest of 1,024 normally
+distributed errors is about 3.2 standard deviations."""
 FURTHER = 1.5
 """Inputs move by this multiple of the largest observed error, about 4.8 standard
 deviations. Of the elements that change sides in a correct run, one in 10**6 is
 missed."""
 JUMP = 1 / 8
 """Least change of a derivative that counts as a jump, relative to the largest
-derivative. A smooth derivative changes by as little as the input."""
+derivative. A smooth derivative changes as little as the input does."""
 _JUMPS = frozenset(
     """
     relu relu6 threshold hardtanh hardsigmoid hardswish hardshrink softshrink
