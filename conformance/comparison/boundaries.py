@@ -1,14 +1,14 @@
 """Compare inputs and outputs of all modules, and their gradients, with the reference.
 
-[Note: What a rank holds]
+[Note: Part of a rank]
 The placements of a DTensor say which part of the whole it is, and over which ranks it
-is a partial sum. A plain tensor has no placements. If it is smaller than the whole, it
-is compared with the parts that the rank's mesh coordinate suggests, and the best match
-counts. A gradient is compared with the part that the rank has of the tensor itself.
-Rows need no such search, because the reference runs on the rank's own rows. If no part
-has the tensor's shape, the tensor is not compared.
+is a partial sum. A plain tensor has no placements. If it is smaller than the whole, its
+part is unknown. Then it is compared with each part that the rank's mesh coordinate
+suggests, and the best match counts. A gradient is compared with the part that the rank
+has of the tensor itself. Rows need no such search, because the reference runs on the
+rank's own rows. If no part has the tensor's shape, the tensor is not compared.
 
-[Note: Whose fault]
+[Note: Faulty module]
 The first tensor that differs decides, in the order of the reference and over all ranks:
 a collective carries a fault from one rank to others. A wrong output is the fault of its
 module; a wrong input is the fault of the enclosing module, which computed it. In
@@ -247,7 +247,7 @@ class Boundaries:
                 yield f"the rows of {whose} alone", gradients_of(batches)
 
     def first_departure(self, way: Direction, after: int = 0) -> Location | None:
-        """Return the first module that differs, or None; see [Note: Whose fault].
+        """Return the first module that differs, or None; see [Note: Faulty module].
 
         Args:
             way: forward or backward.
@@ -319,7 +319,7 @@ class Boundaries:
         return None if tensor is None else tensor.state
 
     def _counts(self, rank: int, boundary: Boundary, way: Direction) -> bool:
-        """Return True if the difference of a tensor counts; see [Note: Whose fault].
+        """Return True if the difference of a tensor counts; see [Note: Faulty module].
 
         It does not count if an enclosing call has right outputs, or if the tensor is a
         partial sum that is reduced before its use.

@@ -266,8 +266,9 @@ class ReductionLog(CallLog):
     """Records the reductions of gradients, from the first backward to the step.
 
     Backward also reduces gradients of activations, in the compute dtype, which is
-    right. The running autograd node tells both kinds apart ([Note: Whose gradient is
-    reduced]). The size cannot, because an activation may have the size of a parameter.
+    right. The running autograd node distinguishes both kinds, see [Note: Gradients of
+    parameters]. The size cannot, because an activation may have the size of a
+    parameter.
     """
 
     def __init__(self) -> None:
@@ -326,7 +327,7 @@ class ReductionLog(CallLog):
 def _is_of_parameter(shape: tuple[int, ...]) -> bool:
     """Return True if the reduced tensor is the gradient of a parameter.
 
-    [Note: Whose gradient is reduced]
+    [Note: Gradients of parameters]
     Hooks on gradients run outside any node of the graph, or in the node that
     accumulates into a parameter. A recomputed forward runs with gradients enabled. In
     any other node the reduced tensor counts as an activation's gradient, with two

@@ -239,7 +239,7 @@ class OwnStep:
         parts: int,
         log: CallLog,
     ) -> WatchedScaler | None:
-        """Return the scaler, wrapped to observe it and to plant faults, or None.
+        """Return the scaler wrapped to observe it and plant faults; None without one.
 
         Args:
             events: receives the events of the step.

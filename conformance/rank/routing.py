@@ -5,7 +5,7 @@ then computes another model, and gradients of a correct run differ by far more t
 noise. So the choices of the fp64 reference are recorded. If a rank's scores agree with
 a row of the reference within noise, the rank makes the reference's choice.
 
-[Note: By content]
+[Note: Rows by content]
 A row of scores is matched with the nearest row of the reference, whatever the layout:
 rows or tokens may be split, permuted or cut into micro-batches, and forwards may be
 recomputed. A row that matches none within the noise keeps its own choice: an error then

@@ -34,7 +34,7 @@ _CHECKS = re.compile(
 def traces_of(failure: WorldError, *, has_scaler: bool) -> tuple[RankTrace, ...]:
     """Return the traces of a world that failed because of the code under test.
 
-    [Note: How a rank ends]
+    [Note: End of a rank]
     How a rank may end, and what follows:
 
     - it returns its trace;
