@@ -369,10 +369,9 @@ def _quick(selection: Selection) -> Iterable[Scenario]:
 
 
 def _default(selection: Selection) -> Iterable[Scenario]:
-    """All pairs of choices, and two kinds of triples.
+    """All pairs of choices, and each place and time of a fault by topology.
 
-    A triple has topology, parameter and ranks of a fault. Or it has topology, precision
-    and the times at which gradients are bad.
+    A place is a parameter and the ranks of a fault. Times are combined with precisions.
     """
     wanted = [_PLACE, _OVERFLOW, *subsets(columns(selection), 2)]
     chosen = [*_covering(selection, wanted), *_extremes(selection)]
