@@ -126,8 +126,8 @@ def _fork_forkserver() -> None:
     """Fork the forkserver from this process, and import what a rank needs.
 
     Torch and gradparity are then imported once, for this process and for the ranks. A
-    process with threads cannot be forked, so this comes first. If forking is not safe,
-    the first world starts a separate server.
+    process with threads cannot be forked, so this must run before any thread starts. If
+    forking is not safe, the first world starts a separate server.
     """
     from ..multiprocess.parent.forkserver_client import fork_forkserver
 
@@ -149,7 +149,7 @@ def _fork_forkserver() -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    """Run the command ``run``, or ``replay`` with one id instead of a selection."""
+    """Run ``run`` with a selection of scenarios, or ``replay`` with one scenario id."""
     from .report.records import read_report
     from .report.table import render
     from .run.session import RunSettings, run

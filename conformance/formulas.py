@@ -26,8 +26,8 @@ FP32_INSIDE = 1024 * FP32_UNIT
 sum of 1,024 terms in fp32 (unit roundoff 2^-24) is off by this in the worst case. Far
 larger differences arise if rows are cut in a layer that uses all of them."""
 INSIDE_FP64 = 2.0**-40
-"""Relative tolerance above the rounding of fp64 (2^-53): sums of up to 8,192 terms,
-each off by one unit."""
+"""Relative tolerance of sums in fp64 (unit roundoff 2^-53): up to 8,192 terms, each off
+by one roundoff."""
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:
@@ -46,8 +46,8 @@ def bias_error(betas: Iterable[float], steps_made: int) -> float:
 
     A correction is ``1 - beta**t``. Rounding beta changes the power by at most ``t``
     units, and rounding the power by one more. Relative to ``1 - beta**t`` this error is
-    larger, and the difference is rounded once more. The second correction is under a
-    root, which halves its error.
+    larger, and the result of the subtraction is rounded once more. The second
+    correction is under a root, which halves its error.
 
     Args:
         betas: decay rates of the first and the second moment.
@@ -65,10 +65,10 @@ def equal_but_for_rounding(
 
     Each tensor may differ by ``FP32_INSIDE`` of its own largest element, since a model
     may compute in fp32 inside. If large terms cancel in a tensor, their rounding
-    remains, so a tensor may also differ by rounding of the largest gradient of all.
-    The rounding is that of fp32 if most tensors show fp32 rounding, else that of fp64.
-    So a small gradient that depends on how rows are cut counts as a difference: for
-    example the gradient of a gate under its own weak loss.
+    remains. So a tensor may also differ by the rounding of the largest of all
+    gradients: fp32 rounding if most tensors show it, else fp64 rounding. So a small
+    gradient that depends on how rows are cut counts as a difference: for example the
+    gradient of a gate under its own weak loss.
     """
     if one.keys() != other.keys():
         return False

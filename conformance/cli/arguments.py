@@ -49,7 +49,7 @@ _HELP = {
 TOOLS_FOLDER = Path(__file__).parents[2] / "benchmarks"
 """Folder of the tools for work on gradparity itself; exists only in a checkout."""
 TOOLS = ("mutants",)
-"""Names of tools that are also commands of their own, beside ``bench``."""
+"""Names of tools with a command of their own: ``gradparity mutants``, for example."""
 _TOOLS_HELP = {
     "bench": "tools for work on gradparity itself",
     "mutants": "test gradparity itself: is each faulty scaler caught by its check",
@@ -198,7 +198,10 @@ def _parsers() -> tuple[Parser, Commands]:
 
 
 def entry_points_of(group: str) -> EntryPoints:
-    """Return gradparity's own entry points, so no other package replaces a command."""
+    """Return the entry points of a group that gradparity itself declares.
+
+    Those of other packages are ignored, so no package can replace a command.
+    """
     try:
         return distribution("gradparity").entry_points.select(group=group)
     except PackageNotFoundError:  # it is not installed
@@ -213,7 +216,13 @@ _REPORT: dict[str, Any] = {
 
 
 def _command(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
-    """Add a command; its help begins with its line in the list of commands."""
+    """Add a command and return its parser.
+
+    Args:
+        commands: commands of the main parser.
+        name: name of the command.
+        text: description in the list of commands; also begins the command's own help.
+    """
     sentence = f"{text[0].upper()}{text[1:]}."
     command: argparse.ArgumentParser
     command = commands.add_parser(name, help=text, description=sentence)
@@ -415,7 +424,7 @@ def add_options(parser: argparse.ArgumentParser, *tables: Options) -> None:
 def repeated(
     metavar: str, text: str, split: Callable[[str], list[str]] = converters.names
 ) -> dict[str, Any]:
-    """Return the settings of an option that takes ``a,b`` and may be repeated."""
+    """Return arguments of ``add_argument`` for a list option: ``a,b``, or repeated."""
     return {
         "action": "extend",
         "type": split,

@@ -104,7 +104,7 @@ def positive(text: str) -> float:
 
 
 def names(text: str) -> list[str]:
-    """Split ``a,b`` into at least one name."""
+    """Split ``a,b`` into names; at least one is required."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise argparse.ArgumentTypeError(f"needs a name, got {text!r}")

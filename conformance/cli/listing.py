@@ -50,7 +50,12 @@ def _topology(name: str, ranks: object, text: object) -> str:
 
 
 def _with_text(what: str, width: int) -> Callable[[], Iterator[str]]:
-    """Return a function that yields a line with name and text for each entry."""
+    """Return a function that yields one line for each entry of a table: name and text.
+
+    Args:
+        what: key of the table in ``TABLES``.
+        width: width to which names are padded.
+    """
     return lambda: (f"{n:{width}} {row['text']}" for n, row in rows_of(what).items())
 
 
@@ -92,8 +97,8 @@ def explain(what: str) -> str:
     """Return the description of a check, a group of checks or a scenario.
 
     Raises:
-        UsageError: if ``what`` is none of these. Names of checks have already passed
-            ``values.check_values``.
+        UsageError: if ``what`` is none of these. Unknown names of checks were already
+            rejected by ``values.check_values``.
     """
     # Look for checks first: only the id of a scenario has a slash.
     laws = [law for law in law_texts() if what in (law.id, law.id.partition(".")[0])]

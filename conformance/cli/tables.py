@@ -1,4 +1,6 @@
-"""Names that can be selected and their texts, read from the sources of their tables.
+"""Names that a user can select, with their texts, read from source files.
+
+The names are keys of tables in Python modules.
 
 Importing a table imports torch, which takes seconds. Reading its source makes ``list``
 and ``explain`` fast, and a misspelt name is reported before anything is imported.
@@ -26,7 +28,8 @@ TABLES = {
     "fault": ("fixtures/faults.py", "KINDS"),
     "scaler": ("fixtures/peers.py", "PEERS"),
 }
-"""Kind of choice -> file and name of the table of its values."""
+"""Kind of choice -> (source file, name of the table in it). The table's keys are the
+values to choose from."""
 Row = Mapping[str, object]
 """Literal fields of a table's entry."""
 
@@ -46,9 +49,9 @@ def names_of(what: str) -> list[str]:
 
 @cache
 def rows_of(what: str) -> dict[str, Row]:
-    """Return the keys of a table, with the fields that are literals in its source.
+    """Return the keys of a table, each with the fields of its entry that are literals.
 
-    If an entry is a function, its docstring becomes ``text``.
+    If an entry is a function, the first line of its docstring becomes ``text``.
     """
     file, table = TABLES[what]
     tree = ast.parse((_ROOT / file).read_text(encoding="utf-8"))
@@ -94,7 +97,7 @@ def _laws_of(file: str) -> Iterator[LawText]:
 
 
 def _joined(node: ast.expr, constants: Mapping[str, ast.expr]) -> str:
-    """Evaluate a text that is composed of other texts of its module."""
+    """Evaluate a literal or constant string, or a sum or an f-string of these."""
     if isinstance(node, ast.Name):
         return _joined(constants[node.id], constants)
     if isinstance(node, ast.BinOp):
@@ -113,9 +116,10 @@ def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
 def _entries(
     table: ast.expr | None, functions: Mapping[str, ast.FunctionDef]
 ) -> Iterator[tuple[str, Row]]:
-    """Yield (key, row) of a table that is ``{"a": ...}`` or a comprehension of it.
+    """Yield (key, row) of a table, which is a dict display or a dict comprehension.
 
-    The comprehension has the form ``{t.name: t for t in (T(...),)}``.
+    The display has the form ``{"a": ...}``, the comprehension the form ``{t.name: t for
+    t in (T(...),)}``.
     """
     if isinstance(table, ast.Dict):
         for key, value in zip(table.keys, table.values, strict=True):

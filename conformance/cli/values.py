@@ -125,7 +125,7 @@ _DYNAMIC = {"__getattr__", "__dict__", "exec", "globals", "modules", "setattr", 
 
 
 def _find(module: str) -> ModuleSpec | None:
-    """Return the spec of a module without importing its packages."""
+    """Return the spec of a module, or None, without importing its packages."""
     top, *inner = module.split(".")
     module_spec = PathFinder.find_spec(top, [os.getcwd()])
     with suppress(ValueError):  # __main__ has no spec

@@ -4,11 +4,11 @@ All functions are pure.
 
 - A check (class ``Law``) reads ``Evidence`` and returns a ``Finding``. Each file of
   ``laws`` is one chapter of checks.
-- A reference is trained on one process in fp64. It skips the steps that the *rule*
-  demands, whatever the run did. Side runs are correct runs that differ from the
-  reference by rounding only. Their distance from it is the noise, and a bound is a
-  multiple of the noise.
-- A workload whose training is not plain is compared with itself on one rank
+- A reference is trained on one process in fp64. It skips the steps that a correct
+  run must skip (those with a non-finite gradient), whatever the checked run did. Side
+  runs are correct runs that differ from the reference by rounding only. Their distance
+  from it is the noise, and a bound is a multiple of the noise.
+- A workload with its own ``train_step`` may be compared with that step on one rank
   (``one_rank``).
 - A doubt says from which step on, and for which parameters, a correct run may differ
   from the reference. A difference under a doubt is inconclusive, in every check.

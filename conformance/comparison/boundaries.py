@@ -1,21 +1,21 @@
 """Compare inputs and outputs of all modules, and their gradients, with the reference.
 
-[Note: What a rank holds]
+[Note: Part of a rank]
 The placements of a DTensor say which part of the whole it is, and over which ranks it
-is a partial sum. A plain tensor has no placements. If it is smaller than the whole, it
-is compared with the parts that the rank's mesh coordinate suggests, and the best match
-counts. A gradient is compared with the part that its own tensor has. Rows need no such
-search, because the reference runs on the rank's own rows. If no part has the tensor's
-shape, the tensor is not compared.
+is a partial sum. A plain tensor has no placements. If it is smaller than the whole, its
+part is unknown. Then it is compared with each part that the rank's mesh coordinate
+suggests, and the best match counts. A gradient is compared with the part that the rank
+has of the tensor itself. Rows need no such search, because the reference runs on the
+rank's own rows. If no part has the tensor's shape, the tensor is not compared.
 
-[Note: Whose fault]
+[Note: Faulty module]
 The first tensor that differs decides, in the order of the reference and over all ranks:
-a collective carries a fault from one rank to others. A wrong output is the
-fault of its module; a wrong input is the fault of the enclosing module, which computed
-it. In forward inputs come in and outputs come out; in backward gradients of outputs
-come in and gradients of inputs come out. Inside a module with right outputs a tensor
-may have any value, such as a partial sum that is reduced before the module returns: it
-does not count. If no activation differs, the fault is in the loss, the gradients of the
+a collective carries a fault from one rank to others. A wrong output is the fault of its
+module; a wrong input is the fault of the enclosing module, which computed it. In
+forward inputs come in and outputs come out; in backward gradients of outputs come in
+and gradients of inputs come out. Inside a module with right outputs, tensors are
+ignored: they may have any value, such as a partial sum that is reduced before the
+module returns. If no activation differs, the fault is in the loss, the gradients of the
 parameters, or the optimizer.
 
 [Note: Factors]
@@ -74,8 +74,8 @@ MAX_PARTS = 4**4
 """Largest number of parts of a whole that are tried for a plain tensor: 4 dims with 4
 cuts each. A dim is cut along mesh axes: in chunks, from both ends or strided."""
 MULTIPLE = 0.5**0.5
-"""A tensor counts as a multiple of the truth up to this residual, relative to the norm
-of the tensor."""
+"""Largest residual, relative to the norm of a tensor, with which the tensor still
+counts as a multiple of the truth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +125,8 @@ class Boundaries:
         self.expected: dict[str, dict[Boundary, Expected]] = {}
         self.order: list[Boundary] = []
         self.after: dict[Boundary, int] = {}
-        """Boundary -> number of optimizer steps that the watched step had made before
-        the boundary was recorded."""
+        """Boundary -> number of ``optimizer.step`` calls in the watched training step
+        before the boundary was recorded."""
         self.inside: dict[Call, Call] = {}
         one_rank = scenario.workload.one_rank
         references = OnOneRank if one_rank else OnOneProcess
@@ -155,7 +155,8 @@ class Boundaries:
         self.one_factor = self.of_whole or facts_of(scenario.workload.name).counted
         """True if the reference's objective has the same factor on all ranks."""
         self.starts: dict[tuple[int, int], Boundary] = {}
-        """(rank, micro-batch) -> boundary whose gradient gave the factor."""
+        """(rank, micro-batch) -> boundary whose gradient gave the factor; see [Note:
+        Factors]."""
         self.factors = self._factors()
         self.found = {
             (rank, boundary): tensor
@@ -196,7 +197,7 @@ class Boundaries:
         )
 
     def _without_gradient(self) -> str:
-        """Name the first module with a gradient on some ranks only; "" without one.
+        """Name the first module with a gradient on some ranks only; "" if none.
 
         Only ranks on which the module ran in forward count.
         """
@@ -216,11 +217,11 @@ class Boundaries:
         return ""
 
     def gradients_of_parts(self) -> Iterator[tuple[str, dict[str, Doubles]]]:
-        """Yield parts of the step's rows, with the true gradients of each part alone.
+        """Yield (description, true gradients) for parts of the step's rows.
 
-        The parts are the micro-batches, each with the rows of all ranks, and the rows
-        of each rank. The gradients are right up to a factor. Yields nothing if the
-        reference cannot run on the rows of one rank.
+        Each micro-batch, with the rows of all ranks, is a part. So are the rows of each
+        rank. The gradients of a part come from its rows alone, and are right up to a
+        factor. Yields nothing if the reference cannot run on the rows of one rank.
         """
         if not isinstance(self.references, OnOneProcess):
             return
@@ -246,7 +247,7 @@ class Boundaries:
                 yield f"the rows of {whose} alone", gradients_of(batches)
 
     def first_departure(self, way: Direction, after: int = 0) -> Location | None:
-        """Return the first module that differs; see [Note: Whose fault].
+        """Return the first module that differs, or None; see [Note: Faulty module].
 
         Args:
             way: forward or backward.
@@ -262,7 +263,7 @@ class Boundaries:
         return None
 
     def uneven(self) -> Location | None:
-        """Return where backward starts with different factors, if anywhere.
+        """Return the location at which backward starts with different factors, or None.
 
         Factors may differ between ranks, or between the micro-batches of a rank.
         """
@@ -290,10 +291,10 @@ class Boundaries:
         return None
 
     def _are_uneven(self, factors: dict[tuple[int, int], float]) -> bool:
-        """Return True if gradients are multiples of the right ones, by other factors.
+        """Return True if right gradients were multiplied by too different factors.
 
         Args:
-            factors: (rank, micro-batch) -> factor.
+            factors: (rank, micro-batch) -> factor of the rank's gradients.
         """
         starts = [(at, start) for at in factors if (start := self.starts.get(at))]
         if {self._state(rank, start) for (rank, _), start in starts} != {"right"}:
@@ -318,7 +319,7 @@ class Boundaries:
         return None if tensor is None else tensor.state
 
     def _counts(self, rank: int, boundary: Boundary, way: Direction) -> bool:
-        """Return True if the difference of a tensor counts; see [Note: Whose fault].
+        """Return True if the difference of a tensor counts; see [Note: Faulty module].
 
         It does not count if an enclosing call has right outputs, or if the tensor is a
         partial sum that is reduced before its use.
@@ -343,7 +344,10 @@ class Boundaries:
         )
 
     def _side(self, rank: int, call: Call, kind: str) -> State | None:
-        """Return the worst state among the inputs, or the outputs, of a call."""
+        """Return the worst state of a call's tensors of one kind: inputs, or outputs.
+
+        Returns None if none of these tensors was recorded.
+        """
         states = [self._state(rank, b) for b in self.sides.get((call, kind), ())]
         return next((s for s in ("wrong", "partial", "right") if s in states), None)
 
@@ -465,7 +469,11 @@ class Boundaries:
         factor: float,
         group: Sequence[int] = (),
     ) -> _Found | None:
-        """Compare a tensor with the nearest part of the truth; None if none fits."""
+        """Compare a tensor, or its sum over ``group``, with the nearest true part.
+
+        Returns None if no part of the truth has the tensor's shape, or if a rank of the
+        group has no such tensor.
+        """
         values = self._values(rank, boundary, group)
         if values is None:
             return None
@@ -478,7 +486,11 @@ class Boundaries:
     def _values(
         self, rank: int, boundary: Boundary, group: Sequence[int]
     ) -> Doubles | None:
-        """Return a rank's tensor, or its sum over the ranks of ``group``."""
+        """Return a rank's tensor, summed over the ranks on which it is partial.
+
+        These ranks are ``group``, or those of a DTensor's placements if it is empty.
+        Returns None if one of them lacks the tensor.
+        """
         mine = self.ranks[rank].log.passed[boundary]
         group = group or mine.summed_over
         if not group:
@@ -499,8 +511,8 @@ class Boundaries:
     ) -> Sequence[Doubles]:
         """Return the parts of the truth that a rank's tensor may hold.
 
-        A gradient may be a multiple of several parts of the true gradient. So if
-        possible, the part of its own tensor decides.
+        A gradient may be a multiple of several parts of the true gradient. So only the
+        part that the rank has of the tensor itself is returned, if it is known.
         """
         parts = list(self._cut(rank, boundary, truth))
         forward = replace(boundary, kind=FORWARD_OF.get(boundary.kind, ""))
@@ -548,8 +560,9 @@ class Boundaries:
     ) -> list[int]:
         """Return the indices in a whole batch at which a micro-batch may begin.
 
-        Equal parts begin at multiples of ``size``. In a plain reference a micro-batch
-        may also begin in any rank's share, after the earlier micro-batches of the rank.
+        Equal parts begin at multiples of ``size``. If the reference is a plain one, a
+        micro-batch may also begin in any rank's share of the batch, after the earlier
+        micro-batches of that rank.
         """
         rows = [len(batch.tensors[0]) for batch in self.ranks[rank].batches]
         starts = [*range(0, whole, size)] if whole % size == 0 else []
@@ -608,7 +621,11 @@ class Boundaries:
     def _factor(
         self, rank: int, boundary: Boundary, *, whole_too: bool
     ) -> float | None:
-        """Return the factor of a gradient, or None if no factor gives the truth."""
+        """Return the factor by which a gradient is a multiple of the truth.
+
+        Returns None if it is no multiple of any part of the truth, or if it is a whole
+        gradient and ``whole_too`` is false.
+        """
         expected = self.expected[self.ranks[rank].rows].get(boundary)
         if expected is None or boundary not in self.ranks[rank].log.passed:
             return None

@@ -13,11 +13,11 @@ hides one bad element, an element hides a drift. docs/parity.md derives
 ``SAFETY_FACTOR``.
 
 [Note: Quantisation]
-Rounding to 8 bits changes values by 3 to 12 %, and by the same error in every correct
-run, whatever the order of its sums. Eight times that error is as large as the value
-itself. So the error that all runs share counts ``SHARED`` times: once for the rounding,
-and once for values at a tie, which a run may round the other way. Such ties move a
-result by no more than the rounding of all values did. The part of the error that
+Rounding to 8 bits changes values by 3 to 12 %. Most of this error is the same in every
+correct run, whatever the order of its sums. Eight times that error is as large as the
+value itself. So the error that all runs share counts ``SHARED`` times: once for the
+rounding, and once for values at a tie, which a run may round the other way. Such ties
+move a result by no more than the rounding of all values did. The part of the error that
 differs between runs (for example through a scale per group of rows) counts
 ``SAFETY_FACTOR`` times, as all noise.
 
@@ -30,7 +30,7 @@ multiplied by the smallest gradient it had, which makes the errors of all elemen
 similar. If the true gradient of an element was smaller than the bound on gradient
 errors, rounding decided the direction of a full step: the weight of the element is 0
 from that step on. Its gradient is still compared. If a gradient is exactly 0 in the
-truth and in all noisy runs, nothing was rounded, and this step does not lower the
+truth and in all noisy runs, nothing was rounded. Then this step does not lower the
 element's weight. Examples are a layer behind one that begins at zero, and a row of an
 embedding without tokens. The exception is a tensor whose whole gradient is within its
 bound, that is, nothing but rounding. Under SGD all weights are 1.
@@ -116,8 +116,8 @@ __all__ = [
 ]
 
 SHARED = 2.0
-"""Factor of the 8-bit rounding error that all correct runs share; see [Note:
-Quantisation]."""
+"""Factor in a bound of the part of an 8-bit rounding error that is the same in all
+correct runs; see [Note: Quantisation]."""
 SHARDS = (2, 3, 8)
 """Numbers of parts into which parameters are cut if the shards of a rounded state are
 unknown. Among them are powers of two and others, so rounding blocks end in different
@@ -127,7 +127,10 @@ Tensors = dict[str, Doubles]
 
 @dataclass(frozen=True, kw_only=True)
 class ParityBounds:
-    """The truth and the bounds, by kind: [step][parameter] -> (norm, largest)."""
+    """The truth and the bounds of losses, gradients, updates and norms.
+
+    A bound is ``[step][name] -> (norm, largest element)``.
+    """
 
     truth: Reference
     """Reference run in fp64; its updates are multiplied by ``weights``."""
@@ -190,9 +193,9 @@ def _loss_roundoff(
 ) -> float:
     """Return the unit roundoff of the narrowest dtype in which a loss was returned.
 
-    A loss computed in fp32 from half-precision outputs is not rounded itself; the noise
-    of the outputs is measured. A loss in fp64 counts as fp32, because it may be a
-    converted fp32 number.
+    A loss in fp32 counts as fp32 even if it comes from half-precision outputs, because
+    the noise of the outputs is measured. A loss in fp64 also counts as fp32, because it
+    may be a converted fp32 number.
     """
     if not plain.loss_dtype:
         return precision.roundoff
@@ -256,7 +259,10 @@ def _derived(
 def expected_choices(
     scenario: Scenario, schedule: Schedule
 ) -> tuple[dict[str, Choices], ...]:
-    """Return the choices of learned routers at each step, with bounds of scores.
+    """Return the experts that learned routers choose at each step, by kind of call.
+
+    Each choice has the bound of the routers' scores: near a tie a correct run may
+    choose differently.
 
     Args:
         scenario: scenario that the ranks trained.

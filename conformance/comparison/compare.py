@@ -80,7 +80,7 @@ class Measure:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """How far correct runs are from the truth of one tensor, up to some step."""
+    """Distances of correct runs from the truth of one tensor, up to one step."""
 
     noise: Pair = NONE
     """Largest error of runs that differ by rounding only."""

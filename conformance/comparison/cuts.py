@@ -24,8 +24,8 @@ def cuts(
 ) -> Iterator[NDArray[np.int64]]:
     """Yield index ranges of ``size`` along one dim that this rank may hold.
 
-    The mesh coordinate of the rank gives the ranges. If no mesh axis gives this size,
-    every equal part is yielded as well.
+    The mesh coordinate of the rank gives the ranges. If no mesh axes give a range of
+    this size, all ranges of an equal division are yielded.
 
     Args:
         size: number of indices of the part.
@@ -62,7 +62,10 @@ def cuts(
 
 
 def _zigzag(places: NDArray[np.int64], at: int, parts: int) -> NDArray[np.int64]:
-    """Return one chunk from each end, as context parallelism divides a sequence."""
+    """Return the indices of one chunk from each end, as in context parallelism.
+
+    Returns no indices if the sequence cannot be divided in this way.
+    """
     if parts < 2 or len(places) % (2 * parts):
         return places[:0]
     chunks = np.split(places, 2 * parts)

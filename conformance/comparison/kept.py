@@ -32,9 +32,9 @@ Args = TypeVarTuple("Args")
 Result = TypeVar("Result", bound=Sized)
 LIMIT = 2**28
 """Largest size of the cache in bytes. The topologies of the parity preset share 76
-references of at most 4 MB. If the cache holds only a third of them, references are
-trained again: 275 trainings. A cache of four times this size would save 5 % of the
-trainings of the default preset."""
+references of at most 4 MB. If the cache holds only a third of them, 275 trainings are
+needed instead of 76. A cache of four times this size would save 5 % of the trainings of
+the default preset."""
 
 
 class Kept(Generic[*Args, Result]):
@@ -52,7 +52,10 @@ class Kept(Generic[*Args, Result]):
         self._bytes = 0
 
     def __call__(self, *args: *Args) -> Result:
-        """Return the cached result or compute it; evict least recently used ones."""
+        """Return the cached result, or compute it and evict old results.
+
+        The results that were used least recently are evicted first.
+        """
         result = self._found.get(args)
         if result is None:
             result = self._found[args] = self._function(*args)

@@ -71,7 +71,11 @@ class Evidence:
             yield seen[0].step, seen
 
     def decisions(self) -> Iterator[tuple[int, Sequence[Decision]]]:
-        """Yield (step, decisions of all ranks) by completed step and decision group."""
+        """Yield (step, decisions of all ranks) for each decision group and step.
+
+        A decision group consists of optimizers that skip together. Only steps that
+        every rank completed count.
+        """
         for step, seen in self.steps():
             ranks = [
                 self._decisions_due(*pair)
@@ -81,10 +85,11 @@ class Evidence:
                 yield step, each
 
     def _decisions_due(self, trace: RankTrace, at: StepTrace) -> Iterator[Decision]:
-        """Yield a rank's decisions, with None for "did not move" if no move was due.
+        """Yield a rank's decisions; for a right decision to stay, None replaces False.
 
-        No parameter of a decision has to move if its gradients are zero, the learning
-        rate is 0, the workload skipped the step itself, or the reference moves none.
+        Parameters may stay for four reasons: their gradients are zero, the learning
+        rate is 0, the workload skipped the step itself, or the reference moves none of
+        them.
         """
         for number, decision in enumerate(at.decisions):
             names = [n for owned in trace.owned[number : number + 1] for n in owned]
@@ -107,8 +112,8 @@ MOST = 0.5
 anywhere. If less than half was compared, a fault is more likely where nothing was
 compared. A check with another value gives the reason beside its constant."""
 ANY_SHARE = 0.0
-"""``Law.least`` of a check that needs only one comparison, because the other expected
-ones may be impossible. The missing ones are still counted."""
+"""``Law.least`` of a check that passes after a single comparison, because all others
+may be impossible in a correct run. Missing comparisons are still counted."""
 STOPPED = "the run stopped before the others"
 Check = Callable[[Evidence], Finding]
 
@@ -122,7 +127,7 @@ class Law:
     text: str
     """The rule in one sentence."""
     reason: str
-    """Why a training run needs the rule."""
+    """Reason why a training run needs the rule."""
     check: Check
     of_stack: bool = False
     """True if the check also applies to training without a scaler."""
@@ -131,7 +136,7 @@ class Law:
     least: float = MOST
     """Least fraction of the expected comparisons that a pass needs."""
     hidden: str | Callable[[Evidence], str] = STOPPED
-    """Description of the comparisons that may be missing."""
+    """Reason why comparisons may be missing, for the message if too few were made."""
 
     @property
     def chapter(self) -> str:
@@ -291,7 +296,7 @@ def say_tried_again(finding: Finding, evidence: Evidence) -> Finding:
 def count_or_inconclusive(compared: int, what: str, not_compared: int = 0) -> Finding:
     """Return a pass with its number of comparisons.
 
-    :func:`apply_checks` makes it inconclusive if these are too few.
+    :func:`apply_checks` makes the pass inconclusive if too few comparisons were made.
 
     Args:
         compared: number of comparisons that were made and agreed.

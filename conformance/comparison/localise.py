@@ -38,9 +38,9 @@ __all__ = ["first_bad_step", "locate"]
 
 Doubles = NDArray[np.float64]
 PROPORTIONAL = 2.0**-10
-"""Largest relative residual of a gradient that counts as a multiple of the truth.
-Factors come from numbers of ranks and micro-batches; whole numbers up to 1,024 differ
-by more than this."""
+"""Largest relative residual of a gradient that counts as a multiple of the truth. A
+wrong factor is often a number of ranks or micro-batches. This limit is small enough to
+distinguish all whole numbers up to 1,024."""
 NAMED = 4
 """Largest number of parameters that a message names."""
 
@@ -196,7 +196,7 @@ class _Gradients:
         )
 
     def _share(self, factor: float) -> str:
-        """Say that each rank or pass returned a share of the loss, if it seems so."""
+        """Say that each rank or pass returned a share of the loss; "" if none did."""
         due = (
             "Return the mean of what was counted here (sum / count of this rank), or "
             "of the whole batch on every rank"
@@ -246,7 +246,7 @@ class _Gradients:
         return "".join(f"; {text}" for text in texts)
 
     def _is_rounded(self, where: str) -> bool:
-        """Return True if gradients alone are wrong, by as much as sums in 16 bits are.
+        """Return True if only gradients are wrong, by no more than sums in bf16 are.
 
         Rounding goes in all directions, so a difference with a common factor is not
         rounding.
@@ -449,7 +449,7 @@ class _Gradients:
         return _common(factors, self.rest)
 
     def _holds(self, boundaries: Boundaries) -> str:
-        """Say if gradients lack some rows or still contain the last step's; else ""."""
+        """Say if gradients lack rows, or include those of the last step; else ""."""
         values = [v for name in self.names for v in self._values(name, self.truth)]
         if sum(mine.size for _, mine, _ in values) < 2:
             return ""  # of single numbers any is a multiple of any other
@@ -531,7 +531,10 @@ class _Gradients:
 
 
 def _common(found: Iterable[tuple[float, float]], most: float) -> float | None:
-    """Return the factor that all (factor, rest) pairs share, if each rest is small."""
+    """Return the factor that all (factor, rest) pairs share, or None.
+
+    There is none if a rest is too large.
+    """
     factors = []
     for factor, rest in found:
         if not rest <= most:  # written so that nan is no multiple

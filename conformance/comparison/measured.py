@@ -93,7 +93,8 @@ class ClipRow:
     bound: float
     """Permitted difference of the two factors."""
     above_noise: bool
-    """True if the gradient is a multiple of the true one, up to its noise."""
+    """True if the factor is known: the gradient is a multiple of the true one up to
+    noise, and ``bound`` is small enough to compare."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +111,7 @@ class Doubt:
     """Reason of the doubt, and how to remove it."""
 
     def covers(self, step: int, kind: str, parameter: str | None) -> bool:
-        """Return True if a difference may come from the reference.
+        """Return True if this doubt explains a difference from the reference.
 
         Args:
             step: step of the difference.
@@ -164,7 +165,7 @@ class Parity:
     """Parameters whose gradients were compared at no step and on no rank, because
     gradparity did not see what an optimizer used."""
     unseen_buffer: str = ""
-    """First buffer that training moves and no rank shows; else empty."""
+    """First buffer that training changes and that no rank recorded; else empty."""
     undecided: str = ""
     """Reason why no value can be compared with the reference; else empty."""
     narrow_loss: str = ""
@@ -224,7 +225,7 @@ class Parity:
         self.per_parameter[row.parameter] = max(best, row.ratio)
 
     def other_setting(self, step: int) -> str:
-        """Describe the optimizer setting that differed at or before a step; else ""."""
+        """Describe a setting that differed between ranks up to a step; else ""."""
         differs = self.stack_schedule.differs
         return differs[1] if differs is not None and differs[0] <= step else ""
 

@@ -1,34 +1,34 @@
-"""References on one rank, for a workload whose training is not plain.
+"""References on one rank, for a workload with ``reference = "one rank"``.
 
-With ``reference = "one rank"`` a workload is compared with its own ``train_step`` on a
-mesh with the same axes, all of size 1, over the whole batch. Such a reference does not
-show a fault that also occurs on one rank.
+Such a workload is compared with its own ``train_step`` over the whole batch. It runs on
+a mesh with the same axes, all of size 1. Such a reference does not show a fault that
+also occurs on one rank.
 
 [Note: Truth on one rank]
 The truth is the run in fp64. A workload that raises in fp64, or that keeps another
 dtype, has no such run. Then the truth is the plain run in the scenario's precision. The
-bound still holds: this run, the varied ones and a correct run on the ranks are equally
-far from the exact values, because they differ by rounding only. So the largest distance
-between this run and a varied one is the noise of the distance between this run and the
-ranks. It is larger than the noise against fp64, since both runs are rounded, and so is
-the bound.
+bound still holds. The plain run, the noisy runs and a correct run on the ranks differ
+by rounding only. So all of them are equally far from the exact values. So the largest
+distance between the plain run and a noisy run is the noise with which the ranks are
+compared. Both of these runs are rounded. So this noise, and with it the bound, is
+larger than the noise against fp64.
 
 [Note: Variations]
-Each noisy run permutes the rows of each micro-batch, cuts micro-batches differently,
-moves all initial weights by one unit roundoff in random directions, or combines these.
-If a reduction in half precision is promised, each of them also changes gradients by up
-to a unit roundoff of that dtype (``variation.Reduction``). Rows are permuted and cut
-only if that changes nothing but rounding: in fp64 the gradients of two steps must stay
-the same. A workload that accepts only one micro-batch, or whose loss couples rows, is
-not cut.
+Each noisy run makes one or more of three changes. It permutes the rows of each
+micro-batch, cuts micro-batches differently, or moves all initial weights by one unit
+roundoff in random directions. If a reduction in half precision is promised, each noisy
+run also changes gradients by up to a unit roundoff of that dtype
+(``variation.Reduction``). Rows are permuted and cut only if that changes nothing but
+rounding: in fp64 the gradients of two steps must stay the same. A workload that accepts
+only one micro-batch, or whose loss couples rows, is not cut.
 
 [Note: Draws without effect]
-Random numbers of a ``train_step`` depend on the number of ranks. So its results may
-also depend on it, and the check is undecided. But the numbers may have no effect, as in
-a trainer that shuffles the rows that it sums over. That is tested as for rows: with
-other numbers in each step the gradients in fp64 must stay the same. If they do, each
-noisy run draws other numbers. A workload that seeds the generator itself draws the same
-numbers again, so the test shows nothing.
+Random numbers of a ``train_step`` depend on the number of ranks, so its results may
+differ between one rank and several. Then the check is undecided. But the numbers may
+have no effect, as in a trainer that shuffles the rows of a sum. To test this, two runs
+in fp64 draw different numbers in each step: their gradients must be the same. If they
+are, each noisy run draws different numbers. A workload that seeds the generator itself
+draws the same numbers in both runs, so the test shows nothing.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def one_rank_references(scenario: Scenario, schedule: Schedule) -> OneRank:
 
 
 def first_norm_on_one_rank(model: str) -> float:
-    """Return the norm of the first gradient that ``train_step`` uses on one rank.
+    """Return the norm of all gradients in the first ``train_step`` on one rank.
 
     Must be called in a process group of one rank. Returns 0 if the workload cannot
     train there; its own runs report the error.
@@ -442,7 +442,7 @@ def _drawn(at: StepTrace) -> str:
 
 
 def _number(value: float | None) -> float:
-    """Return a reported number; nan, which has no bound, if there is none."""
+    """Return a reported number, or nan if none was reported: nan gets no bound."""
     return float("nan") if value is None else value
 
 

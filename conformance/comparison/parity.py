@@ -1,7 +1,7 @@
 """Parity: compare a sharded run with the truth, within bounds.
 
-Steps: derive from the traces the skips that the rule demands. Train the fp64 truth and
-the noisy references. Measure the noise for each step and parameter. Compare every
+Steps: derive from the traces which steps a correct run must skip. Train the fp64 truth
+and the noisy references. Measure the noise for each step and parameter. Compare every
 rank's local elements with the truth. Keep the row with the largest error / bound. The
 bounds are those of ``bounds``.
 """
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def demanded_schedule(traces: Sequence[RankTrace]) -> Schedule:
-    """Return the skips that the rule demands, the scales, and changed settings.
+    """Return the skips that a correct run must make, the scales, and changed settings.
 
     The scales come from the first rank. Agreement checks compare them with the scales
     of the other ranks.
@@ -79,11 +79,11 @@ def _held_still(seen: Seen) -> frozenset[str]:
 
 
 def followed_schedule(scenario: Scenario, traces: Sequence[RankTrace]) -> Schedule:
-    """Return the demanded schedule, completed for references of a user's workload.
+    """Return the schedule that references follow: the skips due, scales and settings.
 
-    For a user's workload it has the parameters without a gradient, and the shards of a
-    rounded state. It has no settings if gradparity's loop or the workload's scheduler
-    gives them.
+    For a user's workload it also has the parameters without a gradient. If optimizers
+    round their state, it has their shards, if known. Settings are left out if
+    gradparity's loop or the workload's scheduler gives them.
     """
     schedule = demanded_schedule(traces)
     if _gives_settings(scenario.workload):
@@ -100,15 +100,15 @@ def followed_schedule(scenario: Scenario, traces: Sequence[RankTrace]) -> Schedu
 def _gives_settings(workload: ResolvedWorkload) -> bool:
     """Return True if gradparity's loop or the workload's scheduler gives the settings.
 
-    Then the reference does not follow the ranks.
+    The reference then takes no settings from the ranks.
     """
     return OfWorkload.LOOP in workload.has or workload.scheduler is not None
 
 
 def _shards(ranks: Sequence[RankTrace]) -> Shards:
-    """Return the shards in which optimizers hold parameters, if they are known.
+    """Return the shards in which optimizers hold parameters, as far as they are known.
 
-    A rank's shard also counts if that rank does not step it.
+    A rank's shard counts even if its parameter is stepped on other ranks only.
     """
     events = [e for trace in ranks for seen in trace.steps for e in seen.events]
     if any(event.groups and not event.names for event in events):
@@ -201,7 +201,10 @@ def measure_parity(scenario: Scenario, traces: Sequence[RankTrace]) -> Parity:
 def _schedule_of(
     scenario: Scenario, steps: Sequence[Seen], truth: Reference
 ) -> StackSchedule:
-    """Return the settings that the reference follows, and the first that differs."""
+    """Return the settings that the reference follows, and the first wrong one.
+
+    A setting is wrong if ranks differ in it, or if it differs from the reference's.
+    """
     moved, workload = stack_schedule(steps), scenario.workload
     alone = workload.one_rank
     whose = "optimizer" if workload.scheduler is None else "scheduler"
@@ -218,7 +221,7 @@ def _schedule_of(
 def _unseen_buffer(
     scenario: Scenario, traces: Sequence[RankTrace], truth: Reference
 ) -> str:
-    """Return the first buffer that the truth moves and no rank shows; else ""."""
+    """Return the first buffer that the truth changes and no rank recorded; else ""."""
     recipe, precision = scenario.parsed_recipe, scenario.parsed_precision
     if recipe.recompute or not precision.is_full or not truth.updates:
         return ""  # buffers are not compared then
@@ -245,8 +248,9 @@ def _still(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (step, rank, optimizer) of steps that correctly move no parameter.
 
-    Gradients may be zero, behind a layer that begins at zero or in a shard of an
-    embedding without tokens. Or the optimizer only prepares in its first step.
+    One cause is a gradient of zeros: behind a layer that begins at zero, or in a shard
+    of an embedding without tokens. Another is an optimizer that only prepares its state
+    in its first step.
     """
     for seen, skipped, moves in zip(
         _steps(traces), schedule.skipped, parity_bounds.moves, strict=False
@@ -278,7 +282,7 @@ def _idle(seen: Seen) -> Idle:
 def _check_counts(
     scenario: Scenario, traces: Sequence[RankTrace], truth: Reference
 ) -> None:
-    """Check that the counts of all ranks add up to that of the whole batch.
+    """Check that the loss's counts, summed over ranks, are those of the whole batch.
 
     Raises:
         WorkloadError: if rows or tokens were left out or counted twice.
@@ -309,9 +313,10 @@ class _Measured(NamedTuple):
     elements: int
     left_out: int = 0
     name: str = ""
-    """Parameter of a gradient."""
+    """Name of the parameter, for a gradient; else empty."""
     lack: Lack | None = None
-    """Reason why there are no rows; None also if only the bound is missing."""
+    """Reason why ``rows`` is empty. None if there are rows, or if just the bound is
+    missing."""
 
 
 def _measured(
@@ -350,8 +355,8 @@ def _is_unexplained(
 ) -> bool:
     """Return True if a gradient must be finite and is not.
 
-    A gradient may be inf or nan if a fault was planted, if a scale or fp16 makes it
-    overflow, or if a correct run has such a gradient.
+    Three things may make a gradient inf or nan: a planted fault, an overflow through
+    the scale or fp16, and a model that has such a gradient in a correct run.
     """
     may_overflow = scenario.parsed_precision.overflows or at.scale_before != 1.0
     if scenario.faults != "none" or may_overflow or name not in at.gradients:
@@ -478,7 +483,8 @@ def _decided(row: ClipRow, worst: float) -> ClipRow:
     """Decide whether a clip factor is known, and set its bound.
 
     Noise orthogonal to a gradient does not change its factor. So the bound is the
-    smaller of two: the bound of the gradient, and ``worst`` relative to the factor.
+    smaller of two numbers: the bound of the gradient, and ``worst`` times the right
+    factor.
     """
     bound = min(row.bound, worst * row.due)
     # with a larger bound, even half the due factor would pass

@@ -3,10 +3,10 @@
 References train on a separate rank (``Place.alone``), not in the process that runs the
 checks.
 
-A reference skips a step if the *rule* demands it (a non-finite gradient anywhere),
-whatever the tested scaler did. Variants take rows in another order and round
-differently (``noise/``). Their distance from the fp64 run is the noise that a correct
-run may show, and ``bounds`` derives the bounds from it.
+A reference skips each step with a non-finite gradient on any rank, whatever the tested
+scaler did. Variants take rows in another order and round differently (``noise/``).
+Their distance from the fp64 run is the noise that a correct run may show, and
+``bounds`` derives the bounds from it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Schedule:
     """Decisions of the sharded run that the reference follows."""
 
     skipped: tuple[frozenset[str], ...]
-    """For each step: parameters that by the rule must not change."""
+    """For each step: parameters that must not change, because a gradient is not
+    finite."""
     scales: tuple[float, ...]
     """For each step: the loss scale; it has an effect in half precision only."""
     idle: tuple[Idle, ...] = ()

@@ -85,8 +85,8 @@ class Setup:
 def _uncompiled() -> Iterator[None]:
     """Run the user's model and optimizer without ``torch.compile``.
 
-    The comparison run on the ranks compiles. A reference also runs under dispatch
-    modes, which do not work with compiled code.
+    Only the runs on the ranks use it. References also run under dispatch modes, which
+    do not work with compiled code.
     """
     with torch.compiler.set_stance("force_eager"):
         yield
@@ -246,7 +246,7 @@ class ReferenceRun:
     def _passes(
         self, batch: Batch, parts: list[Batch], scale: float
     ) -> tuple[list[list[Tensor]], list[list[float]]]:
-        """Run forward and backward of all parts; return their losses and weights."""
+        """Run forward and backward of all parts; return losses and their weights."""
         passes = [self._objective(part) for part in parts]
         weights = self._weights(batch, parts, [counts for _, counts in passes])
         for (values, _), of_heads in zip(passes, weights, strict=True):
@@ -328,9 +328,11 @@ class ReferenceRun:
             self._cast(passes)
 
     def weights_of_heads(self) -> list[float]:
-        """Return weights of a micro-batch's losses in the next step, up to a factor.
+        """Return the weights with which a micro-batch's losses add up in the next step.
 
-        If the loss has several counts, one forward of the whole batch gives them.
+        They are right up to a common factor. A loss with several counts has one weight
+        for each; a forward of the whole batch gives them. Any other loss has the weight
+        1.
         """
         if facts_of(self.key.model).counts < 2:
             return [1.0]
@@ -450,7 +452,7 @@ def check_equal_start(model: str, what: str, one: str, others: Iterable[str]) ->
     derived from it would let every gradient pass.
 
     Args:
-        model: model that they train.
+        model: model that the runs train.
         what: description of the compared runs, for the message.
         one: digest of the first run's weights.
         others: digests of the other runs' weights.
@@ -473,7 +475,7 @@ def rows_apart(model: str) -> bool:
     Rows of a workload's own micro-batches may depend on each other: several sequences
     may be packed in one. Gradients are not sums of rows if a layer uses all rows at
     once, such as batch statistics. Then training on parts is a different training even
-    in fp64, and its distance would count as noise.
+    in fp64, and its distance from the truth would wrongly count as noise.
 
     Args:
         model: a key of ``fixtures.MODELS``, or a user's workload.

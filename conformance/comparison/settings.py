@@ -33,12 +33,12 @@ __all__ = [
 ]
 
 Settings = tuple[tuple[str, str, Setting], ...]
-"""(parameter, key of its param group, value) for one step."""
+"""Settings of one step: (parameter, key of its param group such as ``lr``, value)."""
 _Values = dict[int, dict[int, Setting]]
 """Values of a setting, by step and rank."""
 _ROUNDING = 16 * 2.0**-24
-"""Relative tolerance of settings. One run may compute a rate by one formula, another
-one step by step in fp32, with rounding at each of a dozen steps."""
+"""Relative tolerance of settings. One run may compute a learning rate by a formula.
+Another run may update it in fp32, with rounding in each of a dozen steps."""
 INITIAL_RATE = "initial_lr"
 """Key under which torch's schedulers store the initial learning rate."""
 
@@ -172,7 +172,7 @@ def other_than_reference(
     reference: Sequence[Settings],
     whose: str,
 ) -> tuple[int, str] | None:
-    """Return the first step at which a rank has other settings, and a description.
+    """Return (first step at which a rank has other settings, description), or None.
 
     Args:
         steps: for each step, the traces of all ranks.
@@ -241,8 +241,9 @@ def _of_copies(
     different values, it is unknown which parameter has which value.
 
     Returns:
-        Key -> values that all groups on all ranks share; and a description of the other
-        changed settings.
+        Two results. The first maps a key to its values, if all groups have the same
+        value at each step. The second describes a changed setting with different
+        values in groups; it is "" if there is none.
     """
     groups: dict[str, dict[int, dict[int, list[Setting]]]] = {}
     for step, seen in enumerate(steps):

@@ -66,7 +66,10 @@ class InShards:
 
 
 def _in_shape(places: Tensor, whole: torch.Size) -> Tensor:
-    """Reshape the indices of a shard to a box of the whole, if they form one."""
+    """Reshape a shard's indices if they form a box of the whole tensor.
+
+    Other indices are returned as they are.
+    """
     axes = torch.unravel_index(places, whole)
     spans = [slice(int(a.min()), int(a.max()) + 1) for a in axes]
     box = torch.arange(whole.numel()).view(whole)[tuple(spans)]

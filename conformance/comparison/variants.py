@@ -34,7 +34,7 @@ class Variant:
 
 
 def _in_order(*noise: Perturbation) -> tuple[Perturbation, ...]:
-    """Return the perturbations of a run that keeps the row order of the fp64 run."""
+    """Return given perturbations and those of every run in the usual row order."""
     return RoundedWeights(only_ties=True), RoundedMatrices(), *noise, StateTies()
 
 

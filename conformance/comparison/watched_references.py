@@ -1,7 +1,7 @@
 """Reference values and bounds of the tensors at module boundaries.
 
-The plain reference runs on the rows of one rank. The reference on one rank makes the
-workload's own step, in which each call has the corresponding rows of all ranks.
+A plain reference runs the model on the rows of a single rank. A reference on one rank
+runs the workload's own ``train_step`` on the rows of all ranks together.
 """
 
 from __future__ import annotations

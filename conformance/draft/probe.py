@@ -25,8 +25,8 @@ LENGTH = 16
 SIDES = (32, 64, 224)
 """Image sizes to try if the model does not declare its own."""
 MOST_LAYERS = 8
-"""Number of layers, from the first on, whose sizes are tried as the shape of an
-argument whose name suggests none."""
+"""Number of layers that suggest shapes for an argument whose name suggests none. They
+are the first layers with parameters."""
 MOST_TRIALS = 32
 _IDS = re.compile(r"(.*_)?(input_ids|token_ids|tokens?|ids|idx|src|tgt)")
 _IMAGES = re.compile(r"pixel_values|(.*_)?(images?|imgs?)")

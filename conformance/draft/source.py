@@ -164,7 +164,7 @@ def _way(spec: str) -> str:
 
 
 def _needed(made: Callable[..., Any]) -> Iterator[str]:
-    """Yield parameters without a default."""
+    """Yield the names of a callable's parameters without a default."""
     with suppress(ValueError):  # some that are written in C have no signature
         for parameter in inspect.signature(made).parameters.values():
             variadic = parameter.kind in (

@@ -57,8 +57,8 @@ def workload_text(source: Source, found: Found, module: str, refused: str = "") 
 def refusal(text: str) -> str:
     """Return why a workload file is rejected before its first run; "" if it is not.
 
-    The file is checked on this process: two models and batches, forward and backward,
-    the optimizer.
+    This process imports the file as a workload. It then checks two models and their
+    batches, forward, backward and the optimizer.
     """
     with tempfile.TemporaryDirectory() as folder:
         # Choose a new name: the file may have the name of a user's module.

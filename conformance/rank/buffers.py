@@ -1,8 +1,8 @@
 """Buffers that training changes: statistics of a norm, the bias of a router.
 
-A buffer is compared if it is fp32 or fp64 in the model, is in the ``state_dict``, and
-has the same name and shape on the rank as on one process. Other buffers are caches, or
-parts of a buffer.
+A buffer is compared if it is fp32 or fp64 in the model, and in the ``state_dict``. It
+must also have the same name and shape on the rank as on one process. Other buffers are
+caches, or parts of a buffer.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def saved_names(model: nn.Module) -> frozenset[str]:
 def buffers_on_rank(engine: Engine) -> dict[str, Tensor]:
     """Return name -> buffer that is whole on this rank, in any floating dtype.
 
-    Returns none if forwards are recomputed, which moves buffers twice.
+    Returns an empty dict if forwards are recomputed: that changes buffers twice.
     """
     # a forward that runs again in backward moves its buffers twice, by the recipe
     if not engine.buffers or engine.scenario.parsed_recipe.recompute:

@@ -84,7 +84,7 @@ class Devices:
 
         Args:
             ranks: largest number of ranks on one machine.
-            gpus: number of CUDA devices that they can use.
+            gpus: number of CUDA devices that these ranks can use.
             way_out: advice on how to choose fewer ranks, for the message.
 
         Raises:
@@ -140,9 +140,8 @@ def device_names() -> list[str]:
 def narrows_products(device: torch.device) -> bool:
     """Return True if matrix products round fp32 inputs first, as TF32 does.
 
-    The settings have several names, and not all of them have an effect. So this
-    multiplies by the identity, in a matrix product and in a convolution: in fp32 both
-    results are exact.
+    Torch has several settings for this, and some have no effect. So the function tries
+    it out: a matrix product and a convolution with the identity are exact in fp32.
     """
     one = torch.eye(64, device=device)
     value = torch.full_like(one, 1.0 + 2.0**-20)

@@ -22,7 +22,7 @@ __all__ = ["HalfNoise", "not_elementwise"]
 
 STEPS = 4
 """Number of steps of the probe. SOAP only prepares in its first step. The third step
-uses state of the second one, and the effect shows in the fourth."""
+uses state of the second one, and only the fourth step shows if elements were mixed."""
 EQUAL = 1e-9
 """Relative difference in fp64 up to which two updates are equal. Permuting elements
 changes elementwise operations by a few units of 2^-53, because the processor's vectors
@@ -35,8 +35,9 @@ def not_elementwise(spec: str, optimizer: str) -> frozenset[str]:
 
     The probe steps with gradients and with a permutation of them: an elementwise
     optimizer gives the same updates, permuted. If a state is rounded by blocks of
-    elements, a permutation changes the blocks. Then the probe changes the last element
-    of the gradients instead: the first half of the updates must keep its bits.
+    elements, a permutation changes the blocks. Then the probe changes only the last
+    element of the gradients. An elementwise optimizer keeps the bits of the first half
+    of the updates.
 
     Args:
         spec: a workload.

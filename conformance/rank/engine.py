@@ -248,10 +248,12 @@ class Engine:
     def weight_of(self, parts: Iterable[Batch]) -> float | None:
         """Return the weight of these micro-batches in the loss of the whole batch.
 
-        If the loss is (sum, count), a call of the loss gives the count. This call needs
-        a model output of the right form with any values. So the whole model runs on
-        this process. Returns None if that model rejects the inputs of a shard, if the
-        loss rejects its output, or if the loss has several counts.
+        If the loss is (sum, count), a call of the loss gives the count. The call needs
+        a model output of the right form; its values do not matter. So a new whole model
+        runs on this rank.
+
+        Returns None if the weight is unknown: that model rejects the rank's inputs, the
+        loss rejects its output, or the loss has several counts.
         """
         workload = self.scenario.workload
         if not facts_of(workload.name).counted:

@@ -35,10 +35,15 @@ class Events:
         self._read: set[str] = set()
         """Parameters whose gradient was read for the optimizer that steps them."""
         self._first_use: dict[str, tuple[Tensor, int]] | None = None
-        """Gradients at their first use in this step, each with its version."""
+        """Gradients when an optimizer first used any in this step, each with the
+        version counter of its memory."""
 
     def note(self, kind: Kind, optimizer: Any) -> None:
-        """Record an event; at ``USES`` also gradients not yet recorded in this step."""
+        """Record an event of an optimizer.
+
+        When it uses gradients (``USES``), also record those that were not recorded in
+        this step before.
+        """
         nodes = nodes_made()  # count them first: the calls below may make nodes
         ends = kind in (Kind.RETURNED, Kind.STEPPED)
         groups = () if ends else tuple(groups_of(self.engine, optimizer))
@@ -95,7 +100,7 @@ class Events:
         return next((n for n, each in numbered if each is optimizer), None)
 
     def _written(self, names: list[str]) -> frozenset[str]:
-        """Return names of gradients created or written since the first use."""
+        """Return ``names`` whose gradients were created or written since first use."""
         gradients = local_gradients(self.engine)
         now = {n: (g, version_of(local_part(g))) for n, g in gradients.items()}
         if self._first_use is None:
@@ -123,7 +128,11 @@ def _is_same(now: tuple[Tensor, int], was: tuple[Tensor, int]) -> bool:
 
 
 def groups_of(engine: Engine, optimizer: Any) -> Iterator[Group]:
-    """Yield an optimizer's param groups, with names that ``owners`` or tensors give."""
+    """Yield an optimizer's param groups, with the names of their parameters.
+
+    The workload's ``owners`` give the names, if it declares them. Otherwise each tensor
+    is looked up among the model's parameters.
+    """
     parameters, workload = engine.parameters, engine.scenario.workload
     declared: dict[str, Any] | None = None
     if workload.owners is not None:

@@ -3,13 +3,13 @@
 While a workload trains, a rank only records what happens to optimizers (``Event``).
 Afterwards :func:`fold` combines the events of all ranks:
 
-- **Decision groups** are connected components. Parameters that one call of an optimizer
-  holds together belong together, on whatever rank. So do an optimizer and any optimizer
-  that steps inside its calls. So do the n-th optimizers of two ranks, because one line
-  of the program calls both; their parameters may differ, in a pipeline or with ZeRO.
+- **Decision groups** are connected components. All parameters that one call of an
+  optimizer steps are connected. An optimizer is connected to any optimizer that steps
+  inside its calls. The n-th optimizers of two ranks are connected, because one line of
+  the program calls both; their parameters may differ, in a pipeline or with ZeRO.
 - **Ranks with fewer optimizers** are joined to other ranks by the parameters that both
-  have. An optimizer without shared parameters may be the n-th or a later one. Then
-  ranks are joined by order, and ``RankTrace.unjoined`` says so.
+  have. For an optimizer without such parameters the number on the other ranks is
+  unknown. Then ranks are joined by order, and ``RankTrace.unjoined`` says so.
 - **Parameters without an optimizer** form one more group. Optimizers of other tensors,
   such as fp32 copies, decide for that group. If the group is empty, these optimizers
   train tensors outside of the model.
@@ -91,7 +91,10 @@ def steps_again(events: Iterable[Event]) -> int | None:
 
 
 def _calls(events: Iterable[Event]) -> Iterator[tuple[Event, int | None]]:
-    """Yield each event of a call, with the optimizer of the enclosing call or None."""
+    """Yield (event, optimizer) for each event except ``CHANGED``.
+
+    The optimizer is that of the enclosing call; None if the event is in no other call.
+    """
     under_way: list[int] = []
     for event in events:
         if event.kind is Kind.CHANGED:
@@ -147,7 +150,10 @@ class _Groups:
 
 
 def _parts(ranks: Sequence[RankTrace]) -> tuple[list[set[Member]], tuple[int, ...]]:
-    """Return the members of each group, and ``_Groups.unjoined``."""
+    """Return the members of each group, and each rank's number of optimizers.
+
+    The numbers are empty unless ranks were joined only by the order of optimizers.
+    """
     together = [[*_together(trace)] for trace in ranks]
     counts = tuple(
         len({m for each in sets for m in each if isinstance(m, int)})
@@ -167,7 +173,7 @@ def _parts(ranks: Sequence[RankTrace]) -> tuple[list[set[Member]], tuple[int, ..
 
 
 def _together(trace: RankTrace) -> Iterator[set[Member]]:
-    """Yield sets of optimizers and parameters that one event of a rank joins."""
+    """Yield one set per event of a rank: optimizers and parameters that it connects."""
     places: dict[int, int] = {}
     for seen in trace.steps:
         for event, outer in _calls(seen.events):
@@ -264,10 +270,11 @@ def _folded(
 def _after_a_step(events: Iterable[Event]) -> Iterator[Event]:
     """Yield uses of gradients whose forward ran after the step had moved weights.
 
-    New autograd nodes show that a forward ran. A hook on all modules would be traced
-    into code that a user compiles. A logged sum of losses creates nodes too, so some
-    gradient must also have been written. For an optimizer of copies, whose writes are
-    unknown, and for frozen parameters, which have no gradient, new nodes are enough.
+    New autograd nodes show that a forward ran. Hooks on modules are not used, because
+    they would be traced into code that a user compiles. A logged sum of losses also
+    creates nodes, so a gradient must have been written as well. New nodes are enough
+    for an optimizer of copies, whose writes are unknown, and for frozen parameters,
+    which have no gradient.
     """
     moved: int | None = None  # autograd nodes when the first optimizer had stepped
     evaluated: dict[int, int] = {}  # optimizer -> autograd nodes at its first use

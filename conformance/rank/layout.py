@@ -311,7 +311,10 @@ def _check_trainable(
 
 
 def _recompute_anew(stack: Any, recomputed: Recomputed) -> None:
-    """Find the recomputed parts by name, if a layout replaced all of them."""
+    """Recompute the modules that replaced all recomputed parts in a layout, if any.
+
+    They are found by the names of the parts.
+    """
     names, parts = {*recomputed.parts}, {*recomputed.parts.values()}
     named_modules = [
         (full_name(name, names), module)
@@ -339,7 +342,7 @@ def _check_frozen(parameters: Mapping[str, Tensor], trained: frozenset[str]) -> 
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Return the first name of each tied parameter, by its second name."""
+    """Return second name -> first name of each tied parameter."""
     first = {parameter: name for name, parameter in model.named_parameters()}
     names = model.named_parameters(remove_duplicate=False)
     return {name: first[p] for name, p in names if name != first[p]}

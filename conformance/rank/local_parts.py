@@ -62,8 +62,9 @@ def parameters_of(module: nn.Module, whole: Container[str]) -> dict[str, nn.Para
 def full_name(name: str, whole: Container[str]) -> str:
     """Return the name in the full model for the name of a wrapped parameter.
 
-    A model may have a layer called ``module`` itself. So only as many parts are removed
-    as are needed to reach a name in ``whole``.
+    Wrappers add components such as ``module`` to a name. A model may also have a layer
+    of that name, so no more components are removed than are needed to get a name in
+    ``whole``.
 
     Args:
         name: name of a parameter after ``parallelize``.
@@ -100,8 +101,8 @@ def read_local_parts(
     Args:
         workload: the workload.
         call: name of the method, ``weights`` or ``gradients``.
-        given: its result: name -> tensor, DTensor or (tensor, slices). None is left
-            out.
+        given: result of that method: name -> tensor, DTensor or (tensor, slices). Names
+            whose value is None are skipped.
         whole: the model's parameters by name.
 
     Raises:

@@ -92,12 +92,13 @@ class Passed:
     summed_over: tuple[int, ...] = ()
     """For a DTensor: ranks whose values must still be added up."""
     divided_by: int = 1
-    """Divisor of that sum."""
+    """Divisor of the sum over ``summed_over``: more than 1 for a partial mean."""
     collectives: int = 0
-    """Number of collectives that this rank had issued in this step before the
-    tensor."""
+    """Number of collectives that this rank had issued in this step before the tensor
+    was recorded."""
     after: int = 0
-    """Number of steps that torch optimizers had made in this step before the tensor."""
+    """Number of ``optimizer.step`` calls in this training step before the tensor was
+    recorded."""
     dtype: torch.dtype = torch.float32
     """Dtype in which the tensor was computed."""
 
@@ -140,7 +141,7 @@ class Watched:
     rank: int
     coordinate: dict[str, int]
     index: Mapping[str, NDArray[np.int64]]
-    """Index map, as in :attr:`RankTrace.index`."""
+    """Parameter -> position of each local element in the flat full tensor."""
     rows: str
     """Text that identifies the rank's rows; equal on ranks with the same rows."""
     log: ModuleLog
@@ -192,7 +193,7 @@ def modules_in(stack: object) -> list[nn.Module]:
 
 
 def _slots_of(value: object) -> Iterator[Any]:
-    """Yield what the ``__slots__`` of an object hold."""
+    """Yield the values of an object's ``__slots__``."""
     for base in type(value).__mro__:
         slots = base.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
@@ -264,10 +265,10 @@ def names_of(
 def with_layers_beside(
     root: nn.Module, names: Mapping[nn.Module, str], whole: Set[str]
 ) -> dict[nn.Module, str]:
-    """Return a result of :func:`names_of`, with more modules without parameters.
+    """Add modules that :func:`names_of` could not name, and return all names.
 
-    In a stage that numbers its layers from 0, such a module has the name of its parent,
-    or the number that its neighbours suggest.
+    These modules have no parameters, in a stage that numbers its layers from 0. The
+    name of the parent, or the numbers of neighbours, give the name in the full model.
     """
     local_names = dict(root.named_modules())
     full_by_name = {n: names[m] for n, m in local_names.items() if m in names}
@@ -314,8 +315,8 @@ def watch_modules(
     """Record inputs and outputs of modules, and their gradients.
 
     Args:
-        roots: outermost modules. A call from outside (of a root, its wrapped module or
-            a stage) happens once for each micro-batch.
+        roots: outermost modules. Each call that is inside no other call begins a
+            micro-batch: a call of a root, of the module that it wraps, or of a stage.
         names: module to record -> its name in the full model.
         calls: active log of collectives, if any.
     """

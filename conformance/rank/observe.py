@@ -154,8 +154,8 @@ def gradient_places(gradient: Tensor, parameter: Tensor, index: Places) -> Place
     """Return the position of each local gradient element in the flat full tensor.
 
     A tensor-parallel plan may leave a gradient whole although the parameter is sharded,
-    or the reverse. The optimizer redistributes it, so its positions differ from the
-    parameter's.
+    or the reverse. The optimizer redistributes the gradient later. So before its step
+    the positions may differ from those of the parameter.
 
     Args:
         gradient: gradient when the optimizer is called.
@@ -180,7 +180,10 @@ def gradient_places(gradient: Tensor, parameter: Tensor, index: Places) -> Place
 
 
 def _sharding(tensor: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
-    """Return mesh and placements, with partial ones replaced by replicated."""
+    """Return mesh and placements of a DTensor, each partial one as replicated.
+
+    Returns None for a plain tensor.
+    """
     if not isinstance(tensor, DTensor):
         return None
     whole = [Replicate() if p.is_partial() else p for p in tensor.placements]
@@ -200,8 +203,9 @@ def partial_ranks(gradient: Tensor) -> tuple[tuple[int, ...], int]:
     """Return the ranks over which a gradient is still to be summed, if it is partial.
 
     Returns:
-        The ranks, including this one; empty if the gradient is not partial. Then the
-        divisor of the sum: the number of ranks on axes over which it is a partial mean.
+        Two results: the ranks, including this one, and the divisor of their sum. The
+        ranks are empty if the gradient is not partial. The divisor is the number of
+        ranks on axes over which the gradient is a partial mean; 1 without such an axis.
     """
     if not isinstance(gradient, DTensor):
         return (), 1
@@ -262,8 +266,9 @@ class ReductionLog(CallLog):
     """Records the reductions of gradients, from the first backward to the step.
 
     Backward also reduces gradients of activations, in the compute dtype, which is
-    right. The running autograd node tells both kinds apart ([Note: Whose gradient is
-    reduced]). The size cannot, because an activation may have the size of a parameter.
+    right. The running autograd node distinguishes both kinds, see [Note: Gradients of
+    parameters]. The size cannot, because an activation may have the size of a
+    parameter.
     """
 
     def __init__(self) -> None:
@@ -322,7 +327,7 @@ class ReductionLog(CallLog):
 def _is_of_parameter(shape: tuple[int, ...]) -> bool:
     """Return True if the reduced tensor is the gradient of a parameter.
 
-    [Note: Whose gradient is reduced]
+    [Note: Gradients of parameters]
     Hooks on gradients run outside any node of the graph, or in the node that
     accumulates into a parameter. A recomputed forward runs with gradients enabled. In
     any other node the reduced tensor counts as an activation's gradient, with two
@@ -360,7 +365,10 @@ def _is_of_parameter(shape: tuple[int, ...]) -> bool:
 
 
 def _ends_in_parameter(node: Any) -> bool:
-    """Return True if a node passes its gradient to one parameter, with equal size."""
+    """Return True if a node's gradient flows to a single parameter.
+
+    No node on the way may change its number of elements.
+    """
     count = math.prod(input_shapes(node)[0])
     while not hasattr(node, "variable"):
         if len(node.next_functions) != 1 or node.next_functions[0][0] is None:

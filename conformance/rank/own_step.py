@@ -122,7 +122,10 @@ def _is_of_none(error: BaseException | None) -> bool:
 
 @contextmanager
 def _scaler_at_fault() -> Iterator[None]:
-    """Raise the scaler's ``StoppedError`` in place of a ``WorkloadError`` around it."""
+    """Raise ``StoppedError`` itself if it caused a ``WorkloadError``.
+
+    An error of the tested scaler is then not reported as one of the workload.
+    """
     try:
         yield
     except WorkloadError as error:
@@ -161,7 +164,8 @@ class OwnStep:
         self.files = files
         self.workload = engine.scenario.workload
         self.excused = False
-        """True if some step moved weights or had a non-finite gradient."""
+        """True once a step had a scaler, moved weights or had a non-finite gradient.
+        Then :meth:`check_stepped` finds no fault."""
 
     def run(self, seen: StepTrace, faults: tuple[ResolvedFault, ...]) -> None:
         """Train one step with its planned faults; fill ``seen``."""
@@ -235,7 +239,14 @@ class OwnStep:
         parts: int,
         log: CallLog,
     ) -> WatchedScaler | None:
-        """Return the wrapped scaler, with the faults of a step of ``parts`` passes."""
+        """Return the scaler wrapped to observe it and plant faults; None without one.
+
+        Args:
+            events: receives the events of the step.
+            faults: faults of the scenario.
+            parts: number of backward passes in the step.
+            log: log of collectives.
+        """
         seen, scaled = events.seen, count()
         if self.tested.scaler is None:
             return None
@@ -375,7 +386,10 @@ class OwnStep:
         return {n: digest(part) for n, part in self.engine.local_tensors().items()}
 
     def _states(self) -> dict[str, str]:
-        """Return what else training continues with: optimizers' states, and modes."""
+        """Return description -> digest of state that a save must not change.
+
+        These are the states of optimizers, and the mode (train or eval) of each module.
+        """
         states = {
             f"the state of optimizer {n} ({type(each).__name__})": optimizer_digest(
                 each
@@ -435,8 +449,9 @@ class OwnStep:
         """Check that the events of a step allow a comparison.
 
         Raises:
-            WorkloadError: if a parameter stepped twice although one update is compared.
-                Also if it is unknown which of several optimizers of copies must skip.
+            WorkloadError: if a parameter was stepped twice, because one update is
+                compared. Also if it is unknown which of several optimizers of copies
+                must skip.
         """
         again = None if self.workload.one_rank else steps_again(seen.events)
         if again is not None:

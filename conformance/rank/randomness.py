@@ -27,8 +27,8 @@ from .trace import Draw
 __all__ = ["DrawLog"]
 
 VARIED = 64
-"""Number of values that are read to decide whether a tensor is unique: one row of most
-weights. So a large tensor is not read in full at every call."""
+"""Number of nonzero values that are read to decide if a tensor is varied enough to
+identify an activation. So a large tensor is not read in full at every call."""
 _WRAPPERS = {
     "module",
     "_fsdp_wrapped_module",
@@ -240,10 +240,10 @@ def _floating(tree: Any) -> Iterator[Tensor]:
 
 
 def _applied(tensors: list[Tensor]) -> tuple[str, bool]:
-    """Return the digest of the tensors that get random numbers; True if it is unique.
+    """Return (digest, is varied) of the tensors to which random numbers are applied.
 
-    Zeros, or attention heads that start at zero, are equal by accident on ranks with
-    different activations.
+    Tensors with few different values, such as zeros, may be equal by accident on ranks
+    with different activations. Only varied tensors identify an activation.
     """
     if not tensors:
         return "", False
@@ -258,7 +258,8 @@ def _dropped(given: Tensor | None, output: Tensor | None) -> dict[str, Any]:
     """Return the fields ``by_row`` and ``kept`` of a call's ``Draw``.
 
     Rows may share one draw on purpose, for example if a whole layer is dropped or
-    features are masked. Then no element is 0 in one row and nonzero in another.
+    features are masked. Then the same elements are dropped in all rows, and ``by_row``
+    is False. Returns {} if input and output have different shapes.
     """
     if given is None or output is None or output.shape != given.shape or not given.ndim:
         return {}

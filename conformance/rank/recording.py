@@ -145,7 +145,7 @@ def grad_scale_of(optimizer: torch.optim.Optimizer) -> float:
 def record_gradient(
     engine: Engine, seen: StepTrace, name: str, gradient: Tensor, scale: float
 ) -> None:
-    """Record a gradient's local elements, divided by ``scale``, and positions.
+    """Record a gradient's local elements, divided by ``scale``, and their positions.
 
     Raises:
         WorkloadError: if its layout does not tell which elements these are.

@@ -5,7 +5,7 @@ then computes another model, and gradients of a correct run differ by far more t
 noise. So the choices of the fp64 reference are recorded. If a rank's scores agree with
 a row of the reference within noise, the rank makes the reference's choice.
 
-[Note: By content]
+[Note: Rows by content]
 A row of scores is matched with the nearest row of the reference, whatever the layout:
 rows or tokens may be split, permuted or cut into micro-batches, and forwards may be
 recomputed. A row that matches none within the noise keeps its own choice: an error then
@@ -65,8 +65,8 @@ class Choices:
 class ChoiceLog(Observer):
     """Records choices while it is active, and repeats those of a reference.
 
-    It acts below autograd, so the gradient flows to the score that was chosen, and
-    indices and values agree.
+    It acts below autograd. So gradients flow to the scores of the repeated choices, and
+    the indices and values that an operator returns agree.
     """
 
     def __init__(self, reference: Mapping[str, Choices] | None = None) -> None:
@@ -76,7 +76,8 @@ class ChoiceLog(Observer):
         self.errors: dict[str, float] = {}
         """Kind of call -> largest error of a row's scores."""
         self.unclear = 0
-        """Number of rows that match two rows with different choices."""
+        """Number of rows that match two rows of the reference with different
+        choices."""
         self._rows: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     @property
@@ -127,7 +128,10 @@ class ChoiceLog(Observer):
         return values if keeps else values.squeeze(dim), taken
 
     def _choose(self, kind: str, scores: Tensor, mine: Tensor) -> Tensor:
-        """Return the reference's choice for each row; without one, ``mine``."""
+        """Return for each row the reference's choice, else that of ``mine``.
+
+        A row keeps its own choice if it matches no row of the reference.
+        """
         self._rows.setdefault(kind, []).append((scores, mine))
         reference = self.reference.get(kind)
         if reference is None or not len(scores):

@@ -1,4 +1,4 @@
-"""Scaler of a reference on one rank: it skips the steps that the rule demands.
+"""Scaler of a reference on one rank: it skips the steps that the ranks must skip.
 
 It has the methods of torch's ``GradScaler``, and those that other scalers add: a
 workload's ``train_step`` makes the same calls on one rank and on the mesh.
@@ -22,7 +22,7 @@ __all__ = ["SameSkips"]
 
 
 class SameSkips:
-    """A scaler with given scales that skips where the rule demands it."""
+    """A scaler that uses given scales and makes given skips."""
 
     def __init__(
         self, alone: Alone, scenario: Scenario, names_of: Callable[[Any], set[str]]
@@ -44,7 +44,7 @@ class SameSkips:
         """Maps the id of an optimizer to True if its last step was skipped."""
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply the losses by the scale, in any nest of iterables as in torch."""
+        """Multiply losses by the scale, also in nested iterables, as torch does."""
         if isinstance(outputs, Tensor):
             return outputs * self.get_scale()
         scaled = map(self.scale, outputs)
@@ -77,7 +77,7 @@ class SameSkips:
         return norm
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Step the optimizer, or skip if the rule demands it."""
+        """Step the optimizer, unless it must skip this step."""
         if optimizer is None:
             return None
         if id(optimizer) not in self.unscaled:
@@ -97,7 +97,7 @@ class SameSkips:
         *,
         error_if_nonfinite: bool = False,
     ) -> Tensor:
-        """Clip, then step, or skip if the rule demands it."""
+        """Clip, then step the optimizer, unless it must skip this step."""
         norm = self.clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite)
         self.step(optimizer)
         return norm

@@ -163,7 +163,7 @@ class ScalerUnderTest:
                 clip_and_step(optimizer, CLIP_NORM)
 
     def manual_scale(self, step: int) -> float | None:
-        """Return the argument of ``update`` in a step, or None."""
+        """Return the scale that a recipe passes to ``update`` in a step, or None."""
         return self.recipe.new_scale if step == MANUAL_STEP else None
 
     def update(self, step: int) -> None:
@@ -175,9 +175,10 @@ class ScalerUnderTest:
                 self.scaler.update(*[manual] * (manual is not None))
 
     def misuse(self) -> list[Misuse]:
-        """Make calls in a wrong order, and return their effects; only in plain runs.
+        """Make calls in a wrong order, and return their effects.
 
-        A recipe would make no difference to these calls.
+        Returns an empty list without a scaler, with a ``train_step``, or with a recipe:
+        a recipe would not change these calls, so one run without it is enough.
         """
         scenario = self.engine.scenario
         if (

@@ -93,7 +93,10 @@ def makes_view(func: Any) -> bool:
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
-    """Return the ranks of a collective's group, given as an object, a box or a name."""
+    """Return the ranks of a collective's group.
+
+    The group may be given as itself, as a boxed script object or by its name.
+    """
     if isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
     # functional collectives pass a group's name

@@ -57,7 +57,7 @@ class Misuse:
     error: str
     """Type of the exception that it raised; empty if it was accepted."""
     changed: tuple[str, ...]
-    """Parts of the state that the call changed; a rejected call may change nothing."""
+    """Parts of the state that the call changed; must be empty for a rejected call."""
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ class StepTrace:
     average: tuple[Average, Average] | None = None
     """Running average of the weights before and after the step, if reported."""
     averages: dict[str, Floats] = field(default_factory=dict)
-    """Values of the average after the step, of this rank's part of a parameter or of
-    the whole."""
+    """Parameter -> values of its running average after the step: of this rank's part,
+    or of the whole."""
     skips: tuple[int, int] | None = None
     """The workload's count of skipped steps before and after the step, if reported."""
     scale_before: float = 1.0
@@ -265,14 +265,14 @@ class StepTrace:
     drew: bool = False
     """True if the step drew random numbers."""
     settings: dict[str, dict[str, Setting]] = field(default_factory=dict)
-    """Parameter -> settings of its param group that schedules may change, when the
-    optimizer was called. Only with a ``train_step``."""
+    """Parameter -> settings of its param group when the optimizer was called. Only
+    settings that schedules may change, and only with a ``train_step``."""
     copies: list[dict[str, Setting]] = field(default_factory=list)
     """Settings as in ``settings``, for each param group of optimizers that step copies
     of parameters."""
     late: list[str] = field(default_factory=list)
-    """Parameters stepped after a later forward, with weights that had moved in this
-    step. Only with a ``train_step``."""
+    """Parameters whose gradients come from a forward that ran after weights had already
+    moved in this step. Only with a ``train_step``."""
     unclear_choices: int = 0
     """Number of a router's rows that match two reference rows with different
     choices."""
@@ -376,9 +376,9 @@ class RankTrace:
     workload has neither."""
 
     loaded: tuple[int, str] | None = None
-    """After the workload loaded its own checkpoint: the number of moved weights that
-    equal the saved ones bit for bit, and the first that does not. None without a
-    load."""
+    """(number of weights that the load restored bit for bit, first weight that it did
+    not), of those that training had changed. None if the workload loaded no checkpoint
+    of its own."""
 
     lost_buffer: str = ""
     """Buffer that training changed, and that the workload's own load left at its
@@ -403,8 +403,8 @@ class RankTrace:
     def places_of_average(self, name: str, elements: int) -> NDArray[np.int64] | None:
         """Return positions of a running average in the flat full tensor.
 
-        An average has the elements of this rank's part or, as a copy that is gathered,
-        those of the whole. None if it has another number of elements.
+        It has the elements of this rank's part, or those of the whole parameter.
+        Returns None if ``elements`` is the size of neither.
         """
         index = self.index.get(name)
         if index is not None and len(index) == elements:

@@ -181,7 +181,8 @@ class Alone:
 
     variation: Variation
     skipped: Sequence[frozenset[str]]
-    """For each step: parameters that by the rule must not change."""
+    """For each step: parameters that must not change, because a gradient is not
+    finite."""
     scales: Sequence[float]
     """For each step: the loss scale."""
 

@@ -113,8 +113,8 @@ def _as_called(batches: Sequence[Batch], log: ModuleLog) -> list[Batch]:
     """Cut the batches into the rows of each call of the model.
 
     A pipeline schedule cuts its input, and its first call only infers shapes. If there
-    are more calls than batches, with other numbers of rows, calls and rows cannot be
-    matched; the log then says so.
+    are more calls than batches, and their rows do not fit, calls and rows cannot be
+    matched. The log then has the reason in ``unpaired``.
     """
     called = next(iter(log.rows), [])
     row_counts = [batch.tensors[0].shape[0] for batch in batches]

@@ -306,7 +306,7 @@ def all_say_right(seen: StepTrace) -> bool:
     """Return True if the checked sum is right on every rank.
 
     Ranks exchange this through the store, because the process group may be broken. So
-    no rank continues alone and hangs. See [Note: How a rank ends] in
+    no rank continues alone and hangs. See [Note: End of a rank] in
     ``run/failures.py``.
     """
     assert seen.checked_sum is not None

@@ -230,8 +230,8 @@ def compare(
 
     Args:
         a: the reference, with noise.
-        b: recording to check. Both may be several folders separated by commas, one for
-            each host.
+        b: recording to check. Each of ``a`` and ``b`` may be several folders separated
+            by commas, one for each host.
         exact: true to compare bit for bit.
         json: file to write every comparison to.
         html: folder to write a page into.

@@ -42,10 +42,11 @@ CLIPPED = 1e-4
 """Largest relative difference of norms that clipping made equal; torch's clipping adds
 1e-6 to a norm."""
 SEARCH = 2
-"""Largest number of evaluations of a closure in a step that amplifies no rounding:
-sharpness-aware optimizers make two, and a line search some twenty."""
+"""Largest number of closure evaluations in one step that does not amplify rounding.
+Sharpness-aware optimizers make two, and a line search some twenty."""
 NEAR = 10.0
-"""Smallest ratio of a difference to its bound that needs no second reason."""
+"""Ratio of difference to bound below which the message also gives the result of the
+test of the step as a whole."""
 REGIONS = 100
 """Number of tensors for which the differing region is computed."""
 NO_STEP = (
@@ -353,9 +354,11 @@ def _first_wrong(rows: Sequence[Row]) -> list[Row]:
 
 
 def _searched(found: Comparison, one: Side, other: Side) -> str:
-    """Return a headline if only updates of a line search differ at first; else "".
+    """Return a headline for a difference that a line search may explain; else "".
 
-    A line search branches on rounding, so two nudged runs show too little noise.
+    At the first step that differs, no gradient differs, and the optimizer evaluated its
+    closure many times. A line search branches on rounding, so two nudged runs show too
+    little noise.
     """
     wrong = _first_wrong(found.rows)
     if not wrong or wrong[0].kind == "gradient":
@@ -481,9 +484,10 @@ def _where(
 
 
 def _scaled(side: Side, reference: Run, step: int, last: str) -> Side | None:
-    """Scale gradients of all outputs by the factor with which block ``last`` agrees.
+    """Scale gradients of all outputs by one factor, taken from block ``last``.
 
-    Returns the scaled side; None if no such factor is known.
+    With this factor the block's gradient agrees with the reference. Returns the scaled
+    side, or None if no such factor is known.
     """
     mine = reference.tensors.get((step, GRADIENT, last))
     its = side.run.tensors.get((step, GRADIENT, last))

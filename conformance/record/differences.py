@@ -3,22 +3,22 @@
 [Note: Bounds]
 The reference job was recorded again twice or more: unchanged, and with each weight
 moved to a neighbouring number. The distances of these runs from the first one are the
-noise of the job. The bound of a tensor is ``FACTOR`` times its largest noise up to this
-step, or times the relative noise of the median tensor if that is larger. Its own noise
-may be too small by chance: a small tensor in 16 bits may show none, and after a step
-the moved weights may round like the unmoved ones. A bound as large as the tensor
-compares nothing.
+noise of the job. The bound of a tensor is ``FACTOR`` times its noise: its largest noise
+up to this step, or the relative noise of the median tensor if that is larger. A
+tensor's own noise may be too small by chance: a small tensor in 16 bits may show none,
+and after a step the moved weights may round like the unmoved ones. A bound as large as
+the tensor compares nothing.
 
 If the module of a parameter returns numbers of 16 bits, its gradient is rounded to
 them. Nudged runs of a small model may repeat that rounding exactly, but micro-batches
-and ranks round each summand instead. So the noise of such a gradient is at least
-``ROUNDING``. That of its update is twice as much: the update is a product with the
-gradient, and may be a multiple of the gradient itself.
+and ranks round each summand instead. So the relative noise of such a gradient is at
+least ``ROUNDING``. The relative noise of its update is at least twice that: a recorded
+update is multiplied by the gradient, and may be a multiple of it already.
 
 The bound of an update also allows one unit in the last place of each weight: two nudged
-runs may miss a few elements that round the other way. In 16 bits, one in
-``FLIPS`` numbers kept of an update may also differ by any amount: Lion steps by the
-sign of a sum, which rounding may decide.
+runs may miss a few elements that round the other way. In 16 bits, one in ``FLIPS``
+recorded numbers of an update may differ by any amount: Lion steps by the sign of a sum,
+which rounding may decide.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ CANCELS = {1: 8, 2: 2}
 and may cancel. For one element, the sum of independent summands is below 1/64 of their
 size once in 80 times. For two elements, it is below 1/16 once in 500 times."""
 FLIPS = 32
-"""One in so many numbers kept of an update may differ by any amount, in 16 bits."""
+"""One in this many recorded numbers of an update may differ by any amount, if a job
+computes in 16 bits."""
 KINDS = ("gradient", "update")
 
 
@@ -67,9 +68,11 @@ class Row:
     distance: float
     """Norm of the difference, relative to the norm of the first side's tensor."""
     bound: float
-    """Largest distance that noise explains, relative to the same norm."""
+    """Largest distance that noise explains, relative to the norm of the first side's
+    tensor."""
     noise: float
-    """Largest distance between correct runs of the job, relative to the same norm."""
+    """Largest distance between correct runs of the job, relative to the norm of the
+    first side's tensor."""
     words: str = ""
     """Description of the second side's tensor, such as ``is zero``; may be empty."""
 
@@ -176,7 +179,7 @@ def _without_flips(mine: Whole, its: Whole) -> float:
 def _noise(side: Side, name: str, step: int, kind: str) -> float:
     """Return the largest distance of a noise run from the plain run.
 
-    Non-finite tensors: inf if only some of the runs have one, 0 if all have.
+    If the tensor is not finite in some of the runs, returns inf; if in all, returns 0.
     """
     plain = side.run.tensors[step, kind, name]
     again = [run.tensors.get((step, kind, name)) for run in side.noisy]
@@ -211,10 +214,11 @@ def _words(one: Side, mine: Whole, its: Whole, name: str, step: int, kind: str) 
 
 
 def _sum_of_steps(one: Side, mine: Whole, its: Whole, before: Whole, kind: str) -> str:
-    """Say if the second side's tensor is a sum of two tensors of the first side.
+    """Say if the second side's tensor is a sum over two steps of the first side.
 
-    These are a multiple of this step's tensor and one of the step before, as when
-    gradients are not zeroed; clipping changes the two factors. Returns "" if not.
+    The summands are multiples of the first side's tensors at this step and at the step
+    before, for example because gradients were not zeroed. Clipping changes the two
+    factors. Returns "" if there is no such sum.
     """
     assert mine.sketch is not None and before.sketch is not None
     if its.sketch is None or its.sketch.size <= 8:

@@ -52,7 +52,11 @@ FREE = frozenset(
 
 
 def same_start(step: int) -> str:
-    """Return advice on how to begin both sides alike, if the first one is ``step``."""
+    """Return advice on how to begin both sides with the same weights.
+
+    Args:
+        step: first recorded step.
+    """
     if step:
         return (
             f"The first recorded step is {step}, and rounding has moved the weights "
@@ -381,10 +385,10 @@ def _equal(mine: Any, its: Any) -> bool:
 
 
 def unplaced(one: Side, other: Side) -> Iterator[str]:
-    """Yield sentences on tensors with unequal replicas and another shape on each side.
+    """Yield sentences on tensors whose ranks may hold parts rather than replicas.
 
-    Such replicas may be parts: an expert or a shard in a plain tensor has the name of
-    the whole.
+    Such a tensor has different values on ranks of one side, and another shape on the
+    other side. An expert or a shard in a plain tensor has the name of the whole.
     """
     for side, its in ((one, other), (other, one)):
         theirs = its.run.starts
@@ -403,7 +407,8 @@ def lacking(
 ) -> Iterator[str]:
     """Yield sentences on unequal replicas, and on what only one side does.
 
-    One side only may train a tensor, step it, skip its step or have its gradient.
+    Examples: only one side trains a tensor, steps it, skips its step or has its
+    gradient.
     """
     for side in (one, other):
         # first step at which the gradient differs, by name
@@ -477,7 +482,7 @@ def lacking(
 
 
 def _tied(has: Side, lacks: Side, name: str) -> str:
-    """Return a hint if a tensor that one side lacks may be tied to another one there.
+    """Return a hint if the side that lacks a tensor may tie it to another tensor.
 
     Vectors get no hint, because all weights of layer norms have equal initial values.
     """

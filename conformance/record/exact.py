@@ -90,9 +90,9 @@ def _called(kind: str) -> str:
 def _ends(a: Run, b: Run, steps: Sequence[int]) -> list[Key]:
     """Return the keys of weights and states after the last common step.
 
-    A side with more steps has recorded these weights and states when its next step
-    began, and only for parameters that this step moves. Then only keys of both sides
-    are returned.
+    If one side has more steps, it recorded these weights and states when its next step
+    began. They then belong only to parameters that the next step moves. Then only keys
+    that both sides have are returned.
     """
     end = steps[-1] + 1
     every = {**a.tensors, **b.tensors}

@@ -93,7 +93,7 @@ class Call(msgspec.Struct):
     """``grad_scale`` of the optimizer, by which its kernel divides gradients."""
     found_inf: Any = None
     evaluations: int = 1
-    """How often gradients were computed: a closure may be called several times."""
+    """Number of times that gradients were computed: a closure may be called again."""
     unnamed: int = 0
     """Number of parameters that belong to no known module."""
     without_gradient: list[str] = []
@@ -143,7 +143,8 @@ class Recording(msgspec.Struct):
     sums_of_rows: dict[int, list[Any]] = {}
     """Step -> sums of each floating-point row; they identify a row up to rounding."""
     rows_of_blocks: dict[int, list[Any]] = {}
-    """Step -> digests of the rows of the first input, to which block outputs belong."""
+    """Step -> digests of the rows of the model's first input, for each call. They
+    identify the rows of block outputs."""
     bags: dict[int, list[Any]] = {}
     """Step -> for each call of the model: a hash of its rows, whatever their order."""
     losses: dict[int, list[Any]] = {}
@@ -163,7 +164,7 @@ class Recording(msgspec.Struct):
     """Numbers of each part, by the key ``optimizer/step/kind/number/name``."""
 
     def forget_rows(self) -> None:
-        """Drop the numbers of rows, and the losses, of all steps."""
+        """Drop the digests and sums of rows, and the losses, of all steps."""
         rows = self.rows, self.rows_of_floats, self.unpadded, self.sums_of_rows
         for by_step in (*rows, self.bags, self.losses):
             by_step.clear()

@@ -106,7 +106,8 @@ class Kept:
     rounded: Tensor
     """Digest after rounding to bf16; 0 if not requested."""
     sketch: Tensor | None
-    """float64 of shape (SLOTS,); all elements if the tensor has fewer than SLOTS."""
+    """float64 of shape (SLOTS,); all elements if the tensor has fewer than SLOTS. None
+    if only the digest was requested."""
     numbers: Tensor
     """(3,) float64: sum of squares, largest absolute value, number of non-finite
     elements; zeros without a sketch."""
@@ -123,10 +124,13 @@ class Kept:
         )
 
     def update(self, before: Kept, unit: float) -> Kept:
-        """Return the sketch of the weighted update: these numbers minus ``before``.
+        """Return the sketch of an update times its gradient's size.
 
-        The sum of squares is that of one unit in the last place of each weight, with
-        the same weighting. A correct step may round each weight to either side.
+        The sketch is that of these numbers minus that of ``before``.
+
+        Its sum of squares is not that of the update. It is that of one unit in the last
+        place of each weight, also times the gradient's size: a correct step may round
+        each weight to either side.
 
         Args:
             before: numbers of each weight times its gradient's size, before the step.

@@ -227,8 +227,9 @@ def _table(
 def rows_of(each: Wanted) -> NDArray[np.int64] | None:
     """Return one row of arguments for each piece of a part; None if it has too many.
 
-    `_table` replaces two kinds of entries. The position of a piece's first element
-    becomes the two pointers, and its number of programs becomes its first program.
+    `_table` replaces two kinds of entries. The positions of a piece's first element
+    become pointers to its value and its weight. The number of programs of a piece
+    becomes the number of its first program.
     """
     return _rows_of(each.box, each.weight is not None, each.only_bits, each.rounded)
 

@@ -436,7 +436,12 @@ def _is_unnamed(key: Key) -> bool:
 def _by_row(
     ranks: Iterable[tuple[Mapping[int, Sequence[Any]], Mapping[int, Sequence[Any]]]],
 ) -> dict[int, dict[int, Any]]:
-    """Return other numbers of each row, by step and by the row's digest."""
+    """Return further numbers of each row, such as its sums, by step and digest.
+
+    Args:
+        ranks: for each rank: step -> digests of rows, and step -> numbers of the same
+            rows.
+    """
     by_step: dict[int, dict[int, Any]] = {}
     for rows, numbers in ranks:
         for step, inputs in numbers.items():

@@ -27,7 +27,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     out: str = ""
     """Folder into which all ranks write."""
     steps: tuple[int, int] = (0, 3)
-    """Range of recorded calls of each optimizer: the first one, and the end."""
+    """Range of recorded calls of each optimizer: (first, end), without the end."""
     first: int = 0
     """Number that the first optimizer call of this job gets."""
     nudge: int = 0

@@ -540,8 +540,9 @@ GROUPS = (
     ("model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups"),
     ("model_fp32_groups", "shard_fp32_groups", "shard_fp32_groups"),
 )
-"""Attributes of Megatron's distributed optimizer: lists of parameters, of this rank's
-range of each, and of the tensors that are stepped instead."""
+"""Names of attributes of Megatron's distributed optimizer. Each row names three lists:
+the parameters, this rank's range of each parameter, and the tensors stepped in their
+place."""
 
 
 def copies_of_megatron(roots: Roots) -> list[tuple[Tensor, Any, int]]:

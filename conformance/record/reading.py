@@ -2,11 +2,11 @@
 
 [Note: Read points of a step]
 When a step begins: the bits of weights and optimizer states. Once its gradients are
-computed: the gradients, and each weight times the absolute value of its gradient.
-After the step: that product again, with the same gradient. The difference of the two
-products is the update weighted by the gradient. Plain updates of Adam have a direction
-that rounding decides wherever the gradient is small. The weights before a step are
-those after the step before.
+computed: the gradients, and each weight times the absolute value of its gradient. After
+the step: that product again, with the same gradient. The difference of the two products
+is the update weighted by the gradient. Plain updates of Adam have a direction that
+rounding decides wherever the gradient is small. The weights after a step are read when
+the next step begins.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class State:
         Args:
             optimizer: optimizer whose weights are read.
             roots: modules that name the weights.
-            begun: (id of an optimizer, key of a part) with a recorded step. For other
-                parts the weight rounded to bf16 is read as well, to match starts.
+            begun: (id of optimizer, key of part) for parts with a recorded step. For
+                a part that begins now, the digest of its weight rounded to bf16 is also
+                read: a side in 16 bits may begin with the rounded weights.
         """
         parts = list(parts_of(optimizer, roots))
         wanted: dict[tuple[str, str], Wanted] = {}

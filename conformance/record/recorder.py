@@ -254,8 +254,8 @@ class Recorder:
     def _begins(self, optimizer: Any) -> None:
         """Read an optimizer's weights when its step begins.
 
-        A closure may move them later: that of a sharpness-aware optimizer does so
-        before it computes gradients.
+        They cannot be read later: the closure of a sharpness-aware optimizer moves the
+        weights before it computes gradients.
         """
         # a step that raised an error may have left its entry
         self.running.pop(id(optimizer), None)
@@ -519,8 +519,8 @@ def record(
 
     Does nothing outside of ``gradparity record``. Use it if an optimizer is not a
     subclass of torch's, or if Python is started with ``-I``. Use it also if an inner
-    loop trains other models: if all ``optimizers`` are torch's, only optimizers of
-    their parameters are recorded.
+    loop trains other models. If all ``optimizers`` are torch's, the optimizers of other
+    parameters are then not recorded.
 
     Args:
         model: module from which the parameters' names are taken.

@@ -2,10 +2,10 @@
 
 Sets of digests over all ranks show whether two runs trained on the same rows, on
 whichever rank or in whichever micro-batch. If ranks have parts of rows, or too many
-rows, bags show it: sums over elements in any order. A batch is as long as its longest
-row on that rank, so a row of tokens may be padded on either side. Floating-point rows
-may be computed by the job, such as by a generator: a few sums of each row distinguish
-rounding from different rows.
+rows, bags are compared instead: sums over the elements of all rows, in any order. A
+batch is as long as its longest row on that rank, so a row of tokens may be padded on
+either side. Floating-point rows may be computed by the job, such as by a generator: a
+few sums of each row distinguish rounding from different rows.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ __all__ = [
 SUMS = 4
 """Number of sums kept of a floating-point row."""
 NEAR = 0.02
-"""Largest difference of a sum between rows that differ by rounding, relative to the
-norm. A bf16 forward causes half of it; different rows differ by their norm."""
+"""Largest difference of a sum between rows that differ by rounding only, relative to
+the norm of the row. A bf16 forward causes half of this. Sums of different rows differ
+by as much as the norm."""
 PIECE = 1 << 18
 """Number of elements that are mixed at once: their copies stay in the cache."""
 MOST = 4096
@@ -175,7 +176,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def _flat(
     values: Iterable[Any], is_float: bool, most: int | None = None
 ) -> Iterator[Tensor]:
-    """Yield ``most`` rows of each float or integer input, as (rows, elements)."""
+    """Yield each float or integer input as (rows, elements), cut to ``most`` rows."""
     for tensor in _inputs(values, is_float):
         rows = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         yield rows[:most].flatten(1)

@@ -85,7 +85,7 @@ class Answer:
 
     @property
     def where(self) -> str:
-        """The two ranks as text: ``on rank 3 than on rank 1``; empty if all agree."""
+        """End of a sentence: ``on rank 3 than on rank 1``; empty if all agree."""
         return " than ".join(f"on rank {rank}" for rank in reversed(self.ranks))
 
 
@@ -102,7 +102,7 @@ class Topic(Protocol):
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
         """Return the numbers of a step, and a function that reads the answers.
 
-        All ranks return the same number of numbers.
+        All ranks must return equally many numbers.
         """
 
 

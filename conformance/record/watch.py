@@ -72,7 +72,7 @@ class _Message:
 
     step: int
     parts: Sequence[tuple[int, Read]]
-    """For each topic: how many consecutive numbers belong to it, and its reader."""
+    """(number of consecutive numbers, reader of their answers) of each topic."""
     landing: Landing
     """(n,) int64: numbers of this rank. (2, n) int64: the largest over all ranks, of
     numbers and of their complements."""
@@ -255,8 +255,8 @@ def watch(
         RanksDifferError: if replicas begin with different weights.
         TypeError: if an argument has another type.
         ValueError: if a layout hides which elements a rank holds, no parameter is
-            trained, ``equal`` has more than 16 names, or ``clipped`` is given with
-            ``apart`` or several optimizers: then the clipped gradients are unknown.
+            trained, or ``equal`` has more than 16 names. Also if ``clipped`` is given
+            with ``apart`` or several optimizers: clipped gradients are then unknown.
     """
     apart, data = ((each,) if isinstance(each, str) else each for each in (apart, data))
     _check(model, optimizers, mesh, data, period, equal or {}, clipped)

@@ -28,20 +28,20 @@ SELDOM = 32
 """One in this many half-precision weights moves, because one unit in the last place is
 as large as many training steps."""
 BF16, FP16 = 2**16, 2**13
-"""Distance between numbers of bf16, and of fp16, in fp32 units in the last place. TF32
-rounds like fp16."""
+"""Distance between neighbouring numbers of bf16, and of fp16, in fp32 units in the last
+place. TF32 rounds like fp16."""
 NEAR = 32
 """Largest distance from a boundary of bf16 rounding, in fp32 units in the last place,
-at which a weight moves across the boundary; for fp16 an eighth. Otherwise no weight of
-a small model in 16 bits would change. One weight in 2,000 does; together all weights
-then move by 1.1 units."""
+at which a weight moves across the boundary; for fp16 an eighth. Without these moves, no
+weight of a small model would change after rounding to 16 bits. One weight in 2,000
+moves across a boundary. In root mean square all weights then move by 1.1 units."""
 ACROSS = 16
 """Expected number of weights that cross a boundary of rounding. A model of fewer
 than 32,000 weights needs a larger ``NEAR`` for it. If only one or two cross, too little
 noise is measured: correct bf16 jobs of 3,000 weights failed with two of eight seeds."""
 FAR = 512
-"""Largest value of ``NEAR``. All weights together then move by 26 units, 3e-6 of their
-size."""
+"""Largest value of ``NEAR``. In root mean square all weights then move by 26 units,
+3e-6 of their size."""
 PLACES = "gradparity.places"
 """Key of the boxes in the metadata of a file with weights."""
 
@@ -112,7 +112,11 @@ def _in_chunks(part: Tensor) -> Iterator[tuple[Tensor, int]]:
 
 
 def _nudged(part: Tensor, words: Tensor, reach: int) -> Tensor:
-    """Return neighbouring numbers of weights, chosen by a random word of each."""
+    """Return each weight moved to a neighbouring number, as its random word says.
+
+    ``reach`` is the largest distance from a rounding boundary that is crossed; see
+    ``NEAR``.
+    """
     up = ((words >> 9) & 1).bool()
     moved = torch.nextafter(part, torch.where(up, torch.inf, -torch.inf).to(part))
     if part.element_size() < 4:

@@ -68,7 +68,7 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Launcher(_Part, frozen=True, kw_only=True):
-    """How the ranks were launched."""
+    """Facts about the launch of the ranks."""
 
     name: str
     """Kind of launcher: ``pool`` or ``torchrun``."""
@@ -88,7 +88,7 @@ class LawText(_Part, frozen=True, kw_only=True):
     text: str
     """The rule in one sentence."""
     reason: str
-    """Why a training run needs the rule."""
+    """Reason why a training run needs the rule."""
 
 
 class Header(_Line, frozen=True, kw_only=True, tag="header"):
@@ -203,15 +203,15 @@ class Location(_Part, frozen=True, kw_only=True):
     error: Number | None = None
     """Error relative to the size of the tensor."""
     bound: Number | None = None
-    """Bound of the error, in the same unit."""
+    """Bound of the error, relative to the size of the tensor."""
     factor: Number | None = None
     """Common factor of the loss, or of all gradients that differ; null if there is
     none."""
     collective: str = ""
-    """Last collective that the rank issued before the difference."""
+    """Last collective that the first differing rank issued before the difference."""
     parameters: tuple[str, ...] = ()
-    """All parameters whose gradient differs in that step; without one, all whose update
-    differs."""
+    """Parameters whose gradient differs in that step. If no gradient differs:
+    parameters whose update differs."""
     compared: Count = 0
     """Number of compared tensors at module boundaries."""
     not_compared: Count = 0
@@ -291,8 +291,8 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
 
 
 _OF_VALUES = ("parity.", "transparency.", "agreement.replicas")
-"""Checks that compare values: the first difference of values from the reference is the
-place of the cause, unless values differ among ranks at an earlier step."""
+"""Beginnings of the ids of checks that compare values. If such a check fails first, the
+location of the first difference from the reference shows the cause."""
 
 
 def _precedence(verdict: Verdict) -> tuple[bool, float]:
@@ -310,7 +310,7 @@ class Footer(_Line, frozen=True, kw_only=True, tag="footer"):
     """Case status -> number of cases."""
     seconds: float
     reason: str = ""
-    """Why the run is incomplete."""
+    """Reason why the run is incomplete; empty if it is complete."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

@@ -223,9 +223,10 @@ def _n_runs(records: Sequence[CaseRecord]) -> int:
 
 
 def _cause(record: CaseRecord) -> tuple[str, str, str]:
-    """Return chapter and key of a run's failure, and its message.
+    """Return (chapter, key, message) of a run's failure.
 
-    The chapter of checks is empty if the run did not fail.
+    Runs with the same chapter and key have one cause. If the run did not fail, the
+    chapter is "", and key and message are those of a check that did not pass.
     """
     if record.failures:
         first = record.failures[0]
@@ -251,7 +252,7 @@ def _number(value: Number) -> str:
 
 
 def coverage(report: Report) -> dict[str, str]:
-    """Return, by check, the numbers of made and of expected comparisons as text.
+    """Return check -> text with the numbers of made and of expected comparisons.
 
     Checks that compare tensors with the reference count elements. Checks that applied
     to no run are left out.

@@ -34,23 +34,23 @@ _CHECKS = re.compile(
 def traces_of(failure: WorldError, *, has_scaler: bool) -> tuple[RankTrace, ...]:
     """Return the traces of a world that failed because of the code under test.
 
-    [Note: How a rank ends]
+    [Note: End of a rank]
     How a rank may end, and what follows:
 
     - it returns its trace;
     - it raises StoppedError with the trace so far: a call of the scaler raised, or a
       checked collective had a wrong result on some rank. Then all ranks raise
       (``worker.all_say_right``), so that none is left in a collective;
-    - it hangs, and the parent kills it: no trace. With a scaler that is a violation,
-      after a second try, because a busy machine is slow too; without a scaler it is
-      not;
+    - it hangs, and the parent kills it: no trace. With a scaler, a hang is a
+      violation if it occurs again in a second try, because a busy machine may also be
+      slow. Without a scaler it is no violation;
     - it is killed or exits: no trace and no verdict, since the machine may be short of
       memory. The same holds for any other exception, which comes from gradparity or
       from the workload.
 
     Args:
         failure: failure of a run.
-        has_scaler: true if the run had a scaler; a hang then counts as its fault.
+        has_scaler: true if the run had a scaler; a hang is then a fault of the scaler.
 
     Raises:
         WorldError: if neither the scaler nor a stray collective caused the failure.

@@ -71,8 +71,8 @@ def make_header(
         arguments: command line.
         place: where the ranks come from: device, backend, threads.
         data: data sets that the run uses; their hashes are recorded. The hash of the
-            text data depends on the Python version, so a run without it must not record
-            it.
+            text data depends on the Python version, so only runs that use this data may
+            record it.
         require: scalers that decide the result of the report; empty means all.
         not_tried: meshes and recipes that the preset leaves out, with reasons.
     """

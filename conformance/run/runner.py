@@ -1,6 +1,6 @@
 """Runner: run a scaler in a scenario and check the result.
 
-Three functions follow each other. ``_observe`` has the scenario trained (``Runs``).
+Three functions follow each other. ``_observe`` lets ``Runs`` train the scenario.
 ``_compare`` compares the traces with references and applies the checks. If parity
 fails, ``localise`` finds the first module that differs.
 """
@@ -130,8 +130,9 @@ class _Seen:
     def needs_one_rank(self) -> bool:
         """True if the workload averages weights, or has a schedule of its own.
 
-        The plain reference has no averages, and follows such a schedule. One rank
-        cannot repeat a step that ranks skip: it has no bad gradient there.
+        A plain reference has no averages, and takes the schedule's settings from the
+        ranks, so it cannot check either. False if any step is skipped: one rank has no
+        bad gradient and would not skip it.
         """
         scenario, workload = self.scenario, self.scenario.workload
         random = scenario.parsed_recipe.training.random
@@ -229,9 +230,9 @@ class Runner:
     ) -> None:
         """Run all pairs in order; checks of a case run while the next cases train.
 
-        References train on a separate rank at the same time: otherwise half of two
-        cores would be idle. Ranks take longer in some cases and references in others,
-        so the thread that runs the checks may be some cases behind.
+        References train on a separate rank at the same time; otherwise one of two cores
+        would be idle. Ranks take longer in some cases and references in others, so the
+        thread that runs the checks may be some cases behind.
 
         Args:
             pairs: (``module:attribute`` of a scaler, scenario).
@@ -377,9 +378,9 @@ class Runner:
         )
 
     def _stack_fault(self, spec: str, scenario: Scenario) -> Case | None:
-        """Return the case to report if a workload is wrong without a scaler, or None.
+        """Return the case to report if the workload is wrong without a scaler, or None.
 
-        Such a fault does not count against the scaler.
+        A fault of the workload does not count against the scaler.
         """
         if spec == NO_SCALER or OfWorkload.OF_USER not in scenario.workload.has:
             return None

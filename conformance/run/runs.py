@@ -37,9 +37,9 @@ CONTROLS = 4
 """Number of cached runs without a scaler. The scalers of a scenario run one after
 another, and few scenarios share a control run (3 of 224 in all presets)."""
 TRIES = 3
-"""Largest number of runs until the reference's choices fit: with choices for no skips,
-for the run's skips, and once more if these choices change the skips. If the skips still
-change, the last run is compared."""
+"""Largest number of runs with router choices of a reference. The first reference skips
+no step, and each later one skips the steps that the run before it skipped. If the skips
+still change after the last run, the last run is compared."""
 Traces = tuple[RankTrace, ...]
 """Traces of all ranks."""
 
@@ -171,7 +171,10 @@ class Runs:
         return fold(results)
 
     def _saved(self, spec: str, scenario: Scenario) -> Saved | None:
-        """Train to get the state with which the scaler begins; return it, or None."""
+        """Return the saved state with which the scaler begins, or None.
+
+        The state is made by training another world.
+        """
         other = scenario.saved_by
         if other is None or spec == NO_SCALER:
             return None
@@ -217,8 +220,8 @@ class Runs:
     def never_laid_out(self, scenario: Scenario) -> bool:
         """Return True if ``parallelize`` also raises without gradparity's choices.
 
-        Otherwise a recipe would be skipped because of a fault that is in every
-        scenario.
+        Then the workload is at fault. If only a recipe or a narrowed mesh makes
+        ``parallelize`` raise, the scenario is skipped.
         """
         topology = scenario.parsed_topology
         if topology.narrowed:  # a narrowed form of a mesh that the workload declares

@@ -53,7 +53,8 @@ class RunSettings:
     out: Path | None = None
     """Folder for ``report.jsonl`` and ``index.html``."""
     report: Path | None = None
-    """File of the report, to write no page; None for a file in ``out``."""
+    """File of the report, which is then written without a page. None: ``report.jsonl``
+    and a page in ``out``."""
     fail_fast: bool = False
     """True to stop at the first violation."""
     timeout_s: float = 120.0

@@ -1,9 +1,9 @@
 """The catalogue: the scenarios of each preset.
 
-``parity`` is the main job. On both data sets and every topology it has three runs: a
-clean fp32 run (transparency, parity), a half-precision run whose initial scale makes
-gradients overflow without planted faults, and a run with planted inf and nan on single
-ranks.
+``parity`` is the main job. On both data sets and every topology it has three runs. The
+first is a clean fp32 run (transparency, parity). The second is in half precision, with
+an initial scale that makes gradients overflow. The third has planted inf and nan on
+single ranks.
 
 ``layouts`` is for reviews: each topology with a few plain steps, once with whole
 batches and once with two micro-batches.
@@ -76,8 +76,8 @@ WHEN: dict[str, tuple[str, ...]] = {
     "alternating": ("0", "2", "4"),
     "always": ("*",),
 }
-"""Time at which gradients are bad -> steps of planted faults; growth takes 2 good
-steps."""
+"""Name of the times at which gradients are bad -> steps with planted faults. The scale
+grows after 2 good steps."""
 TARGETS = ("first", "middle[middle]", "last[last]", "split", "loss", "loss[last]")
 """Parameters of a fault; ``split`` is a parameter that is sharded if any is."""
 RANKS = ("0", "last", "*")
@@ -211,8 +211,9 @@ def split_parameter(model: str) -> str:
 def last_holder(topology: Topology, world_size: int, model: str) -> int:
     """Return the last rank that holds elements of the split parameter.
 
-    With fewer rows than shards some ranks hold none, and a fault there would never be
-    injected. Replicas are the outermost axis of a mesh.
+    If the parameter has too few rows for all shards, the last shards are empty, and a
+    fault planted there would have no effect. In a mesh with replicas the last copy
+    counts.
     """
     if model not in MODELS or topology.tensors == "plain":
         return world_size - 1
@@ -368,7 +369,10 @@ def _quick(selection: Selection) -> Iterable[Scenario]:
 
 
 def _default(selection: Selection) -> Iterable[Scenario]:
-    """All pairs of choices, and each place and time of a fault by topology."""
+    """All pairs of choices, and each place and time of a fault by topology.
+
+    A place is a parameter and the ranks of a fault. Times are combined with precisions.
+    """
     wanted = [_PLACE, _OVERFLOW, *subsets(columns(selection), 2)]
     chosen = [*_covering(selection, wanted), *_extremes(selection)]
     return [*_in_order(selection, chosen), *_longer(selection)]
@@ -420,9 +424,10 @@ def _narrowed_meshes(selection: Selection) -> list[str]:
 def _on_each_mesh(selection: Selection) -> Iterator[Scenario]:
     """Yield runs of ``WITH_EVERY_MESH`` on each declared mesh of several ranks.
 
-    Also a run with a frozen half, a resume, and a run in half precision: a fault may be
-    on one mesh. A setting that a checkpoint loses may change an update by less than
-    bf16 rounds, so the resume is in fp32.
+    Each mesh also gets a run with half of the model frozen, a run with a resume, and a
+    run in half precision: their faults may show on one mesh only. The resume is in
+    fp32. A setting that a checkpoint loses may change an update by less than bf16
+    rounds.
     """
     if selection.workload:
         topologies = selection.resolved.topologies

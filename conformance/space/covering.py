@@ -2,9 +2,9 @@
 
 docs/architecture.md says why no library is used.
 
-A row starts with a missing combination and is filled column by column with the value
-that adds most (as AETG does: Cohen et al., IEEE TSE 23(7), 1997, without its random
-candidates, so that equal arguments give equal rows).
+A row starts with a missing combination. It is filled column by column, each time with
+the value that adds the most missing combinations. AETG (Cohen et al., IEEE TSE 23(7),
+1997) does the same with random candidates; here equal arguments give equal rows.
 
 :func:`most_new_first` sorts scenarios in the order in which they are run.
 """

@@ -84,8 +84,8 @@ class WorkloadFacts:
     that the rounding of sums does not change it. With a reference on one rank the
     gradient is that of ``train_step``."""
     middle: float
-    """Power of two that the largest element reaches in at least half of the first
-    gradients."""
+    """Limit for clipping by value: a power of two that the largest element reaches in
+    at least half of the parameters' first gradients."""
 
     @property
     def counted(self) -> bool:
@@ -191,10 +191,10 @@ def clips_by_norm(workload: ResolvedWorkload, training: Training) -> bool:
 
 
 def clip_norm_of(workload: ResolvedWorkload, training: Training) -> float | None:
-    """Return the norm to which the recipe or ``train_step`` clips gradients.
+    """Return the norm to which the recipe or ``train_step`` clips gradients, or None.
 
-    For a ``train_step`` with small gradients the recipe uses a smaller norm: a wrong
-    norm shows only if gradients are clipped.
+    A recipe lowers its norm if the gradients of a ``train_step`` are small. Otherwise
+    nothing would be clipped, and a wrong norm would not show.
     """
     if training.clip != "norm":
         return None if training.clip else workload.clip_norm
@@ -278,7 +278,7 @@ _CREATE = {
 
 
 def _first_calls(workload: ResolvedWorkload) -> tuple[bool, int]:
-    """Return True if a forward draws random numbers, and the number of loss counts."""
+    """Return (True if a forward draws random numbers, number of counts of the loss)."""
     draws, counts = False, 0
     with suppress(WorkloadError):
         model, again = _seeded(workload), _seeded(workload)

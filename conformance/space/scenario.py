@@ -220,9 +220,10 @@ class Scenario:
     def needs_two_passes(self) -> bool:
         """True if a ``train_step`` gets two micro-batches, though the recipe has one.
 
-        ``train_step`` must clip the sum of their gradients, and not each gradient. Each
-        micro-batch draws other random numbers, and is recomputed from its own inputs.
-        With ``shard`` the numbers of rows of ranks may differ, so nothing is cut.
+        Three kinds of recipes need two. Clipping must act on the sum of their
+        gradients. Random layers must draw new numbers in each. Recomputation must use
+        the inputs of each. With ``shard`` ranks may have different numbers of rows, so
+        nothing is cut.
         """
         recipe, workload = self.parsed_recipe, self.workload
         training = recipe.training
@@ -249,7 +250,10 @@ class Scenario:
 
     @property
     def saved_by(self) -> Scenario | None:
-        """Scenario on another world, which saves the state that this scenario loads."""
+        """Scenario on another world that saves the state with which this one begins.
+
+        None if this scenario begins with no saved state.
+        """
         if not self.parsed_recipe.resharded:
             return None
         topology, world_size = resharded_world(self.topology, self.world_size)

@@ -284,8 +284,9 @@ def _check_mean(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> N
 def _same_parts(workload: ResolvedWorkload, whole: Batch, parts: list[Batch]) -> bool:
     """Return True if cutting the ranks' shares gives the same parts as the batch.
 
-    The objective is then the mean over these parts. The loss of a part may depend on
-    all of its rows: batch statistics, a balance of experts, pairs of rows.
+    If so, the objective is the mean over these parts, whatever the layout. The loss of
+    a part may then depend on all of its rows: batch statistics, a balance of experts,
+    pairs.
     """
     if workload.shard is not None or len(parts) == 1:
         return False
@@ -377,9 +378,9 @@ def counts_alike(workload: ResolvedWorkload) -> bool:
 def coarseness(dtype: torch.dtype) -> float:
     """Return the largest relative change of a number that is rounded to 8 bits.
 
-    The scale of the rounding may depend on other rows, which changes a value by at most
-    this relative amount. So a loss that is a mean over rows, except for such scales,
-    changes by less when its rows are cut.
+    The factor with which a row is rounded may depend on other rows of the batch. So
+    even a correct mean over rows may change when the batch is cut, but by less than
+    this.
     """
     if dtype.is_floating_point:
         return torch.finfo(dtype).eps / 2
@@ -469,7 +470,7 @@ def _made_alone(
 def _check_alone(
     workload: ResolvedWorkload, named: Iterable[tuple[str, nn.Parameter]]
 ) -> None:
-    """Check that an optimizer steps a parameter alone as it does among others."""
+    """Check that an optimizer moves a parameter the same with and without others."""
     generator = torch.Generator().manual_seed(0)
     sizes = {name: p.shape for name, p in named}
     steps = [

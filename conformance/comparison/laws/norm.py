@@ -127,7 +127,7 @@ def _misreported(
 def _order(
     evidence: Evidence, seen: Sequence[StepTrace], ratios: Sequence[float]
 ) -> str:
-    """Say which other order the reported norms have, and what to do; else "".
+    """Say that reported norms are of order 1 or inf, and what to do; else "".
 
     Clipping does not change the ratio of two norms.
     """
@@ -196,7 +196,7 @@ def _slack(parity: Parity, step: int) -> float:
 
 
 def _rows_of(parity: Parity, step: int) -> tuple[list[ClipRow], list[ClipRow]]:
-    """Return two lists of a step's clip rows: those above the noise, and all others."""
+    """Return a step's clip rows in two lists: with known factors, and all others."""
     rows = [row for row in parity.clipped if row.step == step]
     clear = [row for row in rows if row.above_noise]
     return clear, [row for row in rows if not row.above_noise]
@@ -274,9 +274,9 @@ def _is_clipping(
 ) -> bool:
     """Return True if wrong factors come from clipping and not from wrong gradients.
 
-    Correct clipping of a wrong gradient ends at ``clip_norm``, and never above. If all
-    gradients end below it by one factor, they were clipped too much. If tensors have
-    different factors, their gradients are wrong.
+    After correct clipping the norm is at most ``clip_norm``, even if the gradient is
+    wrong. A larger norm comes from clipping. A smaller one comes from clipping only if
+    all tensors have the same factor; different factors come from wrong gradients.
     """
     parity = evidence.parity
     assert parity is not None and parity.clip_norm is not None

@@ -25,11 +25,11 @@ REASON = (
 )
 FEW = 0.1
 """Least fraction of update elements to compare. Rounding decides the direction of an
-adaptive step if the gradient is below its bound, which in bf16 holds for most of a
-tensor. With this fraction, a fault in 44 random elements is missed with a chance below
-1 % (0.9 ** 44 = 0.0097). A fault of the step alone affects a whole tensor, or a rank's
-part of it. A fault of the gradient is found by parity.gradient, which leaves no element
-out."""
+adaptive step if the gradient is below its bound. In bf16 this holds for most elements
+of a tensor. With this fraction, a fault in 44 random elements is missed with a chance
+below 1 % (0.9 ** 44 = 0.0097). A fault of the step alone affects a whole tensor, or a
+rank's part of it. A fault of the gradient is found by parity.gradient, which leaves no
+element out."""
 
 
 def _parity(evidence: Evidence, kind: str) -> Finding:
@@ -137,14 +137,22 @@ _OF_UPDATES = (
 
 
 def _most_lacking(parity: Parity, kind: str) -> tuple[int, Lack]:
-    """Return the first step and the main reason of missing elements."""
+    """Return (step, reason): the main reason why elements could not be compared.
+
+    The step is the first with this reason.
+    """
     lacking = parity.lacking[kind].items()
     why, (_, since) = max(lacking, key=lambda each: each[1][0])
     return since, why
 
 
 def _lacking(kind: str, otherwise: str = STOPPED) -> Callable[[Evidence], str]:
-    """Return a function that gives the main reason for missing elements."""
+    """Return a function that gives the main reason why elements could not be compared.
+
+    Args:
+        kind: kind of the elements: ``gradient``, ``update`` or ``loss``.
+        otherwise: reason to give if none was counted.
+    """
 
     def why_not(evidence: Evidence) -> str:
         if evidence.parity is None or not evidence.parity.lacking.get(kind):

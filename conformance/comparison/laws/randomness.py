@@ -100,7 +100,8 @@ def _passed(
 ) -> Finding:
     """Return a pass, or skipped if nothing was compared.
 
-    Both state the number of comparisons that are missing.
+    Both state the number of comparisons that are missing; ``otherwise`` is the reason
+    for skipped.
     """
     if compared or evidence.unseen:
         return count_or_inconclusive(compared, what, evidence.unseen + missed)
@@ -293,7 +294,8 @@ def size(evidence: Evidence) -> Finding:
 def _silent(evidence: Evidence) -> Finding | None:
     """Return a failure if a module draws on a rank at each step, and never on another.
 
-    Only ranks that hold the same layers are compared: they differ in the data axes.
+    Only ranks that hold the same layers are compared: those whose coordinates differ
+    only on the data axes.
     """
     steps = [seen for _, seen in evidence.steps()]
     drawing = [
@@ -354,7 +356,7 @@ def recompute(evidence: Evidence) -> Finding:
 
 
 def _first_runs(draw: Draw, seen: StepTrace) -> list[Draw]:
-    """Return the draws of the first forward that ``draw`` may repeat."""
+    """Return draws of the first forward, one of which a recomputed ``draw`` repeats."""
     # a layer may be called twice; the activation, if known, shows which call it was
     alike = [d for d in _drawn(seen) if d.module == draw.module]
     same = [d for d in alike if draw.applied and d.applied == draw.applied]

@@ -65,7 +65,7 @@ def _sizes(evidence: Evidence) -> dict[str, int]:
 
 
 def _parameters(trace: RankTrace, sizes: dict[str, int], seen: Reduction) -> list[str]:
-    """Return parameters with as many elements as a reduction, here or on all ranks."""
+    """Return the parameters whose local or whole size is that of a reduced tensor."""
     return [
         name
         for name, places in trace.index.items()

@@ -171,7 +171,7 @@ def positive(evidence: Evidence) -> Finding:
     "multiplication.",
 )
 def continuity(evidence: Evidence) -> Finding:
-    """Compare the state after each step with the state at the next backward."""
+    """Compare the scaler's state after a step with that at the next backward."""
     compared = 0
     for trace in evidence.ranks:
         steps = trace.steps[: trace.completed]

@@ -91,9 +91,10 @@ def _reason(evidence: Evidence, step: int) -> str:
 
 
 def _part(seen: Sequence[Decision]) -> str:
-    """Name parameters that did not move on ranks that also train other groups.
+    """Name the parameters of a decision group that did not move on some ranks.
 
-    Returns "" if a rank that did not move trains one decision group only.
+    Returns "" if one of these ranks trains no other group: there all parameters stayed,
+    and names would add nothing.
     """
     still = [d for d in seen if d.parameters_changed is False]
     if not all(d.others for d in still):

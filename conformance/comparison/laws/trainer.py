@@ -31,7 +31,7 @@ from ..settings import other_setting, other_than_reference
 
 @dataclass(frozen=True, kw_only=True)
 class _Beside:
-    """Value that a rank's workload reports before and after one step."""
+    """A value before and after one step, as the workload on a rank reports it."""
 
     step: int
     rank: int
@@ -56,8 +56,8 @@ class _Beside:
 def _beside(evidence: Evidence, what: str) -> Iterator[_Beside]:
     """Yield values of ``what`` around each step that was clearly taken or skipped.
 
-    A step that breaks the rule, or that only some optimizers took, is left to the
-    checks of skips.
+    A step with a bad gradient must be skipped, and any other step taken, by all
+    optimizers. Steps that break this rule are left to the checks of skips.
     """
     for step, seen in evidence.steps():
         bad = any(s.non_finite for s in seen)
@@ -90,9 +90,14 @@ class _Loads:
     lost: Finding | None = None
 
     def counted(self, others: int, what: str, unseen: int) -> Finding:
-        """Return a pass that counts loads and ``others``.
+        """Return a pass that counts the compared loads and ``others``.
 
-        Returns an inconclusive finding if the run stopped before every load.
+        Returns an inconclusive finding if the run stopped before any load was compared.
+
+        Args:
+            others: number of further comparisons, all of which agreed.
+            what: description of the compared values, for the message.
+            unseen: number of further comparisons that could not be made.
         """
         if self.compared or self.missed:
             what += f", with {self.compared} loads from a checkpoint"
@@ -106,7 +111,13 @@ class _Loads:
 
 
 def _loads(evidence: Evidence, what: str, subject: str) -> _Loads:
-    """Compare ``what`` before and after the workload loads its own checkpoint."""
+    """Compare a value at the save of the workload's own checkpoint and after its load.
+
+    Args:
+        evidence: everything observed in the run.
+        what: field of ``StepTrace`` with the value before and after a step.
+        subject: name of the value, for the message.
+    """
     scenario, loads = evidence.scenario, _Loads()
     if not scenario.parsed_recipe.resume:
         return loads
@@ -149,7 +160,10 @@ def _loads(evidence: Evidence, what: str, subject: str) -> _Loads:
     of_stack=True,
 )
 def schedule(evidence: Evidence) -> Finding:
-    """Compare the schedule around each step, and its settings with one rank's."""
+    """Check that the schedule advances only when a step is taken.
+
+    Also compares its settings with those of the same training on one rank.
+    """
     loads = _loads(evidence, "schedule", "the schedule")
     if loads.lost is not None:
         return loads.lost
@@ -186,9 +200,10 @@ def schedule(evidence: Evidence) -> Finding:
 
 
 def _of_other_layout(evidence: Evidence) -> int:
-    """Return the number of averages of unknown elements, where one rank has them.
+    """Return the number of averages that cannot be compared with those of one rank.
 
-    An average may be flattened with others, or cut otherwise than its parameter.
+    It is unknown which elements of a parameter they hold: an average may be flattened
+    with others, or be cut differently from its parameter.
     """
     ranks = () if evidence.alone is None else evidence.ranks
     return sum(
@@ -222,7 +237,11 @@ def _why_few_averages(evidence: Evidence) -> str:
     hidden=_why_few_averages,
 )
 def average(evidence: Evidence) -> Finding:
-    """Compare averages around skipped steps, between ranks, and with one rank."""
+    """Check running averages of the weights in three ways.
+
+    A skipped step must not change them. Ranks with equal weights must have equal
+    averages. Training on one rank must give the same averages.
+    """
     loads = _loads(evidence, "average", "the running average")
     if loads.lost is not None:
         return loads.lost
@@ -262,8 +281,8 @@ def _beside_one_rank(evidence: Evidence) -> tuple[int, int, Finding | None]:
     """Compare averages with those of the same training on one rank.
 
     The one rank takes whole batches and does not resume. An average is a weighted mean
-    of the weights so far. If two averages weigh the same steps alike, their distance is
-    at most the largest distance of the weights, up to rounding.
+    of the weights so far. If two runs use the same factors for it, their averages are
+    at most as far apart as their weights ever were, up to rounding.
 
     Returns:
         Number of compared averages, number of those that could not be, and a failure.
@@ -322,10 +341,16 @@ def _weights_at(
     name: str,
     places: NDArray[np.int64],
 ) -> Floats:
-    """Return the weights after a step at some places of a parameter.
+    """Return some elements of a parameter after a step; nan for elements no rank has.
 
-    The rank's own part comes from itself, and other parts from the ranks that hold
-    them.
+    Elements that ``trace`` has come from it, others from the ranks that hold them.
+
+    Args:
+        ranks: traces of all ranks.
+        trace: trace of one rank.
+        step: step after which the weights are read.
+        name: name of the parameter.
+        places: indices of the elements in the flat parameter.
     """
     whole = np.full(trace.sizes[name], np.nan)
     for holder in (*ranks, trace):  # the rank itself comes last
@@ -337,8 +362,8 @@ def _weights_at(
 
 
 SAFETY = 4.0
-"""Factor of both terms of the permitted distance: the distance of the weights, and the
-rounding of each step."""
+"""Factor of the permitted distance of two averages. It multiplies both terms: the
+distance of the weights, and the rounding in each step."""
 EPS = 2.0**-23
 
 
@@ -380,7 +405,10 @@ def _torn(evidence: Evidence) -> tuple[int, Finding | None]:
 
 
 def _still(evidence: Evidence) -> str:
-    """Describe an average that only some ranks change, from equal weights; else ""."""
+    """Describe an average that a step changes on some ranks only; else "".
+
+    All of these ranks have equal weights and had equal averages before the step.
+    """
     for step, name, now_by_rank in _equal_before(evidence):
         still = [rank for rank, now in now_by_rank.items() if not now]
         moving = [rank for rank, now in now_by_rank.items() if now]

@@ -73,7 +73,10 @@ def first_difference(once: Sequence[RankTrace], again: Sequence[RankTrace]) -> s
 
 
 def _undecided(evidence: Evidence) -> Finding | None:
-    """Return why neither check can compare this run, as a finding; None if both can."""
+    """Return a finding with the reason why this file's checks cannot compare a run.
+
+    Returns None if they can compare it.
+    """
     reason = _not_applicable(evidence)
     if reason:
         return skipped(reason)
@@ -102,9 +105,9 @@ ONE_STEP = 0.0
 scaling changes bits in every step. The run without a scaler does not skip a bad step,
 so later steps cannot be compared."""
 SUBNORMAL = 2.0**-100
-"""Results of the control run below this limit may contain rounded subnormal products.
-Above the limit, a subnormal term (below 2^-126) is less than an eighth of a unit in the
-last place."""
+"""Limit of the results of the control run. A smaller result may contain subnormal
+products, which are rounded. In a larger one a subnormal term (below 2^-126) is less
+than an eighth of a unit in the last place."""
 
 
 @law(

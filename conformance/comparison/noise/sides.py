@@ -1,10 +1,11 @@
 """Sides: choices between two distant results that rounding decides.
 
 The sign of its input decides whether a ReLU passes a gradient. Of a million inputs a
-few are closer to zero than their rounding error. So a correct run takes the other side
-than the truth in one or two of them. Each of these gradients differs by the
-contribution of one element of a batch, thousands of times the rounding error. It is
-likely that none of five noisy runs took the other side at that element.
+few are closer to zero than their rounding error. At one or two of these inputs a
+correct run has the opposite sign of the truth, which is called the other side. Each of
+these gradients differs by the contribution of one element of a batch, thousands of
+times the rounding error. Probably none of five noisy runs took the other side at that
+element.
 
 So two further runs move the inputs whose side rounding may decide, by the largest error
 that a run shows there. In the first run half of them move up and half down, and in the
@@ -43,26 +44,26 @@ if TYPE_CHECKING:
 __all__ = ["BOTH", "STAY", "Inputs", "JumpLog", "Limits", "Sides", "sides_of"]
 
 BOTH = (1, -1)
-"""Values of ``Sides.side``: two runs, each of which flips another half of the
-choices."""
+"""Values of ``Sides.side``: two runs, which flip opposite halves of the choices."""
 Distances = tuple[tuple[tuple[float, bool], ...], ...]
-"""For each step and each input of a function whose derivative jumps, in the order of
-calls: the distance to move, and whether elements that are zero move."""
+"""For each step, a pair for each input of a function whose derivative jumps, in the
+order of calls: the distance to move the input, and True if its zeros are moved as
+well."""
 Limits = tuple[tuple[tuple[str, float], ...], ...]
-"""For each step: (parameter, size of a gradient element). Hashable, as runs are
-cached."""
+"""For each step: (parameter, largest gradient element whose sign may be flipped). It is
+a tuple because cached runs must be hashable."""
 Inputs = tuple[NDArray[np.float64], ...]
 """Sampled elements of each input, in the order of calls."""
 SAMPLE = 1024
-"""Number of elements of each input that are kept. Of 1024 normal errors the largest is
-about 3.2 standard deviations."""
+"""Number of elements of each input that are kept. The largest of 1,024 normally
+distributed errors is about 3.2 standard deviations."""
 FURTHER = 1.5
 """Inputs move by this multiple of the largest observed error, about 4.8 standard
 deviations. Of the elements that change sides in a correct run, one in 10**6 is
 missed."""
 JUMP = 1 / 8
 """Least change of a derivative that counts as a jump, relative to the largest
-derivative. A smooth derivative changes by as little as the input."""
+derivative. A smooth derivative changes as little as the input does."""
 _JUMPS = frozenset(
     """
     relu relu6 threshold hardtanh hardsigmoid hardswish hardshrink softshrink
@@ -225,8 +226,8 @@ def _as_part_of(value: Tensor, part: Tensor) -> Tensor:
 def _derivative(value: Tensor, called: Callable[[Tensor], Any]) -> Tensor:
     """Return the derivative of the sum of ``called(value)``.
 
-    If the function has no derivative, as a comparison, return its result instead, or
-    zeros if the result has another shape.
+    A function such as a comparison has no derivative. Then its result is returned
+    instead, or zeros if the result has another shape than the input.
     """
     with torch.enable_grad():
         leaf = value.clone().requires_grad_()
@@ -248,7 +249,7 @@ def sides_of(
 
     Args:
         truth: for each step, the sampled inputs of the truth.
-        plain: for each step, those of a run with the same calls.
+        plain: for each step, the sampled inputs of a noisy run with the same calls.
         signs: gradient elements whose signs rounding decides.
     """
     distances: Distances = tuple(map(_distances, truth, plain))

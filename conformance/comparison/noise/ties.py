@@ -24,7 +24,8 @@ FLIPPED = 4
 """Mean number of values that noise rounds to the other side in each run. A run has no
 such value with probability exp(-4), and all five have none with exp(-20)."""
 CODES = 2.0**-4
-"""Half a spacing of the coarsest state: codes with 4 bits, one of them the sign."""
+"""Half a spacing of the coarsest state, relative to its largest value: codes have 4
+bits, one of them for the sign."""
 
 
 @dataclass(frozen=True)

@@ -22,17 +22,18 @@ __all__ = ["MOVED", "RoundedWeights", "jittered"]
 
 MOVED = 1 / 8
 """Fraction of a unit roundoff by which weights move before they are rounded to 16 bits.
-One in 32 is then rounded to its other neighbour, and none is off by more than 9/8 of a
-roundoff. Such a run has errors as large as the plain one, but different ones
-(docs/decisions/bounds.md)."""
+One weight in 32 is then rounded to its other neighbour, and no weight is off by more
+than 9/8 of a roundoff. Such a run has errors as large as the plain one, but different
+ones (docs/decisions/bounds.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundedWeights(Perturbation):
     """Changes every weight by a random fraction of its rounding error.
 
-    Each row is rounded alike in any order of rows. So runs that differ only in the
-    order of rows are nearly the same sample of noise.
+    A row is rounded in the same way wherever it stands in the batch. So the noise of
+    runs that differ only in the order of rows is almost equal. Other weights give other
+    noise.
     """
 
     only_ties: bool = False
