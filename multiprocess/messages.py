@@ -98,7 +98,7 @@ class Kind(enum.Enum):
 class Reply:
     """A rank's answer: to ``Start`` when it has joined, to ``Run`` when it is done.
 
-    In a test it also sends one before, when the test is imported and begins.
+    If the call is a test, the rank also replies when the test is imported and begins.
     """
 
     kind: Kind
@@ -109,8 +109,8 @@ class Reply:
     message: str | None = None
     traceback: str | None = None
     left_a_wait: bool = False
-    """True if the exception came out of a wait for other ranks, and so is about
-    them."""
+    """True if the exception was raised by a wait for other ranks. Then another rank
+    caused it."""
 
     tears_down: bool = False
     """True if the rank has failed and still runs its teardown: another reply

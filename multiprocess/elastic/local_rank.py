@@ -79,7 +79,7 @@ class CallRequest:
     """Pickled ``(fn, args, kwargs)``."""
 
     world: int
-    """Number of the world; a new number asks for new ranks."""
+    """Id of the world, a number; a new id asks for new ranks."""
 
     context: ContextChange = field(default_factory=ContextChange)
 
