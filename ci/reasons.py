@@ -79,7 +79,7 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     before: str = ""
     """Status in the baseline; empty if the baseline has no verdict of this check."""
     now: str = ""
-    """Status in the report; empty if the reason is not about a verdict of the report."""
+    """Status in the report; empty if the reason is not about one verdict."""
     step: int | None = None
     ranks: tuple[int, ...] = ()
     cause: str = ""

@@ -394,7 +394,7 @@ class AgentCluster(BaseCluster):
         super().__init__(spec)
         self._agent = agent
         self._world = 0
-        """Number of the world; 0 without one."""
+        """Id of the current world, a number; 0 if there is none."""
 
     def submit(
         self, options: CallOptions, fn: Callable[..., Any], *args: Any, **kwargs: Any

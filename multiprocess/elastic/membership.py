@@ -157,7 +157,7 @@ class Membership:
         return f"{'; '.join(causes[:4])} (torchrun then ended the others)"
 
     def first_left(self) -> int:
-        """Return the first agent that has posted that it is present."""
+        """Return the lowest rank whose agent has posted that it is present."""
         return next(rank for rank in range(self._size) if self._is_here(rank, 0.0))
 
     def report_error(self, cause: str) -> None:

@@ -30,8 +30,8 @@ _POLL_S = 0.05
 """Interval at which the store is read for faults of ranks on other agents."""
 
 _LOOK_S = 0.1
-"""Interval at which the state of each rank is read while only some have answered, or
-begun."""
+"""Interval at which ranks are examined while only some have answered, or only some have
+begun the test."""
 
 _FRAME = re.compile(r'  File "(.*)", line \d+ ')
 
@@ -192,7 +192,7 @@ class Watch:
                 self._fault(self._grace_s)
 
     def _look_for_the_begin(self) -> None:
-        """Start the clock of the call once all ranks are prepared or stopped."""
+        """Start the clock of the call once each rank begins the test or is stopped."""
         if all(
             rank.rank in self._begun or _is_stopped(rank) for rank in self._unfinished()
         ):
@@ -252,7 +252,7 @@ def _is_stopped(rank: RankProcess) -> bool:
 
 
 def _without_harness(stacks: str) -> str:
-    """Leave out the frames below the function under test, equal in every stack."""
+    """Leave out the frames of the harness, which are the same in every stack."""
     lines = []
     for line in stacks.splitlines():
         frame = _FRAME.match(line)

@@ -98,7 +98,10 @@ def expects(item: pytest.Item, error: BaseException) -> bool:
 def apply_expectation(
     item: pytest.Item, report: pytest.TestReport, is_expected: bool
 ) -> None:
-    """Report a failure of a test with an ``xfail`` mark as expected, or as failed."""
+    """Report a failure of a test with an ``xfail`` mark.
+
+    If ``is_expected``, it is reported as an expected failure, else as a failure.
+    """
     mark = item.stash.get(xfailed_key, None)
     if mark is None or item.config.option.runxfail:
         return
