@@ -127,8 +127,8 @@ def make_baseline(reports: Sequence[Report], without: Sequence[str] = ()) -> Bas
 
     Args:
         reports: repeated runs of the same code.
-        without: statuses whose verdicts are left out. Later reports must pass the
-            checks that are left out.
+        without: statuses whose verdicts are left out. Later reports must pass these
+            checks.
 
     Raises:
         BaselineError: if the reports differ in their cases or in an exact field.

@@ -49,8 +49,8 @@ class Checked:
 def check_cases(report: Report, baseline: Baseline | None) -> Iterator[Checked]:
     """Check the verdicts, sequences and ratios of each case of a report.
 
-    Without a baseline only the verdicts are checked, and that each case decides a
-    check.
+    A case that is not in the baseline must decide at least one check; its sequences and
+    ratios are not checked.
     """
     recorded = {c.key: c for c in baseline.cases} if baseline else {}
     for case in report.cases:

@@ -83,7 +83,7 @@ def _worst_tensors_agree(case: CaseRecord) -> Iterator[str]:
 
 
 def _passes_are_borne_out(case: CaseRecord) -> Iterator[str]:
-    """Check that no check passes whose violation the curves of the case show."""
+    """Check that no check passes if the curves of the case show its violation."""
     if case.curves is None:
         return
     passed = {v.law for v in case.verdicts if v.status == "pass"}

@@ -105,7 +105,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason
     """First reason with this cause."""
     cases: int
-    """Number of cases (or other entries) with this cause."""
+    """Number of cases with this cause. Reasons that belong to no case are counted one
+    by one."""
     consequences: int
     """Number of further reasons in the same cases."""
     where: str = ""

@@ -65,7 +65,8 @@ class Start:
     rank: int
     context: Context
     rendezvous: Rendezvous | None = None
-    """None if one parent has all ranks: they then meet in a file."""
+    """Address at which the ranks meet; None if one parent has all ranks, which meet in
+    a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class Run:
     """True to create the default process group anew first."""
 
     context: Context | None
-    """Settings of the parent, if they changed since the last message."""
+    """Settings of the parent if they changed since the last message, else None."""
 
     is_test: bool = False
     """True for a test; see ``CallOptions.is_test``."""

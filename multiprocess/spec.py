@@ -58,8 +58,8 @@ class WorldSpec:
     process group, "group" only the ranks, "process" nothing."""
 
     start_timeout_s: float = 120.0
-    """Time limit of the forkserver's imports, for the ranks to join their process
-    group, and for the import of a test."""
+    """Time limit of each part of the start: the forkserver's imports, joining the
+    process group, the import of a test."""
 
     grace_s: float = 0.7
     """Seconds that the other ranks have, after the first fault, to end by themselves.

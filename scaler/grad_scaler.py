@@ -427,8 +427,8 @@ class GradScaler(ScalerCore):
         """Adjust the scale and end the iteration.
 
         After an overflow the scale is multiplied by the backoff factor, after
-        ``growth_interval`` good iterations by the growth factor. It always stays finite
-        and above zero.
+        ``growth_interval`` good iterations by the growth factor. The scale always stays
+        finite and above zero.
 
         Args:
             new_scale: scale to set instead: a number, or a tensor with one element on a

@@ -10,10 +10,10 @@ run reject what was signed for another run.
 A broken network link gives no signal: a connection over it waits for a quarter of an
 hour before it fails. So each side has its own limit:
 
-- the leader, next to torchrun's store, misses the heartbeats of an agent that is cut
-  off;
-- for an agent that is cut off, the kernel closes the connection to the store if
-  nothing is acknowledged (``rank.worker.connect`` sets this).
+- the leader, on the host of torchrun's store, notices that an agent that is cut off
+  sends no heartbeats;
+- for an agent that is cut off, the kernel closes the connection to the store if nothing
+  is acknowledged (``rank.worker.connect`` sets this).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Watch a world until every rank has answered, or one certainly will not.
+"""Watch a world until every rank has answered, or one rank certainly will not.
 
 The parent sends the call to all ranks, and waits for their messages, exits and output
 at once. The first fault starts a short grace period in which the others may end by
@@ -40,7 +40,7 @@ class OtherRanks(Protocol):
     """Ranks of this world that other processes watch."""
 
     def failed(self) -> bool:
-        """Return True if any rank has failed."""
+        """Return True if any of these ranks has failed."""
 
     def report_fault(self) -> int:
         """Report to the other agents that one of this process's ranks has failed.
@@ -159,7 +159,7 @@ class Watch:
                 self._end_within(self._grace_s)
 
     def _take(self) -> None:
-        """Take the replies and ends of ranks that were read."""
+        """Evaluate the replies and ends of ranks that have been read."""
         for rank in self._processes.ranks:
             while rank.replies:
                 reply = rank.replies.pop(0)

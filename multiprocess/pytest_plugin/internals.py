@@ -1,6 +1,6 @@
 """Private names of pytest that the plugin uses, and of hypothesis and pytest-xdist.
 
-pytest-xdist's workers use the same ones; pytest has no public names for them.
+pytest-xdist's workers use the same names of pytest, which have no public counterpart.
 """
 
 from __future__ import annotations

@@ -82,13 +82,13 @@ class ItemOrder:
     session: SessionOrder
     test: ItemId
     following: ItemId | None
-    """Next test on these ranks, whose fixtures are kept."""
+    """Next test on these ranks, whose fixtures are kept; None if unknown."""
 
     draw_seed: int
     """Seed of hypothesis, equal on all ranks."""
 
     is_last: bool
-    """True if the ranks run no other test, and no last call of the parent."""
+    """True if the ranks run nothing after this test: no other test, no last call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -443,7 +443,8 @@ class _RankPlugin:
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
         """Report a failure to the parent before the teardown, which may block.
 
-        Other ranks may have ended by then. A failed subtest does not count.
+        The teardown blocks if it waits for a rank that has ended. A failed subtest is
+        not reported here.
         """
         if self._latest is None:
             return
