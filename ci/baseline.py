@@ -82,7 +82,8 @@ class Exact(msgspec.Struct, frozen=True, kw_only=True):
     recorded.
     """
     scale: list[list[Number]] | None
-    """For each rank: the scale after each step; None if nothing was recorded."""
+    """One list per rank with the scale after each step; None if nothing was
+    recorded."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):

@@ -91,7 +91,7 @@ class WorldSpec:
 
     @property
     def kind(self) -> WorldSpec:
-        """Spec with the settings of ranks; settings of calls have their defaults."""
+        """Copy of this spec in which the settings of calls have default values."""
         return replace(self, timeout_s=60.0, isolation="pool")
 
     def __post_init__(self) -> None:
