@@ -19,8 +19,8 @@ class ShardedGradScaler(GradScaler, _torch.ShardedGradScaler):
 
     Callers of torch's class may rely on four differences to `GradScaler`. Positional
     arguments have another order. fp16 gradients are accepted. Scaled losses keep their
-    dtype. A step in which no rank has a gradient is allowed. It also works in a single
-    process, without a process group.
+    dtype. A step in which no rank has a gradient is allowed. This class also works in a
+    single process, without a process group.
 
     The arguments are those of torch's class. ``process_group`` has the ranks that sync;
     None is the default process group.
