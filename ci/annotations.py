@@ -1,7 +1,7 @@
 """Annotations: GitHub workflow commands, one for each failed check of a scaler.
 
 GitHub shows ten errors of a step and drops the others. So violations of one check share
-a line, and the last line counts the missing ones.
+a line, and the last line counts the violations that are not shown.
 """
 
 from __future__ import annotations

@@ -75,10 +75,15 @@ class Exact(msgspec.Struct, frozen=True, kw_only=True):
     """Check that passes -> number of missing comparisons. A later pass must not have
     more."""
     stepped: list[list[bool | None]] | None
-    """For each rank: True for each step that was taken; None if nothing was
-    recorded."""
+    """One list per rank: True for each step that was taken, False for each that was
+    skipped.
+
+    An entry is None if the rank has no parameters. The field is None if nothing was
+    recorded.
+    """
     scale: list[list[Number]] | None
-    """For each rank: the scale after each step; None if nothing was recorded."""
+    """One list per rank with the scale after each step; None if nothing was
+    recorded."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +128,8 @@ def make_baseline(reports: Sequence[Report], without: Sequence[str] = ()) -> Bas
 
     Args:
         reports: repeated runs of the same code.
-        without: statuses whose verdicts are left out; later reports must pass there.
+        without: statuses whose verdicts are left out. Later reports must pass these
+            checks.
 
     Raises:
         BaselineError: if the reports differ in their cases or in an exact field.

@@ -35,7 +35,7 @@ FAILURES = ("fail", "error")
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """A verdict with its case, and the reason why it fails the gate, if it does."""
+    """A verdict with its case; if it fails the gate, also the reason."""
 
     case: CaseRecord
     verdict: Verdict
@@ -47,7 +47,11 @@ class Checked:
 
 
 def check_cases(report: Report, baseline: Baseline | None) -> Iterator[Checked]:
-    """Check every verdict of a report, and its sequences and ratios."""
+    """Check the verdicts, sequences and ratios of each case of a report.
+
+    A case that is not in the baseline must decide at least one check; its sequences and
+    ratios are not checked.
+    """
     recorded = {c.key: c for c in baseline.cases} if baseline else {}
     for case in report.cases:
         old = recorded.get(case.key)
@@ -76,8 +80,9 @@ def _reason(
 ) -> Reason | None:
     """Return why a verdict fails the gate, or None.
 
-    A new case must pass or skip. In a known case, a check that is not in the baseline
-    must pass: otherwise a later change from pass to skipped would not be noticed.
+    If the case is new, the check must pass or skip. If the case is ``known`` (in the
+    baseline) and the check is not, the check must pass. Otherwise a later change from
+    pass to skipped would not be noticed.
     """
     now = verdict.status
     if not is_worse(now, before or ("pass" if known else "skipped")):
@@ -103,7 +108,7 @@ def _reason(
 
 
 def place(case: CaseRecord) -> str:
-    """Describe where the cause of a failure is; empty if no second run found it."""
+    """Describe the location of a failure's cause; empty if it was not localised."""
     return case.location.text if case.is_located and case.location else ""
 
 
@@ -130,7 +135,7 @@ def _step(verdict: Verdict) -> str:
 
 
 def _numbers(case: CaseRecord, old: BaselineCase) -> Iterator[Checked]:
-    """Check sequences, counts and ratios of cases that passed in the baseline."""
+    """Check sequences, counts and ratios of a case, if it passed in the baseline."""
     # Numbers of a failing run depend on the place of the failure.
     if old.exact.status != "pass":
         return
@@ -233,7 +238,7 @@ _NUMBERS: dict[str, tuple[str, Check]] = {
     "baseline.compared": ("too-few", _counts),
     "baseline.ratio": ("ratio", _ratio),
 }
-"""Id -> (kind of reason, check of one case against its baseline)."""
+"""Id of a rule -> (kind of reason, function that describes how a case breaks it)."""
 
 
 def check_vanished(report: Report, baseline: Baseline) -> Iterator[Reason]:

@@ -66,8 +66,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     causes: tuple[Cause, ...]
     """Reasons grouped by cause, as they are printed."""
     notes: tuple[str, ...]
-    """Lines about known, excused, better or unused entries. Notes never fail the
-    gate."""
+    """Lines about known or excused failures, improvements and unused expectations.
+
+    Notes never fail the gate.
+    """
     known_failures: int
     """Number of cases that fail as in the baseline."""
     cases: int
@@ -77,7 +79,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decide(report: Report, terms: Terms) -> Decision:
-    """Check a report against the terms; order, dates and timings do not matter."""
+    """Check a report against the terms.
+
+    The order of its cases, its dates and its timings do not matter.
+    """
     # If a report contradicts itself, no other reason counts.
     broken = [Reason(kind="invalid", text=text) for text in contradictions(report)]
     if broken:
@@ -193,7 +198,10 @@ def _expired(terms: Terms, report: Report) -> Iterator[str]:
 
 
 def _idle(live: Sequence[Expectation], checked: Sequence[Checked]) -> Iterator[str]:
-    """Yield a line for each expectation that matches no verdict or no status."""
+    """Yield a line for each expectation that has no effect.
+
+    It matches no verdict, or only verdicts with a status that it does not expect.
+    """
     for entry in live:
         matched = [c for c in checked if entry.matches(c.case, c.verdict)]
         if not matched:

@@ -37,7 +37,7 @@ class Expectation(
     """One entry of the file. Patterns are shell globs: ``*`` and ``?``."""
 
     reason: str
-    """Why the violation is known and accepted."""
+    """Reason why the violation is known and accepted."""
     scaler: str = "*"
     scenario: str = "*"
     law: str = "*"
@@ -51,7 +51,7 @@ class Expectation(
     world_size: int | list[int] = []
     """Numbers of ranks for which the entry holds; an empty list means any."""
     link: str = ""
-    """Where the violation is tracked."""
+    """Link to the issue that tracks the violation."""
     expires: date | None = None
     """Last day on which the entry counts."""
 
@@ -60,7 +60,7 @@ class Expectation(
 
     @property
     def name(self) -> str:
-        """Patterns of the entry as in the file, and its reason."""
+        """Patterns and reason of the entry, as written in the file."""
         patterns = {
             "scaler": self.scaler,
             "scenario": self.scenario,

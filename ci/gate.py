@@ -25,7 +25,7 @@ from .update import Refused, update
 __all__ = ["USAGE", "main"]
 
 USAGE = 2
-"""Exit code of bad usage; the others are those of ``Outcome``."""
+"""Exit code of bad usage; all further exit codes are those of ``Outcome``."""
 _JSON_VERSION = 1
 
 
@@ -157,7 +157,7 @@ def _gate(parsed: argparse.Namespace) -> int:
 
 
 def _with_the_way_out(decision: Decision, parsed: argparse.Namespace) -> Decision:
-    """Add a note with the command for a new baseline if the environment changed."""
+    """Add a note, if the environment changed: the command that makes a new baseline."""
     if not any(reason.kind == "environment" for reason in decision.reasons):
         return decision
     report, baseline = str(parsed.report), str(parsed.baseline)

@@ -57,9 +57,9 @@ def _id_agrees(case: CaseRecord) -> Iterator[str]:
 
 
 def _ratios_are_numbers(case: CaseRecord) -> Iterator[str]:
-    """Check that every step has a ratio, and that the largest ratios agree.
+    """Check the ratios of error to bound of a case: one for each step, none below 0.
 
-    The largest over steps must be the largest over parameters.
+    The largest ratio over steps must equal the largest over parameters.
     """
     curves = case.curves
     if curves is None or not curves.parity:
@@ -75,7 +75,7 @@ def _ratios_are_numbers(case: CaseRecord) -> Iterator[str]:
 
 
 def _worst_tensors_agree(case: CaseRecord) -> Iterator[str]:
-    """Check that the largest ratio of the parameters is that of a worst tensor."""
+    """Check that the largest ratio over parameters is in the list of worst tensors."""
     if case.worst and case.curves:
         largest = max(each.ratio for each in case.worst)
         if largest != worst(case.curves.parameters.values()):
@@ -83,7 +83,7 @@ def _worst_tensors_agree(case: CaseRecord) -> Iterator[str]:
 
 
 def _passes_are_borne_out(case: CaseRecord) -> Iterator[str]:
-    """Check that the curves of a case contradict none of its passes."""
+    """Check that no check passes if the curves of the case show its violation."""
     if case.curves is None:
         return
     passed = {v.law for v in case.verdicts if v.status == "pass"}
@@ -136,7 +136,7 @@ _EVIDENCE: dict[str, tuple[Callable[[Curves], bool], str]] = {
         "a step was taken by some ranks and skipped by others",
     ),
 }
-"""Id of a check -> (function that returns True if curves show its violation, text)."""
+"""Id of a check -> (function that returns True if curves violate it, message)."""
 
 _RULES: tuple[Callable[[CaseRecord], Iterator[str]], ...] = (
     _one_verdict_a_law,

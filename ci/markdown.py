@@ -19,8 +19,8 @@ from .reasons import BEGINS, Reason, at, causes_of
 __all__ = ["LIMIT_BYTES", "escape", "render"]
 
 LIMIT_BYTES = 1_000_000
-"""Limit of the summary: GitHub drops a whole summary above 1 MiB. The rest is left for
-other steps."""
+"""Limit of this summary. GitHub drops a summary of a job above 1 MiB, and other steps
+also write to it."""
 _KINDS = {"error": "invalid", "fail": "failing", "inconclusive": "undecided"}
 """Status of a verdict -> kind of its reason."""
 

@@ -11,14 +11,20 @@ from ..conformance.status import Number, as_number
 __all__ = ["LUCK", "Spread", "limit", "spread_of", "worst"]
 
 LUCK = 0.5
-"""Error / bound below which growth is ignored. Up to half of the bound, a ratio shows
-how a processor rounds. A correct scaler reached 0.47 (docs/parity.md)."""
+"""Ratio of error to bound below which the gate ignores growth.
+
+Ratios up to half of the bound depend on how a processor rounds: a correct scaler
+reached 0.47 (docs/parity.md).
+"""
 _MARGIN = 1.25
 _SPREADS = 3.0
 
 
 def worst(values: Iterable[Number]) -> float:
-    """Return the largest value; nan counts as largest, since it hides any error."""
+    """Return the largest value, or 0 for none.
+
+    A nan is returned as inf, since it hides any error.
+    """
     numbers = [float(value) for value in values]
     return max((x if x == x else float("inf") for x in numbers), default=0.0)
 

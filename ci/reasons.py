@@ -77,15 +77,15 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     scenario: str = ""
     law: str = ""
     before: str = ""
-    """Status in the baseline."""
+    """Status in the baseline; empty if the baseline has no verdict of this check."""
     now: str = ""
-    """Status in the report."""
+    """Status in the report; empty if the reason is not about one verdict."""
     step: int | None = None
     ranks: tuple[int, ...] = ()
     cause: str = ""
     """Kind of the violation, if the check has several kinds."""
     replay: str = ""
-    """Command that runs the case again."""
+    """Command that runs the case again; empty if there is none."""
     where: str = ""
     """Location at which the run first differs, with an explanation; empty if
     unknown."""
@@ -105,7 +105,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason
     """First reason with this cause."""
     cases: int
-    """Number of cases (or other entries) with this cause."""
+    """Number of cases with this cause. Reasons that belong to no case are counted one
+    by one."""
     consequences: int
     """Number of further reasons in the same cases."""
     where: str = ""
@@ -121,7 +122,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lines(self) -> list[str]:
-        """The ``line``, and a second one on where the fault begins, if known."""
+        """:attr:`line`, and a second line with the location of the fault, if known."""
         below = [f"  {BEGINS}: {plain(self.where)}"] if self.where else []
         return [self.line, *below]
 
@@ -137,12 +138,15 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def causes_of(reasons: Sequence[Reason], laws: Iterable[str] = ()) -> tuple[Cause, ...]:
-    """Group reasons: one cause for each case, and equal causes of several cases as one.
+    """Group reasons by their cause.
+
+    The most important reason of a case is its cause; the rest are consequences. Equal
+    causes of several cases become one.
 
     Args:
         reasons: all reasons of a report.
         laws: ids in the order of ``Header.laws``; if two checks fail at one step, the
-            first one is the cause.
+            cause is the check that is listed first.
     """
     places = {law: place for place, law in enumerate(laws)}
 
@@ -187,10 +191,10 @@ def _order(reason: Reason) -> tuple[int, str]:
 
 
 def folded(lines: Iterable[tuple[object, str]]) -> list[str]:
-    """Merge lines of one key: keep the first, and count the further ones.
+    """Merge lines with equal keys: keep the first, and append how many more follow.
 
     Args:
-        lines: (key, line), in the order of the result.
+        lines: pairs (key, line). Keys keep the order in which they first occur.
     """
     alike: dict[object, list[str]] = {}
     for what, line in lines:
@@ -207,6 +211,9 @@ def at(case: CaseRecord) -> str:
 
 
 def outcome_of(reasons: Iterable[Reason]) -> Outcome:
-    """Return the outcome of the reasons: invalid before fail before inconclusive."""
+    """Return the outcome of the reasons: invalid before fail before inconclusive.
+
+    Without reasons the gate passes.
+    """
     outcomes = {KINDS[reason.kind] for reason in reasons}
     return next((each for each in _FIRST if each in outcomes), Outcome.PASS)

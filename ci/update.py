@@ -47,8 +47,9 @@ def update(
         path: file of the baseline; need not exist.
         reports: repeated runs of the same code; the first one has the required values.
         ask: called with the question; returns True to write.
-        show: called with each line that the gate prints for the first report with the
-            old baseline, and then with the number of these lines.
+        show: called with each line that the gate would print for the first report,
+            checked against the old baseline. The last call has the number of these
+            lines.
         expectations: known violations. They are not written into the baseline, so a
             later gate needs the same expectations.
         accept_failures: true to write failures into the baseline.

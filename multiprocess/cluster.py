@@ -42,7 +42,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class LastCall:
-    """Call that ranks get before they end, unless they hang or have died."""
+    """Function that ranks run before they end, unless they hang or have died."""
 
     fn: Callable[[], object]
     report: Callable[[WorldError], None]

@@ -65,7 +65,8 @@ class Start:
     rank: int
     context: Context
     rendezvous: Rendezvous | None = None
-    """None if one parent has all ranks: they then meet in a file."""
+    """Address at which the ranks meet; None if one parent has all ranks, which meet in
+    a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class Run:
     """True to create the default process group anew first."""
 
     context: Context | None
-    """Settings of the parent, if they changed since the last message."""
+    """Settings of the parent if they changed since the last message, else None."""
 
     is_test: bool = False
     """True for a test; see ``CallOptions.is_test``."""
@@ -98,7 +99,7 @@ class Kind(enum.Enum):
 class Reply:
     """A rank's answer: to ``Start`` when it has joined, to ``Run`` when it is done.
 
-    In a test it also sends one before, when the test is imported and begins.
+    If the call is a test, the rank also replies when the test is imported and begins.
     """
 
     kind: Kind
@@ -109,8 +110,8 @@ class Reply:
     message: str | None = None
     traceback: str | None = None
     left_a_wait: bool = False
-    """True if the exception came out of a wait for other ranks, and so is about
-    them."""
+    """True if the exception was raised by a wait for other ranks. Then another rank
+    caused it."""
 
     tears_down: bool = False
     """True if the rank has failed and still runs its teardown: another reply

@@ -38,7 +38,7 @@ class Collective:
 
 
 class Place(enum.Enum):
-    """State of a rank's main thread, such as what it waits for; the rank notes it."""
+    """State of a rank's main thread: what it runs or waits for. The rank notes it."""
 
     BODY = 0
     """The function runs, and the rank waits for nothing."""
@@ -59,7 +59,8 @@ class Place(enum.Enum):
     """A debugger, which waits for its user."""
 
     IMPORTING = 6
-    """The import of the test, before its function; the parent notes this one."""
+    """The import of the test, before its function. The parent sets this state, not the
+    rank."""
 
     @property
     def waits(self) -> bool:
@@ -71,7 +72,8 @@ class Place(enum.Enum):
 class Left:
     """Early end of a test on one rank that is not a failure: a skip, for example.
 
-    The test counts as skipped (or xfailed, ...) if it ends so on all ranks.
+    The test counts as skipped (or xfailed, ...) only if it ends in this way on all
+    ranks.
     """
 
     kind: str
@@ -98,7 +100,7 @@ class Failed:
     """Text to show instead of the exception's own traceback."""
 
     followed: bool = False
-    """True if this failure is only a consequence of another rank's."""
+    """True if this failure is only a consequence of a failure on another rank."""
 
 
 class RankState(enum.Enum):

@@ -200,7 +200,10 @@ def find_odd_rank(records: Records) -> tuple[int, str] | None:
 
 
 def find_missing(records: Records) -> str | None:
-    """Describe a group in which ranks issued different numbers of collectives."""
+    """Describe a group in which ranks issued different numbers of collectives.
+
+    None if there is no such group.
+    """
     most: dict[str, dict[int, Collective]] = defaultdict(dict)
     for rank, issued in records.items():
         for call in issued:

@@ -58,12 +58,13 @@ class WorldSpec:
     process group, "group" only the ranks, "process" nothing."""
 
     start_timeout_s: float = 120.0
-    """Time limit of the forkserver's imports, for the ranks to join their process
-    group, and for the import of a test."""
+    """Time limit of each part of the start: the forkserver's imports, joining the
+    process group, the import of a test."""
 
     grace_s: float = 0.7
-    """After the first fault: seconds for the other ranks to end by themselves. Then, if
-    they are made to leave the function: seconds for ``finally`` and teardown."""
+    """Seconds that the other ranks have, after the first fault, to end by themselves.
+    Ranks that are then made to leave the function have as long for ``finally`` and
+    teardown."""
 
     threads: int = 1
     """Intra-op threads of each rank; few, because the ranks share the cores."""
@@ -90,7 +91,7 @@ class WorldSpec:
 
     @property
     def kind(self) -> WorldSpec:
-        """Spec with the settings of ranks; settings of calls have their defaults."""
+        """Copy of this spec in which the settings of calls have default values."""
         return replace(self, timeout_s=60.0, isolation="pool")
 
     def __post_init__(self) -> None:
@@ -138,9 +139,9 @@ class CallOptions:
     """True to show the ranks' output while they run, each line with its rank."""
 
     is_test: bool = False
-    """True for a test. It is imported first: its time limit starts when all ranks have
-    called ``World._begin``, and ``start_timeout_s`` limits the time before. It must not
-    affect the next test: if it leaves a thread running, or a collective that was not
+    """True for a test. The ranks import the test first, within ``start_timeout_s``; its
+    time limit starts when all ranks have called ``World._begin``. A test must not
+    affect the next one: if it leaves a thread running, or a collective that was not
     waited for, the ranks are replaced."""
 
     def __post_init__(self) -> None:

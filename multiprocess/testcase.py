@@ -1,7 +1,7 @@
 """``TestCase``: a unittest class whose tests run on every rank of a world.
 
-Its settings have the names of torch's test classes. pytest runs its tests as it runs
-those with the marker ``world``.
+Settings have the names that torch's test classes use. pytest runs the tests of such a
+class like tests with the marker ``world``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Core of a scaler: clips, steps, rows of a sync, and recovery from a call that raises.
+"""Core of a scaler: clips, steps, data of a sync, and recovery from a call that raises.
 
 `GradScaler` in ``grad_scaler.py`` builds the public calls from these methods. Users may
 call or override a method if torch's classes also have it.

@@ -98,7 +98,8 @@ CALLS = (
     "update()",
     "load_state_dict()",
 )
-"""Methods that make a sync of each purpose: index with CHECK, CLIP, UPDATE or LOAD."""
+"""Names of the methods that sync, by purpose of the sync: index with CHECK, CLIP,
+UPDATE or LOAD."""
 
 
 def peer_failed(

@@ -10,8 +10,8 @@ ranks, its kind, and the norm of the local gradients. The kind is a hash of the 
 axes and number of elements. A plain tensor has a mesh of this rank alone. Every rank
 raises the norms to the power of their order, and adds up those of each mesh. Meshes of
 one kind with equal sums count once. The sums do not depend on the order of the ranks,
-since replicas may list theirs in different orders. All ranks compute from the same
-numbers, so they always clip alike.
+since two meshes with the same parameters may list their ranks in different orders. All
+ranks compute from the same numbers, so they always clip by the same factor.
 
 One mesh may hold replicas and also parameters that no other mesh holds: see
 `replicas.py`.

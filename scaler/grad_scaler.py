@@ -73,11 +73,11 @@ class GradScaler(ScalerCore):
         enabled: if false, `step` calls the optimizer, `clip_grad_norm_` clips, and the
             other methods do nothing.
         sync_over: ranks that sync: ``"world"`` (all ranks), a process group, a device
-            mesh of any number of axes, or ``"local"``. The last makes no collective:
+            mesh of any number of axes, or ``"local"``. ``"local"`` makes no collective:
             use it if all ranks of the model already have equal gradients.
-        fp16_gradients: ``"refuse"`` raises for them as torch does. ``"in_place"``
-            divides them as its ShardedGradScaler does, which flushes small values to
-            zero.
+        fp16_gradients: ``"refuse"`` raises for fp16 gradients, as torch does.
+            ``"in_place"`` divides them, as torch's ShardedGradScaler does, which
+            flushes small values to zero.
         policy: limits, hysteresis and other rules; the default is torch's rule.
 
     Raises:
@@ -298,10 +298,10 @@ class GradScaler(ScalerCore):
         scale themselves and skip on the device, without a host synchronisation.
 
         Args:
-            optimizer: optimizer to step. A rank that lacks it passes None, in the same
-                order of calls as the other ranks. The call takes part in their first
-                sync of that optimizer, unless `unscale_` or a clip with None has done
-                so.
+            optimizer: optimizer to step. A rank that lacks it passes None where the
+                other ranks pass the optimizer. The call then takes part in their first
+                sync of that optimizer, unless this rank has already called `unscale_`
+                or a clip with None.
             *args: arguments of ``optimizer.step``.
             **kwargs: keyword arguments of ``optimizer.step``.
 
@@ -427,8 +427,8 @@ class GradScaler(ScalerCore):
         """Adjust the scale and end the iteration.
 
         After an overflow the scale is multiplied by the backoff factor, after
-        ``growth_interval`` good iterations by the growth factor. It always stays finite
-        and above zero.
+        ``growth_interval`` good iterations by the growth factor. The scale always stays
+        finite and above zero.
 
         Args:
             new_scale: scale to set instead: a number, or a tensor with one element on a
@@ -589,9 +589,9 @@ class GradScaler(ScalerCore):
     def last_overflow(self) -> Overflow | None:
         """Rank and parameter of the last overflow; None before the first.
 
-        Equal on every rank if the scale is on a CPU. On an accelerator, ranks learn the
-        rank at their next sync. Each rank knows the parameter of its own overflow only,
-        after a step that was not fused.
+        Equal on every rank if the scale is on a CPU. On an accelerator, the other ranks
+        learn at their next sync which rank it was. Each rank knows the parameter of its
+        own overflow only, after a step that was not fused.
         """
         return self._history.last_overflow
 

@@ -43,8 +43,8 @@ class Overflow(NamedTuple):
         rank: rank in the group that syncs; 0 for a single process.
         parameter: index of the parameter in the optimizer on that rank, over all its
             groups; None if the host of that rank has not looked (an accelerator).
-        name: name of the parameter, if the optimizer has names and the rank is this
-            one.
+        name: name of the parameter; None on all other ranks, and if the optimizer has
+            no names.
         kind: ``"inf"``, ``"nan"``, or on an accelerator ``"inf or nan"``.
     """
 

@@ -128,8 +128,8 @@ class Iteration:
 
     Attributes:
         parts: id of an optimizer -> its part; a wrapper shares that of its optimizer.
-        lacked: parts of optimizers that this rank lacks, between their first sync and
-            their step on other ranks.
+        lacked: parts of optimizers that only other ranks have, from their first sync
+            there until their step.
         has_failed: True if a call raised.
         has_new: True if an optimizer was seen for the first time.
     """

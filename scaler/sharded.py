@@ -17,9 +17,9 @@ _GeneralMultiDeviceReplicator = _torch._GeneralMultiDeviceReplicator
 class ShardedGradScaler(GradScaler, _torch.ShardedGradScaler):
     """A drop-in for ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``.
 
-    Callers of torch's class may rely on four differences to `GradScaler`: positional
-    arguments have another order, fp16 gradients are accepted, scaled losses keep their
-    dtype, and a step in which no rank has a gradient is allowed. It also works in a
+    Callers of torch's class may rely on four differences to `GradScaler`. Positional
+    arguments have another order. fp16 gradients are accepted. Scaled losses keep their
+    dtype. A step in which no rank has a gradient is allowed. This class also works in a
     single process, without a process group.
 
     The arguments are those of torch's class. ``process_group`` has the ranks that sync;

@@ -17,19 +17,19 @@ collectives, which begin only when all ranks know from the rows that they clip.
 Scalers and optimizers get a number when a rank syncs them for the first time: the
 number that other ranks send in that sync, else the next one. So a rank may lack an
 optimizer, or hold an idle one. A new scaler also sends how many of the numbered ones
-were created before it. So scalers used in another order on another rank raise at the
-second one. One mistake cannot be detected: a rank that steps two optimizers in another
-order from the first iteration on.
+were created before it. So if a rank uses its scalers in another order, the first sync
+of the second scaler raises. One mistake cannot be detected: a rank that steps two
+optimizers in another order from the first iteration on.
 
 [Note: Closing an iteration]
 Ranks may sync a different number of times (a stage without parameters, a forgotten
 optimizer). A rank with fewer syncs would leave the others waiting. So `update` syncs if
 the number of syncs in this iteration differs from the largest number so far; the first
 iteration always ends with such a closing row. If a closing row meets the row of a step,
-they differ in ``call``, and all ranks raise. If all iterations are alike, no closing
-row is sent. One case is detected late, to save a second collective in every iteration:
-if a single rank suddenly has *more* syncs than ever, the error comes one iteration
-later.
+they differ in ``call``, and all ranks raise. If all iterations have equally many syncs,
+no closing row is sent. One case is detected late, to save a second collective in every
+iteration: if a single rank suddenly has *more* syncs than ever, the error comes one
+iteration later.
 
 [Note: When the host reads]
 On a CPU the host reads the rows in the sync itself. On an accelerator that would wait
@@ -49,12 +49,12 @@ mistake of one rank; nothing has been changed then.
 
 If rows are read at once, every rank knows of a failure in the same sync. From then on
 all of them count syncs and iterations anew, whatever each had counted and whether or
-not `update` follows: an `update` right after it has nothing to close.
+not `update` follows: an `update` right after the failure has nothing to close.
 
 A call may also raise after its sync (in an optimizer's step). Nothing is sent then,
 because the other ranks have finished that sync. But the number of such calls is part of
-the state that must be equal (``failures``). If they did not raise alike, the next sync
-raises on every rank, and so does each later one, until the ranks load a checkpoint.
+the state that must be equal (``failures``). If it differs between ranks, the next sync
+raises on every rank, and so does each later sync, until the ranks load a checkpoint.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Row(NamedTuple):
         call: CHECK, CLIP, UPDATE or LOAD. This field and all that follow must be equal
             on all ranks.
         scaler: number by which the ranks identify the scaler; nan if it is new.
-        made_after: number of numbered scalers that are older than a new one.
+        made_after: for a new scaler: how many scalers that have a number are older.
         iteration: iteration of this scaler, counted by `update`.
         position: position of the sync in the iteration, from 1.
         scale: loss scale of this rank.
@@ -524,8 +524,8 @@ class OverflowSync:
         Args:
             state: returns the row; called only if a row is sent.
             method: name of the calling method, for messages.
-            must_have_gradients: true to raise if no rank had a gradient, if that was
-                not checked yet.
+            must_have_gradients: true to raise if no rank had a gradient; ignored if a
+                sync of the iteration has checked it.
 
         Raises:
             RanksDisagreeError: the ranks had different numbers of syncs.

@@ -5,9 +5,9 @@ hangs in native code, the agent notices its end or kills it, and reports that.
 
 1. All agents join in torchrun's store. The agent of rank 0 leads: its ``AgentCluster``
    takes calls. The others ``follow``.
-2. The leader posts a request. Agents whose rank is in that world fork it, and it joins
-   the process group. The others wait for the next request. When all ranks are ready,
-   the leader starts the call and its clock.
+2. The leader posts a request. An agent whose rank is in that world forks this rank,
+   which joins the process group. The others wait for the next request. When all ranks
+   are ready, the leader starts the call and its clock.
 3. Each agent watches its rank and posts its observations. The leader combines them.
 4. torchrun sends SIGTERM when one of its processes has ended. Then every agent posts
    that it is present; an agent that does not is the cause. If that is the leader, the
@@ -57,8 +57,8 @@ Message = CallRequest | int
 """Message of the leader: a call, or finally the exit code of every agent."""
 
 _numbers = itertools.count()
-"""Counter that names the agents of this process (``agent0``); all processes count
-alike, so their agents have equal names."""
+"""Counter that names the agents of this process (``agent0``). All processes create
+their agents in the same order, so the names agree."""
 
 
 class Ended(BaseException):
@@ -394,7 +394,7 @@ class AgentCluster(BaseCluster):
         super().__init__(spec)
         self._agent = agent
         self._world = 0
-        """Number of the world; 0 without one."""
+        """Id of the current world, a number; 0 if there is none."""
 
     def submit(
         self, options: CallOptions, fn: Callable[..., Any], *args: Any, **kwargs: Any

@@ -79,7 +79,7 @@ class CallRequest:
     """Pickled ``(fn, args, kwargs)``."""
 
     world: int
-    """Number of the world; a new number asks for new ranks."""
+    """Id of the world, a number; a new id asks for new ranks."""
 
     context: ContextChange = field(default_factory=ContextChange)
 
@@ -107,7 +107,8 @@ class LocalRanks:
         self._run = run
         self._env = env
         self._worlds: dict[int, RankProcesses] = {}
-        """This agent's rank in each world, by number; the least recently used first."""
+        """This agent's rank in each world, by the world's id; the least recently used
+        first."""
 
     def start(self, request: CallRequest, others: OtherRanks) -> Fact:
         """Start the rank; return a fact that says if it is ready or how it ended."""
@@ -181,6 +182,10 @@ class RemoteRanks:
         return self._failed
 
     def report_fault(self) -> int:
-        """Tell other agents that this agent's rank failed; return the fault number."""
+        """Tell other agents that this agent's rank failed.
+
+        Returns:
+            Number of this fault among the faults of all ranks, from 1.
+        """
         self._failed = True
         return self._store.set_flag(self._key)

@@ -10,10 +10,10 @@ run reject what was signed for another run.
 A broken network link gives no signal: a connection over it waits for a quarter of an
 hour before it fails. So each side has its own limit:
 
-- the leader, next to torchrun's store, misses the heartbeats of an agent that is cut
-  off;
-- for an agent that is cut off, the kernel closes the connection to the store if
-  nothing is acknowledged (``rank.worker.connect`` sets this).
+- the leader, on the host of torchrun's store, notices that an agent that is cut off
+  sends no heartbeats;
+- for an agent that is cut off, the kernel closes the connection to the store if nothing
+  is acknowledged (``rank.worker.connect`` sets this).
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Membership:
         return f"{'; '.join(causes[:4])} (torchrun then ended the others)"
 
     def first_left(self) -> int:
-        """Return the first agent that has posted that it is present."""
+        """Return the lowest rank whose agent has posted that it is present."""
         return next(rank for rank in range(self._size) if self._is_here(rank, 0.0))
 
     def report_error(self, cause: str) -> None:
@@ -274,8 +274,8 @@ class HeartbeatMonitor:
     def silent(self) -> list[int]:
         """Return ranks whose agent sent no heartbeat for :data:`SILENCE_S`.
 
-        Returns none while another agent may soon count as silent too, so that agents
-        lost together are reported together.
+        The list is empty while another agent may soon count as silent too. So agents
+        that are lost together are reported together.
         """
         since = linux.now_s() - self._looked
         if self._keys and since >= _INTERVAL_S and self._store.check(self._keys):

@@ -207,7 +207,7 @@ class SignedStore:
     def wait(
         self, key: str, limit_s: float, check: Callable[[], None] = lambda: None
     ) -> bool:
-        """Wait until a key exists; return False if it did not come in time.
+        """Wait until a key exists; return False if that takes longer than ``limit_s``.
 
         Polls, because the store's own ``wait`` would block signal handlers.
         """

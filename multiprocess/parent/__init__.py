@@ -1,4 +1,4 @@
-"""The process that watches the ranks: it starts them, sends calls, and evaluates them.
+"""The process that watches the ranks: it starts them, sends calls, evaluates results.
 
 - A rank is forked by a forkserver (``forkserver_client``) and serves many calls. Worlds
   hold CPU slots, which all sessions of a machine share (``slots``).

@@ -316,7 +316,10 @@ _wanted: dict[str, None] = {}
 
 
 def want_preloaded(modules: Iterable[str]) -> None:
-    """Add modules that the next forkserver imports, if this process has them."""
+    """Add modules that the next forkserver imports.
+
+    A module is left out if this process has not imported it.
+    """
     _wanted.update(dict.fromkeys(modules))
 
 

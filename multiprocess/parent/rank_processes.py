@@ -95,11 +95,14 @@ class Capture:
         self._live: _LiveOutput | None = None
 
     def show(self, front: str | None) -> None:
-        """Print output from now on, each line after ``front``; None to stop."""
+        """Print output from now on, with ``front`` before each line; None ends this."""
         self._live = None if front is None else _LiveOutput(front)
 
     def drain(self, most: int = 1 << 24) -> bool:
-        """Read available bytes, at most about ``most``; return False at the end."""
+        """Read available bytes, at most about ``most``; return False after the end.
+
+        The output ends when the rank has closed the pipe.
+        """
         while most > 0:
             try:
                 part = os.read(self.fd, _CHUNK)

@@ -28,7 +28,8 @@ class Fact:
     ended_at_s: float = 0.0
     order: int = 0
     """Number of this fault, from 1, in the order in which several parents reported
-    faults. Clocks of different machines cannot be compared."""
+    faults. Clocks of different machines cannot be compared. 0 without a fault, or if
+    one parent has all ranks."""
 
     stopped: bool = False
     waited_s: float = 0.0

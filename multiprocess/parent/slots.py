@@ -26,7 +26,8 @@ from ..errors import HarnessError
 _POLL_S = 0.01
 
 SLOTS_VARIABLE = "GRADPARITY_CPU_SLOTS"
-"""Environment variable: number of CPU slots of this machine; 0 for none."""
+"""Environment variable with the number of CPU slots of this machine; 0 switches slots
+off."""
 
 _RANKS_PER_CORE = 4
 """Number of ranks on a core: ranks of tests mostly wait for each other."""
@@ -55,7 +56,8 @@ class SlotPool:
     def hold(self, wanted: int, limit_s: float = 600.0) -> Iterator[tuple[str, ...]]:
         """Hold ``wanted`` slots, or all if there are fewer.
 
-        A world started on a rank takes none: it uses those of the rank's own world.
+        If a rank starts a world of its own, this world takes no slots: it runs in the
+        slots of the rank.
 
         Args:
             wanted: Number of slots.
@@ -128,11 +130,11 @@ class SlotPool:
 def cpu_slots() -> SlotPool:
     """Return this machine's CPU slots.
 
-    They only make runs faster. If no lock file can be written, as on a full disk, tests
-    run without slots.
+    Slots only make runs faster. If no lock file can be written, as on a full disk,
+    tests run without slots.
 
     Raises:
-        HarnessError: The environment variable for their number is no number.
+        HarnessError: The environment variable for their number is not a number.
     """
     wanted = os.environ.get(SLOTS_VARIABLE, str(cores() * _RANKS_PER_CORE))
     if not wanted.strip().isdecimal():

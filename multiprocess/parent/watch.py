@@ -1,4 +1,4 @@
-"""Watch a world until every rank has answered, or one certainly will not.
+"""Watch a world until every rank has answered, or one rank certainly will not.
 
 The parent sends the call to all ranks, and waits for their messages, exits and output
 at once. The first fault starts a short grace period in which the others may end by
@@ -30,8 +30,8 @@ _POLL_S = 0.05
 """Interval at which the store is read for faults of ranks on other agents."""
 
 _LOOK_S = 0.1
-"""Interval at which the state of each rank is read while only some have answered, or
-begun."""
+"""Interval at which ranks are examined while only some have answered, or only some have
+begun the test."""
 
 _FRAME = re.compile(r'  File "(.*)", line \d+ ')
 
@@ -40,7 +40,7 @@ class OtherRanks(Protocol):
     """Ranks of this world that other processes watch."""
 
     def failed(self) -> bool:
-        """Return True if any rank has failed."""
+        """Return True if any of these ranks has failed."""
 
     def report_fault(self) -> int:
         """Report to the other agents that one of this process's ranks has failed.
@@ -159,7 +159,7 @@ class Watch:
                 self._end_within(self._grace_s)
 
     def _take(self) -> None:
-        """Take the replies and ends of ranks that were read."""
+        """Evaluate the replies and ends of ranks that have been read."""
         for rank in self._processes.ranks:
             while rank.replies:
                 reply = rank.replies.pop(0)
@@ -192,7 +192,7 @@ class Watch:
                 self._fault(self._grace_s)
 
     def _look_for_the_begin(self) -> None:
-        """Start the clock of the call once all ranks are prepared or stopped."""
+        """Start the clock of the call once each rank begins the test or is stopped."""
         if all(
             rank.rank in self._begun or _is_stopped(rank) for rank in self._unfinished()
         ):
@@ -252,7 +252,7 @@ def _is_stopped(rank: RankProcess) -> bool:
 
 
 def _without_harness(stacks: str) -> str:
-    """Leave out the frames below the function under test, equal in every stack."""
+    """Leave out the frames of the harness, which are the same in every stack."""
     lines = []
     for line in stacks.splitlines():
         frame = _FRAME.match(line)

@@ -41,7 +41,7 @@ class Adoption:
     """Plugin object that runs tests of torch's multi-process classes on our ranks."""
 
     def __init__(self, runner: Callable[[], Runner]) -> None:
-        """Replace nothing yet.
+        """Store the arguments; methods of torch's classes are replaced later.
 
         Args:
             runner: Returns the runner of the session's tests on ranks.

@@ -1,7 +1,8 @@
 """One marked test in the parent: run it on the ranks, and report its phases.
 
-pytest's own protocol runs around it. So reruns, ``-x``, expected failures and timeouts
-work as usual; only the item's setup, call and teardown run on the ranks.
+pytest's own protocol still runs the test in the parent. So reruns, ``-x``, expected
+failures and timeouts work as usual; only the item's setup, call and teardown run on the
+ranks.
 """
 
 from __future__ import annotations
@@ -257,7 +258,10 @@ class ItemRun:
                 self._ended[when] = kind.Exception(phase.reason)
 
     def _is_expected(self, failed: Iterable[Phase]) -> bool:
-        """Return True if all failures of a phase are of the test, and expected."""
+        """Return True if the ``xfail`` mark explains all failures of a phase.
+
+        False if a rank died, hung in its teardown, or skipped the test.
+        """
         own = [o for o in self._outcomes if o.state not in _FOLLOWED]
         if any(_left(o) == SKIP for o in self._outcomes) or any(map(_is_fault, own)):
             return False
@@ -431,7 +435,7 @@ def _place_of_failure(result: object) -> str:
 
 
 def _is_fault(outcome: RankOutcome) -> bool:
-    """Return True if a rank failed, and not only by an exception of its test.
+    """Return True if a rank failed in another way than by an exception of its test.
 
     For example the process died, perhaps in the teardown after such an exception.
     """

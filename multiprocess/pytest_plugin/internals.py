@@ -1,6 +1,6 @@
 """Private names of pytest that the plugin uses, and of hypothesis and pytest-xdist.
 
-pytest-xdist's workers use the same ones; pytest has no public names for them.
+pytest-xdist's workers use the same names of pytest, which have no public counterpart.
 """
 
 from __future__ import annotations
@@ -98,7 +98,10 @@ def expects(item: pytest.Item, error: BaseException) -> bool:
 def apply_expectation(
     item: pytest.Item, report: pytest.TestReport, is_expected: bool
 ) -> None:
-    """Report a failure of a test with an ``xfail`` mark as expected, or as failed."""
+    """Report a failure of a test with an ``xfail`` mark.
+
+    If ``is_expected``, it is reported as an expected failure, else as a failure.
+    """
     mark = item.stash.get(xfailed_key, None)
     if mark is None or item.config.option.runxfail:
         return

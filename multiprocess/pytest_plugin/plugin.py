@@ -316,7 +316,7 @@ def _size_or_0(item: pytest.Item) -> int:
 
 
 def _wanted(item: pytest.Item) -> Wanted | str:
-    """Return the world of a marked test, or what is wrong with its marker."""
+    """Return the world of a marked test, or a text that explains a wrong marker."""
     if _WANTED not in item.stash:
         config, marker = item.config, item.get_closest_marker(_MARK)
         assert marker is not None

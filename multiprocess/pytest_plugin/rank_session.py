@@ -43,10 +43,10 @@ class SessionOrder:
     """Folder in which the parent was started; paths are relative to it."""
 
     temporary: str | None
-    """Folder for the ``tmp_path`` of all ranks."""
+    """Folder for the ``tmp_path`` of all ranks; None if pytest has no such folder."""
 
     terminal: str | None
-    """Terminal in which a failed rank is debugged, with ``--pdb``."""
+    """Terminal in which a failed rank is debugged; None without ``--pdb``."""
 
     worker: Mapping[str, Any]
     """Value of ``config.workerinput``, which tells plugins that another session
@@ -82,13 +82,13 @@ class ItemOrder:
     session: SessionOrder
     test: ItemId
     following: ItemId | None
-    """Next test on these ranks, whose fixtures are kept."""
+    """Next test on these ranks, whose fixtures are kept; None if unknown."""
 
     draw_seed: int
     """Seed of hypothesis, equal on all ranks."""
 
     is_last: bool
-    """True if the ranks run no other test, and no last call of the parent."""
+    """True if the ranks run nothing after this test: no other test, no last call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,8 +303,9 @@ def _failed(error: BaseException, report: Any, result: ItemResult) -> Failed:
 def _as_of_pytest(item: Any) -> Iterator[None]:
     """Make a test of unittest fail and skip as a test function of pytest does.
 
-    A failure is reported before tearDown, which may block. A test that returns code
-    which has not run fails, and exit codes of torch's decorators skip it.
+    A failure is reported before tearDown, which may block. A test fails if it returns
+    code that has not run, such as a coroutine. A test is skipped if it exits with a
+    code by which torch's decorators skip.
     """
     if not hasattr(item, "addError"):
         yield
@@ -442,7 +443,8 @@ class _RankPlugin:
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
         """Report a failure to the parent before the teardown, which may block.
 
-        Other ranks may have ended by then. A failed subtest does not count.
+        The teardown blocks if it waits for a rank that has ended. A failed subtest is
+        not reported here.
         """
         if self._latest is None:
             return

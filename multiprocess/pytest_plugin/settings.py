@@ -1,4 +1,7 @@
-"""Settings of a marked test: its marker, then the command line, then the ini file."""
+"""Settings of a marked test.
+
+The marker wins over the command line, which wins over the ini file.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ MARKER_HELP = (
 )
 
 ALL = "all"
-"""World size: as many ranks as devices, or cores, or ranks of torchrun."""
+"""World size for as many ranks as possible: all ranks of torchrun, else one rank for
+each device or, on the CPU, for each core."""
 
 DEFAULT_SIZE = 2
 

@@ -4,6 +4,6 @@
   parent, and every rank ends with it.
 - A rank answers one message at a time (``worker``): join a process group, run a call,
   restore what the call has changed (``global_state``).
-- A rank notes where it is and which collectives it issued (``flight_recorder``). Its
-  parent can read this memory, even after a crash.
+- A rank notes where it is and which collectives it issued (``flight_recorder``). The
+  notes are in memory that its parent can read, even after a crash.
 """

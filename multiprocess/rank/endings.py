@@ -53,7 +53,7 @@ def conclude(
     """Combine all exceptions of one test on this rank, including its teardown.
 
     Args:
-        raised: (name of the part of the test, its exception), in order.
+        raised: pairs in order: name of a part of the test, exception that it raised.
         early: returns how an exception ends the test early; None for a failure.
 
     Returns:

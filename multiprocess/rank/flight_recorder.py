@@ -186,7 +186,8 @@ def _storage(pends: Any) -> int:
 
 _writer: RecordWriter | None = None
 _unwaited: dict[tuple[int, int], tuple[str, str, int]] = {}
-"""Record of a pending collective -> its operation, caller and memory."""
+"""Record of a pending collective -> (operation, caller, address of its result's
+memory)."""
 _wrapped: list[tuple[Any, str, Any]] = []
 """(owner, name, original function) of each wrapped function."""
 
@@ -236,7 +237,15 @@ def _wrap(
 def _wrap_wait(
     owner: Any, name: str, place: Place, pending: WeakIdKeyDictionary | None = None
 ) -> None:
-    """Note a place during a wait; with ``pending`` it is the wait for a collective."""
+    """Wrap a function that waits for other ranks, so that the rank notes its place.
+
+    Args:
+        owner: Class or module with the function.
+        name: Name of the function.
+        place: Place to note during the wait.
+        pending: Objects to wait for -> their records, if the function waits for a
+            collective.
+    """
     wrapped = getattr(owner, name) if name in vars(owner) else None
     if wrapped is None:
         return

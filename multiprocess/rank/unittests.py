@@ -28,7 +28,7 @@ EXIT_0 = Left("exit", "SystemExit", "0")
 
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OF_TORCHRUN = ("MASTER_ADDR", "MASTER_PORT")
-"""Environment variables that a rank sets anew, in addition to ``_OF_RANKS``."""
+"""Environment variables with torchrun's address, which a rank sets anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +137,8 @@ def _as_in_a_child(case: CaseRef, *, keeps_group: bool = False) -> Iterator[Any]
     """Yield the class of a test, in the state of a process that the parent started.
 
     The time limit of the test starts, since its module has been imported. The test
-    raises if it returns code that has not run. torch's classes and unittest ignore what
-    it returns, so it would pass.
+    raises if it returns code that has not run. torch's classes and unittest ignore
+    returned values, so such a test would pass.
 
     Args:
         case: The test.
@@ -176,7 +176,7 @@ class _Result(unittest.TestResult):
     def addError(self, test: unittest.TestCase, err: Any) -> None:
         """Keep the exception of an error or a failure, also of an expected one.
 
-        The parent expects the same one.
+        In the parent the same test expects this failure too.
         """
         self.raised.append((test.id(), err[1]))
 
@@ -196,7 +196,7 @@ class _Result(unittest.TestResult):
 
 
 def _skip(error: BaseException) -> Left | None:
-    """Return how an error skips a test; knows the exit codes of torch's skips."""
+    """Return the skip that an error means, or None; torch also skips by exit codes."""
     if isinstance(error, SystemExit) and (reason := torch_skip(error)) is not None:
         return Left(SKIP, "unittest.case.SkipTest", reason)
     left = early_end(error)

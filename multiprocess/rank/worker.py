@@ -133,7 +133,7 @@ def _give_memory_back() -> None:
 
 
 def connect(host: str, port: int, prefix: str, *, serves: bool = False) -> Store:
-    """Connect to torchrun's store at ``host``; with ``serves`` be its server."""
+    """Connect to torchrun's store at ``host``; with ``serves`` also run its server."""
     from torch.distributed import PrefixStore, TCPStore
 
     limit = datetime.timedelta(seconds=_CONNECT_S)

@@ -40,8 +40,9 @@ class World:
     """Opens the store of the current call."""
 
     _begin: Callable[[], None]
-    """Starts the clock of the call, once it is prepared. Threads and settings that
-    imports have left count as present before the call."""
+    """Tells the parent that this rank has imported the test: its clock starts when all
+    ranks have. Threads and settings that the import left count as present before the
+    call."""
 
     _fail: Callable[[Failed], None]
     """Reports a failure to the parent before the teardown."""
