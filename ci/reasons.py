@@ -115,7 +115,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def line(self) -> str:
-        """First reason on one line, with the counts."""
+        """First reason on one line, with the numbers of cases and consequences."""
         if not self.counts:
             return self.reason.line
         return plain(f"{self.reason.kind} ({self.counts}): {self.reason.text}")

@@ -212,8 +212,8 @@ def check_and_unscale_(
 ) -> FoundInf:
     """Check gradients for inf and nan, and multiply them by ``inv_scale``.
 
-    A factor above 1 may make a finite gradient overflow; then the product is checked as
-    well, if the host knows the factor. After an error all gradients are unchanged.
+    If ``inv_scale`` is a plain CPU tensor above 1, the products are checked too: they
+    may overflow. After an error all gradients are unchanged.
 
     Args:
         gradients: changed in place.
@@ -221,8 +221,8 @@ def check_and_unscale_(
         found_inf: one element, fp32, any device: the starting value.
 
     Returns:
-        For each device with gradients, shaped as ``found_inf``: 1 if any of them is
-        not finite.
+        A flag for each device with gradients, shaped as ``found_inf``: 1 if a gradient
+        there is not finite, else the starting value.
     """
     flag_by_device: FoundInf = {}
     once = number_in(inv_scale)

@@ -316,7 +316,10 @@ class OptimizerRecords:
             del self._by_groups[record.groups_key]
 
     def numbers(self) -> frozenset[int]:
-        """Return the numbers of all living optimizers."""
+        """Return the numbers by which the ranks identify the living optimizers.
+
+        An optimizer has no number before its first sync.
+        """
         # Copy to a list first: an optimizer that dies meanwhile leaves the dictionary.
         numbers = [record.number for record in list(self._records.values())]
         return frozenset(number for number in numbers if number is not None)

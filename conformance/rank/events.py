@@ -100,7 +100,10 @@ class Events:
         return next((n for n, each in numbered if each is optimizer), None)
 
     def _written(self, names: list[str]) -> frozenset[str]:
-        """Return ``names`` whose gradients were created or written since first use."""
+        """Return the ``names`` whose gradients are new or were written since first use.
+
+        First use is the first time in this step that an optimizer uses any gradient.
+        """
         gradients = local_gradients(self.engine)
         now = {n: (g, version_of(local_part(g))) for n, g in gradients.items()}
         if self._first_use is None:

@@ -288,7 +288,10 @@ def with_layers_beside(
 def _by_neighbours(
     parent: str, number: str, full_by_name: Mapping[str, str]
 ) -> set[str]:
-    """Return the names that numbered neighbours suggest for a numbered module."""
+    """Return full-model names of a numbered module, counted from its siblings.
+
+    If sibling 0 is ``blocks.4`` in the full model, module 2 is ``blocks.6``.
+    """
     names = set()
     for other, full in full_by_name.items():
         place, _, at = other.rpartition(".")

@@ -37,7 +37,7 @@ __all__ = [
 
 
 class Settings(msgspec.Struct):
-    """Settings of one param group, such as its rate, and its parameters' names."""
+    """One param group: names of its parameters, and its settings, such as ``lr``."""
 
     names: list[str]
     values: dict[str, Any]

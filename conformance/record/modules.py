@@ -88,11 +88,11 @@ class _Batch:
         return cls(rows, len(rows), 0)
 
     def of_rank(self, box: Box) -> Box | None:
-        """Return the position of an output among this rank's rows.
+        """Return where a part of an output lies in the output of this rank's rows.
 
-        Returns None if the output does not belong to these rows. Dim 0 of the output
-        has one element for each row. If the output has two dims, dim 0 may have several
-        elements for each row: the tokens of all rows.
+        Dim 0 of an output has one element for each row. If it has two dims, dim 0 may
+        instead have one element for each token of each row. Returns None if the part
+        does not belong to these rows.
         """
         count = len(self.rows)
         if not box.shape:

@@ -47,8 +47,9 @@ class Recomputed:
 def recompute_in_backward(model: nn.Module) -> Recomputed:
     """Make the parts of a model drop their activations and recompute in backward.
 
-    Parts are the members of module lists and, outside of lists, the outermost modules
-    that contain no list. Only the ``forward`` of a part is replaced: names, types and
+    Parts are the members of each ``ModuleList``, ``ModuleDict`` and ``Sequential``, and
+    elsewhere the largest modules that contain none of these. A module without
+    parameters is no part. Only the ``forward`` of a part is replaced: names, types and
     hooks stay, so that any layout can follow. The hooks of a part then run outside of
     the recomputation, as in ``fully_shard(checkpoint(block))``.
 
