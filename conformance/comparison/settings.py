@@ -171,6 +171,7 @@ def other_than_reference(
     steps: Sequence[Sequence[tuple[RankTrace, StepTrace]]],
     reference: Sequence[Settings],
     whose: str,
+    tolerance: float = _ROUNDING,
 ) -> tuple[int, str] | None:
     """Return (first step at which a rank has other settings, description), or None.
 
@@ -178,12 +179,13 @@ def other_than_reference(
         steps: for each step, the traces of all ranks.
         reference: settings of the reference at each step.
         whose: description of the reference's settings, for the message.
+        tolerance: largest relative difference of equal settings.
     """
     for step, (seen, settings) in enumerate(zip(steps, reference, strict=False)):
         for name, key, want in settings:
             for trace, at in seen:
                 value = at.settings.get(name, {}).get(key, want)
-                if not _equal(value, want):
+                if not _equal(value, want, tolerance):
                     mine, theirs = _apart(value, want)
                     return step, (
                         f"{key} of {name} is {mine} on rank {trace.rank} at step "
@@ -192,11 +194,11 @@ def other_than_reference(
     return None
 
 
-def _equal(value: Setting, want: Setting) -> bool:
+def _equal(value: Setting, want: Setting, tolerance: float = _ROUNDING) -> bool:
     # other classes have another number of betas
     if np.shape(value) != np.shape(want):
         return False
-    return np.allclose(value, want, rtol=_ROUNDING, atol=0.0, equal_nan=True)
+    return np.allclose(value, want, rtol=tolerance, atol=0.0, equal_nan=True)
 
 
 def other_setting(at: StepTrace, whole: StepTrace) -> tuple[int, str]:

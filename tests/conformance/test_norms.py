@@ -9,6 +9,7 @@ import pytest
 
 from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.conformance.comparison.laws.norm import _used_norm, factor
+from gradparity.conformance.comparison.measured import Parity
 from gradparity.conformance.comparison.parity import measure_parity
 from gradparity.conformance.status import Finding
 from gradparity.fixtures.faulty import stacks
@@ -96,6 +97,17 @@ def test_the_cause_is_reported_before_its_consequences(
     failed = [v.law for v in checked(runner, broken.at).verdicts if v.status == "fail"]
     assert failed[0] == broken.law
     assert "parity.gradient" in failed
+
+
+def test_a_norm_of_a_gradient_of_zeros_has_no_order() -> None:
+    e = evidence()
+    for trace in e.ranks:
+        for at in trace.steps:
+            at.reported_norm = 1.0
+    parity = Parity(reference_norm=[0.0] * 4, norm_bound=[0.5] * 4)
+    told = finding(replace(e, parity=parity), "norm.reported")
+    assert told.status is Status.FAIL
+    assert told.message.endswith("reports the norm 1 of a gradient of 0")
 
 
 def test_the_norm_of_a_scaled_gradient_is_seen(runner: Runner) -> None:

@@ -325,7 +325,7 @@ def test_settings_that_differ_by_less_than_bf16_shows_are_reported(
     runner: Runner,
 ) -> None:
     found = case(runner, OneGroupOnOneRank, precision="bf16-autocast", steps=2)
-    assert [*failed(found)] == ["trainer.schedule"], found.problem
+    assert found.status == "pass", (found.problem, failed(found))
     assert "; lr of 0.bias is 0.029402 on rank 0 and 0.03 on rank 1" in update(found)
 
 

@@ -76,8 +76,8 @@ def reported(evidence: Evidence) -> Finding:
             return replace(finding, compared=compared, not_compared=missed)
         if wrong:
             finding = _misreported(step, wrong, reported, (due, bound))
-            order = _order(evidence, seen, [norm / due for norm in wrong.values()])
-            text = f"{finding.message}{order}"
+            ratios = [norm / due for norm in wrong.values()] if due else []
+            text = f"{finding.message}{_order(evidence, seen, ratios)}"
             return replace(
                 finding, message=text, compared=compared, not_compared=missed
             )
@@ -137,7 +137,7 @@ def _order(
     slack = _slack(parity, seen[0].step)
     for order in (math.inf, 1.0):
         ratio = _used_norm(evidence, seen, order) / used if used else 0.0
-        if all(abs(each - ratio) <= slack * ratio for each in ratios):
+        if ratios and all(abs(each - ratio) <= slack * ratio for each in ratios):
             return (
                 f". That is the norm of order {order:g}, and the reference clips by "
                 f"order 2: {REFERENCE_LINE}"
