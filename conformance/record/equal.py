@@ -453,7 +453,8 @@ def lacking(
             more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
             yield (
                 f"{lacks.name} does not train {alone[0]}{more}: no recorded optimizer "
-                f"steps it, but one of {has.name} does{_tied(has, lacks, alone[0])}"
+                f"steps it, but an optimizer of {has.name} does"
+                f"{_tied(has, lacks, alone[0])}"
             )
     for step in steps:
         for mine, its in names.items():
