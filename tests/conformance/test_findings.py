@@ -52,7 +52,7 @@ COUNTS = {
     "misuse.refused": "3 calls in a wrong order refused",
     "norm.reported": "9 norms within their bound",
     "norm.factor": "9 gradients clipped by their factor",
-    "dtype.reduction": "12 reductions of gradients in the promised dtype",
+    "dtype.reduction": "24 elements of gradients reduced in the promised dtype",
     "trainer.schedule": "12 moves of the schedule",
     "trainer.average": "9 averages untouched by a skip, or equal on two ranks",
     "trainer.skips": "12 counts of skipped steps",
@@ -89,6 +89,7 @@ NUMBERS = {
     "misuse.refused": (3, 0),
     "norm.reported": (9, 0),
     "norm.factor": (9, 0),
+    "dtype.reduction": (24, 0),  # elements
 }
 
 
