@@ -96,7 +96,11 @@ class Place:
         return self._worlds[world]
 
     def alone(
-        self, function: Callable[..., T], *args: Any, in_group: bool = False
+        self,
+        function: Callable[..., T],
+        *args: Any,
+        in_group: bool = False,
+        trainings: int = TRAININGS,
     ) -> T:
         """Call a function on one process; see [Note: One process].
 
@@ -104,6 +108,7 @@ class Place:
             function: importable function; only one call runs at a time.
             *args: arguments, which are pickled.
             in_group: true to call it in a process group of one rank.
+            trainings: number of trainings for which the call may take the time limit.
 
         Raises:
             Exception: what the function raised.
@@ -112,7 +117,11 @@ class Place:
         if in_group not in self._alone:
             self._alone[in_group] = self._one(default_group=in_group)
         try:
-            (result,) = self._alone[in_group].run(function, *args)
+            (result,) = (
+                self._alone[in_group]
+                .with_options(timeout_s=trainings * self.timeout_s)
+                .run(function, *args)
+            )
         except WorldError as failure:
             if failure.root.exception is None:
                 text = f"on one process, without other ranks: {root_cause(failure)}"
@@ -155,7 +164,7 @@ class Place:
         raise NotImplementedError
 
     def _one(self, *, default_group: bool) -> Cluster:
-        spec = Devices().spec(1, TRAININGS * self.timeout_s)
+        spec = Devices().spec(1, self.timeout_s)
         preload = (*spec.preload, f"{__package__}.session")
         spec = replace(spec, default_group=default_group, preload=preload)
         return self._stack.enter_context(closing(Cluster.of(spec)))

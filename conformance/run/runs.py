@@ -28,7 +28,7 @@ from ..rank.worker import observe_rank
 from ..space.facts import WorkloadFacts, exceeded_by, facts_of, remember
 from ..space.scenario import Scenario
 from .failures import traces_of
-from .launcher import Place
+from .launcher import AloneError, Place
 
 __all__ = ["Runs", "Traces", "is_of_parallelize", "without_scaler"]
 
@@ -69,6 +69,8 @@ class Runs:
         self._controls: dict[Scenario, _Control] = {}
         self._facts: dict[str, tuple[WorkloadFacts, bool]] = {}
         self._never_laid_out: dict[tuple[str, str], bool] = {}
+        self._hangs_alone: dict[tuple[str, str], str] = {}
+        """(model, topology) -> why the workload did not end on one rank."""
 
     def run(self, spec: str, scenario: Scenario) -> Traces:
         """Train, or use the cached run without a scaler; return the traces.
@@ -258,13 +260,17 @@ class Runs:
         Returns:
             The run and "", or None and the reason why the workload cannot train there.
         """
-        facts, schedule = (
-            self.facts(scenario.model)[0],
-            followed_schedule(scenario, traces),
-        )
+        key = scenario.model, scenario.topology
+        if key in self._hangs_alone:
+            return None, self._hangs_alone[key]
+        facts = self.facts(scenario.model)[0]
+        schedule = followed_schedule(scenario, traces)
         arguments = _with_facts, facts, plain_on_one_rank, scenario, schedule
         try:
-            return self.place.alone(*arguments, in_group=True), ""
+            return self.place.alone(*arguments, in_group=True, trainings=1), ""
+        except AloneError as error:  # a hand-written schedule may wait for a stage
+            self._hangs_alone[key] = str(error)
+            return None, str(error)
         except (WorkloadError, CannotError) as error:
             return None, str(error)
 

@@ -52,7 +52,11 @@ class MadeUp(Place):
         return self
 
     def alone(
-        self, function: Callable[..., Any], *args: Any, in_group: bool = False
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        in_group: bool = False,
+        trainings: int = 0,
     ) -> Any:
         if function is runs._find_out:
             self.asked |= {*args}

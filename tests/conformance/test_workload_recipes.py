@@ -787,6 +787,29 @@ def test_an_average_of_half_precision_is_that_of_one_rank(runner: Runner) -> Non
         assert [*told] == ["trainer.average"] * caught, told
 
 
+class HangsOnOneRank(Averages):
+    """No fault on two ranks, and one rank waits for a message."""
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        if torch.distributed.get_world_size() == 1:
+            time.sleep(60)
+        return super().train_step(stack, micro_batches, scaler)
+
+
+def test_an_average_that_hangs_on_one_rank_is_inconclusive() -> None:
+    with Runner(folder=".", timeout_s=6) as runner:
+        begin = time.monotonic()
+        for recipe in ("plain", "accumulate"):  # the second one does not wait again
+            found = runner.run("none", here(HangsOnOneRank, recipe))
+            assert found.status == "inconclusive", (found.problem, failed_checks(found))
+        assert time.monotonic() - begin < 60
+    (verdict,) = [v for v in found.verdicts if v.status == "inconclusive"]
+    assert verdict.law == "trainer.average"
+    assert "on one process, without other ranks" in verdict.message
+
+
 def test_an_average_that_one_rank_cannot_compute_is_inconclusive(
     runner: Runner,
 ) -> None:
