@@ -27,7 +27,7 @@ def percentage(passed: int, total: int) -> int:
 
 def render(report: Report) -> str:
     """Return the badge of a report; an incomplete or empty one has no percentage."""
-    total = len(report.cases)
+    total = sum(c.status != "skipped" for c in report.cases)
     if report.incomplete:
         return render_badge("incomplete", _UNKNOWN)
     if total == 0:

@@ -16,7 +16,7 @@ import msgspec
 
 from ..conformance.files import read_whole, write_whole
 from ..conformance.report.records import CaseRecord, Header, Report
-from ..conformance.status import Number, UsageError, as_usage
+from ..conformance.status import Number, UsageError, Word, as_usage
 from .ratios import Spread, spread_of, worst
 
 __all__ = [
@@ -66,8 +66,8 @@ class Provenance(
 class Exact(msgspec.Struct, frozen=True, kw_only=True):
     """Values that must be equal in later reports."""
 
-    status: str
-    laws: dict[str, str]
+    status: Word
+    laws: dict[str, Word]
     """Check -> status of its verdict."""
     compared: dict[str, int]
     """Check that passes -> number of comparisons. A later pass must not have fewer."""
@@ -135,6 +135,8 @@ def make_baseline(reports: Sequence[Report], without: Sequence[str] = ()) -> Bas
         BaselineError: if the reports differ in their cases or in an exact field.
     """
     first = reports[0]
+    for number, report in enumerate(reports[1:], 2):
+        _check_repeat(first, report, number)
     cases = [{c.key: c for c in report.cases} for report in reports]
     for number, other in enumerate(cases[1:], 2):
         if other.keys() != cases[0].keys():
@@ -147,6 +149,23 @@ def make_baseline(reports: Sequence[Report], without: Sequence[str] = ()) -> Bas
         provenance=_provenance(first.header, len(reports), len(cases_)),
         cases=tuple(cases_),
     )
+
+
+def _check_repeat(first: Report, other: Report, number: int) -> None:
+    """Raise if a report repeats no run of the first one's code, or is the first one."""
+    if other == first:  # also in the seconds that each case took
+        raise BaselineError(
+            f"report {number} is report 1, and shows no noise: run the command again"
+        )
+    for name in ("gradparity", "torch", "platform", "backend", "device", "commit"):
+        before, now = getattr(first.header, name), getattr(other.header, name)
+        if before != now:
+            raise BaselineError(
+                f"report {number} was made with {name} {now}, and report 1 with "
+                f"{before}: repeat the same command on the same code"
+            )
+    if other.header.data != first.header.data:
+        raise BaselineError(f"report {number} was made with other data than report 1")
 
 
 def _provenance(header: Header, runs: int, cases: int) -> Provenance:

@@ -269,7 +269,8 @@ def _hunt(parsed: argparse.Namespace) -> int:
             script=_numbered(parsed.script, number),
         )
         codes.append(hunt(settings, console()))
-    return max(codes)
+    words = ("error", "fail", "inconclusive", "pass")
+    return min(codes, key=[EXIT_CODES[word] for word in words].index)
 
 
 def _numbered(path: Path, number: int) -> Path:

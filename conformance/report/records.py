@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
 from filelock import FileLock, Timeout
@@ -329,7 +329,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
                 f"the run was cut off after {len(self.cases)} of "
                 f"{self.header.planned} cases: the footer is missing"
             )
-        return "" if self.footer.complete else self.footer.reason
+        if self.footer.complete:
+            return ""
+        return self.footer.reason or "the footer says so, and gives no reason"
 
     @property
     def status(self) -> str:
@@ -449,9 +451,26 @@ class ReportWriter:
 
     def _write(self, line: Line) -> None:
         with writing(self.path):
-            self._file.write(_ENCODER.encode(line) + b"\n")
+            self._file.write(_encoded(line) + b"\n")
             # Flush, so that a killed run leaves every finished case.
             self._file.flush()
+
+
+def _encoded(line: Line) -> bytes:
+    try:
+        return _ENCODER.encode(line)
+    # a name of a file that is not UTF-8, in a message of a user's code
+    except UnicodeEncodeError:
+        return _ENCODER.encode(_escaped(msgspec.to_builtins(line)))
+
+
+def _escaped(value: Any) -> Any:
+    """Write characters that UTF-8 does not have as escape sequences."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escaped(key): _escaped(each) for key, each in value.items()}
+    return [*map(_escaped, value)] if isinstance(value, list | tuple) else value
 
 
 def _free_name(path: Path) -> Path:

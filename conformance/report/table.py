@@ -144,6 +144,7 @@ def _verdict(cases: Sequence[CaseRecord]) -> str:
     status = _status(cases)
     word = _WORDS.get(status, status)
     of = [case for case in cases if case.status == status]
+    cases = [case for case in cases if case.status != "skipped"] or cases
     if status not in ("fail", "error"):
         return word if len(of) == len(cases) else f"{word} ({len(of)} of {len(cases)})"
     laws = list(dict.fromkeys(v.law for case in of for v in case.failures))

@@ -306,17 +306,21 @@ def not_tried_lines(report: Report) -> list[str]:
     cases_by_cause: dict[str, list[CaseRecord]] = {}
     for case in report.cases:
         if case.status == "skipped":
-            why = case.verdicts[0].message
+            why = _why_skipped(case)
             # One exception of the user's code can come from many ranks, calls and
             # meshes.
             cause = why.partition(": raised ")[2] or why
             cases_by_cause.setdefault(cause, []).append(case)
     skipped = [
         f"{first.scenario}{f' and {len(others)} more' if others else ''}: "
-        f"{first.verdicts[0].message}"
+        f"{_why_skipped(first)}"
         for first, *others in cases_by_cause.values()
     ]
     return [*skipped, *report.header.not_tried]
+
+
+def _why_skipped(case: CaseRecord) -> str:
+    return case.verdicts[0].message if case.verdicts else "it has no verdicts"
 
 
 def verdict_of(report: Report, scaler: str) -> str:

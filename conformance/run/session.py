@@ -190,7 +190,7 @@ def _run_cases(
         code = EXIT_CODES["error"]
     reason = broken or _incomplete(records, len(pairs))
     writer.close(time.monotonic() - start, reason)
-    return _exit_code(settings, records) if code is None else code
+    return _exit_code(settings, records, len(pairs)) if code is None else code
 
 
 class _Raised:
@@ -245,9 +245,14 @@ def _incomplete(records: Sequence[CaseRecord], planned: int) -> str:
     return ""
 
 
-def _exit_code(settings: RunSettings, records: Sequence[CaseRecord]) -> int:
+def _exit_code(
+    settings: RunSettings, records: Sequence[CaseRecord], planned: int
+) -> int:
     deciding = settings.require or settings.scalers
-    return EXIT_CODES[case_status(r.status for r in records if r.scaler in deciding)]
+    code = EXIT_CODES[case_status(r.status for r in records if r.scaler in deciding)]
+    # another scaler ended the run before these had all of their cases
+    is_cut = len(records) < planned and settings.require
+    return EXIT_CODES["error"] if is_cut and not code else code
 
 
 def _show(settings: RunSettings, console: Console) -> None:

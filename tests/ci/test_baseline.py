@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +37,14 @@ def update(report: Path, baseline: Path, *options: str) -> int:
 @pytest.fixture
 def report(tmp_path: Path) -> Path:
     return write(sample(), tmp_path / "report.jsonl")
+
+
+def test_a_status_that_does_not_exist_is_no_baseline(tmp_path: Path) -> None:
+    path = tmp_path / "baseline.jsonl"
+    write_baseline(path, make_baseline([sample()]))
+    path.write_text(path.read_text().replace('"status":"pass"', '"status":"PASS"', 1))
+    with pytest.raises(BaselineError, match="line 2: Expected `str` matching regex"):
+        read_baseline(path)
 
 
 def test_a_baseline_reads_as_it_was_written(tmp_path: Path) -> None:
@@ -90,6 +99,22 @@ def test_repeated_runs_must_agree_in_exact_fields() -> None:
         make_baseline(runs)
     with pytest.raises(BaselineError, match="other cases"):
         make_baseline([sample(), report_of(sample().cases[1:])])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "report 2 is report 1, and shows no noise"),
+        ({"commit": "other"}, "report 2 was made with commit other, and report 1 with"),
+        ({"torch": "2.99.0"}, "report 2 was made with torch 2.99.0"),
+        ({"data": {"digits": "0"}}, "report 2 was made with other data"),
+    ],
+)
+def test_a_repeat_is_another_run_of_the_same_code(
+    changes: dict[str, object], words: str
+) -> None:
+    with pytest.raises(BaselineError, match=re.escape(words)):
+        make_baseline([sample(), report_of(sample().cases, **changes)])
 
 
 @pytest.mark.parametrize(

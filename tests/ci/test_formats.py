@@ -284,6 +284,11 @@ def test_the_badge_of_an_incomplete_or_empty_run_has_no_percentage() -> None:
     assert "100 %" in badge.render(sample())
     assert "incomplete" in badge.render(replace(sample(), footer=None))
     assert "no cases" in badge.render(report_of([]))
+    # a case that was skipped has not run
+    right, other, *_ = sample().cases
+    left = replace(other, status="skipped")
+    assert "100 %" in badge.render(report_of([right, left]))
+    assert "no cases" in badge.render(report_of([left]))
     with pytest.raises(ValueError, match="2 of 1"):
         badge.percentage(2, 1)
 

@@ -262,6 +262,29 @@ def test_a_baseline_of_another_torch_names_the_command_that_renews_it(
     assert note.removeprefix("note: ") in json.loads(target.read_text())["notes"]
 
 
+@pytest.mark.parametrize("edit", ["fewer comparisons", "another scale"])
+def test_numbers_are_compared_where_the_baseline_has_an_inconclusive_check(
+    edit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_ = first(lambda c: with_verdict(c, verdict("agreement.skip", "inconclusive")))
+    path = tmp_path / "baseline.jsonl"
+    write_baseline(path, make_baseline([open_(sample())]))
+    assert gate(open_(sample()), tmp_path, capsys, "--baseline", str(path))[0] == 0
+    change, code, words = WORSE[edit]
+    told = gate(change(open_(sample())), tmp_path, capsys, "--baseline", str(path))
+    assert told[0] == code and words in told[1], told
+
+
+def test_an_incomplete_report_without_a_reason_is_incomplete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    footer = sample().footer
+    assert footer is not None
+    cut = replace(sample(), footer=replace(footer, complete=False, reason=""))
+    code, told = gate(cut, tmp_path, capsys)
+    assert (code, "gives no reason" in told) == (3, True), told
+
+
 STEPS = {"agreement.scale": 1, "scale.rule": 1, "parity.gradient": 2}
 
 

@@ -9,6 +9,7 @@ from xml.etree import ElementTree as ET
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from gradparity.ci import annotations, junit, markdown
 from gradparity.conformance.__main__ import main
@@ -106,6 +107,17 @@ def write(path: Path, *cases: CaseRecord, planned: int = 2, close: bool = True) 
         if close:
             writer.close(1.5)
     return path
+
+
+def test_a_text_that_utf8_does_not_have_is_escaped(tmp_path: Path) -> None:
+    """An exception may name a file whose name is not UTF-8."""
+    path = tmp_path / "report.jsonl"
+    broken = replace(
+        case("a:B"), status="error", verdicts=(), problem="no file bad \udcff"
+    )
+    write(path, broken)
+    (read,) = read_report(path).cases
+    assert read.problem == "no file bad \\udcff"
 
 
 def test_a_whole_report_comes_back_equal(tmp_path: Path) -> None:

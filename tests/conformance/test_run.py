@@ -93,6 +93,15 @@ def test_fail_fast_stops_at_an_error(coming: list[str]) -> None:
     assert [case.status for case in report().cases] == ["pass", "error"]
 
 
+def test_a_required_scaler_needs_all_of_its_cases(coming: list[str]) -> None:
+    """The first failure of another scaler ended the run, which had passed."""
+    ours, theirs = "gradparity.scaler:GradScaler", "torch.amp:GradScaler"
+    coming += ["pass", "fail", "pass", "pass", "pass", "pass"]
+    scalers = "--scaler", f"{ours},{theirs}", "--require", ours
+    assert run(*scalers, "--fail-fast") == 3
+    assert [case.scaler for case in report().cases] == [ours, theirs]
+
+
 def test_a_workload_that_hangs_twice_ends_the_run(coming: list[str]) -> None:
     # regression: P13, 14 scenarios waited for the time limit each
     coming += ["hangs", "hangs", "pass"]

@@ -63,6 +63,13 @@ def test_a_row_has_verdict_worst_tensor_errors_and_bound() -> None:
     assert table.startswith("**gradparity: violations**, 3 cases\n")
 
 
+def test_cases_that_were_skipped_are_not_counted() -> None:
+    right, left = case("ddp/2/fp32/sgd/none"), case("ddp/2/fp32/sgd/none/steps=3")
+    left = replace(left, status="skipped")
+    assert rows(render(report_of([right, left])))[0][3] == "pass"
+    assert rows(render(report_of([left])))[0][3] != "pass"
+
+
 def test_the_table_shows_dashes_and_marks_incomplete_reports() -> None:
     report = report_of([case()])
     assert rows(render(report))[0][3:] == ["pass", "-", "-", "-", "-"]

@@ -227,6 +227,11 @@ def test_a_place_is_shown_if_replicas_differ_no_earlier(
     assert (text in file.getvalue()) is is_cause
 
 
+def test_a_skipped_case_without_verdicts_has_a_line() -> None:
+    bare = replace(case("a:B"), status="skipped", verdicts=())
+    assert not_tried_lines(report_of(bare))[0].endswith(": it has no verdicts")
+
+
 def test_the_result_is_said_in_words() -> None:
     right, wrong = case("a:B"), case("c:D", "fail")
     report = report_of(right, wrong)
