@@ -37,13 +37,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = list(sys.argv[1:] if argv is None else argv)
         parser = _parser()
         parser.check_options(arguments)
-        return _init(parser.parse_args(arguments))
+        parsed = parser.parse_args(arguments)
+    except UsageError as error:
+        return _fail(error, USAGE)
+    except SystemExit as done:  # --help
+        return int(done.code or 0)
+    try:
+        return _init(parsed)
     except UsageError as error:
         return _fail(error, USAGE)
     except WriteError as error:
         return _fail(error, EXIT_CODES["error"])
-    except SystemExit as done:  # --help
-        return int(done.code or 0)
+    except SystemExit as done:  # of the user's model
+        text = f"{parsed.model} ended the program: exit({done.code!r})"
+        return _fail(UsageError(text), USAGE)
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -374,10 +374,16 @@ def _compare(parsed: argparse.Namespace) -> int:
         raise UsageError(
             "--exact, --json and --html are for two recordings, which are folders"
         )
-    changes = compare(read_report(parsed.before), read_report(parsed.after))
+    reports = [read_report(path) for path in both]
+    changes = compare(*reports)
     for change in changes:
         say(plain(change.text))
     say(counted(len(changes), "difference"))
+    cut = [(p, r) for p, r in zip(both, reports, strict=True) if r.incomplete]
+    for path, report in cut:
+        say(plain(f"{path} is incomplete: {report.incomplete}"))
+    if cut:
+        return EXIT_CODES["error"]
     return 1 if any(c.kind in ("regression", "gone") for c in changes) else 0
 
 

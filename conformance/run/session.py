@@ -27,7 +27,14 @@ from ..space.catalogue import Selection, not_tried, select
 from ..space.recipes import CONTROL_RECIPES
 from ..space.scenario import Scenario
 from ..space.workload_checks import check_workloads
-from ..status import EXIT_CODES, INTERRUPTED, UsageError, as_usage, case_status
+from ..status import (
+    EXIT_CODES,
+    INTERRUPTED,
+    UsageError,
+    WriteError,
+    as_usage,
+    case_status,
+)
 from .launcher import AloneError, Place, place_of
 from .recorder import Recorder, make_header
 from .runner import Case, Runner
@@ -274,7 +281,10 @@ def _show(settings: RunSettings, console: Console) -> None:
         lines.append(f"again:  {plain(failed[0].replay)}")
     lines.append(f"report: {path}")
     if has_page:
-        page = write_page(report, settings.out or path.parent)
+        try:
+            page = write_page(report, settings.out or path.parent)
+        except UsageError as error:  # not of bad usage: the cases have run
+            raise WriteError(f"the page was not written: {error}") from error
         lines.append(f"page:   {page}")
     if not settings.quiet:
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

@@ -30,6 +30,14 @@ import torch
 from torch import nn
 
 
+class Exits(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x):
+        sys.exit(0)
+
+
 def plain():
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
 
@@ -341,6 +349,7 @@ def test_what_is_not_found_is_a_todo_and_exit_4(
         (["zoo:instance"], "is a model already"),
         (["zoo:number"], "is of type int, expected a function"),
         (["zoo:raises"], "raised ValueError: no width (zoo.py line"),
+        (["zoo:Exits"], "zoo:Exits ended the program: exit(0)"),
     ],
 )
 def test_refused_in_one_line_with_the_way_out(

@@ -268,6 +268,9 @@ def test_compare_on_the_command_line_drives_no_terminal(
         "3 differences",
     ]
     assert "\x1b" not in printed
+    cut = write(tmp_path / "c", case("a:B"), case(HOSTILE), close=False)
+    assert main(["compare", str(before), str(cut)]) == 3
+    assert "c is incomplete: the run was cut off after" in capsys.readouterr().out
     assert main(["compare", str(before), str(tmp_path / "none\x1b[31m")]) == 2
     assert "\x1b" not in capsys.readouterr().err
 

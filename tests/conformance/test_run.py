@@ -93,6 +93,17 @@ def test_fail_fast_stops_at_an_error(coming: list[str]) -> None:
     assert [case.status for case in report().cases] == ["pass", "error"]
 
 
+def test_a_page_that_cannot_be_written_is_no_bad_usage(
+    coming: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The cases have run, and their result is shown."""
+    coming += ["pass", "pass", "pass"]
+    Path("site", "index.html").mkdir(parents=True)
+    assert run("--out", "site") == 3
+    told = capsys.readouterr()
+    assert "PASS" in told.out and "the page was not written" in told.err
+
+
 def test_a_required_scaler_needs_all_of_its_cases(coming: list[str]) -> None:
     """The first failure of another scaler ended the run, which had passed."""
     ours, theirs = "gradparity.scaler:GradScaler", "torch.amp:GradScaler"
