@@ -155,6 +155,11 @@ def _module(out: Path) -> str:
             f"--out {out}: expected a Python file in this folder or below, such as "
             "stack.py or mypackage/stack.py: gradparity imports it from here"
         )
+    if len(parts) > 1 and Path(parts[0]).with_suffix(".py").is_file():
+        raise UsageError(
+            f"--out {out}: {parts[0]}.py is a module of this folder, so {parts[0]}/ is "
+            "no package: choose another folder"
+        )
     return ".".join(parts)
 
 
@@ -177,13 +182,15 @@ def _refuse_existing(path: Path, way: str) -> None:
 
 def _write(path: Path, text: str) -> None:
     """Write a new file; raise if it exists."""
+    # an exception may name a file whose name is not UTF-8
+    raw = text.encode(errors="backslashreplace")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = create(path)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from error
     with writing(path), file:
-        file.write(text.encode())
+        file.write(raw)
 
 
 def _write_workload(source: Source, out: Path, workload: str) -> int:

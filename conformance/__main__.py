@@ -250,10 +250,13 @@ def _hunt(parsed: argparse.Namespace) -> int:
     from ..fixtures import WorkloadError
     from .rank.scaler_spec import load_scaler, refuse_mixed
     from .run.hunt import HuntSettings, hunt
+    from .script.standalone import refuse_other_file
     from .space.workload_checks import check_workload
 
     scalers = list(dict.fromkeys(parsed.scaler or [DEFAULT_SCALER]))
     refuse_mixed(scalers)
+    for number, _ in enumerate(scalers, 1):
+        refuse_other_file(_numbered(parsed.script, number))
     for scaler in scalers:
         load_scaler(scaler, os.getcwd())
     if parsed.workload:

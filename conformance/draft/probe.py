@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import warnings
 from collections import Counter
@@ -310,8 +311,10 @@ def _differentiable(output: Any, path: str = "output") -> Iterator[tuple[str, Te
         names = sorted(output, key=lambda name: name != "logits")
         for name in names:
             attribute = isinstance(name, str) and getattr(output, name, None)
-            way = f".{name}" if attribute is output[name] else f"[{name!r}]"
-            yield from _differentiable(output[name], path + way.replace("'", '"'))
+            # in double quotes, as formatters write them
+            key = json.dumps(name) if isinstance(name, str) else repr(name)
+            way = f".{name}" if attribute is output[name] else f"[{key}]"
+            yield from _differentiable(output[name], path + way)
     elif isinstance(output, list | tuple):
         for number, each in enumerate(output):
             yield from _differentiable(each, f"{path}[{number}]")

@@ -40,7 +40,7 @@ from .bundle import Bundle, Code
 from .scaled import Scaled
 from .template import Run, main
 
-__all__ = ["standalone_script", "write_standalone"]
+__all__ = ["refuse_other_file", "standalone_script", "write_standalone"]
 
 
 def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
@@ -72,6 +72,7 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
     text = _SCRIPT.format(
         tested="no scaler" if scaler_spec == NO_SCALER else scaler_spec,
         place=f"{scenario.topology}, {scenario.world_size} ranks",
+        title=TITLE,
         id=scenario.id,
         packages=" and ".join(packages),
         trained=_OWN.format(scenario.model) if own else _BUILT_IN,
@@ -87,7 +88,7 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
 _OWN = "Model, data, layout and optimizer are those of {}."
 _BUILT_IN = "Model and layout are the scenario's; digits are random."
 _SCRIPT = '''\
-"""{tested} on {place}: a failure without a harness.
+"""{tested} on {place}: {title}.
 
 Scenario: {id}
 Needs {packages}. Exit code 1 and one line a violation, 0 without any.
@@ -106,13 +107,29 @@ if __name__ == "__main__":
 '''
 
 
+TITLE = "a failure without a harness"
+"""End of the first line of each script, by which an earlier script is recognised."""
+
+
 def write_standalone(path: Path, scenario: Scenario, scaler_spec: str) -> None:
     """Write the script to ``path`` atomically.
 
     Raises:
-        UsageError: as for :func:`standalone_script`.
+        UsageError: as for :func:`standalone_script` and :func:`refuse_other_file`.
     """
+    refuse_other_file(path)
     write_whole(path, standalone_script(scenario, scaler_spec))
+
+
+def refuse_other_file(path: Path) -> None:
+    """Raise if ``path`` is a file that is no script of an earlier run.
+
+    Raises:
+        UsageError: if the file would be lost, such as the workload's own module.
+    """
+    if path.is_file() and TITLE not in path.read_bytes()[:400].decode(errors="replace"):
+        text = f"{path} exists, and is no script of gradparity: choose another name"
+        raise UsageError(text)
 
 
 def _refusal(scenario: Scenario, spec: str) -> str:

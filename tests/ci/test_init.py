@@ -342,6 +342,7 @@ def test_what_is_not_found_is_a_todo_and_exit_4(
         (["zoo:plain", "--out", "a.txt"], "expected a Python file"),
         (["zoo:plain", "--out", "torch.py"], "would hide the installed module torch"),
         (["zoo:plain", "--out", "json/a.py"], "would hide the installed module json"),
+        (["zoo:plain", "--out", "zoo/a.py"], "zoo.py is a module of this folder"),
         (["zoo:plain", "--source", "https://h/o/n"], "--source goes with --ci"),
         (["zoo:plain", "--ci", "github", "--source", "here"], "is not a repository"),
         (["zoo:plain", "--out", "zoo.py"], "zoo.py exists: choose another name"),

@@ -272,9 +272,26 @@ def test_replay_writes_the_script(
     monkeypatch.chdir(tmp_path)
     scenario = "single/1/fp32/sgd/none/steps=1"
     assert main(["replay", scenario, "--scaler", TORCH, "--script", "s.py"]) == 0
-    assert (tmp_path / "s.py").read_text() == standalone_script(
-        Scenario.parse(scenario), TORCH
-    )
+    text = standalone_script(Scenario.parse(scenario), TORCH)
+    assert (tmp_path / "s.py").read_text() == text
+    assert main(["replay", scenario, "--scaler", TORCH, "--script", "s.py"]) == 0
+
+
+@pytest.mark.parametrize("command", ["replay", "hunt"])
+def test_a_script_replaces_only_a_script(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+) -> None:
+    """It would have been the workload's own module."""
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "mine.py"
+    own.write_text("class Stack: ...\n")
+    words = ["single/1/fp32/sgd/none/steps=1"] if command == "replay" else []
+    assert main([command, *words, "--scaler", TORCH, "--script", "mine.py"]) == 2
+    assert "mine.py exists, and is no script of gradparity" in capsys.readouterr().err
+    assert own.read_text() == "class Stack: ...\n"
 
 
 @pytest.mark.parametrize("time", ["60", "0s", "-1m", "s", "infh", "nans", "1d"])
