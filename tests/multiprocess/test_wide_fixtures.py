@@ -73,8 +73,11 @@ def wide():
 @pytest.mark.world(2)
 def test_before(world, wide):
     if world.rank == 1:
+        status = f"/proc/{os.getpid()}/status"
         waits = "while [ ! -e go ]; do sleep 0.05; done"
-        kills = f"{waits}; kill -9 {os.getpid()}; touch killed"
+        lives = f"grep -qs '^State:.*[^Z] (' {status}"
+        ends = f"kill -9 {os.getpid()}; while {lives}; do sleep 0.05; done"
+        kills = f"{waits}; {ends}; touch killed"
         subprocess.Popen(["sh", "-c", kills], start_new_session=True)
 
 @pytest.mark.world(2)
