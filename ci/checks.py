@@ -128,7 +128,7 @@ def _decides(case: CaseRecord) -> Iterator[Checked]:
 
 
 def _step(verdict: Verdict) -> str:
-    """Return ``step N: `` as a prefix; "" if the message has it or there is no step."""
+    """Return the prefix ``step N: ``, or "" if the message names the step already."""
     words = f"step {verdict.step}: "
     is_said = verdict.step is None or verdict.message.startswith(words)
     return "" if is_said else words

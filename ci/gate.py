@@ -15,17 +15,15 @@ from ..conformance.cli.arguments import Parser
 from ..conformance.files import write_whole
 from ..conformance.output import say
 from ..conformance.report.records import ReportError, read_report
-from ..conformance.status import UsageError, WriteError, counted, plain
+from ..conformance.status import USAGE, UsageError, WriteError, counted, plain
 from .baseline import read_baseline
 from .decision import Decision, Terms, decide
 from .expectations import read_expectations
 from .reasons import Outcome, Reason, causes_of
 from .update import Refused, update
 
-__all__ = ["USAGE", "main"]
+__all__ = ["main"]
 
-USAGE = 2
-"""Exit code of bad usage; all further exit codes are those of ``Outcome``."""
 _JSON_VERSION = 1
 
 

@@ -200,7 +200,7 @@ def _parsers() -> tuple[Parser, Commands]:
 def entry_points_of(group: str) -> EntryPoints:
     """Return the entry points of a group that gradparity itself declares.
 
-    Those of other packages are ignored, so no package can replace a command.
+    Entry points of other packages are ignored, so no package can replace a command.
     """
     try:
         return distribution("gradparity").entry_points.select(group=group)

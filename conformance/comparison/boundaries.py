@@ -488,7 +488,7 @@ class Boundaries:
     ) -> Doubles | None:
         """Return a rank's tensor, summed over the ranks on which it is partial.
 
-        These ranks are ``group``, or those of a DTensor's placements if it is empty.
+        If ``group`` is empty, the placements of the DTensor name these ranks.
         Returns None if one of them lacks the tensor.
         """
         mine = self.ranks[rank].log.passed[boundary]
