@@ -135,9 +135,9 @@ def _step(verdict: Verdict) -> str:
 
 
 def _numbers(case: CaseRecord, old: BaselineCase) -> Iterator[Checked]:
-    """Check sequences, counts and ratios, unless the case failed in the baseline."""
-    # Numbers of a failing run depend on the place of the failure.
-    if old.exact.status in FAILURES:
+    """Check sequences, counts and ratios, unless the failure of a case has changed."""
+    # The cure of a failure may change the numbers of its case.
+    if old.exact.status in FAILURES and case.status != old.exact.status:
         return
     for law, (kind, check) in _NUMBERS.items():
         text = check(case, old)
@@ -245,6 +245,8 @@ def check_vanished(report: Report, baseline: Baseline) -> Iterator[Reason]:
     """Yield a reason for each scenario and check of the baseline that is missing."""
     now = {c.key: c for c in report.cases}
     for old in baseline.cases:
+        if not report.decides(old.scaler):
+            continue
         case = now.get(old.key)
         where = f"{old.scenario}  {old.scaler}"
         if case is None:
@@ -306,6 +308,7 @@ def _other_environment(now: Header, then: Provenance) -> Iterator[tuple[str, str
     """
     places: list[tuple[str, str, str]] = [
         ("torch", _minor(then.torch), _minor(now.torch)),
+        ("gradparity", _minor(then.gradparity), _minor(now.gradparity)),
         *(
             (name, getattr(then, name), getattr(now, name))
             for name in ("platform", "backend", "device")
@@ -322,5 +325,6 @@ def _other_environment(now: Header, then: Provenance) -> Iterator[tuple[str, str
 
 
 def _minor(version: str) -> str:
-    # Kernels, and with them rounding, change between minor versions.
+    # Between minor versions kernels change, and with them rounding; so do checks, and
+    # what they count.
     return ".".join(version.split(".")[:2])

@@ -87,6 +87,8 @@ def decide(report: Report, terms: Terms) -> Decision:
     broken = [Reason(kind="invalid", text=text) for text in contradictions(report)]
     if broken:
         return _decision(report, broken, _so_far(report), 0)
+    others = [scaler for scaler in report.scalers if not report.decides(scaler)]
+    report = report.decided()
     checked = list(check_cases(report, terms.baseline))
     live = [
         e
@@ -96,6 +98,7 @@ def decide(report: Report, terms: Terms) -> Decision:
     # Sort, because the first of several equal notes is printed.
     checked.sort(key=lambda c: (at(c.case), c.verdict.law))
     reasons, notes = _excuse(checked, live)
+    notes += [f"not checked, as --require names others: {name}" for name in others]
     notes += folded(_better(c) for c in checked if c.better)
     expected_failures = [c for c in checked if c.known]
     notes += folded(_known(c) for c in expected_failures)

@@ -20,7 +20,7 @@ __all__ = ["contradictions"]
 def contradictions(report: Report) -> list[str]:
     """Return why a report cannot be trusted; empty for a complete, consistent one."""
     faults = [report.incomplete] if report.incomplete else []
-    broken = [case for case in report.cases if case.problem]
+    broken = [case for case in report.decided().cases if case.problem]
     if broken and not report.incomplete:
         first = broken[0]
         faults.append(

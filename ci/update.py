@@ -62,6 +62,7 @@ def update(
             unless ``accept_failures``, has failures that are not expected.
         UsageError: if ``path`` is not a baseline, or the reports do not agree.
     """
+    reports = [report.decided() for report in reports]
     # Check before showing or asking: such a baseline would pass runs that it never
     # contained.
     for report in reports:

@@ -335,14 +335,23 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def status(self) -> str:
-        """Result of the report; ``error`` if it is incomplete.
+        """Result of the run, of the scalers that decide.
 
+        An incomplete run is an ``error``, unless it stopped at a failed check.
         ``EXIT_CODES`` has the exit code of each status.
         """
-        if self.incomplete:
-            return Status.ERROR.value
-        deciding = self.header.require or self.scalers
-        return case_status(c.status for c in self.cases if c.scaler in deciding)
+        status = case_status(c.status for c in self.decided().cases)
+        stopped = self.footer is not None and status == Status.FAIL
+        return Status.ERROR.value if self.incomplete and not stopped else status
+
+    def decides(self, scaler: str) -> bool:
+        """Return True if the cases of a scaler decide the result (``--require``)."""
+        return not self.header.require or scaler in self.header.require
+
+    def decided(self) -> Report:
+        """Return the report without the cases of scalers that do not decide."""
+        cases = tuple(case for case in self.cases if self.decides(case.scaler))
+        return msgspec.structs.replace(self, cases=cases)
 
     @property
     def scalers(self) -> list[str]:

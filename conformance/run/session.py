@@ -33,7 +33,6 @@ from ..status import (
     UsageError,
     WriteError,
     as_usage,
-    case_status,
 )
 from .launcher import AloneError, Place, place_of
 from .recorder import Recorder, make_header
@@ -195,9 +194,10 @@ def _run_cases(
     if raised.twice and not broken and len(records) < len(pairs):
         broken = raised.reason(len(records), len(pairs))
         code = EXIT_CODES["error"]
-    reason = broken or _incomplete(records, len(pairs))
+    deciding = settings.require or settings.scalers
+    reason = broken or _incomplete(records, len(pairs), deciding)
     writer.close(time.monotonic() - start, reason)
-    return _exit_code(settings, records, len(pairs)) if code is None else code
+    return EXIT_CODES[read_report(settings.path).status] if code is None else code
 
 
 class _Raised:
@@ -237,8 +237,10 @@ class _Raised:
 _NUMBER = re.compile(r"\d+")
 
 
-def _incomplete(records: Sequence[CaseRecord], planned: int) -> str:
-    broken = [r for r in records if r.status == "error"]
+def _incomplete(
+    records: Sequence[CaseRecord], planned: int, deciding: Sequence[str]
+) -> str:
+    broken = [r for r in records if r.status == "error" and r.scaler in deciding]
     if broken:
         first = broken[0]
         return (
@@ -250,16 +252,6 @@ def _incomplete(records: Sequence[CaseRecord], planned: int) -> str:
             f"stopped at the first failed check: {len(records)} of {planned} cases ran"
         )
     return ""
-
-
-def _exit_code(
-    settings: RunSettings, records: Sequence[CaseRecord], planned: int
-) -> int:
-    deciding = settings.require or settings.scalers
-    code = EXIT_CODES[case_status(r.status for r in records if r.scaler in deciding)]
-    # another scaler ended the run before these had all of their cases
-    is_cut = len(records) < planned and settings.require
-    return EXIT_CODES["error"] if is_cut and not code else code
 
 
 def _show(settings: RunSettings, console: Console) -> None:

@@ -14,6 +14,7 @@ from gradparity.conformance import LAWS as ALL_LAWS
 from gradparity.conformance.__main__ import main as command_line
 from gradparity.conformance.report.records import CaseRecord, Location, Report
 from gradparity.tests.ci.test_samples import (
+    SCALER,
     case,
     curves,
     report_of,
@@ -186,6 +187,11 @@ WORSE: dict[str, tuple[Edit, int, str]] = {
         4,
         "environment: the baseline was made with torch 2.13",
     ),
+    "another version of gradparity": (
+        header(gradparity="0.2.0"),
+        4,
+        "environment: the baseline was made with gradparity 0.1, the report has 0.2",
+    ),
     "another backend": (
         header(backend="nccl"),
         4,
@@ -262,17 +268,58 @@ def test_a_baseline_of_another_torch_names_the_command_that_renews_it(
     assert note.removeprefix("note: ") in json.loads(target.read_text())["notes"]
 
 
-@pytest.mark.parametrize("edit", ["fewer comparisons", "another scale"])
-def test_numbers_are_compared_where_the_baseline_has_an_inconclusive_check(
-    edit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def known(law: str, *statuses: str, tmp_path: Path) -> list[str]:
+    """Return the options that expect these statuses of a check."""
+    path = tmp_path / "known.toml"
+    entry = f'law = "{law}"\nstatus = {json.dumps(statuses)}\nreason = "known"\n'
+    path.write_text(f"[[expect]]\n{entry}")
+    return ["--expect", str(path)]
+
+
+@pytest.mark.parametrize("status", ["inconclusive", "fail", "expected"])
+@pytest.mark.parametrize("edit", ["fewer comparisons", "another scale", "gone"])
+def test_a_case_that_is_no_pass_in_the_baseline_is_compared(
+    edit: str, status: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    open_ = first(lambda c: with_verdict(c, verdict("agreement.skip", "inconclusive")))
+    law, expects = "agreement.skip", status == "expected"
+    open_ = relabel(law, "fail" if expects else status)
     path = tmp_path / "baseline.jsonl"
-    write_baseline(path, make_baseline([open_(sample())]))
-    assert gate(open_(sample()), tmp_path, capsys, "--baseline", str(path))[0] == 0
-    change, code, words = WORSE[edit]
-    told = gate(change(open_(sample())), tmp_path, capsys, "--baseline", str(path))
-    assert told[0] == code and words in told[1], told
+    without = ("fail",) if expects else ()
+    write_baseline(path, make_baseline([open_(sample())], without))
+    options = ["--baseline", str(path)]
+    options += known(law, "fail", tmp_path=tmp_path) if expects else []
+    code, told = gate(open_(sample()), tmp_path, capsys, *options)
+    assert code == 0, told
+
+    def drop(record: CaseRecord) -> CaseRecord:
+        kept = tuple(v for v in record.verdicts if v.law != law)
+        return replace(record, verdicts=kept, status="pass")
+
+    gone = first(drop), 1, f"vanished: check {law} was not run in"
+    change, due, words = gone if edit == "gone" else WORSE[edit]
+    code, told = gate(change(open_(sample())), tmp_path, capsys, *options)
+    assert code == due and words in told, told
+
+
+def test_with_require_the_named_scalers_decide(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = [replace(c, scaler="their:Scaler") for c in sample().cases]
+    other[0] = with_verdict(other[0], verdict("scale.rule", "fail"))
+    ended = {"status": "error", "problem": "killed", "verdicts": (), "curves": None}
+    other[1] = replace(other[1], **ended)
+    both = report_of([*sample().cases, *other], require=(SCALER,))
+    code, told = gate(both, tmp_path, capsys)
+    assert code == 0 and "not checked, as --require names others: their:Scaler" in told
+    assert gate(report_of(both.cases), tmp_path, capsys)[0] == 3
+    path = tmp_path / "baseline.jsonl"
+    options = ["--baseline", str(path)]
+    update = [*options, "--update-baseline", "--yes"]
+    assert main([str(tmp_path / "report.jsonl"), *update]) == 3
+    assert gate(both, tmp_path, capsys, *update)[0] == 0
+    assert gate(both, tmp_path, capsys, *options)[0] == 0
+    gone = report_of(other[1:], require=(SCALER,))
+    assert gate(gone, tmp_path, capsys, *options)[0] == 1
 
 
 def test_an_incomplete_report_without_a_reason_is_incomplete(

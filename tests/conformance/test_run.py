@@ -113,6 +113,17 @@ def test_a_required_scaler_needs_all_of_its_cases(coming: list[str]) -> None:
     assert [case.scaler for case in report().cases] == [ours, theirs]
 
 
+def test_an_error_of_another_scaler_leaves_the_report_complete(
+    coming: list[str],
+) -> None:
+    """``run`` ended with 0, and ``report`` with 3."""
+    ours, theirs = "gradparity.scaler:GradScaler", "torch.amp:GradScaler"
+    coming += ["pass", "error", "pass", "pass", "pass", "pass"]
+    scalers = "--scaler", f"{ours},{theirs}", "--require", ours
+    assert run(*scalers) == main(["report", "R"]) == 0
+    assert not report().incomplete
+
+
 def test_a_workload_that_hangs_twice_ends_the_run(coming: list[str]) -> None:
     # regression: P13, 14 scenarios waited for the time limit each
     coming += ["hangs", "hangs", "pass"]
@@ -126,7 +137,7 @@ def test_fail_fast_stops_at_the_first_violation_and_at_nothing_less(
     coming: list[str],
 ) -> None:
     coming += ["inconclusive", "fail", "pass"]
-    assert run("--fail-fast") == 1
+    assert run("--fail-fast") == main(["report", "R"]) == 1
     assert [case.status for case in report().cases] == ["inconclusive", "fail"]
     assert report().incomplete == "stopped at the first failed check: 2 of 3 cases ran"
 
