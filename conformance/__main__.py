@@ -255,8 +255,9 @@ def _hunt(parsed: argparse.Namespace) -> int:
 
     scalers = list(dict.fromkeys(parsed.scaler or [DEFAULT_SCALER]))
     refuse_mixed(scalers)
-    for number, _ in enumerate(scalers, 1):
-        refuse_other_file(_numbered(parsed.script, number))
+    for number, scaler in enumerate(scalers, 1):
+        path = _numbered(parsed.script, number)
+        refuse_other_file(path, scaler, parsed.workload)
     for scaler in scalers:
         load_scaler(scaler, os.getcwd())
     if parsed.workload:

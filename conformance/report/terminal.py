@@ -180,9 +180,16 @@ def worst_status(records: Sequence[CaseRecord]) -> str:
 
 
 def headings(report: Report) -> dict[str, str]:
-    """Return each scaler's column heading: "verdict" if ``none`` is the only one."""
+    """Return each scaler's column heading: "verdict" if ``none`` is the only one.
+
+    The heading says if ``--require`` does not name the scaler.
+    """
     without = "no scaler" if len(report.scalers) > 1 else "verdict"
-    return {spec: without if spec == "none" else spec for spec in report.scalers}
+    return {
+        spec: (without if spec == "none" else spec)
+        + ("" if report.decides(spec) else " (not required)")
+        for spec in report.scalers
+    }
 
 
 def cell(records: Sequence[CaseRecord]) -> str:

@@ -67,8 +67,7 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
     # Do this twice: an imported name must not be the name of a definition.
     for _ in range(2):
         lines = [f"{key} = {bundle.expression(each)}" for key, each in values.items()]
-    specs = [s for s in (scaler_spec, scenario.model) if ":" in s]
-    packages = dict.fromkeys(["torch", *(re.split("[.:]", s)[0] for s in specs)])
+    packages = _packages(scaler_spec, scenario.model)
     text = _SCRIPT.format(
         tested="no scaler" if scaler_spec == NO_SCALER else scaler_spec,
         place=f"{scenario.topology}, {scenario.world_size} ranks",
@@ -85,7 +84,9 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
     return text
 
 
-_OWN = "Model, data, layout and optimizer are those of {}."
+_OWN = """\
+Model, data, layout and optimizer are those of {}: run this in the folder of its
+package or module."""
 _BUILT_IN = "Model and layout are the scenario's; digits are random."
 _SCRIPT = '''\
 """{tested} on {place}: {title}.
@@ -117,16 +118,30 @@ def write_standalone(path: Path, scenario: Scenario, scaler_spec: str) -> None:
     Raises:
         UsageError: as for :func:`standalone_script` and :func:`refuse_other_file`.
     """
-    refuse_other_file(path)
+    refuse_other_file(path, scaler_spec, scenario.model)
     write_whole(path, standalone_script(scenario, scaler_spec))
 
 
-def refuse_other_file(path: Path) -> None:
-    """Raise if ``path`` is a file that is no script of an earlier run.
+def _packages(*specs: str) -> list[str]:
+    """Return the packages that a script imports."""
+    imported = [re.split("[.:]", spec)[0] for spec in specs if ":" in spec]
+    return list(dict.fromkeys(["torch", *imported]))
+
+
+def refuse_other_file(path: Path, *specs: str) -> None:
+    """Raise if a script at ``path`` would replace another file, or hide a package.
+
+    Args:
+        path: file of the script.
+        specs: ``module:attribute`` of what the script imports.
 
     Raises:
-        UsageError: if the file would be lost, such as the workload's own module.
+        UsageError: if the file is no script of an earlier run, such as the workload's
+            own module, or if the script would import itself.
     """
+    if path.stem in _packages(*specs):
+        text = f"{path} would hide {path.stem}, which it imports: choose another name"
+        raise UsageError(text)
     if path.is_file() and TITLE not in path.read_bytes()[:400].decode(errors="replace"):
         text = f"{path} exists, and is no script of gradparity: choose another name"
         raise UsageError(text)

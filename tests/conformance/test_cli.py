@@ -265,13 +265,18 @@ def test_every_reader_of_a_report_exits_with_what_it_comes_to(
     capsys.readouterr()
 
 
-def test_only_required_scalers_decide_the_exit_code_of_a_report(tmp_path: Path) -> None:
+def test_only_required_scalers_decide_the_exit_code_of_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "R"
     with ReportWriter(path, replace(header(), require=("a:B",))) as writer:
         writer.case(case("a:B"))
         writer.case(case("c:D", "fail"))
         writer.close(1.0)
     assert main(["report", str(path)]) == main(["table", str(path)]) == 0
+    assert "c:D (not required)" in capsys.readouterr().out
+    assert main(["report", str(path), "--html", str(tmp_path)]) == 0
+    assert "<title>pass: " in (tmp_path / "index.html").read_text()
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -292,6 +292,9 @@ def test_a_script_replaces_only_a_script(
     assert main([command, *words, "--scaler", TORCH, "--script", "mine.py"]) == 2
     assert "mine.py exists, and is no script of gradparity" in capsys.readouterr().err
     assert own.read_text() == "class Stack: ...\n"
+    there = ["--scaler", TORCH, "--script", "elsewhere/torch.py"]
+    assert main([command, *words, *there]) == 2
+    assert "would hide torch, which it imports" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("time", ["60", "0s", "-1m", "s", "infh", "nans", "1d"])
