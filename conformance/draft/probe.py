@@ -35,7 +35,8 @@ _MASK = re.compile(r".*mask")
 _BESIDE = ("decoder_input_ids", "pixel_values")
 """Optional arguments that some models need in addition to their main one."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_NORMS = nn.modules.batchnorm._BatchNorm  # noqa: SLF001  # the one base of its kind
+_NORMS = nn.modules.batchnorm._NormBase  # noqa: SLF001  # the one base of both kinds
+_BATCH = nn.modules.batchnorm._BatchNorm  # noqa: SLF001  # the one base of its kind
 
 
 @dataclass(frozen=True)
@@ -385,4 +386,6 @@ def _is_block(
 
 
 def _has_norms(model: nn.Module) -> bool:
-    return any(isinstance(m, _NORMS) and m.training for m in model.modules())
+    """Return True if a norm couples rows, or averages its statistics over them."""
+    norms = [m for m in model.modules() if isinstance(m, _NORMS) and m.training]
+    return any(isinstance(m, _BATCH) or m.track_running_stats for m in norms)

@@ -42,6 +42,12 @@ def plain():
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
 
 
+def averaged():
+    norm = nn.InstanceNorm1d(32, track_running_stats=True)
+    shaped = nn.Unflatten(1, (32, 2))
+    return nn.Sequential(nn.Linear(16, 64), shaped, norm, nn.Flatten())
+
+
 def gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -214,6 +220,7 @@ def runner(drafts: Path) -> Iterator[Runner]:
     ("spec", "blocks"),
     [
         ("zoo:Two", None),
+        ("zoo:averaged", None),
         pytest.param("zoo:gpt2", "transformer.h", marks=HF),
         pytest.param("zoo:resnet", "resnet.encoder.stages", marks=HF),
         pytest.param("zoo:titan", "layers", marks=needs("torchtitan")),
