@@ -33,7 +33,7 @@ import numpy as np
 from ..status import counted
 from .merge import Run, Side, Whole
 
-__all__ = ["KINDS", "Row", "rows_of_sides"]
+__all__ = ["COARSE", "KINDS", "Row", "rows_of_sides"]
 
 FACTOR = 8.0
 """Factor from noise to bound; correct variants reached 0.17 of the bound at most."""

@@ -26,6 +26,7 @@ __all__ = [
     "proved_names",
     "replicas_at_start",
     "same_start",
+    "step_on_ranks",
     "unmoved",
     "unplaced",
 ]
@@ -169,7 +170,8 @@ def _unlike(side: Side, ranks: Sequence[int]) -> str:
 
 def other_on_ranks(side: Side) -> Iterator[str]:
     """Yield sentences on settings or steps that differ between ranks of one side."""
-    yield from _settings_on_ranks(side)
+    for step in side.run.steps:
+        yield from step_on_ranks(side, step)
     for name, ranks in side.run.left.items():
         _, start = side.run.starts.get(name, (0, None))
         if start is not None and not start.is_whole:
@@ -179,10 +181,11 @@ def other_on_ranks(side: Side) -> Iterator[str]:
             )
 
 
-def _settings_on_ranks(side: Side) -> Iterator[str]:
-    for (step, name), by_rank in side.run.other_settings.items():
+def step_on_ranks(side: Side, step: int) -> Iterator[str]:
+    """Yield sentences on settings that differ between ranks, and on absent ranks."""
+    for (at, name), by_rank in side.run.other_settings.items():
         (first, mine), *others = by_rank.items()
-        for rank, its in others:
+        for rank, its in others if at == step else ():
             for key in mine.keys() & its.keys() - FREE:
                 if not _equal(mine[key], its[key]):
                     yield (
@@ -190,6 +193,14 @@ def _settings_on_ranks(side: Side) -> Iterator[str]:
                         f"for {name}: {key} is {_shown(mine[key])} on rank "
                         f"{first} and {_shown(its[key])} on rank {rank}"
                     )
+    # where the job failed, it has told why itself
+    absent = {} if side.code else side.run.absent
+    for (at, name), ranks in absent.items():
+        if at == step:
+            yield (
+                f"step {step}: rank {listed(ranks)} of {side.name} does not step "
+                f"{name}, and other ranks do"
+            )
 
 
 def other_inputs(
@@ -316,7 +327,7 @@ def equal_inputs(
     same = [all(_equal(*each[2:]) for each in of_step) for of_step in pairs if of_step]
     settings = f"settings: equal at {sum(same)} of {len(steps)} steps"
     # a recording keeps the settings of one rank, which may equal the other side's
-    ranks_differ = any(any(_settings_on_ranks(side)) for side in (first, second))
+    ranks_differ = any(any(other_on_ranks(side)) for side in (first, second))
     if all(same) and not ranks_differ:
         yield settings if same else "settings: not recorded"
 

@@ -15,7 +15,7 @@ from .compare import (
     Side,
     tell_steps,
 )
-from .equal import other_inputs
+from .equal import listed, other_inputs, step_on_ranks
 from .merge import Key, Run
 from .modules import GRADIENT, OUTPUT
 
@@ -109,8 +109,11 @@ def _first_inexact(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str
     a, b = one.run, other.run
     own = {name: name for _, name in a.settings}
     every = {**a.tensors, **b.tensors}
+    alike = (a.other_settings, a.absent) == (b.other_settings, b.absent)
     for step in steps:
         texts = list(other_inputs(one, other, own, step))
+        for side in () if alike else (one, other):
+            texts += step_on_ranks(side, step)
         keys = [key for key in every if key[0] == step and _is_exact(key)]
         for key in sorted(keys, key=lambda key: _ORDER.get(key[1], 0)):
             texts += _unlike(one, other, key)
@@ -133,3 +136,9 @@ def _unlike(one: Side, other: Side, key: Key) -> Iterator[str]:
         mine.is_whole and its.is_whole and mine.digest != its.digest
     ) or mine.shape != its.shape:
         yield f"step {step}: {what} has other bits"
+    elif mine.odd != its.odd:
+        side, ranks = (other, its.unlike) if its.odd else (one, mine.unlike)
+        yield (
+            f"step {step}: {what} has other bits on rank {listed(ranks)} of "
+            f"{side.name} than on its first"
+        )

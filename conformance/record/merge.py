@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -54,6 +54,8 @@ class Whole:
     """Number of elements that some rank holds."""
     unlike: tuple[int, ...] = ()
     """Ranks whose replica differs in its bits from that of the first rank."""
+    odd: frozenset[int] = frozenset()
+    """Digests of these replicas."""
     apart: float = 0.0
     """Largest distance of a replica from the first rank's, relative to its norm."""
     parts: tuple[tuple[int, Box], ...] = ()
@@ -120,7 +122,7 @@ def merge(parts: Iterable[tuple[int, Stored]], *, averages: bool = False) -> Who
     """
     by_rank = sorted(parts, key=lambda part: part[0])
     boxes: dict[tuple[Any, ...], Stored] = {}
-    unlike, apart = [], 0.0
+    unlike, odd, apart = [], set[int](), 0.0
     if averages:
         replicas = Counter(part.place for _, part in by_rank)
         by_rank = [
@@ -135,6 +137,7 @@ def merge(parts: Iterable[tuple[int, Stored]], *, averages: bool = False) -> Who
         first = boxes.setdefault(key, part)
         if first.digest != part.digest:
             unlike.append(rank)
+            odd.add(part.digest)
             apart = max(apart, _distance(first, part))
     counted = [*boxes.values()] or [by_rank[0][1]]
     summed = not any(part.place.summand for part in counted)
@@ -151,6 +154,7 @@ def merge(parts: Iterable[tuple[int, Stored]], *, averages: bool = False) -> Who
         bad=sum(p.bad for p in counted),
         held=sum(elements_by_box.values()),
         unlike=tuple(unlike),
+        odd=frozenset(odd),
         apart=apart,
         parts=tuple((r, p.place) for r, p in by_rank if p.sketch is not None),
     )
@@ -271,6 +275,9 @@ class Run:
     """Settings by rank, for each (step, parameter) in which ranks differ."""
     left: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Parameter -> ranks that hold it but do not step it, although other ranks do."""
+    absent: Mapping[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
+    """(step, parameter) -> ranks that step the parameter, but not in this step,
+    although other ranks do."""
     skipped: frozenset[tuple[int, str]] = frozenset()
     """(step, parameter) of steps that were skipped because of an inf or nan."""
     evaluations: Mapping[int, int] = field(default_factory=dict)
@@ -340,6 +347,9 @@ def read_merged(*folders: Path) -> Run:
         else _merge_outputs(each, _rows_of_blocks(ranks, key[0]))
         for key, each in parts.items()
     }
+    for which, each in whole.items():
+        if which[1] == "gradient" and not each.is_whole:
+            whole[which] = merge([*parts[which], *_not_stepped(parts, which)])
     unlike = [which for which, each in whole.items() if each.unlike]
     for which in unlike:
         at, what, of = which
@@ -386,6 +396,7 @@ def read_merged(*folders: Path) -> Run:
             if any(each != by_rank[min(by_rank)] for each in by_rank.values())
         },
         left={n: tuple(ranks) for n, ranks in unstepped.items() if n in stepped},
+        absent=_absent(settings),
         rows=_rows(ranks.values()),
         unpadded=_by_row((r.rows, r.unpadded) for r in ranks.values()),
         sums=_by_row((r.rows_of_floats, r.sums_of_rows) for r in ranks.values()),
@@ -416,6 +427,36 @@ def read_merged(*folders: Path) -> Run:
             for name in group.names
         ),
     )
+
+
+def _not_stepped(
+    parts: Mapping[Key, Sequence[tuple[int, Stored]]], key: Key
+) -> Iterator[tuple[int, Stored]]:
+    """Yield zeros for the elements of a gradient of None, if no rank steps them.
+
+    The weight stays then. It moves if another rank steps the elements, and sends them.
+    """
+    step, _, name = key
+    stepped = {part.place for _, part in parts[key]}
+    after = dict(parts.get((step + 1, "weight", name), ()))
+    for rank, weight in parts.get((step, "weight", name), ()):
+        moved = rank not in after or after[rank].digest != weight.digest
+        if weight.place in stepped or moved:
+            continue
+        sketch = parts[key][0][1].sketch
+        zeros = None if sketch is None else np.zeros_like(sketch)
+        numbers = {"square": 0.0, "largest": 0.0, "bad": 0, "sketch": zeros}
+        yield rank, msgspec.structs.replace(weight, **numbers)
+
+
+def _absent(
+    settings: Mapping[tuple[int, str], Mapping[int, object]],
+) -> dict[tuple[int, str], tuple[int, ...]]:
+    ever: dict[str, set[int]] = {}
+    for (_, name), by_rank in settings.items():
+        ever.setdefault(name, set()).update(by_rank)
+    ranks = {key: ever[key[1]] - by_rank.keys() for key, by_rank in settings.items()}
+    return {key: tuple(sorted(each)) for key, each in ranks.items() if each}
 
 
 def _rows(ranks: Collection[Recording]) -> dict[int, frozenset[int]]:

@@ -291,11 +291,15 @@ def parts_of(optimizer: Any, roots: Roots) -> Iterator[Part]:
     """Yield the parts that an optimizer steps on this rank."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     roots.find(own)
-    for adapter in (_of_deepspeed, _of_fsdp1):
-        adapted = list(adapter(own, roots))
-        if adapted:
-            yield from adapted
-            return
+    adapted = list(_of_deepspeed(own, roots))
+    yield from adapted
+    if adapted:
+        return
+    adapted = list(_of_fsdp1(own, roots))
+    yield from adapted
+    # FSDP1 leaves its ignored modules as they are
+    flat = {id(part.stepped) for part in adapted}
+    own = [p for p in own if id(p) not in flat and not hasattr(p, "_fqns")]
     numbers = Counter[str]()
     wholes = {id(s): (p, first) for s, p, first in copies_of_megatron(roots)}
     for position, stepped in enumerate(own):

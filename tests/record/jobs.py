@@ -202,6 +202,9 @@ def train(
             if fault == "zero" and name.endswith("blocks.1.mix.weight"):
                 assert parameter.grad is not None
                 parameter.grad.zero_()
+        on_last = rank and rank == ranks - 1 and step == STEPS - 1
+        if on_last and fault == "none":
+            named["blocks.1.up.weight"].grad = None
         if fault == "dies" and step == 1:
             os._exit(7)
         if fault == "raises" and step == 1:

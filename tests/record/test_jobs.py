@@ -150,6 +150,14 @@ def test_a_wrong_shard_is_named_by_rows_and_ranks(
     assert f"where in blocks.1.up.weight: {place}\n" in told
 
 
+@pytest.mark.slow
+def test_a_shard_without_a_gradient_counts_as_zeros(against: Against) -> None:
+    """No later step shows that it was not stepped."""
+    code, told, _ = against("fsdp", "none", 2)
+    assert code == 1
+    assert "where in blocks.1.up.weight: rows 33 to 65 of 66, held by rank 1" in told
+
+
 @pytest.mark.extras("megatron_fsdp")
 @pytest.mark.parametrize(
     ("fault", "code", "says"),

@@ -21,7 +21,13 @@ from gradparity.conformance.record.compare import (
 )
 from gradparity.conformance.record.differences import _without_flips
 from gradparity.conformance.record.exact import compare_exactly
-from gradparity.conformance.record.files import Recording, Stored, write_rank
+from gradparity.conformance.record.files import (
+    Call,
+    Recording,
+    Settings,
+    Stored,
+    write_rank,
+)
 from gradparity.conformance.record.kept import Box, keep_values
 from gradparity.conformance.record.merge import Run, read_merged
 from gradparity.conformance.record.modules import OUTPUT
@@ -142,8 +148,8 @@ def test_rounding_to_16_bits_is_noise(
     elif side == "other":
         other = replace(other, in_16_bits=dtypes)
     found = against(other, one)
-    is_same = is_rounding and side != "none"
-    assert found.code == (SAME if is_same else DIFFERENT), found.lines
+    codes = {"one": SAME, "other": UNDECIDED, "none": DIFFERENT}
+    assert found.code == (codes[side] if is_rounding else DIFFERENT), found.lines
 
 
 @pytest.mark.parametrize(
@@ -249,12 +255,13 @@ def test_a_difference_that_is_spread_over_all_tensors_is_one(
 def test_noise_as_large_as_every_tensor_decides_nothing() -> None:
     noisy = [
         replace(
-            run(),
+            of,
             tensors={
                 key: each if each.sketch is None else replace(each, sketch=-each.sketch)
-                for key, each in run().tensors.items()
+                for key, each in of.tensors.items()
             },
         )
+        for of in (run(), nudged(2), nudged(3))
     ]
     found = against(run(4), replace(ONE, noisy=noisy))
     assert found.code == UNDECIDED
@@ -534,7 +541,9 @@ def test_one_step_shows_no_factor_of_sums_that_the_optimizer_makes(
     steps: int, code: int
 ) -> None:
     one = replace(
-        ONE, run=run(steps=steps), noisy=[run(1, steps=steps), nudged(2, steps=steps)]
+        ONE,
+        run=run(steps=steps),
+        noisy=[run(1, steps=steps), *(nudged(n, steps=steps) for n in (2, 3))],
     )
     found = against(
         changed(run(4, steps=steps), (0, "gradient", "a"), digest=None), one
@@ -575,6 +584,92 @@ def test_bits_are_compared_step_by_step() -> None:
     found = compare_exactly(one, Side(name="mesh", run=drew))
     assert found.leads[0].startswith("random numbers are drawn in forward from step 1")
     assert ": drop. A resumed job must restore" in found.leads[0]
+
+
+def test_bits_are_compared_on_all_ranks() -> None:
+    one = Side(name="one", run=run())
+    odd = changed(run(), (1, "weight", "b"), odd=frozenset({5}), unlike=(1,))
+    found = compare_exactly(one, Side(name="mesh", run=odd))
+    assert (found.code, found.lines) == (
+        DIFFERENT,
+        ["step 1: the weight of b has other bits on rank 1 of mesh than on its first"],
+    )
+    same = Side(name="two", run=odd)
+    assert compare_exactly(same, Side(name="mesh", run=odd)).code == SAME
+    rates = {0: {"lr": 0.1}, 1: {"lr": 0.3}}
+    found = compare_exactly(
+        one, Side(name="mesh", run=replace(run(), other_settings={(1, "a"): rates}))
+    )
+    assert found.lines == [
+        "step 1: ranks of mesh have different settings for a: lr is 0.1 on rank 0 and "
+        "0.3 on rank 1"
+    ]
+    mesh = Side(name="mesh", run=replace(run(), absent={(1, "a"): (1,)}))
+    assert compare_exactly(one, mesh).lines == [ABSENT]
+
+
+ABSENT = "step 1: rank 1 of mesh does not step a, and other ranks do"
+
+
+def test_a_rank_that_leaves_out_a_step_is_told(tmp_path: Path) -> None:
+    """If it is the last step, no weights of a later one show it."""
+    for rank, count in enumerate((2, 1)):
+        calls = [
+            Call(
+                optimizer=0,
+                kind="SGD",
+                step=step,
+                settings=[Settings(names=["a"], values={"lr": 0.1})],
+            )
+            for step in range(count)
+        ]
+        write_rank(tmp_path, rank, Recording(world_size=2, calls=calls))
+    absent = read_merged(tmp_path).absent
+    assert absent == {(1, "a"): (1,)}
+    mesh = Side(name="mesh", run=replace(run(4), absent=absent))
+    found = compare(ONE, mesh)
+    assert (found.code, found.headline) == (DIFFERENT, ABSENT)
+    failed = compare(ONE, replace(mesh, code=1))  # told why it has fewer steps
+    assert failed.code == SAME
+
+
+def test_rounding_does_not_hide_a_narrower_precision() -> None:
+    other = replace(run(4), in_16_bits={"b": "bfloat16"})
+    found = against(other)
+    assert found.code == UNDECIDED
+    assert found.headline.startswith(
+        "precision: modules with 1 of 3 tensors return bfloat16 in mesh, and none does "
+        "in one (b first)"
+    )
+    narrow = replace(ONE, run=replace(ONE.run, in_16_bits={"a": "bfloat16"}))
+    assert against(other, narrow).code == SAME
+    # hooks do not see the modules of a compiled model, and noise shows the precision
+    coarse = replace(ONE, noisy=[rounded(each) for each in ONE.noisy])
+    assert against(other, coarse).code == SAME
+
+
+def test_zeros_are_no_comparison() -> None:
+    def zeros(of: Run) -> Run:
+        tensors = {
+            key: each if each.sketch is None else replace(each, sketch=0 * each.sketch)
+            for key, each in of.tensors.items()
+        }
+        return replace(of, tensors=tensors)
+
+    one = Side(name="one", run=zeros(ONE.run), noisy=[*map(zeros, ONE.noisy)])
+    found = against(zeros(run(4)), one)
+    assert found.code == UNDECIDED
+    assert "all gradients and updates are zero on both sides" in found.headline
+
+
+def test_noise_needs_two_nudged_runs() -> None:
+    """Of an interrupted recording, the run again was all of its noise."""
+    few = replace(ONE, noisy=ONE.noisy[:2])
+    found = against(run(4), few)
+    assert found.code == UNDECIDED
+    assert found.headline.startswith("one has too few of its noise runs: record it")
+    found = compare(few, replace(ONE, name="mesh"))
+    assert "give the side that has some first: compare mesh one" in found.headline
 
 
 def test_the_weights_after_the_last_common_step_are_compared_to_the_bit() -> None:
@@ -626,7 +721,8 @@ def test_runs_for_the_noise_whose_weights_were_not_moved_decide_nothing() -> Non
 
 def test_copies_that_no_module_has_need_a_job_without_them() -> None:
     names = [f"parameter {n}" for n in range(3)]
-    one = Side(name="one", run=run(names=names), noisy=(run(1, names), run(3, names)))
+    noisy = (run(1, names), run(2, names), run(3, names))
+    one = Side(name="one", run=run(names=names), noisy=noisy)
     found = against(run(4, names), one)
     assert found.code == UNDECIDED
     assert "the optimizer steps copies that are in no module." in found.lines[0]
@@ -870,7 +966,8 @@ ODD = 'a/b\x1b[31m <i>\n"é'
 
 def test_a_name_with_odd_characters_is_kept_and_escaped(tmp_path: Path) -> None:
     names = (ODD, "b", "c")
-    one = replace(ONE, run=run(names=names), noisy=(run(1, names), nudged(2, names)))
+    noisy = (run(1, names), nudged(2, names), nudged(3, names))
+    one = replace(ONE, run=run(names=names), noisy=noisy)
     mesh = Side(name="<mesh>", run=run(4, names))
     path = write_page(tmp_path / "page", one, mesh, compare(one, mesh))
     text = path.read_text()

@@ -37,7 +37,7 @@ def with_blocks(plain: Run, draw: int = 0) -> Run:
 ONE = Side(
     name="one",
     run=with_blocks(run()),
-    noisy=[with_blocks(run(1), 1), with_blocks(nudged(2), 2)],
+    noisy=[with_blocks(run(1), 1), *(with_blocks(nudged(n), n) for n in (2, 3))],
 )
 
 
@@ -168,7 +168,7 @@ def test_nobody_asks_where_of_runs_that_are_the_same_or_kept_no_blocks() -> None
         assert comparison.code == code and comparison.blocks == []
         assert not any(line.startswith("where") for line in comparison.lines)
     plain = compare(
-        Side(name="one", run=run(), noisy=(run(1), nudged(2))),
+        Side(name="one", run=run(), noisy=(run(1), nudged(2), nudged(3))),
         Side(name="mesh", run=times(WRONG)),
     )
     assert plain.code == DIFFERENT
