@@ -7,12 +7,13 @@ A recording is a folder with ``run.json`` and a folder for each run of the comma
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -35,12 +36,12 @@ __all__ = ["compare", "record"]
 
 HOOK = Path(__file__).parent / "hook"
 MANIFEST = "run.json"
-STOPPED = 130
-"""Exit code of a job that was ended by Ctrl-C."""
 LINES = """\
 gradparity: no optimizer of torch was called. A step that is compiled is not seen: call
-the optimizer's own. If the optimizer is not one of torch, or the job sets PYTHONPATH or
-runs Python with -I, with -E or in a container, add two lines around the training:
+the optimizer's own. A process that ends by os._exit before its last recorded step
+writes nothing: record fewer --steps. If the optimizer is not one of torch, or the job
+sets PYTHONPATH or runs Python with -I, with -E or in a container, add two lines around
+the training:
 
     import gradparity
     with gradparity.record(model, optimizer): ...
@@ -77,6 +78,9 @@ def record(
         raise UsageError("give the command after --: gradparity record RUN -- COMMAND")
     if out.exists() or out.is_symlink():
         raise UsageError(f"{out} exists: choose another name, or delete it")
+    if not str(out).isprintable():  # neither is a byte that is not UTF-8
+        text = "has a name that cannot be printed: choose another one"
+        raise UsageError(f"{plain(str(out))} {text}")
     if orders.start and not any(Path(orders.start).glob("start-*.safetensors")):
         raise UsageError(
             f"--start {Path(orders.start).parent}: that run has no weights: record it "
@@ -102,7 +106,7 @@ def record(
             text = f"run {number + 1} of {len(names)}, about {left:.0f} s left"
             say(f"gradparity: {text}")
         try:
-            code = _run(command, out, name, orders)
+            code, is_stopped = _run(command, out, name, orders)
         except UsageError:
             with suppress(OSError):
                 out.rmdir()
@@ -118,13 +122,13 @@ def record(
                 return code or 2
         if _has_files(out / name):
             done.append(name)
-        elif code != STOPPED:
+        elif not is_stopped:
             say(f"{_why_not(out / name, orders, code, name)}; see {out / name}.log")
             break
-        if code == STOPPED:
+        if is_stopped:
             break
     manifest = Manifest(
-        command=list(command),
+        command=[word.encode("utf-8", "replace").decode() for word in command],
         steps=f"{orders.steps[0]}:{orders.steps[1]}",
         runs=done,
         complete=len(done) == len(names),
@@ -188,8 +192,14 @@ def _why_not(folder: Path, orders: Orders, code: int, name: str = "") -> str:
     )
 
 
-def _run(command: Sequence[str], out: Path, name: str, orders: Orders) -> int:
-    """Run the command once; only the first run prints, the others write into a log."""
+def _run(
+    command: Sequence[str], out: Path, name: str, orders: Orders
+) -> tuple[int, bool]:
+    """Run the command once; only the first run prints, the others write into a log.
+
+    Returns:
+        Exit code, and True if a signal asked this process to end.
+    """
     paths = [str(HOOK), os.environ.get("PYTHONPATH", "")]
     own = msgspec.structs.replace(
         orders,
@@ -201,19 +211,32 @@ def _run(command: Sequence[str], out: Path, name: str, orders: Orders) -> int:
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         ORDERS: msgspec.json.encode(own).decode(),
     }
-    try:
-        if name == "plain":
-            code = subprocess.run(command, env=environment).returncode
-        else:
-            with (out / f"{name}.log").open("wb") as log:
-                code = subprocess.run(
-                    command, env=environment, stdout=log, stderr=subprocess.STDOUT
-                ).returncode
-    except KeyboardInterrupt:
-        return STOPPED
-    except OSError as error:
-        raise UsageError(f"{command[0]}: {error.strerror or error}") from error
-    return code if code >= 0 else 128 - code  # as a shell reports a signal
+    with ExitStack() as stack:
+        streams: dict[str, Any] = {}
+        if name != "plain":
+            log = stack.enter_context((out / f"{name}.log").open("wb"))
+            streams = {"stdout": log, "stderr": subprocess.STDOUT}
+        asked, jobs = list[int](), list[subprocess.Popen[bytes]]()
+
+        def ask(number: int, _: object) -> None:
+            asked.append(number)
+            # a terminal sends Ctrl-C to the job, too
+            for job in jobs if number != signal.SIGINT else ():
+                job.send_signal(number)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # the job must inherit that a signal is ignored, as by nohup
+            if signal.getsignal(number) != signal.SIG_IGN:
+                stack.callback(signal.signal, number, signal.signal(number, ask))
+        try:
+            jobs.append(subprocess.Popen(command, env=environment, **streams))
+        except OSError as error:
+            text = f"{command[0]}: {error.strerror or error}"
+            raise UsageError(text) from error
+        # the job may save a checkpoint, and decides when and how it ends
+        code = jobs[0].wait()
+    # as a shell reports a signal
+    return code if code >= 0 else 128 - code, bool(asked)
 
 
 def _has_files(folder: Path) -> bool:
@@ -306,4 +329,6 @@ def _manifest(folder: Path) -> Manifest:
     if manifest.version != VERSION:
         text = f"has version {manifest.version}, expected {VERSION}: record it again"
         raise UsageError(f"{path}: {text}")
+    if not manifest.runs:
+        raise UsageError(f"{path}: lists no run: record it again")
     return manifest

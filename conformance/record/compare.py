@@ -7,6 +7,7 @@ the median over tensors of distance / noise may not exceed ``WHOLE``.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,8 @@ Sharpness-aware optimizers make two, and a line search some twenty."""
 NEAR = 10.0
 """Ratio of difference to bound below which the message also gives the result of the
 test of the step as a whole."""
+LOOSE = 0.05
+"""Bound of the median tensor above which the comparison says that it is loose."""
 NOISY = 3
 """Number of noise runs of --noise 2: again, and two nudged ones. One nudged run alone
 may miss the noise of a tensor by chance."""
@@ -126,14 +129,9 @@ def compare(one: Side, other: Side) -> Comparison:
         comparison.code, comparison.headline = UNDECIDED, text
     if comparison.code == DIFFERENT:
         _locate(comparison, one, other, names, steps)
-    elif (
-        comparison.code == SAME and len(steps) == 1 and _summed_later(other.run, steps)
-    ):
-        comparison.decide(
-            UNDECIDED,
-            f"the optimizer of {other.name} sums gradients in its step, and the next "
-            "step shows whether its factor is right: record 2 steps",
-        )
+    elif comparison.code == SAME and len(steps) == 1:
+        for text in _shown_later(other, steps):
+            comparison.decide(UNDECIDED, f"{text}: record 2 steps")
     if comparison.code == SAME and (text := _narrower(one, other, names, steps[0])):
         comparison.decide(UNDECIDED, text)
     tell_steps(comparison, one, other, steps)
@@ -359,6 +357,10 @@ def _decide(
         for step, ratio in spread.items()
     )
     found.facts.append(f"median difference over noise (at most {WHOLE:g}): {spreads}")
+    bound = median(row.bound for row in compared)
+    if bound > LOOSE:
+        explained = f"noise explains {bound:.0%} of the median tensor's size"
+        found.facts.append(f"loose: {explained}, and hides smaller differences")
 
 
 def _one_factor(one: Run, rows: Sequence[Row], step: int) -> str:
@@ -536,6 +538,20 @@ def _scaled(side: Side, reference: Run, step: int, last: str) -> Side | None:
         return replace(run, tensors=tensors)
 
     return replace(side, run=scaled(side.run), noisy=[scaled(n) for n in side.noisy])
+
+
+def _shown_later(side: Side, steps: Sequence[int]) -> Iterator[str]:
+    """Yield a sentence on what only the weights of a second step can show."""
+    if _summed_later(side.run, steps):
+        yield (
+            f"the optimizer of {side.name} sums gradients in its step, and the next "
+            "step shows whether its factor is right"
+        )
+    for name, ranks in itertools.islice(side.run.left.items(), 1):
+        yield (
+            f"rank {listed(ranks)} of {side.name} holds {name} and does not step it, "
+            "and the next step shows whether it gets the new values"
+        )
 
 
 def _summed_later(run: Run, steps: Sequence[int]) -> list[str]:

@@ -195,12 +195,13 @@ def step_on_ranks(side: Side, step: int) -> Iterator[str]:
                     )
     # where the job failed, it has told why itself
     absent = {} if side.code else side.run.absent
-    for (at, name), ranks in absent.items():
-        if at == step:
-            yield (
-                f"step {step}: rank {listed(ranks)} of {side.name} does not step "
-                f"{name}, and other ranks do"
-            )
+    for why, idle in (("", absent), ("has found an inf and ", side.run.apart)):
+        for (at, name), ranks in idle.items():
+            if at == step:
+                yield (
+                    f"step {step}: rank {listed(ranks)} of {side.name} {why}does not "
+                    f"step {name}, and other ranks do"
+                )
 
 
 def other_inputs(

@@ -83,6 +83,8 @@ def _called(kind: str) -> str:
     """Return a kind of tensor in words."""
     if kind == GRADIENT:
         return "the gradient of the output"
+    if kind == "buffer":
+        return "the value"
     state, dot, key = kind.partition(".")
     return f"the optimizer's {key}" if dot else f"the {state}"
 

@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,13 @@ class Settings(msgspec.Struct):
 
 
 def copied(value: Any) -> Any:
-    """Return a number as it is, and a tensor as a detached copy."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    """Return a number of Python, and a tensor as a detached copy."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    # a number of numpy may be a subclass of Python's, and is no JSON
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def as_numbers(value: Any) -> Any:
@@ -77,7 +83,7 @@ def as_numbers(value: Any) -> Any:
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1
-    return isinstance(value, bool | int | float)
+    return isinstance(value, Real)
 
 
 class Call(msgspec.Struct):
@@ -281,7 +287,11 @@ def read_run(*folders: Path) -> Iterator[tuple[int, Recording]]:
         if _rank_of(path) in recordings:
             raise ValueError(f"{path}: another folder also has this rank")
         recordings[_rank_of(path)] = _read(path)
-    size = max(recording.world_size for recording in recordings.values())
+    sizes = {recording.world_size for recording in recordings.values()}
+    size = max(sizes)
+    if len(sizes) > 1 or not {*recordings} <= {*range(size)}:
+        text = "has files of several jobs, of other numbers of ranks: record it again"
+        raise ValueError(f"{listed}: {text}")
     missing = sorted({*range(size)} - {*recordings})
     if missing:
         ranks = ", ".join(map(str, missing))

@@ -279,7 +279,10 @@ class Run:
     """(step, parameter) -> ranks that step the parameter, but not in this step,
     although other ranks do."""
     skipped: frozenset[tuple[int, str]] = frozenset()
-    """(step, parameter) of steps that were skipped because of an inf or nan."""
+    """(step, parameter) of steps that all ranks skip because of an inf or nan."""
+    apart: Mapping[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
+    """(step, parameter) -> ranks that skip the step for an inf, although others step
+    the parameter."""
     evaluations: Mapping[int, int] = field(default_factory=dict)
     """Step -> largest number of times that an optimizer's gradients were computed."""
 
@@ -375,6 +378,7 @@ def read_merged(*folders: Path) -> Run:
     first = ranks[min(ranks)]
     stepped = {name for _, kind, name in whole if kind == "weight"}
     settings: dict[tuple[int, str], dict[int, Mapping[str, Any]]] = {}
+    skipping: dict[tuple[int, str], set[int]] = {}
     unstepped: dict[str, list[int]] = {}
     for rank, recording in ranks.items():
         for call in recording.calls:
@@ -382,6 +386,8 @@ def read_merged(*folders: Path) -> Run:
                 for name in group.names:
                     by_rank = settings.setdefault((call.step, name), {})
                     by_rank[rank] = group.values
+                    if call.found_inf:
+                        skipping.setdefault((call.step, name), set()).add(rank)
         for name in recording.unstepped:
             unstepped.setdefault(name, []).append(rank)
     return Run(
@@ -418,14 +424,12 @@ def read_merged(*folders: Path) -> Run:
         notes=tuple(f"rank {n}: {text}" for n, r in ranks.items() for text in r.notes),
         replicas={key: each.unlike for key, each in whole.items() if each.unlike},
         evaluations=_evaluations(ranks.values()),
-        skipped=frozenset(
-            (call.step, name)
-            for recording in ranks.values()
-            for call in recording.calls
-            if call.found_inf
-            for group in call.settings
-            for name in group.names
-        ),
+        skipped=frozenset(k for k, r in skipping.items() if r == settings[k].keys()),
+        apart={
+            key: tuple(sorted(by))
+            for key, by in skipping.items()
+            if by != settings[key].keys()
+        },
     )
 
 

@@ -13,6 +13,7 @@ import operator
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .kept import Box
-from .torch_internals import children_of
+from .torch_internals import buffers_of, children_of
 
 __all__ = [
     "UNNAMED",
@@ -205,6 +206,18 @@ class Roots:
         for module in self.called:
             for parameter in module.parameters():
                 self.name_of(parameter)
+
+    def buffers(self) -> Iterator[tuple[str, Tensor, Box]]:
+        """Yield name, local tensor and box of each saved buffer of the called models.
+
+        A buffer is left out if its layout is hidden, or its numbers are complex.
+        """
+        for number, module in enumerate(self.called, 1):
+            end = "" if number == 1 else f" (model {number})"
+            for name, buffer in buffers_of(module):
+                if not buffer.dtype.is_complex:
+                    with suppress(HiddenLayoutError):
+                        yield bare(name) + end, *place(buffer)
 
     def name_of(self, parameter: Tensor) -> str | None:
         """Return the name of a parameter in the job, or None if no module has it.

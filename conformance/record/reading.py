@@ -1,12 +1,12 @@
 """Numbers that the recorder reads of one optimizer step.
 
 [Note: Read points of a step]
-When a step begins: the bits of weights and optimizer states. Once its gradients are
-computed: the gradients, and each weight times the absolute value of its gradient. After
-the step: that product again, with the same gradient. The difference of the two products
-is the update weighted by the gradient. Plain updates of Adam have a direction that
-rounding decides wherever the gradient is small. The weights after a step are read when
-the next step begins.
+When a step begins: the bits of weights, optimizer states and buffers. Once its
+gradients are computed: the gradients, and each weight times the absolute value of its
+gradient. After the step: that product again, with the same gradient. The difference of
+the two products is the update weighted by the gradient. Plain updates of Adam have a
+direction that rounding decides wherever the gradient is small. The weights after a step
+are read when the next step begins.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["State", "Step", "dense"]
 
 @dataclass
 class State:
-    """Bits of an optimizer's weights and states between two steps."""
+    """Bits of an optimizer's weights and states, and of buffers, between two steps."""
 
     parts: list[Part]
     bits: Sums[tuple[str, str]]
@@ -35,7 +35,12 @@ class State:
 
     @classmethod
     def of(
-        cls, optimizer: Any, roots: Roots, begun: Container[tuple[int, str]]
+        cls,
+        optimizer: Any,
+        roots: Roots,
+        begun: Container[tuple[int, str]],
+        *,
+        buffers: bool,
     ) -> State:
         """Start to read the bits.
 
@@ -45,6 +50,7 @@ class State:
             begun: (id of optimizer, key of part) for parts with a recorded step. For
                 a part that begins now, the digest of its weight rounded to bf16 is also
                 read: a side in 16 bits may begin with the rounded weights.
+            buffers: true to also read the buffers of the called models.
         """
         parts = list(parts_of(optimizer, roots))
         wanted: dict[tuple[str, str], Wanted] = {}
@@ -61,6 +67,8 @@ class State:
                     wanted[f"state.{key}", part.key] = Wanted(
                         local, box, only_bits=True
                     )
+        for name, local, box in roots.buffers() if buffers else ():
+            wanted["buffer", f"0/{name}"] = Wanted(local, box, only_bits=True)
         return cls(parts, Sums(wanted))
 
     def stored(self, number: int, step: int) -> Iterator[tuple[str, Stored]]:

@@ -11,17 +11,19 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import random
 import sys
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -96,6 +98,10 @@ class Recorder:
         """ids of the trained parameters in ``declared``."""
         self.generators: dict[int, list[Tensor]] = {}
         """id of a model -> states of the random generators when it was called."""
+        self.process = os.getpid()
+        """Process that recorded the last step: a fork of it writes nothing."""
+        self.rank = _rank()
+        """Rank at the last recorded step; the job may destroy its process group."""
         self.written = False
         self.outer: set[int] = set()
         """ids of the called models."""
@@ -105,7 +111,13 @@ class Recorder:
         """Handles of global module hooks. Hooks on the model itself would be saved and
         copied with it."""
         self.compile_in_place = nn.Module.compile
-        self.hooks = StepHooks(self._begins, self._before, self._ended, only_plain=True)
+        noted = self._noting_errors
+        self.hooks = StepHooks(
+            noted(self._begins),
+            noted(self._before),
+            noted(self._ended),
+            only_plain=True,
+        )
 
     def install(self) -> None:
         """Hook optimizers and the outermost model."""
@@ -321,6 +333,9 @@ class Recorder:
             with self.noting("the update"), torch.no_grad():
                 step.end()
                 self.done.append(step)
+                self.process, self.rank = os.getpid(), _rank()
+                if dist.is_initialized():
+                    self.recording.world_size = dist.get_world_size()
                 self.begun |= {(id(optimizer), part.key) for part in step.start.parts}
         if self.calls[number] == self.steps.stop:
             if self.others is None:
@@ -348,18 +363,35 @@ class Recorder:
         # an optimizer of the same parameters wraps one that was called
         return all(parameters_of(each) <= stepped for each in living)
 
-    def watch(self, optimizer: Any) -> None:
-        """Record the ``step`` of an optimizer that is not a subclass of torch's."""
-        run = optimizer.step
+    @contextmanager
+    def watching(self, optimizer: Any) -> Iterator[None]:
+        """Record the ``step`` of an optimizer that is not a subclass of torch's.
 
+        The class is changed, because jobs save and copy the instance.
+        """
+        kind = type(optimizer)
+        owner: Any = kind if hasattr(kind, "step") else optimizer
+        run, own = owner.step, vars(owner).get("step")
+        begins, before, ended = self.hooks.begins, self.hooks.uses, self.hooks.ended
+
+        @wraps(run)
         def step(*args: Any, **kwargs: Any) -> Any:
-            self._begins(optimizer)
-            self._before(optimizer)
+            if owner is kind and args[0] is not optimizer:
+                return run(*args, **kwargs)
+            begins(optimizer)
+            before(optimizer)
             result = run(*args, **kwargs)
-            self._ended(optimizer)
+            ended(optimizer)
             return result
 
-        optimizer.step = step
+        owner.step = step
+        try:
+            yield
+        finally:
+            if own is None:
+                del owner.step
+            else:
+                owner.step = own
 
     def _number(self, optimizer: Any) -> int | None:
         """Return the number of an optimizer; None if it is not recorded."""
@@ -380,13 +412,15 @@ class Recorder:
         return self.optimizers[key][0]
 
     def _state_of(self, optimizer: Any) -> State:
-        return State.of(optimizer, self.roots, self.begun)
+        # the first optimizer steps with the model
+        is_first = self._number(optimizer) == 0
+        return State.of(optimizer, self.roots, self.begun, buffers=is_first)
 
     # - The end
 
     def write(self) -> None:
         """Write the recording once; without a recorded step write the reason."""
-        if self.written:
+        if self.written or (self.done and os.getpid() != self.process):
             return
         if not self.done:
             with self.noting("writing"):
@@ -399,14 +433,22 @@ class Recorder:
         with self.noting("writing"):
             self._fill()
             try:
-                write_rank(self.out, _rank(), self.recording)
+                write_rank(self.out, self.rank, self.recording)
             except FileExistsError:
-                (self.out / f"{TWICE}{_rank()}").touch()
+                (self.out / f"{TWICE}{self.rank}").touch()
                 raise
             is_written = True
+        self._let_go()
         if not is_written:
             why = self.recording.notes[-1]
             print(f"gradparity: nothing was recorded: {why}", file=sys.stderr)
+
+    def _let_go(self) -> None:
+        """Drop all tensors: a job may train another model after this one."""
+        self.done, self.finals, self.roots = [], [], Roots()
+        self.optimizers, self.in_16_bits, self.blocks = {}, {}, None
+        for each in (self.running, self.starts, self.generators):
+            each.clear()
 
     def _write_why_not(self) -> None:
         calls = {
@@ -422,7 +464,6 @@ class Recorder:
     def _fill(self) -> None:
         """Read all numbers from their devices into the recording."""
         out = self.recording
-        out.world_size = dist.get_world_size() if dist.is_initialized() else 1
         out.drops = sorted(
             name
             for module in self.roots.called
@@ -467,6 +508,13 @@ class Recorder:
         sys.stderr.flush()
         os._exit(0)
 
+    def _noting_errors(self, hook: Callable[[Any], None]) -> Callable[[Any], None]:
+        def noted(optimizer: Any) -> None:
+            with self.noting("a step"):
+                hook(optimizer)
+
+        return noted
+
     @contextmanager
     def noting(self, what: str) -> Iterator[None]:
         """Note an error of the recorder and let the job go on."""
@@ -481,10 +529,17 @@ class Recorder:
 
 
 def _generators(module: nn.Module) -> list[Tensor]:
-    """Return the states of the random generators of the CPU and the model's device."""
+    """Return the states of Python's, numpy's and torch's random generators.
+
+    torch has one on the CPU, and one on the device of the model.
+    """
     device = next(module.parameters()).device
     own = [] if device.type in ("cpu", "meta") else [torch.get_device_module(device)]
-    return [torch.get_rng_state(), *(each.get_rng_state(device) for each in own)]
+    _, of_python, _ = random.getstate()
+    _, of_numpy, place, *_ = np.random.get_state()
+    numbers = [torch.tensor(of_python), torch.tensor([*map(int, of_numpy), place])]
+    states = [torch.get_rng_state(), *(each.get_rng_state(device) for each in own)]
+    return [*numbers, *states]
 
 
 def _has_values(tensor: Tensor) -> bool:
@@ -535,19 +590,20 @@ def record(
         yield
         return
     recorder.roots.places = places
-    recorder.roots.add(model)
-    with recorder.noting("the weights of the start"), torch.no_grad():
+    with recorder.noting("the model of record()"), torch.no_grad():
+        recorder.roots.add(model)
         recorder.prepare(model)
     if optimizers and all(isinstance(each, Optimizer) for each in optimizers):
         recorder.trained = set[int]().union(*map(parameters_of, optimizers))
-        recorder.declared = recorder.trained | {id(each) for each in model.modules()}
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            recorder.watch(optimizer)
-    try:
+        with recorder.noting("the model of record()"):
+            ids = {id(each) for each in model.modules()}
+            recorder.declared = recorder.trained | ids
+    with ExitStack() as stack:
+        stack.callback(recorder.write)
+        for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer):
+                stack.enter_context(recorder.watching(optimizer))
         yield
-    finally:
-        recorder.write()
 
 
 recorder: Recorder | None = None

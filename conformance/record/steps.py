@@ -120,7 +120,8 @@ class StepHooks:
 
 def parameters_of(optimizer: Any) -> set[int]:
     """Return the ids of the parameters that an optimizer trains."""
-    every = (p for group in optimizer.param_groups for p in group["params"])
+    groups = getattr(optimizer, "param_groups", ())  # a wrapper may have none
+    every = (p for group in groups for p in group["params"])
     return {id(p) for p in every if p.requires_grad}
 
 

@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -333,6 +334,7 @@ class Clipped:
             device: device of the parameters.
         """
         self._own, self._clipped = own, clipped
+        self._warned = False
         self._period, self._group, self._device = period, group, device
 
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
@@ -344,6 +346,15 @@ class Clipped:
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for parameter in self._own:
             squares += _square_of(parameter)
+        hidden = sum(not _is_laid_out_alike(each) for each in self._own)
+        if hidden and not self._warned:
+            self._warned = True
+            subject = counted(hidden, "gradient")
+            warn(
+                step,
+                f"clipped= checks nothing: {subject} of rank {rank_here()} is to be "
+                "summed yet, or is laid out otherwise than the weight",
+            )
         works = []
         if self._group is not None:
             works.append(dist.all_reduce(squares, group=self._group, async_op=True))
@@ -370,13 +381,19 @@ class Clipped:
         return (), read
 
 
+def _is_laid_out_alike(parameter: nn.Parameter) -> bool:
+    """Return False if a gradient is a partial sum, or has another box."""
+    gradient = parameter.grad
+    return gradient is None or place(gradient)[1] == place(parameter)[1]
+
+
 def _square_of(parameter: nn.Parameter) -> Tensor:
     """Return the sum of squares of a gradient; nan if it is a partial sum."""
     if parameter.grad is None:
         return torch.zeros(())
-    part, box = place(parameter.grad)
-    if box != place(parameter)[1]:
+    if not _is_laid_out_alike(parameter):
         return torch.tensor(math.nan)
+    part, _ = place(parameter.grad)
     norm: Tensor = torch.linalg.vector_norm(part, dtype=torch.float32)
     return norm.square()
 
@@ -504,8 +521,9 @@ def _number(group: Mapping[str, Any]) -> int | Tensor:
         for each in values if key != "params" else ():
             if isinstance(each, Tensor) and each.numel() != 1:
                 continue
-            if isinstance(each, bool | int | float | Tensor):
-                total = _wrapped(total * 31) + _wrapped(_bits(each) * (2 * at + 1))
+            if isinstance(each, Real | Tensor):
+                number = each if isinstance(each, Tensor) else float(each)
+                total = _wrapped(total * 31) + _wrapped(_bits(number) * (2 * at + 1))
     return _wrapped(total)
 
 
@@ -516,7 +534,7 @@ def _text_of(value: Any) -> str:
         return f"({', '.join(texts)})" if texts and all(texts) else ""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = float(value)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
     return f"{value:g}" if is_number else ""
 
 

@@ -6,18 +6,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["around_compiled", "children_of", "in_join", "joinable"]
+__all__ = ["around_compiled", "buffers_of", "children_of", "in_join", "joinable"]
 
 
 def children_of(module: nn.Module) -> Iterable[nn.Module | None]:
     """Return a module's children, without creating the object behind a lazy proxy."""
     children: dict[str, nn.Module | None] = module.__dict__["_modules"]
     return children.values()
+
+
+def buffers_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and buffers of a module's ``state_dict``, without calling that.
+
+    On a sharded model the call may need all ranks.
+    """
+    for path, each in module.named_modules():
+        for name, buffer in each._buffers.items():
+            if buffer is not None and name not in each._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
 
 
 def around_compiled(

@@ -119,6 +119,9 @@ class Watch:
 
     def close(self) -> None:
         """Read the last messages and stop watching; all ranks must call it."""
+        if not self.step and self.handles:
+            text = "no step of the watched optimizer was seen: watch the one that steps"
+            warn(0, text)
         self._stop()
         self._read(0, LAST_S)
 

@@ -1,7 +1,9 @@
 """Unedited jobs are recorded and compared."""
 
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -459,6 +461,57 @@ def test_the_exit_code_is_that_of_the_command(command: Command, tmp_path: Path) 
     assert not (tmp_path / "r").exists()  # the name can be used again
 
 
+SLOW_JOB = """\
+import signal, sys, time
+def saves(number, _):
+    time.sleep(1)
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.{0}, saves)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_job_that_is_asked_to_end_may_save_its_checkpoint(
+    tmp_path: Path, name: str
+) -> None:
+    """Ctrl-C reaches the job from the terminal, SIGTERM by the command above it."""
+    words = [sys.executable, "-c", SLOW_JOB.format(name)]
+    program = [sys.executable, "-m", "gradparity.conformance", "record"]
+    started = subprocess.Popen(
+        [*program, str(tmp_path / "r"), "--", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert started.stdout is not None
+    while "ready" not in started.stdout.readline():
+        assert started.poll() is None
+    if name == "SIGINT":
+        os.killpg(started.pid, signal.SIGINT)
+    else:
+        started.send_signal(signal.SIGTERM)
+    told, error = started.communicate()
+    assert told == "saved\n" and "no optimizer of torch was called" in error
+    assert started.returncode == 2  # of the recording: the job ended with 0
+
+
+def test_names_that_are_no_text_are_refused_or_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = os.fsdecode(b"a\xff")
+    assert main(["record", str(tmp_path / odd), "--", "true"]) == 2
+    assert "cannot be printed: choose another one" in capsys.readouterr().err
+    out = tmp_path / "run"
+    job = f"mkdir -p {out}/plain; touch {out}/plain/rank-0.safetensors"
+    words = ["sh", "-c", job, odd]
+    assert main(["record", str(out), "--noise", "0", "--", *words]) == 0
+    assert json.loads((out / "run.json").read_text())["command"][-1] == "a?"
+
+
 def test_a_command_that_does_not_exist_leaves_no_folder(tmp_path: Path) -> None:
     assert record(tmp_path / "r", of=["nosuchcommand"]).returncode == 2
     assert not (tmp_path / "r").exists()
@@ -565,6 +618,9 @@ def test_a_broken_recording_is_reported_in_one_line(
     later = manifest.replace(f'"version": {VERSION}', f'"version": {VERSION + 1}')
     (broken / "run.json").write_text(later)
     assert f"has version {VERSION + 1}, expected {VERSION}" in told()
+    runs = json.loads(manifest) | {"runs": []}
+    (broken / "run.json").write_text(json.dumps(runs))
+    assert "lists no run: record it again" in told()
     (broken / "run.json").write_text("{")
     assert "run.json: Input data was truncated" in told()
     (broken / "run.json").write_text(manifest)
@@ -572,8 +628,11 @@ def test_a_broken_recording_is_reported_in_one_line(
     whole = (one / "plain" / "rank-0.safetensors").read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     assert "is not a recording" in told()
-    path.write_bytes(whole.replace(b'\\"world_size\\":1', b'\\"world_size\\":2'))
+    of_two = whole.replace(b'\\"world_size\\":1', b'\\"world_size\\":2')
+    path.write_bytes(of_two)
     assert "these of 2 ranks wrote nothing: 1" in told()
+    path.with_name("rank-1.safetensors").write_bytes(whole)
+    assert "has files of several jobs, of other numbers of ranks" in told()
 
 
 @pytest.mark.parametrize("stop", [False, True])

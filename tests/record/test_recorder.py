@@ -3,13 +3,17 @@
 import copy
 import gc
 import pickle
+import random
+import weakref
 from collections import UserDict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,12 +22,13 @@ from torch import Tensor, nn
 import gradparity
 from gradparity.conformance.record.compare import compare
 from gradparity.conformance.record.equal import other_inputs, proved_names
+from gradparity.conformance.record.exact import compare_exactly
 from gradparity.conformance.record.merge import Run, Side, read_merged
 from gradparity.conformance.record.modules import OUTPUT
 from gradparity.conformance.record.orders import Orders
 from gradparity.conformance.record.recorder import Recorder
 from gradparity.conformance.record.rows import MOST, bag_of, rows_of
-from gradparity.multiprocess import Cluster, current_world
+from gradparity.multiprocess import Cluster, WorldError, current_world
 
 Losses = Iterator[Tensor]
 
@@ -159,6 +164,151 @@ class Wrapper(torch.optim.Optimizer):
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
         self.wrapped.step()
+
+
+class Group(Wrapper):
+    """Steps another optimizer, and has no param groups: torch's init is not called."""
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]  # it has none
+        raise AttributeError
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.wrapped.zero_grad(set_to_none)
+
+
+def test_buffers_are_compared_to_the_bit(tmp_path: Path) -> None:
+    """No gradient of training shows running statistics that a resume has lost."""
+
+    def run(name: str, momentum: float) -> Run:
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(3, momentum=momentum)
+        norm.register_buffer("cache", torch.full((1,), momentum), persistent=False)
+        model = nn.Sequential(nn.Linear(3, 3), norm)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        return recorded(tmp_path / name, trains(model, optimizer, 2), steps=(0, 2))
+
+    one, other = run("one", 0.1), run("other", 0.2)
+    names = {name for _, kind, name in one.tensors if kind == "buffer"}
+    assert names == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    told = compare_exactly(Side(name="a", run=one), Side(name="b", run=other)).lines
+    assert told == [
+        "step 0: the value of 1.running_mean has other bits",
+        "1 more difference in that step",
+    ]
+    same = compare_exactly(Side(name="a", run=one), Side(name="b", run=one))
+    assert same.code == 0
+
+
+def test_an_error_of_the_recorder_ends_no_job(tmp_path: Path) -> None:
+    """It was raised after the last recorded step, out of ``step``."""
+    model = nn.Linear(3, 1)
+    group = Group(torch.optim.SGD(model.parameters(), 0.1))
+    run = recorded(tmp_path, trains(model, group, 4), steps=(0, 2))
+    assert run.steps == [0, 1] and run.notes == ()
+
+
+def test_settings_may_be_numbers_of_numpy(tmp_path: Path) -> None:
+    """``group["lr"] = schedule[step]``: the recording was lost, or the rate of fp32."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    group = optimizer.param_groups[0]
+    group["lr"], group["weight_decay"] = np.float64(0.25), np.float32(0.5)
+    group["warmup"] = np.int64(3)
+    run = recorded(tmp_path, trains(model, optimizer), steps=(0, 1))
+    values = run.settings[0, "weight"]
+    kinds = {key: (values[key], type(values[key])) for key in group if key in values}
+    due = {"lr": (0.25, float), "weight_decay": (0.5, float), "warmup": (3, int)}
+    assert {key: kinds[key] for key in due} == due
+
+
+@pytest.mark.parametrize("draws", [random.random, np.random.random, torch.rand])
+def test_random_numbers_of_a_forward_are_seen(tmp_path: Path, draws: Any) -> None:
+    class Draws(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            draws(*([1] if draws is torch.rand else []))
+            return super().forward(inputs)
+
+    model = Draws(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run = recorded(tmp_path, trains(model, optimizer), steps=(0, 1))
+    assert run.drew == {0}
+
+
+def test_a_recorder_keeps_no_tensor_after_its_last_step(tmp_path: Path) -> None:
+    """A job may train one model after another, and needs the memory."""
+
+    def losses() -> Losses:
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        refs = [weakref.ref(each) for each in (model, optimizer, model.weight)]
+        yield from trains(model, optimizer, 2)
+        del model, optimizer
+        yield torch.zeros((), requires_grad=True)  # the loss before holds the model
+        gc.collect()
+        assert [each() for each in refs] == [None] * 3
+
+    assert recorded(tmp_path, losses(), steps=(0, 2)).steps == [0, 1]
+
+
+def test_a_fork_of_a_recorded_process_writes_nothing(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    recorder = Recorder(Orders(out=str(tmp_path), steps=(0, 3)))
+    recorder.install()
+    try:
+        for loss in trains(model, optimizer, 2):
+            loss.backward()
+        recorder.process -= 1  # as in a child
+        recorder.write()
+        assert not [*tmp_path.iterdir()]
+        recorder.process += 1
+        recorder.write()
+    finally:
+        recorder.remove()
+    assert read_merged(tmp_path).steps == [0, 1]
+
+
+@dataclass
+class Descent:
+    """An optimizer that is not one of torch, and that a job saves."""
+
+    param_groups: Any
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data -= 0.1 * parameter.grad
+
+    def zero_grad(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = None
+
+
+def test_an_optimizer_can_be_saved_while_it_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = Recorder(Orders(out=str(tmp_path), steps=(0, 2)))
+    monkeypatch.setattr("gradparity.conformance.record.recorder.recorder", each)
+    each.install()
+    model, before = nn.Linear(3, 1), Descent.step
+    optimizer, other = (
+        Descent([{"params": [*m.parameters()], "lr": 0.1}])
+        for m in (model, nn.Linear(3, 1))
+    )
+    try:
+        with gradparity.record(model, optimizer):
+            pickle.dumps(optimizer)
+            copy.deepcopy(optimizer)
+            for trained in (optimizer, other):
+                for loss in trains(model, trained, 1):
+                    for parameter in other.param_groups[0]["params"]:
+                        parameter.grad = torch.zeros_like(parameter)
+                    loss.backward()
+    finally:
+        each.remove()
+    assert Descent.step is before and "step" not in vars(optimizer)
+    assert read_merged(tmp_path).steps == [0]  # steps of the other one do not count
 
 
 @pytest.mark.parametrize("wrap", [Wrapper, lambda optimizer: optimizer])
@@ -568,6 +718,28 @@ class Averages(torch.optim.SGD):
         for parameter in self.param_groups[0]["params"]:
             dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
         return super().step(closure)
+
+
+def destroys(folder: str) -> None:
+    """Train fewer steps than are recorded, and destroy the process group."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    recorder = Recorder(Orders(out=folder, steps=(0, 3)))
+    recorder.install()
+    try:
+        for loss in trains(model, optimizer):
+            loss.backward()
+        dist.destroy_process_group()
+        recorder.write()
+    finally:
+        recorder.remove()
+
+
+def test_the_rank_is_that_of_the_recorded_steps(two: Cluster, tmp_path: Path) -> None:
+    with suppress(WorldError):  # the ranks have no process group any more
+        two.run(destroys, str(tmp_path))
+    assert read_merged(tmp_path).ranks == 2
 
 
 def averages(folder: str, rate: float) -> None:

@@ -19,7 +19,7 @@ from gradparity.conformance.record.compare import (
     Side,
     compare,
 )
-from gradparity.conformance.record.differences import _without_flips
+from gradparity.conformance.record.differences import KINDS, _without_flips
 from gradparity.conformance.record.exact import compare_exactly
 from gradparity.conformance.record.files import (
     Call,
@@ -633,6 +633,21 @@ def test_a_rank_that_leaves_out_a_step_is_told(tmp_path: Path) -> None:
     assert failed.code == SAME
 
 
+def test_an_inf_of_one_rank_and_a_weight_that_one_rank_leaves() -> None:
+    """One step shows neither what a rank that skips does, nor weights it gets."""
+    odd = Side(name="mesh", run=replace(run(4), apart={(1, "a"): (1,)}))
+    found = compare(ONE, odd)
+    assert found.code == DIFFERENT
+    told = "step 1: rank 1 of mesh has found an inf and does not step a, and other"
+    assert found.headline.startswith(told)
+    short = replace(ONE, run=run(steps=1))
+    for steps, code in ((1, UNDECIDED), (2, SAME)):
+        of = run(4, steps=steps)
+        found = against(replace(of, left={"a": (1,)}), short if steps == 1 else ONE)
+        assert found.code == code, found.lines
+        assert ("gets the new values: record 2 steps" in found.headline) == (code == 4)
+
+
 def test_rounding_does_not_hide_a_narrower_precision() -> None:
     other = replace(run(4), in_16_bits={"b": "bfloat16"})
     found = against(other)
@@ -646,6 +661,20 @@ def test_rounding_does_not_hide_a_narrower_precision() -> None:
     # hooks do not see the modules of a compiled model, and noise shows the precision
     coarse = replace(ONE, noisy=[rounded(each) for each in ONE.noisy])
     assert against(other, coarse).code == SAME
+
+
+def test_loose_bounds_are_told() -> None:
+    far = [replace(each, tensors={**each.tensors}) for each in ONE.noisy]
+    for noisy in far:
+        for step, kind, name in itertools.product((0, 1), KINDS, NAMES):
+            sketch = 1.02 * values(step, name)
+            noisy.tensors[step, kind, name] = whole(sketch, 1)  # type: ignore[index]
+    (told_once,) = [
+        line
+        for line in against(run(4), replace(ONE, noisy=far)).lines
+        if line.startswith("loose")
+    ]
+    assert told_once.startswith("loose: noise explains 16% of the median tensor's size")
 
 
 def test_zeros_are_no_comparison() -> None:
@@ -663,7 +692,7 @@ def test_zeros_are_no_comparison() -> None:
 
 
 def test_noise_needs_two_nudged_runs() -> None:
-    """Of an interrupted recording, the run again was all of its noise."""
+    """An interrupted recording had its second run as all of its noise."""
     few = replace(ONE, noisy=ONE.noisy[:2])
     found = against(run(4), few)
     assert found.code == UNDECIDED

@@ -15,7 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    distribute_tensor,
+)
 
 import gradparity
 from gradparity.conformance.rank.torch_internals import TorchDispatchMode
@@ -534,6 +539,40 @@ def sends_norms() -> tuple[bool, list[str]]:
             topic.give(0)
         refused.append(str(error.value))
     return type(number) is Tensor, refused
+
+
+def clips_partial_gradients() -> list[str]:
+    model = nn.Linear(2, 2, bias=False)
+    mesh = init_device_mesh("cpu", (2,))
+    weight = distribute_tensor(model.weight.detach(), mesh, [Replicate()])
+    model.weight = nn.Parameter(weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    clipped: Any = lambda: (9.0, 1.0)  # noqa: E731  # nothing was clipped
+    watching = gradparity.watch(model, optimizer, period=1, clipped=clipped)
+    with logged() as texts, watching:
+        for _ in range(2):
+            ones = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()])
+            model.weight.grad = ones
+            watching.stepped()
+    return texts
+
+
+def test_a_norm_of_partial_gradients_is_not_checked_without_a_word(
+    two: Cluster,
+) -> None:
+    """Norms in sequence parallelism have such gradients."""
+    first, second = two.run(clips_partial_gradients)
+    (told,) = first or second
+    assert "step 0: clipped= checks nothing: 1 gradient of rank 0 is to be" in told
+
+
+def test_a_watch_whose_optimizer_never_steps_says_so() -> None:
+    """The job made its optimizer again."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with logged() as texts, gradparity.watch(model, optimizer):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert len(texts) == 1 and "no step of the watched optimizer was seen" in texts[0]
 
 
 def test_a_norm_of_fsdp2_is_sent_as_a_plain_tensor(two: Cluster) -> None:
