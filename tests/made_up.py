@@ -4,7 +4,7 @@ import copy
 
 import numpy as np
 
-from gradparity.conformance import Evidence, Scenario, Status
+from gradparity.conformance import Evidence, Scenario
 from gradparity.conformance.comparison.doubts import doubts_of
 from gradparity.conformance.comparison.law import apply_checks
 from gradparity.conformance.comparison.measured import (
@@ -155,9 +155,3 @@ def finding(of: Evidence, law: str) -> Finding:
     """Return the finding of one check."""
     (verdict,) = [v for v in apply_checks(of) if v.law == law]
     return verdict
-
-
-def wrong_or_open(of: Evidence) -> dict[str, str]:
-    """Return the failed and inconclusive checks with their messages."""
-    bad = {Status.FAIL, Status.INCONCLUSIVE, Status.ERROR}
-    return {v.law: v.message for v in apply_checks(of) if v.status in bad}

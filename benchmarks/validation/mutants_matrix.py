@@ -11,9 +11,8 @@ import msgspec
 from gradparity.conformance.comparison.law import LAWS
 from gradparity.conformance.files import write_whole
 from gradparity.conformance.report.records import Header
-from gradparity.conformance.status import UsageError
 
-__all__ = ["Matrix", "Row", "as_text", "read_matrix", "write_matrix"]
+__all__ = ["Matrix", "Row", "as_text", "write_matrix"]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,15 +173,3 @@ def write_matrix(matrix: Matrix, folder: Path) -> Path:
     page = folder / "mutants.md"
     write_whole(page, as_text(matrix))
     return page
-
-
-def read_matrix(path: Path) -> Matrix:
-    """Read ``mutants.json``.
-
-    Raises:
-        UsageError: if the file is not such a matrix.
-    """
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Matrix)
-    except msgspec.DecodeError as error:
-        raise UsageError(f"{path} is no matrix of mutants: {error}") from error

@@ -12,7 +12,6 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
@@ -421,12 +420,7 @@ class ReportWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             with writing(self.path):  # closing retries what a full disk did not take
                 self._file.close()

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -201,13 +200,8 @@ class Runner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.place.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self.place.__exit__()
 
     def run(self, spec: str, scenario: Scenario, *, parity: bool = True) -> Case:
         """Train one scenario with one scaler, and check the run.

@@ -154,7 +154,7 @@ class Suite:
 
     def close(self) -> None:
         """End all ranks."""
-        self._runner.__exit__(None, None, None)
+        self._runner.__exit__()
 
     def _refuse_unfit(self) -> None:
         """Raise for scalers that lack methods, on the ranks that the tests use."""

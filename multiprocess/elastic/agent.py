@@ -24,7 +24,6 @@ import itertools
 import os
 import signal
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from .. import linux
@@ -108,12 +107,7 @@ class Agent:
         signal.signal(signal.SIGTERM, self._on_sigterm)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
         # The process is about to end. torchrun ends all processes when the first has
         # ended, so report the exit code before.

@@ -906,12 +906,6 @@ def test_a_checkpoint_holds_the_buffers_that_training_moves(
         assert words in told["trainer.weights"]
 
 
-class HidesItsAverage(Averages):
-    """No fault: it keeps an average, but has no method `ema`."""
-
-    ema = None  # type: ignore[assignment]  # as if it were not declared
-
-
 class OnTwoMeshes(Averages):
     """No fault; trains on two meshes."""
 

@@ -6,7 +6,6 @@ compile differs from the reference, and one that quietly runs eager code does no
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -251,33 +250,6 @@ class Inductor(FullyShard):
     """No fault: blocks are compiled to machine code."""
 
     backend: Backend = "inductor"
-
-
-class InTurns(Blocks):
-    """No fault: a forward for each of two optimizers, one after the other."""
-
-    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
-        made = super().parallelize(model, mesh)
-        named = [*made.named_parameters()]
-        return Parts(made, [self.optimizer(part) for part in (named[:6], named[6:])])
-
-    def weights(self, stack: "Parts") -> dict[str, Tensor]:
-        return dict(stack.module.named_parameters())
-
-    def train_step(
-        self, stack: "Parts", micro_batches: list[Batch], scaler: object
-    ) -> None:
-        for optimizer in stack.optimizers:
-            stack.module.zero_grad()
-            for x, y in micro_batches:
-                (self.loss(stack.module(x), y) / len(micro_batches)).backward()
-            optimizer.step()
-
-
-@dataclass
-class Parts:
-    module: nn.Module
-    optimizers: list[torch.optim.Optimizer]
 
 
 class Dropping(Blocks):
