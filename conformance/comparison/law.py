@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec.structs import asdict, replace
 
@@ -27,6 +28,7 @@ __all__ = [
     "Law",
     "Status",
     "apply_checks",
+    "failed",
     "law",
     "rank_list",
 ]
@@ -273,6 +275,18 @@ def bad_gradient(evidence: Evidence, seen: Sequence[StepTrace | Decision]) -> st
         if trace.non_finite:
             return f"{trace.non_finite[0]} is not finite on rank {rank.rank}"
     return ""
+
+
+def failed(*, message: str, step: int | None = None, **facts: Any) -> Finding:
+    """Return a finding that a check fails; its message begins with the step, if given.
+
+    Args:
+        message: what was got, and what was expected.
+        step: step that shows it.
+        facts: further fields of the finding.
+    """
+    begin = "" if step is None else f"step {step}: "
+    return Finding(status=Status.FAIL, message=begin + message, step=step, **facts)
 
 
 def skipped(message: str) -> Finding:

@@ -13,9 +13,9 @@ from ..law import (
     ANY_SHARE,
     Evidence,
     Finding,
-    Status,
     bad_gradient,
     count_or_inconclusive,
+    failed,
     law,
     of_buffer,
     rank_list,
@@ -74,9 +74,8 @@ def _split(
     # the smaller group is named as the one that differs
     minority = min(groups.values(), key=len)
     parts = [f"{rank_list(r)} {_words(what, v)}" for v, r in groups.items()]
-    return Finding(
-        status=Status.FAIL,
-        message=f"step {step}: {'; '.join(parts)}{cause and f' ({cause})'}",
+    return failed(
+        message=f"{'; '.join(parts)}{cause and f' ({cause})'}",
         step=step,
         ranks=tuple(minority),
         numbers={
@@ -192,9 +191,8 @@ def _torn(
 ) -> Finding:
     odd = [r for r, d in zip(ranks, digests, strict=True) if d != digests[0]]
     same = [r for r, d in zip(ranks, digests, strict=True) if d == digests[0]]
-    return Finding(
-        status=Status.FAIL,
-        message=f"step {step}: {name} on {rank_list(odd)} differs from its replica on "
+    return failed(
+        message=f"{name} on {rank_list(odd)} differs from its replica on "
         f"{rank_list(same)}",
         step=step,
         ranks=tuple(odd),

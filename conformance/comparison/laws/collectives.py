@@ -8,8 +8,8 @@ from ...rank.trace import Collective
 from ..law import (
     Evidence,
     Finding,
-    Status,
     count_or_inconclusive,
+    failed,
     law,
     say_tried_again,
     skipped,
@@ -38,9 +38,8 @@ def same_sequence(evidence: Evidence) -> Finding:
                 mine = [c for c in s.collectives if peer.rank in c.ranks]
                 theirs = [c for c in other.collectives if trace.rank in c.ranks]
                 if mine != theirs:
-                    return Finding(
-                        status=Status.FAIL,
-                        message=f"step {step}: rank {trace.rank} issued {_text(mine)}, "
+                    return failed(
+                        message=f"rank {trace.rank} issued {_text(mine)}, "
                         f"rank {peer.rank} {_text(theirs)}",
                         step=step,
                         ranks=(trace.rank,),
@@ -83,9 +82,8 @@ def _no_crosstalk(evidence: Evidence) -> Finding:
             got, want = s.checked_sum
             compared += 1
             if got != want:
-                return Finding(
-                    status=Status.FAIL,
-                    message=f"step {step}: the checked all-reduce {_gave(got)} on rank "
+                return failed(
+                    message=f"the checked all-reduce {_gave(got)} on rank "
                     f"{trace.rank}, expected {want:g}",
                     step=step,
                     ranks=(trace.rank,),

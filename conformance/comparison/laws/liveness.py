@@ -9,6 +9,7 @@ from ..law import (
     Finding,
     Status,
     count_or_inconclusive,
+    failed,
     law,
     rank_list,
     say_tried_again,
@@ -63,8 +64,7 @@ def _hang(evidence: Evidence, done: int) -> Finding:
     if waiting:
         only = "waits" if len(waiting) == 1 else "wait"
         text += f"; {rank_list(waiting)} only {only} for {verbs[1]}"
-    return Finding(
-        status=Status.FAIL,
+    return failed(
         message=text,
         ranks=tuple(hung),
         # no step is given, because the trace of a hung rank is lost with its process

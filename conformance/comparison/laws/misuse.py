@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..law import (
     Evidence,
     Finding,
-    Status,
     count_or_inconclusive,
+    failed,
     inconclusive,
     law,
     skipped,
@@ -30,8 +30,7 @@ def refused(evidence: Evidence) -> Finding:
             accepted = "was accepted and has to raise"
             done = f"raised {seen.error}" if seen.error else accepted
             if not seen.error or seen.changed:
-                return Finding(
-                    status=Status.FAIL,
+                return failed(
                     message=f"on rank {trace.rank} {seen.call} {done}"
                     f"{changes and f', and it changed {changes}'}",
                     ranks=(trace.rank,),

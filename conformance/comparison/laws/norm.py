@@ -16,8 +16,8 @@ from ...space.facts import clips_by_norm
 from ..law import (
     Evidence,
     Finding,
-    Status,
     count_or_inconclusive,
+    failed,
     inconclusive,
     law,
     rank_list,
@@ -111,13 +111,12 @@ def _misreported(
     rank, got = max(wrong.items(), key=lambda item: _distance(item[1], due))
     right = [r for r in reported if r not in wrong]
     others = f"; {rank_list(right)} right" if right else ""
-    return Finding(
-        status=Status.FAIL,
-        message=f"step {step}: {rank_list([*wrong])} wrong: rank {rank} reports the "
+    return failed(
+        message=f"{rank_list([*wrong])} wrong: rank {rank} reports the "
         f"norm {got:.6g}, that of the whole gradient is {due:.6g}, {got / due:.4g} "
         f"times it, bound {bound:.3g}{others}"
         if due
-        else f"step {step}: rank {rank} reports the norm {got:.6g} of a gradient of 0",
+        else f"rank {rank} reports the norm {got:.6g} of a gradient of 0",
         step=step,
         ranks=tuple(wrong),
         numbers={"got": got, "expected": due, "bound": bound},
@@ -308,9 +307,8 @@ def _clipped_otherwise(
     everything = len(wrong) == len(rows)
     whose = "every gradient" if everything else f"{', '.join(names[:4])}"
     more = f" and {len(names) - 4} more" if not everything and len(names) > 4 else ""
-    return Finding(
-        status=Status.FAIL,
-        message=f"step {worst.step}: {whose}{more} on {rank_list(ranks)} clipped by "
+    return failed(
+        message=f"{whose}{more} on {rank_list(ranks)} clipped by "
         f"another factor: {worst.parameter} on rank {worst.rank} came with "
         f"{worst.factor:.6g}, due is {worst.due:.6g} (clip_norm "
         f"{parity.clip_norm:g}, norm {parity.reference_norm[worst.step]:.6g}), bound "

@@ -12,6 +12,7 @@ from ..law import (
     Evidence,
     Finding,
     Status,
+    failed,
     inconclusive,
     law,
     of_buffer,
@@ -100,10 +101,8 @@ def _all_bad(evidence: Evidence) -> bool:
 
 
 def _departed(row: ParityRow, reference: str) -> Finding:
-    return Finding(
-        status=Status.FAIL,
-        message=f"step {row.step}: {_subject(row)} differs from {reference}"
-        + row.by_how_much,
+    return failed(
+        message=f"{_subject(row)} differs from {reference}" + row.by_how_much,
         step=row.step,
         # the mean over all ranks is compared, so no rank is named
         ranks=() if row.kind == "loss" else (row.rank,),

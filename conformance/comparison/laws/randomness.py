@@ -14,8 +14,8 @@ from ..law import (
     ANY_SHARE,
     Evidence,
     Finding,
-    Status,
     count_or_inconclusive,
+    failed,
     inconclusive,
     law,
     rank_list,
@@ -85,9 +85,8 @@ def _drawn(seen: StepTrace) -> Iterator[Draw]:
 def _wrong(
     message: str, step: int, rank: RankTrace, draw: Draw, compared: int
 ) -> Finding:
-    return Finding(
-        status=Status.FAIL,
-        message=f"step {step}: {draw}: {message}",
+    return failed(
+        message=f"{draw}: {message}",
         step=step,
         ranks=(rank.rank,),
         cause=f"{draw}",

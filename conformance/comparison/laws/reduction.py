@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...rank.trace import RankTrace, Reduction
-from ..law import Evidence, Finding, Status, count_or_inconclusive, law, skipped
+from ..law import Evidence, Finding, count_or_inconclusive, failed, law, skipped
 
 
 @law(
@@ -83,9 +83,8 @@ def _narrower(
     step: int, trace: RankTrace, seen: Reduction, parameters: list[str], compared: int
 ) -> Finding:
     whose = f", as many elements as {' or '.join(parameters[:4])}" if parameters else ""
-    return Finding(
-        status=Status.FAIL,
-        message=f"step {step}: rank {trace.rank} reduced gradients in {seen.dtype}, "
+    return failed(
+        message=f"rank {trace.rank} reduced gradients in {seen.dtype}, "
         f"promised is {trace.reduce_dtype}: {seen.collective}{whose}",
         step=step,
         ranks=(trace.rank,),

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from ...rank.trace import StepTrace
 from ...space.recipes import MANUAL_STEP
 from ...space.scenario import Scenario
-from ..law import Evidence, Finding, Status, count_or_inconclusive, law, skipped
+from ..law import Evidence, Finding, count_or_inconclusive, failed, law, skipped
 
 
 def expected_update(
@@ -123,9 +123,8 @@ def _broken(
     event = "a bad step" if bad else "a good step"
     if (chosen := _chosen(scenario, seen.step)) is not None:
         event = f"update({chosen:g})"
-    return Finding(
-        status=Status.FAIL,
-        message=f"step {seen.step}: after {event} rank {rank} went from scale "
+    return failed(
+        message=f"after {event} rank {rank} went from scale "
         f"{seen.scale_before:g}, tracker {_text(seen.growth_before)} to "
         f"{seen.scale_after:g}, {_text(seen.growth_after)}; the rule says "
         f"{want[0]:g}, {_text(want[1])}",
@@ -151,9 +150,8 @@ def positive(evidence: Evidence) -> Finding:
         for s, trace in zip(seen, evidence.ranks, strict=True):
             compared += 1
             if not (math.isfinite(s.scale_after) and s.scale_after > 0):
-                return Finding(
-                    status=Status.FAIL,
-                    message=f"step {step}: rank {trace.rank} holds the scale "
+                return failed(
+                    message=f"rank {trace.rank} holds the scale "
                     f"{s.scale_after}, expected a positive, finite one",
                     step=step,
                     ranks=(trace.rank,),
@@ -187,9 +185,8 @@ def continuity(evidence: Evidence) -> Finding:
                 whence = f"left step {after.step - 1} with"
                 if not after.step:
                     whence = "loaded, from another number of ranks,"
-                return Finding(
-                    status=Status.FAIL,
-                    message=f"step {after.step}: rank {trace.rank} {whence} scale "
+                return failed(
+                    message=f"rank {trace.rank} {whence} scale "
                     f"{left[0]:g}, tracker {_text(left[1])}, "
                     f"and starts with {start[0]:g}, {_text(start[1])}",
                     step=after.step,

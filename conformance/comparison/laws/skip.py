@@ -19,6 +19,7 @@ from ..law import (
     Status,
     bad_gradient,
     count_or_inconclusive,
+    failed,
     law,
     rank_list,
     skipped,
@@ -63,9 +64,8 @@ def all_ranks_step(evidence: Evidence) -> Finding:
         if still:
             part = _part(seen)
             own = len(still) == len(seen) and not part and _steps_itself(evidence)
-            return Finding(
-                status=Status.FAIL,
-                message=f"step {step}: {rank_list(still)} did not step {part}"
+            return failed(
+                message=f"{rank_list(still)} did not step {part}"
                 f"{_reason(evidence, step)}{OWN_SKIP if own else ''}",
                 step=step,
                 ranks=tuple(still),
@@ -144,9 +144,8 @@ def _still_at_bad_steps(
         compared += sum(moved(s) is not None for s in seen)
         ranks = _ranks(evidence, seen, lambda s: moved(s) is True)
         if ranks:
-            return Finding(
-                status=Status.FAIL,
-                message=f"step {step}: {words.format(ranks=rank_list(ranks))} although "
+            return failed(
+                message=f"{words.format(ranks=rank_list(ranks))} although "
                 f"{bad_gradient(evidence, seen)}",
                 step=step,
                 ranks=tuple(ranks),

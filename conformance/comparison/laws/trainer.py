@@ -21,6 +21,7 @@ from ..law import (
     Status,
     bad_gradient,
     count_or_inconclusive,
+    failed,
     inconclusive,
     law,
     rank_list,
@@ -43,9 +44,8 @@ class _Beside:
     """Reason of the skip, in parentheses."""
 
     def fail(self, message: str, compared: int, cause: str = "") -> Finding:
-        return Finding(
-            status=Status.FAIL,
-            message=f"step {self.step}: {message}",
+        return failed(
+            message=f"{message}",
             step=self.step,
             ranks=(self.rank,),
             cause=cause,
@@ -131,9 +131,8 @@ def _loads(evidence: Evidence, what: str, subject: str) -> _Loads:
             loads.missed += 1
             loads.stopped = True
         elif saved[1] != loaded[0]:
-            loads.lost = Finding(
-                status=Status.FAIL,
-                message=f"step {scenario.resume_step}: {subject} on rank {trace.rank} "
+            loads.lost = failed(
+                message=f"{subject} on rank {trace.rank} "
                 "is not the one that was saved, once the stack is loaded from its own "
                 "checkpoint",
                 step=scenario.resume_step,
@@ -324,9 +323,8 @@ def _beside_one_rank(evidence: Evidence) -> tuple[int, int, Finding | None]:
                 compared += 1
                 if error <= bound:
                     continue
-                finding = Finding(
-                    status=Status.FAIL,
-                    message=f"step {at.step}: the running average of {name} on rank "
+                finding = failed(
+                    message=f"the running average of {name} on rank "
                     f"{trace.rank} is {error:.3g} away from that of the same training "
                     "on one rank with whole batches, and the weights are at most "
                     f"{far:.3g} apart: it moves more or less often than once a step, "
@@ -398,9 +396,8 @@ def _torn(evidence: Evidence) -> tuple[int, Finding | None]:
             compared += 1
             first, expected = moving[0]
             if now != expected:
-                return compared, Finding(
-                    status=Status.FAIL,
-                    message=f"step {step}: the running average of {name} on rank "
+                return compared, failed(
+                    message=f"the running average of {name} on rank "
                     f"{rank} differs from that on rank {first}, which has the same "
                     "weights and had the same average before",
                     step=step,
@@ -502,8 +499,7 @@ def checkpoint(evidence: Evidence) -> Finding:
     for rank, each in restored_by_rank.items():
         if each.loaded != each.saved:
             lost = "that of a new scaler" if each.loaded == each.new else "another one"
-            return Finding(
-                status=Status.FAIL,
+            return failed(
                 message=f"rank {rank} saved {_state(each.saved)}, and a new scaler has "
                 f"{_state(each.loaded)} after the load: {lost}",
                 ranks=(rank,),
@@ -545,9 +541,8 @@ def settings(evidence: Evidence) -> Finding:
                 text = f"{differs} in a second run, before anything was loaded"
                 return inconclusive(f"step {step}, rank {trace.rank}: {text}")
             if differs:
-                return Finding(
-                    status=Status.FAIL,
-                    message=f"step {step}: {differs} in the same run without the "
+                return failed(
+                    message=f"{differs} in the same run without the "
                     f"interruption, on rank {trace.rank}; the stack's own checkpoint "
                     f"was loaded before step {loaded}",
                     step=step,
@@ -579,9 +574,8 @@ def weights(evidence: Evidence) -> Finding:
     for rank, (same, lost) in loaded_by_rank.items():
         compared += same
         if lost:
-            return Finding(
-                status=Status.FAIL,
-                message=f"step {scenario.resume_step}: {lost} on rank {rank} is "
+            return failed(
+                message=f"{lost} on rank {rank} is "
                 "not the weight that was saved, once the stack is loaded from its own "
                 "checkpoint",
                 step=scenario.resume_step,
@@ -592,9 +586,8 @@ def weights(evidence: Evidence) -> Finding:
             )
     for trace in evidence.ranks:
         if trace.lost_buffer:
-            return Finding(
-                status=Status.FAIL,
-                message=f"step {scenario.resume_step}: the buffer {trace.lost_buffer} "
+            return failed(
+                message=f"the buffer {trace.lost_buffer} "
                 f"on rank {trace.rank} is that of a new model, once the stack is "
                 "loaded from its own checkpoint, and training had moved it",
                 step=scenario.resume_step,

@@ -12,8 +12,8 @@ from ...rank.trace import RankTrace, StepTrace
 from ..law import (
     Evidence,
     Finding,
-    Status,
     count_or_inconclusive,
+    failed,
     inconclusive,
     law,
     skipped,
@@ -89,9 +89,8 @@ def _undecided(evidence: Evidence) -> Finding | None:
 
 
 def _differs(rank: int, step: int, name: str, what: str, compared: int) -> Finding:
-    return Finding(
-        status=Status.FAIL,
-        message=f"step {step}: {what} on rank {rank} is not bitwise what the run "
+    return failed(
+        message=f"{what} on rank {rank} is not bitwise what the run "
         "without a scaler gives",
         step=step,
         ranks=(rank,),
