@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from ..conformance.cli.arguments import Parser
 from ..conformance.cli.converters import file, one_of
-from ..conformance.cli.values import check_spec
 from ..conformance.files import create, writing
 from ..conformance.output import say
 from ..conformance.status import EXIT_CODES, USAGE, UsageError, WriteError, plain
@@ -120,7 +119,6 @@ def _init(parsed: argparse.Namespace) -> int:
         _refuse_existing(job, "move it away, or write the job into it by hand")
     if job is None or parsed.out is not None:
         _refuse_existing(out, "choose another name with --out")
-    check_spec(spec)
     # Import this late: all errors that need no torch are reported by now.
     from ..conformance.draft.source import find_source, load, names_workload
 

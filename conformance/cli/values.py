@@ -1,4 +1,4 @@
-"""Check values before torch is imported, which takes seconds.
+"""Check names of tables before torch is imported, which takes seconds.
 
 Values that need an import are checked later.
 """
@@ -6,19 +6,13 @@ Values that need an import are checked later.
 from __future__ import annotations
 
 import argparse
-import os
-import re
 from collections.abc import Mapping
-from contextlib import suppress
-from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from ..status import UsageError, did_you_mean, id_parts, unknown
 from .tables import law_texts, names_of
 
-__all__ = ["check_alone", "check_spec", "check_values"]
+__all__ = ["check_alone", "check_values"]
 
 _OPTIONS = ("topology", "model", "precision", "optimizer", "preset")
 """Options whose values are names of a table."""
@@ -61,9 +55,6 @@ def check_values(parsed: argparse.Namespace) -> None:
         _check_id(text)
     if parsed.command == "explain" and "/" not in parsed.what:
         _check_law(parsed.what)
-    for spec in [workload, *(getattr(parsed, "scaler", None) or ())]:
-        if ":" in spec:
-            check_spec(spec)
 
 
 def _check(what: str, given: list[str]) -> None:
@@ -93,47 +84,3 @@ def _check_id(text: str) -> None:
         _check("topology", [topology])
         _check("precision", [precision])
         _check("optimizer", [optimizer])
-
-
-def check_spec(spec: str) -> None:
-    """Raise for a missing module, or an attribute that its source never mentions."""
-    module, _, attribute = spec.partition(":")
-    parts = [*module.split("."), attribute]
-    if parts[-2:-1] == ["py"] or not all(part.isidentifier() for part in parts):
-        return  # a file, which is refused where it would be imported
-    module_spec, here = _find(module), Path.cwd()
-    if module_spec is None:
-        top = module.partition(".")[0]
-        if _find(top) is None:
-            near = did_you_mean(top, [path.stem for path in here.glob("*.py")])
-            raise UsageError(f"cannot import {spec}: there is no module {top}{near}")
-        return  # a package may create modules when it is imported
-    if not module_spec.origin or not module_spec.origin.endswith(".py"):
-        return
-    source = Path(module_spec.origin).read_text(encoding="utf-8", errors="replace")
-    words = set(re.findall(r"\w+", source))
-    # A module may define names dynamically.
-    if attribute in words or words & _DYNAMIC or "import *" in source:
-        return
-    raise UsageError(
-        f"{spec}: module {module} has no attribute {attribute!r}"
-        f"{did_you_mean(attribute, words)}"
-    )
-
-
-_DYNAMIC = {"__getattr__", "__dict__", "exec", "globals", "modules", "setattr", "vars"}
-
-
-def _find(module: str) -> ModuleSpec | None:
-    """Return the spec of a module, or None, without importing its packages."""
-    top, *inner = module.split(".")
-    module_spec = PathFinder.find_spec(top, [os.getcwd()])
-    with suppress(ValueError):  # __main__ has no spec
-        module_spec = module_spec or find_spec(top)
-    for part in inner:
-        if module_spec is None or module_spec.submodule_search_locations is None:
-            return None
-        # Use the last part of the name: for its whole name a namespace package would be
-        # looked up in sys.modules, which lacks it.
-        module_spec = PathFinder.find_spec(part, module_spec.submodule_search_locations)
-    return module_spec
