@@ -281,7 +281,7 @@ def failed(*, message: str, step: int | None = None, **facts: Any) -> Finding:
     """Return a finding that a check fails; its message begins with the step, if given.
 
     Args:
-        message: what was got, and what was expected.
+        message: sentence with the value that a rank got, and the expected one.
         step: step that shows it.
         facts: further fields of the finding.
     """

@@ -166,6 +166,9 @@ class Parity:
     gradparity did not see what an optimizer used."""
     unseen_buffer: str = ""
     """First buffer that training changes and that no rank recorded; else empty."""
+    moved_buffer: tuple[str, int, int] | None = None
+    """Name, step and rank of the first buffer that a rank moves and training on one
+    process leaves; else None."""
     undecided: str = ""
     """Reason why no value can be compared with the reference; else empty."""
     narrow_loss: str = ""

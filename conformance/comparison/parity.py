@@ -172,6 +172,7 @@ def measure_parity(scenario: Scenario, traces: Sequence[RankTrace]) -> Parity:
         ),
         still=frozenset(_still(schedule, traces, parity_bounds)),
         unseen_buffer=_unseen_buffer(scenario, traces, parity_bounds.truth),
+        moved_buffer=_moved_buffer(scenario, traces, parity_bounds.truth),
         narrow_loss=_narrow_loss(parity_bounds.noisy, returned),
         stack_schedule=moved_by_stack,
     )
@@ -230,6 +231,21 @@ def _unseen_buffer(
     }
     moved = (name for name, update in truth.updates[-1].items() if update.any())
     return next((name for name in moved if name not in seen), "")
+
+
+def _moved_buffer(
+    scenario: Scenario, traces: Sequence[RankTrace], truth: Reference
+) -> tuple[str, int, int] | None:
+    """Return the first buffer that a rank changes and the truth leaves as it is."""
+    if not scenario.parsed_precision.is_full or not truth.updates:
+        return None  # rounding may move it
+    still = {name for name, update in truth.updates[-1].items() if not update.any()}
+    for trace in traces:
+        for at in trace.steps:
+            for name in still & at.buffers.keys() & trace.buffers.keys():
+                if not np.array_equal(at.buffers[name], trace.buffers[name]):
+                    return name, at.step, trace.rank
+    return None
 
 
 def _narrow_loss(runs: Sequence[Reference], returned: set[str]) -> str:

@@ -196,6 +196,33 @@ class Balances(Right):
         return torch.optim.SGD([p for _, p in parameters], lr=0.1)
 
 
+class Marks(Balances):
+    """On several ranks ``train_step`` moves a buffer that no forward reads."""
+
+    def model(self) -> nn.Module:
+        model = Router()
+        model.register_buffer("mark", torch.zeros(2))
+        return model
+
+    def train_step(self, stack: Any, micro_batches: list[Batch], scaler: Any) -> Any:
+        if dist.get_world_size() > 1:
+            stack.mark += 1
+        return super().train_step(stack, micro_batches, scaler)
+
+
+class MarksBesideLoss(Marks):
+    """The same with the plain reference, which does not call ``train_step``."""
+
+    reference = None  # type: ignore[assignment]  # as if it were not declared
+
+    def model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+        model.register_buffer("mark", torch.zeros(2))
+        model.register_buffer("load", torch.zeros(4), persistent=False)
+        model.register_buffer("bias", torch.zeros(4), persistent=False)
+        return model
+
+
 class BalancesItsOwn(Balances):
     """The bias of a rank follows the rank's own load."""
 
@@ -290,6 +317,16 @@ def test_a_buffer_that_no_rank_shows_is_inconclusive(runner: Runner) -> None:
     assert "moves the buffer 3.running_mean, and gradparity sees it whole on no" in (
         told.message
     )
+
+
+def test_a_buffer_that_only_ranks_move_is_no_pass(runner: Runner) -> None:
+    told = failed(checked(runner, Marks, DATA))["parity.update"]
+    assert (told.step, told.ranks, told.parameter) == (0, (0,), "mark")
+    assert "rank 0 moves the buffer mark, and one process leaves it" in told.message
+    case = checked(runner, MarksBesideLoss, DATA)
+    assert failed(case) == {}
+    (unclear,) = [v for v in case.verdicts if v.status == "inconclusive"]
+    assert 'reference = "one rank"' in unclear.message
 
 
 class NamesNothing(StatisticsOfRanks):

@@ -196,7 +196,18 @@ def gradient(evidence: Evidence) -> Finding:
 def update(evidence: Evidence) -> Finding:
     """Compare local parameters minus their initial values, and buffers."""
     finding, parity = _parity(evidence, "update"), evidence.parity
-    if parity is None or not parity.unseen_buffer or finding.status != Status.PASS:
+    if parity is None or finding.status != Status.PASS:
+        return finding
+    if parity.moved_buffer is not None:
+        name, step, rank = parity.moved_buffer
+        text = f"rank {rank} moves the buffer {name}, and one process leaves it"
+        if parity.reference:
+            text = f"{text}. {of_buffer(name)}"
+            counts = {"compared": finding.compared, "ranks": (rank,)}
+            return failed(message=text, step=step, parameter=name, **counts)
+        text = f"step {step}: {text}; if train_step moves it: {REFERENCE_LINE}"
+        return replace(finding, status=Status.INCONCLUSIVE, message=text)
+    if not parity.unseen_buffer:
         return finding
     text = (
         f"training on one process moves the buffer {parity.unseen_buffer}, and "
