@@ -14,6 +14,7 @@ from rich.console import Console
 from ...fixtures import WorkloadError
 from ...multiprocess import HarnessError
 from ...multiprocess.elastic.agent import Agent, Ended
+from ..output import say
 from ..rank.devices import Devices
 from ..rank.scaler_spec import NO_SCALER, load_scaler, refuse_mixed, refuse_unfit
 from ..report.page import write_page
@@ -33,6 +34,7 @@ from ..status import (
     UsageError,
     WriteError,
     as_usage,
+    counted,
 )
 from .launcher import AloneError, Place, place_of
 from .recorder import Recorder, make_header
@@ -134,7 +136,11 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
             load_scaler(spec, folder)
         pairs = [(spec, scenario) for scenario in scenarios for spec in scalers]
         # Place.not_runnable skips a scenario whose first phase needs a larger world
-        place.check([scenario.world_size for scenario in scenarios])
+        most = max(scenario.world_size for scenario in scenarios)
+        place.check([most])
+        if agent is None and most > CROWD * (cores := os.cpu_count() or 1):
+            where = f"{most} ranks on {counted(cores, 'core')}"
+            say(f"gradparity: {where} take long: see --world-size", error=True)
         # before the report is opened, since a refused scaler must not replace an older
         # report
         for spec in scalers if settings.refuse_unfit else ():
@@ -234,6 +240,8 @@ class _Raised:
         )
 
 
+CROWD = 16
+"""Number of ranks for each core above which a run says that it takes long."""
 _NUMBER = re.compile(r"\d+")
 
 

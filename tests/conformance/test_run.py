@@ -124,6 +124,21 @@ def test_an_error_of_another_scaler_leaves_the_report_complete(
     assert not report().incomplete
 
 
+def test_a_crowd_of_ranks_is_announced(
+    coming: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """256 ranks on 2 cores started without a word."""
+    for cores, told in ((1, "2 ranks on 1 core take long"), (2, "")):
+        coming += ["pass", "pass", "pass"]
+        monkeypatch.setattr("gradparity.conformance.run.session.CROWD", 1)
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        assert run() == 0
+        error = capsys.readouterr().err
+        assert told in error and bool(told) == ("take long" in error)
+
+
 def test_a_workload_that_hangs_twice_ends_the_run(coming: list[str]) -> None:
     # regression: P13, 14 scenarios waited for the time limit each
     coming += ["hangs", "hangs", "pass"]
