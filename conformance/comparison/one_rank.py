@@ -340,7 +340,7 @@ def _train(
     @contextmanager
     def around(engine: Engine, step: int) -> Iterator[None]:
         if alone.variation.redrawn:
-            torch.manual_seed(1000 * alone.variation.redrawn + step)
+            seed_everything(1000 * alone.variation.redrawn + step)
         watching = (
             watched_step(engine, step, watched)
             if watched is not None and step == steps - 1

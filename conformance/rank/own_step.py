@@ -349,8 +349,9 @@ class OwnStep:
         back = [name for name in moved if loaded[name] != new[name]]
         # over all ranks: one may hold nothing, and all must raise together
         other = [what for what, was in states.items() if states_saved.get(what) != was]
-        changed: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(changed, other[:1])
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (other[:1], moved_buffers))
+        changed = [what for what, _ in everyone]
         counts = torch.tensor(
             [len(moved), len(back), int(saved != before)], device=engine.device
         )
@@ -371,37 +372,39 @@ class OwnStep:
             )
         lost = [name for name in moved if loaded[name] != saved[name]]
         trace.loaded = len(moved) - len(lost), (lost or [""])[0]
-        # other values may come from another rank, which saved for all
         now = digests_of_buffers(engine)
-        trace.lost_buffer = next(
-            (
-                name
-                for name, was in moved_buffers.items()
-                if now.get(name) == new_buffers.get(name) != was
-            ),
-            "",
-        )
+        for name, was in moved_buffers.items():
+            # one rank may save its own value for all
+            of_ranks = {buffers.get(name, was) for _, buffers in everyone}
+            is_new = now.get(name) == new_buffers.get(name) != was
+            if is_new or now.get(name) not in of_ranks:
+                trace.lost_buffer = trace.lost_buffer or name
 
     def _weights(self) -> dict[str, str]:
         return {n: digest(part) for n, part in self.engine.local_tensors().items()}
 
     def _states(self) -> dict[str, str]:
-        """Return description -> digest of state that a save must not change.
+        """Return description -> digest of what a save must not change, beside weights.
 
-        These are the states of optimizers, and the mode (train or eval) of each module.
+        These are states and settings of optimizers, buffers, the mode of each module
+        (train or eval), and which parameters require a gradient.
         """
-        states = {
-            f"the state of optimizer {n} ({type(each).__name__})": optimizer_digest(
-                each
-            )
-            for n, each in enumerate(self.engine.optimizers)
-        }
-        modes = {
-            f"the mode (train or eval) of {name or 'the model'}": str(module.training)
-            for root in modules_in(self.engine.module)
-            for name, module in root.named_modules()
-        }
-        return states | modes
+        states: dict[str, str] = {}
+        for n, each in enumerate(self.engine.optimizers):
+            which = f"optimizer {n} ({type(each).__name__})"
+            states[f"the state of {which}"] = optimizer_digest(each)
+            for at, group in enumerate(getattr(each, "param_groups", ())):
+                for key in group.keys() - {"params"}:
+                    states[f"{key} of group {at} of {which}"] = repr(group[key])
+        for root in modules_in(self.engine.module):
+            for name, module in root.named_modules():
+                mode = f"the mode (train or eval) of {name or 'the model'}"
+                states[mode] = str(module.training)
+        for name, value in digests_of_buffers(self.engine).items():
+            states[f"the buffer {name}"] = value
+        for name, parameter in self.engine.parameters.items():
+            states[f"requires_grad of {name}"] = str(parameter.requires_grad)
+        return states
 
     @contextmanager
     def _checkpoint(self) -> Iterator[Callable[[], None]]:

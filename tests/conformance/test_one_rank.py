@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -333,6 +334,19 @@ class Draws(Alone):
         return super().backward(stack, noisy, scaler)
 
 
+class DrawsFromNumpy(Alone):
+    """The noise comes from numpy's generator."""
+
+    def backward(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> float:
+        noisy = [
+            (x + torch.from_numpy(np.random.randn(*x.shape)).to(x), y)
+            for x, y in micro_batches
+        ]
+        return super().backward(stack, noisy, scaler)
+
+
 class Noise(nn.Module):
     """Layer that always adds noise; it has no probability that could be set to 0."""
 
@@ -380,6 +394,7 @@ def test_training_that_is_not_deterministic_is_inconclusive(runner: Runner) -> N
     )
     for stack, words in (
         (Draws, "on one rank train_step itself drew random numbers in the passes"),
+        (DrawsFromNumpy, "on one rank train_step itself drew random numbers in the"),
         (DrawsInALayer, "on one rank Noise 1 drew random numbers in the passes"),
     ):
         found = case(runner, own(stack))

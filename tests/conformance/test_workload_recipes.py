@@ -730,6 +730,47 @@ class AveragesOfSums(Averages):
             stack.kept[name.removeprefix("module.")].lerp_(total, 0.1)
 
 
+class AveragesAPart(Averages):
+    """On several ranks one parameter has no average."""
+
+    def ema(self, stack: Engine) -> dict[str, Tensor]:
+        averages = super().ema(stack)
+        lacks = [*averages][0] if torch.distributed.get_world_size() > 1 else None
+        return {n: average for n, average in averages.items() if n != lacks}
+
+
+class AveragesItsShards(TrainsSharded):
+    """Rank 0 alone keeps an average, and has a part of each weight."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        engine = super().parallelize(model, mesh)
+        parts = engine.module.state_dict().items()
+        engine.kept = {n: part.to_local().clone() for n, part in parts}
+        return engine
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        returned = super().train_step(stack, micro_batches, scaler)
+        for name, weight in stack.module.state_dict().items():
+            stack.kept[name].lerp_(weight.to_local(), 0.1)
+        return returned
+
+    def ema(self, stack: Engine) -> dict[str, Tensor]:
+        return {} if torch.distributed.get_rank() else dict(stack.kept)
+
+
+class AveragesRoundWeights(Averages):
+    """Weights begin as numbers of bf16, and the average never moves on the mesh."""
+
+    def model(self) -> nn.Module:
+        return super().model().bfloat16().float()
+
+    def move(self, stack: Engine) -> None:
+        if torch.distributed.get_world_size() == 1:
+            super().move(stack)
+
+
 class FailsOnOneRank(Averages):
     """No fault on two ranks, and one rank raises an error."""
 
@@ -761,6 +802,7 @@ class AveragesFlat(AveragesWhole):
         (AveragesWholeTwice, "plain", True),
         (TwiceOnOneRank, "plain", True),
         (AveragesOfSums, "plain", True),
+        (AveragesRoundWeights, "plain", True),
         (Averages, "frozen", False),
         (Averages, "clip-norm", False),
         (EachPassOnOneRank, "accumulate", True),
@@ -778,6 +820,17 @@ def test_an_average_is_that_of_one_rank(
     assert [*told] == ["trainer.average"] * caught
     if caught:
         assert "of the same training on one rank" in told["trainer.average"]
+
+
+@pytest.mark.parametrize(
+    ("stack", "words"), [(AveragesAPart, "0 of "), (AveragesItsShards, "32 of 64 ")]
+)
+def test_ranks_together_have_the_whole_average(
+    runner: Runner, stack: type, words: str
+) -> None:
+    told = failed_checks(runner.run("none", here(stack, "plain")))
+    assert [*told] == ["trainer.average"]
+    assert f"all ranks together have {words}" in told["trainer.average"]
 
 
 def test_an_average_of_half_precision_is_that_of_one_rank(runner: Runner) -> None:
@@ -892,9 +945,22 @@ class LosesCounts(SavesStatistics):
         return {n: t for n, t in state.items() if t.is_floating_point()}
 
 
+class CountsAgain(SavesStatistics):
+    """A load gives a buffer a value that no rank had saved."""
+
+    def load_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
+        super().load_checkpoint(stack, scaler, folder)
+        stack.module.get_buffer("module.1.calls").add_(7)
+
+
 @pytest.mark.parametrize(
     ("stack", "lost"),
-    [(SavesStatistics, ""), (LosesStatistics, "1.mean"), (LosesCounts, "1.calls")],
+    [
+        (SavesStatistics, ""),
+        (LosesStatistics, "1.mean"),
+        (LosesCounts, "1.calls"),
+        (CountsAgain, "1.calls"),
+    ],
 )
 def test_a_checkpoint_holds_the_buffers_that_training_moves(
     runner: Runner, stack: type, lost: str
@@ -902,7 +968,7 @@ def test_a_checkpoint_holds_the_buffers_that_training_moves(
     told = failed_checks(runner.run("none", here(stack, "resume")))
     assert [*told] == ["trainer.weights"] * bool(lost), told
     if lost:
-        words = f"the buffer {lost} on rank 0 is that of a new model, once the stack"
+        words = f"the buffer {lost} on rank 0 is not the one that was saved, once the"
         assert words in told["trainer.weights"]
 
 
@@ -940,10 +1006,37 @@ class EvaluatesAfterASave(Averages):
         stack.module.eval()
 
 
+class ResetsInASave(SavesStatistics):
+    """A save moves the statistics of the running job."""
+
+    def save_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
+        super().save_checkpoint(stack, scaler, folder)
+        stack.module.get_buffer("module.1.mean").zero_()
+
+
+class LeavesItsRate(Averages):
+    """A save leaves the learning rate of an evaluation."""
+
+    def save_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
+        super().save_checkpoint(stack, scaler, folder)
+        stack.optimizer.param_groups[0]["lr"] = 0.5
+
+
+class FreezesInASave(Averages):
+    """A save turns gradients off."""
+
+    def save_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
+        super().save_checkpoint(stack, scaler, folder)
+        stack.module.requires_grad_(False)
+
+
 @pytest.mark.parametrize(
     ("stack", "words"),
     [
         (LosesItsStateInASave, "changed the state of optimizer 0 ("),
+        (ResetsInASave, "changed the buffer 1.mean on rank 0"),
+        (LeavesItsRate, "changed lr of group 0 of optimizer 0 ("),
+        (FreezesInASave, "changed requires_grad of "),
         (EvaluatesAfterASave, "changed the mode (train or eval) of the model"),
     ],
 )

@@ -256,6 +256,8 @@ def average(evidence: Evidence) -> Finding:
     if torn is not None:
         return torn
     beside, lost, moved = _beside_one_rank(evidence)
+    if moved is None:
+        moved = _lacks(evidence)
     if moved is not None:
         return moved
     compared += beside
@@ -305,9 +307,11 @@ def _beside_one_rank(evidence: Evidence) -> tuple[int, int, Finding | None]:
         for at, averages, updates in steps:
             for name, values in at.averages.items():
                 places = trace.places_of_average(name, len(values))
-                if places is None or name not in averages or _is_narrow(values):
+                if places is None or name not in averages:
                     continue
                 start, due = alone.start[name][places], averages[name][places]
+                if _is_narrow(values) and _is_narrow(start + due):
+                    continue
                 weights = _weights_at(evidence.ranks, trace, at.step, name, places)
                 alone_weights = start + updates[name][places]
                 if not np.isfinite([weights, alone_weights]).all():
@@ -338,6 +342,35 @@ def _beside_one_rank(evidence: Evidence) -> tuple[int, int, Finding | None]:
                 )
                 return compared, missed, finding
     return compared, missed, None
+
+
+def _lacks(evidence: Evidence) -> Finding | None:
+    """Find an average that one rank has, and that all ranks together lack in part."""
+    if (alone := evidence.alone) is None:
+        return None
+    for step, seen in evidence.steps():
+        averages = alone.averages[step] if step < len(alone.averages) else {}
+        if not any(at.averages for at in seen):
+            continue
+        for name, whole in averages.items():
+            has = np.zeros(len(whole), bool)
+            for trace, at in zip(evidence.ranks, seen, strict=True):
+                if name in at.averages:
+                    places = trace.places_of_average(name, len(at.averages[name]))
+                    has[slice(None) if places is None else places] = True
+                elif at.average is not None and name in at.average[1]:
+                    has[:] = True  # its layout is unknown
+            if not has.all():
+                return failed(
+                    message=f"all ranks together have {has.sum()} of {len(has)} "
+                    f"elements of the running average of {name}, and one rank has all: "
+                    "let ema(stack) return the average on each rank that keeps a part",
+                    step=step,
+                    parameter=name,
+                    numbers={"got": float(has.sum()), "expected": float(len(has))},
+                    cause="differs from one rank",
+                )
+    return None
 
 
 def _weights_at(
@@ -555,8 +588,8 @@ def settings(evidence: Evidence) -> Finding:
 
 @law(
     "trainer.weights",
-    "After a resume the weights are bitwise those that were saved, and no buffer that "
-    "training had moved is that of a new model.",
+    "After a resume the weights are bitwise those that were saved, and each buffer has "
+    "the bits that a rank had saved.",
     "fp32 weights saved in half precision, or made again from bf16 ones, lose the sum "
     "of many small steps. In one update the loss may be below the noise of bf16. "
     "Evaluation uses buffers, such as running statistics.",
@@ -587,9 +620,9 @@ def weights(evidence: Evidence) -> Finding:
     for trace in evidence.ranks:
         if trace.lost_buffer:
             return failed(
-                message=f"the buffer {trace.lost_buffer} "
-                f"on rank {trace.rank} is that of a new model, once the stack is "
-                "loaded from its own checkpoint, and training had moved it",
+                message=f"the buffer {trace.lost_buffer} on rank {trace.rank} is not "
+                "the one that was saved, once the stack is loaded from its own "
+                "checkpoint",
                 step=scenario.resume_step,
                 ranks=(trace.rank,),
                 parameter=trace.lost_buffer,
