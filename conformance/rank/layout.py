@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...fixtures import (
     CannotError,
     OfWorkload,
+    ResolvedWorkload,
     WorkloadError,
     compared_parameters,
     local,
@@ -157,6 +158,8 @@ def build_engine(
     if weights_of is not None:
         parts = read_local_parts(workload, "weights", weights_of(module), values)
         _check_trainable(scenario, module, parts)
+        if not parts:
+            _refuse_hidden(workload, module, values)
     else:
         assert places is not None
         parameters_found = parameters_of(module, values)
@@ -308,6 +311,17 @@ def _check_trainable(
             raise workload.refuse(
                 "weights", f"{text} gradparity trains what it returns"
             )
+
+
+def _refuse_hidden(
+    workload: ResolvedWorkload, stack: Any, whole: Mapping[str, Tensor]
+) -> None:
+    """Raise if ``weights`` returns nothing on a rank that has whole parameters."""
+    for root in modules_in(stack):
+        for name, parameter in parameters_of(root, whole).items():
+            if name in whole and parameter.shape == whole[name].shape:
+                text = f"returned nothing, and this rank has {name}: return the weights"
+                raise workload.refuse("weights", f"{text} of each rank")
 
 
 def _recompute_anew(stack: Any, recomputed: Recomputed) -> None:

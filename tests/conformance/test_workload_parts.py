@@ -112,6 +112,14 @@ class Uneven(Ddp):
         }
 
 
+class ShowsFirstReplica(Ddp):
+    """``weights`` returns the replica of rank 0 alone."""
+
+    def weights(self, stack: nn.Module) -> dict[str, Any]:
+        own = dict(stack.module.named_parameters())  # type: ignore[union-attr]  # of DDP
+        return {} if rank() else own
+
+
 class MixesTokens(Right):
     """No fault: the ranks along ``cp`` share the tokens of each row."""
 
@@ -573,6 +581,7 @@ def test_a_wrong_stack_is_caught(runner: Runner, stack: type, recipe: str) -> No
             "shard: the parts of all ranks overlap: their counts add up to",
         ),
         (CountsNothingLater, "loss: the counts of a step add up to 0 over all ranks"),
+        (ShowsFirstReplica, "weights: returned nothing, and this rank has "),
         (ShardIsATensor, "shard: returned Tensor, expected (inputs, targets)"),
         (
             Uneven,

@@ -735,8 +735,9 @@ class AveragesAPart(Averages):
 
     def ema(self, stack: Engine) -> dict[str, Tensor]:
         averages = super().ema(stack)
-        lacks = [*averages][0] if torch.distributed.get_world_size() > 1 else None
-        return {n: average for n, average in averages.items() if n != lacks}
+        if torch.distributed.get_world_size() > 1:
+            averages.pop(next(iter(averages)))
+        return averages
 
 
 class AveragesItsShards(TrainsSharded):
