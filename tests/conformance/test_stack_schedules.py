@@ -70,7 +70,6 @@ def update(found: Case) -> str:
     [
         (WarmsUp, "lr (0.weight: 0 at step 0, 0.00333333 at step 1)"),
         (Cosine, "lr (0.weight: 0.01 at step 0, 0.00853553 at step 1)"),
-        (Piped, "lr (0.weight: 0 at step 0, 0.00333333 at step 1)"),
         (OnTwoAxes, "lr (0.weight: 0 at step 0, 0.00333333 at step 1)"),
         (CyclesMomentum, "momentum (0.weight: 0.95 at step 0, 0."),
         (CyclesBetas, "betas (0.weight: (0.95, 0.999) at step 0, (0."),
@@ -98,6 +97,27 @@ class MovesForEachRank(Cosine):
         for _ in range(dist.get_world_size() - 1):
             self.move(stack)
         return returned
+
+
+class MovesUnseen(MovesForEachRank):
+    """The same where one rank cannot train."""
+
+    def train_step(self, stack: Any, micro_batches: Any, scaler: Any) -> Any:
+        if dist.get_world_size() == 1:
+            raise ValueError("a stage needs a neighbour")
+        return super().train_step(stack, micro_batches, scaler)
+
+
+@pytest.mark.parametrize("stack", [MovesUnseen, Piped])
+def test_a_schedule_that_one_rank_cannot_check_is_inconclusive(
+    runner: Runner, stack: type
+) -> None:
+    found = case(runner, stack)
+    assert failed(found) == {}
+    (told,) = [v for v in found.verdicts if v.status == "inconclusive"]
+    assert told.law == "trainer.schedule"
+    assert told.message.startswith("lr (0.weight: 0")
+    assert told.message.endswith("let the workload declare its scheduler")
 
 
 def test_a_schedule_that_moves_for_each_rank_fails(runner: Runner) -> None:

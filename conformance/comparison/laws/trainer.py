@@ -200,6 +200,13 @@ def schedule(evidence: Evidence) -> Finding:
             return at.fail(text, compared, "stays on a step")
         text = f"{subject} moved from {at.before:.80} to {at.after:.80} although the "
         return at.fail(f"{text}step was skipped {at.why}", compared, "moves on a skip")
+    parity = evidence.parity
+    followed = parity.stack_schedule.followed if parity is not None else ""
+    if evidence.alone_fails and followed:
+        text = f"{followed} moves: it is compared with one rank, and "
+        way_out = "let the workload declare its scheduler"
+        finding = inconclusive(f"{text}{evidence.alone_fails}: {way_out}")
+        return replace(finding, compared=compared)
     if not compared and evidence.scenario.workload.lr_schedule is None:
         return skipped("the workload has no lr_schedule")
     what = "moves and settings of the schedule" if alone else "moves of the schedule"
