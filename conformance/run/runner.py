@@ -127,11 +127,12 @@ class _Seen:
 
     @property
     def needs_one_rank(self) -> bool:
-        """True if the workload averages weights, or has a schedule of its own.
+        """True if the workload may average weights, or change settings by itself.
 
-        A plain reference has no averages, and takes the schedule's settings from the
-        ranks, so it cannot check either. False if any step is skipped: one rank has no
-        bad gradient and would not skip it.
+        A plain reference has no averages, and takes the settings from the ranks, so it
+        cannot check either. A schedule may also stand still on several ranks, which the
+        plain recipe shows. False if any step is skipped: one rank has no bad gradient
+        and would not skip it.
         """
         scenario, workload = self.scenario, self.scenario.workload
         random = scenario.parsed_recipe.training.random
@@ -140,9 +141,13 @@ class _Seen:
         schedule = demanded_schedule(self.traces)
         if scenario.faults != "none" or any(schedule.skipped):
             return False
+        moves = bool(schedule.settings)
+        is_plain = scenario.recipe == "plain" and scenario.parsed_precision.is_full
+        if is_plain and scenario.world_size > 1 and workload.lr_schedule is None:
+            layouts = workload.topologies.values()
+            moves |= any(t.narrowed and t.default_world_size == 1 for t in layouts)
         # a reference on one rank has the rank's settings
-        moves = bool(schedule.settings) and not workload.one_rank
-        return moves or workload.ema is not None
+        return (moves and not workload.one_rank) or workload.ema is not None
 
     @contextmanager
     def broken(self, runs: Runs) -> Iterator[None]:

@@ -99,6 +99,19 @@ class MovesForEachRank(Cosine):
         return returned
 
 
+class StandsStill(Cosine):
+    """The schedule moves on one rank alone."""
+
+    def move(self, stack: Engine) -> None:
+        if dist.get_world_size() == 1:
+            super().move(stack)
+
+
+def test_a_schedule_that_stands_still_on_several_ranks_fails(runner: Runner) -> None:
+    told = failed(case(runner, StandsStill))["trainer.schedule"]
+    assert "lr of 0.weight is 0.01 on rank 0 at step 1, and 0.00853553 on one" in told
+
+
 class MovesUnseen(MovesForEachRank):
     """The same where one rank cannot train."""
 

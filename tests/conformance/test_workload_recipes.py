@@ -740,6 +740,14 @@ class AveragesAPart(Averages):
         return averages
 
 
+class AveragesNothing(Averages):
+    """On several ranks there is no average."""
+
+    def ema(self, stack: Engine) -> dict[str, Tensor]:
+        several = torch.distributed.get_world_size() > 1
+        return {} if several else super().ema(stack)
+
+
 class AveragesItsShards(TrainsSharded):
     """Rank 0 alone keeps an average, and has a part of each weight."""
 
@@ -824,7 +832,12 @@ def test_an_average_is_that_of_one_rank(
 
 
 @pytest.mark.parametrize(
-    ("stack", "words"), [(AveragesAPart, "0 of "), (AveragesItsShards, "32 of 64 ")]
+    ("stack", "words"),
+    [
+        (AveragesAPart, "0 of "),
+        (AveragesItsShards, "32 of 64 "),
+        (AveragesNothing, "0 of "),
+    ],
 )
 def test_ranks_together_have_the_whole_average(
     runner: Runner, stack: type, words: str

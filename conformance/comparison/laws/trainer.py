@@ -357,7 +357,7 @@ def _lacks(evidence: Evidence) -> Finding | None:
         return None
     for step, seen in evidence.steps():
         averages = alone.averages[step] if step < len(alone.averages) else {}
-        if not any(at.averages for at in seen):
+        if seen[0].average is None:
             continue
         for name, whole in averages.items():
             has = np.zeros(len(whole), bool)
