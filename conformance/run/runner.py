@@ -119,11 +119,13 @@ class _Seen:
 
     @property
     def may_lose_settings(self) -> bool:
-        """True if settings changed and the workload loaded its own checkpoint."""
+        """True if the workload loaded its own checkpoint, and goes on by itself.
+
+        Settings may have to change after the load alone.
+        """
         recipe, workload = self.scenario.parsed_recipe, self.scenario.workload
-        if not recipe.resume or OfWorkload.LOOP in workload.has:
-            return False
-        return self.complete and bool(demanded_schedule(self.traces).settings)
+        own = OfWorkload.LOOP not in workload.has
+        return bool(recipe.resume) and own and self.complete
 
     @property
     def needs_one_rank(self) -> bool:

@@ -780,6 +780,16 @@ class AveragesRoundWeights(Averages):
             super().move(stack)
 
 
+class ReportsNoNorm(Averages):
+    """On several ranks it reports no norm."""
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        loss, norm = super().train_step(stack, micro_batches, scaler)
+        return (loss, norm) if torch.distributed.get_world_size() == 1 else loss
+
+
 class FailsOnOneRank(Averages):
     """No fault on two ranks, and one rank raises an error."""
 
@@ -852,6 +862,13 @@ def test_an_average_of_half_precision_is_that_of_one_rank(runner: Runner) -> Non
         scenario = replace(here(stack, "plain"), precision="bf16-autocast")
         told = failed_checks(runner.run("none", scenario))
         assert [*told] == ["trainer.average"] * caught, told
+
+
+def test_a_norm_that_one_rank_alone_reports_is_inconclusive(runner: Runner) -> None:
+    found = runner.run("none", here(ReportsNoNorm, "plain"))
+    (verdict,) = [v for v in found.verdicts if v.status == "inconclusive"]
+    assert verdict.law == "norm.reported"
+    assert verdict.message == "one rank reports a norm, and no rank of this mesh does"
 
 
 class HangsOnOneRank(Averages):
@@ -1042,6 +1059,24 @@ class FreezesInASave(Averages):
     def save_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
         super().save_checkpoint(stack, scaler, folder)
         stack.module.requires_grad_(False)
+
+
+class FallsOnceLoaded(Averages):
+    """Its rate falls in step 4, and the checkpoint lacks that."""
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        returned = super().train_step(stack, micro_batches, scaler)
+        stack.steps = getattr(stack, "steps", 0) + 1  # type: ignore[attr-defined]  # of this fault
+        if stack.steps == 4:  # type: ignore[attr-defined]  # of this fault
+            stack.optimizer.param_groups[0]["lr"] /= 10
+        return returned
+
+
+def test_a_schedule_that_should_move_after_a_load_fails(runner: Runner) -> None:
+    case = runner.run("none", replace(here(FallsOnceLoaded, "resume"), steps=5))
+    assert [*failed_checks(case)] == ["trainer.settings"]
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,11 @@ def reported(evidence: Evidence) -> Finding:
     report = {rank for _, seen in evidence.steps() for rank in _reports(evidence, seen)}
     trains = OfWorkload.LOOP not in evidence.scenario.workload.has
     if not report and (not trains or any(True for _ in evidence.steps())):
+        alone = evidence.alone
+        if alone is not None and any(map(math.isfinite, alone.norms)):
+            return inconclusive(
+                "one rank reports a norm, and no rank of this mesh does"
+            )
         return skipped("the workload reports no norm")
     parity = evidence.parity
     if parity is None:

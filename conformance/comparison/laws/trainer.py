@@ -566,7 +566,7 @@ def checkpoint(evidence: Evidence) -> Finding:
 def settings(evidence: Evidence) -> Finding:
     """Compare the settings of each step with those of an uninterrupted run."""
     if evidence.uninterrupted is None:
-        return skipped("no stack that moves settings has loaded its own checkpoint")
+        return skipped("no stack has loaded its own checkpoint and stepped by itself")
     loaded, compared, missed = evidence.scenario.resume_step, 0, 0
     whole = dataclasses.replace(evidence, ranks=evidence.uninterrupted)
     for (step, seen), (_, other) in zip(evidence.steps(), whole.steps(), strict=False):
@@ -590,6 +590,8 @@ def settings(evidence: Evidence) -> Finding:
                     cause="lost in the checkpoint",
                     compared=compared + 1,
                 )
+    if not compared and not missed:
+        return skipped("no optimizer of the stack shows settings")
     return count_or_inconclusive(compared, "settings after a load", missed)
 
 
