@@ -45,7 +45,7 @@ from .facts import facts_of
 from .recipes import CONTROL_RECIPES, RECIPES
 from .scenario import Scenario
 from .selection import MAIN_TOPOLOGIES, Selection, check_names
-from .workload_checks import check_workload, counts_alike
+from .workload_checks import check_workload, counts_alike, steps_alike
 
 __all__ = [
     "PRESETS",
@@ -483,6 +483,11 @@ def not_tried(selection: Selection) -> list[str]:
         lines.append(
             "unequal counts: all rows of batch() count alike, so a loss that each rank "
             "divides by its own count passes"
+        )
+    if steps_alike(resolved):
+        lines.append(
+            "other rows in each step: batch() gives those of step 0 again in step 1, "
+            "so a trainer that mixes up steps passes"
         )
     if narrowed:
         text = f"only in fp32 with {', '.join(('plain', *WITH_EVERY_MESH))}"

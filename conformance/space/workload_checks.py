@@ -48,6 +48,7 @@ __all__ = [
     "counts_alike",
     "counts_equal",
     "listed",
+    "steps_alike",
 ]
 
 MAX_ELEMENTS = 2**24
@@ -372,6 +373,13 @@ def counts_alike(workload: ResolvedWorkload) -> bool:
     with suppress(WorkloadError):
         counts = [objective_of(workload, model, [part])[1] for part in parts]
         return len(counts) > 1 and all(each == counts[0] for each in counts)
+    return False
+
+
+def steps_alike(workload: ResolvedWorkload) -> bool:
+    """Return True if the batches of two steps are equal."""
+    with suppress(WorkloadError):
+        return _are_equal([workload.batch(step, 0) for step in (0, 1)])
     return False
 
 

@@ -120,6 +120,13 @@ class ShowsFirstReplica(Ddp):
         return {} if rank() else own
 
 
+class OneBatch(Right):
+    """No fault, but all steps have the same batch."""
+
+    def batch(self, step: int, seed: int) -> Batch:
+        return super().batch(0, seed)
+
+
 class MixesTokens(Right):
     """No fault: the ranks along ``cp`` share the tokens of each row."""
 
@@ -708,6 +715,14 @@ def test_counts_that_cannot_differ_are_not_tried() -> None:
         chosen = Selection(workload=f"{MODULE}:{stack.__name__}", no_scaler=True)
         told = "\n".join(not_tried(chosen))
         assert ("unequal counts: all rows of batch() count alike" in told) is alike
+
+
+def test_a_batch_that_never_changes_is_told() -> None:
+    """A trainer that takes the rows of another step would pass."""
+    for stack, alike in ((OneBatch, True), (Right, False)):
+        of = f"{stack.__module__}:{stack.__name__}"
+        told = "\n".join(not_tried(Selection(workload=of, no_scaler=True)))
+        assert ("other rows in each step: batch() gives those" in told) is alike
 
 
 def test_recipes_and_meshes_that_a_layout_refuses_are_skipped_with_the_reason(
