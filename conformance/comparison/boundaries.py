@@ -78,6 +78,24 @@ MULTIPLE = 0.5**0.5
 counts as a multiple of the truth."""
 
 
+_NORMALISED = {
+    1: (
+        "rank",
+        "on rank",
+        "micro-batch",
+        "by what a rank sees, and not by what all see",
+    ),
+    0: (
+        "micro-batch",
+        "in",
+        "rank",
+        "by what is in a micro-batch, and not by what is in all of them",
+    ),
+}
+"""Place of what factors share in (rank, micro-batch) -> name of what differs, its
+preposition, name of what is shared, and how the loss is normalised."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Direction:
     """Forward or backward, with the kinds of tensors that enter and leave a module."""
@@ -267,26 +285,20 @@ class Boundaries:
 
         Factors may differ between ranks, or between the micro-batches of a rank.
         """
-        batches = sorted({batch for _, batch in self.factors})
-        for batch in batches if self.one_factor else ():
-            of_ranks = {r: f for (r, b), f in self.factors.items() if b == batch}
-            if self._are_uneven({(r, batch): f for r, f in of_ranks.items()}):
-                listed = ", ".join(f"{f:.3g} on rank {r}" for r, f in of_ranks.items())
-                return self._normalised(
-                    f"each rank ({listed}, step {self.step}, micro-batch {batch})",
-                    "by what a rank sees, and not by what all see",
-                    tuple(of_ranks),
-                    batch,
-                )
-        for rank in self.ranks if self.one_factor else ():
-            of_batches = {b: f for (r, b), f in self.factors.items() if r == rank}
-            if self._are_uneven({(rank, b): f for b, f in of_batches.items()}):
-                listed = ", ".join(f"{f:.3g} in {b}" for b, f in of_batches.items())
-                return self._normalised(
-                    f"each micro-batch ({listed}, step {self.step}, rank {rank})",
-                    "by what is in a micro-batch, and not by what is in all of them",
-                    (rank,),
-                    batches[0],
+        for place, (each, on, other, how) in _NORMALISED.items():
+            for shared in sorted({key[place] for key in self.factors}):
+                factors = {k: f for k, f in self.factors.items() if k[place] == shared}
+                if not (self.one_factor and self._are_uneven(factors)):
+                    continue
+                values = (f"{f:.3g} {on} {k[1 - place]}" for k, f in factors.items())
+                where = f"{', '.join(values)}, step {self.step}, {other} {shared}"
+                return Location(
+                    where="backward",
+                    micro_batch=min(batch for _, batch in factors),
+                    ranks=tuple(dict.fromkeys(rank for rank, _ in factors)),
+                    text="every output that was compared is right, but the gradient of "
+                    f"the model's output starts with another factor on each {each} "
+                    f"({where}): the loss is normalised {how}",
                 )
         return None
 
@@ -301,18 +313,6 @@ class Boundaries:
             return False
         low, high = min(factors.values()), max(factors.values())
         return high - low > UNEVEN * abs(high)
-
-    def _normalised(
-        self, where: str, how: str, ranks: tuple[int, ...], micro_batch: int
-    ) -> Location:
-        return Location(
-            where="backward",
-            micro_batch=micro_batch,
-            ranks=ranks,
-            text="every output that was compared is right, but the gradient of the "
-            f"model's output starts with another factor on {where}: the loss is "
-            f"normalised {how}",
-        )
 
     def _state(self, rank: int, boundary: Boundary) -> State | None:
         tensor = self.found.get((rank, boundary))
