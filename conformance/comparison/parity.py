@@ -242,8 +242,8 @@ def _moved_buffer(
     still = {name for name, update in truth.updates[-1].items() if not update.any()}
     for trace in traces:
         for at in trace.steps:
-            for name in still & at.buffers.keys() & trace.buffers.keys():
-                if not np.array_equal(at.buffers[name], trace.buffers[name]):
+            for name in still & at.buffer_digests.keys():
+                if at.buffer_digests[name] != trace.buffer_digests.get(name):
                     return name, at.step, trace.rank
     return None
 

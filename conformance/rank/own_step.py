@@ -111,10 +111,11 @@ def as_number(workload: ResolvedWorkload, what: str, value: Any) -> float | None
 _CHECKPOINT = ("save_checkpoint", "load_checkpoint")
 
 
-def _is_of_none(error: BaseException | None) -> bool:
-    """Return True if code used an attribute of None, such as of a missing scaler."""
+def _is_of_no_scaler(error: BaseException | None) -> bool:
+    """Return True if code used an attribute of None that a scaler has."""
     while error is not None:
-        if isinstance(error, AttributeError) and error.name and error.obj is None:
+        is_of_none = isinstance(error, AttributeError) and error.obj is None
+        if is_of_none and hasattr(torch.amp.GradScaler, getattr(error, "name", "")):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -339,7 +340,7 @@ class OwnStep:
                     tested.construct(tested.factory)
                 load()
         except WorkloadError as error:
-            if error.call in _CHECKPOINT and _is_of_none(error):
+            if error.call in _CHECKPOINT and _is_of_no_scaler(error):
                 raise CannotError(f"without a scaler: {error}") from error
             raise
         engine.find_parameters()

@@ -1079,6 +1079,19 @@ def test_a_schedule_that_should_move_after_a_load_fails(runner: Runner) -> None:
     assert [*failed_checks(case)] == ["trainer.settings"]
 
 
+class SavesNothing(Averages):
+    """A save fails on an attribute of None that no scaler has."""
+
+    def save_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
+        nothing: Any = None
+        nothing.items()
+
+
+def test_none_without_items_is_no_missing_scaler(runner: Runner) -> None:
+    case = runner.run("none", here(SavesNothing, "resume"))
+    assert case.status == "error" and "has no attribute 'items'" in case.problem
+
+
 @pytest.mark.parametrize(
     ("stack", "words"),
     [
