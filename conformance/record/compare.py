@@ -270,7 +270,7 @@ def _narrower(one: Side, other: Side, names: Mapping[str, str], step: int) -> st
     own = {name: name for name in names}
     alone = replace(one, noisy=())
     rows = rows_of_sides(one, alone, own, [step], ["gradient"])
-    if not narrow or median(row.noise for row in rows) > COARSE:
+    if not narrow or median([row.noise for row in rows] or [0.0]) > COARSE:
         return ""
     dtype = dtypes[names[narrow[0]]]
     return (

@@ -195,7 +195,7 @@ def step_on_ranks(side: Side, step: int) -> Iterator[str]:
                     )
     # where the job failed, it has told why itself
     absent = {} if side.code else side.run.absent
-    for why, idle in (("", absent), ("has found an inf and ", side.run.apart)):
+    for why, idle in (("", absent), ("has found an inf and ", side.run.skipping)):
         for (at, name), ranks in idle.items():
             if at == step:
                 yield (

@@ -111,10 +111,10 @@ def _first_inexact(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str
     a, b = one.run, other.run
     own = {name: name for _, name in a.settings}
     every = {**a.tensors, **b.tensors}
-    alike = (a.other_settings, a.absent) == (b.other_settings, b.absent)
+    mine, its = ((r.other_settings, r.absent, r.skipping) for r in (a, b))
     for step in steps:
         texts = list(other_inputs(one, other, own, step))
-        for side in () if alike else (one, other):
+        for side in () if mine == its else (one, other):
             texts += step_on_ranks(side, step)
         keys = [key for key in every if key[0] == step and _is_exact(key)]
         for key in sorted(keys, key=lambda key: _ORDER.get(key[1], 0)):

@@ -280,7 +280,7 @@ class Run:
     although other ranks do."""
     skipped: frozenset[tuple[int, str]] = frozenset()
     """(step, parameter) of steps that all ranks skip because of an inf or nan."""
-    apart: Mapping[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
+    skipping: Mapping[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
     """(step, parameter) -> ranks that skip the step for an inf, although others step
     the parameter."""
     evaluations: Mapping[int, int] = field(default_factory=dict)
@@ -425,7 +425,7 @@ def read_merged(*folders: Path) -> Run:
         replicas={key: each.unlike for key, each in whole.items() if each.unlike},
         evaluations=_evaluations(ranks.values()),
         skipped=frozenset(k for k, r in skipping.items() if r == settings[k].keys()),
-        apart={
+        skipping={
             key: tuple(sorted(by))
             for key, by in skipping.items()
             if by != settings[key].keys()

@@ -334,8 +334,7 @@ class Recorder:
                 step.end()
                 self.done.append(step)
                 self.process, self.rank = os.getpid(), _rank()
-                if dist.is_initialized():
-                    self.recording.world_size = dist.get_world_size()
+                self.recording.world_size = _world()
                 self.begun |= {(id(optimizer), part.key) for part in step.start.parts}
         if self.calls[number] == self.steps.stop:
             if self.others is None:
@@ -555,6 +554,12 @@ def _has_values(tensor: Tensor) -> bool:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def _world() -> int:
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 
 def _keywords_of_caller() -> dict[str, Any]:

@@ -635,7 +635,7 @@ def test_a_rank_that_leaves_out_a_step_is_told(tmp_path: Path) -> None:
 
 def test_an_inf_of_one_rank_and_a_weight_that_one_rank_leaves() -> None:
     """One step shows neither what a rank that skips does, nor weights it gets."""
-    odd = Side(name="mesh", run=replace(run(4), apart={(1, "a"): (1,)}))
+    odd = Side(name="mesh", run=replace(run(4), skipping={(1, "a"): (1,)}))
     found = compare(ONE, odd)
     assert found.code == DIFFERENT
     told = "step 1: rank 1 of mesh has found an inf and does not step a, and other"
