@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..conformance.report.compare import SEQUENCES, Rows, difference
 from ..conformance.report.records import CaseRecord, Header, Report
-from ..conformance.status import VERBS, Number, Status, Verdict, is_worse
+from ..conformance.status import VERBS, Number, Status, Verdict, counted, is_worse
 from .baseline import Baseline, BaselineCase, Provenance
 from .ratios import Spread, limit, worst
 from .reasons import Reason, at
@@ -289,7 +289,8 @@ def check_whole(
             text = f"nothing was compared with {scaler}: all its cases are skipped"
             yield Reason(kind="nothing", text=text, scaler=scaler)
     if len(decided) < min_cases:
-        text = f"{len(decided)} cases decided a check, and --min-cases is {min_cases}"
+        cases = counted(len(decided), "case")
+        text = f"{cases} decided a check, and --min-cases is {min_cases}"
         yield Reason(kind="too-few", text=text)
     if baseline is not None:
         for name, text in _other_environment(report.header, baseline.provenance):

@@ -89,7 +89,7 @@ def _parser() -> Parser:
         type=int,
         default=0,
         metavar="N",
-        help="fail if the report has fewer than N cases (default: 0)",
+        help="fail if fewer than N cases decided a check (default: 0)",
     )
     add(
         "--any-torch",
@@ -128,6 +128,10 @@ def _check(parsed: argparse.Namespace) -> None:
         if getattr(parsed, name) and not parsed.update_baseline:
             option = name.replace("_", "-")
             raise UsageError(f"--{option} goes with --update-baseline only")
+    for name in ("json", "strict", "min_cases", "any_torch"):
+        if getattr(parsed, name) and parsed.update_baseline:
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} has no effect with --update-baseline")
 
 
 def _gate(parsed: argparse.Namespace) -> int:

@@ -233,6 +233,9 @@ def _add_compare(commands: Commands) -> None:
     compare = _command(
         commands, "compare", "compare two recordings (folders), or two reports (files)"
     )
+    compare.epilog = (
+        "exit codes of recordings: 0 same, 1 different, 2 not comparable, 4 undecided"
+    )
     first = f"the first side: RUN of gradparity record, or {_REPORT['help']}"
     compare.add_argument("before", **_REPORT | {"metavar": "A", "help": first})
     second = "the second side, of the same kind as A"
@@ -285,7 +288,8 @@ def _add_train(commands: Commands) -> None:
 
 def _add_hunt(commands: Commands) -> None:
     hunt = _command(commands, "hunt", "search scenarios for failures, and shrink these")
-    add_options(hunt, _TESTED, _SELECTION)
+    # a hunt draws scenarios, and has no preset
+    add_options(hunt, _TESTED, {"workload": _SELECTION["workload"], **NARROWING})
     _add_budget(hunt, "time to search for each scaler")
     hunt.add_argument(
         "--script",
@@ -353,6 +357,7 @@ def _add_record(commands: Commands) -> None:
     """Add ``record``; ``--`` and the job's command are split off before parsing."""
     record = _command(commands, "record", "record a training job as it is")
     record.usage = "gradparity record RUN [options] -- COMMAND ..."
+    record.epilog = "exit code: that of the command's first run; 2 if nothing was recorded"
     record.add_argument("out", type=Path, metavar="RUN", help="a new folder")
     record.add_argument(
         "--steps",

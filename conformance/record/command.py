@@ -146,7 +146,7 @@ def record(
             "and a rank that takes fewer steps then loses it and fails. If that is why "
             f"the command ended with {result}, record without --stop"
         )
-    if noise:
+    if noise and manifest.complete:
         other = (
             f"gradparity record OTHER --noise 0 -- COMMAND; gradparity compare {out}"
         )

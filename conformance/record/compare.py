@@ -134,6 +134,7 @@ def compare(one: Side, other: Side) -> Comparison:
             comparison.decide(UNDECIDED, f"{text}: record 2 steps")
     if comparison.code == SAME and (text := _narrower(one, other, names, steps[0])):
         comparison.decide(UNDECIDED, text)
+    comparison.facts += _wider(one, other, names)
     tell_steps(comparison, one, other, steps)
     comparison.facts += _clipped(one.run, other.run, steps)
     comparison.facts += _losses(one.run, other.run, steps)
@@ -219,8 +220,9 @@ def _obstacles(
     if sum(elements[name] for name in names) < sum(elements.values()) / 2:
         yield (
             UNDECIDED,
-            f"too little was compared: {len(names)} of {len(elements)} tensors have "
-            f"a partner on the other side. {same_start(min(steps))}",
+            f"too little was compared: {len(names)} of {len(elements)} tensors have a "
+            "partner on the other side, and fewer than half of the elements. "
+            f"{same_start(min(steps))}",
         )
     for side in (one, other):
         if text := unmoved(side):
@@ -278,6 +280,16 @@ def _narrower(one: Side, other: Side, names: Mapping[str, str], step: int) -> st
         f"in {other.name}, and none does in {one.name} ({narrow[0]} first). Up to that "
         "rounding they are the same. Record both in one precision"
     )
+
+
+def _wider(one: Side, other: Side, names: Mapping[str, str]) -> Iterator[str]:
+    """Yield a note if only modules of the first side are known to return 16 bits."""
+    dtypes = {one.run.in_16_bits[n] for n in names if n in one.run.in_16_bits}
+    if dtypes and not other.run.in_16_bits:
+        yield (
+            f"precision: modules return {' and '.join(sorted(dtypes))} in {one.name}, "
+            f"and none is known to in {other.name}"
+        )
 
 
 def _clipped(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:

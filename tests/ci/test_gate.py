@@ -669,6 +669,10 @@ USAGE: dict[str, tuple[list[str], str]] = {
     "a report as expectations": (["R", "--expect", "R"], "R"),
     "yes without update": (["R", "--yes"], "--update-baseline"),
     "repeat without update": (["R", "--repeat", "R"], "--update-baseline"),
+    "JSON of an update": (
+        ["R", "--json", "x", "--baseline", "b", "--update-baseline"],
+        "--json has no effect with --update-baseline",
+    ),
     "update of nothing": (["R", "--update-baseline"], "--baseline FILE"),
     "minimum no number": (["R", "--min-cases", "many"], "many"),
     "minimum negative": (["R", "--min-cases", "-1"], "-1"),

@@ -658,6 +658,11 @@ def test_rounding_does_not_hide_a_narrower_precision() -> None:
     )
     narrow = replace(ONE, run=replace(ONE.run, in_16_bits={"a": "bfloat16"}))
     assert against(other, narrow).code == SAME
+    wider = against(run(4), narrow)
+    assert wider.code == SAME
+    assert "precision: modules return bfloat16 in one, and none is known to in " in (
+        "\n".join(wider.facts)
+    )
     # hooks do not see the modules of a compiled model, and noise shows the precision
     coarse = replace(ONE, noisy=[rounded(each) for each in ONE.noisy])
     assert against(other, coarse).code == SAME

@@ -31,7 +31,8 @@ _DEPART = "the gradients themselves differ from the fp64 truth"
 
 @law(
     "norm.reported",
-    "Every rank reports the norm of the whole unscaled gradient before clipping.",
+    "A norm that a rank reports is that of the whole unscaled gradient before "
+    "clipping.",
     "A norm that lacks a shard or counts a replica twice gives a wrong clipping "
     "factor. Count each shard once, a replicated tensor once in all, and experts over "
     "their own groups. Include every type, placement and optimizer.",
