@@ -357,7 +357,7 @@ def _add_record(commands: Commands) -> None:
     """Add ``record``; ``--`` and the job's command are split off before parsing."""
     record = _command(commands, "record", "record a training job as it is")
     record.usage = "gradparity record RUN [options] -- COMMAND ..."
-    record.epilog = "exit code: that of the command's first run; 2 if nothing was recorded"
+    record.epilog = "exit code: that of the first run, or 2 if nothing was recorded"
     record.add_argument("out", type=Path, metavar="RUN", help="a new folder")
     record.add_argument(
         "--steps",
