@@ -13,9 +13,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from jinja2 import Environment, StrictUndefined
-
 from .. import __version__
+from ..conformance.templates import filled
 
 __all__ = ["FILES", "Address", "address_of_gradparity", "job_text", "parse_address"]
 
@@ -104,16 +103,10 @@ def job_text(system: str, workload: str, address: Address, torch: str) -> str:
         address: address of gradparity.
         torch: version of torch to install.
     """
-    environment = Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
-    )
     if system == "github" and address.host != "github.com":
         address = UNKNOWN  # an action of another server cannot be used
-    template = (_TEMPLATES / f"stack-{system}.yml.jinja").read_text(encoding="utf-8")
-    return environment.from_string(template).render(
+    return filled(
+        _TEMPLATES / f"stack-{system}.yml.jinja",
         workload=workload,
         address=address,
         torch=torch,

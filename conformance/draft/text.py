@@ -9,10 +9,9 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
-
 from ...fixtures import WorkloadError
 from ..space.workload_checks import check_workload
+from ..templates import filled
 from .probe import Found
 from .source import Source
 
@@ -32,13 +31,8 @@ def workload_text(source: Source, found: Found, module: str, refused: str = "") 
         module: name by which the file is imported.
         refused: why the file is rejected as it is; becomes a TODO.
     """
-    environment = Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
-    )
-    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+    return filled(
+        _TEMPLATE,
         found=found,
         command=_command(module),
         imports=_imports(source, found),

@@ -11,10 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
-from ..files import write_whole
-from ..status import as_usage, plain
+from .. import templates
 from .compare import Comparison, Row, Side
 from .modules import GRADIENT, OUTPUT
 
@@ -49,18 +46,12 @@ def write_page(folder: Path, one: Side, other: Side, found: Comparison) -> Path:
     Raises:
         UsageError: if the folder cannot be written.
     """
-    environment = Environment(
-        loader=PackageLoader("gradparity.conformance.record"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=lambda value: plain(value) if isinstance(value, str) else value,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     # where the difference begins comes before what follows from it
     rows = [*found.blocks, *found.rows]
     kinds = list(dict.fromkeys(row.kind for row in rows))
-    page = environment.get_template("comparison.html.j2").render(
+    page = templates.page(
+        Path(__file__).parent / "templates" / "comparison.html.j2",
+        {},
         verdict=VERDICTS[found.code],
         one=one,
         other=other,
@@ -69,11 +60,7 @@ def write_page(folder: Path, one: Side, other: Side, found: Comparison) -> Path:
         ranks=_ranks(found),
         ends=[f"{limit:g}" for limit in SHADES],
     )
-    path = folder / "index.html"
-    with as_usage(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, page)
-    return path
+    return templates.write_page(folder, page)
 
 
 def _table(

@@ -10,11 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from ..files import write_whole
-from ..status import RANKING, Verdict, as_usage, counted, worst_of
+from .. import templates
+from ..status import RANKING, Verdict, counted, worst_of
 from .plots import distance_chart, error_bars, scale_chart, skip_strip
 from .records import CaseRecord, Report
 from .table import render as render_table
@@ -41,31 +40,18 @@ MAX_SCRIPT_BYTES = 200_000
 
 def write_page(report: Report, folder: Path) -> Path:
     """Write ``index.html`` into ``folder`` atomically."""
-    path = folder / "index.html"
-    with as_usage(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    write_whole(path, render_page(report))
-    return path
+    return templates.write_page(folder, render_page(report))
 
 
 def render_page(report: Report) -> str:
     """Return the page as text; texts from models and exceptions are escaped."""
-    # StrictUndefined: a misspelt name in the template fails here, not on a reader's
-    # page.
-    environment = Environment(
-        loader=PackageLoader("gradparity.conformance.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=_printable,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["lines"] = _lines
     stories = _stories(report)
     chapters = _chapters(report)
     idle = _idle_chapters(report, chapters)
     chapters = [chapter for chapter in chapters if chapter not in idle]
-    return environment.get_template("report.html.j2").render(
+    return templates.page(
+        Path(__file__).parent / "templates" / "report.html.j2",
+        {"lines": _lines},
         report=report,
         laws=report.header.laws,
         chapters=chapters,
@@ -119,13 +105,6 @@ def _idle_chapters(report: Report, chapters: Sequence[str]) -> list[str]:
         if v.status != "skipped"
     }
     return [chapter for chapter in chapters if chapter not in used] if used else []
-
-
-def _printable(value: object) -> object:
-    """Remove control characters from text, except from our own markup."""
-    if isinstance(value, str) and not isinstance(value, Markup):
-        return plain(value)
-    return value
 
 
 def _lines(text: str) -> Markup:
