@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...fixtures import ResolvedWorkload, is_constant, local
+from ..record.parts import WRAPPERS
 from .observe import numbers_laid_out_as
 
 __all__ = [
     "FP32",
     "OTHERWISE",
-    "WRAPPERS",
     "LocalPart",
     "by_full_name",
     "check_values",
@@ -38,14 +38,6 @@ FP32 = (
     "parameters stay torch.float32; if the weights are in half precision, let "
     "weights(stack) give the fp32 copies that the optimizer steps"
 )
-
-WRAPPERS = (
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-    "_orig_mod",
-    "module",
-)
-"""Name components that wrappers add to the names of parameters."""
 
 
 def parameters_of(module: nn.Module, whole: Container[str]) -> dict[str, nn.Parameter]:

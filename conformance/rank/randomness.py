@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from ..record.parts import bare
 from ..space.random_layers import generators_of
 from ..space.recomputation import Recomputed
 from .modules import modules_in, names_of, with_layers_beside
@@ -29,12 +30,6 @@ __all__ = ["DrawLog"]
 VARIED = 64
 """Number of nonzero values that are read to decide if a tensor is varied enough to
 identify an activation. So a large tensor is not read in full at every call."""
-_WRAPPERS = {
-    "module",
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-    "_orig_mod",
-}
 
 
 @dataclass(kw_only=True)
@@ -208,16 +203,11 @@ def _full_names(
     """Return each module's name in the full model, or in the stack if it has none."""
     full = names_of(root, whole, parameters) if whole else {}
     full = with_layers_beside(root, full, whole)
-    plain = {module: _plain(name) for name, module in root.named_modules()}
+    plain = {module: bare(name) for name, module in root.named_modules()}
     # a stage that numbers its layers from 0 uses names of other layers
     if any(plain[module] != name for module, name in full.items()):
         plain = {module: f"{name} of its stage" for module, name in plain.items()}
     return plain | full
-
-
-def _plain(name: str) -> str:
-    """Return a module's name without the parts that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _generators(modules: Mapping[nn.Module, str]) -> list[torch.Generator]:

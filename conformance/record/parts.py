@@ -26,6 +26,7 @@ from .torch_internals import buffers_of, children_of
 
 __all__ = [
     "UNNAMED",
+    "WRAPPERS",
     "HiddenLayoutError",
     "Part",
     "Piece",
