@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from ..conformance.output import harmless
 from ..conformance.report.records import CaseRecord, Report
 from ..conformance.status import Verdict, plain
-from .checks import place
-from .reasons import BEGINS, at
+from .reasons import BEGINS, at, place
 
 __all__ = ["SHOWN", "render"]
 

@@ -14,7 +14,7 @@ from ..conformance.report.records import CaseRecord, Header, Report
 from ..conformance.status import VERBS, Number, Status, Verdict, counted, is_worse
 from .baseline import Baseline, BaselineCase, Provenance
 from .ratios import Spread, limit, worst
-from .reasons import Reason, at
+from .reasons import Reason, at, reason_of
 
 __all__ = [
     "DECIDED",
@@ -91,25 +91,9 @@ def _reason(
     change = f"{before} -> {now}" if before else VERBS[now]
     if not before and now == "skipped":
         kind, change = "undecided", "is skipped and missing in the baseline,"
-    return Reason(
-        kind="undecided" if now == "inconclusive" else kind,
-        text=f"{verdict.law} {change} in {at(case)}: {_step(verdict)}{verdict.message}",
-        scaler=case.scaler,
-        scenario=case.scenario,
-        law=verdict.law,
-        before=before,
-        now=now,
-        step=verdict.step,
-        ranks=verdict.ranks,
-        cause=verdict.cause,
-        replay=case.replay,
-        where=place(case),
-    )
-
-
-def place(case: CaseRecord) -> str:
-    """Describe the location of a failure's cause; empty if it was not localised."""
-    return case.location.text if case.is_located and case.location else ""
+    kind = "undecided" if now == "inconclusive" else kind
+    text = f"{verdict.law} {change} in {at(case)}: {_step(verdict)}{verdict.message}"
+    return reason_of(kind, case, verdict, text, before)
 
 
 def _decides(case: CaseRecord) -> Iterator[Checked]:
@@ -123,7 +107,7 @@ def _decides(case: CaseRecord) -> Iterator[Checked]:
         text = f"no check was decided: {why}"
         verdict = Verdict(law=DECIDED, status=Status.INCONCLUSIVE, message=text)
         yield Checked(
-            case=case, verdict=verdict, reason=_broken(case, "undecided", verdict)
+            case=case, verdict=verdict, reason=reason_of("undecided", case, verdict)
         )
 
 
@@ -146,19 +130,8 @@ def _numbers(case: CaseRecord, old: BaselineCase) -> Iterator[Checked]:
         yield Checked(
             case=case,
             verdict=verdict,
-            reason=_broken(case, kind, verdict) if text else None,
+            reason=reason_of(kind, case, verdict) if text else None,
         )
-
-
-def _broken(case: CaseRecord, kind: str, verdict: Verdict) -> Reason:
-    return Reason(
-        kind=kind,
-        text=f"{verdict.message} in {at(case)}",
-        scaler=case.scaler,
-        scenario=case.scenario,
-        law=verdict.law,
-        replay=case.replay,
-    )
 
 
 def _scale(case: CaseRecord, old: BaselineCase) -> str:

@@ -14,8 +14,7 @@ from xml.etree import ElementTree as ET
 from ..conformance.output import harmless
 from ..conformance.report.records import CaseRecord, Report
 from ..conformance.status import Verdict
-from .checks import place
-from .reasons import BEGINS
+from .reasons import BEGINS, place
 
 __all__ = ["render", "xml_text"]
 

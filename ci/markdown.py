@@ -13,8 +13,7 @@ from ..conformance.report.records import CaseRecord, Report
 from ..conformance.report.table import escape, row
 from ..conformance.report.terminal import cell, facts, headings
 from ..conformance.status import RANKING, RESULTS, Verdict
-from .checks import place
-from .reasons import BEGINS, Reason, at, causes_of
+from .reasons import BEGINS, at, causes_of, reason_of
 
 __all__ = ["LIMIT_BYTES", "escape", "render"]
 
@@ -54,7 +53,7 @@ def _stories(report: Report) -> Iterator[str]:
         for case in report.cases
         for verdict in _open(case)
     }
-    reasons = [_reason(case, verdict) for case, verdict in verdict_by_key.values()]
+    reasons = [reason_of(_KINDS[v.status], c, v) for c, v in verdict_by_key.values()]
     for cause in causes_of(reasons, report.header.laws):
         reason = cause.reason
         case, verdict = verdict_by_key[reason.scaler, reason.scenario, reason.law]
@@ -70,20 +69,6 @@ def _open(case: CaseRecord) -> list[Verdict]:
             Verdict(law="", status="inconclusive", message=f"no check passed: {why}")
         ]
     return verdicts
-
-
-def _reason(case: CaseRecord, verdict: Verdict) -> Reason:
-    return Reason(
-        kind=_KINDS[verdict.status],
-        text=f"{verdict.message} in {at(case)}",
-        scaler=case.scaler,
-        scenario=case.scenario,
-        law=verdict.law,
-        now=verdict.status,
-        step=verdict.step,
-        cause=verdict.cause,
-        where=place(case),
-    )
 
 
 def _story(

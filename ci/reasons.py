@@ -8,7 +8,7 @@ from enum import Enum
 import msgspec
 
 from ..conformance.report.records import CaseRecord
-from ..conformance.status import EXIT_CODES, counted, plain
+from ..conformance.status import EXIT_CODES, Verdict, counted, plain
 
 __all__ = [
     "BEGINS",
@@ -20,6 +20,8 @@ __all__ = [
     "causes_of",
     "folded",
     "outcome_of",
+    "place",
+    "reason_of",
 ]
 
 
@@ -135,6 +137,39 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
         if self.consequences:
             counts += f", {counted(self.consequences, 'consequence')}"
         return counts
+
+
+def reason_of(
+    kind: str, case: CaseRecord, verdict: Verdict, text: str = "", before: str = ""
+) -> Reason:
+    """Return the reason that one verdict gives.
+
+    Args:
+        kind: kind of the reason.
+        case: case of the verdict.
+        verdict: the verdict.
+        text: description; empty for the verdict's message.
+        before: status in the baseline; empty if it has none.
+    """
+    return Reason(
+        kind=kind,
+        text=text or f"{verdict.message} in {at(case)}",
+        scaler=case.scaler,
+        scenario=case.scenario,
+        law=verdict.law,
+        before=before,
+        now=verdict.status,
+        step=verdict.step,
+        ranks=verdict.ranks,
+        cause=verdict.cause,
+        replay=case.replay,
+        where=place(case),
+    )
+
+
+def place(case: CaseRecord) -> str:
+    """Describe the location of a failure's cause; empty if it was not localised."""
+    return case.location.text if case.is_located and case.location else ""
 
 
 def causes_of(reasons: Sequence[Reason], laws: Iterable[str] = ()) -> tuple[Cause, ...]:
