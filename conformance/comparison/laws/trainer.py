@@ -174,7 +174,8 @@ def schedule(evidence: Evidence) -> Finding:
     compared, alone, recipe = 0, evidence.alone, evidence.scenario.parsed_recipe
     is_full = evidence.scenario.parsed_precision.is_full
     # a schedule may count micro-batches; trainer.settings compares a resumed run
-    if alone is not None and is_full and recipe.parts == 1 and not recipe.resume:
+    is_due = is_full and recipe.parts == 1 and not recipe.resume
+    if alone is not None and is_due:
         steps = [
             list(zip(evidence.ranks, seen, strict=True)) for _, seen in evidence.steps()
         ]
@@ -202,7 +203,7 @@ def schedule(evidence: Evidence) -> Finding:
         return at.fail(f"{text}step was skipped {at.why}", compared, "moves on a skip")
     parity = evidence.parity
     followed = parity.stack_schedule.followed if parity is not None else ""
-    if evidence.alone_fails and followed:
+    if evidence.alone_fails and followed and is_due:
         text = f"{followed} moves: it is compared with one rank, and "
         way_out = "let the workload declare its scheduler"
         finding = inconclusive(f"{text}{evidence.alone_fails}: {way_out}")
