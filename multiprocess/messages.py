@@ -16,7 +16,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
@@ -35,6 +35,8 @@ class Context:
     cwd: str
     path: tuple[str, ...]
     env: dict[str, str]
+    modules: dict[str, str] = field(default_factory=dict)
+    """Name -> file of modules whose asserts pytest rewrote."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,9 +114,9 @@ _CHECKPOINT = ("save_checkpoint", "load_checkpoint")
 def _is_of_no_scaler(error: BaseException | None) -> bool:
     """Return True if code used an attribute of None that a scaler has."""
     while error is not None:
-        is_of_none = isinstance(error, AttributeError) and error.obj is None
-        if is_of_none and hasattr(torch.amp.GradScaler, getattr(error, "name", "")):
-            return True
+        if isinstance(error, AttributeError) and error.obj is None and error.name:
+            if hasattr(torch.amp.GradScaler, error.name):
+                return True
         error = error.__cause__ or error.__context__
     return False
 

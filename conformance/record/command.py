@@ -126,6 +126,7 @@ def record(
             say(f"{_why_not(out / name, orders, code, name)}; see {out / name}.log")
             break
         if is_stopped:
+            say("gradparity: stopped by a signal")
             break
     manifest = Manifest(
         command=[word.encode("utf-8", "replace").decode() for word in command],

@@ -71,6 +71,8 @@ def compare_exactly(one: Side, other: Side) -> Comparison:
     return comparison
 
 
+BUFFER = "buffer"
+"""Kind of the buffers of a model; they have no optimizer."""
 _ORDER = {OUTPUT: 1, GRADIENT: 2, "gradient": 3, "update": 4}
 """Kind of tensor -> its position in a step; weights and states come first."""
 
@@ -83,7 +85,7 @@ def _called(kind: str) -> str:
     """Return a kind of tensor in words."""
     if kind == GRADIENT:
         return "the gradient of the output"
-    if kind == "buffer":
+    if kind == BUFFER:
         return "the value"
     state, dot, key = kind.partition(".")
     return f"the optimizer's {key}" if dot else f"the {state}"
@@ -99,7 +101,10 @@ def _ends(a: Run, b: Run, steps: Sequence[int]) -> list[Key]:
     end = steps[-1] + 1
     every = {**a.tensors, **b.tensors}
     if a.steps != b.steps:
-        every = {key: each for key, each in a.tensors.items() if key in b.tensors}
+        # the forward of the next step has moved its buffers
+        both = {*a.tensors} & {*b.tensors}
+        every = {key: a.tensors[key] for key in a.tensors if key in both}
+        every = {key: each for key, each in every.items() if key[1] != BUFFER}
     return [key for key in every if key[0] == end and key[1] not in _ORDER]
 
 
@@ -111,9 +116,9 @@ def _first_inexact(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str
     a, b = one.run, other.run
     own = {name: name for _, name in a.settings}
     every = {**a.tensors, **b.tensors}
-    mine, its = ((r.other_settings, r.absent, r.skipping) for r in (a, b))
     for step in steps:
         texts = list(other_inputs(one, other, own, step))
+        mine, its = (_of_ranks(run, step) for run in (a, b))
         for side in () if mine == its else (one, other):
             texts += step_on_ranks(side, step)
         keys = [key for key in every if key[0] == step and _is_exact(key)]
@@ -126,13 +131,20 @@ def _first_inexact(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str
         yield from _unlike(one, other, key)
 
 
+def _of_ranks(run: Run, step: int) -> list[object]:
+    """Return what ranks do differently in a step."""
+    maps = run.other_settings, run.absent, run.skipping
+    return [{k: v for k, v in each.items() if k[0] == step} for each in maps]
+
+
 def _unlike(one: Side, other: Side, key: Key) -> Iterator[str]:
     """Yield a sentence if a tensor is on one side only, or has other bits."""
     step, kind, name = key
     what = f"{_called(kind)} of {name}"
     mine, its = one.run.tensors.get(key), other.run.tensors.get(key)
     if mine is None or its is None:
-        if kind not in (OUTPUT, GRADIENT):  # recorded with --modules alone
+        # with --modules alone, or where the model is compiled as a function
+        if kind not in (OUTPUT, GRADIENT, BUFFER):
             yield f"step {step}: {(one if mine is None else other).name} lacks {what}"
     elif (
         mine.is_whole and its.is_whole and mine.digest != its.digest

@@ -289,7 +289,9 @@ def read_run(*folders: Path) -> Iterator[tuple[int, Recording]]:
         recordings[_rank_of(path)] = _read(path)
     sizes = {recording.world_size for recording in recordings.values()}
     size = max(sizes)
-    if len(sizes) > 1 or not {*recordings} <= {*range(size)}:
+    # without a process group each rank is a job of one
+    known = size == 1 or {*recordings} <= {*range(size)}
+    if len(sizes) > 1 or not known:
         text = "has files of several jobs, of other numbers of ranks: record it again"
         raise ValueError(f"{listed}: {text}")
     missing = sorted({*range(size)} - {*recordings})

@@ -402,7 +402,7 @@ def read_merged(*folders: Path) -> Run:
             if any(each != by_rank[min(by_rank)] for each in by_rank.values())
         },
         left={n: tuple(ranks) for n, ranks in unstepped.items() if n in stepped},
-        absent=_absent(settings),
+        absent=_absent(settings, ranks),
         rows=_rows(ranks.values()),
         unpadded=_by_row((r.rows, r.unpadded) for r in ranks.values()),
         sums=_by_row((r.rows_of_floats, r.sums_of_rows) for r in ranks.values()),
@@ -455,12 +455,22 @@ def _not_stepped(
 
 def _absent(
     settings: Mapping[tuple[int, str], Mapping[int, object]],
+    ranks: Mapping[int, Recording],
 ) -> dict[tuple[int, str], tuple[int, ...]]:
+    """Return the ranks that leave out steps; not those without rows, as in a join."""
+    trains: dict[int, set[int]] = {}
+    for rank, recording in ranks.items():
+        for step in recording.rows.keys() | recording.rows_of_floats.keys():
+            trains.setdefault(step, set()).add(rank)
     ever: dict[str, set[int]] = {}
     for (_, name), by_rank in settings.items():
         ever.setdefault(name, set()).update(by_rank)
-    ranks = {key: ever[key[1]] - by_rank.keys() for key, by_rank in settings.items()}
-    return {key: tuple(sorted(each)) for key, each in ranks.items() if each}
+    absent: dict[tuple[int, str], tuple[int, ...]] = {}
+    for (step, name), by_rank in settings.items():
+        idle = ever[name] & trains.get(step, ever[name]) - by_rank.keys()
+        if idle:
+            absent[step, name] = tuple(sorted(idle))
+    return absent
 
 
 def _rows(ranks: Collection[Recording]) -> dict[int, frozenset[int]]:

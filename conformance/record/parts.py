@@ -211,14 +211,17 @@ class Roots:
     def buffers(self) -> Iterator[tuple[str, Tensor, Box]]:
         """Yield name, local tensor and box of each saved buffer of the called models.
 
-        A buffer is left out if its layout is hidden, or its numbers are complex.
+        A buffer is left out if its layout is hidden, or its numbers have no plain bits.
         """
         for number, module in enumerate(self.called, 1):
             end = "" if number == 1 else f" (model {number})"
             for name, buffer in buffers_of(module):
-                if not buffer.dtype.is_complex:
-                    with suppress(HiddenLayoutError):
-                        yield bare(name) + end, *place(buffer)
+                if buffer.is_nested:
+                    continue
+                with suppress(HiddenLayoutError):
+                    local, box = place(buffer)
+                    if _is_plain(local):
+                        yield bare(name) + end, local, box
 
     def name_of(self, parameter: Tensor) -> str | None:
         """Return the name of a parameter in the job, or None if no module has it.
@@ -285,6 +288,13 @@ class Roots:
         named = ((self.name_of(p), p) for p in parameters if p.requires_grad)
         trained = ((name, p, place(p)[1]) for name, p in named if name is not None)
         return {piece.name for each in trained for piece in self.pieces(*each)}
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return True for dense numbers that are there to be read."""
+    odd = tensor.is_quantized or tensor.is_meta
+    is_dense = type(tensor) is Tensor and tensor.layout == torch.strided
+    return is_dense and not odd
 
 
 def trains(module: nn.Module) -> bool:

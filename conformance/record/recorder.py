@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import atexit
 import gc
+import hashlib
 import os
+import pickle
 import random
 import sys
 import traceback
@@ -334,7 +336,8 @@ class Recorder:
                 step.end()
                 self.done.append(step)
                 self.process, self.rank = os.getpid(), _rank()
-                self.recording.world_size = _world()
+                if dist.is_initialized():
+                    self.recording.world_size = dist.get_world_size()
                 self.begun |= {(id(optimizer), part.key) for part in step.start.parts}
         if self.calls[number] == self.steps.stop:
             if self.others is None:
@@ -369,7 +372,9 @@ class Recorder:
         The class is changed, because jobs save and copy the instance.
         """
         kind = type(optimizer)
-        owner: Any = kind if hasattr(kind, "step") else optimizer
+        of_instance = getattr(optimizer, "__dict__", {})
+        is_own = "step" in of_instance or not hasattr(kind, "step")
+        owner: Any = optimizer if is_own else kind
         run, own = owner.step, vars(owner).get("step")
         begins, before, ended = self.hooks.begins, self.hooks.uses, self.hooks.ended
 
@@ -534,11 +539,11 @@ def _generators(module: nn.Module) -> list[Tensor]:
     """
     device = next(module.parameters()).device
     own = [] if device.type in ("cpu", "meta") else [torch.get_device_module(device)]
-    _, of_python, _ = random.getstate()
-    _, of_numpy, place, *_ = np.random.get_state()
-    numbers = [torch.tensor(of_python), torch.tensor([*map(int, of_numpy), place])]
+    # a job may have given numpy another generator, with a state of other keys
+    others = pickle.dumps((random.getstate(), np.random.get_state(legacy=False)))
+    digest = hashlib.blake2b(others).digest()
     states = [torch.get_rng_state(), *(each.get_rng_state(device) for each in own)]
-    return [*numbers, *states]
+    return [torch.tensor([*digest]), *states]
 
 
 def _has_values(tensor: Tensor) -> bool:
@@ -554,12 +559,6 @@ def _has_values(tensor: Tensor) -> bool:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-
-
-def _world() -> int:
-    if dist.is_initialized():
-        return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 
 def _keywords_of_caller() -> dict[str, Any]:

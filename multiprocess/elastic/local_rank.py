@@ -39,6 +39,9 @@ class ContextChange:
     env: dict[str, str | None] = field(default_factory=dict)
     """Variables like PATH or OMP_NUM_THREADS that were set, or removed (None)."""
 
+    modules: dict[str, str] = field(default_factory=dict)
+    """Name -> file of modules whose asserts pytest rewrote."""
+
     @classmethod
     def between(cls, before: Context, now: Context) -> Self:
         """Return the differences of two contexts."""
@@ -51,6 +54,7 @@ class ContextChange:
                 for name in names
                 if now.env.get(name) != before.env.get(name)
             },
+            modules=now.modules,
         )
 
     def applied_to(self, own: Context) -> Context:
@@ -61,6 +65,7 @@ class ContextChange:
             cwd=self.cwd or own.cwd,
             path=(*(p for p in self.path if p not in own.path), *own.path),
             env={name: value for name, value in env.items() if value is not None},
+            modules=self.modules,
         )
 
 

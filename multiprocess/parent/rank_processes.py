@@ -21,7 +21,7 @@ from ..environment import unsupported
 from ..errors import HarnessError
 from ..messages import Context, Rendezvous, Run, Start
 from ..outcomes import Collective, Place
-from ..rank import flight_records
+from ..rank import assert_rewrite, flight_records
 from ..rank.forkserver import EXIT_STATUS
 from ..spec import CallOptions, WorldSpec
 from .forkserver_client import ForkserverClient, forkserver, import_path
@@ -51,6 +51,7 @@ def current_context() -> Context:
         # An empty entry means the current folder, which a call may change on its rank.
         path=tuple(entry or cwd for entry in import_path()),
         env={name: v for name, v in os.environ.items() if name not in _PRIVATE},
+        modules=assert_rewrite.rewritten_modules(),
     )
 
 

@@ -178,8 +178,13 @@ def restored_settings() -> Iterator[None]:
         try:
             yield
         finally:
-            # An alarm that the call has set would strike in the next one.
-            signal.alarm(0)
+            # A timer that the call has set would strike in the next one.
+            for timer in (
+                signal.ITIMER_REAL,
+                signal.ITIMER_VIRTUAL,
+                signal.ITIMER_PROF,
+            ):
+                signal.setitimer(timer, 0)
             for (get, put), value in zip(_SETTINGS, _given_back, strict=True):
                 if get() != value:  # some setters cost more than a whole call
                     put(value)

@@ -26,7 +26,7 @@ from .. import linux, messages
 from ..environment import WORLD_VARIABLE
 from ..messages import Context, Kind, Rendezvous, Reply, Run, Start
 from ..outcomes import Failed
-from . import flight_records
+from . import assert_rewrite, flight_records
 from .frames import is_of_harness
 
 if TYPE_CHECKING:
@@ -238,6 +238,7 @@ class _Rank:
                 os.environ.pop(name, None)
         os.environ.update(changed)
         os.environ.update(_rank_environment(self._spec, self._rank, self._rendezvous))
+        assert_rewrite.import_rewritten(context.modules)
 
     def _open_store(self, prefix: str) -> Store:
         from torch.distributed import FileStore, PrefixStore

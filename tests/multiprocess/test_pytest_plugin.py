@@ -341,10 +341,22 @@ def thing():
 @pytest.mark.world(world_size=2)
 def test_inner(world, thing):
     assert type(thing) is Thing
+
+def on_rank(number):
+    assert number == 7
+    return Thing()
+
+def test_outer():
+    from gradparity.multiprocess import Cluster, WorldError
+
+    with Cluster(2) as cluster:
+        assert [type(made) for made in cluster.run(on_rank, 7)] == [Thing] * 2
+        with pytest.raises(WorldError, match="assert 8 == 7"):
+            cluster.run(on_rank, 8)
 """
 
 
-@pytest.mark.parametrize("mode", ["prepend", "importlib"])
+@pytest.mark.parametrize("mode", ["importlib", "prepend"])
 @pytest.mark.few(1)
 def test_import_modes(session: Session, mode: str, tmp_path: Path) -> None:
     # With importlib no folder of it is on the import path.
@@ -367,7 +379,7 @@ def test_it(world, kind):
         f"--import-mode={mode}",
         str(package),
     )
-    assert "2 passed" in done.stdout, done.stdout
+    assert "3 passed" in done.stdout, done.stdout
 
 
 def test_hypothesis_draws_alike_on_all_ranks_and_shrinks(session: Session) -> None:

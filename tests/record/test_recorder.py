@@ -200,6 +200,46 @@ def test_buffers_are_compared_to_the_bit(tmp_path: Path) -> None:
     assert same.code == 0
 
 
+def odd_buffers() -> Iterator[Tensor]:
+    yield torch.eye(3).to_sparse()
+    yield torch.eye(3).to_sparse_csr()
+    yield torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    yield torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    yield torch.ones(3, device="meta")
+
+
+@pytest.mark.filterwarnings("ignore")  # some of these kinds are prototypes of torch
+def test_buffers_without_plain_bits_are_left_out(tmp_path: Path) -> None:
+    """One of them ended the job with a segmentation fault."""
+    model = nn.Linear(3, 1)
+    for number, buffer in enumerate(odd_buffers()):
+        model.register_buffer(f"odd_{number}", buffer)
+    model.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run = recorded(tmp_path, trains(model, optimizer), steps=(0, 1))
+    assert run.names("buffer", 0) == ["mask"] and run.notes == ()
+    assert run.names("weight", 0) == ["weight", "bias"]
+
+
+def test_a_step_of_the_instance_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job may count the steps of its optimizer so."""
+    each = Recorder(Orders(out=str(tmp_path), steps=(0, 1)))
+    monkeypatch.setattr("gradparity.conformance.record.recorder.recorder", each)
+    each.install()
+    model = nn.Linear(3, 1)
+    optimizer: Any = Descent([{"params": [*model.parameters()], "lr": 0.1}])
+    optimizer.step = counted = partial(Descent.step, optimizer)
+    try:
+        with gradparity.record(model, optimizer):
+            model(rows(0)).sum().backward()
+            optimizer.step()
+    finally:
+        each.remove()
+    assert read_merged(tmp_path).steps == [0] and optimizer.step is counted
+
+
 def test_an_error_of_the_recorder_ends_no_job(tmp_path: Path) -> None:
     """It was raised after the last recorded step, out of ``step``."""
     model = nn.Linear(3, 1)

@@ -623,8 +623,13 @@ def test_a_rank_that_leaves_out_a_step_is_told(tmp_path: Path) -> None:
             )
             for step in range(count)
         ]
-        write_rank(tmp_path, rank, Recording(world_size=2, calls=calls))
+        recording = Recording(world_size=2, calls=calls)
+        write_rank(tmp_path, rank, recording)
+        # under torch's join() rank 1 has no rows any more
+        recording.rows = {step: [torch.tensor([5 + rank])] for step in range(count)}
+        write_rank(tmp_path / "join", rank, recording)
     absent = read_merged(tmp_path).absent
+    assert read_merged(tmp_path / "join").absent == {}
     assert absent == {(1, "a"): (1,)}
     mesh = Side(name="mesh", run=replace(run(4), absent=absent))
     found = compare(ONE, mesh)
@@ -725,6 +730,11 @@ def test_the_weights_after_the_last_common_step_are_compared_to_the_bit() -> Non
     assert compare_exactly(one, other).lines[:1] == [
         "step 1: the weight of a has other bits"
     ]
+    moved = {(1, "buffer", "mean"): whole(None, 4)}  # by the forward of step 1
+    ended = {(1, "buffer", "mean"): whole(None, 3)}
+    first = replace(one, run=replace(one.run, tensors={**one.run.tensors, **ended}))
+    later = replace(mesh, run=replace(mesh.run, tensors={**mesh.run.tensors, **moved}))
+    assert compare_exactly(first, later).code == SAME
     lacks = Side(name="mesh", run=short)  # as long, and without the weight at its end
     assert compare_exactly(one, lacks).lines == ["step 1: mesh lacks the weight of a"]
 
