@@ -290,8 +290,8 @@ def read_run(*folders: Path) -> Iterator[tuple[int, Recording]]:
     sizes = {recording.world_size for recording in recordings.values()}
     size = max(sizes)
     # without a process group each rank is a job of one
-    known = size == 1 or {*recordings} <= {*range(size)}
-    if len(sizes) > 1 or not known:
+    fits = size == 1 or {*recordings} <= {*range(size)}
+    if len(sizes) > 1 or not fits:
         text = "has files of several jobs, of other numbers of ranks: record it again"
         raise ValueError(f"{listed}: {text}")
     missing = sorted({*range(size)} - {*recordings})
