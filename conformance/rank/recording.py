@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -69,8 +70,8 @@ def recording_draws(engine: Engine, seen: StepTrace) -> Iterator[None]:
 
 def _states_of_generators() -> list[object]:
     """Return the states of torch's, Python's and numpy's generators on the host."""
-    of_numpy = [np.asarray(each).tobytes() for each in np.random.get_state()]
-    return [digest(torch.get_rng_state()), random.getstate(), *of_numpy]
+    of_numpy = pickle.dumps(np.random.get_state(legacy=False))
+    return [digest(torch.get_rng_state()), random.getstate(), of_numpy]
 
 
 @contextmanager

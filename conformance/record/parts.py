@@ -291,8 +291,8 @@ class Roots:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return True for dense numbers that are there to be read."""
-    odd = tensor.is_quantized or tensor.is_meta
+    """Return True for dense numbers that are there to be read; masks are no state."""
+    odd = tensor.is_quantized or tensor.is_meta or tensor.dtype == torch.bool
     is_dense = type(tensor) is Tensor and tensor.layout == torch.strided
     return is_dense and not odd
 

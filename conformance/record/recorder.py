@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import gc
 import hashlib
+import inspect
 import os
 import pickle
 import random
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
+from types import FunctionType, MemberDescriptorType
 from typing import Any
 
 import msgspec
@@ -369,18 +371,21 @@ class Recorder:
     def watching(self, optimizer: Any) -> Iterator[None]:
         """Record the ``step`` of an optimizer that is not a subclass of torch's.
 
-        The class is changed, because jobs save and copy the instance.
+        The class is changed, because jobs save and copy the instance. If ``step`` is
+        not a method of the class, such as an attribute or a slot, the instance is.
         """
         kind = type(optimizer)
-        of_instance = getattr(optimizer, "__dict__", {})
-        is_own = "step" in of_instance or not hasattr(kind, "step")
-        owner: Any = optimizer if is_own else kind
-        run, own = owner.step, vars(owner).get("step")
+        member = inspect.getattr_static(kind, "step", None)
+        is_slot = isinstance(member, MemberDescriptorType)
+        is_own = is_slot or "step" in getattr(optimizer, "__dict__", {})
+        is_method = isinstance(member, FunctionType) and not is_own
+        owner: Any = kind if is_method else optimizer
+        run, is_inherited = owner.step, not is_own and "step" not in vars(owner)
         begins, before, ended = self.hooks.begins, self.hooks.uses, self.hooks.ended
 
         @wraps(run)
         def step(*args: Any, **kwargs: Any) -> Any:
-            if owner is kind and args[0] is not optimizer:
+            if is_method and args[0] is not optimizer:
                 return run(*args, **kwargs)
             begins(optimizer)
             before(optimizer)
@@ -392,10 +397,10 @@ class Recorder:
         try:
             yield
         finally:
-            if own is None:
+            if is_inherited:
                 del owner.step
             else:
-                owner.step = own
+                owner.step = run
 
     def _number(self, optimizer: Any) -> int | None:
         """Return the number of an optimizer; None if it is not recorded."""

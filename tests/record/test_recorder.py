@@ -206,6 +206,7 @@ def odd_buffers() -> Iterator[Tensor]:
     yield torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     yield torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     yield torch.ones(3, device="meta")
+    yield torch.ones(3, dtype=torch.bool)
 
 
 @pytest.mark.filterwarnings("ignore")  # some of these kinds are prototypes of torch
@@ -214,30 +215,11 @@ def test_buffers_without_plain_bits_are_left_out(tmp_path: Path) -> None:
     model = nn.Linear(3, 1)
     for number, buffer in enumerate(odd_buffers()):
         model.register_buffer(f"odd_{number}", buffer)
-    model.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+    model.register_buffer("count", torch.ones(3, dtype=torch.int8))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     run = recorded(tmp_path, trains(model, optimizer), steps=(0, 1))
-    assert run.names("buffer", 0) == ["mask"] and run.notes == ()
+    assert run.names("buffer", 0) == ["count"] and run.notes == ()
     assert run.names("weight", 0) == ["weight", "bias"]
-
-
-def test_a_step_of_the_instance_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A job may count the steps of its optimizer so."""
-    each = Recorder(Orders(out=str(tmp_path), steps=(0, 1)))
-    monkeypatch.setattr("gradparity.conformance.record.recorder.recorder", each)
-    each.install()
-    model = nn.Linear(3, 1)
-    optimizer: Any = Descent([{"params": [*model.parameters()], "lr": 0.1}])
-    optimizer.step = counted = partial(Descent.step, optimizer)
-    try:
-        with gradparity.record(model, optimizer):
-            model(rows(0)).sum().backward()
-            optimizer.step()
-    finally:
-        each.remove()
-    assert read_merged(tmp_path).steps == [0] and optimizer.step is counted
 
 
 def test_an_error_of_the_recorder_ends_no_job(tmp_path: Path) -> None:
@@ -349,6 +331,43 @@ def test_an_optimizer_can_be_saved_while_it_is_recorded(
         each.remove()
     assert Descent.step is before and "step" not in vars(optimizer)
     assert read_merged(tmp_path).steps == [0]  # steps of the other one do not count
+
+
+class Slotted(Descent):
+    __slots__ = ("step",)
+
+
+class Static(Descent):
+    """Its ``step`` knows no instance."""
+
+    trained: Any = None
+
+    @staticmethod
+    def step() -> None:
+        Descent.step(Static.trained)
+
+
+@pytest.mark.parametrize("kind", [Descent, Slotted, Static])
+def test_a_step_that_is_no_method_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    """A job may count the steps of its optimizer in an attribute."""
+    each = Recorder(Orders(out=str(tmp_path), steps=(0, 1)))
+    monkeypatch.setattr("gradparity.conformance.record.recorder.recorder", each)
+    each.install()
+    model = nn.Linear(3, 1)
+    optimizer: Any = kind([{"params": [*model.parameters()], "lr": 0.1}])
+    if kind is Static:
+        kind.trained, before = optimizer, Static.step
+    else:
+        optimizer.step = before = partial(Descent.step, optimizer)
+    try:
+        with gradparity.record(model, optimizer):
+            model(rows(0)).sum().backward()
+            optimizer.step()
+    finally:
+        each.remove()
+    assert read_merged(tmp_path).steps == [0] and optimizer.step is before
 
 
 @pytest.mark.parametrize("wrap", [Wrapper, lambda optimizer: optimizer])
