@@ -280,26 +280,36 @@ class ItemRun:
                 self._reports.setdefault(phase.when, []).append((outcome.rank, report))
 
     def _take_subtests(self, results: Sequence[tuple[int, ItemResult]]) -> None:
-        """Report each subtest once; the report of a rank on which it failed wins."""
+        """Report each subtest once; the report of a rank on which it failed wins.
+
+        The test fails if a subtest is passed on some ranks and skipped on others. A
+        rank may leave a subtest out: rank 0 alone may check a file, say.
+        """
         item, config = self._item, self._item.config
-        merged: dict[tuple[str, int], Any] = {}
+        by_rank: dict[tuple[str, int], dict[int, Any]] = {}
         for rank, result in results:
             seen: dict[str, int] = {}
             for data in result.subtests:
                 report = _deserialised(config, data)
                 report.nodeid, report.location = item.nodeid, item.location
+                report.sections.append(("Rank", str(rank)))
                 name = repr(getattr(report, "context", None))
                 seen[name] = seen.get(name, 0) + 1
-                other = merged.get((name, seen[name]))
-                if other is None or (report.failed and not other.failed):
-                    report.sections.append(("Rank", str(rank)))
-                    merged[name, seen[name]] = report
-        for report in merged.values():
-            item.ihook.pytest_runtest_logreport(report=report)
-        failed = sum(report.failed for report in merged.values())
+                by_rank.setdefault((name, seen[name]), {})[rank] = report
+        failed, texts = 0, list[str]()
+        for (name, _), reports in by_rank.items():
+            # an expected failure is one, too; of equals the first rank counts
+            worst = max(reports.values(), key=lambda r: (r.failed, _is_expected(r)))
+            item.ihook.pytest_runtest_logreport(report=worst)
+            failed += worst.failed
+            differ = len({report.outcome for report in reports.values()}) > 1
+            if differ and not worst.failed and not _is_expected(worst):
+                each = (f"{r.outcome} on rank {rank}" for rank, r in reports.items())
+                texts.append(f"subtest {name}: {', '.join(each)}")
         if failed:
-            text = f"contains {failed} failed subtest{'s' * (failed > 1)}"
-            self._ended["call"] = pytest.fail.Exception(text, pytrace=False)
+            texts = [f"contains {failed} failed subtest{'s' * (failed > 1)}"]
+        if texts:
+            self._ended["call"] = pytest.fail.Exception(texts[0], pytrace=False)
 
     def _take_warnings(self, results: Sequence[ItemResult]) -> None:
         seen = set()
@@ -405,6 +415,11 @@ def show(
         root = outcomes[root.rank]
     text = "\n".join([title + render_failure(outcomes, root), *notes])
     report.longrepr = internals.chain_of(text, item, root.headline)
+
+
+def _is_expected(report: Any) -> bool:
+    """Return True for a failure that a mark xfail expects."""
+    return hasattr(report, "wasxfail") and report.skipped
 
 
 def _deserialised(config: pytest.Config, data: Mapping[str, Any]) -> Any:

@@ -701,6 +701,36 @@ def test_each_kind_is_recognised_behind_partials_and_methods() -> None:
         assert kinds == ["a coroutine", "an async generator", "a generator", ""]
 
 
+def test_subtests_end_alike_on_all_ranks(session: Session) -> None:
+    """A subtest that one rank skips was shown as passed, and its failure as well."""
+    done = session("""
+@pytest.mark.world(world_size=2)
+def test_skips(subtests, world):
+    with subtests.test("one"):
+        if world.rank == 1:
+            pytest.skip("no device")
+
+@pytest.mark.world(world_size=2)
+def test_leaves_out(subtests, world):
+    if world.rank == 1:
+        with subtests.test("two"):
+            pass
+
+@pytest.mark.xfail
+@pytest.mark.world(world_size=2)
+def test_expects(subtests, world):
+    with subtests.test("three"):
+        assert world.rank == 0
+
+@pytest.mark.world(world_size=2)
+def test_agrees(subtests, world):
+    with subtests.test("four"):
+        pytest.skip("no device")
+""")
+    assert "passed on rank 0, skipped on rank 1" in done.stdout
+    assert "1 failed" in done.stdout and "1 xfailed" in done.stdout
+
+
 def test_a_subtest_that_fails_ends_no_rank(session: Session) -> None:
     """After a failed subtest, other ranks may take longer than after a failed test."""
     done = session("""
