@@ -31,6 +31,7 @@ from .rank import PRELOAD
 from .status import (
     EXIT_CODES,
     INTERRUPTED,
+    RANKING,
     USAGE,
     UsageError,
     WriteError,
@@ -273,8 +274,9 @@ def _hunt(parsed: argparse.Namespace) -> int:
             script=_numbered(parsed.script, number),
         )
         codes.append(hunt(settings, console()))
-    words = ("error", "fail", "inconclusive", "pass")
-    return min(codes, key=[EXIT_CODES[word] for word in words].index)
+    # codes do not rank as their statuses: an undecided run has the highest one
+    ranking = [EXIT_CODES[word] for word in RANKING if word in EXIT_CODES]
+    return max(codes, key=ranking.index)
 
 
 def _numbered(path: Path, number: int) -> Path:

@@ -285,10 +285,12 @@ class Boundaries:
 
         Factors may differ between ranks, or between the micro-batches of a rank.
         """
+        if not self.one_factor:
+            return None
         for place, (each, on, other, how) in _NORMALISED.items():
             for shared in sorted({key[place] for key in self.factors}):
                 factors = {k: f for k, f in self.factors.items() if k[place] == shared}
-                if not (self.one_factor and self._are_uneven(factors)):
+                if not self._are_uneven(factors):
                     continue
                 values = (f"{f:.3g} {on} {k[1 - place]}" for k, f in factors.items())
                 where = f"{', '.join(values)}, step {self.step}, {other} {shared}"

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...fixtures import Batch, OfWorkload, ResolvedFault, inject, local
+from ..record.reading import states_of_generators
 from .buffers import buffers_on_rank
 from .engine import Engine
 from .layout_checks import same_everywhere
@@ -49,13 +47,13 @@ __all__ = [
 @contextmanager
 def recording_draws(engine: Engine, seen: StepTrace) -> Iterator[None]:
     """Record a step's random draws; repeat the router choices of the reference."""
-    states = _states_of_generators()
-    random_layers = engine.scenario.parsed_recipe.training.random
+    states = states_of_generators(torch.device("cpu"))
+    random = engine.scenario.parsed_recipe.training.random
     # a reference on one rank must not draw; the log shows where it did
-    logs = random_layers or engine.variation is not None
+    logs = random or engine.variation is not None
     names = engine.module_names, engine.parameters
     # dropouts are off in all other recipes
-    dropouts = engine.dropouts if random_layers else {}
+    dropouts = engine.dropouts if random else {}
     log = DrawLog(engine.module, engine.recomputed, *names, dropouts) if logs else None
     choices = ChoiceLog(engine.choices[seen.step]) if engine.choices else None
     with log or nullcontext(), choices or nullcontext():
@@ -65,13 +63,8 @@ def recording_draws(engine: Engine, seen: StepTrace) -> Iterator[None]:
     if log is not None:
         seen.draws, seen.drawn_outside = log.draws, log.outside
     # from the generator, because not every run has the log
-    seen.drew = states != _states_of_generators()
-
-
-def _states_of_generators() -> list[object]:
-    """Return the states of torch's, Python's and numpy's generators on the host."""
-    of_numpy = pickle.dumps(np.random.get_state(legacy=False))
-    return [digest(torch.get_rng_state()), random.getstate(), of_numpy]
+    after = states_of_generators(torch.device("cpu"))
+    seen.drew = not all(map(torch.equal, states, after))
 
 
 @contextmanager

@@ -381,8 +381,8 @@ class RankTrace:
     of its own."""
 
     lost_buffer: str = ""
-    """Buffer of which the workload's own load did not restore the value of a rank, or
-    left the initial one; empty if there is none."""
+    """First buffer that the workload's own load did not restore: no rank had saved its
+    value, or it is the initial one. Empty if there is none."""
 
     saved: Saved | None = None
     """State of the scaler after the last step, if another world begins with it."""

@@ -221,7 +221,7 @@ def _run(
 
         def ask(number: int, _: object) -> None:
             asked.append(number)
-            # a terminal sends Ctrl-C to the job, too
+            # on Ctrl-C the terminal signals the job itself
             for job in jobs if number != signal.SIGINT else ():
                 job.send_signal(number)
 

@@ -99,13 +99,11 @@ def _ends(a: Run, b: Run, steps: Sequence[int]) -> list[Key]:
     that both sides have are returned.
     """
     end = steps[-1] + 1
-    every = {**a.tensors, **b.tensors}
+    keys = [*{**a.tensors, **b.tensors}]
     if a.steps != b.steps:
         # the forward of the next step has moved its buffers
-        both = {*a.tensors} & {*b.tensors}
-        every = {key: a.tensors[key] for key in a.tensors if key in both}
-        every = {key: each for key, each in every.items() if key[1] != BUFFER}
-    return [key for key in every if key[0] == end and key[1] not in _ORDER]
+        keys = [key for key in a.tensors if key in b.tensors and key[1] != BUFFER]
+    return [key for key in keys if key[0] == end and key[1] not in _ORDER]
 
 
 def _first_inexact(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str]:

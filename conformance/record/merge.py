@@ -122,7 +122,9 @@ def merge(parts: Iterable[tuple[int, Stored]], *, averages: bool = False) -> Who
     """
     by_rank = sorted(parts, key=lambda part: part[0])
     boxes: dict[tuple[Any, ...], Stored] = {}
-    unlike, odd, apart = [], set[int](), 0.0
+    unlike: list[int] = []
+    odd: set[int] = set()
+    apart = 0.0
     if averages:
         replicas = Counter(part.place for _, part in by_rank)
         by_rank = [

@@ -11,10 +11,14 @@ are read when the next step begins.
 
 from __future__ import annotations
 
+import hashlib
+import pickle
+import random
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +26,7 @@ from .files import Call, Settings, Stored, copied
 from .kept import Box, Sums, Wanted
 from .parts import Part, Roots, parts_of, place
 
-__all__ = ["State", "Step", "dense"]
+__all__ = ["State", "Step", "dense", "states_of_generators"]
 
 
 @dataclass
@@ -174,3 +178,16 @@ class Step:
 def dense(gradient: Tensor) -> Tensor:
     """Return a sparse gradient as a dense copy, and any other one as it is."""
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
+
+
+def states_of_generators(device: torch.device) -> list[Tensor]:
+    """Return the states of Python's, numpy's and torch's random generators.
+
+    torch has one on the CPU, and one on the given device.
+    """
+    own = [] if device.type in ("cpu", "meta") else [torch.get_device_module(device)]
+    # a job may have given numpy another generator, with a state of other keys
+    others = pickle.dumps((random.getstate(), np.random.get_state(legacy=False)))
+    digest = hashlib.blake2b(others).digest()
+    states = [torch.get_rng_state(), *(each.get_rng_state(device) for each in own)]
+    return [torch.tensor([*digest]), *states]

@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import atexit
 import gc
-import hashlib
 import inspect
 import os
-import pickle
-import random
 import sys
 import traceback
 import weakref
@@ -27,7 +24,6 @@ from types import FunctionType, MemberDescriptorType
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -43,7 +39,7 @@ from .files import Recording, Stored, as_numbers, write_rank
 from .modules import Blocks, is_traced
 from .orders import ORDERS, TWICE, Orders, Unrecorded
 from .parts import Places, Roots, trains
-from .reading import State, Step, dense
+from .reading import State, Step, dense, states_of_generators
 from .rows import keep_rows, tensors_in
 from .steps import StepHooks, parameters_of
 from .torch_internals import around_compiled
@@ -538,17 +534,8 @@ class Recorder:
 
 
 def _generators(module: nn.Module) -> list[Tensor]:
-    """Return the states of Python's, numpy's and torch's random generators.
-
-    torch has one on the CPU, and one on the device of the model.
-    """
-    device = next(module.parameters()).device
-    own = [] if device.type in ("cpu", "meta") else [torch.get_device_module(device)]
-    # a job may have given numpy another generator, with a state of other keys
-    others = pickle.dumps((random.getstate(), np.random.get_state(legacy=False)))
-    digest = hashlib.blake2b(others).digest()
-    states = [torch.get_rng_state(), *(each.get_rng_state(device) for each in own)]
-    return [torch.tensor([*digest]), *states]
+    """Return the states of the generators that the forward of a model may use."""
+    return states_of_generators(next(module.parameters()).device)
 
 
 def _has_values(tensor: Tensor) -> bool:

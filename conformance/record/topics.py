@@ -344,9 +344,11 @@ class Clipped:
         norm, limit = self._clipped()
         norm = _plain("clipped=", norm)
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        hidden = 0
         for parameter in self._own:
-            squares += _square_of(parameter)
-        hidden = sum(not _is_laid_out_alike(each) for each in self._own)
+            square = _square_of(parameter)
+            hidden += square is None
+            squares += math.nan if square is None else square
         if hidden and not self._warned:
             self._warned = True
             subject = counted(hidden, "gradient")
@@ -381,19 +383,16 @@ class Clipped:
         return (), read
 
 
-def _is_laid_out_alike(parameter: nn.Parameter) -> bool:
-    """Return False if a gradient is a partial sum, or has another box."""
-    gradient = parameter.grad
-    return gradient is None or place(gradient)[1] == place(parameter)[1]
+def _square_of(parameter: nn.Parameter) -> Tensor | None:
+    """Return the sum of squares of a gradient.
 
-
-def _square_of(parameter: nn.Parameter) -> Tensor:
-    """Return the sum of squares of a gradient; nan if it is a partial sum."""
+    None if the gradient is a partial sum, or is laid out otherwise than the parameter.
+    """
     if parameter.grad is None:
         return torch.zeros(())
-    if not _is_laid_out_alike(parameter):
-        return torch.tensor(math.nan)
-    part, _ = place(parameter.grad)
+    part, box = place(parameter.grad)
+    if box != place(parameter)[1]:
+        return None
     norm: Tensor = torch.linalg.vector_norm(part, dtype=torch.float32)
     return norm.square()
 

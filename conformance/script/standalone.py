@@ -85,8 +85,8 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
 
 
 _OWN = """\
-Model, data, layout and optimizer are those of {}: run this in the folder of its
-package or module."""
+The model, data, layout and optimizer come from {}. Run this script in the folder
+that contains its package or module."""
 _BUILT_IN = "Model and layout are the scenario's; digits are random."
 _SCRIPT = '''\
 """{tested} on {place}: {title}.

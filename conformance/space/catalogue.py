@@ -486,7 +486,7 @@ def not_tried(selection: Selection) -> list[str]:
         )
     if steps_alike(resolved):
         lines.append(
-            "other rows in each step: batch() gives those of step 0 again in step 1, "
+            "other rows in each step: batch() gives those of step 0 for step 1 too, "
             "so a trainer that mixes up steps passes"
         )
     if narrowed:

@@ -299,11 +299,11 @@ class ItemRun:
         failed, texts = 0, list[str]()
         for (name, _), reports in by_rank.items():
             # an expected failure is one, too; of equals the first rank counts
-            worst = max(reports.values(), key=lambda r: (r.failed, _is_expected(r)))
+            worst = max(reports.values(), key=lambda r: (r.failed, _has_xfailed(r)))
             item.ihook.pytest_runtest_logreport(report=worst)
             failed += worst.failed
             differ = len({report.outcome for report in reports.values()}) > 1
-            if differ and not worst.failed and not _is_expected(worst):
+            if differ and not worst.failed and not _has_xfailed(worst):
                 each = (f"{r.outcome} on rank {rank}" for rank, r in reports.items())
                 texts.append(f"subtest {name}: {', '.join(each)}")
         if failed:
@@ -417,7 +417,7 @@ def show(
     report.longrepr = internals.chain_of(text, item, root.headline)
 
 
-def _is_expected(report: Any) -> bool:
+def _has_xfailed(report: Any) -> bool:
     """Return True for a failure that a mark xfail expects."""
     return hasattr(report, "wasxfail") and report.skipped
 

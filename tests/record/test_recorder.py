@@ -125,13 +125,19 @@ def test_optimizers_of_an_inner_loop_are_not_collected(tmp_path: Path) -> None:
     assert any(note.startswith(told) for note in run.notes)
 
 
+def installed(folder: Path, monkeypatch: pytest.MonkeyPatch, **orders: Any) -> Recorder:
+    """Return a recorder of this process; the caller has to remove it."""
+    each = Recorder(Orders(out=str(folder), **orders))
+    monkeypatch.setattr("gradparity.conformance.record.recorder.recorder", each)
+    each.install()
+    return each
+
+
 def test_only_what_the_job_declares_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An inner loop trains copies of the model before each step."""
-    each = Recorder(Orders(out=str(tmp_path), steps=(0, 2)))
-    monkeypatch.setattr("gradparity.conformance.record.recorder.recorder", each)
-    each.install()
+    each = installed(tmp_path, monkeypatch, steps=(0, 2))
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     try:
@@ -310,9 +316,7 @@ class Descent:
 def test_an_optimizer_can_be_saved_while_it_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    each = Recorder(Orders(out=str(tmp_path), steps=(0, 2)))
-    monkeypatch.setattr("gradparity.conformance.record.recorder.recorder", each)
-    each.install()
+    each = installed(tmp_path, monkeypatch, steps=(0, 2))
     model, before = nn.Linear(3, 1), Descent.step
     optimizer, other = (
         Descent([{"params": [*m.parameters()], "lr": 0.1}])
@@ -352,9 +356,7 @@ def test_a_step_that_is_no_method_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     """A job may count the steps of its optimizer in an attribute."""
-    each = Recorder(Orders(out=str(tmp_path), steps=(0, 1)))
-    monkeypatch.setattr("gradparity.conformance.record.recorder.recorder", each)
-    each.install()
+    each = installed(tmp_path, monkeypatch, steps=(0, 1))
     model = nn.Linear(3, 1)
     optimizer: Any = kind([{"params": [*model.parameters()], "lr": 0.1}])
     if kind is Static:
@@ -375,9 +377,7 @@ def test_all_models_of_the_declared_optimizers_are_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrap: Any
 ) -> None:
     """Two models have an optimizer each, and one optimizer is declared."""
-    each = Recorder(Orders(out=str(tmp_path), steps=(0, 1), nudge=1))
-    monkeypatch.setattr("gradparity.conformance.record.recorder.recorder", each)
-    each.install()
+    each = installed(tmp_path, monkeypatch, steps=(0, 1), nudge=1)
     models = nn.Linear(3, 3), nn.Linear(3, 1)
     before = [copy.deepcopy(model.state_dict()) for model in models]
     optimizers = [wrap(torch.optim.SGD(m.parameters(), 0.0)) for m in models]

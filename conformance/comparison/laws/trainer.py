@@ -45,7 +45,7 @@ class _Beside:
 
     def fail(self, message: str, compared: int, cause: str = "") -> Finding:
         return failed(
-            message=f"{message}",
+            message=message,
             step=self.step,
             ranks=(self.rank,),
             cause=cause,
