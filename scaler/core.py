@@ -178,6 +178,7 @@ class ScalerCore(_TorchGradScaler):
         states = self._per_optimizer_states
         if optimizer is None:
             self._check_lacks()
+            self._iteration.passed_none = True
             return Part(state=states[-1 - len(states)])  # no id is below zero
         part = self._iteration.parts.get(id(optimizer))
         if part is None:
@@ -321,7 +322,7 @@ class ScalerCore(_TorchGradScaler):
         norm = norm_on_host(result.host_rows.norms(), norm_type)
         if norm is None:  # this is so on all ranks
             entries = entries_told_apart(self._sync, result, part, norm_type, carried)
-            norm = norm_on_host(entries, norm_type, is_told=True)
+            norm = norm_on_host(entries, norm_type, checks="")
         assert norm is not None
         return norm
 
@@ -435,7 +436,6 @@ class ScalerCore(_TorchGradScaler):
         return self._sync.group.find() if part.result is None else part.result.group
 
     def _row(self) -> Row:
-        # These fields must be equal on all ranks.
         tracker, left = self._growth_tracker, self._hysteresis_left
         return self._policy_row._replace(
             scale=number_in(self._scale_or_one()),
@@ -445,6 +445,7 @@ class ScalerCore(_TorchGradScaler):
             growth_interval=self._growth_interval,
             hysteresis_left=0.0 if left is None else number_in(left),
             was_scaled=float(self._was_scaled),
+            pending=self._iteration.pending(),
         )
 
     def _synced(
@@ -467,7 +468,7 @@ class ScalerCore(_TorchGradScaler):
                 fields["first_bad"] = first_nonfinite(part.optimizer)
         row = self._row()._replace(**fields)
         result = self._sync.exchange(group, method, row, norms or (), record)
-        part.result = result
+        part.result, part.is_dropped = result, False
         flags = found or {scale.device: torch.zeros_like(scale)}
         self._was_scaled = True
         if (rows := result.host_rows) is None:
@@ -494,6 +495,7 @@ class ScalerCore(_TorchGradScaler):
             return
         if norm_on_host(rows.norms(), norm_type) is None:
             self._sync.settle()
+        if norm_on_host(rows.norms(), norm_type, checks="sums") is None:
             warnings.warn(
                 f"The last {result.method} has counted replicas more than once: some "
                 "ranks hold parameters together and others alone, which shows only now "
@@ -541,8 +543,10 @@ class ScalerCore(_TorchGradScaler):
         # Wrong call order, perhaps on this rank alone: the other ranks must not wait.
         error = RuntimeError(message)
         is_told = self._tell(error, self._sync.exchanges, part, method, call)
-        if is_told and not self._sync.is_void:
-            self._sync.is_unusual = True
+        if is_told:
+            self._iteration.drop(self._sync)
+            if not self._sync.is_void:
+                self._sync.is_unusual = True
         return error
 
     def _tell(

@@ -159,9 +159,9 @@ def ranks_disagree(
 
 _WAYS_OUT = (
     (
-        {"failures"},
-        "A call raised on some ranks only, after all ranks had agreed to step: their "
-        "weights differ. Load a checkpoint on every rank.",
+        {"missed"},
+        "A step() raised or was left out on some ranks only, so their weights differ. "
+        "Load a checkpoint on every rank.",
     ),
     (
         {"scaler", "made_after"},
@@ -197,12 +197,16 @@ _OTHER_WAY_OUT = (
 )
 
 
+_NAMES = {"missed": "the number of missed steps"}  # in messages
+
+
 def _differs(name: str, column: Sequence[float]) -> str:
     # "scale is 4 on ranks 0, 2 and 8 on rank 1"
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(column):
         ranks.setdefault(_shown(name, value), []).append(rank)
     each = [f"{value} on {_ranks(numbers)}" for value, numbers in ranks.items()]
+    name = _NAMES.get(name, name)
     return f"{name} is {', '.join(each[:-1])} and {each[-1]}"
 
 

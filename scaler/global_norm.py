@@ -4,23 +4,17 @@
 Inside the mesh of a DTensor, the placements determine how many ranks hold each element.
 Outside of it, and for plain tensors, two ranks may hold the same parameters (data
 parallel) or different ones (pipeline stages, experts). But replicas have bitwise equal
-gradients, or training would diverge, and different gradients do not have bitwise equal
-norms. So for each mesh with gradients, a rank sends three numbers: a hash of the mesh's
-ranks, its kind, and the norm of the local gradients. The kind is a hash of the mesh's
-axes and number of elements. A plain tensor has a mesh of this rank alone. Every rank
-raises the norms to the power of their order, and adds up those of each mesh. Meshes of
-one kind with equal sums count once. The sums do not depend on the order of the ranks,
-since two meshes with the same parameters may list their ranks in different orders. All
-ranks compute from the same numbers, so they always clip by the same factor.
+gradients, or training would diverge. So the first clip compares their bits
+(`replicas.py`). In every clip a rank sends three numbers for each mesh with gradients:
+a hash of the mesh's ranks, its kind, and the norm of the local gradients. The kind is a
+hash of the mesh's axes and of what holds its parameters. A plain tensor has a mesh of
+this rank alone. Every rank raises the norms to the power of their order, and adds up
+those of each mesh. Meshes of one kind count once. All ranks compute from the same
+numbers, so they always clip by the same factor.
 
-One mesh may hold replicas and also parameters that no other mesh holds: see
-`replicas.py`.
-
-[Note: Replicas that round apart]
-Ranks with different numbers of threads may round the norm of equal gradients
-differently. So if norms of meshes of one kind differ in any bit, replicas are
-identified by the bits of their gradients (`replicas.py`). The sum of these bits does
-not depend on the order. From then on norms of replicas may differ by rounding.
+An accelerator may clip before the host has compared any bits. Until then the kind is a
+hash of the axes and the number of elements, and meshes of one kind count once if their
+norms are equal to the bit.
 """
 
 from __future__ import annotations
@@ -32,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -158,12 +152,15 @@ def grads_by_mesh(
     holders = record.holders
     by_mesh = GradsByMesh()
     gradients, locals_ = gradients_of(optimizer)
-    if locals_ is gradients and gradients and holders is None:  # no DTensors
-        alone = layout_of(None)
-        by_mesh[alone] = by_device_and_dtype(gradients, allow_fp16=allow_fp16)
-        elements = sum(map(torch.numel, gradients))
-        by_mesh.kinds = {alone.mesh: _kind_of(alone.kind, f"{elements}")}
-        return by_mesh
+    if locals_ is gradients and gradients:  # no DTensors
+        elements, meshes = sum(map(torch.numel, gradients)), None
+        if holders is not None:
+            meshes = holders.of_all(len(gradients), elements)
+        if holders is None or meshes is not None:
+            layout, kind = _held_by(layout_of(None), meshes, elements)
+            by_mesh[layout] = by_device_and_dtype(gradients, allow_fp16=allow_fp16)
+            by_mesh.kinds = {layout.mesh: kind}
+            return by_mesh
     layouts_now, places = specs(gradients), record.places
     # fully_shard gives the same spec to a parameter's gradient in every step.
     if (
@@ -213,13 +210,20 @@ def _told_apart(
         for index in indices:
             by_set[sets[index]].append(index)
         for meshes, indices_of_set in by_set.items():
-            part, detail = layout, f"{sum(locals_[i].numel() for i in indices_of_set)}"
-            if meshes is not None:
-                detail = f"held by {meshes}"
-                part = layout._replace(mesh=hashed(f"{layout.mesh} {meshes}"))
-            members[part] = indices_of_set
-            kinds[part.mesh] = _kind_of(layout.kind, detail)
+            elements = sum(locals_[index].numel() for index in indices_of_set)
+            part, kind = _held_by(layout, meshes, elements)
+            members[part], kinds[part.mesh] = indices_of_set, kind
     return Places(places.specs, members, kinds)
+
+
+def _held_by(
+    layout: Layout, meshes: float | None, elements: int
+) -> tuple[Layout, float]:
+    # The layout and kind of gradients that these meshes hold; None if that is unknown.
+    if meshes is None:
+        return layout, _kind_of(layout.kind, f"{elements}")
+    kind = _kind_of(layout.kind, f"held by {meshes}")
+    return layout._replace(mesh=hashed(f"{layout.mesh} {meshes}")), kind
 
 
 def _not_covered(layout: Layout, ranks: tuple[int, ...]) -> str:
@@ -363,8 +367,11 @@ ROUNDING = 2.0**-12
 added in different orders: twice the 6e-5 of [Note: Exact enough] in grads.py."""
 
 
+Checks = Literal["bits", "sums", ""]
+
+
 def norm_on_host(
-    entries: Iterable[Sequence[float]], norm_type: float, *, is_told: bool = False
+    entries: Iterable[Sequence[float]], norm_type: float, checks: Checks = "bits"
 ) -> float | None:
     """Return the norm over all ranks; None if replicas must be identified first.
 
@@ -373,7 +380,8 @@ def norm_on_host(
     Args:
         entries: (mesh, kind, norm) of all ranks; unused ones have mesh 0.
         norm_type: order of the norm; may be infinite.
-        is_told: true if replicas have just been identified.
+        checks: ``"bits"``: replicas must have been identified by their bits.
+            ``"sums"``: or they have equal sums. ``""``: they have just been identified.
     """
     used = [entry for entry in entries if entry[0]]
     norms = [norm for _, _, norm in used]
@@ -386,7 +394,7 @@ def norm_on_host(
     # fsum rounds once, so that ranks in another order have the same sum.
     totals = {mesh: math.fsum(each) for mesh, each in powers.items()}
     kinds = {mesh: kind for mesh, kind, _ in used}
-    if not is_told and _is_unclear(totals, kinds, norm_type):
+    if checks and _must_identify(totals, kinds, norm_type, checks):
         return None
     counted = {
         (kinds[mesh], total if mesh < 0 else 0.0): total
@@ -395,16 +403,20 @@ def norm_on_host(
     return float(math.fsum(counted.values()) ** (1.0 / norm_type) * largest)
 
 
-def _is_unclear(
-    totals: Mapping[float, float], kinds: Mapping[float, float], norm_type: float
+def _must_identify(
+    totals: Mapping[float, float],
+    kinds: Mapping[float, float],
+    norm_type: float,
+    checks: Checks,
 ) -> bool:
-    # Find out if meshes may hold some parameters together and others alone.
+    # Find out if it is unknown which parameters of some mesh others hold as well.
     families: dict[float, list[float]] = defaultdict(list)
     for mesh, kind in kinds.items():
         families[kind // _FAMILY].append(mesh)
     for meshes in families.values():
         if any(mesh < 0 for mesh in meshes):  # it may be a replica of any other
-            if len({(kinds[mesh], totals[mesh]) for mesh in meshes}) > 1:
+            sums = {(kinds[mesh], totals[mesh]) for mesh in meshes}
+            if len(sums if checks == "sums" else meshes) > 1:
                 return True
             continue
         by_kind: dict[float, list[float]] = defaultdict(list)

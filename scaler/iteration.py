@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class Part:
         result: result of the optimizer's last sync, or None.
         is_clipped: True if a clip was called.
         is_undivided: True if a clip found an overflow and did not divide the gradients.
+        is_dropped: True if all ranks drop its step, since a call raised.
         stepped_on: weak references to the gradients of its step, if a later call in the
             iteration raised; the next step must use other tensors.
     """
@@ -56,6 +58,7 @@ class Part:
     result: SyncResult | None = None
     is_clipped: bool = False
     is_undivided: bool = False
+    is_dropped: bool = False
     stepped_on: set[Any] | None = None
 
     @property
@@ -132,6 +135,7 @@ class Iteration:
             there until their step.
         has_failed: True if a call raised.
         has_new: True if an optimizer was seen for the first time.
+        passed_none: True if a call got None for an optimizer.
     """
 
     __slots__ = (
@@ -141,12 +145,13 @@ class Iteration:
         "has_new",
         "lacked",
         "parts",
+        "passed_none",
     )
 
     def __init__(self) -> None:
         self.parts: dict[int, Part] = {}
         self.lacked: list[Part] = []
-        self.has_failed = self.has_new = False
+        self.has_failed = self.has_new = self.passed_none = False
         self._by_record: dict[int, Part] = {}
         # The id of a dead optimizer may be given to a new one.
         self._alive: list[Any] = []
@@ -203,20 +208,43 @@ class Iteration:
             error: exception of the call.
             part: part of the optimizer of the call, whose result is dropped; an empty
                 part for `update`. The other parts keep their results.
-            sync: counter of failures that other ranks do not know of.
+            sync: syncs of the scaler.
             scale: scale by which gradients are multiplied again.
             is_told: true if the other ranks know of the failure.
         """
         self.has_failed = True
-        self.lacked.clear()
         is_empty = isinstance(error, AssertionError) and not part.found
         if not (is_empty or sync.is_void):  # else all ranks count anew
             sync.is_unusual = True
-        if sync.sent and not (is_told or is_empty):
-            sync.failures += 1
+        if is_told:
+            self.drop(sync)
+        elif sync.sent and not is_empty:
+            sync.missed += len({*self.due(), part})
+        self.lacked.clear()
         part.found = {}
         for each in list(self.parts.values()):
             each.begin_anew(scale)
+
+    def pending(self) -> float:
+        """Return the number of steps that are due; nan if this rank passed None."""
+        return math.nan if self.passed_none else float(len(self.due()))
+
+    def due(self) -> list[Part]:
+        """Return the parts on whose step the ranks have agreed, which is to come."""
+        parts = [
+            part
+            for part in self._by_record.values()
+            if part.stage is OptState.UNSCALED and part.result is not None
+        ]
+        return [part for part in (*parts, *self.lacked) if not part.is_dropped]
+
+    def drop(self, sync: OverflowSync) -> None:
+        """Drop the steps that are due, since all ranks know of a failure."""
+        due = self.due()
+        if sync.lags:
+            sync.missed += len(due)
+        for part in due:
+            part.is_dropped = True
 
     def shares_parameters(self) -> bool:
         """Return True if two optimizers share a parameter."""

@@ -1,20 +1,19 @@
 """Identify parameters of which several ranks hold a replica, by their gradients.
 
 [Note: Replicas by parameter]
-`global_norm` adds up the powers of the gradients on each mesh. It counts meshes of one
-kind with equal sums once: those of data-parallel replicas. But one optimizer may have
-two kinds of parameters on one mesh: those that other ranks hold as well, and those that
-only these ranks hold. Hand-written tensor or expert parallelism is an example. Then the
-sums of two meshes differ, and their replicas would be added twice. So if meshes of one
-kind have different sums, the ranks exchange a table once: shape and sum of bits of each
-gradient. A parameter belongs to all meshes with bitwise equal entries. From then on
-each rank sends one sum for each set of meshes. The sums of one set must be equal up to
-rounding. If they differ, or if a rank has a gradient of a parameter that was in no
+`global_norm` adds up the powers of the gradients on each mesh, and counts each replica
+once. One optimizer may have two kinds of parameters on one mesh: those that other ranks
+hold as well, and those that only these ranks hold, as in expert parallelism. So in the
+first clip the ranks exchange a table: shape and a hash of the bits of each gradient, by
+position. A parameter belongs to all meshes with equal entries. From then on each rank
+sends one sum for each set of meshes. The sums of one set must be equal up to rounding:
+ranks with different numbers of threads may round the norm of equal gradients
+differently. If they differ, or if a rank has a gradient of a parameter that was in no
 table, the ranks exchange the table again.
 
 On an accelerator the host must read the rows at once for this, as in the first
 iterations. A later clip may turn out to need a table when its rows are read at the next
-sync. Then the scaler warns, and reads the next clips at once.
+sync. Then the scaler reads the next clips at once, and warns if the norm was wrong.
 
 In the entries of `global_norm` a negative mesh is one whose replicas are not
 identified.
@@ -102,6 +101,19 @@ class Holders:
 
     def __init__(self) -> None:
         self._sets: dict[int, tuple[weakref.ref[Any], float]] = {}
+        self._all: tuple[int, int, float] | None = None
+
+    def of_all(self, count: int, elements: int) -> float | None:
+        """Return a hash of the meshes, if the same ones hold each parameter, else None.
+
+        Args:
+            count: number of parameters with a gradient; None if it has changed.
+            elements: their number of elements; None if it has changed. Other parameters
+                of that size are not noticed, but the sums of their gradients differ.
+        """
+        if self._all is None or self._all[:2] != (count, elements):
+            return None
+        return self._all[2]
 
     def of(self, parameters: Sequence[Any]) -> list[float | None]:
         """Return a hash of the meshes of each parameter; None if unknown."""
@@ -123,6 +135,10 @@ class Holders:
         }
         for parameter, meshes in zip(parameters, sets, strict=True):
             self._sets[id(parameter)] = weakref.ref(parameter), meshes
+        self._all = None
+        if len({*sets}) == 1:
+            elements = sum(local_tensor(p, coalesce=True).numel() for p in parameters)
+            self._all = len(parameters), elements, sets[0]
 
 
 COLUMNS = 4
@@ -143,20 +159,32 @@ def _table(optimizer: Any) -> torch.Tensor:
                 family = f"{family} {spec.placements} {spec.shape}"
             local = local_tensor(parameter, coalesce=True)
             shape = hashed(f"{tuple(local.shape)} {local.dtype}")
-            row = [layout.mesh, hashed(family), shape, _sum_of_bits(local)]
+            bits = _hash_of_bits(local)
+            if parameter.grad.is_sparse:
+                bits ^= _hash_of_bits(parameter.grad.indices())
+            row = [layout.mesh, hashed(family), shape, bits]
             rows.append(list(map(int, row)))
     return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, COLUMNS)
 
 
-def _sum_of_bits(tensor: torch.Tensor) -> int:
-    # Add the elements as 64-bit integers: no order changes the sum.
+def _hash_of_bits(tensor: torch.Tensor) -> int:
+    # A sum of the bits of each element times an odd number for its position, mod 2**64.
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()])
-    return int(bits.sum(dtype=torch.int64))
+    bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).flatten()
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), _CHUNK):
+        chunk = bits[start : start + _CHUNK]
+        places = torch.arange(start, start + len(chunk), device=bits.device)
+        total += (chunk * (places * _STEP + 1)).sum()
+    return int(total)
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 2**22
+"""Number of elements hashed at once, which bounds the memory: 64 MiB."""
+_STEP = 0x9E3779B97F4A7C16 - 2**64
+"""Even, so that the number of each position is odd; from the golden ratio."""
 
 
 def _sets_of_meshes(tables: Sequence[torch.Tensor]) -> list[list[float]]:

@@ -51,14 +51,20 @@ If rows are read at once, every rank knows of a failure in the same sync. From t
 all of them count syncs and iterations anew, whatever each had counted and whether or
 not `update` follows: an `update` right after the failure has nothing to close.
 
-A call may also raise after its sync (in an optimizer's step). Nothing is sent then,
-because the other ranks have finished that sync. But the number of such calls is part of
-the state that must be equal (``failures``). If it differs between ranks, the next sync
-raises on every rank, and so does each later sync, until the ranks load a checkpoint.
+A step may be missing on one rank: the optimizer raised after the sync, or the caller
+left out a `step` after `unscale_`. Nothing is sent then, because that step makes no
+sync. But the number of missed steps is part of the state that must be equal
+(``missed``). If it differs between ranks, the next sync raises on every rank, and so
+does each later sync, until the ranks load a checkpoint.
+
+If a failure is told while steps are due, all ranks drop these steps, and none is
+missed. But if more steps are due on one rank than on another (``pending``), the other
+one has taken them already.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -103,6 +109,8 @@ class Row(NamedTuple):
         takes_part: 1 if this rank lacks the optimizer, and takes part in a check or a
             clip of other ranks.
         refuses: 1 if this rank raises for a norm that is not finite.
+        pending: number of optimizers with a finished sync whose step is due; nan on a
+            rank that has passed None, since its order of syncs and steps is its own.
         first_bad: code of the first non-finite gradient, 0 if unknown (`history.py`).
         call: CHECK, CLIP, UPDATE or LOAD. This field and all that follow must be equal
             on all ranks.
@@ -122,7 +130,7 @@ class Row(NamedTuple):
         refill: 1 if a good step refills the hysteresis.
         max_consecutive_skips: 0 without a limit.
         constant: 1 if the scale is constant.
-        failures: number of this rank's calls that raised after their sync.
+        missed: number of steps that this rank missed.
         max_norm: bound of a clip.
         norm_type: order of the norm of a clip.
         optimizer: number by which the ranks identify the optimizer; nan if it is new.
@@ -134,6 +142,7 @@ class Row(NamedTuple):
     was_scaled: float = 1.0
     takes_part: float = 0.0
     refuses: float = 0.0
+    pending: float = math.nan
     first_bad: float = 0.0
     call: float = math.nan
     scaler: float = math.nan
@@ -152,7 +161,7 @@ class Row(NamedTuple):
     refill: float = 0.0
     max_consecutive_skips: float = 0.0
     constant: float = 0.0
-    failures: float = 0.0
+    missed: float = 0.0
     max_norm: float = math.nan
     norm_type: float = math.nan
     optimizer: float = math.nan
@@ -229,6 +238,7 @@ class SyncResult:
         was_read: True if the host has read the rows, or has raised their error.
         is_late: True if the host reads the rows at the next sync.
         ends: True for the last sync of an iteration that must have had a gradient.
+        lags: True if fewer steps were due on another rank. Set when the rows are read.
     """
 
     group: dist.ProcessGroup
@@ -241,6 +251,7 @@ class SyncResult:
     was_read: bool = False
     is_late: bool = False
     ends: bool = False
+    lags: bool = False
     host_rows: Rows | None = None
 
     @property
@@ -266,6 +277,7 @@ class SyncResult:
                 event.synchronize()
             self.was_read = True
             rows = Rows(table.cpu())
+            self.lags = self.row.pending > rows.lowest.pending
             if rows.highest.failed:
                 failed = [i for i, x in enumerate(rows.column("failed")) if x]
                 raise self.peer_failed(failed)
@@ -312,8 +324,9 @@ class OverflowSync:
         is_void: True if every rank knows that a call raised, and no row was sent since.
         is_unusual: True if a call raised in this iteration, so that its number of rows
             may differ from other iterations.
-        failures: number of this rank's calls that raised after their sync, unknown to
-            other ranks.
+        missed: number of steps that this rank missed, unknown to other ranks.
+        lags: True if, when the last failure was told, another rank had taken steps that
+            were due on this rank.
         told: id of the error that the last row reported; 0 for none.
     """
 
@@ -343,7 +356,7 @@ class OverflowSync:
         """Restart all counts; every rank must call it at the same point."""
         self._begin_anew()
         self.is_void = False
-        self.failures = 0
+        self.missed, self.lags = 0, False
         self._optimizers = 0  # number of optimizers that any rank has synced
 
     def _begin_anew(self) -> None:
@@ -410,12 +423,17 @@ class OverflowSync:
             is_early = self._iteration < self._settled and not _is_captured(rows)
             is_read = is_early or (rows.is_cpu and Host.reads_cpu)
             if row.failed:
+                if not _is_captured(rows):
+                    with contextlib.suppress(PeerFailedError):  # the caller has its own
+                        result.read()
+                    self.lags = result.lags
                 if is_read:
                     self._begin_anew()
             elif is_read:
                 try:
                     rows_read = result.read()
                 except (PeerFailedError, RanksDisagreeError):
+                    self.lags = result.lags
                     self._begin_anew()
                     raise
                 self._learn(result, rows_read, of_group)
@@ -445,7 +463,7 @@ class OverflowSync:
             fields["optimizer"] = self._optimizers + 1
         if row.call != LOAD:  # a rank may have iterated alone before it loads
             fields["iteration"], fields["position"] = self._iteration, self.sent + 1
-            fields["failures"] = self.failures
+            fields["missed"] = self.missed
         return row._replace(**fields)
 
     def _late_error(self) -> Exception | None:
@@ -461,6 +479,7 @@ class OverflowSync:
         try:
             self._learn(result, result.read(), state_of(result.group))
         except (PeerFailedError, RanksDisagreeError, AssertionError) as error:
+            self.lags = result.lags
             return error
         if result.ends:
             has_any, self._has_gradients = self._has_gradients, False
@@ -487,7 +506,7 @@ class OverflowSync:
         record = result.record
         if record is not None and record.number is None:
             if number in record.taken:
-                self.failures += 1  # the other ranks raise no error
+                self.missed += 1  # the other ranks raise no error, and step
                 raise result.disagreement(rows, ["optimizer"])
             record.number = number
 

@@ -138,7 +138,7 @@ def test_an_optimizer_that_raised_on_one_rank_is_heard_of_later(
     first, second = two.run(run)
     assert first == second
     assert first[:2] == ["", ""]
-    assert all("failures" in each for each in first[3:])
+    assert all("missed" in each for each in first[3:])
 
 
 # regression: S1

@@ -525,6 +525,107 @@ def test_training_goes_on_after_a_mistake_of_one_rank(
     assert first[0] == 1 and first[1][0][0] >= 4.0
 
 
+# - A step that was left out
+
+
+def steps_of(
+    train: Training, call: Any, leaves_out: Callable[[int], bool], *, fails: bool
+) -> list[int]:
+    """Train; return the iterations that raised."""
+    raised = []
+    for iteration in range(6):
+        train.backward()
+        try:
+            call(train.scaler, train.first)
+            if leaves_out(iteration) and fails:
+                train.first.zero_grad()
+            elif not leaves_out(iteration):
+                train.scaler.step(train.first)
+            train.scaler.update()
+        except RanksDisagreeError as error:
+            assert "left out on some ranks only" in str(error)
+            assert error.values["missed"] == (0.0, 1.0)
+            raised.append(iteration)
+    return raised
+
+
+def only_clips(scaler: Any, optimizer: Any) -> None:
+    scaler.clip_grad_norm_(optimizer, 1e9)
+
+
+LOOKS = pytest.mark.parametrize("call", [GradScaler.unscale_, only_clips])
+
+
+# regression: H27
+@FUSED
+@LOOKS
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("how", ["cpu", "settling", "settled"])
+def test_a_step_left_out_on_one_rank_is_heard_of(
+    two: Cluster, fused: bool, call: Any, fails: bool, how: str
+) -> None:
+    """With ``fails`` this rank drops the batch, after an error of the caller's own."""
+
+    def run() -> tuple[list[int], Any]:
+        train = Training(GradScaler, fused)
+        raised = steps_of(
+            train, call, lambda i: (i, dist.get_rank()) == (1, 1), fails=fails
+        )
+        state = {**train.scaler.state_dict(), "scale": 1024.0, "_growth_tracker": 0}
+        train.scaler.load_state_dict(state)
+        train.backward()
+        train.scaler.step(train.first)
+        train.scaler.update()
+        return raised, train.state()[1:]
+
+    first, second = trained(two, acting(how, run))
+    assert first == second and first[1] == (1024.0, 1)
+    assert first[0][-3:] == [3, 4, 5] and (how == "settled" or first[0][0] == 2)
+
+
+@LOOKS
+@pytest.mark.parametrize("lacks", [False, True])
+def test_a_step_left_out_on_all_ranks_is_no_error(
+    two: Cluster, call: Any, lacks: bool
+) -> None:
+    def run() -> tuple[list[int], list[float]]:
+        train = Training()
+        if lacks and dist.get_rank() == 1:
+            train.first = None
+        return steps_of(train, call, lambda i: i % 2 == 0, fails=False), train.steps()
+
+    first, second = trained(two, run)
+    assert first == ([], [3.0, 0.0])
+    assert second == ([], [0.0 if lacks else 3.0, 0.0])
+
+
+def test_a_rank_that_dropped_what_another_has_stepped_is_heard_of(
+    two: Cluster,
+) -> None:
+    """A rank unscales twice and drops the batch; the other one has stepped it."""
+
+    def run() -> list[str]:
+        train, seen = Training(), []
+        for iteration in range(5 - dist.get_rank()):  # a refusal makes one sync more
+            train.backward()
+            try:
+                if (iteration, dist.get_rank()) == (1, 1):
+                    train.scaler.unscale_(train.first)
+                train.scaler.unscale_(train.first)
+                train.scaler.step(train.first)
+                train.scaler.update()
+            except RuntimeError as error:
+                seen.append(type(error).__name__)
+                for optimizer in train.optimizers:
+                    optimizer.zero_grad()
+                train.scaler.update()
+        return seen
+
+    first, second = trained(two, run)
+    assert first == ["PeerFailedError", "RanksDisagreeError", "RanksDisagreeError"]
+    assert second[0] == "RuntimeError" and set(second[1:]) == {"RanksDisagreeError"}
+
+
 # regression: S16
 def test_a_rank_that_never_comes_is_found_within_the_limit_of_the_group(
     two: Cluster,

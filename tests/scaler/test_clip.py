@@ -413,8 +413,8 @@ def test_b16b_mixed_meshes(four: Cluster, make: Any, order: float) -> None:
 
     for norm, expected, worst, collectives in four.run(step):
         assert norm == pytest.approx(expected, rel=1e-6)
-        # The parts of the norm come with the row.
-        assert worst < 1e-6 and collectives == 1
+        # The parts of the norm come with the row, after that the tables of replicas.
+        assert worst < 1e-6 and collectives == (1 if math.isinf(order) else 4)
 
 
 @FUSED
@@ -439,7 +439,35 @@ def test_plain_replicas_once_and_stages_each(
         assert norm == pytest.approx(expected, rel=1e-6)
         assert error(steps[0], part * 0.5 / expected) < 2e-6
         # In the first clip, stages are told from replicas.
-        assert collectives == (1 if replicas else 4)
+        assert collectives == 4
+
+
+# regression: H27
+@pytest.mark.parametrize("order", [1.0, 2.0])
+def test_gradients_with_equal_norms_are_no_replicas(two: Cluster, order: float) -> None:
+    """Their elements differ in order, in sign, or in the rows that they belong to."""
+
+    def norms() -> list[float]:
+        rank, seen = dist.get_rank(), []
+        values = torch.tensor([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0]])[rank] * SCALE
+        signed = torch.tensor([1.0, -1.0]) * (SCALE if rank else -SCALE)
+        row = torch.sparse_coo_tensor(
+            torch.tensor([[rank]]), torch.ones(1, 2) * SCALE, (4, 2)
+        )
+        for gradient in (values, signed, row):
+            p = nn.Parameter(torch.zeros(gradient.shape))
+            optimizer, scaler = torch.optim.SGD([p], lr=1.0), scaled()
+            for _ in range(2):
+                p.grad = gradient.clone()
+                seen.append(scaler.clip_and_step(optimizer, 1e9, order).item())
+                scaler.update()
+        return seen
+
+    each = ([3.0, 2.0, 1.0] * 2, [1.0] * 4, [1.0] * 4)
+    expected = [torch.tensor(values).norm(order).item() for values in each]
+    expected = [norm for norm in expected for _ in range(2)]
+    for seen in two.run(norms):
+        assert seen == pytest.approx(expected)
 
 
 def test_partial_gradients_are_summed_first(two: Cluster) -> None:

@@ -122,7 +122,7 @@ def test_a_number_of_its_own_is_refused_on_a_rank_that_lacks_some(
     assert [iteration for iteration, _ in second] == [3, 4, 5]
     assert [iteration for iteration, _ in first] == [4, 5]
     assert second[0][1] == "optimizer"
-    assert all("failures" in fields for _, fields in [*first, *second[1:]])
+    assert all("missed" in fields for _, fields in [*first, *second[1:]])
 
 
 @pytest.mark.parametrize("turns", [False, True])

@@ -2,13 +2,14 @@
 
 import math
 from collections import defaultdict
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradparity.scaler.global_norm import MESHES, global_norm, norm_on_host
+from gradparity.scaler.global_norm import MESHES, Checks, global_norm, norm_on_host
 
 Row = tuple[float, float, float]
 KINDS = {0.0: 0.0, -1.0: 7.0, -2.0: 7.0, -3.0: 8.0, -4.0: 8.0}
@@ -17,6 +18,7 @@ identified."""
 ROUNDING = 20 * 2.0**-53
 """Relative error: each of 20 powers is rounded to 2**-52 of the largest, and the root
 halves it."""
+CHECKS = get_args(Checks)[:2]
 NORMS = st.sampled_from([0.0, 0.25, 1.0, 2.0, 1024.0, math.inf, math.nan])
 
 
@@ -56,43 +58,44 @@ def test_it_is_what_plain_arithmetic_counts(
 ) -> None:
     table = torch.tensor(rows, dtype=torch.float64)
     flat = table.reshape(-1, 3).tolist()
-    known = norm_on_host(flat, order, is_told=True)
+    known = norm_on_host(flat, order, checks="")
     expected = torch.tensor(plainly(rows, order), dtype=torch.float64)
     for norm in (global_norm(table, order), torch.tensor(known, dtype=torch.float64)):
         torch.testing.assert_close(
             norm, expected, rtol=ROUNDING, atol=0, equal_nan=True
         )
-    assert norm_on_host(flat, order) in (known, None) or math.isnan(
-        plainly(rows, order)
-    )
+    for checks in CHECKS:
+        norm_of_it = norm_on_host(flat, order, checks)
+        assert norm_of_it in (known, None) or math.isnan(plainly(rows, order))
 
 
 @pytest.mark.parametrize(
-    ("rows", "norm", "is_clear"),
+    ("rows", "norm", "unclear"),
     [
         # two shards of one mesh
-        ([[(-1.0, 7.0, 3.0)], [(-1.0, 7.0, 4.0)]], 5.0, True),
-        # two replicas: meshes of one kind with equal sums
-        ([[(-1.0, 7.0, 3.0)], [(-2.0, 7.0, 3.0)]], 3.0, True),
+        ([[(-1.0, 7.0, 3.0)], [(-1.0, 7.0, 4.0)]], 5.0, ()),
+        # meshes of one kind with equal sums: two replicas, if their bits are equal
+        ([[(-1.0, 7.0, 3.0)], [(-2.0, 7.0, 3.0)]], 3.0, ("bits",)),
         # equal sums, but other kinds of one family
-        ([[(-1.0, 7.0, 3.0)], [(-3.0, 8.0, 3.0)]], 18**0.5, False),
+        ([[(-1.0, 7.0, 3.0)], [(-3.0, 8.0, 3.0)]], 18**0.5, CHECKS),
         # other sums: stages, or replicas beside parameters of their own
-        ([[(-1.0, 7.0, 3.0)], [(-2.0, 7.0, 4.0)]], 5.0, False),
+        ([[(-1.0, 7.0, 3.0)], [(-2.0, 7.0, 4.0)]], 5.0, CHECKS),
         # told apart: one kind is one thing, also where rounding differs
-        ([[(1.0, 7.0, 3.0)], [(2.0, 7.0, 3.0000001)]], 3.0, True),
-        ([[(1.0, 7.0, 3.0)], [(3.0, 8.0, 4.0)]], 5.0, True),
+        ([[(1.0, 7.0, 3.0)], [(2.0, 7.0, 3.0000001)]], 3.0, ()),
+        ([[(1.0, 7.0, 3.0)], [(3.0, 8.0, 4.0)]], 5.0, ()),
         # told apart, and no longer true
-        ([[(1.0, 7.0, 3.0)], [(2.0, 7.0, 4.0)]], None, False),
+        ([[(1.0, 7.0, 3.0)], [(2.0, 7.0, 4.0)]], None, CHECKS),
     ],
 )
 def test_what_is_added_and_what_is_counted_once(
-    rows: list[list[Row]], norm: float | None, is_clear: bool
+    rows: list[list[Row]], norm: float | None, unclear: tuple[Checks, ...]
 ) -> None:
     table = torch.tensor(rows, dtype=torch.float64)
     flat = table.reshape(-1, 3).tolist()
-    assert (norm_on_host(flat, 2.0) is not None) is is_clear
+    none = [each for each in CHECKS if norm_on_host(flat, 2.0, each) is None]
+    assert tuple(none) == unclear
     if norm is not None:
-        told = norm_on_host(flat, 2.0, is_told=True)
+        told = norm_on_host(flat, 2.0, checks="")
         for each in (told, global_norm(table, 2.0).item()):
             assert each == pytest.approx(norm, rel=1e-6)
 
@@ -112,7 +115,7 @@ def test_replicas_count_once_wherever_their_ranks_lie(order: float) -> None:
             # Replicas may list their ranks in different orders.
             table[ranks, 0, 2] = shares
         whole = shares.norm(order).item()
-        on_host = norm_on_host(table.reshape(-1, 3).tolist(), order)
+        on_host = norm_on_host(table.reshape(-1, 3).tolist(), order, checks="")
         for norm in (global_norm(table, order).item(), on_host):
             assert norm == pytest.approx(whole, rel=1e-12, abs=0)
 
