@@ -7,6 +7,7 @@ fixtures keep their scopes; pytest itself runs setup, call and teardown.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import pickle
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import pytest
 
@@ -26,6 +27,9 @@ from ..outcomes import Failed, Left, Place
 from ..rank.endings import early_end, refuse_unrun, torch_skip
 from ..rank.world import current_world
 from . import internals
+
+if TYPE_CHECKING:
+    from ..rank.global_state import Change
 
 FAIL = "fail"
 """Kind of a phase that failed. Other kinds are those of ``Left``, and "" for passed."""
@@ -393,6 +397,28 @@ def _debug(terminal: str, error: BaseException | None, text: str) -> None:
         debugger.interaction(None, None if error is None else error.__traceback__)
 
 
+class _Wide:
+    """Settings of a fixture with a wider scope than a function."""
+
+    def __init__(self, changes: list[Change]) -> None:
+        self._changes = changes
+        self._before_its_end: list[Any] | None = None
+
+    def begin_to_end(self) -> None:
+        """Note the settings before the fixture's own teardown, which comes next."""
+        from ..rank import global_state
+
+        self._before_its_end = global_state.settings()
+
+    def end(self) -> None:
+        """Keep what the teardown has changed; undo what it has left."""
+        from ..rank import global_state
+
+        if self._before_its_end is not None:
+            global_state.keep_changes(self._before_its_end)
+        global_state.undo_changes(self._changes)
+
+
 class _RankPlugin:
     """Hooks of the session on a rank."""
 
@@ -408,7 +434,7 @@ class _RankPlugin:
         self._errors: dict[int, tuple[object, BaseException]] = {}
         self._latest: tuple[pytest.TestReport, BaseException] | None = None
         """Report and exception of the last phase; None if it passed."""
-        self._wide: dict[int, list[Any]] = {}
+        self._wide: dict[int, _Wide] = {}
         self._folders: dict[Path, pytest.Collector] = {}
 
     def begin(self) -> None:
@@ -569,23 +595,25 @@ class _RankPlugin:
 
         They stay until the fixture is torn down.
         """
-        value = yield
-        if not isinstance(value, list | tuple | dict) and hasattr(value, "__await__"):
-            refuse_unrun(f"the fixture `{fixturedef.argname}`", value)
-        if fixturedef.scope != "function":
-            from ..rank import global_state, left_behind
+        from ..rank import global_state, left_behind
 
-            self._wide[id(fixturedef)] = global_state.keep_settings()
+        is_wide = fixturedef.scope != "function"
+        before = global_state.settings() if is_wide else []
+        value = yield
+        if inspect.iscoroutine(value) or inspect.isasyncgen(value):
+            refuse_unrun(f"the fixture `{fixturedef.argname}`", value)
+        if is_wide:
+            wide = _Wide(global_state.keep_changes(before))
+            self._wide[id(fixturedef)] = wide
+            fixturedef.addfinalizer(wide.begin_to_end)
             left_behind.allow_present()
         return value
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        """Restore the settings from before a fixture with a wider scope."""
-        before = self._wide.pop(id(fixturedef), None)
-        if before is not None:
-            from ..rank import global_state
-
-            global_state.keep_settings(before)
+        """Undo what a fixture with a wider scope has set."""
+        wide = self._wide.pop(id(fixturedef), None)
+        if wide is not None:
+            wide.end()
 
     def error(self, report: Any) -> BaseException:
         """Return the exception of a failed report."""

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -92,9 +92,8 @@ _PRODUCTS: tuple[Any, ...] = (
 
 
 def _flushes_denormals() -> bool:
-    # torch has no getter, but this product shows the setting
-    tiny = torch.full((), 1e-40, dtype=torch.float32, device="cpu")
-    return not tiny.mul(1.0).item()
+    # torch has no getter, but Python's own division shows the setting
+    return sys.float_info.min / 2.0 == 0.0
 
 
 def _handlers() -> list[Any]:
@@ -155,24 +154,83 @@ _given_back: list[Any] = []
 """Values of the settings that the current call restores when it ends."""
 
 
-def keep_settings(values: Sequence[object] | None = None) -> list[Any]:
-    """Choose the values that the current call restores at its end.
+_ABSENT = object()
+
+
+class Change(NamedTuple):
+    """A change of a setting, or of one variable of the environment."""
+
+    place: int
+    """Index of the setting."""
+
+    name: str | None
+    """Name of the variable; None if the setting is no mapping."""
+
+    before: Any
+    after: Any
+
+
+def settings() -> list[Any]:
+    """Return the values of the settings."""
+    return [get() for get, _ in _SETTINGS]
+
+
+def keep_settings() -> None:
+    """Let the current call restore the present values of all settings at its end."""
+    _given_back[:] = settings()
+
+
+def keep_changes(before: Sequence[Any]) -> list[Change]:
+    """Let settings that have changed stay as they are when the current call ends.
 
     Args:
-        values: Values that an earlier call of this function returned; by default the
-            current values.
+        before: Result of `settings`, before the changes.
 
     Returns:
-        The values chosen until now, which can be passed to a later call.
+        The changes.
     """
-    before = list(_given_back)
-    _given_back[:] = [get() for get, _ in _SETTINGS] if values is None else values
-    return before
+    changes = list(_changes(before, settings()))
+    for place, name, _, after in changes:
+        _give_back(place, name, after)
+    return changes
+
+
+def undo_changes(changes: Sequence[Change]) -> None:
+    """Let the current call undo changes that `keep_changes` kept.
+
+    A setting that has changed again since then stays as it is.
+    """
+    for place, name, before, after in changes:
+        value = _given_back[place]
+        if (value if name is None else value.get(name, _ABSENT)) == after:
+            _give_back(place, name, before)
+
+
+def _changes(before: Sequence[Any], after: Sequence[Any]) -> Iterator[Change]:
+    for place, (old, new) in enumerate(zip(before, after, strict=True)):
+        if old == new:
+            continue
+        if not isinstance(new, dict):
+            yield Change(place, None, old, new)
+            continue
+        for name in {**old, **new}:
+            values = old.get(name, _ABSENT), new.get(name, _ABSENT)
+            if values[0] != values[1]:
+                yield Change(place, name, *values)
+
+
+def _give_back(place: int, name: str | None, value: Any) -> None:
+    if name is None:
+        _given_back[place] = value
+    elif value is _ABSENT:
+        _given_back[place].pop(name, None)
+    else:
+        _given_back[place][name] = value
 
 
 @contextmanager
 def restored_settings() -> Iterator[None]:
-    """Restore the process-wide settings at the end; see :func:`keep_settings`."""
+    """Restore the process-wide settings at the end, but for changes that are kept."""
     keep_settings()
     with warnings.catch_warnings():
         try:

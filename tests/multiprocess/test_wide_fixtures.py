@@ -259,3 +259,103 @@ def test_it(world):
     assert done.returncode == 1
     says = r"rank \d: raised ValueError: the plugin reported an error"
     assert re.search(says, done.stdout), done.stdout
+
+
+SETTINGS = """
+import asyncio
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+@pytest.fixture(scope="module", autouse=True)
+def earlier():
+    os.environ["EARLIER"] = "1"  # which this fixture does not undo
+    yield
+
+@pytest.fixture(scope="class")
+def narrow():
+    torch.set_num_threads(1)
+    yield
+
+@pytest.fixture(scope="session")
+def later():
+    os.environ["LATER"] = "here"
+    torch.set_default_dtype(torch.float64)
+    yield
+    assert os.environ.pop("LATER") == "here"
+    torch.set_default_dtype(torch.float32)
+
+@pytest.fixture(scope="module")
+def lazy():
+    return torch.nn.Linear(2, 2)
+
+@pytest.fixture(scope="class")
+def fake():
+    with FakeTensorMode() as mode:
+        yield mode
+
+@pytest.fixture
+def future():
+    loop = asyncio.new_event_loop()
+    yield loop.create_future()
+    loop.close()
+
+@pytest.mark.world(2)
+class TestA:
+    def test_sets(self, narrow):
+        pass
+
+    def test_sets_for_all(self, later):
+        pass
+
+@pytest.mark.world(2)
+def test_another_fixture_has_ended():
+    assert torch.get_default_dtype() is torch.float64
+    assert os.environ["LATER"] == "here" and os.environ["EARLIER"] == "1"
+
+@pytest.mark.world(2)
+def test_makes_a_wide_fixture(request, monkeypatch, capsys):
+    monkeypatch.setenv("OF_THE_TEST", "1")
+    with torch.no_grad():
+        request.getfixturevalue("lazy")
+
+@pytest.mark.world(2)
+def test_nothing_of_that_test_stays(lazy):
+    print("the stream is open")
+    assert torch.is_grad_enabled() and "OF_THE_TEST" not in os.environ
+
+def test_sets_in_the_parent():
+    os.environ["OF_THE_PARENT"] = "1"
+
+@pytest.mark.world(2)
+class TestB:
+    def test_fake(self, fake):
+        assert torch.ones(2).sum().shape == ()
+
+@pytest.mark.world(2)
+def test_what_the_parent_has_set_stays():
+    assert os.environ["OF_THE_PARENT"] == "1"
+
+@pytest.mark.world(2)
+def test_a_future_need_not_be_awaited(future):
+    future.set_result(1)
+"""
+OF_ANOTHER_FILE = """
+import os
+import pytest, torch
+
+@pytest.mark.world(2)
+def test_what_the_first_module_has_set_is_undone(later):
+    assert "EARLIER" not in os.environ and os.environ["LATER"] == "here"
+    assert torch.get_default_dtype() is torch.float64
+"""
+
+
+# regression: H28-1, H28-2, H28-8, H28-9, H28-15
+def test_each_fixture_keeps_and_undoes_only_its_own_settings(
+    session: Session, pytester: pytest.Pytester
+) -> None:
+    fixture = SETTINGS.partition('@pytest.fixture(scope="session")')[2]
+    later = '@pytest.fixture(scope="session")' + fixture.partition("\n@pytest")[0]
+    pytester.makeconftest("import os, pytest, torch\n\n" + later)
+    pytester.makepyfile(test_z=OF_ANOTHER_FILE)
+    done = session(SETTINGS.replace(later, ""), ".")
+    assert "10 passed" in done.stdout, done.stdout
