@@ -8,12 +8,12 @@ ranks.
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import sys
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,8 +69,8 @@ _OWN_OF_A_RANK: Mapping[str, Any] = {
 }
 """Options with fixed values on ranks, because only the parent selects and reports.
 
-Other options that can be pickled are passed on, and do no harm: plugins treat a rank
-like a worker of pytest-xdist, and a rank keeps even the tests that plugins deselect."""
+Other options are passed on, and do no harm: plugins treat a rank like a worker of
+pytest-xdist, and a rank keeps even the tests that plugins deselect."""
 
 
 def refuse(item: pytest.Item) -> None:
@@ -501,8 +501,8 @@ def _different_ends(when: str, phases: Sequence[tuple[RankOutcome, Phase]]) -> s
 def _session_order(config: pytest.Config) -> SessionOrder:
     if _SESSION not in config.stash:
         config.stash[_SESSION] = SessionOrder(
-            options=dict(_options(config)),
-            args=tuple(config.args),
+            options=(options := dict(_options(config))),
+            args=(*config.args, *_texts(config, options)),
             folder=str(config.invocation_params.dir),
             terminal=_terminal(config),
             temporary=internals.temporary_folder(config),
@@ -551,7 +551,7 @@ def _options(config: pytest.Config) -> Iterator[tuple[str, Any]]:
         if name in _OWN_OF_A_RANK:
             yield name, _OWN_OF_A_RANK[name]
         elif _is_plain(value):
-            yield name, value
+            yield name, value  # any other value is parsed again, see `_texts`
     yield "rootdir", str(config.rootpath)
     yield "inifilename", config.inipath and str(config.inipath)
     # The forkserver has imported the plugins before any session.
@@ -565,9 +565,19 @@ def _options(config: pytest.Config) -> Iterator[tuple[str, Any]]:
 
 
 def _is_plain(value: object) -> bool:
-    try:
-        pickle.dumps(value)
-    # any class may refuse in its own way, and the option then stays here
-    except Exception:
-        return False
-    return True
+    # A class of a conftest is another one on each rank, also if it can be pickled.
+    if isinstance(value, list | tuple | set | frozenset):
+        return type(value).__module__ == "builtins" and all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return type(value) is dict and all(map(_is_plain, (*value, *value.values())))
+    return isinstance(value, Path) or type(value) in _PLAIN
+
+
+def _texts(config: pytest.Config, sent: Mapping[str, Any]) -> Iterator[str]:
+    # What a rank must parse itself: options that are not sent, or must be given.
+    own = internals.as_text(config, lambda o: o.required or o.dest not in sent)
+    for words in own.values():
+        yield from words
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)

@@ -6,7 +6,10 @@ pytest-xdist's workers use the same names of pytest, which have no public counte
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+import os
+import shlex
+from argparse import SUPPRESS, Namespace
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -28,6 +31,52 @@ SETTINGS = "_hypothesis_internal_use_settings"
 def configure(config: pytest.Config) -> None:
     """Configure the plugins of a session."""
     config._do_configure()
+
+
+def as_text(config: pytest.Config, is_wanted: Callable[[Any], bool]) -> dict[str, Any]:
+    """Return options as they were written, to be parsed by another session.
+
+    Args:
+        config: Configuration of this session.
+        is_wanted: Receives an action of argparse; true if the option is wanted.
+
+    Returns:
+        For each wanted option that was given: its destination and its arguments.
+    """
+    parser: Any = config._parser
+    # pytest before 9.1 makes argparse's parser when it parses
+    parser = getattr(parser, "optparser", None) or parser._getparser()
+    actions = [each for each in parser._actions if each.dest != "file_or_dir"]
+    wanted = [each for each in actions if each.option_strings and is_wanted(each)]
+    plain = {"type": None, "choices": None, "required": False, "default": SUPPRESS}
+    before = [{name: getattr(each, name) for name in plain} for each in actions]
+    for each in actions:
+        # the defaults of the others are not asked for
+        vars(each).update(plain if each in wanted else {"required": False})
+    words = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
+    words += [*config.getini("addopts"), *map(str, config.invocation_params.args)]
+    try:
+        values = vars(parser.parse_known_args(words, Namespace())[0])
+    finally:
+        for each, values_before in zip(actions, before, strict=True):
+            vars(each).update(values_before)
+    texts = {}
+    for each in wanted:
+        if each.dest in values:
+            flag, value = each.option_strings[-1], values[each.dest]
+            texts[each.dest] = _written(flag, each.nargs, value)
+    return texts
+
+
+def _written(flag: str, nargs: object, value: Any) -> list[str]:
+    if nargs == 0 or (nargs == "?" and not isinstance(value, str)):
+        return [flag]
+    several = value if isinstance(value, list) else [value]
+    if nargs in {None, "?"}:
+        joint = "=" if flag.startswith("--") else ""
+        return [f"{flag}{joint}{each}" for each in several]
+    groups = several if several and isinstance(several[0], list) else [several]
+    return [word for group in groups for word in (flag, *group)]
 
 
 def write_nowhere(config: pytest.Config) -> None:

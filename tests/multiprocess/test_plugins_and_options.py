@@ -78,3 +78,59 @@ def test_it(world, tmp_path):
     (folder / str(world.rank)).touch()
 """)
     assert "1 passed in" in done.stdout, done.stdout
+
+
+OPTIONS = """
+import argparse, enum
+
+class Mode(enum.Enum):
+    A = "a"
+    B = "b"
+
+class Size:
+    def __init__(self, text):
+        self.n = int(text)
+
+def made(text):
+    return lambda: text
+
+def pytest_addoption(parser):
+    parser.addoption("--model", required=True)
+    parser.addoption("--mode", type=Mode, default=Mode.A)
+    parser.addoption("--other", type=Mode, default=Mode.A)
+    parser.addoption("--size", type=made, action="append")
+    parser.addoption("--pair", type=Size, nargs=2)
+    parser.addoption("--file", type=argparse.FileType(), nargs="?", const="c")
+    parser.addoption("--kind", action="store_const", const=Mode.B)
+"""
+
+
+# regression: H28-3, H28-20
+def test_ranks_parse_the_options_that_no_pickle_takes(
+    session: Session, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makeconftest(OPTIONS)
+    pytester.makeini("[pytest]\naddopts = --mode b --size 1\n")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--pair 3 4")
+    (pytester.path / "data").write_text("of the file")
+    options = ("--model", "m", "--size=2", "--file", "data", "--kind")
+    done = session(
+        """
+def check(config):
+    value = config.getoption
+    assert value("model") == "m" and value("kind").name == "B"
+    assert value("mode").name == "B" and value("other").name == "A"
+    assert [each() for each in value("size")] == ["1", "2"]
+    assert [each.n for each in value("pair")] == [3, 4]
+    assert value("file").read() == "of the file"
+
+def test_plain(request):
+    check(request.config)
+
+@pytest.mark.world(2)
+def test_it(request):
+    check(request.config)
+""",
+        *options,
+    )
+    assert "2 passed in" in done.stdout, done.stdout
