@@ -13,7 +13,6 @@ import sys
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +33,7 @@ from .rank_session import (
     ItemResult,
     Phase,
     SessionOrder,
+    is_plain,
     run_item,
 )
 from .runner import Runner, UnsuitableWorld
@@ -550,7 +550,7 @@ def _options(config: pytest.Config) -> Iterator[tuple[str, Any]]:
             continue  # arguments are sent apart
         if name in _OWN_OF_A_RANK:
             yield name, _OWN_OF_A_RANK[name]
-        elif _is_plain(value):
+        elif is_plain(value):
             yield name, value  # any other value is parsed again, see `_texts`
     yield "rootdir", str(config.rootpath)
     yield "inifilename", config.inipath and str(config.inipath)
@@ -564,20 +564,8 @@ def _options(config: pytest.Config) -> Iterator[tuple[str, Any]]:
     yield "gradparity_rank", True
 
 
-def _is_plain(value: object) -> bool:
-    # A class of a conftest is another one on each rank, also if it can be pickled.
-    if isinstance(value, list | tuple | set | frozenset):
-        return type(value).__module__ == "builtins" and all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return type(value) is dict and all(map(_is_plain, (*value, *value.values())))
-    return isinstance(value, Path) or type(value) in _PLAIN
-
-
 def _texts(config: pytest.Config, sent: Mapping[str, Any]) -> Iterator[str]:
     # What a rank must parse itself: options that are not sent, or must be given.
     own = internals.as_text(config, lambda o: o.required or o.dest not in sent)
     for words in own.values():
         yield from words
-
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)

@@ -21,6 +21,7 @@ from _pytest._code.code import (
     ReprTraceback,
 )
 from _pytest._io import TerminalWriter
+from _pytest._io.saferepr import saferepr as saferepr  # the plugin uses it from here
 from _pytest.runner import runtestprotocol
 from _pytest.skipping import Xfail, xfailed_key
 

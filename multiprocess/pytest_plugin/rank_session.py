@@ -25,6 +25,7 @@ from .. import messages
 from ..errors import CallEnded, HarnessError
 from ..outcomes import Failed, Left, Place
 from ..rank.endings import early_end, refuse_unrun, torch_skip
+from ..rank.worker import name_of
 from ..rank.world import current_world
 from . import internals
 
@@ -362,12 +363,56 @@ def serialised(config: pytest.Config, report: Any) -> Mapping[str, Any]:
     return {key: _travelling(value) for key, value in data.items()}
 
 
-def _travelling(value: Any) -> Any:
+class _Travelling:
+    """A value that the parent unpickles apart, since its class may be unknown there.
+
+    Args:
+        value: Value to send.
+        instead: Value to send in its place if it cannot be pickled, or unpickled.
+    """
+
+    def __init__(self, value: Any, instead: Any) -> None:
+        self._instead = instead
+        try:
+            self._data = messages.pickled(value)
+        except Exception:  # any class may refuse in its own way
+            self._data = messages.pickled(instead)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (self._data, self._instead)
+
+
+def _arrived(data: bytes, instead: Any) -> Any:
     try:
-        pickle.loads(messages.pickled(value))
-    except Exception:  # any class may refuse in its own way: send the text instead
-        return repr(value)
-    return value
+        return pickle.loads(data)
+    except (Exception, SystemExit):
+        return instead
+
+
+def _travelling(value: Any) -> Any:
+    return value if is_plain(value) else _Travelling(value, internals.saferepr(value))
+
+
+def is_plain(value: object) -> bool:
+    """Return True for values that consist of Python's own types and of paths.
+
+    A class of a test module or conftest is another one in each process.
+    """
+    try:
+        return _is_plain(value)
+    except RecursionError:  # a list in itself, say
+        return False
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple | set | frozenset):
+        return type(value).__module__ == "builtins" and all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return type(value) is dict and all(map(_is_plain, (*value, *value.values())))
+    return isinstance(value, Path) or type(value) in _PLAIN
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def _debug(terminal: str, error: BaseException | None, text: str) -> None:
@@ -499,15 +544,17 @@ class _RankPlugin:
         """Keep a warning for the parent's summary."""
         if when != "runtest":
             return  # the parent has imported the same modules, and warned
+        warning, category = warning_message.message, warning_message.category
+        text = UserWarning(f"{name_of(category)}: {warning}")
+
         # The source of a warning, such as a file, cannot be sent.
-        plain = type(warning_message)(
-            message=_travelling(warning_message.message),
-            category=_travelling(warning_message.category),
-            filename=warning_message.filename,
-            lineno=warning_message.lineno,
-        )
+        def plain(message: Any, category: Any) -> Any:
+            file, line = warning_message.filename, warning_message.lineno
+            return type(warning_message)(message, category, file, line)
+
+        sent = _Travelling(plain(warning, category), plain(text, UserWarning))
         self.warnings.append(
-            {"warning_message": plain, "when": when, "location": location}
+            {"warning_message": sent, "when": when, "location": location}
         )
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -747,3 +747,38 @@ def test_it(subtests, world):
     assert "contains 2 failed subtests" in done.stdout
     assert "[one]" in done.stdout and "[other]" in done.stdout
     assert "killed because" not in done.stdout
+
+
+# regression: H28-6
+def test_values_of_modules_that_only_ranks_have_imported(session: Session) -> None:
+    """Their texts arrive, and the outcome of the test is its own."""
+    done = session("""
+import warnings
+
+BODY = "import enum\\nclass W(UserWarning): pass\\nclass E(enum.Enum): A = 1\\n"
+
+@pytest.fixture
+def made(request, tmp_path, monkeypatch):
+    name = f"made_by_{request.function.__name__}"
+    (tmp_path / f"{name}.py").write_text(BODY)
+    monkeypatch.syspath_prepend(tmp_path)
+    return __import__(name)
+
+@pytest.mark.world(2)
+def test_warns(made):
+    warnings.warn("of the rank", made.W)
+
+@pytest.mark.world(2)
+def test_records(made, record_property):
+    cyclic = [made.E.A]
+    cyclic.append(cyclic)
+    record_property("kind", cyclic)
+
+@pytest.mark.world(2)
+@pytest.mark.xfail(strict=True)
+def test_expects(made, record_property):
+    record_property("kind", made.E.A)
+    assert not made
+""")
+    assert "2 passed, 1 xfailed, 1 warning in" in done.stdout, done.stdout
+    assert "UserWarning: made_by_test_warns.W: of the rank" in done.stdout
