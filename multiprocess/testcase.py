@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import sys
 import unittest
+from collections.abc import Mapping
+from contextlib import suppress
+from numbers import Number
 from typing import Any
 
 from .rank.endings import refuse_unrun
@@ -75,7 +78,8 @@ class TestCase(unittest.TestCase):
         """Compare as unittest does, but tensors by ``torch.testing.assert_close``.
 
         Args:
-            first: Any value; tensors may be inside sequences and mappings.
+            first: Any value; tensors may be inside lists, tuples and dicts. One with a
+                single element may be compared with a number.
             second: Expected value.
             msg: Shown if the values differ.
             **tolerances: ``rtol``, ``atol`` and others of ``assert_close``.
@@ -84,9 +88,46 @@ class TestCase(unittest.TestCase):
         if torch is None or not _holds_tensor((first, second), torch.Tensor):
             super().assertEqual(first, second, msg)
             return
-        torch.testing.assert_close(
-            first, second, msg=None if msg is None else str(msg), **tolerances
-        )
+        self._compare(torch, first, second, msg, tolerances, "")
+
+    def _compare(
+        self,
+        torch: Any,
+        first: Any,
+        second: Any,
+        msg: Any,
+        tolerances: Mapping[str, Any],
+        place: str,
+    ) -> None:
+        text = msg if msg is not None or not place else f"at {place}"
+        values = first, second
+        if all(isinstance(each, dict) for each in values):
+            super().assertEqual(first.keys(), second.keys(), text)
+            parts = [(key, first[key], second[key]) for key in first]
+        elif all(isinstance(each, list | tuple) for each in values):
+            super().assertEqual(len(first), len(second), text)
+            parts = [*zip(range(len(first)), first, second, strict=True)]
+        elif not any(isinstance(each, torch.Tensor) for each in values):
+            super().assertEqual(first, second, text)
+            return
+        elif all(isinstance(each, torch.Tensor | Number) for each in values):
+            settings = dict(tolerances)
+            if not all(isinstance(each, torch.Tensor) for each in values):
+                first, second = map(torch.as_tensor, values)
+                if first.numel() == second.numel() == 1:
+                    first, second = first.reshape(()), second.reshape(())
+                settings = {"check_dtype": False, "check_device": False} | settings
+            torch.testing.assert_close(
+                first,
+                second,
+                msg=lambda own: own + (f"\n{text}" if text else ""),
+                **settings,
+            )
+            return
+        else:
+            self.fail(self._formatMessage(text, f"{first!r} != {second!r}"))
+        for key, one, other in parts:
+            self._compare(torch, one, other, msg, tolerances, f"{place}[{key!r}]")
 
     def run(self, result: unittest.TestResult | None = None) -> Any:
         """Run the test on this rank.
@@ -95,22 +136,21 @@ class TestCase(unittest.TestCase):
             RuntimeError: This process is not a rank, as under ``python -m unittest``.
         """
         world = current_world()
-        found = {"backend": world.backend, "device_type": world.device.type}
-        for name, value in found.items():
+        of_world = {"backend": world.backend, "device_type": world.device.type}
+        for name, value in of_world.items():
             if not self._sets(name):
                 setattr(self, name, value)
         self.rank = world.rank
+        with suppress(AttributeError):  # a property of the class
+            self.world_size = world.world_size  # a marker may have chosen another one
         return super().run(result)
 
     def _marker_settings(self) -> dict[str, Any]:
-        """Return the settings of the marker for this test: those that its class sets.
-
-        The world size is always among them.
-        """
+        """Return those settings of the marker that the class of this test sets."""
         return {
             setting: getattr(self, name)
             for name, setting in _SETTINGS.items()
-            if name == "world_size" or self._sets(name)
+            if self._sets(name)
         }
 
     def _sets(self, name: str) -> bool:

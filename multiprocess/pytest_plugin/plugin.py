@@ -20,6 +20,7 @@ from .settings import (
     Wanted,
     add_options,
     defaults_of,
+    settings_of,
     sizes_of,
     spec_of,
     world_of,
@@ -71,12 +72,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark the tests of ``TestCase`` classes, with the settings of their class."""
     cls: Any = getattr(item, "cls", None)
-    if hasattr(cls, "_marker_settings") and item.get_closest_marker(_MARK) is None:
+    if hasattr(cls, "_marker_settings"):
         try:
             settings = cls(item.name)._marker_settings()  # noqa: SLF001  # its own class
         except Exception as error:  # of a property; the test's setup reports it
             settings = {"world_size": error}
-        item.add_marker(pytest.mark.world(**settings))
+        item.add_marker(pytest.mark.world(**settings))  # after those of the method
 
 
 def pytest_collection_modifyitems(
@@ -98,8 +99,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Create one test for each world size of a marker."""
-    marker = metafunc.definition.get_closest_marker(_MARK)
-    if marker is None:
+    markers = list(metafunc.definition.iter_markers(_MARK))
+    if not markers:
         return
     from ..rank.endings import unrunnable
 
@@ -107,9 +108,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if refusal := unrunnable(name, metafunc.function):
         raise pytest.fail.Exception(refusal, pytrace=False)
     try:
-        sizes = sizes_of(marker.args, marker.kwargs)
+        settings = settings_of(markers)
+        sizes = sizes_of(settings)
         for size in sizes:
-            spec_of(size, marker.kwargs, metafunc.config.stash[_DEFAULTS])
+            spec_of(size, settings, metafunc.config.stash[_DEFAULTS])
     except (TypeError, ValueError) as error:
         raise pytest.fail.Exception(f"{name}: {error}", pytrace=False) from None
     if "world" not in metafunc.fixturenames:
@@ -291,7 +293,7 @@ def _following(item: pytest.Item, spec: WorldSpec) -> pytest.Item | None:
     return stash[_AFTER].get(item)
 
 
-def _size(item: pytest.Item, marker: pytest.Mark) -> Any:
+def _size(item: pytest.Item, settings: Mapping[str, Any]) -> Any:
     call: Any = getattr(item, "callspec", None)
     if _MARK in getattr(call, "params", {}):
         if any(mark.name == _MARK for mark in call.marks):
@@ -300,12 +302,12 @@ def _size(item: pytest.Item, marker: pytest.Mark) -> Any:
                 "sizes may differ. Leave out one of the two"
             )
         return call.params[_MARK]
-    # A conftest may add the marker after collection.
-    sizes = sizes_of(marker.args, marker.kwargs)
+    # A test of unittest, or a conftest has added the marker after collection.
+    sizes = sizes_of(settings)
     if len(sizes) > 1:
         raise ValueError(
-            f"the world sizes {sizes} make several tests, and this marker was added "
-            "when the tests were collected: give one size, or mark the function"
+            f"the world sizes {sizes} make several tests, which only a marker of a "
+            "plain test function or class can: give one size here"
         )
     return sizes[0]
 
@@ -318,13 +320,13 @@ def _size_or_0(item: pytest.Item) -> int:
 def _wanted(item: pytest.Item) -> Wanted | str:
     """Return the world of a marked test, or a text that explains a wrong marker."""
     if _WANTED not in item.stash:
-        config, marker = item.config, item.get_closest_marker(_MARK)
-        assert marker is not None
+        config = item.config
         agent = config.stash.get(_AGENT, None)
         try:
+            settings = settings_of(item.iter_markers(_MARK))
             item.stash[_WANTED] = world_of(
-                _size(item, marker),
-                marker.kwargs,
+                _size(item, settings),
+                settings,
                 config.stash[_DEFAULTS],
                 None if agent is None else agent.size,
             )

@@ -6,7 +6,7 @@ The marker wins over the command line, which wins over the ini file.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -81,20 +81,43 @@ def defaults_of(config: pytest.Config) -> dict[str, Any]:
     return defaults
 
 
-def sizes_of(args: Sequence[Any], settings: Mapping[str, Any]) -> list[Any]:
-    """Return the world sizes of a marker.
+def settings_of(markers: Iterable[pytest.Mark]) -> dict[str, Any]:
+    """Return the settings of the markers of a test.
+
+    Args:
+        markers: The closest one first, which wins: that of a function, then those of
+            its class and module.
 
     Raises:
-        TypeError: There is more than one positional argument.
-        ValueError: A minimum size is given although the size is fixed.
+        TypeError: A marker has more than one positional argument.
     """
-    if len(args) > 1 or (args and "world_size" in settings):
-        raise TypeError(
-            f"@pytest.mark.world takes one size, got {args} {dict(settings)}: name the "
-            "other settings, as in world(2, timeout_s=60)"
-        )
-    size = args[0] if args else settings.get("world_size", DEFAULT_SIZE)
+    settings: dict[str, Any] = {}
+    for marker in markers:
+        own = {**marker.kwargs}
+        if len(marker.args) > 1 or (marker.args and "world_size" in own):
+            raise TypeError(
+                f"@pytest.mark.world takes one size, got {marker.args} {own}: name the "
+                "other settings, as in world(2, timeout_s=60)"
+            )
+        if marker.args:
+            own["world_size"] = marker.args[0]
+        if "world_size" in settings:
+            own.pop(_MIN_SIZE, None)  # it belongs to the size of its marker
+        settings = own | settings
+    return settings
+
+
+def sizes_of(settings: Mapping[str, Any]) -> list[Any]:
+    """Return the world sizes of a test.
+
+    Raises:
+        ValueError: A minimum size is given although the size is fixed, or there is no
+            size.
+    """
+    size = settings.get("world_size", DEFAULT_SIZE)
     sizes = list(size) if isinstance(size, list | tuple) else [size]
+    if not sizes:
+        raise ValueError("world_size has no size")
     if _MIN_SIZE in settings:
         least = settings[_MIN_SIZE]
         if isinstance(least, bool) or not isinstance(least, int) or least < 1:

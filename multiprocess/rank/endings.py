@@ -30,6 +30,12 @@ def early_end(error: BaseException) -> Left | None:
     return None if kind is None else Left(kind, name_of(type(error)), str(error))
 
 
+def early_error(left: Left) -> BaseException:
+    """Return an exception that ends a test as ``left`` says."""
+    kind = next(types for kind, types in reversed([*_early()]) if kind == left.kind)
+    return kind(left.reason)
+
+
 def _early() -> Iterator[tuple[str, type[BaseException]]]:
     yield SKIP, unittest.SkipTest
     if (pytest := sys.modules.get("pytest")) is not None:

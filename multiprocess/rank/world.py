@@ -71,7 +71,7 @@ class World:
         """Return the result of ``make`` on rank 0; the other ranks do not call it.
 
         This is a collective call: every rank must make the same calls in the same
-        order. The value is pickled. If ``make`` raises, all ranks raise.
+        order. The value is pickled. If ``make`` raises or skips, all ranks do.
 
         Args:
             make: Called on rank 0, with no arguments.
@@ -88,14 +88,19 @@ class World:
                 value = make()
                 store.set(key, pickled((True, value)))
             except BaseException as error:
-                store.set(key, pickled((False, f"{type(error).__name__}: {error}")))
+                text = f"{type(error).__name__}: {error}"
+                store.set(key, pickled((False, (text, _for_all(error)))))
                 raise
             return value
         is_made, value = pickle.loads(self.store.get(key))
         if not is_made:
             from torch.distributed import DistError  # the error of another rank
 
-            raise DistError(f"rank 0 could not make the value: {value}")
+            text, data = value
+            cause = DistError(f"rank 0 could not make the value: {text}")
+            if data is None:
+                raise cause
+            raise _of_rank_0(data) from cause
         return cast("T", value)
 
     def mesh(
@@ -137,6 +142,27 @@ class World:
 
     def _new_group(self) -> None:
         self._meshes.clear()
+
+
+def _for_all(error: BaseException) -> bytes | None:
+    """Return an exception that every rank can raise; None if others cannot."""
+    from .endings import early_end
+
+    early = early_end(error)
+    if early is None and not isinstance(error, Exception):
+        return None
+    with contextlib.suppress(Exception, SystemExit):
+        # pytest's own exceptions cannot be pickled
+        pickle.loads(data := pickled(error if early is None else early))
+        return data
+    return None
+
+
+def _of_rank_0(data: bytes) -> BaseException:
+    from .endings import early_error
+
+    error = pickle.loads(data)
+    return error if isinstance(error, BaseException) else early_error(error)
 
 
 _current: World | None = None

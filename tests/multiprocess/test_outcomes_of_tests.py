@@ -335,7 +335,8 @@ def fails():
     raise ValueError
 """)
     assert "KeyboardInterrupt" in done.stdout and "2 failed" in done.stdout
-    assert "rank 1: raised torch.distributed.DistError" in done.stdout
+    assert "DistError: rank 0 could not make the value: ValueError" in done.stdout
+    assert "victim: rank 1: raised ValueError" in done.stdout
     assert "def once" not in done.stdout
     assert "/_pytest/" not in done.stdout
     assert "that it never waited for" not in done.stdout
@@ -782,3 +783,57 @@ def test_expects(made, record_property):
 """)
     assert "2 passed, 1 xfailed, 1 warning in" in done.stdout, done.stdout
     assert "UserWarning: made_by_test_warns.W: of the rank" in done.stdout
+
+
+# regression: H28-11
+def test_what_rank_0_raises_in_once_is_raised_on_all_ranks(session: Session) -> None:
+    done = session("""
+def skips():
+    pytest.skip("no network")
+
+def fails():
+    raise ValueError("bad data")
+
+def fails_in_its_own_way():
+    class Local(ValueError):
+        def __reduce__(self):
+            raise TypeError
+    raise Local
+
+@pytest.fixture
+def value(world):
+    return world.once(skips)
+
+@pytest.mark.world(2)
+def test_skips(value):
+    pass
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("make", [
+    lambda: pytest.importorskip("no_such_module"),
+    lambda: pytest.xfail("not yet"),
+])
+def test_ends(world, make):
+    world.once(make)
+
+@pytest.mark.world(2)
+@pytest.mark.xfail(raises=ValueError, strict=True)
+def test_expects(world):
+    world.once(fails)
+
+@pytest.mark.world(2)
+def test_catches(world):
+    with pytest.raises(ValueError, match="bad data"):
+        world.once(fails)
+    with pytest.raises(ValueError if world.rank == 0 else dist.DistError):
+        world.once(fails_in_its_own_way)
+
+def exits():
+    raise SystemExit(3)
+
+@pytest.mark.world(2)
+def test_exits(world):
+    world.once(exits)
+""")
+    assert "1 failed, 1 passed, 2 skipped, 2 xfailed in" in done.stdout, done.stdout
+    assert "FAILED test_it.py::test_exits - rank 0: raised SystemExit" in done.stdout

@@ -165,8 +165,7 @@ class OfBase(Base):
 def test_what_a_class_sets_wins_over_the_defaults() -> None:
     defaults = {"timeout_s": 3.0, "backend": "nccl", "isolation": "group"}
     of_class, of_none = OfBase()._marker_settings(), TestCase()._marker_settings()
-    spec = spec_of(of_class["world_size"], of_class, defaults)
-    plain = spec_of(of_none["world_size"], of_none, defaults)
+    spec, plain = (spec_of(2, each, defaults) for each in (of_class, of_none))
     assert (spec.timeout_s, spec.backend, spec.device) == (50.0, "gloo", "cuda")
     assert (plain.timeout_s, plain.backend, plain.device) == (3.0, "nccl", "cuda")
     assert spec.isolation == plain.isolation == "group"
@@ -297,3 +296,89 @@ def test_a_setting_of_another_type_or_range_is_refused(
 
 def test_the_least_grace_and_seed_are_accepted() -> None:
     assert WorldSpec(world_size=1, grace_s=0, seed=-(2**63)).grace_s == 0
+
+
+# regression: H28-14
+def test_markers_of_module_class_and_function_are_merged(session: Session) -> None:
+    done = session(
+        """
+from gradparity.multiprocess import TestCase, current_world
+
+pytestmark = pytest.mark.world(3, isolation="group", timeout_s=50)
+
+@pytest.mark.world(timeout_s=20)
+def test_module(world):
+    assert world.world_size == 3
+
+@pytest.mark.world(1)
+def test_function(world):
+    assert world.world_size == 1
+
+@pytest.mark.world(["all", 2], min_size=1)
+class TestSizes:
+    @pytest.mark.world(1)
+    def test_fixed(self, world):
+        assert world.world_size == 1
+
+    @pytest.mark.world(timeout_s=20)
+    def test_several(self, world):
+        assert world.world_size in (2, os.cpu_count())
+
+class TestOurs(TestCase):
+    world_size = 2
+    default_group = False
+
+    @pytest.mark.world(timeout_s=20)
+    def test_class(self):
+        assert current_world().world_size == self.world_size == 2
+        assert not dist.is_initialized()
+
+    @pytest.mark.world(1)
+    def test_method(self):
+        assert current_world().world_size == self.world_size == 1
+
+    @pytest.mark.world([1, 2])
+    def test_too_many(self):
+        pass
+"""
+    )
+    assert "7 passed, 1 error in" in done.stdout, done.stdout
+    assert "which only a marker of a plain test function or class can" in done.stdout
+    assert (
+        "world_size has no size"
+        in session("""
+@pytest.mark.world([])
+def test_none():
+    pass
+""").stdout
+    )
+
+
+def test_tensors_are_compared_inside_of_other_values() -> None:
+    one, own = torch.tensor(1.0), TestCase()
+    equal: tuple[tuple[Any, Any], ...] = (
+        (torch.tensor(6), 6),
+        (7, torch.tensor([7])),
+        ([torch.tensor(6), 1, None], [6, 1, None]),
+        ({"a": one, "n": "x", "s": {1, 2}}, {"a": one, "n": "x", "s": {1, 2}}),
+        ((one, torch.float32), (one, torch.float32)),
+        (torch.ones(2), torch.ones(2)),
+    )
+    for first, second in equal:
+        own.assertEqual(first, second)
+    other: tuple[tuple[Any, Any], ...] = (
+        (torch.tensor(6), 7),
+        (torch.ones(2), 1),
+        (torch.tensor(1), one),
+        (one, None),
+        ({"a": one}, {"b": one}),
+        ([one], [one, one]),
+        ([one, {"n": "x"}], [one, {"n": "y"}]),
+    )
+    for first, second in other:
+        with pytest.raises(AssertionError):
+            own.assertEqual(first, second)
+    with pytest.raises(AssertionError, match=r"at \[1\]\['n'\]"):
+        own.assertEqual(*other[-1])
+    with pytest.raises(AssertionError, match="of the caller"):
+        own.assertEqual([one], [one + 1], "of the caller")
