@@ -355,17 +355,25 @@ def read_merged(*folders: Path) -> Run:
     for which, each in whole.items():
         if which[1] == "gradient" and not each.is_whole:
             whole[which] = merge([*parts[which], *_not_stepped(parts, which)])
-    unlike = [which for which, each in whole.items() if each.unlike]
-    for which in unlike:
+    averaged = set[str]()
+    last = max((step for step, kind, _ in whole if kind == "gradient"), default=0)
+    for which in sorted(key for key, each in whole.items() if each.unlike):
         at, what, of = which
         before, after = (whole.get((s, "weight", of)) for s in (at, at + 1))
         if what != "gradient" or before is None or after is None:
             continue
         # a step that moved nothing does not show how gradients are summed
         if not after.unlike and before.digest != after.digest:
-            whole[which] = merge(parts[which], averages=True)
-            # its weights were gradients before the sum
-            whole.pop((at, "update", of), None)
+            averaged.add(of)
+        elif of in averaged and at == last:
+            # the job makes weights equal after each step; those after the last one are
+            # read in that step, which is too early
+            del whole[at + 1, "weight", of]
+        else:
+            continue
+        whole[which] = merge(parts[which], averages=True)
+        # its weights were gradients before the sum
+        whole.pop((at, "update", of), None)
     # a tensor that no module has: unless ranks begin equal, their shares are unknown
     firsts = {k[2]: w for k, w in sorted(whole.items(), reverse=True) if _is_unnamed(k)}
     hidden = {name for name, first in firsts.items() if first.unlike}

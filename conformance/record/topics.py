@@ -160,7 +160,9 @@ def weights_of(held: Sequence[Mapping[str, tuple[Box, int]]]) -> list[_Weight]:
 class Weights:
     """Topic that compares the bits of replicas and the settings of their param groups.
 
-    Each step checks some of the weights in turn. It also logs weights that never move.
+    Each step checks some of the weights in turn, as they are when the step begins: a
+    job may make them equal after its optimizer's step. Weights that never move are
+    logged.
     """
 
     def __init__(
@@ -181,6 +183,8 @@ class Weights:
         self.size = 2 * turn
         self.turns = [weights[n : n + turn] for n in range(0, len(weights), turn)]
         self._named, self._optimizers = named, optimizers
+        self._bits: dict[str, int | Tensor] = {}
+        """Parameter -> its digest, of those that this step checks."""
         self._groups: dict[int, tuple[int, int]] = {}
         self._known = set[int]()
         """ids of parameters that the watch checks, or has warned about."""
@@ -189,10 +193,21 @@ class Weights:
         self._still = set[str]()
         """Parameters that stood still when they were checked last."""
 
+    def begin(self, step: int) -> None:
+        """Read the weights in turn, before the step."""
+        self._bits = {
+            each.name: digest_of(place(self._named[each.name])[0])
+            for each in self._turn(step)
+            if rank_here() in each.ranks
+        }
+
+    def _turn(self, step: int) -> Sequence[_Weight]:
+        return self.turns[step % len(self.turns)] if self.turns else []
+
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
         """Return two numbers for each weight in turn: its bits, and its settings."""
-        rank = rank_here()
-        turn = self.turns[step % len(self.turns)] if self.turns else []
+        rank, turn = rank_here(), self._turn(step)
+        groups = dict[str, Mapping[str, Any]]()
         if not self.turns or step % len(self.turns) == 0:
             self._learn(step)
         numbers, trained = list[Number](), set[str]()
@@ -201,9 +216,13 @@ class Weights:
                 numbers += [Number(is_given=False)] * 2
                 continue
             parameter = self._named[each.name]
-            digest = digest_of(place(parameter)[0])
-            numbers.append(Number(digest, is_given=each.same))
-            numbers.append(Number(self._settings(parameter)))
+            group = self._group(parameter)
+            groups[each.name] = {**group}  # a schedule changes the group
+            if (bits := self._bits.get(each.name)) is None:  # no step was called
+                bits = digest_of(place(parameter)[0])
+            numbers.append(Number(bits, is_given=each.same))
+            # with ZeRO a rank's optimizer may lack the parameter
+            numbers.append(Number(_number(group), is_given=bool(group)))
             if parameter.requires_grad and not self._is_paused(parameter):
                 trained.add(each.name)
 
@@ -213,7 +232,7 @@ class Weights:
                 if settings.ranks:
                     yield (
                         f"{rank_list(settings.ranks)} have different settings for "
-                        f"{each.name}{self._shown(each)}"
+                        f"{each.name}{_shown(groups.get(each.name, {}))}"
                     )
             for each, bits in zip(turn, answers[::2], strict=True):
                 if rank in each.ranks:
@@ -263,23 +282,17 @@ class Weights:
         groups = self._optimizers[optimizer].param_groups
         return groups[at] if 0 <= at < len(groups) else {}
 
-    def _shown(self, weight: _Weight) -> str:
-        """Return this rank's settings of a weight as text; empty if it has none."""
-        if rank_here() not in weight.ranks:
-            return ""
-        group = self._group(self._named[weight.name])
-        values = ((key, _text_of(group[key])) for key in group if key != "params")
-        numbers = ", ".join(f"{key} {text}" for key, text in values if text)
-        return f" (rank {rank_here()} has {numbers})" if numbers else ""
-
-    def _settings(self, parameter: nn.Parameter) -> int | Tensor:
-        """Return one number for the settings of a parameter's param group."""
-        return _number(self._group(parameter))
-
     def _is_paused(self, parameter: nn.Parameter) -> bool:
         """Return True if the learning rate is 0, as at the start of a warm-up."""
         rate = self._group(parameter).get("lr")
         return not isinstance(rate, Tensor) and rate == 0
+
+
+def _shown(group: Mapping[str, Any]) -> str:
+    """Return the settings of a param group as text; empty if it has none."""
+    values = ((key, _text_of(group[key])) for key in group if key != "params")
+    numbers = ", ".join(f"{key} {text}" for key, text in values if text)
+    return f" (rank {rank_here()} has {numbers})" if numbers else ""
 
 
 class Numbers:

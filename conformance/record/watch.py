@@ -297,15 +297,20 @@ def watch(
     numbers = Numbers(equal or {})
     room = (MOST - numbers.size - sum(topic.size for topic in topics)) // 2
     turn = max(1, min(-(-len(weights) // period), room))
+    replicas = Weights(named, optimizers, weights, turn)
     watching = Watch(
         # causes first: other numbers and settings lead to other weights
-        [numbers, Weights(named, optimizers, weights, turn), *topics],
+        [numbers, replicas, *topics],
         act,
         device,
         group,
         joinable([*model.modules(), *optimizers]),
     )
-    handles.append(optimizers[-1].register_step_post_hook(watching.stepped))
+    last = optimizers[-1]
+    handles.append(
+        last.register_step_pre_hook(lambda *_: replicas.begin(watching.step))
+    )
+    handles.append(last.register_step_post_hook(watching.stepped))
     watching.handles = handles
     return watching
 

@@ -824,6 +824,35 @@ def test_gradients_that_a_step_sums_are_averaged(
     assert gradient.is_summed == (rate == 0) and bool(gradient.unlike) == (rate == 0)
 
 
+def averages_weights(folder: str, forgets: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def losses() -> Losses:
+        for step in range(3):
+            yield model(rows(current_world().rank)).square().sum()
+            optimizer.step()
+            for parameter in model.parameters() if step != forgets else ():
+                dist.all_reduce(parameter.data, dist.ReduceOp.AVG)
+
+    record(Path(folder), losses(), steps=(0, 3))
+
+
+@pytest.mark.parametrize("forgets", [-1, 0, 1])
+def test_weights_that_are_averaged_after_each_step(
+    two: Cluster, tmp_path: Path, forgets: int
+) -> None:
+    """Those after the last step are read before that, and are left out."""
+    two.run(averages_weights, str(tmp_path), forgets)
+    run = read_merged(tmp_path)
+    unlike = {step for step, kind, _ in run.replicas if kind == "weight"}
+    assert unlike == ({forgets + 1} if forgets >= 0 else set())
+    assert ((3, "weight", "weight") in run.tensors) is (forgets == 3)
+    gradient = run.tensors[2, "gradient", "weight"]
+    assert not gradient.unlike and not gradient.is_summed
+
+
 class Sharp(torch.optim.SGD):
     """Optimizer that computes gradients at other weights, as SAM does."""
 
