@@ -18,15 +18,18 @@ import numpy as np
 from ..status import counted
 from .differences import COARSE, Row, rows_of_sides
 from .equal import (
+    copies,
     equal_inputs,
     lacking,
     listed,
+    no_step,
     other_again,
     other_inputs,
     other_on_ranks,
     proved_names,
     replicas_at_start,
     same_start,
+    unlike_replicas,
     unmoved,
     unplaced,
 )
@@ -55,10 +58,6 @@ NOISY = 3
 may miss the noise of a tensor by chance."""
 REGIONS = 100
 """Number of tensors for which the differing region is computed."""
-NO_STEP = (
-    "the two sides recorded no step in common: give record the same --steps, and "
-    "--first N for a job that goes on from step N"
-)
 SAME, DIFFERENT, NOT_COMPARABLE, BROKEN, UNDECIDED = range(5)
 """Exit codes of ``gradparity compare``."""
 
@@ -105,6 +104,7 @@ def compare(one: Side, other: Side) -> Comparison:
     comparison = Comparison(code=SAME, facts=[start, f"ranks: {', '.join(sizes)}"])
     if names and steps:
         comparison.facts += equal_inputs(one, other, names, steps)
+        comparison.facts += copies(one, other, names)
     obstacle = next(_obstacles(one, other, names, steps), None)
     if obstacle is not None:
         code, text = obstacle
@@ -136,7 +136,7 @@ def compare(one: Side, other: Side) -> Comparison:
         comparison.decide(UNDECIDED, text)
     comparison.facts += _wider(one, other, names)
     tell_steps(comparison, one, other, steps)
-    comparison.facts += _clipped(one.run, other.run, steps)
+    comparison.facts += _clipped(comparison.code, one, other, steps)
     comparison.facts += _losses(one.run, other.run, steps)
     comparison.facts += _left_out(one.run, other.run, names, comparison.rows, steps)
     return comparison
@@ -189,7 +189,7 @@ def _obstacles(
 ) -> Iterator[tuple[int, str]]:
     """Yield reasons why numbers cannot be compared: an exit code and a sentence."""
     if not steps:
-        yield NOT_COMPARABLE, NO_STEP
+        yield NOT_COMPARABLE, no_step(one, other)
         return
     for text in unplaced(one, other):
         yield NOT_COMPARABLE, text
@@ -199,12 +199,19 @@ def _obstacles(
     for side in (one, other):
         for text in other_on_ranks(side):
             yield DIFFERENT, text
+    apart = [*unlike_replicas(one, other, steps)]
     for step in steps:
+        # unequal replicas compute other inputs of a second model, say
+        for at, text in apart:
+            if at <= step:
+                yield DIFFERENT, text
         for text in other_inputs(one, other, names, step):
             yield NOT_COMPARABLE, text
     for side in (one, other):
         for text in other_again(side, steps):
             yield NOT_COMPARABLE, text
+    for _, text in apart:
+        yield DIFFERENT, text
     for text in lacking(one, other, names, steps):
         yield DIFFERENT, text
     if drew := one.run.drew | other.run.drew:
@@ -292,26 +299,41 @@ def _wider(one: Side, other: Side, names: Mapping[str, str]) -> Iterator[str]:
         )
 
 
-def _clipped(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
-    """Yield a warning if the whole gradient has one norm at all steps of both sides.
+def _clipped(code: int, one: Side, other: Side, steps: Sequence[int]) -> Iterator[str]:
+    """Yield a warning if the whole gradient has one norm at all steps of a side.
 
-    Clipping causes that, and hides a wrong factor of the loss.
+    Clipping causes that. On both sides it hides a wrong factor of the loss.
     """
     norms = []
-    for run in (one, other):
+    for side in (one, other):
         squares = dict.fromkeys(steps, 0.0)
-        for (step, kind, _), whole in run.tensors.items():
+        for (step, kind, _), whole in side.run.tensors.items():
             if kind == "gradient" and step in squares:
                 squares[step] += whole.square
-        norms += [math.sqrt(square) for square in squares.values()]
-    first = norms[0]
-    # written so that nan is no norm: gradients that are yet to be summed have none
-    alike = all(abs(norm - first) <= CLIPPED * first for norm in norms)
-    if len(steps) > 1 and first > 0 and alike:
+        norms.append([math.sqrt(square) for square in squares.values()])
+
+    def are_alike(norms: Sequence[float]) -> bool:
+        # written so that nan is no norm: gradients that are yet to be summed have none
+        near = CLIPPED * norms[0]
+        return norms[0] > 0 and all(abs(norm - norms[0]) <= near for norm in norms)
+
+    if len(steps) < 2:
+        return
+    alike = [*map(are_alike, norms)]
+    if are_alike([*norms[0], *norms[1]]):
         yield (
-            f"clipped: the norm of the whole gradient is {first:.4g} at each step on "
-            "both sides, which hides a wrong factor of the loss: record once without "
-            "clipping"
+            f"clipped: the norm of the whole gradient is {norms[0][0]:.4g} at each "
+            "step on both sides, which hides a wrong factor of the loss: record once "
+            "without clipping"
+        )
+    elif code == DIFFERENT and any(alike):
+        clips, its = (one, other) if alike[0] else (other, one)
+        size = norms[0 if alike[0] else 1][0]
+        others = ", ".join(f"{norm:.4g}" for norm in norms[1 if alike[0] else 0])
+        yield (
+            f"clipped: the norm of the whole gradient is {size:.4g} at each step of "
+            f"{clips.name}, and {others} in {its.name}: do both clip by the norm of "
+            "all shards?"
         )
 
 
@@ -350,6 +372,11 @@ def _decide(
             sentence += f". {_as_a_whole(spread[worst.step])}"
         if worst.name in left:
             sentence += f". Rank {listed(left[worst.name])} does not step it"
+        elif left:
+            name, ranks = next(iter(left.items()))
+            found.leads.append(
+                f"rank {listed(ranks)} does not step {name}, and other ranks do"
+            )
         found.decide(DIFFERENT, sentence)
     elif far:
         found.decide(

@@ -12,14 +12,17 @@ from typing import Any
 
 import numpy as np
 
+from ..status import counted
 from .merge import AGAIN, Run, Side
 from .parts import UNNAMED
 from .rows import NEAR
 
 __all__ = [
+    "copies",
     "equal_inputs",
     "lacking",
     "listed",
+    "no_step",
     "other_again",
     "other_inputs",
     "other_on_ranks",
@@ -27,6 +30,7 @@ __all__ = [
     "replicas_at_start",
     "same_start",
     "step_on_ranks",
+    "unlike_replicas",
     "unmoved",
     "unplaced",
 ]
@@ -50,6 +54,22 @@ FREE = frozenset(
     | {"is_expert_parallel"}  # Megatron: tells which ranks hold the group
 )
 """Settings that choose an implementation or a layout and do not change the result."""
+
+
+def no_step(one: Side, other: Side) -> str:
+    """Return why no step can be compared."""
+    for side in (one, other):
+        if side.run.unnamed and not side.run.tensors:
+            tensors = counted(side.run.unnamed, "tensor")
+            return (
+                f"the optimizers of {side.name} step {tensors} that no module has, "
+                "with other values on each rank: shards of all weights, perhaps. "
+                f"{STEP_ITS_WEIGHTS}"
+            )
+    return (
+        "the two sides recorded no step in common: give record the same --steps, and "
+        "--first N for a job that goes on from step N"
+    )
 
 
 def same_start(step: int) -> str:
@@ -414,14 +434,10 @@ def unplaced(one: Side, other: Side) -> Iterator[str]:
                 )
 
 
-def lacking(
-    one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
-) -> Iterator[str]:
-    """Yield sentences on unequal replicas, and on what only one side does.
-
-    Examples: only one side trains a tensor, steps it, skips its step or has its
-    gradient.
-    """
+def unlike_replicas(
+    one: Side, other: Side, steps: Sequence[int]
+) -> Iterator[tuple[int, str]]:
+    """Yield steps before which replicas of one side differ, and sentences on them."""
     for side in (one, other):
         # first step at which the gradient differs, by name
         first_by_name = dict[str, int]()
@@ -445,9 +461,20 @@ def lacking(
             elif step == min(steps):
                 end = f". If these are different tensors, {PLACES}"
             yield (
+                step,
                 f"step {step}: replicas of {name} differ: "
-                f"{_unlike(side, side.run.replicas[key])}{end}"
+                f"{_unlike(side, side.run.replicas[key])}{end}",
             )
+
+
+def lacking(
+    one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
+) -> Iterator[str]:
+    """Yield sentences on what only one side does.
+
+    Examples: only one side trains a tensor, steps it, skips its step or has its
+    gradient.
+    """
     partners = {its: mine for mine, its in names.items()}
     for has, lacks, paired, its_paired in (
         (one, other, names, partners),
@@ -460,13 +487,13 @@ def lacking(
             name
             for name in stepped
             if name in lacks.run.unstepped or (all_paired and name not in paired)
+            if _apart(has.run, name)[1] is not None  # else a copy of a tied weight
         ]
         if alone:
             more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
-            yield (
+            yield _untied(has, lacks, alone[0]) or (
                 f"{lacks.name} does not train {alone[0]}{more}: no recorded optimizer "
                 f"steps it, but an optimizer of {has.name} does"
-                f"{_tied(has, lacks, alone[0])}"
             )
     for step in steps:
         for mine, its in names.items():
@@ -494,24 +521,60 @@ def lacking(
                 yield f"step {step}: {lacks.name} has no gradient of {mine}"
 
 
-def _tied(has: Side, lacks: Side, name: str) -> str:
-    """Return a hint if the side that lacks a tensor may tie it to another tensor.
+def _untied(has: Side, lacks: Side, name: str) -> str:
+    """Return a sentence if the side that lacks a tensor may tie it to another one."""
+    partner, step = _apart(has.run, name)
+    if not partner:
+        return ""
+    return (
+        f"step {step}: {name} and {partner} of {has.name} began equal and do not stay "
+        f"so. {lacks.name} has {partner} alone and may tie the two: then {has.name} "
+        "must add up their gradients"
+    )
 
-    Vectors get no hint, because all weights of layer norms have equal initial values.
+
+def _apart(run: Run, name: str) -> tuple[str, int | None]:
+    """Return the tensor that begins with the bits of another, and where they differ.
+
+    Vectors are not looked for, because all weights of layer norms begin alike.
+
+    Returns:
+        Name of the tensor, or an empty string, and the first step before which both
+        have other weights; None if they never have.
     """
-    step, start = has.run.starts[name]
+    step, start = run.starts[name]
     with_equal_start = [
         other
-        for other, (at, its) in has.run.starts.items()
+        for other, (at, its) in run.starts.items()
         if (at, its.shape, its.digest) == (step, start.shape, start.digest)
         and other != name
     ]
     if len(start.shape) < 2 or len(with_equal_start) != 1:
-        return ""
-    return (
-        f". It begins with the bits of {with_equal_start[0]}: {lacks.name} may tie "
-        f"these two, and {has.name} does not"
-    )
+        return "", step
+    (partner,) = with_equal_start
+    digests = [
+        {s: w.digest for (s, kind, n), w in run.tensors.items() if (kind, n) == key}
+        for key in (("weight", name), ("weight", partner))
+    ]
+    both = sorted(digests[0].keys() & digests[1].keys())
+    apart = [s for s in both if digests[0][s] != digests[1][s]]
+    # the start alone does not show that the gradients are added up
+    return partner, next(iter(apart), None if len(both) > 1 else step)
+
+
+def copies(one: Side, other: Side, names: Mapping[str, str]) -> Iterator[str]:
+    """Yield sentences on tensors that are copies of another one on one side only."""
+    for has, lacks, paired in (
+        (one, other, names.keys()),
+        (other, one, {*names.values()}),
+    ):
+        for name in has.run.starts:
+            partner, apart = _apart(has.run, name)
+            if name not in paired and partner in paired and apart is None:
+                yield (
+                    f"tied: {name} of {has.name} keeps the bits of {partner}, and "
+                    f"{lacks.name} has the latter alone"
+                )
 
 
 def _does_nothing(run: Run, step: int, name: str) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from ..status import counted
 from .compare import (
     DIFFERENT,
-    NO_STEP,
     NOT_COMPARABLE,
     SAME,
     UNDECIDED,
@@ -15,7 +14,7 @@ from .compare import (
     Side,
     tell_steps,
 )
-from .equal import listed, other_inputs, step_on_ranks
+from .equal import listed, no_step, other_inputs, step_on_ranks
 from .merge import Key, Run
 from .modules import GRADIENT, OUTPUT
 
@@ -32,7 +31,7 @@ def compare_exactly(one: Side, other: Side) -> Comparison:
     a, b = one.run, other.run
     steps = sorted({*a.steps} & {*b.steps})
     if not steps:
-        return Comparison(code=NOT_COMPARABLE, headline=NO_STEP)
+        return Comparison(code=NOT_COMPARABLE, headline=no_step(one, other))
     if differences := list(_first_inexact(one, other, steps)):
         first, *others = differences
         different = Comparison(code=DIFFERENT, headline=first)

@@ -420,11 +420,11 @@ def _bits_of_equal(parts: Sequence[Wanted]) -> tuple[list[int], Batch]:
     box, rounded = parts[0].box, parts[0].rounded
     values = torch.stack([each.part.detach().reshape(-1) for each in parts])
     words = keys_of(box, 0, values.device).words
-    digests = torch.zeros(len(parts), 2, dtype=torch.int64)
+    digests = torch.zeros(len(parts), 2, dtype=torch.int64, device="cpu")
     digests[:, 0] = _digest(values, words)
     if rounded:
         digests[:, 1] = _digest(values.to(torch.bfloat16), words)
-    nothing = torch.zeros(len(parts), 3, dtype=torch.float64)
+    nothing = torch.zeros(len(parts), 3, dtype=torch.float64, device="cpu")
     return [*range(len(parts))], Batch(digests, nothing, nothing[:, :0])
 
 

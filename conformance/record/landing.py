@@ -36,7 +36,7 @@ def send(numbers: Sequence[int | Tensor], device: torch.device) -> Tensor:
             on_device.append(number.to(torch.int64))
         else:
             here[at] = int(number)
-    table = torch.tensor([here, places], dtype=torch.int64)
+    table = torch.tensor([here, places], dtype=torch.int64, device="cpu")
     if device.type != "cpu":
         table = table.pin_memory().to(device, non_blocking=True)
     if not on_device:
@@ -66,7 +66,9 @@ class Landing:
             for work in self._works:
                 work.wait()  # the stream waits, and not the host
             for at, tensor in enumerate(self._tensors):
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                host = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True
+                )
                 self._tensors[at] = host.copy_(tensor, non_blocking=True)
                 tensor.record_stream(stream)
             self._event = module.Event()

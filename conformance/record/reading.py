@@ -190,4 +190,4 @@ def states_of_generators(device: torch.device) -> list[Tensor]:
     others = pickle.dumps((random.getstate(), np.random.get_state(legacy=False)))
     digest = hashlib.blake2b(others).digest()
     states = [torch.get_rng_state(), *(each.get_rng_state(device) for each in own)]
-    return [torch.tensor([*digest]), *states]
+    return [torch.tensor([*digest], device="cpu"), *states]

@@ -402,7 +402,7 @@ def _square_of(parameter: nn.Parameter) -> Tensor | None:
     None if the gradient is a partial sum, or is laid out otherwise than the parameter.
     """
     if parameter.grad is None:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     part, box = place(parameter.grad)
     if box != place(parameter)[1]:
         return None

@@ -89,7 +89,7 @@ def nudge(module: nn.Module, seed: int, roots: Roots) -> None:
     sizes = {name: math.prod(box.shape) for name, _, box in weights}
     # half of the near weights cross
     reach = max(NEAR, min(FAR, ACROSS * BF16 // max(1, sum(sizes.values()))))
-    drawn = mix(torch.tensor(seed * 7919 + 1))
+    drawn = mix(torch.tensor(seed * 7919 + 1, device="cpu"))
     for _, part, box in weights:
         if not part.numel() or not part.is_floating_point():
             continue
@@ -186,7 +186,7 @@ def begin_from(folder: Path, number: int, module: nn.Module, roots: Roots) -> st
     }
     left = dict[str, None]()
     for name, part, box in _weights(module, roots):
-        whole = whole_by_name.get(name, torch.empty(0))
+        whole = whole_by_name.get(name, torch.empty(0, device="cpu"))
         if whole.shape != torch.Size(box.shape) or whole.isnan().any():
             left[name] = None
         else:

@@ -991,3 +991,22 @@ def test_a_job_in_bf16_begins_with_the_rounded_weights_of_one_in_fp32(
         runs.append(recorded(tmp_path / str(dtype), losses(), steps=(0, 2)))
     names, told = proved_names(*runs)
     assert len(names) == 4 and "4 of them after rounding to bf16" in told
+
+
+def test_the_default_device_of_the_job_does_not_matter(tmp_path: Path) -> None:
+    """The recorder's own numbers are on the CPU."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    inputs = [rows(step) for step in range(2)]
+
+    def losses() -> Losses:
+        with torch.device("meta"):
+            for each in inputs:
+                optimizer.zero_grad()
+                yield model(each).sum()
+                optimizer.step()
+
+    run = recorded(tmp_path, losses(), steps=(0, 2), nudge=1)
+    assert run.steps == [0, 1] and run.notes == ()
+    assert len(run.names("gradient", 1)) == 6

@@ -509,8 +509,56 @@ def test_a_tensor_that_may_be_tied_on_one_side_is_named(
     other = replace(alike(run(4)), unstepped=("b",))
     found = against(other, Side(name="one", run=alike(ONE.run)))
     assert found.code == DIFFERENT
-    words = "begins with the bits of a: mesh may tie these two, and one does not"
+    words = (
+        "b and a of one began equal and do not stay so. mesh has a alone and may tie"
+    )
     assert (words in found.lines[0]) == is_named
+
+
+def test_a_tensor_that_is_tied_on_one_side_may_be_a_copy_on_the_other() -> None:
+    """A pipeline keeps one copy on its first stage and one on its last."""
+
+    def alike(plain: Run) -> Run:
+        tied = {
+            (step, kind, "b"): replace(each, shape=(4, 4))
+            for (step, kind, name), each in plain.tensors.items()
+            if name == "a"
+        }
+        first = {
+            key: replace(each, shape=(4, 4)) if key[2] == "a" else each
+            for key, each in plain.tensors.items()
+        }
+        return replace(plain, tensors={**first, **tied})
+
+    def without_b(plain: Run) -> Run:
+        left = {key: each for key, each in plain.tensors.items() if key[2] != "b"}
+        return replace(plain, tensors=left)
+
+    one = replace(
+        ONE,
+        run=without_b(alike(ONE.run)),
+        noisy=[without_b(alike(each)) for each in ONE.noisy],
+    )
+    found = against(alike(run(4)), one)
+    assert found.code == SAME, found.lines
+    assert "tied: b of mesh keeps the bits of a, and one has the latter alone" in (
+        found.lines
+    )
+    untied = changed(alike(run(4)), (1, "weight", "b"), digest=7)
+    found = against(untied, one)
+    assert found.code == DIFFERENT
+    assert found.lines[0].startswith("step 1: b and a of mesh began equal")
+
+
+def test_unequal_replicas_are_told_before_the_rows_that_they_compute() -> None:
+    mixed = replace(run(4), rows={0: frozenset({1}), 1: frozenset({2})})
+    one = replace(
+        ONE, run=replace(ONE.run, rows={0: frozenset({1}), 1: frozenset({3})})
+    )
+    assert against(mixed, one).lines[0].startswith("rows differ at step 1")
+    for step, start in ((1, "step 1: replicas of a"), (2, "rows differ at step 1")):
+        unlike = replace(mixed, replicas={(step, "weight", "a"): (1,)})
+        assert against(unlike, one).lines[0].startswith(start)
 
 
 @pytest.mark.parametrize("key", ["fused", "is_expert_parallel"])
@@ -1064,3 +1112,46 @@ def test_an_update_may_round_each_weight_to_either_side() -> None:
     assert against(other).code == SAME
     other = changed(run(4), key, sketch=1.5 * update, square=SIZE * 1e-8)
     assert against(other).code == DIFFERENT
+
+
+def with_norms(plain: Run, norms: Sequence[float]) -> Run:
+    """Return a run whose whole gradient has these norms."""
+    sizes = {
+        (step, "gradient", name): (norm if name == "a" else 0.0) ** 2
+        for step, norm in enumerate(norms)
+        for name in {key[2] for key in plain.tensors}
+    }
+    return replace(
+        plain,
+        tensors={
+            key: replace(each, square=sizes.get(key, each.square))
+            for key, each in plain.tensors.items()
+        },
+    )
+
+
+def test_a_side_that_alone_clips_to_one_norm_is_named() -> None:
+    steps = len(run(4).steps)
+    sketch = run(4).tensors[1, "gradient", "b"].sketch
+    assert sketch is not None
+    other = changed(run(4), (1, "gradient", "b"), sketch=sketch + 1, digest=5)
+    sizes = [0.5 + 0.1 * step for step in range(steps)]
+    one = replace(ONE, run=with_norms(ONE.run, [0.5] * steps))
+    told = [line for line in against(with_norms(other, sizes), one).lines]
+    (line,) = (line for line in told if line.startswith("clipped:"))
+    assert "is 0.5 at each step of one, and 0.5, 0.6" in line
+    assert "do both clip by the norm of all shards?" in line
+
+
+def test_a_weight_that_a_rank_does_not_step_is_named_beside_the_worst_one() -> None:
+    sketch = run(4).tensors[1, "gradient", "b"].sketch
+    assert sketch is not None
+    other = changed(run(4), (1, "gradient", "b"), sketch=sketch + 1, digest=5)
+    told = against(replace(other, left={"c": (1,)})).lines
+    assert any(line == "rank 1 does not step c, and other ranks do" for line in told)
+
+
+def test_shards_of_all_weights_are_named_where_no_step_was_recorded() -> None:
+    told = against(replace(run(4), tensors={}, unnamed=1))
+    assert told.code == NOT_COMPARABLE
+    assert "step 1 tensor that no module has, with other values" in told.lines[0]
