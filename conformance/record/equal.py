@@ -233,10 +233,14 @@ def other_inputs(
         yield (
             f"rows differ at step {step}: the model was given {len(mine)} rows in "
             f"{one.name} and {len(its)} in {other.name}, {len(mine & its)} of them on "
-            "both sides. Give both the same data in the same order, for example "
-            "without shuffling"
-            + (SKIPPED if mine < its or its < mine else "")
-            + (RESUMED if not mine & its else "")
+            "both sides"
+            + (
+                "".join(_crowded(side, step) for side in (one, other))
+                or ". Give both the same data in the same order, for example without "
+                "shuffling"
+                + (SKIPPED if mine < its or its < mine else "")
+                + (RESUMED if not mine & its else "")
+            )
         )
     different = [
         setting
@@ -249,6 +253,20 @@ def other_inputs(
             f"settings differ at step {step}: {key} of {name} is {_shown(mine)} in "
             f"{one.name} and {_shown(its)} in {other.name}{more}"
         )
+
+
+def _crowded(side: Side, step: int) -> str:
+    """Return a hint if few ranks of a side had the rows of two steps or more."""
+    counts = side.run.counts.get(step, {})
+    most = max(counts.values(), default=0)
+    others = [count for count in counts.values() if count < most]
+    ranks = [rank for rank, count in counts.items() if count == most]
+    if not ranks or len(others) < len(ranks) or most < 2 * max(others):
+        return ""
+    return (
+        f". Rank {listed(ranks)} of {side.name} had {most} rows in this step, and the "
+        f"others at most {max(others)}: does it leave out an earlier step?"
+    )
 
 
 def _shown(value: Any) -> str:

@@ -285,6 +285,8 @@ class Run:
     skipping: Mapping[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
     """(step, parameter) -> ranks that skip the step for an inf, although others step
     the parameter."""
+    counts: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+    """Step -> rank -> number of its rows."""
     evaluations: Mapping[int, int] = field(default_factory=dict)
     """Step -> largest number of times that an optimizer's gradients were computed."""
 
@@ -414,6 +416,7 @@ def read_merged(*folders: Path) -> Run:
         left={n: tuple(ranks) for n, ranks in unstepped.items() if n in stepped},
         absent=_absent(settings, ranks),
         rows=_rows(ranks.values()),
+        counts=_counts(ranks),
         unpadded=_by_row((r.rows, r.unpadded) for r in ranks.values()),
         sums=_by_row((r.rows_of_floats, r.sums_of_rows) for r in ranks.values()),
         bags=_bags(ranks.values()),
@@ -492,6 +495,15 @@ def _rows(ranks: Collection[Recording]) -> dict[int, frozenset[int]]:
             for rows in inputs:
                 rows_by_step.setdefault(step, set()).update(rows)
     return {step: frozenset(rows) for step, rows in rows_by_step.items()}
+
+
+def _counts(ranks: Mapping[int, Recording]) -> dict[int, dict[int, int]]:
+    counts: dict[int, dict[int, int]] = {}
+    for rank, recording in ranks.items():
+        rows_of_steps = recording.rows or recording.rows_of_floats
+        for step, inputs in rows_of_steps.items():
+            counts.setdefault(step, {})[rank] = sum(map(len, inputs))
+    return counts
 
 
 def _is_unnamed(key: Key) -> bool:

@@ -843,7 +843,7 @@ def averages_weights(folder: str, forgets: int) -> None:
 def test_weights_that_are_averaged_after_each_step(
     two: Cluster, tmp_path: Path, forgets: int
 ) -> None:
-    """Those after the last step are read before that, and are left out."""
+    """Weights after the last step are read before that, and are left out."""
     two.run(averages_weights, str(tmp_path), forgets)
     run = read_merged(tmp_path)
     unlike = {step for step, kind, _ in run.replicas if kind == "weight"}

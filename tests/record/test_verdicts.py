@@ -1155,3 +1155,23 @@ def test_shards_of_all_weights_are_named_where_no_step_was_recorded() -> None:
     told = against(replace(run(4), tensors={}, unnamed=1))
     assert told.code == NOT_COMPARABLE
     assert "step 1 tensor that no module has, with other values" in told.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("counts", "is_named"),
+    [
+        ({0: 4, 1: 8}, True),
+        ({0: 4, 1: 4, 2: 8, 3: 3}, True),
+        ({0: 4, 1: 4}, False),
+        ({0: 4, 1: 5}, False),
+        ({0: 8, 1: 8, 2: 4}, False),
+    ],
+)
+def test_a_rank_with_the_rows_of_two_steps_is_named(
+    counts: dict[int, int], is_named: bool
+) -> None:
+    one = replace(ONE, run=replace(ONE.run, rows={1: frozenset({1, 2})}))
+    mesh = replace(run(4), rows={1: frozenset({1, 2, 3})}, counts={1: counts})
+    (line, *_) = against(mesh, one).lines
+    assert ("does it leave out an earlier step?" in line) is is_named
+    assert ("without shuffling" in line) is not is_named
