@@ -204,17 +204,12 @@ def find_missing(records: Records) -> str | None:
 
     None if there is no such group.
     """
-    most: dict[str, dict[int, Collective]] = defaultdict(dict)
-    for rank, issued in records.items():
-        for call in issued:
-            if call.op not in TWO_SIDED:
-                most[call.group][rank] = call
-    for group, last in sorted(most.items()):
+    for group, issued_by in _groups(records):
+        last = {rank: issued[-1] for rank, issued in issued_by.items()}
         members = {rank for call in last.values() for rank in call.ranks}
-        everybody = records if group == "the default group" else members | last.keys()
         numbers = {
             rank: last[rank].number if rank in last else 0
-            for rank in everybody
+            for rank in members & records.keys() | last.keys()
             if rank in last or _has_all(records[rank])
         }
         if len(set(numbers.values())) > 1:
@@ -256,19 +251,48 @@ def _has_all(issued: Sequence[Collective]) -> bool:
 
 
 def _first_difference(records: Records) -> dict[int, Collective]:
-    for _, calls in sorted(_by_position(records).items()):
-        if len({_signature(call) for call in calls.values()}) > 1:
-            return calls
+    for _, issued_by in _groups(records):
+        for _, calls in sorted(_by_number(issued_by).items()):
+            if len({_signature(call) for call in calls.values()}) > 1:
+                return calls
     return {}
 
 
-def _by_position(records: Records) -> dict[tuple[str, int], dict[int, Collective]]:
-    by_position: dict[tuple[str, int], dict[int, Collective]] = defaultdict(dict)
+def _by_number(records: Records) -> dict[int, dict[int, Collective]]:
+    by_number: dict[int, dict[int, Collective]] = defaultdict(dict)
+    for rank, issued in records.items():
+        for call in issued:
+            by_number[call.number][rank] = call
+    return by_number
+
+
+def _groups(records: Records) -> Iterator[tuple[str, Records]]:
+    """Yield the name of each process group, and its collectives by rank.
+
+    Several groups have the same name if a test makes several default groups. Their
+    members differ.
+    """
+    by_name: dict[str, dict[int, list[Collective]]] = {}
     for rank, issued in records.items():
         for call in issued:
             if call.op not in TWO_SIDED:
-                by_position[call.group, call.number][rank] = call
-    return by_position
+                by_rank = by_name.setdefault(call.group, {})
+                by_rank.setdefault(rank, []).append(call)
+    for name, by_rank in sorted(by_name.items()):
+        members = {
+            rank: {member for call in issued for member in call.ranks}
+            for rank, issued in by_rank.items()
+        }
+        while by_rank:
+            first = min(by_rank)
+            same = [
+                rank
+                for rank in by_rank
+                if rank in members[first] | {first}
+                or first in members[rank]
+                or not (members[first] or members[rank])  # unknown on both
+            ]
+            yield name, {rank: by_rank.pop(rank) for rank in same}
 
 
 def _signature(call: Collective) -> tuple[str, str]:

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from types import CodeType
 from typing import Any
@@ -108,6 +108,17 @@ def install(writer: RecordWriter) -> None:
     for name in ("get", "multi_get", "wait"):
         _wrap_wait(Store, name, Place.STORE)
     _wrap_wait(*NEW_GROUP, Place.JOINING)
+    _wrap_new_group(*NEW_GROUP)
+
+
+def note_members(group: dist.ProcessGroup, world_ranks: Sequence[int]) -> None:
+    """Note the members of a default process group.
+
+    Args:
+        group: The default group.
+        world_ranks: Rank in the world of each member, in the order of the group.
+    """
+    _members[group] = list(world_ranks)
 
 
 def uninstall() -> None:
@@ -188,6 +199,8 @@ _writer: RecordWriter | None = None
 _unwaited: dict[tuple[int, int], tuple[str, str, int]] = {}
 """Record of a pending collective -> (operation, caller, address of its result's
 memory)."""
+_members = WeakIdKeyDictionary()
+"""Default process group -> rank in the world of each member, unless unknown."""
 _wrapped: list[tuple[Any, str, Any]] = []
 """(owner, name, original function) of each wrapped function."""
 
@@ -216,9 +229,8 @@ def _wrap(
             group = _resolved(group_of(args, kwargs))
             # Recorded before the call: one that never returns is then the last record.
             caller = line_outside(sys._getframe(1), _QUIET)
-            record = writer.record(
-                _name(group), name, _tensors(args), caller, _ranks(group)
-            )
+            group_name, ranks = _identity(group, writer)
+            record = writer.record(group_name, name, _tensors(args), caller, ranks)
             before = writer.enter(Place.COLLECTIVE, record)
             result = wrapped(*args, **kwargs)
             pends = _what_pends(result, _thread.waited)
@@ -281,6 +293,35 @@ def _wrap_wait(
         _WAITS.add(_code_of(wrapped))
 
 
+def _wrap_new_group(owner: Any, name: str) -> None:
+    """Wrap the function that makes groups, so that members of default groups are noted.
+
+    A test may make a default group of some ranks of the world, or of other processes.
+    Its ranks have other numbers there, so they tell each other those of the world.
+    """
+    wrapped = getattr(owner, name)
+    signature = inspect.signature(wrapped)
+
+    @functools.wraps(wrapped)
+    def joins(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs).arguments
+        writer = _writer
+        if writer is None or call["global_ranks_in_group"]:  # none: a default group
+            return wrapped(*args, **kwargs)
+        store, prefix = call["store"], f"gradparity/{call['group_name']}"
+        keys = [f"{prefix}/{rank}" for rank in range(call["group_size"])]
+        with suppress(Exception):  # a store of the test's own may lack these methods
+            # Before the group connects: a connected group has the keys of all ranks.
+            store.set(keys[call["group_rank"]], str(writer.rank))
+        result = wrapped(*args, **kwargs)
+        with suppress(Exception):
+            if store.check(keys):  # a process that is no rank of the world has no key
+                note_members(result[0], [int(rank) for rank in store.multi_get(keys)])
+        return result
+
+    _put(owner, name, joins)
+
+
 def _code_of(wrapper: Any) -> CodeType:
     code: CodeType = wrapper.__code__
     return code
@@ -330,22 +371,26 @@ def _resolved(group: Any) -> Any:
     return group
 
 
-def _name(group: Any) -> str:
-    if isinstance(group, str):
-        return group
-    if group is not None and group is dist.group.WORLD:
-        return "the default group"
-    return str(getattr(group, "group_name", "?"))
+def _identity(group: Any, writer: RecordWriter) -> tuple[str, list[int]]:
+    """Return a group's name, and the ranks of its members in the world.
 
-
-def _ranks(group: Any) -> list[int]:
-    if not isinstance(group, dist.ProcessGroup):
-        return []
-    if group is dist.group.WORLD:
-        return list(range(group.size()))
-    with suppress(KeyError):  # torch does not know a group that a test makes by itself
-        return dist.get_process_group_ranks(group)
-    return []
+    The name is the same on all members. The ranks are empty if unknown, which may
+    differ: a backend may connect when some members have not made the group yet.
+    """
+    default = dist.group.WORLD
+    size = writer.size if default is None else default.size()
+    suffix = "" if size == writer.size else f" of {size} ranks"
+    members = [] if default is None else _members.get(default, [])
+    if group is not None and group is default:
+        return f"the default group{suffix}", members
+    name = group if isinstance(group, str) else str(getattr(group, "group_name", "?"))
+    if suffix:  # the groups of several default groups have the same names in torch
+        name = f"{name} of a default group{suffix}"
+    # torch does not know a group that a test makes by itself
+    with suppress(KeyError):
+        if members and isinstance(group, dist.ProcessGroup):
+            return name, [members[r] for r in dist.get_process_group_ranks(group)]
+    return name, []
 
 
 def _tensors(args: tuple[Any, ...]) -> str:

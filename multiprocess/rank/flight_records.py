@@ -41,6 +41,7 @@ class RecordWriter:
     """Writes a rank's records and its place into the memory."""
 
     def __init__(self, fd: int, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
         self._memory = mmap.mmap(fd, size * REGION)
         self._start = rank * REGION
         self._count = 0

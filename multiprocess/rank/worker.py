@@ -257,6 +257,7 @@ class _Rank:
     def _make_group(self) -> None:
         import torch.distributed as dist
 
+        from . import flight_recorder
         from .torch_internals import forget_meshes
 
         if dist.is_initialized():
@@ -281,6 +282,9 @@ class _Rank:
             pg_options=pkgutil.resolve_name(options)() if options else None,
         )
         self._group = dist.group.WORLD
+        assert self._group is not None
+        # Some backends connect later, and so could not learn the members by themselves.
+        flight_recorder.note_members(self._group, range(self._spec.world_size))
 
     def _connects_by_device(self) -> bool:
         from torch.distributed import Backend, BackendConfig

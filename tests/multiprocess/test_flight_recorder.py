@@ -1,6 +1,7 @@
 """The report of a desync names the collective, the ranks and the lines."""
 
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -34,7 +35,7 @@ def line() -> int:
 
 
 def call(number: int, op: str = "allreduce", shape: str = "float32[2]") -> Collective:
-    return Collective("the default group", number, op, shape, "a.py:1")
+    return Collective("the default group", number, op, shape, "a.py:1", (0, 1))
 
 
 def test_a_missing_collective_is_named(cluster: Cluster) -> None:
@@ -78,6 +79,34 @@ def test_a_record_names_the_line_of_the_caller(cluster: Cluster) -> None:
     outcome = cluster.outcomes(act)[0]
     name = __file__.rpartition("/")[2]
     assert outcome.collectives[-1].where == f"{name}:{outcome.value}"
+
+
+def in_a_smaller_group(count: int) -> None:
+    """Make collectives in a default group of ranks 1 and 2; rank 1 makes ``count``."""
+    world = current_world()
+    dist.destroy_process_group()
+    if world.rank == 0:
+        return
+    store = dist.PrefixStore("smaller", world.store)
+    dist.init_process_group("gloo", store=store, rank=world.rank - 1, world_size=2)
+    if world.rank == 1:
+        time.sleep(0.5)
+    for _ in range(count if world.rank == 1 else 2):
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_rank_outside_of_a_default_group_is_not_missing_there() -> None:
+    with Cluster(3, grace_s=0.1) as cluster:
+        cluster.run(in_a_smaller_group, 2)
+
+
+def test_a_collective_that_a_smaller_default_group_lacks_is_named() -> None:
+    with Cluster(3, grace_s=0.1) as cluster, pytest.raises(WorldError) as caught:
+        cluster.run(in_a_smaller_group, 1)
+    text = str(caught.value)
+    assert "rank 1 has ended without issuing it" in text
+    assert "numbers of collectives in the default group of 2 ranks:" in text
+    assert "rank 0: none" not in text
 
 
 def test_an_uninstalled_flight_recorder_records_nothing(cluster: Cluster) -> None:
@@ -140,6 +169,19 @@ def test_a_file_with_a_long_name_in_any_script_is_recorded() -> None:
 )
 def test_only_a_real_difference_is_a_desync(records: Any, finds: bool) -> None:
     assert (find_desync(records) is not None) is finds
+
+
+def test_groups_of_one_name_are_compared_by_their_members() -> None:
+    def issued(*ranks: int, count: int = 1, op: str = "barrier") -> list[Collective]:
+        return [replace(call(n, op), ranks=ranks) for n in range(1, count + 1)]
+
+    pairs = {0: issued(0, 2), 1: issued(1, 3, count=2, op="gather")}
+    assert find_desync(pairs | {2: pairs[0], 3: pairs[1]}) is None
+    assert find_missing(pairs | {2: pairs[0], 3: pairs[1]}) is None
+    assert "rank 3: broadcast" in str(find_desync(pairs | {3: issued(op="broadcast")}))
+    assert "rank 2: 2, the" in str(find_missing(pairs | {2: issued(0, 2, count=2)}))
+    unknown = {0: issued(), 1: issued(op="gather")}
+    assert find_desync(unknown) is not None
 
 
 def test_a_rank_without_collectives_is_missing() -> None:
