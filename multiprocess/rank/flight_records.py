@@ -49,6 +49,12 @@ class RecordWriter:
         self._numbers: dict[str, int] = {}
         self._thread = threading.get_ident()
         self._now = Place.BODY.value, _NO_RECORD
+        # A child of the rank is no rank: its collectives and waits are not the rank's.
+        os.register_at_fork(after_in_child=self._leave)
+
+    def _leave(self) -> None:
+        """Write into memory of this process only, from now on."""
+        self._memory = mmap.mmap(-1, self.size * REGION)
 
     def clear(self) -> None:
         """Remove the records of earlier calls."""

@@ -1,9 +1,11 @@
 """The report of a desync names the collective, the ranks and the lines."""
 
+import multiprocessing
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +138,33 @@ def test_functional_collectives_are_noted(cluster: Cluster) -> None:
 def test_records_of_earlier_calls_are_forgotten(cluster: Cluster) -> None:
     cluster.run(dist.barrier)
     assert cluster.outcomes(dist.get_rank)[0].collectives == ()
+
+
+def test_a_forked_child_of_a_rank_records_nothing(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        file = f"file://{tmp_path / 'meet'}"
+        dist.init_process_group("gloo", init_method=file, rank=rank, world_size=2)
+        dist.all_reduce(torch.ones(1))
+        if rank == 1:
+            time.sleep(0.5)  # rank 0 of the world ends long before
+        dist.all_reduce(torch.ones(1))
+
+    def act() -> None:
+        dist.barrier()
+        dist.destroy_process_group()
+        if current_world().rank == 0:
+            return
+        fork = multiprocessing.get_context("fork")
+        children = [fork.Process(target=train, args=(rank,)) for rank in range(2)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join()
+        assert [child.exitcode for child in children] == [0, 0]
+
+    with Cluster(2, grace_s=0.1) as cluster:
+        for outcome in cluster.outcomes(act):
+            assert [call.op for call in outcome.collectives] == ["barrier"]
 
 
 def test_the_ring_keeps_the_last_records() -> None:
