@@ -26,6 +26,10 @@ class Fact:
     reply: Reply | None = None
     exit_code: int | None = None
     ended_at_s: float = 0.0
+    failed_at_s: float | None = None
+    """Time of the rank's first failure, before its teardown; None if it reported no
+    failure."""
+
     order: int = 0
     """Number of this fault, from 1, in the order in which several parents reported
     faults. Clocks of different machines cannot be compared. 0 without a fault, or if
@@ -216,8 +220,8 @@ def _root(
     hung = [o for o in failed if o.state is RankState.HUNG]
     ended = [o for o in failed if o.state is not RankState.HUNG]
     # [Note: Which rank is the root cause]
-    # The first group with a rank in it, and in that the rank that ended first. What can
-    # be the effect of another rank's fault comes after what cannot:
+    # The first group with a rank in it, and in that the rank that failed first. What
+    # can be the effect of another rank's fault comes after what cannot:
     groups = (
         # 1. stopped by a signal: no fault of another rank does that, while the error of
         #    another may be that it has waited long enough for this one;
@@ -238,9 +242,17 @@ def _root(
     )
     for group in groups:
         if group:
-            first = min(group, key=lambda o: (facts[o.rank].order, o.ended_at_s))
-            return first.rank
+            return min(group, key=lambda o: _failed_at(o, facts[o.rank])).rank
     return None
+
+
+def _failed_at(outcome: RankOutcome, fact: Fact) -> tuple[int, float]:
+    """Return when a rank failed, to compare with other ranks.
+
+    The rank that failed first may be the last to end, if its teardown is slow.
+    """
+    at_s = outcome.ended_at_s if fact.failed_at_s is None else fact.failed_at_s
+    return fact.order, at_s
 
 
 def _as_victim(

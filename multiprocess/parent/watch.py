@@ -79,6 +79,9 @@ class Watch:
         self._failing: dict[int, Reply] = {}
         """Rank -> its failure, for ranks that still run their teardown. The teardown
         may never end."""
+        self._failed_at_s: dict[int, float] = {}
+        """Rank -> time of its first failure."""
+
         self._order = 0
         self._left_by: dict[int, int] = {}
         for rank in processes.ranks:
@@ -163,6 +166,8 @@ class Watch:
         for rank in self._processes.ranks:
             while rank.replies:
                 reply = rank.replies.pop(0)
+                if reply.kind is Kind.RAISED:
+                    self._failed_at_s.setdefault(rank.rank, reply.ended_at_s)
                 if reply.kind is Kind.BEGUN:
                     self._begun.add(rank.rank)
                 elif reply.tears_down:
@@ -231,6 +236,7 @@ class Watch:
             reply=self._replies.get(rank.rank) or self._failing.get(rank.rank),
             exit_code=rank.exit_code,
             ended_at_s=rank.ended_at_s,
+            failed_at_s=self._failed_at_s.get(rank.rank),
             order=self._order,
             # Not of ranks with a reply: looking at them all takes as long as a call.
             stopped=rank.rank not in self._replies and _is_stopped(rank),

@@ -93,6 +93,39 @@ def test_the_words_of_an_error_blame_no_other_rank(
     assert caught.value.root.state is RankState.RAISED
 
 
+def test_a_slow_teardown_hides_not_that_its_rank_failed_first(
+    session: Session, tmp_path: Path
+) -> None:
+    done = session(f"""
+import pathlib
+
+failed, torn_down = (pathlib.Path({str(tmp_path)!r}) / name for name in "ab")
+
+def wait_for(file):
+    while not file.exists():
+        time.sleep(0.01)
+
+@pytest.fixture
+def slow(world):
+    yield
+    if world.rank == 1:
+        failed.touch()
+        wait_for(torn_down)
+        time.sleep(0.2)
+    else:
+        torn_down.touch()
+
+@pytest.mark.world(2)
+def test_first(world, slow):
+    if world.rank == 1:
+        raise KeyError("the cause")
+    wait_for(failed)
+    raise ValueError("the effect")
+""")
+    assert "root cause: rank 1: raised KeyError: 'the cause'" in done.stdout
+    assert "also failed: rank 0: raised ValueError: the effect" in done.stdout
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_an_error_out_of_a_broken_collective_is_the_others(
     cluster: Cluster, backward: bool

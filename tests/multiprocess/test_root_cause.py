@@ -61,6 +61,7 @@ def reported(fact: Fact, order: int) -> Fact:
         ),
         ([ok(0), raised(1, 1.0)], [OK, RAISED], 1),
         ([raised(0, 2.0), raised(1, 1.0)], [RAISED, RAISED], 1),
+        ([raised(0, 1.0), replace(raised(1, 2.0), failed_at_s=0.5)], [RAISED] * 2, 1),
         ([raised(0, 1.0, waited=True), raised(1, 2.0)], [VICTIM, RAISED], 1),
         ([raised(0, 1.0, waited=True), ok(1)], [RAISED, OK], 0),
         ([raised(0, 1.0, waited=True), ended(1, 2.0, 3)], [VICTIM, EXITED], 1),
