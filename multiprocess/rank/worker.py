@@ -265,7 +265,7 @@ class _Rank:
             forget_meshes()
         # Each group has its own prefix, because keys of an earlier group in the store
         # would be mistaken for its own. Meshes hold groups, so forget them, too.
-        self._world._new_group()  # noqa: SLF001  # its own world
+        self._world._forget_meshes()  # noqa: SLF001  # its own world
         if not self._spec.default_group:
             return
         self._groups_made += 1

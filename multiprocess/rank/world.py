@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,7 +15,7 @@ from ..outcomes import Failed, Place
 
 if TYPE_CHECKING:  # importing torch would slow the parent down
     import torch
-    from torch.distributed import Store
+    from torch.distributed import ProcessGroup, Store
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
@@ -51,6 +52,9 @@ class World:
     """Makes faulthandler write the stacks of a crash where the parent reads them."""
 
     _meshes: dict[object, DeviceMesh] = field(default_factory=dict)
+    _default_group: Callable[[], ProcessGroup | None] = lambda: None
+    """Weak reference to the default process group to which the meshes belong."""
+
     _store: Store | None = None
     _onces: int = 0
 
@@ -109,19 +113,24 @@ class World:
         """Return the mesh of this shape; created once in a process group, then reused.
 
         The first call is collective: every rank must ask for the same meshes in the
-        same order.
+        same order. A new default process group has new meshes.
 
         Args:
             shape: Length of each axis; the product is the world's size.
             names: Name of each axis.
         """
+        import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
         key = (tuple(shape), tuple(names) if names else None)
+        if self._default_group() is not dist.group.WORLD:
+            self._forget_meshes()
         if key not in self._meshes:
             self._meshes[key] = init_device_mesh(
                 self.device.type, key[0], mesh_dim_names=key[1]
             )
+            # The first mesh makes the default group if there is none.
+            self._default_group = weakref.ref(dist.group.WORLD)
         return self._meshes[key]
 
     def _wait_until_all_are_done(self, limit_s: float) -> None:
@@ -140,7 +149,7 @@ class World:
         self._store = None
         self._onces = 0
 
-    def _new_group(self) -> None:
+    def _forget_meshes(self) -> None:
         self._meshes.clear()
 
 

@@ -201,6 +201,27 @@ def test_group_makes_a_fresh_process_group(cluster: Cluster) -> None:
     assert cluster.with_options(isolation="group").run(ranks_sum, 0) == [1.0, 1.0]
 
 
+def test_a_default_group_that_a_call_makes_has_meshes_of_its_own(
+    cluster: Cluster,
+) -> None:
+    def reduce() -> float:
+        value = torch.ones(1)
+        mesh = current_world().mesh((2, 1), ("a", "b"))
+        dist.all_reduce(value, group=mesh.get_group("a"))
+        dist.all_reduce(value, group=mesh.get_group("b"))
+        return value.item()
+
+    def reduce_in_another_group() -> float:
+        world = current_world()
+        dist.destroy_process_group()
+        store = dist.PrefixStore("another", world.store)
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=2)
+        return reduce()
+
+    assert cluster.run(reduce) == [2.0, 2.0]
+    assert cluster.run(reduce_in_another_group) == [2.0, 2.0]
+
+
 def test_no_mesh_of_an_earlier_group_is_used_again(cluster: Cluster) -> None:
     def mesh_of_result() -> Any:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
