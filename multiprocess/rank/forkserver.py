@@ -23,7 +23,7 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
-from .. import linux
+from .. import linux, python_internals
 from . import worker
 
 RANK_FDS = 5
@@ -174,7 +174,12 @@ class ForkServer:
             self._selector.close()
             self._sock.close()
             _close([exit_w, self._wake_r, self._wake_w, *self._exit_fds.values()])
+            python_internals.drop_exit_handlers()  # the server's
             code = worker.main(*rank_fds)
+            # The rank's own. The parent waits for them, and kills the rank if one does
+            # not end.
+            python_internals.run_exit_handlers()
+            linux.flush_standard_streams()
         except BaseException:  # also SystemExit: nothing may leave this frame
             traceback.print_exc()
         finally:

@@ -1,5 +1,6 @@
 """Ranks, sockets and files are gone, however the parent ends."""
 
+import atexit
 import os
 import signal
 import subprocess
@@ -7,11 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from gradparity.multiprocess import Cluster
+from gradparity.multiprocess.parent import rank_processes
 
 LIMIT_S = 20.0
 """Seconds until all leftovers must be gone."""
@@ -178,6 +181,51 @@ def test_a_closed_cluster_leaves_no_process_and_no_descriptor() -> None:
         cluster.run(os.getpid)
     assert alive(pids) == set()
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+HANDLES = """
+import atexit, pathlib, tempfile
+atexit.register(pathlib.Path({handled!r}).touch)
+folder = tempfile.TemporaryDirectory(dir={folder!r})
+"""
+
+
+def test_exit_handlers_of_a_rank_run_and_not_those_of_its_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("handles_preloaded", "handles_imported"):
+        (tmp_path / f"{name}.d").mkdir()
+        text = HANDLES.format(
+            handled=str(tmp_path / f"{name}.end"), folder=str(tmp_path / f"{name}.d")
+        )
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def act() -> None:
+        import_module("handles_preloaded")
+        import_module("handles_imported")
+
+    with Cluster(1, preload=("handles_preloaded",)) as cluster:
+        cluster.run(act)
+        assert len(list((tmp_path / "handles_imported.d").iterdir())) == 1
+    assert (tmp_path / "handles_imported.end").exists()
+    assert list((tmp_path / "handles_imported.d").iterdir()) == []
+    assert not (tmp_path / "handles_preloaded.end").exists()
+    assert len(list((tmp_path / "handles_preloaded.d").iterdir())) == 1
+
+
+def test_an_exit_handler_without_an_end_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_processes, "_STOP_S", 0.2)
+
+    def act() -> None:
+        atexit.register(time.sleep, 1000)
+
+    with Cluster(1) as cluster:
+        pids = set(cluster.pids)
+        cluster.run(act)
+    assert alive(pids) == set()
 
 
 def test_output_needs_no_disk(tmp_path: Path, warm_ranks: list[str]) -> None:
