@@ -306,6 +306,7 @@ class _Rank:
         if message.fresh_group:
             self._make_group()
         self._runs += 1
+        self._trace_crashes()  # an earlier call may have disabled this
         self._records.clear()
         flight_recorder.unwaited()
         left_behind.allow_present(only=True)

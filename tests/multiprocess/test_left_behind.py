@@ -1,6 +1,9 @@
 """Leftovers of a test do not reach the next test."""
 
 # regression: M14
+import faulthandler
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -150,6 +153,16 @@ def test_it(world, turn):
 """)
     assert "3 passed" in done.stdout, done.stdout
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_call_that_disables_crash_stacks_takes_them_from_no_other() -> None:
+    def crash() -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    with Cluster(1) as cluster:
+        cluster.run(faulthandler.disable)
+        with pytest.raises(WorldError, match="in crash"):
+            cluster.run(crash)
 
 
 def test_a_thread_in_a_collective_is_named_by_the_code_that_calls_it() -> None:
